@@ -1,0 +1,1 @@
+"""Profiles that ship, one YAML file each; found by name."""

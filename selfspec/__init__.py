@@ -1,0 +1,38 @@
+"""selfspec: lossless self-speculative decoding for LLaMA-family models."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as _version
+from typing import TYPE_CHECKING, Any
+
+from selfspec.errors import BusyError, SelfspecError, UnsupportedModelError
+from selfspec.skip import SkipSet
+
+if TYPE_CHECKING:
+    from selfspec.api import LLM, Generation, Stream, load, wrap
+    from selfspec.profile import Profile
+
+__version__ = _version("selfspec")
+__all__ = [
+    "LLM",
+    "BusyError",
+    "Generation",
+    "Profile",
+    "SelfspecError",
+    "SkipSet",
+    "Stream",
+    "UnsupportedModelError",
+    "load",
+    "wrap",
+]
+
+_LAZY = dict.fromkeys(("LLM", "Generation", "Stream", "load", "wrap"), "selfspec.api") | {"Profile": "selfspec.profile"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch and transformers only when they are needed."""
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'selfspec' has no attribute '{name}'")

@@ -1,0 +1,34 @@
+"""The command line. Imports nothing heavy until a command needs it, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def main() -> None:
+    """Run `selfspec`; wrong input is one line on standard error and exit code 2."""
+    from selfspec.cli.app import app
+    from selfspec.errors import SelfspecError
+
+    try:
+        code = app(standalone_mode=False)
+    except SelfspecError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read us has stopped
+        sys.exit(1)
+    except Exception as error:
+        # Typer's own usage errors, whichever module of click or typer they come from.
+        if not hasattr(error, "format_message"):
+            raise
+        _fail(error.format_message())
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str) -> None:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)

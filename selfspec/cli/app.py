@@ -1,0 +1,144 @@
+"""The commands and their options. Each command's work is in a module of its own, imported when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="selfspec",
+    help="Lossless self-speculative decoding: the same output, sooner, with no second model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+profile_app = typer.Typer(no_args_is_help=True, help="Look at profiles and check them.")
+app.add_typer(profile_app, name="profile")
+
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, float64, bfloat16, float16. auto: float32 on a CPU.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; PyTorch's choice when left out.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, all else on standard error.")]
+ControllerOption = Annotated[
+    str | None,
+    typer.Option(help="When to stop drafting: fixed:k=4, static:threshold=0.6,k_max=8, adaptive:threshold=0.6."),
+]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
+) -> None:
+    if version:
+        from selfspec import __version__
+
+        typer.echo(f"selfspec {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def search(
+    model: Annotated[str, typer.Option(help="builtin, a folder, or a hub id.")] = "builtin",
+    data: Annotated[
+        Path | None, typer.Option(help="Calibration prompts: .jsonl ('prompt', else 'text') or .txt (one a line).")
+    ] = None,
+    strategy: Annotated[str, typer.Option(help="tpe (Optuna) or skopt (Gaussian process).")] = "tpe",
+    trials: Annotated[int, typer.Option(min=1, help="Skip sets to try.")] = 60,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts to search on, drawn by the seed.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draw and of the strategy.")] = 0,
+    out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.yaml"),
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode for each prompt of a trial.")] = 32,
+    controller: ControllerOption = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Find which sub-layers of this model, on this machine, to bypass while drafting; save a profile."""
+    from selfspec.cli.search import SearchOptions, run
+
+    run(
+        SearchOptions(
+            model=model,
+            data=data,
+            strategy=strategy,
+            trials=trials,
+            prompts=prompts,
+            seed=seed,
+            out=out,
+            max_new_tokens=max_new_tokens,
+            controller=controller,
+            device=device,
+            dtype=dtype,
+            threads=threads,
+            json=json,
+        )
+    )
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; standard input when left out.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="builtin, a folder, or a hub id; the profile's when left out.")
+    ] = None,
+    profile: Annotated[str, typer.Option(help="A file, the name of a shipped one, auto, or none.")] = "auto",
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy decoding.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(min=1)] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
+    controller: ControllerOption = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Show rounds, acceptance and speed.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Plain decoding beside it, interleaved.")] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Continue a prompt, drafting with a profile: the same output as plain decoding, sooner."""
+    from selfspec.cli.generate import GenerateOptions, run
+
+    run(
+        GenerateOptions(
+            prompt=prompt,
+            model=model,
+            profile=profile,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop=tuple(stop or ()),
+            controller=controller,
+            stats=stats,
+            compare=compare,
+            device=device,
+            dtype=dtype,
+            threads=threads,
+            json=json,
+        )
+    )
+
+
+@profile_app.command()
+def show(file: Annotated[str, typer.Argument(help="A file, or the name of a shipped profile.")]) -> None:
+    """Draw a profile's skip map and say how it was found and measured."""
+    from selfspec.cli.profile import show
+
+    show(file)
+
+
+@profile_app.command()
+def validate(
+    file: Annotated[str, typer.Argument(help="A file, or the name of a shipped profile.")],
+    model: Annotated[str | None, typer.Option(help="Check it against this model's configuration too.")] = None,
+) -> None:
+    """Check a profile; exit code 2 and one line when something is wrong."""
+    from selfspec.cli.profile import validate
+
+    validate(file, model)

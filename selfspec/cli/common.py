@@ -1,0 +1,73 @@
+"""What the commands share: consoles, threads, warnings as one line each."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from selfspec.profile import Profile
+
+SEARCH_HINT = "no profile for this model: decoding plainly. Search one with: selfspec search --model {model}"
+
+
+def stderr() -> Console:
+    """A console on standard error."""
+    return Console(stderr=True, highlight=False)
+
+
+def stdout() -> Console:
+    """A console on standard output."""
+    return Console(highlight=False)
+
+
+def print_json(data: dict[str, Any]) -> None:
+    """One JSON object on standard output."""
+    sys.stdout.write(json.dumps(data, ensure_ascii=False) + "\n")
+
+
+def quiet() -> None:
+    """Keep libraries' chatter off the terminal; warnings become one line on standard error."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    console = stderr()
+
+    def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+        if issubclass(category, UserWarning) and not issubclass(category, (DeprecationWarning, FutureWarning)):
+            console.print(f"warning: {message}", markup=False, soft_wrap=True)
+
+    warnings.showwarning = show
+
+
+def set_threads(threads: int | None) -> None:
+    """Tell PyTorch how many CPU threads to use."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def skip_map(profile: Profile) -> Group:
+    """The skip map: a ruler of layers, a row of attention, a row of MLP; `#` runs, `.` is bypassed."""
+    layers = profile.model.layers
+    attention, mlp = profile.skip_set.rows(layers)
+    ruler = "".join(str(i // 10 % 10) if i % 10 == 0 and i else " " for i in range(layers))
+    digits = "".join(str(i % 10) for i in range(layers))
+    lines = [Text(f"{'':10} {ruler}", style="dim")] if layers > 10 else []
+    lines.append(Text(f"{'layer':10} {digits}", style="dim"))
+    for name, row in (("attention", attention), ("mlp", mlp)):
+        line = Text(f"{name:10} ")
+        for mark in row:
+            line.append(mark, style="bold green" if mark == "#" else "red")
+        lines.append(line)
+    lines.append(Text(f"{len(profile.skip_set)} of {2 * layers} sub-layers bypassed (# runs, . bypassed)", style="dim"))
+    for line in lines:
+        line.no_wrap = True
+        line.overflow = "fold"
+    return Group(*lines)

@@ -1,0 +1,154 @@
+"""`selfspec generate`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from selfspec import builtin
+from selfspec.cli.common import SEARCH_HINT, print_json, quiet, set_threads, stderr, stdout
+from selfspec.controllers import parse_controller
+from selfspec.errors import SelfspecError
+from selfspec.loading import check_dtype, check_model_name
+from selfspec.profile import Profile, find_profile_file
+
+if TYPE_CHECKING:
+    from selfspec.api import LLM, Generation
+    from selfspec.bench import Comparison
+    from selfspec.drafters import Drafter
+
+COMPARE_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """The command's options, as given."""
+
+    prompt: str | None
+    model: str | None
+    profile: str
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int | None
+    stop: tuple[str, ...]
+    controller: str | None
+    stats: bool
+    compare: bool
+    device: str
+    dtype: str
+    threads: int | None
+    json: bool
+
+
+def run(options: GenerateOptions) -> None:
+    """Check everything that can be checked before the model is loaded, then generate."""
+    quiet()
+    profile: str | Profile = options.profile
+    if options.profile not in ("auto", "none"):
+        profile = find_profile_file(options.profile)
+    model = options.model or (profile.model.name if isinstance(profile, Profile) else None) or builtin.NAME
+    check_model_name(model)
+    check_dtype(options.dtype)
+    spec = parse_controller(options.controller) if options.controller else None
+    if not all(options.stop):
+        raise SelfspecError("--stop: the text is empty; want at least one character")
+    prompt = _prompt(options)
+    set_threads(options.threads)
+
+    from selfspec.api import load
+    from selfspec.sampling import check_sampling
+
+    check_sampling(options.temperature, options.top_k, options.top_p)
+    llm = load(model, profile=profile, device=options.device, dtype=options.dtype)
+    if llm.profile is None and options.profile == "auto":
+        stderr().print(SEARCH_HINT.format(model=model), markup=False, soft_wrap=True)
+    drafter = llm.drafter
+    if spec is not None and llm.profile is not None and len(llm.profile.skip_set):
+        drafter = llm.layer_skip(llm.profile.skip_set, spec)
+    if options.compare:
+        _compare(llm, prompt, drafter, options)
+    elif options.json:
+        print_json(_as_json(llm.generate(prompt, drafter=drafter, **_sampling(options))))
+    else:
+        _stream(llm, prompt, drafter, options)
+
+
+def _prompt(options: GenerateOptions) -> str:
+    if options.prompt is not None:
+        prompt = options.prompt
+    elif sys.stdin is None or sys.stdin.isatty():
+        raise SelfspecError("no prompt: give it as an argument or on standard input")
+    else:
+        try:
+            prompt = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise SelfspecError(f"standard input: not UTF-8 text (byte {error.start})") from None
+    if not prompt:
+        raise SelfspecError("the prompt is empty; give at least one character")
+    return prompt
+
+
+def _sampling(options: GenerateOptions) -> dict[str, Any]:
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
+    return {name: getattr(options, name) for name in names}
+
+
+def _as_json(generation: Generation) -> dict[str, Any]:
+    return {"text": generation.text, "tokens": generation.tokens, "stats": generation.stats.as_dict()}
+
+
+def _stream(llm: LLM, prompt: str, drafter: Drafter, options: GenerateOptions) -> None:
+    stream = llm.stream(prompt, drafter=drafter, **_sampling(options))
+    try:
+        for piece in stream:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    finally:
+        stream.close()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        if options.stats:
+            _print_stats(stream.result)
+
+
+def _print_stats(generation: Generation) -> None:
+    s = generation.stats
+    stderr().print(
+        f"{s.tokens} tokens in {s.seconds:.2f} s ({s.tokens_per_second:.1f} a second), {s.rounds} rounds, "
+        f"{s.drafted} drafted, {s.accepted} accepted ({s.acceptance_rate:.0%}), "
+        f"{s.tokens_per_round:.2f} tokens a round",
+        soft_wrap=True,
+    )
+
+
+def _compare(llm: LLM, prompt: str, drafter: Drafter, options: GenerateOptions) -> None:
+    from selfspec.bench import compare
+
+    result = compare(llm, prompt, drafter, rounds=COMPARE_ROUNDS, **_sampling(options))
+    if options.json:
+        print_json({**_as_json(result.draft), "compare": result.as_dict()})
+    else:
+        _print_comparison(result)
+
+
+def _print_comparison(result: Comparison) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="plain and speculative decoding, interleaved", show_lines=True)
+    table.add_column("")
+    table.add_column("plain", ratio=1, overflow="fold")
+    table.add_column("speculative", ratio=1, overflow="fold")
+    plain, draft = result.plain.stats, result.draft.stats
+    table.add_row("text", Text(result.plain.text), Text(result.draft.text))
+    table.add_row("tokens/s", f"{result.plain_tokens_per_second:.1f}", f"{result.tokens_per_second:.1f}")
+    table.add_row("full passes", f"{plain.rounds}", f"{draft.rounds}")
+    table.add_row("tokens a pass", f"{plain.tokens_per_round:.2f}", f"{draft.tokens_per_round:.2f}")
+    table.add_row("acceptance", "-", f"{draft.acceptance_rate:.0%} ({draft.accepted} of {draft.drafted})")
+    console = stdout()
+    console.print(table)
+    console.print(f"speedup: {result.speedup:.2f}x (median of {result.rounds} interleaved runs)")
+    console.print(f"identical output: {result.verdict}", soft_wrap=True)

@@ -1,0 +1,66 @@
+"""`selfspec profile show` and `selfspec profile validate`."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from selfspec.cli.common import quiet, skip_map, stdout
+from selfspec.controllers import make_controller
+from selfspec.errors import SelfspecError
+from selfspec.loading import check_model_name, read_identity
+from selfspec.profile import Profile, find_profile_file
+
+
+def show(file: str) -> None:
+    """Print a profile for people."""
+    profile = find_profile_file(file)
+    console = stdout()
+    console.print(skip_map(profile))
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in _facts(profile):
+        table.add_row(name, value)
+    console.print(table)
+
+
+def validate(file: str, model: str | None) -> None:
+    """Check a profile, and with `model` that it fits that model's configuration."""
+    quiet()
+    profile = find_profile_file(file)
+    make_controller(profile.controller)
+    if model is not None:
+        check_model_name(model)
+        if difference := profile.model.mismatch(read_identity(model)):
+            raise SelfspecError(f"{file}: is of another model than {model}: {difference}")
+    fits = f", fits {model}" if model else ""
+    stdout().print(f"{file}: valid, {len(profile.skip_set)} sub-layers bypassed{fits}", markup=False, soft_wrap=True)
+
+
+def _facts(profile: Profile) -> list[tuple[str, str]]:
+    model, search = profile.model, profile.search
+    sizes = {"layers": model.layers, "hidden": model.hidden, "heads": model.heads, "vocabulary": model.vocabulary}
+    options = ", ".join(f"{name} {value:g}" for name, value in profile.controller.options.items())
+    facts = [
+        ("model", " ".join(filter(None, (model.name, f"({model.model_type})" if model.model_type else "")))),
+        ("", ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)),
+        ("controller", f"{profile.controller.name}{f' ({options})' if options else ''}"),
+    ]
+    if profile.calibration:
+        c = profile.calibration
+        facts.append(("calibration", f"{c.source}: {c.prompts} prompts, {c.tokens} tokens"))
+    if search:
+        facts.append(
+            ("search", f"{search.strategy}, {search.objective}: {search.trials} trials in {search.seconds:g} s")
+        )
+    for m in profile.measured:
+        low, high = m.interval
+        facts.append(
+            ("measured", f"{m.speedup:g}x plain decoding ({low:g} to {high:g}), acceptance {m.acceptance_rate:.0%}")
+        )
+        where = "held-out prompts" if m.held_out else "the search's own prompts"
+        facts.append(("", f"{m.prompts} {where} x {m.max_new_tokens} tokens, temperature {m.temperature:g}"))
+        facts.append(("", f"{m.machine}, {m.device}, {m.dtype}, {m.threads} threads"))
+    if not profile.measured:
+        facts.append(("measured", "no"))
+    if profile.note:
+        facts.append(("note", profile.note))
+    return facts

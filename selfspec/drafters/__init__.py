@@ -1,0 +1,7 @@
+"""Drafters: what proposes tokens. One interface, one file each, one registry. They know nothing of the loop."""
+
+from selfspec.drafters.base import Drafter
+from selfspec.drafters.layer_skip import LayerSkipDrafter
+from selfspec.drafters.plain import PlainDrafter
+
+__all__ = ["Drafter", "LayerSkipDrafter", "PlainDrafter"]

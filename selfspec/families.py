@@ -1,0 +1,214 @@
+"""What the runtime needs of a `transformers` model: its leaf modules, sizes and limits, read and checked once.
+
+Supported is the Llama skeleton (pre-norm, separate projections, RMSNorm, rotary positions): Llama 2/3.x, Mistral
+and Qwen2. Everything else is refused by name. Knows nothing of caches, prompts and profiles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selfspec.errors import UnsupportedModelError
+from selfspec.profile import Identity
+
+FAMILIES = ("llama", "mistral", "qwen2")
+ROPES = ("default", "linear", "llama3", "yarn")
+# These recompute their frequencies from each call's longest position: fixed only up to the original length.
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+
+Call = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The leaf modules of one decoder layer, each a callable from `[B, n, in]` to `[B, n, out]`."""
+
+    input_norm: Call
+    q: Call
+    k: Call
+    v: Call
+    o: Call
+    post_norm: Call
+    gate: Call
+    up: Call
+    down: Call
+    act: Call
+    scaling: float
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A model as the runtime sees it. `context` is the number of positions that can be served, `limit` says why."""
+
+    embed: Call
+    blocks: tuple[Block, ...]
+    norm: Call
+    head: Call
+    rotary: nn.Module
+    identity: Identity
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    limit: str
+    ends: frozenset[int]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def read_skeleton(model: Any) -> Skeleton:
+    """Read a loaded `transformers` causal language model.
+
+    Raises `UnsupportedModelError`, naming what is not supported and what is.
+    """
+    config = getattr(model, "config", None)
+    if not hasattr(model, "lm_head"):
+        raise UnsupportedModelError(f"{type(model).__name__} has no language-model head; want a causal language model")
+    check_family(config, type(model).__name__)
+    assert config is not None
+    context, limit = _context(config)
+    body = model.model
+    first = body.layers[0].self_attn
+    return Skeleton(
+        embed=body.embed_tokens,
+        blocks=tuple(_block(layer) for layer in body.layers),
+        norm=_norm(body.norm),
+        head=model.lm_head,
+        rotary=body.rotary_emb,
+        identity=read_identity(config).model_copy(update={"fingerprint": _fingerprint(model)}),
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=first.head_dim,
+        context=context,
+        limit=limit,
+        ends=_ends(model),
+        dtype=body.norm.weight.dtype,
+        device=_device(body.embed_tokens),
+    )
+
+
+def check_family(config: Any, what: str) -> None:
+    """Raise `UnsupportedModelError` when a configuration is of a family that is not served."""
+    family = getattr(config, "model_type", None)
+    if family not in FAMILIES:
+        raise UnsupportedModelError(
+            f"{what} (model_type {family!r}) is not supported; supported: causal language models of {_names(FAMILIES)}"
+        )
+
+
+def read_identity(config: Any) -> Identity:
+    """What a configuration says of which model it is; the weights' fingerprint is left out."""
+    return Identity(
+        name=getattr(config, "_name_or_path", None) or None,
+        model_type=config.model_type,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        intermediate=config.intermediate_size,
+        vocabulary=config.vocab_size,
+    )
+
+
+def _block(layer: Any) -> Block:
+    attention, mlp = layer.self_attn, layer.mlp
+    return Block(
+        input_norm=_norm(layer.input_layernorm),
+        q=attention.q_proj,
+        k=attention.k_proj,
+        v=attention.v_proj,
+        o=attention.o_proj,
+        post_norm=_norm(layer.post_attention_layernorm),
+        gate=mlp.gate_proj,
+        up=mlp.up_proj,
+        down=mlp.down_proj,
+        act=mlp.act_fn,
+        scaling=attention.scaling,
+        device=_device(layer.input_layernorm),
+    )
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether calling `module` runs its class's own forward and nothing else: no hooks, no parametrisation."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return not hooks and "forward" not in module.__dict__ and not hasattr(module, "parametrizations")
+
+
+def _norm(module: Any) -> Call:
+    # transformers' RMSNorm computes in float32 whatever comes in; F.rms_norm keeps float64 exact, and in float32
+    # it is the same formula in fewer calls. Half precision rounds in another order there: call the module itself.
+    plain = type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and is_plain(module)
+    if not plain or module.weight.dtype not in (torch.float32, torch.float64) or module.weight.is_meta:
+        return module  # type: ignore[no-any-return]
+    weight, eps, shape = module.weight.detach(), float(module.variance_epsilon), tuple(module.weight.shape)
+    return lambda x: F.rms_norm(x, shape, weight, eps)
+
+
+def _device(module: nn.Module) -> torch.device:
+    """Where a module computes: its weights' device, or, offloaded by accelerate, its hook's."""
+    weight = next(module.parameters()).device
+    if weight.type != "meta":
+        return weight
+    return torch.device(module._hf_hook.execution_device)  # type: ignore[union-attr, arg-type]
+
+
+def _context(config: Any) -> tuple[int, str]:
+    """Positions that can be served, and the reason for the limit."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    context, limit = int(config.max_position_embeddings), "the model's context"
+    if kind in LENGTH_DEPENDENT_ROPES:
+        original = rope.get("original_max_position_embeddings") or context
+        if original < context:
+            context, limit = int(original), f"the original length of '{kind}' rope, beyond which keys would change"
+    elif kind not in ROPES:
+        supported = _names((*ROPES, *LENGTH_DEPENDENT_ROPES))
+        raise UnsupportedModelError(f"rope type '{kind}' is not supported; supported: {supported}")
+    window = _window(config)
+    if window is not None and window < context:
+        context, limit = window, "the sliding window, within which attention is full"
+    return context, limit
+
+
+def _window(config: Any) -> int | None:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and "sliding_attention" not in kinds:
+        return None
+    window = getattr(config, "sliding_window", None)
+    return None if window is None else int(window)
+
+
+def _ends(model: Any) -> frozenset[int]:
+    generation = getattr(model, "generation_config", None)
+    end = getattr(generation, "eos_token_id", None)
+    end = model.config.eos_token_id if end is None else end
+    return frozenset() if end is None else frozenset([end] if isinstance(end, int) else end)
+
+
+def _fingerprint(model: Any) -> str | None:
+    """A hash of 64 values from each of three layers' first norm and down projection, rounded to bfloat16.
+
+    None when a weight is quantised or offloaded. Equal for a bfloat16 checkpoint loaded in any wider dtype.
+    """
+    layers = model.model.layers
+    digest = hashlib.sha256()
+    for layer in (layers[0], layers[len(layers) // 2], layers[-1]):
+        for module in (layer.input_layernorm, layer.mlp.down_proj):
+            weight = getattr(module, "weight", None)
+            if weight is None or not weight.is_floating_point() or weight.is_meta:
+                return None
+            values = weight.detach().flatten()[:64].to("cpu", torch.bfloat16).view(torch.int16)
+            digest.update(values.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return ", ".join(names)

@@ -1,0 +1,114 @@
+"""Finding and loading models: the built-in one, a folder, or a hub id, all through `from_pretrained`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from selfspec import builtin
+from selfspec.errors import SelfspecError
+
+if TYPE_CHECKING:
+    import torch
+
+    from selfspec.profile import Identity
+
+DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def check_model_name(name: str) -> None:
+    """Raise `SelfspecError` when `name` can be no model: cheap, before anything heavy is imported."""
+    path = Path(name)
+    if name == builtin.NAME:
+        return
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise SelfspecError(f"model {name}: the folder has no config.json; want a model saved by save_pretrained")
+    elif path.exists():
+        raise SelfspecError(f"model {name} is a file; want a folder, a hub id, or '{builtin.NAME}'")
+    elif not _HUB_ID.fullmatch(name):
+        raise SelfspecError(f"model {name}: no such folder; want a folder, a hub id, or '{builtin.NAME}'")
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise `SelfspecError` when `dtype` is not one of `DTYPES`."""
+    if dtype not in DTYPES:
+        raise SelfspecError(f"dtype '{dtype}' is not known; known: {', '.join(DTYPES)}")
+
+
+def load_model(name: str, *, device: str = "auto", dtype: str = "auto") -> tuple[Any, Any]:
+    """Model and tokenizer by name, through `from_pretrained`.
+
+    `device` `auto` is CUDA where there is one, else the CPU. `dtype` `auto` is the checkpoint's own on an
+    accelerator, and float32 on the CPU, where half precision is slower. Raises `SelfspecError` when they cannot be
+    loaded, with the reason.
+    """
+    check_model_name(name)
+    check_dtype(dtype)
+    where = _device(device)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    source = _source(name)
+    shown = logging.is_progress_bar_enabled()
+    if Path(source).is_dir():
+        logging.disable_progress_bar()  # nothing is downloaded
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=_dtype(dtype, where))
+        return model.eval().to(where), tokenizer
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
+        raise SelfspecError(f"model {name} cannot be loaded: {_reason(error)}") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def read_identity(name: str) -> Identity:
+    """What a model's configuration says of it, without its weights. Raises `SelfspecError`."""
+    from transformers import AutoConfig
+
+    from selfspec.families import check_family
+    from selfspec.families import read_identity as read
+
+    try:
+        config = AutoConfig.from_pretrained(_source(name))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SelfspecError(f"model {name} cannot be read: {_reason(error)}") from error
+    check_family(config, name)
+    return read(config)
+
+
+def _source(name: str) -> str:
+    return str(builtin.model_folder()) if name == builtin.NAME else name
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise SelfspecError(f"device '{name}' cannot be used: {_reason(error)}") from None
+    if device.type == "meta":
+        raise SelfspecError("device 'meta' cannot be used: it holds no values; want cpu or cuda")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> Any:
+    import torch
+
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    return getattr(torch, name)
+
+
+def _reason(error: Exception) -> str:
+    """The first sentence of an error, on one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.split(". ")[0][:300]

@@ -1,0 +1,46 @@
+"""What a generation cost and what speculation gave: counts and seconds. Knows nothing of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts of one generation, filled by the loop round by round.
+
+    `drafted` counts draft steps, `nodes` the rows verified beside the root, `accepted` the drafted tokens that
+    were emitted, `tokens` all that was emitted. `seconds` is wall time, prefill included.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    nodes: int = 0
+    accepted: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted draft tokens per draft step; 0 when nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Emitted tokens per full pass; 1 for plain decoding."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens per second of wall time."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def add(self, other: Stats) -> None:
+        """Add the counts and seconds of another generation to these."""
+        for name in ("rounds", "drafted", "nodes", "accepted", "tokens", "seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def as_dict(self) -> dict[str, float]:
+        """Everything, rates included, ready for JSON."""
+        names = ("rounds", "drafted", "nodes", "accepted", "acceptance_rate", "tokens_per_round")
+        return {name: getattr(self, name) for name in (*names, "seconds", "tokens_per_second")}
