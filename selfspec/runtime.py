@@ -87,7 +87,7 @@ class Runtime:
         finally:
             self._lock.release()
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode: commits write to these tensors outside a forward
     def _allocate(self, slots: int) -> None:
         s = self.skeleton
         self.__dict__.pop("cache", None)  # free the old one before the new one is made

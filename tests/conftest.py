@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+import selfspec
+from selfspec import builtin
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def llm() -> selfspec.LLM:
+    """The built-in model in float32, without a profile."""
+    return selfspec.load(profile="none")
+
+
+@pytest.fixture(scope="session")
+def llm64() -> selfspec.LLM:
+    """The built-in model in float64, without a profile."""
+    return selfspec.load(profile="none", dtype="float64")
+
+
+@pytest.fixture(scope="session")
+def held_out() -> list[str]:
+    """The held-out prompts."""
+    return builtin.prompts("heldout")

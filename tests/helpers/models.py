@@ -1,0 +1,109 @@
+"""Tiny random models of every supported family, and small ways to run them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
+
+from selfspec.decode import decode
+from selfspec.drafters import Drafter, PlainDrafter
+from selfspec.drafts import Outcome, SequenceState
+from selfspec.runtime import Runtime
+from selfspec.sampling import Sampler
+from selfspec.verify import find_rule
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "llama-mha": LlamaConfig(**{**SIZES, "num_key_value_heads": 4}),
+    "llama-mqa-tied": LlamaConfig(**{**SIZES, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama-biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "llama-head-dim": LlamaConfig(**SIZES, head_dim=16),
+    "llama3-rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3),
+    "llama-yarn": LlamaConfig(**SIZES, rope_parameters=YARN),
+    "llama-linear": LlamaConfig(**SIZES, rope_parameters=LINEAR),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen2-yarn": Qwen2Config(**SIZES, rope_parameters=YARN),
+}
+
+
+def tiny(config: PreTrainedConfig, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
+    """A random model; its weights are large enough for logits that differ, its biases and norms are not trivial."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.3 + (0 if name.endswith("bias") else 1))
+            else:
+                parameter.mul_(8)
+    return model
+
+
+def small(vocabulary: int = 11, layers: int = 3, *, seed: int = 0) -> Any:
+    """A small float64 LLaMA for the tests of the loop."""
+    sizes = {**SIZES, "vocab_size": vocabulary, "num_hidden_layers": layers, "hidden_size": 16}
+    return tiny(LlamaConfig(**{**sizes, "intermediate_size": 16, "num_attention_heads": 2}), seed=seed)
+
+
+def exact_norms(model: Any) -> Any:
+    """The same model with norms that do not cast float64 down to float32, as a reference to 1e-10."""
+
+    def exact(norm: Any) -> nn.RMSNorm:
+        new = nn.RMSNorm(norm.weight.shape[0], eps=norm.variance_epsilon, dtype=norm.weight.dtype)
+        new.weight = norm.weight
+        return new
+
+    model.model.norm = exact(model.model.norm)
+    for layer in model.model.layers:
+        layer.input_layernorm = exact(layer.input_layernorm)
+        layer.post_attention_layernorm = exact(layer.post_attention_layernorm)
+    return model
+
+
+def run(
+    runtime: Runtime,
+    drafter: Drafter,
+    prompt: list[int],
+    room: int,
+    *,
+    sampler: Sampler | None = None,
+    ends: frozenset[int] = frozenset(),
+    **options: Any,
+) -> tuple[list[int], list[Outcome]]:
+    """Decode to the end: new tokens and outcomes."""
+    sampler = sampler or Sampler()
+    seq = SequenceState(list(prompt), room, sampler, ends)
+    outcomes = list(decode(runtime, drafter, seq, rule=find_rule(None, sampler), **options))
+    return seq.tokens[len(prompt) :], outcomes
+
+
+def plain(runtime: Runtime, prompt: list[int], room: int) -> list[int]:
+    """Greedy plain decoding."""
+    return run(runtime, PlainDrafter(), prompt, room)[0]

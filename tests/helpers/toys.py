@@ -1,0 +1,191 @@
+"""Toy drafters that hold the interface wide open, and a sampler that branches over all outcomes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from selfspec.drafts import NO_DRAFT, Draft, Outcome, SequenceState
+from selfspec.runtime import Runtime, Step
+from selfspec.sampling import Sampler
+
+
+class Toy:
+    hidden: Sequence[int] = ()
+
+    def begin(self, seq: SequenceState, prefill: Step) -> None:
+        pass
+
+    def propose(self, seqs: Sequence[SequenceState]) -> list[Draft]:
+        return [self.draft(seq) for seq in seqs]
+
+    def draft(self, seq: SequenceState) -> Draft:
+        raise NotImplementedError
+
+    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
+        pass
+
+    def end(self, seq: SequenceState) -> None:
+        pass
+
+
+class RandomTree(Toy):
+    """A random tree with random q that depend on the prefix; `shape[d]` children below each node of depth d."""
+
+    def __init__(self, vocabulary: int, shape: tuple[int, ...] = (2, 2, 1)) -> None:
+        self.vocabulary, self.shape = vocabulary, shape
+
+    def q(self, prefix: Sequence[int]) -> Tensor:
+        seed = int.from_bytes(hashlib.sha256(repr(list(prefix)).encode()).digest()[:6], "big")
+        return torch.rand(self.vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).pow(2)
+
+    def draft(self, seq: SequenceState) -> Draft:
+        tokens: list[int] = []
+        parents: list[int] = []
+        q_row: list[int] = []
+        rows: list[Tensor] = []
+        level: list[tuple[int, list[int]]] = [(-1, [])]
+        for width in self.shape[: seq.room - 1]:
+            below: list[tuple[int, list[int]]] = []
+            for node, path in level:
+                q = self.q([*seq.tokens, *path])
+                q = q / q.sum()
+                rows.append(q)
+                left = q.clone()
+                for _ in range(width):
+                    token = int(left.argmax()) if seq.sampler.greedy else seq.sampler.draw(left, len(seq.tokens))
+                    left[token] = 0
+                    tokens.append(token)
+                    parents.append(node)
+                    q_row.append(-1 if seq.sampler.greedy else len(rows) - 1)
+                    if token not in seq.ends:
+                        below.append((len(tokens) - 1, [*path, token]))
+            level = below
+        return Draft(tuple(tokens), tuple(parents), torch.stack(rows) if rows else None, tuple(q_row))
+
+
+class HiddenHead(Toy):
+    """A random linear head on the stream that leaves the last layer, one token ahead."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        identity = runtime.skeleton.identity
+        self.hidden = (runtime.layers,)
+        generator = torch.Generator().manual_seed(5)
+        shape = (identity.hidden or 0, identity.vocabulary or 0)
+        self.head = torch.randn(shape, generator=generator, dtype=runtime.dtype)
+        self.state: Tensor | None = None
+
+    def begin(self, seq: SequenceState, prefill: Step) -> None:
+        self.state = prefill.hidden[self.hidden[0]][0, -1] if prefill.hidden else None
+
+    def draft(self, seq: SequenceState) -> Draft:
+        if self.state is None or seq.room < 2:
+            return NO_DRAFT
+        q = (self.state @ self.head).softmax(-1)
+        if seq.sampler.greedy:
+            return Draft.chain([int(q.argmax())])
+        return Draft.chain([seq.sampler.draw(q, len(seq.tokens))], q=q[None])
+
+    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
+        last = outcome.path[-1] + 1 if outcome.path else 0
+        self.state = outcome.step.hidden[self.hidden[0]][0, last]
+
+
+class TinyModel(Toy):
+    """Another model with a cache of its own, drafting a chain of `k`."""
+
+    def __init__(self, runtime: Runtime, k: int = 3) -> None:
+        self.runtime, self.k = runtime, k
+        self.known = 0  # tokens whose keys its own cache holds
+        self._held = ExitStack()
+
+    def begin(self, seq: SequenceState, prefill: Step) -> None:
+        self.known = 0
+        self._held.enter_context(self.runtime.session(len(seq.tokens) + seq.room + self.k))
+
+    def end(self, seq: SequenceState) -> None:
+        self._held.close()
+
+    def draft(self, seq: SequenceState) -> Draft:
+        tokens, rows = list(seq.tokens), []
+        while len(tokens) - len(seq.tokens) < min(self.k, seq.room - 1):
+            new = torch.tensor([tokens[self.known :]])
+            logits = self.runtime.forward(new, self.known, logits="last").logits
+            assert logits is not None
+            self.known = len(tokens)
+            q = logits[0, -1].softmax(-1)
+            rows.append(q)
+            tokens.append(int(q.argmax()) if seq.sampler.greedy else seq.sampler.draw(q, len(tokens)))
+            if tokens[-1] in seq.ends:
+                break
+        self.start = len(seq.tokens)
+        drafted = tokens[self.start :]
+        return Draft.chain(drafted, q=torch.stack(rows) if rows and not seq.sampler.greedy else None)
+
+    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
+        self.known = min(self.known, len(seq.tokens) - len(outcome.tokens) + len(outcome.path))
+
+
+class Scripted(Toy):
+    """Proposes what `script` says of the tokens so far, at most `k`: an oracle, or one that is always wrong."""
+
+    def __init__(self, script: Callable[[Sequence[int]], Sequence[int]], k: int = 4) -> None:
+        self.script, self.k = script, k
+
+    def draft(self, seq: SequenceState) -> Draft:
+        drafted: list[int] = []
+        for token in self.script(seq.tokens)[: min(self.k, seq.room - 1)]:
+            drafted.append(token)
+            if token in seq.ends:
+                break
+        return Draft.chain(drafted)
+
+
+def oracle(prompt: Sequence[int], text: Sequence[int], k: int = 4) -> Scripted:
+    """Proposes the text itself."""
+    return Scripted(lambda tokens: text[len(tokens) - len(prompt) :], k)
+
+
+def always_wrong(prompt: Sequence[int], text: Sequence[int], vocabulary: int, k: int = 3) -> Scripted:
+    """Proposes, of each next token, another one."""
+    return Scripted(lambda tokens: [(t + 1) % vocabulary for t in text[len(tokens) - len(prompt) :]], k)
+
+
+class Enumerating(Sampler):
+    """A sampler whose coins and draws follow `script`, then take the first outcome; it notes the ones not taken."""
+
+    def __init__(self, script: Sequence[int] = ()) -> None:
+        super().__init__(temperature=1.0)
+        self.script = list(script)
+        self.taken: list[int] = []
+        self.others: list[list[int]] = []
+        self.weight = 1.0
+
+    def _branch(self, chances: Sequence[float]) -> int:
+        possible = [i for i, chance in enumerate(chances) if chance > 0]
+        place = len(self.taken)
+        choice = self.script[place] if place < len(self.script) else possible[0]
+        self.taken.append(choice)
+        self.others.append([i for i in possible if i != choice] if place >= len(self.script) else [])
+        self.weight *= chances[choice]
+        return choice
+
+    def draw(self, p: Tensor, position: int) -> int:
+        return self._branch((p / p.sum()).tolist())
+
+    def coin(self, probability: float) -> bool:
+        return self._branch([probability, 1 - probability]) == 0
+
+
+def enumerate_outcomes(run: Callable[[Sampler], tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Every outcome of `run` with its probability: `run` is called once for each path through its random choices."""
+    scripts: list[list[int]] = [[]]
+    while scripts:
+        sampler = Enumerating(scripts.pop())
+        yield run(sampler), sampler.weight
+        for place in range(len(sampler.taken)):
+            scripts.extend([*sampler.taken[:place], other] for other in sampler.others[place])

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from selfspec.errors import SelfspecError
+from selfspec.profile import (
+    Calibration,
+    ControllerSpec,
+    Identity,
+    Profile,
+    SearchRecord,
+    Skip,
+    find_profile_file,
+    parse_profile,
+    profile_text,
+    read_profile,
+    shipped_profiles,
+    write_profile,
+)
+
+indices = st.lists(st.integers(0, 9), unique=True).map(sorted)
+names = st.text(st.characters(blacklist_categories=["Cs"]), min_size=1, max_size=20)
+profiles = st.builds(
+    Profile,
+    model=st.builds(Identity, layers=st.integers(10, 99), name=names, hidden=st.none() | st.integers(1, 9999)),
+    skip=st.builds(Skip, attention=indices, mlp=indices),
+    controller=st.builds(
+        ControllerSpec,
+        name=names,
+        options=st.dictionaries(names, st.integers(0, 64) | st.floats(allow_nan=False, allow_infinity=False)),
+    ),
+    calibration=st.none()
+    | st.builds(Calibration, source=names, prompts=st.just(8), tokens=st.just(99), sha256=st.just("0" * 64)),
+    search=st.none()
+    | st.builds(
+        SearchRecord,
+        strategy=st.just("tpe"),
+        objective=st.just("wallclock"),
+        trials=st.integers(0, 999),
+        seed=st.integers(0, 9),
+        seconds=st.floats(0, 1e6),
+        max_new_tokens=st.just(32),
+    ),
+    measured=st.just([]),
+    versions=st.dictionaries(names, names),
+    note=st.none() | names,
+)
+
+
+@given(profiles)
+def test_writing_and_reading_gives_an_equal_profile(profile):
+    assert parse_profile(profile_text(profile), source="p") == profile
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=12,
+)
+keys = st.sampled_from(["model", "skip", "controller", "version", "measured", "search", "calibration", "note"])
+
+
+@settings(max_examples=300)
+@given(st.dictionaries(keys, json_like) | json_like)
+def test_wrong_data_gives_one_line(data):
+    import yaml
+
+    _one_line_or_valid(yaml.safe_dump(data))
+
+
+@settings(max_examples=300)
+@given(st.text(max_size=80) | st.text("{}[]&*!|>'\"%@`:-,? \n\tab01.", max_size=40))
+def test_wrong_text_gives_one_line(text):
+    _one_line_or_valid(text)
+
+
+@settings(max_examples=200)
+@given(profiles, st.data())
+def test_a_damaged_file_gives_one_line(profile, data):
+    text = profile_text(profile)
+    start = data.draw(st.integers(0, len(text)))
+    _one_line_or_valid(text[:start] + data.draw(st.text(max_size=4)) + text[start + data.draw(st.integers(0, 9)) :])
+
+
+def _one_line_or_valid(text):
+    try:
+        parse_profile(text, source="p.yaml")
+    except SelfspecError as error:
+        assert "\n" not in str(error)
+        assert str(error).startswith("p.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "want a profile .* got nothing"),
+        ("- 1", "got a list"),
+        ("model: {layers: 4}\nlayers: 3", "unknown key 'layers'"),
+        ("model: {layers: 4, width: 3}", "unknown key 'model.width'"),
+        ("skip: {attention: [1]}", "model: Field required"),
+        ("model: {hidden: 4}", "model.layers: Field required"),
+        ("model: {layers: 4}\nskip: {attention: [4]}", "skip.attention: layer 4 does not exist; the model has 4"),
+        ("model: {layers: 4}\nskip: {mlp: [1, 1]}", "skip.mlp: layer 1 is listed twice"),
+        ("model: {layers: 4}\nskip: {mlp: [-1]}", "skip.mlp.0: .* greater than or equal to 0, got -1"),
+        ("model: {layers: 4}\nskip: {mlp: ['1']}", "skip.mlp.0: .* integer, got '1'"),
+        ("model: {layers: 4}\nversion: 2", "version: .* got 2"),
+        ("model: {layers: 4\nskip: ]", "line 2: not valid YAML"),
+        ("a: !!python/object:os.system x", "not valid YAML"),
+        ("a: &a [*a]", "unknown key|model"),
+    ],
+)
+def test_what_is_wrong_is_said(text, message):
+    with pytest.raises(SelfspecError, match=message):
+        parse_profile(text, source="p.yaml")
+
+
+def test_a_published_set_without_measurements_is_valid():
+    profile = parse_profile("model: {layers: 40, name: meta-llama/Llama-2-13b-hf}\nskip: {attention: [3], mlp: [6]}", source="p")
+    assert len(profile.skip_set) == 2
+    assert profile.measured == []
+
+
+def test_identity_compares_what_is_present():
+    mine = Identity(layers=4, hidden=32)
+    assert mine.mismatch(Identity(layers=4, hidden=32, vocabulary=9)) is None
+    assert mine.mismatch(Identity(layers=4)) is None
+    assert mine.mismatch(Identity(layers=5)) == "layers 4 in the profile, 5 in the model"
+    assert not mine.other_weights(Identity(layers=4, fingerprint="a"))
+    assert Identity(layers=4, fingerprint="b").other_weights(Identity(layers=4, fingerprint="a"))
+
+
+def test_files(tmp_path):
+    profile = Profile(model=Identity(layers=4), skip=Skip(attention=[1]))
+    path = tmp_path / "p.yaml"
+    write_profile(profile, path)
+    assert read_profile(path) == find_profile_file(path) == profile
+    assert [p.name for p in tmp_path.iterdir()] == ["p.yaml"]
+    for bad, message in [
+        (tmp_path / "no.yaml", "no such file"),
+        (tmp_path, "is a folder"),
+    ]:
+        with pytest.raises(SelfspecError, match=message):
+            read_profile(bad)
+    with pytest.raises(SelfspecError, match="the folder .* does not exist"):
+        write_profile(profile, tmp_path / "no" / "p.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"model: \xff")
+    with pytest.raises(SelfspecError, match="not UTF-8"):
+        read_profile(tmp_path / "binary.yaml")
+
+
+def test_shipped_profiles_are_valid_and_found_by_name():
+    from selfspec.controllers import make_controller
+
+    shipped = shipped_profiles()
+    assert "stdlib-llama-3.7m" in shipped
+    for name, profile in shipped.items():
+        make_controller(profile.controller)
+        assert find_profile_file(name) == profile
+    with pytest.raises(SelfspecError, match=r"no such file, and no shipped profile of that name \(.*stdlib-llama"):
+        find_profile_file("nothing")
