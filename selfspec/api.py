@@ -42,11 +42,11 @@ class Stream:
     """
 
     def __init__(self, rounds: Generator[Outcome], text: TextStream) -> None:
-        self._rounds = rounds
         self._text = text
         self._tokens: list[int] = []
         self._stats = Stats()
-        self._pieces = self._run()
+        # The generator knows nothing of this object, so that dropping the stream ends it at once.
+        self._pieces = _pieces(rounds, text, self._tokens, self._stats)
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -63,26 +63,27 @@ class Stream:
         """End the generation now; what was emitted stays in `result`."""
         self._pieces.close()
 
-    def _run(self) -> Generator[str]:
-        start = time.perf_counter()
-        stats = self._stats
-        try:
-            for outcome in self._rounds:
-                stats.rounds += 1
-                stats.drafted += outcome.draft.depth
-                stats.nodes += len(outcome.draft)
-                stats.accepted += outcome.accepted
-                stats.tokens += len(outcome.tokens)
-                self._tokens += outcome.tokens
-                stats.seconds = time.perf_counter() - start
-                if piece := self._text.take():
-                    yield piece
-        finally:
-            self._rounds.close()
-            self._text.finish()
+
+def _pieces(rounds: Generator[Outcome], text: TextStream, tokens: list[int], stats: Stats) -> Generator[str]:
+    """Pieces of text as the rounds bring them; `tokens` and `stats` are filled along the way."""
+    start = time.perf_counter()
+    try:
+        for outcome in rounds:
+            stats.rounds += 1
+            stats.drafted += outcome.draft.depth
+            stats.nodes += len(outcome.draft)
+            stats.accepted += outcome.accepted
+            stats.tokens += len(outcome.tokens)
+            tokens += outcome.tokens
             stats.seconds = time.perf_counter() - start
-        if piece := self._text.take():
-            yield piece
+            if piece := text.take():
+                yield piece
+    finally:
+        rounds.close()
+        text.finish()
+        stats.seconds = time.perf_counter() - start
+    if piece := text.take():
+        yield piece
 
 
 class LLM:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
+
+INTERRUPTED = 130  # what typer makes of Ctrl-C
 
 
 def main() -> None:
@@ -15,17 +16,13 @@ def main() -> None:
         code = app(standalone_mode=False)
     except SelfspecError as error:
         _fail(str(error))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read us has stopped
-        sys.exit(1)
     except Exception as error:
         # Typer's own usage errors, whichever module of click or typer they come from.
         if not hasattr(error, "format_message"):
             raise
         _fail(error.format_message())
+    if code == INTERRUPTED:
+        print("interrupted", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
 
 

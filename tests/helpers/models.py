@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 def tiny(config: PreTrainedConfig, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
     """A random model; its weights are large enough for logits that differ, its biases and norms are not trivial."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config)).to(dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:

@@ -117,7 +117,9 @@ def test_what_is_wrong_is_said(text, message):
 
 
 def test_a_published_set_without_measurements_is_valid():
-    profile = parse_profile("model: {layers: 40, name: meta-llama/Llama-2-13b-hf}\nskip: {attention: [3], mlp: [6]}", source="p")
+    profile = parse_profile(
+        "model: {layers: 40, name: meta-llama/Llama-2-13b-hf}\nskip: {attention: [3], mlp: [6]}", source="p"
+    )
     assert len(profile.skip_set) == 2
     assert profile.measured == []
 

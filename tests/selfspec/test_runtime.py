@@ -78,7 +78,9 @@ def silenced(model, skip):
     model = exact_norms(copy.deepcopy(model))
     for index in skip.attention:
         attention = model.model.layers[index].self_attn
-        attention.forward = types.MethodType(lambda self, hidden_states, **_: (torch.zeros_like(hidden_states), None), attention)
+        attention.forward = types.MethodType(
+            lambda self, hidden_states, **_: (torch.zeros_like(hidden_states), None), attention
+        )
     for index in skip.mlp:
         mlp = model.model.layers[index].mlp
         mlp.forward = types.MethodType(lambda self, x: torch.zeros_like(x), mlp)
@@ -97,7 +99,9 @@ def test_skipping_is_a_model_whose_sub_layers_add_nothing(name, skip):
     runtime = Runtime(model)
     with runtime.session(N):
         ours = [runtime.forward(tokens[:, i : i + 1], i, skip=skip).logits for i in range(N)]
-    torch.testing.assert_close(torch.cat(ours, 1), reference(silenced(model, skip), tokens).logits, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(
+        torch.cat(ours, 1), reference(silenced(model, skip), tokens).logits, atol=1e-10, rtol=1e-10
+    )
 
 
 def test_a_skipped_sub_layer_is_not_called_and_writes_no_keys():

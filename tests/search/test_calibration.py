@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from selfspec.search.calibration import choose, read_prompts, record
+
+from selfspec.errors import SelfspecError
+
+
+def write(folder, name, text):
+    (folder / name).write_text(text, encoding="utf-8")
+    return folder / name
+
+
+def test_jsonl_rows_prefer_prompt_to_text(tmp_path):
+    rows = [{"prompt": "a", "text": "b"}, {"text": "c\nd"}, {"prompt": "é", "id": 1}]
+    path = write(tmp_path, "p.jsonl", "\n\n".join(json.dumps(row) for row in rows))
+    assert read_prompts(path) == ["a", "c\nd", "é"]
+
+
+def test_txt_is_one_prompt_a_line(tmp_path):
+    assert read_prompts(write(tmp_path, "p.txt", "a\n\n  b c\r\n")) == ["a", "  b c"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("p.jsonl", "", r"p\.jsonl: holds no prompts"),
+        ("p.txt", "\n \n", r"p\.txt: holds no prompts"),
+        ("p.csv", "a", r"want a \.jsonl file"),
+        ("p.jsonl", '{"prompt": "a"}\n{oops', "line 2: not valid JSON"),
+        ("p.jsonl", '{"prompt": 3}', "line 1: want an object whose 'prompt'"),
+        ("p.jsonl", '["a"]', "line 1: want an object"),
+        ("p.jsonl", '{"prompt": " "}', "is not empty"),
+    ],
+)
+def test_wrong_files_are_refused(tmp_path, name, text, message):
+    with pytest.raises(SelfspecError, match=message):
+        read_prompts(write(tmp_path, name, text))
+
+
+def test_missing_files_and_folders(tmp_path):
+    with pytest.raises(SelfspecError, match="no such file"):
+        read_prompts(tmp_path / "p.jsonl")
+    (tmp_path / "d.txt").mkdir()
+    with pytest.raises(SelfspecError, match="is a folder"):
+        read_prompts(tmp_path / "d.txt")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@given(st.text(max_size=60) | st.text('{}[]":, prompttext\\u01\n', max_size=60))
+def test_any_jsonl_gives_prompts_or_one_line(tmp_path, text):
+    path = write(tmp_path, "p.jsonl", text)
+    try:
+        assert all(prompt.strip() for prompt in read_prompts(path))
+    except SelfspecError as error:
+        assert "\n" not in str(error)
+
+
+def test_the_choice_is_seeded_and_held_out_prompts_are_others():
+    prompts = [f"p{i}" for i in range(40)]
+    chosen = choose(prompts, source="s", count=8, seed=3)
+    assert chosen == choose(prompts, source="s", count=8, seed=3) != choose(prompts, source="s", count=8, seed=4)
+    assert len(chosen.search) == len(chosen.measure) == 8
+    assert chosen.held_out
+    assert not set(chosen.search) & set(chosen.measure)
+
+
+def test_few_prompts_are_shared():
+    chosen = choose(["a", "b", "a"], source="s", count=8, seed=0)
+    assert sorted(chosen.search) == sorted(chosen.measure) == ["a", "b"]
+    assert not chosen.held_out
+    assert len(choose(["a", "b", "c"], source="s", count=2, seed=0).measure) == 1
+
+
+def test_the_built_in_prompts():
+    chosen = choose(None, source="", count=8, seed=0)
+    assert (chosen.source, chosen.held_out, len(chosen.search), len(chosen.measure)) == ("builtin", True, 8, 8)
+
+
+def test_the_record_hashes_token_ids():
+    a = record("s", [[1, 2], [3]])
+    assert (a.prompts, a.tokens) == (2, 3)
+    assert a.sha256 == record("t", [[1, 2], [3]]).sha256 != record("s", [[1], [2, 3]]).sha256

@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+import selfspec
+from selfspec.cli import main
+from selfspec.profile import ControllerSpec, Identity, Profile, Skip, read_profile, write_profile
+
+SELFSPEC = str(Path(sys.executable).parent / "selfspec")
+PROMPT = "import os\n\ndef main(args):\n    "
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys, tmp_path):
+    """Run the command in a fresh folder: exit code, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*args, stdin=None):
+        monkeypatch.setattr(sys, "argv", ["selfspec", *map(str, args)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)) if stdin is not None else None)
+        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code, out, err
+
+    return run
+
+
+@pytest.fixture
+def profile_file(tmp_path):
+    profile = Profile(
+        model=Identity(layers=16, name="builtin"),
+        skip=Skip(attention=[3, 5, 9], mlp=[7, 11]),
+        controller=ControllerSpec(name="fixed", options={"k": 3}),
+    )
+    write_profile(profile, tmp_path / "p.yaml")
+    return tmp_path / "p.yaml"
+
+
+class TestGenerate:
+    def test_streams_the_text(self, cli, llm):
+        code, out, err = cli("generate", PROMPT, "--max-new-tokens", 20)
+        assert code == 0
+        assert out == llm.generate(PROMPT, max_new_tokens=20).text + "\n"
+        assert err == ""
+
+    def test_reads_standard_input(self, cli, llm):
+        code, out, _ = cli("generate", "--max-new-tokens", 5, stdin=PROMPT.encode())
+        assert (code, out) == (0, llm.generate(PROMPT, max_new_tokens=5).text + "\n")
+
+    def test_json_is_one_object(self, cli, llm, profile_file):
+        code, out, _ = cli("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 20, "--json")
+        data = json.loads(out)
+        assert code == 0
+        assert out.count("\n") == 1
+        assert list(data) == ["text", "tokens", "stats"]
+        assert data["tokens"] == llm.generate(PROMPT, max_new_tokens=20).tokens
+        assert data["stats"]["drafted"] > 0
+        assert list(data["stats"]) == [
+            "rounds",
+            "drafted",
+            "nodes",
+            "accepted",
+            "acceptance_rate",
+            "tokens_per_round",
+            "seconds",
+            "tokens_per_second",
+        ]
+
+    def test_compare(self, cli, profile_file):
+        code, out, _ = cli("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 12, "--compare")
+        assert code == 0
+        assert "identical output: yes" in out
+        assert "speedup:" in out
+        code, out, _ = cli("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 12, "--compare", "--json")
+        data = json.loads(out)
+        assert data["compare"]["identical"] is True
+        assert data["compare"]["speedup"] > 0
+        assert data["compare"]["plain"]["drafted"] == 0
+
+    def test_stats_go_to_standard_error(self, cli):
+        code, out, err = cli("generate", PROMPT, "--max-new-tokens", 4, "--stats")
+        assert code == 0
+        assert "tokens a round" in err
+        assert "tokens a round" not in out
+
+    def test_the_controller_can_be_changed(self, cli, profile_file):
+        args = ("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 16, "--json")
+        drafted = {k: json.loads(cli(*args, "--controller", f"fixed:k={k}")[1])["stats"]["drafted"] for k in (1, 8)}
+        assert drafted[1] < drafted[8]
+
+    def test_sampling_is_repeatable(self, cli, profile_file):
+        args = ("generate", PROMPT, "--profile", profile_file, "--temperature", 0.9, "--top-k", 40, "--top-p", 0.9)
+        first, again = (cli(*args, "--seed", 3, "--max-new-tokens", 12)[1] for _ in range(2))
+        assert first == again
+
+    def test_stop(self, cli, llm):
+        whole = llm.generate(PROMPT, max_new_tokens=30).text
+        _, out, _ = cli("generate", PROMPT, "--max-new-tokens", 30, "--stop", whole[12:16], "--stop", "zzz")
+        assert out == whole[: whole.index(whole[12:16])] + "\n"
+
+    def test_a_model_without_a_profile_says_how_to_search(self, cli, llm, tmp_path, capsys):
+        folder = tmp_path / "other"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(selfspec.api, "shipped_profiles", dict)
+            llm.model.save_pretrained(folder)
+            llm.tokenizer.save_pretrained(folder)
+            capsys.readouterr()
+            code, _, err = cli("generate", PROMPT, "--model", folder, "--max-new-tokens", 2)
+        assert code == 0
+        assert (
+            err.strip()
+            == f"no profile for this model: decoding plainly. Search one with: selfspec search --model {folder}"
+        )
+
+    def test_profile_none(self, cli):
+        code, out, _ = cli("generate", PROMPT, "--profile", "none", "--json", "--max-new-tokens", 3)
+        assert (code, json.loads(out)["stats"]["drafted"]) == (0, 0)
+
+
+class TestSearch:
+    def test_finds_and_saves(self, cli, tmp_path):
+        args = ("search", "--trials", 3, "--prompts", 2, "--max-new-tokens", 6, "--out", "found.yaml")
+        code, out, err = cli(*args)
+        assert (code, out) == (0, "")
+        assert "saved found.yaml" in err
+        profile = read_profile(tmp_path / "found.yaml")
+        assert profile.search.trials == 3
+        assert cli("generate", PROMPT, "--profile", "found.yaml", "--max-new-tokens", 4)[0] == 0
+
+    def test_json_and_own_data(self, cli, tmp_path):
+        (tmp_path / "mine.jsonl").write_text('{"prompt": "def f(x):\\n"}\n{"text": "class A:\\n"}\n')
+        args = ("search", "--data", "mine.jsonl", "--strategy", "skopt", "--trials", 2, "--max-new-tokens", 4, "--json")
+        code, out, _ = cli(*args)
+        data = json.loads(out)
+        assert code == 0
+        assert data["out"] == "profile.yaml"
+        assert data["profile"]["calibration"]["source"] == "mine.jsonl"
+        assert (tmp_path / "profile.yaml").exists()
+
+
+class TestProfile:
+    def test_show_draws_the_map(self, cli, profile_file):
+        code, out, _ = cli("profile", "show", profile_file)
+        assert code == 0
+        assert "layer      0123456789012345\nattention  ###.#.###.######\nmlp        #######.###.####\n" in out
+        assert "5 of 32 sub-layers bypassed" in out
+        assert "fixed (k 3)" in out
+
+    def test_show_a_shipped_one(self, cli):
+        code, out, _ = cli("profile", "show", "stdlib-llama-3.7m")
+        assert code == 0
+        assert "tpe" in out
+
+    def test_validate(self, cli, profile_file):
+        code, out, _ = cli("profile", "validate", profile_file)
+        assert (code, out) == (0, f"{profile_file}: valid, 5 sub-layers bypassed\n")
+        code, out, _ = cli("profile", "validate", profile_file, "--model", "builtin")
+        assert (code, out) == (0, f"{profile_file}: valid, 5 sub-layers bypassed, fits builtin\n")
+
+
+WRONG = {
+    "missing profile": (["generate", "x", "--profile", "no.yaml"], "profile no.yaml: no such file"),
+    "broken profile": (["generate", "x", "--profile", "broken.yaml"], "broken.yaml, line 2: not valid YAML"),
+    "unknown key": (["generate", "x", "--profile", "key.yaml"], "key.yaml: unknown key 'skip.heads'"),
+    "index out of range": (["generate", "x", "--profile", "index.yaml"], "layer 16 does not exist; the model has 16"),
+    "another model's": (["generate", "x", "--profile", "other.yaml"], "another model: layers 4 in the profile, 16"),
+    "validate another's": (
+        ["profile", "validate", "other.yaml", "--model", "builtin"],
+        "of another model than builtin",
+    ),
+    "validate broken": (["profile", "validate", "broken.yaml"], "not valid YAML"),
+    "show missing": (["profile", "show", "no.yaml"], "no such file"),
+    "profile's controller": (["generate", "x", "--profile", "controller.yaml"], "controller 'magic' is not known"),
+    "validate controller": (["profile", "validate", "controller.yaml"], "controller 'magic' is not known"),
+    "empty prompt": (["generate", ""], "the prompt is empty"),
+    "long prompt": (["generate", "import os\n" * 600], "outgrow the model's context (1024 positions)"),
+    "too many tokens": (["generate", "x", "--max-new-tokens", "5000"], "at most 1023 new tokens fit"),
+    "negative tokens": (["generate", "x", "--max-new-tokens", "-1"], "'--max-new-tokens'"),
+    "no number": (["generate", "x", "--max-new-tokens", "many"], "'--max-new-tokens'"),
+    "negative temperature": (["generate", "x", "--temperature", "-1"], "'--temperature'"),
+    "nan temperature": (["generate", "x", "--temperature", "nan"], "temperature"),
+    "top-p": (["generate", "x", "--top-p", "1.5"], "top_p 1.5: want more than 0"),
+    "empty stop": (["generate", "x", "--stop", ""], "--stop: the text is empty"),
+    "controller": (["generate", "x", "--controller", "fixed:k=0"], "want a whole number from 1 to 64"),
+    "no model": (["generate", "x", "--model", "/no/such"], "model /no/such: no such folder"),
+    "no model's folder": (["generate", "x", "--model", "."], "the folder has no config.json"),
+    "no model's file": (["generate", "x", "--model", "key.yaml"], "is a file; want a folder"),
+    "hub without network": (["generate", "x", "--model", "org/model"], "model org/model cannot be loaded"),
+    "device": (["generate", "x", "--device", "abacus"], "device 'abacus' cannot be used"),
+    "dtype": (["generate", "x", "--dtype", "int3"], "dtype 'int3' is not known"),
+    "threads": (["generate", "x", "--threads", "0"], "'--threads'"),
+    "unknown option": (["generate", "x", "--colour"], "No such option: --colour"),
+    "unknown command": (["serach"], "No such command 'serach'"),
+    "missing data": (["search", "--data", "no.jsonl"], "no.jsonl: no such file"),
+    "empty data": (["search", "--data", "empty.txt"], "empty.txt: holds no prompts"),
+    "other data": (["search", "--data", "key.yaml"], "want a .jsonl file"),
+    "strategy": (["search", "--strategy", "oracle"], "strategy 'oracle' is not known; known: tpe, skopt"),
+    "no trials": (["search", "--trials", "0"], "'--trials'"),
+    "out without folder": (["search", "--out", "no/p.yaml"], "the folder no does not exist"),
+    "out is a folder": (["search", "--out", "."], "is a folder; want a file to write"),
+    "search no model": (["search", "--model", "/no/such"], "no such folder"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_one_clear_line(cli, tmp_path, monkeypatch, name):
+    """Exit code 2, one line on standard error, nothing on standard output, before any work."""
+    files = {
+        "broken.yaml": "model: {layers: 16\nskip: ]",
+        "key.yaml": "model: {layers: 16}\nskip: {heads: [1]}",
+        "index.yaml": "model: {layers: 16}\nskip: {mlp: [16]}",
+        "other.yaml": "model: {layers: 4}\nskip: {mlp: [1]}",
+        "controller.yaml": "model: {layers: 16}\nskip: {mlp: [1]}\ncontroller: {name: magic}",
+        "empty.txt": "\n",
+    }
+    for file, text in files.items():
+        (tmp_path / file).write_text(text)
+    from selfspec.runtime import Runtime
+
+    monkeypatch.setattr(Runtime, "forward", lambda *_, **__: pytest.fail("work was done"))
+    args, message = WRONG[name]
+    before = sorted(tmp_path.iterdir())
+    code, out, err = cli(*args)
+    assert message in err
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_no_prompt_at_all(cli):
+    code, _, err = cli("generate")
+    assert (code, err) == (2, "error: no prompt: give it as an argument or on standard input\n")
+
+
+def test_standard_input_that_is_no_text(cli):
+    code, _, err = cli("generate", stdin=b"a\xff")
+    assert (code, err) == (2, "error: standard input: not UTF-8 text (byte 1)\n")
+
+
+def test_a_read_only_place(cli, tmp_path):
+    if os.getuid() == 0:
+        code, _, err = cli("search", "--out", "/proc/p.yaml")
+    else:
+        tmp_path.chmod(0o500)
+        code, _, err = cli("search", "--out", tmp_path / "p.yaml")
+    assert code == 2
+    assert "cannot be written" in err
+
+
+def test_other_weights_are_one_warning(cli, tmp_path):
+    (tmp_path / "p.yaml").write_text("model: {layers: 16, fingerprint: '0'}\nskip: {mlp: [3]}")
+    code, _, err = cli("generate", PROMPT, "--profile", "p.yaml", "--max-new-tokens", 2)
+    assert code == 0
+    assert err.startswith("warning: the profile was made for other weights")
+    assert err.count("\n") == 1
+
+
+def test_help_is_instant():
+    best = 9.0
+    for _ in range(5):
+        start = time.perf_counter()
+        done = subprocess.run([SELFSPEC, "--help"], capture_output=True, text=True, check=True)
+        best = min(best, time.perf_counter() - start)
+    assert "generate" in done.stdout
+    code = "import sys; sys.argv = ['selfspec', '--help']\nfrom selfspec.cli import main\n"
+    code += "try: main()\nexcept SystemExit: pass\n"
+    code += "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'pydantic', 'optuna')))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+    print(f"{best:.2f} s")
+
+
+def test_version():
+    done = subprocess.run([SELFSPEC, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"selfspec {selfspec.__version__}\n"
+
+
+def test_an_interrupt_keeps_what_was_printed():
+    """Ctrl-C in a stream: the text so far stays, no traceback, exit code 130."""
+    command = [SELFSPEC, "generate", PROMPT, "--max-new-tokens", "1000", "--threads", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert len(first + out) > 1
+    assert err.decode().splitlines()[-1] == "interrupted"
+    assert b"Traceback" not in err
+
+
+def test_a_closed_pipe_is_no_traceback():
+    command = f"{SELFSPEC} generate 'import os' --max-new-tokens 900 --threads 1 | head -c 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
+    assert b"Traceback" not in done.stderr
+    assert b"Error" not in done.stderr
