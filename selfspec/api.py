@@ -220,8 +220,9 @@ def load(
 ) -> LLM:
     """Load `builtin`, a folder, or a hub id, with the profile to draft with.
 
-    `profile`: `auto` (a shipped one made for these very weights, if there is one), `none`, a file, the name of a
-    shipped profile, or a `Profile`. `dtype` `auto`: float32 on a CPU, else the checkpoint's. Raises `SelfspecError`.
+    `profile`: `auto` (a shipped one made for these very weights, unless it was measured to be slower), `none`, a
+    file, the name of a shipped profile, or a `Profile`. `dtype` `auto`: float32 on a CPU, else the checkpoint's.
+    Raises `SelfspecError`.
     """
     named = profile if profile in ("auto", "none") or isinstance(profile, Profile) else find_profile_file(profile)
     loaded, tokenizer = load_model(model, device=device, dtype=dtype)
@@ -240,7 +241,7 @@ def wrap(model: Any, tokenizer: Any, *, profile: str | Path | Profile = "auto", 
     if profile != "auto":
         return LLM(model, tokenizer, name=name, profile=find_profile_file(profile))
     llm = LLM(model, tokenizer, name=name)
-    mine = [p for p in shipped_profiles().values() if _made_for(p, llm.identity)]
+    mine = [p for p in shipped_profiles().values() if _made_for(p, llm.identity) and not p.slower]
     return LLM(model, tokenizer, name=name, profile=mine[0]) if mine else llm
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,12 +77,16 @@ def interleave(
 
 @dataclass(frozen=True)
 class Comparison:
-    """One prompt decoded plainly and with a drafter, interleaved; `difference` is set when greedy texts differ."""
+    """One prompt decoded plainly, with a drafter, and by `transformers`' generate, interleaved.
+
+    `difference` is set when the greedy texts of the first two differ.
+    """
 
     plain: Generation
     draft: Generation
     plain_tokens_per_second: float
     tokens_per_second: float
+    transformers_tokens_per_second: float
     speedup: float
     rounds: int
     greedy: bool
@@ -107,6 +112,7 @@ class Comparison:
             "rounds": self.rounds,
             "plain_tokens_per_second": self.plain_tokens_per_second,
             "tokens_per_second": self.tokens_per_second,
+            "transformers_tokens_per_second": self.transformers_tokens_per_second,
             "plain": self.plain.stats.as_dict(),
             "difference": None if self.difference is None else dataclasses.asdict(self.difference),
         }
@@ -125,7 +131,7 @@ def compare(
     seed: int | None = None,
     stop: Sequence[str] = (),
 ) -> Comparison:
-    """Decode one prompt plainly and with `drafter`, `rounds` times each, interleaved, and compare the outputs."""
+    """Decode one prompt plainly, with `drafter`, and by `transformers`, `rounds` times each, and compare."""
     last: dict[str, Generation] = {}
 
     def timed(name: str, with_drafter: Drafter) -> Method:
@@ -145,9 +151,17 @@ def compare(
 
         return run
 
-    runs = interleave(
-        {"plain": timed("plain", PlainDrafter()), "draft": timed("draft", drafter)}, [prompt], rounds=rounds
+    theirs = transformers_generate(
+        llm.model,
+        llm.tokenizer,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop=stop,
     )
+    methods = {"plain": timed("plain", PlainDrafter()), "draft": timed("draft", drafter), "transformers": theirs}
+    runs = interleave(methods, [prompt], rounds=rounds)
     plain, draft = last["plain"], last["draft"]
     greedy = temperature == 0
     difference = first_difference(llm.runtime, llm.encode(prompt), plain.tokens, draft.tokens) if greedy else None
@@ -156,6 +170,7 @@ def compare(
         draft=draft,
         plain_tokens_per_second=runs.total("plain").tokens_per_second,
         tokens_per_second=runs.total("draft").tokens_per_second,
+        transformers_tokens_per_second=runs.total("transformers").tokens_per_second,
         speedup=runs.ratios("draft", "plain")[0],
         rounds=rounds,
         greedy=greedy,
@@ -174,6 +189,35 @@ def method(
         )
         synchronise(llm.runtime.device)
         return generation.stats
+
+    return run
+
+
+def transformers_generate(
+    model: Any,
+    tokenizer: Any,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: Sequence[str] = (),
+) -> Method:
+    """`transformers`' own `generate`, as users call it, as a method to be timed; it has no seed."""
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        options |= {"temperature": temperature, "top_k": top_k or 0, "top_p": 1.0 if top_p is None else top_p}
+    if stop:
+        options |= {"stop_strings": list(stop), "tokenizer": tokenizer}
+
+    def run(prompt: str) -> Stats:
+        start = time.perf_counter()
+        inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+        ids = inputs["input_ids"]
+        new = model.generate(ids, attention_mask=inputs["attention_mask"], **options)[0, ids.shape[1] :]
+        tokenizer.decode(new)
+        synchronise(model.device)
+        return Stats(rounds=len(new), tokens=len(new), seconds=time.perf_counter() - start)
 
     return run
 

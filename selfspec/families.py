@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 
 from selfspec.errors import UnsupportedModelError
 from selfspec.profile import Identity
@@ -81,7 +83,7 @@ def read_skeleton(model: Any) -> Skeleton:
         embed=body.embed_tokens,
         blocks=tuple(_block(layer) for layer in body.layers),
         norm=_norm(body.norm),
-        head=model.lm_head,
+        head=_linear(model.lm_head),
         rotary=body.rotary_emb,
         identity=read_identity(config).model_copy(update={"fingerprint": _fingerprint(model)}),
         heads=config.num_attention_heads,
@@ -122,15 +124,15 @@ def _block(layer: Any) -> Block:
     attention, mlp = layer.self_attn, layer.mlp
     return Block(
         input_norm=_norm(layer.input_layernorm),
-        q=attention.q_proj,
-        k=attention.k_proj,
-        v=attention.v_proj,
-        o=attention.o_proj,
+        q=_linear(attention.q_proj),
+        k=_linear(attention.k_proj),
+        v=_linear(attention.v_proj),
+        o=_linear(attention.o_proj),
         post_norm=_norm(layer.post_attention_layernorm),
-        gate=mlp.gate_proj,
-        up=mlp.up_proj,
-        down=mlp.down_proj,
-        act=mlp.act_fn,
+        gate=_linear(mlp.gate_proj),
+        up=_linear(mlp.up_proj),
+        down=_linear(mlp.down_proj),
+        act=F.silu if isinstance(mlp.act_fn, (nn.SiLU, SiLUActivation)) else mlp.act_fn,
         scaling=attention.scaling,
         device=_device(layer.input_layernorm),
     )
@@ -142,14 +144,31 @@ def is_plain(module: nn.Module) -> bool:
     return not hooks and "forward" not in module.__dict__ and not hasattr(module, "parametrizations")
 
 
+def _linear(module: nn.Module) -> Call:
+    """A linear as a callable: an exact `nn.Linear` without a module call's overhead, anything else as it is."""
+    if type(module) is not nn.Linear or not is_plain(module) or module.weight.is_meta:
+        return module
+    return partial(F.linear, weight=module.weight.detach(), bias=None if module.bias is None else module.bias.detach())
+
+
 def _norm(module: Any) -> Call:
-    # transformers' RMSNorm computes in float32 whatever comes in; F.rms_norm keeps float64 exact, and in float32
-    # it is the same formula in fewer calls. Half precision rounds in another order there: call the module itself.
+    """RMSNorm as a callable: in float32 and float64 the same formula in fewer and cheaper calls.
+
+    transformers' own computes in float32 whatever comes in; this keeps float64 exact. Half precision rounds in
+    another order there: the module itself is called.
+    """
     plain = type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and is_plain(module)
     if not plain or module.weight.dtype not in (torch.float32, torch.float64) or module.weight.is_meta:
         return module  # type: ignore[no-any-return]
-    weight, eps, shape = module.weight.detach(), float(module.variance_epsilon), tuple(module.weight.shape)
-    return lambda x: F.rms_norm(x, shape, weight, eps)
+    weight = module.weight.detach()
+    eps, share = weight.new_tensor(module.variance_epsilon), 1 / len(weight)
+
+    def norm(x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scaled: Tensor = (x * weight).mul_(torch.addcmul(eps, length, length, value=share).rsqrt_())
+        return scaled
+
+    return norm
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -135,6 +135,11 @@ class Profile(_Data):
         """The sub-layers to bypass."""
         return self.skip.skip_set()
 
+    @property
+    def slower(self) -> bool:
+        """Whether every measurement that it holds says that plain decoding is faster."""
+        return bool(self.measured) and all(m.speedup <= 1 for m in self.measured)
+
 
 def read_profile(path: Path) -> Profile:
     """Read and check a profile. Raises `SelfspecError` naming the file and the key that is wrong."""
@@ -163,7 +168,7 @@ def parse_profile(text: str, *, source: str) -> Profile:
 def profile_text(profile: Profile) -> str:
     """The YAML of a profile; reading it back gives an equal profile."""
     data = profile.model_dump(mode="json", exclude_none=True)
-    return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
+    return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=110)
 
 
 def write_profile(profile: Profile, path: Path) -> None:

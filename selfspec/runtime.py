@@ -228,7 +228,8 @@ class Runtime:
             is_causal=place.causal,
             scale=block.scaling,
         )  # [B * H_kv, G, n, d]
-        out = out.view(batch, s.heads, n, s.head_dim).transpose(1, 2)
+        if n > 1:
+            out = out.view(batch, s.heads, n, s.head_dim).transpose(1, 2)
         return block.o(out.reshape(batch, n, s.heads * s.head_dim))
 
     def _write(self, index: int, k: Tensor, v: Tensor, slots: int | Tensor, rows: slice) -> None:

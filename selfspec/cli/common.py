@@ -14,7 +14,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from selfspec.profile import Profile
 
-SEARCH_HINT = "no profile for this model: decoding plainly. Search one with: selfspec search --model {model}"
+SEARCH_HINT = "no profile known to be faster: decoding plainly. Search one with: selfspec search --model {model}"
 
 
 def stderr() -> Console:

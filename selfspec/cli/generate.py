@@ -150,5 +150,12 @@ def _print_comparison(result: Comparison) -> None:
     table.add_row("acceptance", "-", f"{draft.acceptance_rate:.0%} ({draft.accepted} of {draft.drafted})")
     console = stdout()
     console.print(table)
-    console.print(f"speedup: {result.speedup:.2f}x (median of {result.rounds} interleaved runs)")
+    theirs = result.transformers_tokens_per_second
+    console.print(f"speedup: {result.speedup:.2f}x over plain decoding (median of {result.rounds} interleaved runs)")
+    plain_ratio, draft_ratio = result.plain_tokens_per_second / theirs, result.tokens_per_second / theirs
+    console.print(
+        f"beside them: transformers' generate, {theirs:.1f} tokens/s; "
+        f"plain is {plain_ratio:.2f} times as fast, speculative {draft_ratio:.2f}",
+        soft_wrap=True,
+    )
     console.print(f"identical output: {result.verdict}", soft_wrap=True)

@@ -36,6 +36,8 @@ class SearchOptions:
     device: str
     dtype: str
     threads: int | None
+    keep_best: bool
+    warm_starts: bool
     json: bool
 
 
@@ -69,6 +71,8 @@ def run(options: SearchOptions) -> None:
             count=options.prompts,
             max_new_tokens=options.max_new_tokens,
             controller=spec,
+            warm=options.warm_starts,
+            keep_best=options.keep_best,
             on_trial=watch.trial,
             on_stage=watch.stage,
         )

@@ -87,6 +87,23 @@ def test_when_nothing_beats_plain_decoding_the_profile_says_so(llm, scored, monk
     assert "0.9 times" in profile.note
 
 
+def test_the_best_can_be_kept_all_the_same(llm, scored, monkeypatch):
+    monkeypatch.setattr(study, "measure", fixed_measure(0.9))
+    profile = search(llm, trials=3, keep_best=True)
+    assert len(profile.skip_set) > 0
+    assert profile.slower
+    assert "plain decoding was faster" in profile.note
+
+
+def test_warm_starts_are_tried_first(llm, scored, monkeypatch):
+    monkeypatch.setattr(study, "measure", fixed_measure(1.3))
+    warm, cold = [], []
+    search(llm, on_trial=warm.append)
+    search(llm, on_trial=cold.append, warm=False)
+    assert [len(t.skip) for t in warm[:5]] == [8, 12, 16, 20, 14]
+    assert [len(t.skip) for t in cold[:5]] != [8, 12, 16, 20, 14]
+
+
 def test_an_interrupt_keeps_the_best_so_far(llm, scored, monkeypatch):
     monkeypatch.setattr(study, "measure", fixed_measure(1.3))
 

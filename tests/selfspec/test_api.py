@@ -10,7 +10,7 @@ from models import CONFIGS, tiny
 import selfspec
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.errors import BusyError, SelfspecError
-from selfspec.profile import ControllerSpec, Identity, Profile, Skip, write_profile
+from selfspec.profile import ControllerSpec, Identity, Profile, Skip, find_profile_file, write_profile
 
 PROMPT = "import os\n\ndef main(args):\n    "
 SKIP = selfspec.SkipSet((3, 5, 9), (7, 11))
@@ -157,13 +157,15 @@ def test_a_prompt_of_one_token_and_a_full_context(llm, drafter):
 
 
 class TestProfiles:
-    def test_the_built_in_model_finds_its_own(self):
-        llm = selfspec.load()
-        assert llm.profile is not None
-        assert llm.profile.model.name == "builtin"
-
-    def test_wrapping_the_same_weights_finds_it_too(self, llm):
-        assert selfspec.wrap(llm.model, llm.tokenizer).profile == selfspec.load().profile
+    @pytest.mark.parametrize("speedup", [1.2, 0.9])
+    def test_a_shipped_one_is_found_by_its_weights_unless_it_was_slower(self, llm, monkeypatch, speedup):
+        shipped = find_profile_file("stdlib-llama-3.7m")
+        profile = shipped.model_copy(update={"measured": [shipped.measured[0].model_copy(update={"speedup": speedup})]})
+        others = {"other": Profile(model=Identity(layers=3)), "it": profile}
+        monkeypatch.setattr(selfspec.api, "shipped_profiles", lambda: others)
+        expected = profile if speedup > 1 else None
+        assert selfspec.wrap(llm.model, llm.tokenizer).profile == expected
+        assert selfspec.load().profile == expected
 
     def test_another_model_has_none_and_decodes_plainly(self):
         wrapped = selfspec.wrap(tiny(CONFIGS["llama"]), None)

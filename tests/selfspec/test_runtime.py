@@ -231,3 +231,20 @@ def test_commit_gathers_a_path():
         assert cache.keys[2][0, 0, :8, 0].tolist() == [0, 1, 2, 3, 4, 6, 8, 9]
         cache.commit(0, ())
         assert cache.length == [9]
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_weights_offloaded_by_accelerate(place, tmp_path):
+    """Offloaded weights are on no device until their module's hook brings them."""
+    from accelerate import cpu_offload, disk_offload
+
+    model = tiny(CONFIGS["llama"], dtype=torch.float32)
+    tokens = tokens_for(model)
+    whole = chunked(Runtime(model), tokens, (N - 2, 1, 1))
+    if place == "cpu":
+        cpu_offload(model, execution_device=torch.device("cpu"))
+    else:
+        disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+    assert model.model.layers[0].mlp.up_proj.weight.is_meta
+    ours = chunked(Runtime(model), tokens, (N - 2, 1, 1))
+    torch.testing.assert_close(ours / whole.abs().max(), whole / whole.abs().max(), atol=1e-5, rtol=0)

@@ -122,7 +122,7 @@ class TestGenerate:
         assert code == 0
         assert (
             err.strip()
-            == f"no profile for this model: decoding plainly. Search one with: selfspec search --model {folder}"
+            == f"no profile known to be faster: decoding plainly. Search one with: selfspec search --model {folder}"
         )
 
     def test_profile_none(self, cli):
