@@ -51,7 +51,7 @@ def profile_file(tmp_path):
 
 class TestGenerate:
     def test_streams_the_text(self, cli, llm):
-        code, out, err = cli("generate", PROMPT, "--max-new-tokens", 20)
+        code, out, err = cli("generate", PROMPT, "--max-new-tokens", 20, "--profile", "none")
         assert code == 0
         assert out == llm.generate(PROMPT, max_new_tokens=20).text + "\n"
         assert err == ""
