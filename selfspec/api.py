@@ -126,6 +126,20 @@ class LLM:
             raise SelfspecError(f"token id {wrong} is not in the model's vocabulary of {vocabulary}")
         return ids
 
+    def check(self, prompt: str | Sequence[int], max_new_tokens: int) -> list[int]:
+        """The token ids of a prompt that leaves room for the new tokens; raises `SelfspecError` otherwise."""
+        ids = self.encode(prompt)
+        if max_new_tokens < 1:
+            raise SelfspecError(f"max_new_tokens {max_new_tokens}: want at least 1")
+        s, n = self.runtime.skeleton, len(ids)
+        if n + max_new_tokens > s.context:
+            fits = f"at most {s.context - n} new tokens fit" if n < s.context else "no new token fits"
+            raise SelfspecError(
+                f"a prompt of {n} tokens and {max_new_tokens} new ones outgrow {s.limit} ({s.context} positions): "
+                f"{fits} after this prompt"
+            )
+        return ids
+
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -186,8 +200,7 @@ class LLM:
         *,
         first_plain: bool,
     ) -> Stream:
-        ids = self.encode(prompt)
-        self._check_room(len(ids), max_new_tokens)
+        ids = self.check(prompt, max_new_tokens)
         stops = [stop] if isinstance(stop, str) else list(stop)
         if not all(stops):
             raise SelfspecError("a stop string is empty; want at least one character")
@@ -202,17 +215,6 @@ class LLM:
             first_plain=first_plain,
         )
         return Stream(rounds, text)
-
-    def _check_room(self, prompt: int, new: int) -> None:
-        if new < 1:
-            raise SelfspecError(f"max_new_tokens {new}: want at least 1")
-        s = self.runtime.skeleton
-        if prompt + new > s.context:
-            fits = f"at most {s.context - prompt} new tokens fit" if prompt < s.context else "no new token fits"
-            raise SelfspecError(
-                f"a prompt of {prompt} tokens and {new} new ones outgrow {s.limit} ({s.context} positions): "
-                f"{fits} after this prompt"
-            )
 
 
 def load(

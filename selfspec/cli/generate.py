@@ -63,6 +63,7 @@ def run(options: GenerateOptions) -> None:
 
     check_sampling(options.temperature, options.top_k, options.top_p)
     llm = load(model, profile=profile, device=options.device, dtype=options.dtype)
+    llm.check(prompt, options.max_new_tokens)
     if llm.profile is None and options.profile == "auto":
         stderr().print(SEARCH_HINT.format(model=model), markup=False, soft_wrap=True)
     drafter = llm.drafter
