@@ -13,6 +13,7 @@ from selfspec import builtin
 from selfspec.errors import SelfspecError
 from selfspec.files import read_text
 from selfspec.profile import Calibration
+from selfspec.text import Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +21,8 @@ class PromptSet:
     """Prompts to search on and prompts to measure on. `held_out`: whether the two have nothing in common."""
 
     source: str
-    search: tuple[str, ...]
-    measure: tuple[str, ...]
+    search: tuple[Prompt, ...]
+    measure: tuple[Prompt, ...]
     held_out: bool
 
 
@@ -62,12 +63,13 @@ def choose(prompts: Sequence[str] | None, *, source: str, count: int, seed: int)
     """
     draw = random.Random(seed)
     if prompts is None:
-        search = draw.sample(builtin.prompts("calibration"), count)
-        return PromptSet("builtin", tuple(search), tuple(draw.sample(builtin.prompts("heldout"), count)), True)
+        parts = [builtin.prompts("calibration"), builtin.prompts("heldout")]
+        search, measure = (tuple(draw.sample(part, min(count, len(part)))) for part in parts)
+        return PromptSet("builtin", search, measure, True)
     distinct = list(dict.fromkeys(prompts))
     draw.shuffle(distinct)
-    search, rest = distinct[:count], distinct[count : 2 * count]
-    return PromptSet(source, tuple(search), tuple(rest or search), bool(rest))
+    mine, rest = distinct[:count], distinct[count : 2 * count]
+    return PromptSet(source, tuple(mine), tuple(rest or mine), bool(rest))
 
 
 def record(source: str, prompts: Iterable[Sequence[int]]) -> Calibration:

@@ -8,9 +8,10 @@ from selfspec.api import LLM
 from selfspec.bench import method
 from selfspec.drafters import Drafter
 from selfspec.stats import Stats
+from selfspec.text import Prompt
 
 
-def wallclock(llm: LLM, drafter: Drafter, prompts: Sequence[str], *, max_new_tokens: int) -> Stats:
+def wallclock(llm: LLM, drafter: Drafter, prompts: Sequence[Prompt], *, max_new_tokens: int) -> Stats:
     """Decode every prompt greedily with `drafter`; the score is the sum's `tokens_per_second`."""
     run = method(llm, drafter, max_new_tokens=max_new_tokens)
     total = Stats()

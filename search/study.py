@@ -102,19 +102,15 @@ def find_profile(
 
 
 def _fit(llm: LLM, chosen: PromptSet, max_new_tokens: int) -> PromptSet:
-    """The prompts, cut at their end where they would not leave room for the new tokens."""
+    """The prompts as token ids, cut at their end where they would not leave room for the new tokens."""
     room = llm.runtime.skeleton.context - max_new_tokens
     if max_new_tokens < 1 or room < 1:
         raise SelfspecError(
             f"max_new_tokens {max_new_tokens}: want 1 to {llm.runtime.skeleton.context - 1}, "
             "what the context leaves beside a prompt"
         )
-
-    def cut(prompt: str) -> str:
-        ids = llm.encode(prompt)
-        return prompt if len(ids) <= room else str(llm.tokenizer.decode(ids[: room - 8], skip_special_tokens=True))
-
-    return PromptSet(chosen.source, tuple(map(cut, chosen.search)), tuple(map(cut, chosen.measure)), chosen.held_out)
+    search, measure = (tuple(llm.encode(p)[:room] for p in part) for part in (chosen.search, chosen.measure))
+    return PromptSet(chosen.source, search, measure, chosen.held_out)
 
 
 def _plain_speed(llm: LLM, chosen: PromptSet, max_new_tokens: int) -> float:

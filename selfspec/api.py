@@ -22,7 +22,7 @@ from selfspec.runtime import Runtime
 from selfspec.sampling import Sampler
 from selfspec.skip import SkipSet
 from selfspec.stats import Stats
-from selfspec.text import TextStream
+from selfspec.text import Prompt, TextStream
 from selfspec.verify import find_rule
 
 
@@ -115,7 +115,7 @@ class LLM:
             controller = self.profile.controller if self.profile else ControllerSpec(name="adaptive")
         return LayerSkipDrafter(self.runtime, skip, make_controller(controller))
 
-    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+    def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, as `tokenizer(prompt)` gives them. Raises `SelfspecError` when empty or wrong."""
         ids = list(self.tokenizer(prompt).input_ids) if isinstance(prompt, str) else list(prompt)
         if not ids:
@@ -126,7 +126,7 @@ class LLM:
             raise SelfspecError(f"token id {wrong} is not in the model's vocabulary of {vocabulary}")
         return ids
 
-    def check(self, prompt: str | Sequence[int], max_new_tokens: int) -> list[int]:
+    def check(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
         """The token ids of a prompt that leaves room for the new tokens; raises `SelfspecError` otherwise."""
         ids = self.encode(prompt)
         if max_new_tokens < 1:
@@ -142,7 +142,7 @@ class LLM:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         *,
         max_new_tokens: int = 128,
         temperature: float = 0.0,
@@ -171,7 +171,7 @@ class LLM:
 
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         *,
         max_new_tokens: int = 128,
         temperature: float = 0.0,
@@ -192,7 +192,7 @@ class LLM:
 
     def _stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         max_new_tokens: int,
         sampler: Sampler,
         stop: str | Sequence[str],

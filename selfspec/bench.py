@@ -18,8 +18,9 @@ from selfspec.audit import Difference, first_difference
 from selfspec.drafters import Drafter, PlainDrafter
 from selfspec.profile import Measurement
 from selfspec.stats import Stats
+from selfspec.text import Prompt
 
-Method = Callable[[str], Stats]
+Method = Callable[[Prompt], Stats]
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Runs:
 
 def interleave(
     methods: Mapping[str, Method],
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     *,
     rounds: int = 3,
     on_prompt: Callable[[], None] | None = None,
@@ -135,7 +136,7 @@ def compare(
     last: dict[str, Generation] = {}
 
     def timed(name: str, with_drafter: Drafter) -> Method:
-        def run(text: str) -> Stats:
+        def run(text: Prompt) -> Stats:
             last[name] = llm.generate(
                 text,
                 max_new_tokens=max_new_tokens,
@@ -183,7 +184,7 @@ def method(
 ) -> Method:
     """Decoding with a drafter, as a method to be timed."""
 
-    def run(prompt: str) -> Stats:
+    def run(prompt: Prompt) -> Stats:
         generation = llm.generate(
             prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, drafter=drafter
         )
@@ -210,11 +211,11 @@ def transformers_generate(
     if stop:
         options |= {"stop_strings": list(stop), "tokenizer": tokenizer}
 
-    def run(prompt: str) -> Stats:
+    def run(prompt: Prompt) -> Stats:
         start = time.perf_counter()
-        inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-        ids = inputs["input_ids"]
-        new = model.generate(ids, attention_mask=inputs["attention_mask"], **options)[0, ids.shape[1] :]
+        given = tokenizer(prompt).input_ids if isinstance(prompt, str) else list(prompt)
+        ids = torch.tensor([given], device=model.device)
+        new = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(given) :]
         tokenizer.decode(new)
         synchronise(model.device)
         return Stats(rounds=len(new), tokens=len(new), seconds=time.perf_counter() - start)
@@ -225,7 +226,7 @@ def transformers_generate(
 def measure(
     llm: LLM,
     drafter: Drafter,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     *,
     held_out: bool,
     max_new_tokens: int,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+Prompt = str | Sequence[int]  # text or token ids
+
 _INCOMPLETE = "\ufffd"  # what a tokenizer decodes the first bytes of an unfinished character to
 _CONTEXT = 6  # prompt tokens decoded along, so that the text continues the prompt (leading spaces)
 

@@ -79,6 +79,8 @@ def test_few_prompts_are_shared():
 def test_the_built_in_prompts():
     chosen = choose(None, source="", count=8, seed=0)
     assert (chosen.source, chosen.held_out, len(chosen.search), len(chosen.measure)) == ("builtin", True, 8, 8)
+    every = choose(None, source="", count=1000, seed=0)
+    assert (len(every.search), len(every.measure)) == (96, 240)
 
 
 def test_the_record_hashes_token_ids():
