@@ -13,7 +13,7 @@ from selfspec import builtin
 from selfspec.errors import SelfspecError
 from selfspec.files import read_text
 from selfspec.profile import Calibration
-from selfspec.text import Prompt
+from selfspec.text import Prompt, is_unicode
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,15 @@ def read_prompts(path: Path) -> list[str]:
 def _prompt(line: str, *, where: str) -> str:
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise SelfspecError(f"{where}: not valid JSON ({getattr(error, 'msg', 'nested too deeply')})") from None
+    except RecursionError:
+        raise SelfspecError(f"{where}: not valid JSON (nested too deeply)") from None
+    except ValueError as error:
+        raise SelfspecError(f"{where}: not valid JSON ({getattr(error, 'msg', error)})") from None
     text = (row.get("prompt", row.get("text"))) if isinstance(row, dict) else None
     if not isinstance(text, str) or not text.strip():
         raise SelfspecError(f"{where}: want an object whose 'prompt' (or 'text') is a text that is not empty")
+    if not is_unicode(text):
+        raise SelfspecError(f"{where}: the text has half a surrogate pair, which is no Unicode")
     return text
 
 

@@ -9,6 +9,7 @@ from importlib.metadata import version
 
 from selfspec.api import LLM
 from selfspec.bench import Runs, interleave, measure, method
+from selfspec.controllers import make_controller
 from selfspec.drafters import PlainDrafter
 from selfspec.errors import SelfspecError
 from selfspec.profile import ControllerSpec, Measurement, Profile, SearchRecord, Skip
@@ -16,7 +17,7 @@ from selfspec.skip import SkipSet
 
 from .calibration import PromptSet, choose, record
 from .objective import wallclock
-from .strategies import Strategy, make_strategy
+from .strategies import Strategy, check_strategy, make_strategy
 from .warm import warm_starts
 
 FINALISTS = 3
@@ -62,15 +63,20 @@ def find_profile(
     """
     if trials < 1 or count < 1:
         raise SelfspecError(f"want at least 1 trial and 1 prompt, got {trials} and {count}")
+    if not 0 <= seed < 2**32:
+        raise SelfspecError(f"seed {seed}: want 0 to {2**32 - 1}")
     chosen = _fit(llm, choose(prompts, source=source, count=count, seed=seed), max_new_tokens)
     if not chosen.search:
         raise SelfspecError(f"{source}: holds no prompts")
     controller = controller or ControllerSpec(name="adaptive")
     texts = [llm.encode(prompt) for prompt in chosen.search]
-    starts = warm_starts(llm.runtime, texts) if warm else ()
-    proposer = make_strategy(strategy, llm.runtime.layers, seed=seed, warm=starts)
+    check_strategy(strategy)
+    make_controller(controller)
     say = on_stage or (lambda stage: None)
     start = time.perf_counter()
+    say("ranking sub-layers" if warm else "starting")
+    starts = warm_starts(llm.runtime, texts) if warm else ()
+    proposer = make_strategy(strategy, llm.runtime.layers, seed=seed, warm=starts)
     say("measuring plain decoding")
     plain = _plain_speed(llm, chosen, max_new_tokens)
     say("searching")

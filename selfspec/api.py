@@ -22,7 +22,7 @@ from selfspec.runtime import Runtime
 from selfspec.sampling import Sampler
 from selfspec.skip import SkipSet
 from selfspec.stats import Stats
-from selfspec.text import Prompt, TextStream
+from selfspec.text import Prompt, TextStream, is_unicode
 from selfspec.verify import find_rule
 
 
@@ -117,7 +117,9 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, as `tokenizer(prompt)` gives them. Raises `SelfspecError` when empty or wrong."""
-        ids = list(self.tokenizer(prompt).input_ids) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str) and not is_unicode(prompt):
+            raise SelfspecError("the prompt is not valid Unicode text; give UTF-8")
+        ids = list(self.tokenizer(prompt).input_ids) if isinstance(prompt, str) else [int(i) for i in prompt]
         if not ids:
             raise SelfspecError("the prompt is empty; give at least one token")
         vocabulary = self.runtime.skeleton.identity.vocabulary or 0

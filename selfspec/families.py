@@ -78,6 +78,8 @@ def read_skeleton(model: Any) -> Skeleton:
     assert config is not None
     context, limit = _context(config)
     body = model.model
+    if not len(body.layers):
+        raise UnsupportedModelError(f"{type(model).__name__} has no layers")
     first = body.layers[0].self_attn
     return Skeleton(
         embed=body.embed_tokens,

@@ -4,37 +4,53 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 from selfspec.errors import SelfspecError
 
 
-def read_text(path: Path) -> str:
-    """The text of `path`. Raises `SelfspecError` when it is missing, no file, unreadable or not UTF-8."""
-    if path.is_dir():
-        raise SelfspecError(f"{path} is a folder; want a file")
+def kind(path: Path) -> Literal["file", "folder", "other", "missing"]:
+    """What stands at `path`. Raises `SelfspecError` when the system cannot say (a name too long, no permission)."""
     try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise SelfspecError(f"{path}: no such file") from None
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "missing"
+    except (OSError, ValueError) as error:
+        raise SelfspecError(f"{_short(path)}: no such path can be ({_reason(error)})") from None
+    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
+
+
+def read_text(path: Path) -> str:
+    """The text of `path`. Raises `SelfspecError` when it is missing, no regular file, unreadable or not UTF-8."""
+    match kind(path):
+        case "missing":
+            raise SelfspecError(f"{path}: no such file")
+        case "folder":
+            raise SelfspecError(f"{path} is a folder; want a file")
+        case "other":
+            raise SelfspecError(f"{path} is a device or a pipe; want a regular file")
+    try:
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise SelfspecError(f"{path}: not UTF-8 text (byte {error.start})") from None
     except OSError as error:
-        raise SelfspecError(f"{path}: cannot be read ({error.strerror})") from None
+        raise SelfspecError(f"{path}: cannot be read ({_reason(error)})") from None
 
 
 def check_writable(path: Path) -> None:
     """Raise `SelfspecError` when a file could not be written at `path`; leaves nothing behind."""
-    if path.is_dir():
-        raise SelfspecError(f"{path} is a folder; want a file to write")
-    if not path.parent.is_dir():
+    if kind(path) in ("folder", "other"):
+        raise SelfspecError(f"{path} is a {'folder' if path.is_dir() else 'device or a pipe'}; want a file to write")
+    if kind(path.parent) != "folder":
         raise SelfspecError(f"{path}: the folder {path.parent} does not exist; make it first")
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".selfspec-"):
             pass
     except OSError as error:
-        raise SelfspecError(f"{path}: cannot be written ({error.strerror})") from None
+        raise SelfspecError(f"{path}: cannot be written ({_reason(error)})") from None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -54,3 +70,12 @@ def write_text(path: Path, text: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
         raise
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _short(path: Path) -> str:
+    text = str(path)
+    return text if len(text) <= 80 else text[:77] + "..."

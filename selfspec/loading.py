@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from selfspec import builtin
 from selfspec.errors import SelfspecError
+from selfspec.files import kind
 
 if TYPE_CHECKING:
     import torch
@@ -20,13 +21,16 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 def check_model_name(name: str) -> None:
     """Raise `SelfspecError` when `name` can be no model: cheap, before anything heavy is imported."""
-    path = Path(name)
     if name == builtin.NAME:
         return
-    if path.is_dir():
-        if not (path / "config.json").is_file():
+    if not name:
+        raise SelfspecError(f"the model's name is empty; want a folder, a hub id, or '{builtin.NAME}'")
+    path = Path(name)
+    there = kind(path)
+    if there == "folder":
+        if kind(path / "config.json") != "file":
             raise SelfspecError(f"model {name}: the folder has no config.json; want a model saved by save_pretrained")
-    elif path.exists():
+    elif there != "missing":
         raise SelfspecError(f"model {name} is a file; want a folder, a hub id, or '{builtin.NAME}'")
     elif not _HUB_ID.fullmatch(name):
         raise SelfspecError(f"model {name}: no such folder; want a folder, a hub id, or '{builtin.NAME}'")
@@ -57,13 +61,18 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto") -> tuple
         logging.disable_progress_bar()  # nothing is downloaded
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=_dtype(dtype, where))
-        return model.eval().to(where), tokenizer
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            source, dtype=_dtype(dtype, where), output_loading_info=True
+        )
+        model = model.eval().to(where)
+    except Exception as error:  # a broken checkpoint can raise anything
         raise SelfspecError(f"model {name} cannot be loaded: {_reason(error)}") from error
     finally:
         if shown:
             logging.enable_progress_bar()
+    if missing := sorted(loaded["missing_keys"]):
+        raise SelfspecError(f"model {name} cannot be loaded: {len(missing)} weights are missing, such as {missing[0]}")
+    return model, tokenizer
 
 
 def read_identity(name: str) -> Identity:
@@ -75,7 +84,7 @@ def read_identity(name: str) -> Identity:
 
     try:
         config = AutoConfig.from_pretrained(_source(name))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # a broken configuration can raise anything
         raise SelfspecError(f"model {name} cannot be read: {_reason(error)}") from error
     check_family(config, name)
     return read(config)
@@ -93,7 +102,7 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError, ValueError, TypeError) as error:
         raise SelfspecError(f"device '{name}' cannot be used: {_reason(error)}") from None
     if device.type == "meta":
         raise SelfspecError("device 'meta' cannot be used: it holds no values; want cpu or cuda")

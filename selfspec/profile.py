@@ -6,6 +6,7 @@ values are refused with the key's path. A published skip set without measurement
 
 from __future__ import annotations
 
+import reprlib
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -14,14 +15,18 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from selfspec.errors import SelfspecError
-from selfspec.files import read_text, write_text
+from selfspec.files import kind, read_text, write_text
 from selfspec.skip import SkipSet
 
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0, le=10**9)]
+Positive = Annotated[int, Field(gt=0, le=10**9)]
+Layers = Annotated[int, Field(gt=0, le=10_000)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Option = int | Annotated[float, Field(allow_inf_nan=False)]
+Option = Annotated[int, Field(ge=-(10**9), le=10**9)] | Annotated[float, Field(allow_inf_nan=False)]
+
+_BOUNDED = reprlib.Repr()
+_BOUNDED.maxlevel, _BOUNDED.maxstring, _BOUNDED.maxother = 3, 60, 60
 
 
 class _Data(BaseModel):
@@ -31,7 +36,7 @@ class _Data(BaseModel):
 class Identity(_Data):
     """Which model a profile is for. What is present must agree with the model; `layers` is required."""
 
-    layers: Positive
+    layers: Layers
     name: str | None = None
     model_type: str | None = None
     hidden: Positive | None = None
@@ -186,7 +191,9 @@ def shipped_profiles() -> dict[str, Profile]:
 def find_profile_file(name: str | Path) -> Profile:
     """A profile by file, or by the name of a shipped one. Raises `SelfspecError` with the names there are."""
     path = Path(name)
-    if path.exists():
+    if not str(name):
+        raise SelfspecError("the profile's name is empty; want a file or the name of a shipped profile")
+    if kind(path) != "missing":
         return read_profile(path)
     shipped = shipped_profiles()
     if str(name) in shipped:
@@ -210,7 +217,10 @@ def _kind(data: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    text = _one_line(repr(value))
+    try:
+        text = _one_line(_BOUNDED.repr(value))  # aliases can make a small file's value endless
+    except ValueError:
+        return "a huge number"
     return text if len(text) <= 60 else text[:57] + "..."
 
 

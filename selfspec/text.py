@@ -11,6 +11,11 @@ _INCOMPLETE = "\ufffd"  # what a tokenizer decodes the first bytes of an unfinis
 _CONTEXT = 6  # prompt tokens decoded along, so that the text continues the prompt (leading spaces)
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text can be encoded at all: not with half a surrogate pair, or bytes that were no text."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
 class TextStream:
     """Decodes one generation's tokens, one at a time, and stops at the first stop string.
 

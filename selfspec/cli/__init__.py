@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 INTERRUPTED = 130  # what typer makes of Ctrl-C
@@ -12,10 +13,17 @@ def main() -> None:
     from selfspec.cli.app import app
     from selfspec.errors import SelfspecError
 
+    if sys.stdout is None:
+        _fail("standard output is closed; give it a file, or /dev/null")
     try:
         code = app(standalone_mode=False)
     except SelfspecError as error:
         _fail(str(error))
+    except OSError as error:
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails again when it flushes
+        print(f"error: {error.strerror or error}", file=sys.stderr)
+        sys.exit(1)
     except Exception as error:
         # Typer's own usage errors, whichever module of click or typer they come from.
         if not hasattr(error, "format_message"):

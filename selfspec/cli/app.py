@@ -20,7 +20,7 @@ app.add_typer(profile_app, name="profile")
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float64, bfloat16, float16. auto: float32 on a CPU.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; PyTorch's choice when left out.")]
+Threads = Annotated[int | None, typer.Option(min=1, max=4096, help="CPU threads; PyTorch's choice when left out.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, all else on standard error.")]
 ControllerOption = Annotated[
     str | None,
@@ -48,7 +48,7 @@ def search(
     strategy: Annotated[str, typer.Option(help="tpe (Optuna) or skopt (Gaussian process).")] = "tpe",
     trials: Annotated[int, typer.Option(min=1, help="Skip sets to try.")] = 60,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts to search on, drawn by the seed.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the draw and of the strategy.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the draw and of the strategy.")] = 0,
     out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.yaml"),
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode for each prompt of a trial.")] = 32,
     controller: ControllerOption = None,

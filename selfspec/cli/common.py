@@ -27,6 +27,11 @@ def stdout() -> Console:
     return Console(highlight=False)
 
 
+def printable(text: str) -> str:
+    """The text without anything that a terminal would act on or could not show."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in text)
+
+
 def print_json(data: dict[str, Any]) -> None:
     """One JSON object on standard output."""
     sys.stdout.write(json.dumps(data, ensure_ascii=False) + "\n")

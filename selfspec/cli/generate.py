@@ -12,6 +12,7 @@ from selfspec.controllers import parse_controller
 from selfspec.errors import SelfspecError
 from selfspec.loading import check_dtype, check_model_name
 from selfspec.profile import Profile, find_profile_file
+from selfspec.text import is_unicode
 
 if TYPE_CHECKING:
     from selfspec.api import LLM, Generation
@@ -49,10 +50,11 @@ def run(options: GenerateOptions) -> None:
     profile: str | Profile = options.profile
     if options.profile not in ("auto", "none"):
         profile = find_profile_file(options.profile)
-    model = options.model or (profile.model.name if isinstance(profile, Profile) else None) or builtin.NAME
+    named = profile.model.name if isinstance(profile, Profile) else None
+    model = options.model if options.model is not None else named or builtin.NAME
     check_model_name(model)
     check_dtype(options.dtype)
-    spec = parse_controller(options.controller) if options.controller else None
+    spec = None if options.controller is None else parse_controller(options.controller)
     if not all(options.stop):
         raise SelfspecError("--stop: the text is empty; want at least one character")
     prompt = _prompt(options)
@@ -89,6 +91,8 @@ def _prompt(options: GenerateOptions) -> str:
             raise SelfspecError(f"standard input: not UTF-8 text (byte {error.start})") from None
     if not prompt:
         raise SelfspecError("the prompt is empty; give at least one character")
+    if not is_unicode(prompt):
+        raise SelfspecError("the prompt is not valid Unicode text; give UTF-8")
     return prompt
 
 

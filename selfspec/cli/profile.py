@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from rich.table import Table
+from rich.text import Text
 
-from selfspec.cli.common import quiet, skip_map, stdout
+from selfspec.cli.common import printable, quiet, skip_map, stdout
 from selfspec.controllers import make_controller
 from selfspec.errors import SelfspecError
 from selfspec.loading import check_model_name, read_identity
@@ -18,7 +19,7 @@ def show(file: str) -> None:
     console.print(skip_map(profile))
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in _facts(profile):
-        table.add_row(name, value)
+        table.add_row(name, Text(printable(value)))
     console.print(table)
 
 

@@ -46,7 +46,7 @@ def run(options: SearchOptions) -> None:
     quiet()
     check_model_name(options.model)
     check_dtype(options.dtype)
-    spec = parse_controller(options.controller) if options.controller else None
+    spec = None if options.controller is None else parse_controller(options.controller)
     from selfspec.search.calibration import read_prompts
     from selfspec.search.strategies import check_strategy
 
@@ -98,14 +98,15 @@ class _Watch:
         self._task = self._bar.add_task("loading", total=trials, best="")
 
     def __enter__(self) -> _Watch:
-        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        if self._bar.live.is_started:
+            self._bar.stop()
 
     def stage(self, name: str) -> None:
-        """What happens now."""
+        """What happens now; the bar shows from the first stage on, when everything has been checked."""
+        self._bar.start()
         self._bar.update(self._task, description=name)
 
     def trial(self, trial: Trial) -> None:
@@ -117,11 +118,10 @@ class _Watch:
 def _report(profile: Profile, options: SearchOptions, console: Console) -> None:
     console.print(skip_map(profile))
     for m in profile.measured:
-        where = "held-out prompts" if m.held_out else "the same prompts"
+        where = f"{m.prompts} held-out prompts" if m.held_out else f"the {m.prompts} prompts searched on"
         low, high = m.interval
         console.print(
-            f"{m.speedup:.2f}x plain decoding ({low:.2f} to {high:.2f}) on {m.prompts} {where}, "
-            f"acceptance {m.acceptance_rate:.0%}"
+            f"{m.speedup:.2f}x plain decoding ({low:.2f} to {high:.2f}) on {where}, acceptance {m.acceptance_rate:.0%}"
         )
     if profile.note:
         console.print(profile.note, markup=False)

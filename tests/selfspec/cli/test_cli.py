@@ -3,6 +3,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import selfspec
+from selfspec import builtin
 from selfspec.cli import main
 from selfspec.profile import ControllerSpec, Identity, Profile, Skip, read_profile, write_profile
 
@@ -185,6 +188,25 @@ WRONG = {
     "show missing": (["profile", "show", "no.yaml"], "no such file"),
     "profile's controller": (["generate", "x", "--profile", "controller.yaml"], "controller 'magic' is not known"),
     "validate controller": (["profile", "validate", "controller.yaml"], "controller 'magic' is not known"),
+    "huge number": (["profile", "validate", "huge.yaml"], "huge.yaml: model.layers: .* got a huge number"),
+    "endless aliases": (["profile", "show", "endless.yaml"], "endless.yaml: note: "),
+    "too many layers": (["profile", "show", "layers.yaml"], "less than or equal to 10000, got 99999999"),
+    "a pipe": (["profile", "show", "pipe"], "pipe is a device or a pipe; want a regular file"),
+    "a device": (["search", "--data", "/dev/zero"], "want a .jsonl file"),
+    "empty name": (["generate", "x", "--profile", ""], "the profile's name is empty"),
+    "empty model": (["generate", "x", "--model", ""], "the model's name is empty"),
+    "long name": (["profile", "show", "a" * 5000], "no such path can be"),
+    "long model": (["search", "--model", "a/" * 5000], "no such path can be"),
+    "long out": (["search", "--out", "a" * 5000], "no such path can be"),
+    "no Unicode": (["generate", "a\udcff"], "the prompt is not valid Unicode text; give UTF-8"),
+    "half a surrogate": (["search", "--data", "half.jsonl"], "half.jsonl, line 1: the text has half a surrogate pair"),
+    "another device": (["generate", "x", "--device", "hpu"], "device 'hpu' cannot be used"),
+    "many threads": (["generate", "x", "--threads", "99999999999"], "'--threads'"),
+    "great seed": (["search", "--seed", "99999999999"], "'--seed'"),
+    "empty controller": (["search", "--controller", ""], "controller '' is not known"),
+    "search outgrows": (["search", "--max-new-tokens", "1024"], "max_new_tokens 1024: want 1 to 1023"),
+    "broken model": (["generate", "x", "--model", "broken"], "model broken cannot be loaded: "),
+    "missing weights": (["generate", "x", "--model", "lacking"], "9 weights are missing, such as model.layers.16"),
     "empty prompt": (["generate", ""], "the prompt is empty"),
     "long prompt": (["generate", "import os\n" * 600], "outgrow the model's context (1024 positions)"),
     "too many tokens": (["generate", "x", "--max-new-tokens", "5000"], "at most 1023 new tokens fit"),
@@ -225,20 +247,53 @@ def test_wrong_input_is_one_clear_line(cli, tmp_path, monkeypatch, name):
         "other.yaml": "model: {layers: 4}\nskip: {mlp: [1]}",
         "controller.yaml": "model: {layers: 16}\nskip: {mlp: [1]}\ncontroller: {name: magic}",
         "empty.txt": "\n",
+        "huge.yaml": f"model: {{layers: 0x{'f' * 6000}}}",
+        "endless.yaml": "model: {layers: 16}\nnote:\n- &a0 [x, x, x, x, x, x, x, x, x]\n"
+        + "\n".join(f"- &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)),
+        "layers.yaml": "model: {layers: 99999999}",
+        "half.jsonl": '{"prompt": "\\ud800"}',
     }
     for file, text in files.items():
         (tmp_path / file).write_text(text)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text('{"model_type": "llama", "layer_types": ["no"]}')
+    shutil.copytree(builtin.model_folder(), tmp_path / "lacking")
+    config = json.loads((tmp_path / "lacking" / "config.json").read_text())
+    (tmp_path / "lacking" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 17}))
     from selfspec.runtime import Runtime
 
     monkeypatch.setattr(Runtime, "forward", lambda *_, **__: pytest.fail("work was done"))
     args, message = WRONG[name]
     before = sorted(tmp_path.iterdir())
     code, out, err = cli(*args)
-    assert message in err
-    assert (code, out) == (2, "")
+    assert (code, out) == (2, ""), err
+    assert message in err or re.search(message, err)
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_odd_text_in_a_profile_is_shown_as_text(cli, tmp_path):
+    (tmp_path / "p.yaml").write_text('model: {layers: 3, name: "[/usr/x]"}\nnote: "\\e]0;title\\x07 \\ud800"\n')
+    code, out, _ = cli("profile", "show", "p.yaml")
+    assert code == 0
+    assert "[/usr/x]" in out
+    assert "\x1b]" not in out
+
+
+def test_a_byte_order_mark_is_no_text(cli, tmp_path):
+    (tmp_path / "p.yaml").write_bytes(b"\xef\xbb\xbfmodel: {layers: 3}\r\n")
+    assert cli("profile", "validate", "p.yaml")[0] == 0
+
+
+@pytest.mark.parametrize("redirect", [">&-", "> /dev/full"])
+def test_standard_output_that_takes_nothing(redirect):
+    command = f"{SELFSPEC} generate hi --max-new-tokens 2 --profile none {redirect}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode in (1, 2)
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_no_prompt_at_all(cli):
