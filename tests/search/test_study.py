@@ -64,7 +64,7 @@ def test_a_search_saves_what_it_found(llm, scored, monkeypatch, strategy):
     assert (profile.calibration.source, profile.calibration.prompts) == ("builtin", 2)
     assert profile.controller.name == "adaptive"
     assert profile.versions["torch"]
-    assert len(stages) == 4
+    assert len(stages) == 5
     assert parse_profile(profile_text(profile), source="p") == profile
 
 
