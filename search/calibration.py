@@ -63,7 +63,7 @@ def _prompt(line: str, *, where: str) -> str:
 def choose(prompts: Sequence[str] | None, *, source: str, count: int, seed: int) -> PromptSet:
     """`count` prompts to search on and as many others to measure on, drawn by `seed`; None: the built-in ones.
 
-    Where there are too few for both, the search gets its share first; with nothing left over, both are the same.
+    Where there are too few for both, each gets half; a single one serves both.
     """
     draw = random.Random(seed)
     if prompts is None:
@@ -72,6 +72,7 @@ def choose(prompts: Sequence[str] | None, *, source: str, count: int, seed: int)
         return PromptSet("builtin", search, measure, True)
     distinct = list(dict.fromkeys(prompts))
     draw.shuffle(distinct)
+    count = min(count, (len(distinct) + 1) // 2)
     mine, rest = distinct[:count], distinct[count : 2 * count]
     return PromptSet(source, tuple(mine), tuple(rest or mine), bool(rest))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,9 @@ def find_profile(
 
     Raises `SelfspecError` for a wrong option, no prompts, or a model without room for `max_new_tokens`.
     """
+    if isinstance(prompts, str):
+        raise SelfspecError("prompts is one text; want a list of them")
+    trials, count, seed, max_new_tokens = map(operator.index, (trials, count, seed, max_new_tokens))
     if trials < 1 or count < 1:
         raise SelfspecError(f"want at least 1 trial and 1 prompt, got {trials} and {count}")
     if not 0 <= seed < 2**32:
@@ -103,7 +107,7 @@ def find_profile(
         ),
         measured=[measured] if kept else [],
         versions={name: version(name) for name in ("selfspec", "torch", "transformers", "optuna", "scikit-optimize")},
-        note=None if measured.speedup > 1 else _lost(best, measured, kept=kept),
+        note=_note(best, measured, kept=kept),
     )
 
 
@@ -165,7 +169,9 @@ def _best(
     return finalists[max(range(len(finalists)), key=lambda i: runs.total(str(i)).tokens_per_second)]
 
 
-def _lost(best: SkipSet, measured: Measurement, *, kept: bool) -> str:
+def _note(best: SkipSet, measured: Measurement, *, kept: bool) -> str | None:
+    if measured.speedup > 1:
+        return None if measured.interval[0] > 1 else "not certain: the measured speedup's interval includes 1"
     if kept:
         return f"plain decoding was faster: this set ran at {measured.speedup} times its speed where it was measured"
     attention, mlp = list(best.attention), list(best.mlp)

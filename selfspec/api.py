@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 import warnings
 from collections.abc import Generator, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from transformers import LogitsProcessor
 
-from selfspec.controllers import make_controller
+from selfspec.controllers import make_controller, parse_controller
 from selfspec.decode import decode
 from selfspec.drafters import Drafter, LayerSkipDrafter, PlainDrafter
 from selfspec.drafts import Outcome, SequenceState
@@ -75,13 +76,13 @@ def _pieces(rounds: Generator[Outcome], text: TextStream, tokens: list[int], sta
             stats.accepted += outcome.accepted
             stats.tokens += len(outcome.tokens)
             tokens += outcome.tokens
-            stats.seconds = time.perf_counter() - start
+            stats.seconds += time.perf_counter() - start
             if piece := text.take():
                 yield piece
+            start = time.perf_counter()  # what the reader does in between is not ours
     finally:
         rounds.close()
         text.finish()
-        stats.seconds = time.perf_counter() - start
     if piece := text.take():
         yield piece
 
@@ -109,8 +110,13 @@ class LLM:
         """Which model this is, as a profile records it."""
         return self.runtime.skeleton.identity.model_copy(update={"name": self.name})
 
-    def layer_skip(self, skip: SkipSet, controller: ControllerSpec | None = None) -> LayerSkipDrafter:
-        """A drafter that bypasses `skip`; without a controller, the profile's, else the adaptive threshold."""
+    def layer_skip(self, skip: SkipSet, controller: ControllerSpec | str | None = None) -> LayerSkipDrafter:
+        """A drafter that bypasses `skip`; without a controller, the profile's, else the adaptive threshold.
+
+        A controller may be given as text, such as `fixed:k=4`. Raises `SelfspecError`.
+        """
+        if isinstance(controller, str):
+            controller = parse_controller(controller)
         if controller is None:
             controller = self.profile.controller if self.profile else ControllerSpec(name="adaptive")
         return LayerSkipDrafter(self.runtime, skip, make_controller(controller))
@@ -119,7 +125,7 @@ class LLM:
         """The token ids of a prompt, as `tokenizer(prompt)` gives them. Raises `SelfspecError` when empty or wrong."""
         if isinstance(prompt, str) and not is_unicode(prompt):
             raise SelfspecError("the prompt is not valid Unicode text; give UTF-8")
-        ids = list(self.tokenizer(prompt).input_ids) if isinstance(prompt, str) else [int(i) for i in prompt]
+        ids = list(self.tokenizer(prompt).input_ids) if isinstance(prompt, str) else _token_ids(prompt)
         if not ids:
             raise SelfspecError("the prompt is empty; give at least one token")
         vocabulary = self.runtime.skeleton.identity.vocabulary or 0
@@ -131,8 +137,8 @@ class LLM:
     def check(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
         """The token ids of a prompt that leaves room for the new tokens; raises `SelfspecError` otherwise."""
         ids = self.encode(prompt)
-        if max_new_tokens < 1:
-            raise SelfspecError(f"max_new_tokens {max_new_tokens}: want at least 1")
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise SelfspecError(f"max_new_tokens {max_new_tokens}: want a whole number of at least 1")
         s, n = self.runtime.skeleton, len(ids)
         if n + max_new_tokens > s.context:
             fits = f"at most {s.context - n} new tokens fit" if n < s.context else "no new token fits"
@@ -204,8 +210,8 @@ class LLM:
     ) -> Stream:
         ids = self.check(prompt, max_new_tokens)
         stops = [stop] if isinstance(stop, str) else list(stop)
-        if not all(stops):
-            raise SelfspecError("a stop string is empty; want at least one character")
+        if not all(isinstance(stop, str) and stop and is_unicode(stop) for stop in stops):
+            raise SelfspecError("a stop string is empty or no text; want at least one character")
         text = TextStream(self.tokenizer, ids, stops)
         seq = SequenceState(ids, max_new_tokens, sampler, self.runtime.skeleton.ends)
         rounds = decode(
@@ -236,7 +242,8 @@ def load(
 def wrap(model: Any, tokenizer: Any, *, profile: str | Path | Profile = "auto", name: str | None = None) -> LLM:
     """Use a model that `transformers` has loaded; it is not changed, and can still be used as before.
 
-    Hooks and adapters should be in place already. `profile` as in `load`. Raises `SelfspecError`.
+    Adapters, and hooks on leaf modules, should be in place already; wrap again after moving, casting or replacing
+    weights. `profile` as in `load`. Raises `SelfspecError`.
     """
     if isinstance(profile, Profile):
         return LLM(model, tokenizer, name=name, profile=profile)
@@ -247,6 +254,19 @@ def wrap(model: Any, tokenizer: Any, *, profile: str | Path | Profile = "auto", 
     llm = LLM(model, tokenizer, name=name)
     mine = [p for p in shipped_profiles().values() if _made_for(p, llm.identity) and not p.slower]
     return LLM(model, tokenizer, name=name, profile=mine[0]) if mine else llm
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    """Token ids from any sequence of whole numbers, a tensor or an array `[n]` or `[1, n]` among them."""
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(ids, (list, tuple)) and len(ids) == 1 and isinstance(ids[0], (list, tuple)):
+        ids = ids[0]
+    if not isinstance(ids, Sequence) or isinstance(ids, (bytes, bytearray)) or any(isinstance(i, bool) for i in ids):
+        raise SelfspecError(f"a prompt is a text or token ids; got {type(prompt).__name__}")
+    try:
+        return [operator.index(i) for i in ids]
+    except TypeError:
+        raise SelfspecError("a prompt's token ids are whole numbers; got something else among them") from None
 
 
 def check_profile(profile: Profile, identity: Identity) -> None:

@@ -24,22 +24,25 @@ class Difference:
     """The first difference: after how many new tokens, which tokens, and how near the two were.
 
     `gap`: plain decoding's best logit less its logit of the other output's token; `noise`: the largest logit
-    difference between a pass of one row and wider passes (or the other implementation) on the same prefix.
+    difference between a pass of one row and wider passes (or the other implementation) on the same prefix. One output
+    ending before the other has no gap.
     """
 
     index: int
     plain: int | None
     other: int | None
-    gap: float
+    gap: float | None
     noise: float
 
     @property
     def near_tie(self) -> bool:
         """Whether rounding explains the difference."""
-        return self.plain is not None and self.other is not None and self.gap <= TOLERANCE * self.noise
+        return self.gap is not None and self.gap <= TOLERANCE * self.noise
 
     def __str__(self) -> str:
         """One line for people."""
+        if self.gap is None:
+            return f"one output ends after {self.index} tokens, a BUG, please report it"
         what = "a near-tie" if self.near_tie else "a BUG, please report it"
         return (
             f"first difference after {self.index} tokens, {what} "
@@ -65,7 +68,7 @@ def first_difference(
     index = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other)))
     if index >= min(len(plain), len(other)):
         ends = (plain[index] if index < len(plain) else None, other[index] if index < len(other) else None)
-        return Difference(index, *ends, gap=float("inf"), noise=0.0)
+        return Difference(index, *ends, gap=None, noise=0.0)
     prefix = [*prompt, *plain[:index]]
     narrow = _logits(runtime, prefix, 1)
     others = [_logits(runtime, prefix, width) for width in _WIDTHS if width <= len(prefix)]

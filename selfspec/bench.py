@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from selfspec.api import LLM, Generation
 from selfspec.audit import Difference, first_difference
@@ -204,18 +205,25 @@ def transformers_generate(
     top_p: float | None = None,
     stop: Sequence[str] = (),
 ) -> Method:
-    """`transformers`' own `generate`, as users call it, as a method to be timed; it has no seed."""
+    """`transformers`' own `generate` with these options and no others, as a method to be timed; it has no seed.
+
+    The checkpoint's `generation_config` gives the end tokens alone, as in selfspec.
+    """
+    own = model.generation_config
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": top_k or 0, "top_p": 1.0 if top_p is None else top_p}
     if stop:
-        options |= {"stop_strings": list(stop), "tokenizer": tokenizer}
+        options |= {"stop_strings": list(stop)}
+    config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id, **options)
 
     def run(prompt: Prompt) -> Stats:
         start = time.perf_counter()
         given = tokenizer(prompt).input_ids if isinstance(prompt, str) else list(prompt)
         ids = torch.tensor([given], device=model.device)
-        new = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(given) :]
+        new = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, tokenizer=tokenizer)[
+            0, len(given) :
+        ]
         tokenizer.decode(new)
         synchronise(model.device)
         return Stats(rounds=len(new), tokens=len(new), seconds=time.perf_counter() - start)

@@ -32,7 +32,7 @@ class Controller(Protocol):
         """A copy in the state this controller was made in."""
 
     def spec(self) -> ControllerSpec:
-        """Name and options, the state learnt so far included, from which `make` makes an equal controller."""
+        """Name and options as they now stand (a learnt threshold included), for `make_controller`."""
 
 
 @dataclass
@@ -181,6 +181,8 @@ def parse_controller(text: str) -> ControllerSpec:
     options: dict[str, float] = {}
     for part in filter(None, rest.split(",")):
         option, equals, value = part.partition("=")
+        if option.strip() in options:
+            raise SelfspecError(f"controller '{text}': {option.strip()} is given twice")
         try:
             options[option.strip()] = float(value)
         except ValueError:

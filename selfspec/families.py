@@ -72,6 +72,12 @@ def read_skeleton(model: Any) -> Skeleton:
     Raises `UnsupportedModelError`, naming what is not supported and what is.
     """
     config = getattr(model, "config", None)
+    if hasattr(model, "get_base_model"):  # PEFT: its adapters are in the leaf modules
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} with learnt prompts is not supported; merge or remove it"
+            )
+        model = model.get_base_model()
     if not hasattr(model, "lm_head"):
         raise UnsupportedModelError(f"{type(model).__name__} has no language-model head; want a causal language model")
     check_family(config, type(model).__name__)
@@ -80,6 +86,7 @@ def read_skeleton(model: Any) -> Skeleton:
     body = model.model
     if not len(body.layers):
         raise UnsupportedModelError(f"{type(model).__name__} has no layers")
+    _check_containers(model)
     first = body.layers[0].self_attn
     return Skeleton(
         embed=body.embed_tokens,
@@ -144,6 +151,26 @@ def is_plain(module: nn.Module) -> bool:
     """Whether calling `module` runs its class's own forward and nothing else: no hooks, no parametrisation."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return not hooks and "forward" not in module.__dict__ and not hasattr(module, "parametrizations")
+
+
+def _check_containers(model: Any) -> None:
+    """Raise `UnsupportedModelError` for a hook on a module that is never called, since it would be ignored.
+
+    The runtime calls leaf modules. accelerate's own hooks only move data, and transformers' only record.
+    """
+    containers = [("the model", model), ("module 'model'", model.model)]
+    for i, layer in enumerate(model.model.layers):
+        name = f"model.layers.{i}"
+        containers += [(f"module '{name}'", layer), (f"module '{name}.self_attn'", layer.self_attn)]
+        containers += [(f"module '{name}.mlp'", layer.mlp)]
+    for what, module in containers:
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        foreign = [h for h in hooks if not str(getattr(h, "__module__", "")).startswith("transformers.")]
+        if foreign or ("forward" in module.__dict__ and not hasattr(module, "_hf_hook")):
+            raise UnsupportedModelError(
+                f"{what} has a hook or a forward of its own, which would be ignored: selfspec calls the leaf modules "
+                "(norms, projections, head); remove it, or put it there"
+            )
 
 
 def _linear(module: nn.Module) -> Call:

@@ -55,6 +55,7 @@ def check_writable(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` at `path` whole or not at all (a temporary file, then a rename)."""
+    path = path.resolve()  # through a link, not in place of it
     check_writable(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".selfspec-")
     try:

@@ -60,9 +60,9 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto") -> tuple
     if Path(source).is_dir():
         logging.disable_progress_bar()  # nothing is downloaded
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         model, loaded = AutoModelForCausalLM.from_pretrained(
-            source, dtype=_dtype(dtype, where), output_loading_info=True
+            source, dtype=_dtype(dtype, where), output_loading_info=True, trust_remote_code=False
         )
         model = model.eval().to(where)
     except Exception as error:  # a broken checkpoint can raise anything
@@ -83,11 +83,13 @@ def read_identity(name: str) -> Identity:
     from selfspec.families import read_identity as read
 
     try:
-        config = AutoConfig.from_pretrained(_source(name))
+        config = AutoConfig.from_pretrained(_source(name), trust_remote_code=False)
+        check_family(config, name)
+        return read(config)
+    except SelfspecError:
+        raise
     except Exception as error:  # a broken configuration can raise anything
         raise SelfspecError(f"model {name} cannot be read: {_reason(error)}") from error
-    check_family(config, name)
-    return read(config)
 
 
 def _source(name: str) -> str:
@@ -119,5 +121,9 @@ def _dtype(name: str, device: torch.device) -> Any:
 
 def _reason(error: Exception) -> str:
     """The first sentence of an error, on one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split())
+    if "ignore_mismatched_sizes" in text:
+        return "config.json does not fit the weights"
+    if isinstance(error, KeyError) or len(text) < 20:
+        text = f"{type(error).__name__} {text}".strip()
     return text.split(". ")[0][:300]

@@ -80,12 +80,21 @@ class Runtime:
             )
         try:
             if slots > self.cache.slots:
-                self._allocate(slots)
+                self._grow(slots)
             for row in range(self.rows):
                 self.cache.clear(row)
             yield
         finally:
             self._lock.release()
+
+    def _grow(self, slots: int) -> None:
+        try:
+            self._allocate(slots)
+        except BaseException as error:
+            self._allocate(0)  # whatever happened, the runtime stays usable
+            if isinstance(error, RuntimeError):  # which is what running out of memory is
+                raise SelfspecError(f"no cache for {slots} positions could be had: {error}") from error
+            raise
 
     @torch.no_grad()  # not inference mode: commits write to these tensors outside a forward
     def _allocate(self, slots: int) -> None:

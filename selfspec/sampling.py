@@ -16,6 +16,8 @@ from transformers.generation import logits_process as hf
 
 from selfspec.errors import SelfspecError
 
+LOWEST_TEMPERATURE = 1e-5  # below, float32 scores overflow, and it is greedy decoding anyway
+
 # These read the scores alone, so all rows of a pass can go through them at once.
 _PREFIX_FREE = (
     hf.TemperatureLogitsWarper,
@@ -49,6 +51,8 @@ class Sampler:
         processors: Sequence[hf.LogitsProcessor] = (),
     ) -> None:
         check_sampling(temperature, top_k, top_p)
+        if seed is not None and seed < 0:
+            raise SelfspecError(f"seed {seed}: want 0 or more")
         self.greedy = temperature == 0
         self.seeded = seed is not None
         self._random = random.Random(seed)
@@ -88,7 +92,10 @@ class Sampler:
         """A token drawn from `p` `[V]` (non-negative, any sum) for absolute position `position`."""
         del position  # for samplers whose noise is tied to the place of the token
         cumulative = p.cumsum(0, dtype=torch.float64)
-        point = cumulative[-1] * self._random.random()
+        total = float(cumulative[-1])
+        if not math.isfinite(total):
+            raise SelfspecError("the model's probabilities are not finite; try another dtype, or a higher temperature")
+        point = cumulative.new_tensor(total * self._random.random())
         index = int(torch.searchsorted(cumulative, point, right=True))
         return index if index < len(p) else int(p.nonzero()[-1])
 
@@ -99,8 +106,8 @@ class Sampler:
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
     """Raise `SelfspecError` for a value out of range."""
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise SelfspecError(f"temperature {temperature}: want 0 (greedy) or a positive number")
+    if not (math.isfinite(temperature) and (temperature == 0 or temperature >= LOWEST_TEMPERATURE)):
+        raise SelfspecError(f"temperature {temperature}: want 0 (greedy), or {LOWEST_TEMPERATURE} or more")
     if top_k is not None and top_k < 1:
         raise SelfspecError(f"top_k {top_k}: want at least 1, or leave it out")
     if top_p is not None and not 0 < top_p <= 1:

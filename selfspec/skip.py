@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,10 +21,12 @@ class SkipSet:
 
     def __post_init__(self) -> None:
         for part in ("attention", "mlp"):
-            indices = tuple(getattr(self, part))
+            given = getattr(self, part)
+            indices = tuple(given) if isinstance(given, Iterable) else (given,)
             for index in indices:
-                if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+                if isinstance(index, bool) or not hasattr(index, "__index__") or operator.index(index) < 0:
                     raise SelfspecError(f"skip.{part}: {index!r} is no layer index; want integers from 0")
+            indices = tuple(operator.index(index) for index in indices)
             if len(set(indices)) != len(indices):
                 again = next(i for i in indices if indices.count(i) > 1)
                 raise SelfspecError(f"skip.{part}: layer {again} is listed twice; list each layer once")

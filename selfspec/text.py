@@ -28,6 +28,8 @@ class TextStream:
         self._tokens = list(prompt[-_CONTEXT:])
         # A window of decoded tokens slides along, so that each token costs the same however long the text.
         self._from, self._decoded = 0, len(self._tokens)
+        while self._decoded and self._decode(0, self._decoded).endswith(_INCOMPLETE):
+            self._decoded -= 1  # the prompt ends within a character: its first bytes are still to be shown
         self._held = ""
         self._ready: list[str] = []
         self._taken = 0

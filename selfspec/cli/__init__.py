@@ -35,5 +35,6 @@ def main() -> None:
 
 
 def _fail(message: str) -> None:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    if message and sys.stderr is not None:  # no command at all has shown the help, and says nothing more
+        print(f"error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)

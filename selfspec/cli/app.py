@@ -94,7 +94,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy decoding.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(min=1)] = None,
     top_p: Annotated[float | None, typer.Option()] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
     controller: ControllerOption = None,
     stats: Annotated[bool, typer.Option("--stats", help="Show rounds, acceptance and speed.")] = False,

@@ -6,13 +6,14 @@ import json
 import os
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console, Group
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from selfspec.profile import Profile
+from selfspec.controllers import make_controller
+from selfspec.errors import SelfspecError
+from selfspec.profile import Profile, find_profile_file
 
 SEARCH_HINT = "no profile known to be faster: decoding plainly. Search one with: selfspec search --model {model}"
 
@@ -25,6 +26,16 @@ def stderr() -> Console:
 def stdout() -> Console:
     """A console on standard output."""
     return Console(highlight=False)
+
+
+def checked_profile(name: str) -> Profile:
+    """A profile by file or name, its controller checked too. Raises `SelfspecError` naming the file."""
+    profile = find_profile_file(name)
+    try:
+        make_controller(profile.controller)
+    except SelfspecError as error:
+        raise SelfspecError(f"{name}: {error}") from None
+    return profile
 
 
 def printable(text: str) -> str:
@@ -40,6 +51,7 @@ def print_json(data: dict[str, Any]) -> None:
 def quiet() -> None:
     """Keep libraries' chatter off the terminal; warnings become one line on standard error."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     console = stderr()
 
@@ -71,8 +83,8 @@ def skip_map(profile: Profile) -> Group:
         for mark in row:
             line.append(mark, style="bold green" if mark == "#" else "red")
         lines.append(line)
-    lines.append(Text(f"{len(profile.skip_set)} of {2 * layers} sub-layers bypassed (# runs, . bypassed)", style="dim"))
     for line in lines:
         line.no_wrap = True
         line.overflow = "fold"
-    return Group(*lines)
+    legend = Text(f"{len(profile.skip_set)} of {2 * layers} sub-layers bypassed (# runs, . bypassed)", style="dim")
+    return Group(*lines, legend)

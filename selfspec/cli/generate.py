@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from selfspec import builtin
-from selfspec.cli.common import SEARCH_HINT, print_json, quiet, set_threads, stderr, stdout
+from selfspec.cli.common import SEARCH_HINT, checked_profile, print_json, quiet, set_threads, stderr, stdout
 from selfspec.controllers import parse_controller
 from selfspec.errors import SelfspecError
 from selfspec.loading import check_dtype, check_model_name
-from selfspec.profile import Profile, find_profile_file
+from selfspec.profile import Profile
 from selfspec.text import is_unicode
 
 if TYPE_CHECKING:
@@ -49,14 +49,17 @@ def run(options: GenerateOptions) -> None:
     quiet()
     profile: str | Profile = options.profile
     if options.profile not in ("auto", "none"):
-        profile = find_profile_file(options.profile)
+        profile = checked_profile(options.profile)
     named = profile.model.name if isinstance(profile, Profile) else None
     model = options.model if options.model is not None else named or builtin.NAME
     check_model_name(model)
     check_dtype(options.dtype)
     spec = None if options.controller is None else parse_controller(options.controller)
-    if not all(options.stop):
-        raise SelfspecError("--stop: the text is empty; want at least one character")
+    for stop in options.stop:
+        if not stop or not is_unicode(stop):
+            raise SelfspecError(
+                f"--stop: the text is {'no valid Unicode' if stop else 'empty'}; want at least one character"
+            )
     prompt = _prompt(options)
     set_threads(options.threads)
 
@@ -69,8 +72,11 @@ def run(options: GenerateOptions) -> None:
     if llm.profile is None and options.profile == "auto":
         stderr().print(SEARCH_HINT.format(model=model), markup=False, soft_wrap=True)
     drafter = llm.drafter
-    if spec is not None and llm.profile is not None and len(llm.profile.skip_set):
-        drafter = llm.layer_skip(llm.profile.skip_set, spec)
+    if spec is not None:
+        if llm.profile is not None and len(llm.profile.skip_set):
+            drafter = llm.layer_skip(llm.profile.skip_set, spec)
+        else:
+            stderr().print("--controller has no effect: without a profile that skips something, nothing is drafted")
     if options.compare:
         _compare(llm, prompt, drafter, options)
     elif options.json:

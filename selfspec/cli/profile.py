@@ -5,16 +5,15 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from selfspec.cli.common import printable, quiet, skip_map, stdout
-from selfspec.controllers import make_controller
+from selfspec.cli.common import checked_profile, printable, quiet, skip_map, stdout
 from selfspec.errors import SelfspecError
 from selfspec.loading import check_model_name, read_identity
-from selfspec.profile import Profile, find_profile_file
+from selfspec.profile import Profile
 
 
 def show(file: str) -> None:
     """Print a profile for people."""
-    profile = find_profile_file(file)
+    profile = checked_profile(file)
     console = stdout()
     console.print(skip_map(profile))
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -26,8 +25,7 @@ def show(file: str) -> None:
 def validate(file: str, model: str | None) -> None:
     """Check a profile, and with `model` that it fits that model's configuration."""
     quiet()
-    profile = find_profile_file(file)
-    make_controller(profile.controller)
+    profile = checked_profile(file)
     if model is not None:
         check_model_name(model)
         if difference := profile.model.mismatch(read_identity(model)):

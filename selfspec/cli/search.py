@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from selfspec.cli.common import print_json, quiet, set_threads, skip_map, stderr
 from selfspec.controllers import parse_controller
+from selfspec.errors import SelfspecError
 from selfspec.files import check_writable
 from selfspec.loading import check_dtype, check_model_name
 from selfspec.profile import Profile, write_profile
@@ -53,6 +54,8 @@ def run(options: SearchOptions) -> None:
     check_strategy(options.strategy)
     prompts = read_prompts(options.data) if options.data else None
     check_writable(options.out)
+    if options.data and options.out.resolve() == options.data.resolve():
+        raise SelfspecError(f"--out {options.out} is the data file; want another place")
     set_threads(options.threads)
 
     from selfspec.api import load

@@ -1,4 +1,4 @@
-"""Drafters: what proposes tokens. One interface, one file each, one registry. They know nothing of the loop."""
+"""Drafters: what proposes tokens. One interface, one file each. They know nothing of the loop."""
 
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.layer_skip import LayerSkipDrafter

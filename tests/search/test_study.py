@@ -135,6 +135,8 @@ def test_own_prompts_are_cut_to_the_context(llm):
     [
         ({"trials": 0}, "at least 1 trial"),
         ({"count": 0}, "1 prompt"),
+        ({"prompts": "abc"}, "prompts is one text; want a list"),
+        ({"seed": 2**40}, "seed 1099511627776: want 0 to"),
         ({"strategy": "oracle"}, "strategy 'oracle' is not known"),
         ({"max_new_tokens": 0}, "max_new_tokens 0: want 1 to"),
         ({"max_new_tokens": 5000}, "max_new_tokens 5000: want 1 to"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 
 import pytest
 import torch
@@ -126,14 +127,35 @@ def test_another_thread_is_refused_not_mixed_up(llm):
     assert stream.result.tokens == llm.generate(PROMPT, max_new_tokens=20).tokens
 
 
+@pytest.mark.parametrize("make", [tuple, torch.tensor, lambda ids: torch.tensor([ids]), lambda ids: [ids]])
+def test_token_ids_in_any_sequence(llm, make):
+    ids = llm.encode(PROMPT)
+    assert llm.encode(make(ids)) == ids
+
+
+def test_the_readers_time_is_not_the_generations(llm):
+    stream = llm.stream(PROMPT, max_new_tokens=8)
+    for _ in stream:
+        time.sleep(0.2)
+    assert stream.result.stats.seconds < 0.8
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
+        (b"abc", {}, "a prompt is a text or token ids; got bytes"),
+        (None, {}, "a prompt is a text or token ids; got NoneType"),
+        ([1.5], {}, "whole numbers"),
+        ([True], {}, "got list"),
+        (["a"], {}, "whole numbers"),
+        ("\ud800", {}, "not valid Unicode"),
+        (PROMPT, {"max_new_tokens": 3.5}, "max_new_tokens 3.5: want a whole number"),
+        (PROMPT, {"stop": ["\ud800"]}, "a stop string is empty or no text"),
         ("", {}, "the prompt is empty"),
         ([], {}, "the prompt is empty"),
         ([4096], {}, "token id 4096 is not in the model's vocabulary of 4096"),
         ([-1], {}, "token id -1"),
-        (PROMPT, {"max_new_tokens": 0}, "max_new_tokens 0: want at least 1"),
+        (PROMPT, {"max_new_tokens": 0}, "max_new_tokens 0: want a whole number of at least 1"),
         (PROMPT, {"max_new_tokens": 1020}, r"\(1024 positions\): at most 1014 new tokens fit"),
         ([5] * 1024, {"max_new_tokens": 1}, "no new token fits"),
         (PROMPT, {"temperature": -0.5}, "temperature -0.5"),

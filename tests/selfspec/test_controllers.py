@@ -87,6 +87,7 @@ def test_text_form():
     [
         ("nothing", "controller 'nothing' is not known; known: fixed, static, adaptive"),
         ("fixed:j=3", "has no option 'j'; it has: k"),
+        ("fixed:k=4,k=9", "k is given twice"),
         ("fixed:k", "want option=number, got 'k'"),
         ("fixed:k=x", "want option=number, got 'k=x'"),
         ("fixed:k=nan", "want option=number"),

@@ -45,6 +45,16 @@ def test_what_is_no_language_model_is_refused():
         read_skeleton(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("place", ["", "model", "model.layers.1", "model.layers.1.self_attn", "model.layers.2.mlp"])
+def test_a_hook_that_would_be_ignored_is_refused(place):
+    model = tiny(CONFIGS["llama"])
+    handle = model.get_submodule(place).register_forward_hook(lambda module, args, out: out)
+    with pytest.raises(UnsupportedModelError, match="which would be ignored"):
+        read_skeleton(model)
+    handle.remove()
+    read_skeleton(model)
+
+
 def test_an_unknown_rope_is_refused():
     model = tiny(CONFIGS["llama"])
     model.config.rope_parameters["rope_type"] = "spiral"

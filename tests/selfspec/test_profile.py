@@ -108,6 +108,7 @@ def _one_line_or_valid(text):
         ("model: {layers: 4}\nversion: 2", "version: .* got 2"),
         ("model: {layers: 4\nskip: ]", "line 2: not valid YAML"),
         ("a: !!python/object:os.system x", "not valid YAML"),
+        ("model: {layers: 4}\nskip: {mlp: [1]}\nskip: {}", "line 3: not valid YAML .'skip' is given twice"),
         ("a: &a [*a]", "unknown key|model"),
     ],
 )

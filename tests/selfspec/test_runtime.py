@@ -8,7 +8,7 @@ import torch
 from models import CONFIGS, exact_norms, tiny
 from torch import nn
 
-from selfspec.errors import BusyError
+from selfspec.errors import BusyError, SelfspecError
 from selfspec.runtime import Runtime
 from selfspec.skip import SkipSet
 
@@ -217,6 +217,23 @@ def test_sessions_exclude_each_other_and_reuse_the_cache():
         assert runtime.cache is held  # capacity comes in steps, and is kept
     with runtime.session(300):
         assert runtime.cache.slots >= 300
+
+
+def test_a_cache_that_cannot_be_had_leaves_the_runtime_usable(monkeypatch):
+    runtime = Runtime(tiny(CONFIGS["llama"]))
+    zeros = torch.zeros
+
+    def failing(shape, **options):
+        if not isinstance(shape, int) and len(shape) == 4 and shape[2] > 600:
+            raise RuntimeError("out of memory")
+        return zeros(shape, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", failing)
+        with pytest.raises(SelfspecError, match="no cache for 900 positions could be had: out of memory"):
+            runtime.session(900).__enter__()
+    with runtime.session(900):
+        assert runtime.cache.slots >= 900
 
 
 def test_commit_gathers_a_path():

@@ -106,6 +106,11 @@ def test_a_draw_at_the_very_end_of_the_sum_has_probability(monkeypatch):
     assert sampler.draw(torch.tensor([0.5, 0.5, 0.0]), 0) == 1
 
 
+def test_probabilities_that_are_not_finite_are_an_error():
+    with pytest.raises(SelfspecError, match="not finite"):
+        Sampler(temperature=1.0).draw(torch.tensor([0.5, float("nan")]), 0)
+
+
 def test_coins_are_certain_at_the_ends():
     sampler = Sampler(temperature=1.0, seed=0)
     assert all(sampler.coin(1.0) and not sampler.coin(0.0) for _ in range(1000))
@@ -122,6 +127,8 @@ def test_float64_scores_stay_float64_and_half_becomes_float32():
     ("options", "message"),
     [
         ({"temperature": -1}, "temperature -1: want 0"),
+        ({"temperature": 1e-38}, "temperature 1e-38: want 0 .*, or 1e-05 or more"),
+        ({"seed": -1}, "seed -1: want 0 or more"),
         ({"temperature": float("nan")}, "temperature nan"),
         ({"temperature": float("inf")}, "temperature inf"),
         ({"top_k": 0}, "top_k 0: want at least 1"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +25,12 @@ def test_indices_are_sorted_and_equal_sets_are_equal():
 def test_bad_indices_are_refused(indices):
     with pytest.raises(SelfspecError, match=r"skip\.mlp"):
         SkipSet((), indices)
+
+
+def test_numpy_indices_are_indices():
+    assert SkipSet(np.array([2, 1])) == SkipSet((1, 2))
+    with pytest.raises(SelfspecError, match="'x' is no layer index"):
+        SkipSet("x")
 
 
 def test_an_index_beyond_the_model_is_refused_with_what_there_is():

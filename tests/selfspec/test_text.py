@@ -45,6 +45,15 @@ def test_incomplete_characters_are_held_back():
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+def test_a_character_that_began_in_the_prompt_is_completed():
+    first, *rest = TOKENIZER("é").input_ids
+    text = TextStream(TOKENIZER, [first])
+    for token in rest:
+        text.push(token)
+    text.finish()
+    assert text.text == "é"
+
+
 def test_a_character_that_is_never_completed_shows_at_the_end():
     tokens = TOKENIZER("a😀").input_ids[:-1]
     pieces, whole = stream(tokens)

@@ -203,6 +203,14 @@ WRONG = {
     "another device": (["generate", "x", "--device", "hpu"], "device 'hpu' cannot be used"),
     "many threads": (["generate", "x", "--threads", "99999999999"], "'--threads'"),
     "great seed": (["search", "--seed", "99999999999"], "'--seed'"),
+    "stop no Unicode": (["generate", "x", "--stop", "\udcff"], "--stop: the text is no valid Unicode"),
+    "tiny temperature": (["generate", "x", "--temperature", "1e-38"], "temperature 1e-38: want 0"),
+    "negative seed": (["generate", "x", "--seed", "-1"], "'--seed'"),
+    "data as out": (["search", "--data", "half.txt", "--out", "half.txt"], "--out half.txt is the data file"),
+    "key given twice": (["profile", "validate", "twice.yaml"], "line 2: not valid YAML ('skip' is given twice)"),
+    "shown controller": (["profile", "show", "controller.yaml"], "controller.yaml: controller 'magic' is not known"),
+    "code in a model": (["generate", "x", "--model", "code"], "model code cannot be loaded: "),
+    "negative layers": (["profile", "validate", "index2.yaml", "--model", "negative"], "model negative cannot be read"),
     "empty controller": (["search", "--controller", ""], "controller '' is not known"),
     "search outgrows": (["search", "--max-new-tokens", "1024"], "max_new_tokens 1024: want 1 to 1023"),
     "broken model": (["generate", "x", "--model", "broken"], "model broken cannot be loaded: "),
@@ -251,12 +259,21 @@ def test_wrong_input_is_one_clear_line(cli, tmp_path, monkeypatch, name):
         "endless.yaml": "model: {layers: 16}\nnote:\n- &a0 [x, x, x, x, x, x, x, x, x]\n"
         + "\n".join(f"- &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)),
         "layers.yaml": "model: {layers: 99999999}",
+        "half.txt": "a",
+        "twice.yaml": "skip: {}\nskip: {}\nmodel: {layers: 16}",
+        "index2.yaml": "model: {layers: 16}",
         "half.jsonl": '{"prompt": "\\ud800"}',
     }
     for file, text in files.items():
         (tmp_path / file).write_text(text)
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "broken").mkdir()
+    for folder in ("broken", "code", "negative"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "negative" / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": -1}')
+    (tmp_path / "code" / "config.json").write_text(
+        '{"model_type": "custom", "auto_map": {"AutoConfig": "x.Y", "AutoModelForCausalLM": "x.Z"}}'
+    )
+    (tmp_path / "code" / "x.py").write_text("raise SystemExit('its code was run')")
     (tmp_path / "broken" / "config.json").write_text('{"model_type": "llama", "layer_types": ["no"]}')
     shutil.copytree(builtin.model_folder(), tmp_path / "lacking")
     config = json.loads((tmp_path / "lacking" / "config.json").read_text())
@@ -294,6 +311,26 @@ def test_standard_output_that_takes_nothing(redirect):
     assert done.returncode in (1, 2)
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_no_command_at_all_shows_the_help(cli):
+    code, out, err = cli()
+    assert (code, err) == (2, "")
+    assert "generate" in out
+
+
+def test_a_link_is_written_through(cli, tmp_path):
+    (tmp_path / "link.yaml").symlink_to(tmp_path / "real.yaml")
+    args = ("search", "--trials", 1, "--prompts", 1, "--max-new-tokens", 2, "--no-warm-starts", "--out", "link.yaml")
+    assert cli(*args)[0] == 0
+    assert (tmp_path / "link.yaml").is_symlink()
+    assert read_profile(tmp_path / "real.yaml").search.trials == 1
+
+
+def test_a_controller_without_a_draft_is_said(cli):
+    code, _, err = cli("generate", PROMPT, "--profile", "none", "--max-new-tokens", 2, "--controller", "fixed:k=3")
+    assert code == 0
+    assert err.startswith("--controller has no effect")
 
 
 def test_no_prompt_at_all(cli):
