@@ -13,7 +13,7 @@ from selfspec import builtin
 from selfspec.errors import SelfspecError
 from selfspec.files import read_text
 from selfspec.profile import Calibration
-from selfspec.text import Prompt, is_unicode
+from selfspec.text import is_unicode
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class PromptSet:
     """Prompts to search on and prompts to measure on. `held_out`: whether the two have nothing in common."""
 
     source: str
-    search: tuple[Prompt, ...]
-    measure: tuple[Prompt, ...]
+    search: tuple[str, ...]
+    measure: tuple[str, ...]
     held_out: bool
 
 

@@ -15,8 +15,9 @@ from selfspec.drafters import PlainDrafter
 from selfspec.errors import SelfspecError
 from selfspec.profile import ControllerSpec, Measurement, Profile, SearchRecord, Skip
 from selfspec.skip import SkipSet
+from selfspec.text import Prompt
 
-from .calibration import PromptSet, choose, record
+from .calibration import choose, record
 from .objective import wallclock
 from .strategies import Strategy, check_strategy, make_strategy
 from .warm import warm_starts
@@ -69,11 +70,11 @@ def find_profile(
         raise SelfspecError(f"want at least 1 trial and 1 prompt, got {trials} and {count}")
     if not 0 <= seed < 2**32:
         raise SelfspecError(f"seed {seed}: want 0 to {2**32 - 1}")
-    chosen = _fit(llm, choose(prompts, source=source, count=count, seed=seed), max_new_tokens)
-    if not chosen.search:
+    chosen = choose(prompts, source=source, count=count, seed=seed)
+    texts, others = (_fit(llm, part, max_new_tokens) for part in (chosen.search, chosen.measure))
+    if not texts:
         raise SelfspecError(f"{source}: holds no prompts")
     controller = controller or ControllerSpec(name="adaptive")
-    texts = [llm.encode(prompt) for prompt in chosen.search]
     check_strategy(strategy)
     make_controller(controller)
     say = on_stage or (lambda stage: None)
@@ -82,15 +83,15 @@ def find_profile(
     starts = warm_starts(llm.runtime, texts) if warm else ()
     proposer = make_strategy(strategy, llm.runtime.layers, seed=seed, warm=starts)
     say("measuring plain decoding")
-    plain = _plain_speed(llm, chosen, max_new_tokens)
+    plain = _plain_speed(llm, texts, max_new_tokens)
     say("searching")
-    done = _run_trials(llm, proposer, chosen, trials, controller, plain, max_new_tokens, on_trial)
+    done = _run_trials(llm, proposer, texts, trials, controller, plain, max_new_tokens, on_trial)
     seconds = time.perf_counter() - start
     say("measuring the best again")
-    best = _best(llm, done, chosen, controller, max_new_tokens)
+    best = _best(llm, done, texts, controller, max_new_tokens)
     say("measuring on held-out prompts" if chosen.held_out else "measuring")
     drafter = llm.layer_skip(best, controller)
-    measured = measure(llm, drafter, chosen.measure, held_out=chosen.held_out, max_new_tokens=max_new_tokens)
+    measured = measure(llm, drafter, others, held_out=chosen.held_out, max_new_tokens=max_new_tokens)
     kept = keep_best or measured.speedup > 1
     return Profile(
         model=llm.identity,
@@ -111,7 +112,7 @@ def find_profile(
     )
 
 
-def _fit(llm: LLM, chosen: PromptSet, max_new_tokens: int) -> PromptSet:
+def _fit(llm: LLM, prompts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
     """The prompts as token ids, cut at their end where they would not leave room for the new tokens."""
     room = llm.runtime.skeleton.context - max_new_tokens
     if max_new_tokens < 1 or room < 1:
@@ -119,19 +120,18 @@ def _fit(llm: LLM, chosen: PromptSet, max_new_tokens: int) -> PromptSet:
             f"max_new_tokens {max_new_tokens}: want 1 to {llm.runtime.skeleton.context - 1}, "
             "what the context leaves beside a prompt"
         )
-    search, measure = (tuple(llm.encode(p)[:room] for p in part) for part in (chosen.search, chosen.measure))
-    return PromptSet(chosen.source, search, measure, chosen.held_out)
+    return [llm.encode(prompt)[:room] for prompt in prompts]
 
 
-def _plain_speed(llm: LLM, chosen: PromptSet, max_new_tokens: int) -> float:
-    wallclock(llm, PlainDrafter(), chosen.search[:1], max_new_tokens=max_new_tokens)  # warm up
-    return wallclock(llm, PlainDrafter(), chosen.search, max_new_tokens=max_new_tokens).tokens_per_second
+def _plain_speed(llm: LLM, texts: Sequence[Prompt], max_new_tokens: int) -> float:
+    wallclock(llm, PlainDrafter(), texts[:1], max_new_tokens=max_new_tokens)  # warm up
+    return wallclock(llm, PlainDrafter(), texts, max_new_tokens=max_new_tokens).tokens_per_second
 
 
 def _run_trials(
     llm: LLM,
     proposer: Strategy,
-    chosen: PromptSet,
+    texts: Sequence[Prompt],
     trials: int,
     controller: ControllerSpec,
     plain: float,
@@ -143,7 +143,7 @@ def _run_trials(
         for number in range(trials):
             skip = proposer.ask()
             drafter = llm.layer_skip(skip, controller)
-            stats = wallclock(llm, drafter, chosen.search, max_new_tokens=max_new_tokens)
+            stats = wallclock(llm, drafter, texts, max_new_tokens=max_new_tokens)
             speed = stats.tokens_per_second
             proposer.tell(skip, speed)
             done.append(Trial(number, skip, speed, speed / plain, stats.acceptance_rate))
@@ -156,7 +156,7 @@ def _run_trials(
 
 
 def _best(
-    llm: LLM, done: Sequence[Trial], chosen: PromptSet, controller: ControllerSpec, max_new_tokens: int
+    llm: LLM, done: Sequence[Trial], texts: Sequence[Prompt], controller: ControllerSpec, max_new_tokens: int
 ) -> SkipSet:
     """The best of the best few when measured again, interleaved: the best of many noisy scores is biased."""
     ranked = dict.fromkeys(t.skip for t in sorted(done, key=lambda t: -t.tokens_per_second))
@@ -165,7 +165,7 @@ def _best(
         str(i): method(llm, llm.layer_skip(skip, controller), max_new_tokens=max_new_tokens)
         for i, skip in enumerate(finalists)
     }
-    runs: Runs = interleave(methods, chosen.search, rounds=2)
+    runs: Runs = interleave(methods, texts, rounds=2)
     return finalists[max(range(len(finalists)), key=lambda i: runs.total(str(i)).tokens_per_second)]
 
 

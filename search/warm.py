@@ -35,14 +35,10 @@ def _similarity(runtime: Runtime, ids: Sequence[int]) -> torch.Tensor:
     """For each sub-layer, attention then MLP, the mean cosine of its input and output over a text `[2 * L]`."""
     layers = runtime.layers
     tokens = torch.tensor([list(ids)], device=runtime.device)
-    between = []
     with runtime.session(len(ids)):
-        streams = runtime.forward(tokens, 0, logits=None, hidden=range(layers + 1)).hidden
-        for layer in range(layers):  # the stream between the halves is what leaves the layer without its MLP
-            half = SkipSet((), (layer,))
-            between.append(runtime.forward(tokens, 0, skip=half, logits=None, hidden=(layer + 1,)).hidden[layer + 1])
-    attention = [_cosine(streams[i], between[i]) for i in range(layers)]
-    mlp = [_cosine(between[i], streams[i + 1]) for i in range(layers)]
+        step = runtime.forward(tokens, 0, logits=None, hidden=range(layers + 1), between=range(layers))
+    attention = [_cosine(step.hidden[i], step.between[i]) for i in range(layers)]
+    mlp = [_cosine(step.between[i], step.hidden[i + 1]) for i in range(layers)]
     return torch.tensor([*attention, *mlp])
 
 

@@ -98,12 +98,16 @@ class LLM:
         self.tokenizer = tokenizer
         self.runtime = Runtime(model)
         self.name = name or self.runtime.skeleton.identity.name or "unnamed"
-        self.profile = profile
+        self.profile: Profile | None = None
         self.drafter: Drafter = PlainDrafter()
         if profile is not None:
-            check_profile(profile, self.identity)
-            if len(profile.skip_set):
-                self.drafter = self.layer_skip(profile.skip_set, profile.controller)
+            self._use(profile)
+
+    def _use(self, profile: Profile) -> None:
+        check_profile(profile, self.identity)
+        self.profile = profile
+        if len(profile.skip_set):
+            self.drafter = self.layer_skip(profile.skip_set, profile.controller)
 
     @property
     def identity(self) -> Identity:
@@ -253,7 +257,9 @@ def wrap(model: Any, tokenizer: Any, *, profile: str | Path | Profile = "auto", 
         return LLM(model, tokenizer, name=name, profile=find_profile_file(profile))
     llm = LLM(model, tokenizer, name=name)
     mine = [p for p in shipped_profiles().values() if _made_for(p, llm.identity) and not p.slower]
-    return LLM(model, tokenizer, name=name, profile=mine[0]) if mine else llm
+    if mine:
+        llm._use(mine[0])
+    return llm
 
 
 def _token_ids(prompt: Any) -> list[int]:

@@ -57,7 +57,6 @@ def interleave(
     prompts: Sequence[Prompt],
     *,
     rounds: int = 3,
-    on_prompt: Callable[[], None] | None = None,
 ) -> Runs:
     """Run every method on every prompt, one after the other, `rounds` times; the order turns with every prompt.
 
@@ -72,8 +71,6 @@ def interleave(
             shift = (turn + index) % len(names)
             for name in names[shift:] + names[:shift]:
                 stats[name][index].append(methods[name](prompt))
-            if on_prompt is not None:
-                on_prompt()
     return Runs(stats)
 
 
@@ -135,34 +132,18 @@ def compare(
 ) -> Comparison:
     """Decode one prompt plainly, with `drafter`, and by `transformers`, `rounds` times each, and compare."""
     last: dict[str, Generation] = {}
-
-    def timed(name: str, with_drafter: Drafter) -> Method:
-        def run(text: Prompt) -> Stats:
-            last[name] = llm.generate(
-                text,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                seed=seed,
-                stop=stop,
-                drafter=with_drafter,
-            )
-            synchronise(llm.runtime.device)
-            return last[name].stats
-
-        return run
-
-    theirs = transformers_generate(
-        llm.model,
-        llm.tokenizer,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop=stop,
-    )
-    methods = {"plain": timed("plain", PlainDrafter()), "draft": timed("draft", drafter), "transformers": theirs}
+    sampling: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "stop": stop,
+    }
+    methods = {
+        "plain": method(llm, PlainDrafter(), seed=seed, keep=lambda out: last.update(plain=out), **sampling),
+        "draft": method(llm, drafter, seed=seed, keep=lambda out: last.update(draft=out), **sampling),
+        "transformers": transformers_generate(llm.model, llm.tokenizer, **sampling),
+    }
     runs = interleave(methods, [prompt], rounds=rounds)
     plain, draft = last["plain"], last["draft"]
     greedy = temperature == 0
@@ -181,15 +162,33 @@ def compare(
 
 
 def method(
-    llm: LLM, drafter: Drafter, *, max_new_tokens: int, temperature: float = 0.0, seed: int | None = None
+    llm: LLM,
+    drafter: Drafter,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    stop: Sequence[str] = (),
+    keep: Callable[[Generation], None] | None = None,
 ) -> Method:
-    """Decoding with a drafter, as a method to be timed."""
+    """Decoding with a drafter, as a method to be timed; `keep` is shown every generation."""
 
     def run(prompt: Prompt) -> Stats:
         generation = llm.generate(
-            prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, drafter=drafter
+            prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop=stop,
+            drafter=drafter,
         )
         synchronise(llm.runtime.device)
+        if keep is not None:
+            keep(generation)
         return generation.stats
 
     return run
@@ -240,14 +239,13 @@ def measure(
     max_new_tokens: int,
     rounds: int = 3,
     temperature: float = 0.0,
-    on_prompt: Callable[[], None] | None = None,
 ) -> Measurement:
     """Measure a drafter against plain decoding, interleaved, with the conditions written down."""
     methods = {
         "plain": method(llm, PlainDrafter(), max_new_tokens=max_new_tokens, temperature=temperature),
         "draft": method(llm, drafter, max_new_tokens=max_new_tokens, temperature=temperature),
     }
-    runs = interleave(methods, prompts, rounds=rounds, on_prompt=on_prompt)
+    runs = interleave(methods, prompts, rounds=rounds)
     speedup, (low, high) = runs.speedup("draft", "plain")
     total = runs.total("draft")
     return Measurement(

@@ -30,11 +30,12 @@ class Step:
     """What one forward gives: `logits` `[B, n or 1, V]` or None, and `hidden` by layer, `[B, n, D]`.
 
     `hidden[l]` is the residual stream that enters layer l; `hidden[L]` the one that leaves the last layer, before
-    the final norm.
+    the final norm. `between[l]` is the stream of layer l between its attention and its MLP, `[B, n, D]`.
     """
 
     logits: Tensor | None
     hidden: dict[int, Tensor] = field(default_factory=dict)
+    between: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +146,7 @@ class Runtime:
         rows: slice = ALL_ROWS,
         logits: Literal["all", "last"] | None = "all",
         hidden: Sequence[int] = (),
+        between: Sequence[int] = (),
     ) -> Step:
         """Run `tokens` `[B, n]` through the model without the sub-layers in `skip`.
 
@@ -152,7 +154,8 @@ class Runtime:
         Without `slots`, they are the positions. `mask` `[B, n, S]` (true: seen) says which of the first S slots
         each token sees; the default is causal, slots up to the token's own. Keys and values are written before
         they are read, so a token may see itself and its pass. `rows` picks cache rows, B of them. `logits` picks
-        the rows that pay for the head; `hidden` the layers whose streams are returned.
+        the rows that pay for the head; `hidden` the layers whose streams are returned, `between` those whose streams
+        between attention and MLP are.
 
         A bypassed sub-layer adds nothing to the residual stream, computes nothing and writes no keys.
         """
@@ -161,6 +164,7 @@ class Runtime:
         place = self._place(tokens.shape[1], positions, positions if slots is None else slots, mask)
         x = self.skeleton.embed(tokens)
         streams: dict[int, Tensor] = {}
+        halves: dict[int, Tensor] = {}
         for index, block, attend, expand in self._plan(skip):
             if index in hidden:
                 streams[index] = x
@@ -168,15 +172,17 @@ class Runtime:
                 x, place = x.to(block.device), _move(place, block.device)
             if attend:
                 x = x + self._attention(block, index, block.input_norm(x), place, rows)
+            if index in between:
+                halves[index] = x
             if expand:
                 h = block.post_norm(x)
                 x = x + block.down(block.act(block.gate(h)) * block.up(h))
         if self.layers in hidden:
             streams[self.layers] = x
         if logits is None:
-            return Step(None, streams)
+            return Step(None, streams, halves)
         x = x[:, -1:] if logits == "last" else x
-        return Step(self.skeleton.head(self.skeleton.norm(x)), streams)
+        return Step(self.skeleton.head(self.skeleton.norm(x)), streams, halves)
 
     def _plan(self, skip: SkipSet) -> tuple[tuple[int, Block, bool, bool], ...]:
         plan = self._plans.get(skip)

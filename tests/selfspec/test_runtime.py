@@ -64,7 +64,10 @@ def test_hidden_streams_and_logit_rows():
     theirs = reference(model, tokens, output_hidden_states=True)
     runtime = Runtime(model)
     with runtime.session(N):
-        step = runtime.forward(tokens, 0, logits="last", hidden=(0, 2, runtime.layers))
+        step = runtime.forward(tokens, 0, logits="last", hidden=(0, 2, runtime.layers), between=(1,))
+        half = runtime.forward(tokens, 0, skip=SkipSet((), (1,)), logits=None, hidden=(2,)).hidden[2]
+        assert list(step.between) == [1]
+        torch.testing.assert_close(step.between[1], half)  # what leaves the layer without its MLP
         assert sorted(step.hidden) == [0, 2, runtime.layers]
         torch.testing.assert_close(step.hidden[0], theirs.hidden_states[0])
         torch.testing.assert_close(step.hidden[2], theirs.hidden_states[2])
