@@ -25,6 +25,9 @@ class Controller(Protocol):
     def go_on(self, confidence: float, drafted: int) -> bool:
         """Whether to draft another token after the `drafted`-th, whose draft probability was `confidence`."""
 
+    def lowest(self, drafted: int) -> float:
+        """The lowest confidence of the `drafted`-th token after which it may go on; infinite where it never does."""
+
     def observe(self, confidences: Sequence[float], accepted: int) -> None:
         """Learn from a verified draft: each token's confidence, and how many from the first on were accepted."""
 
@@ -80,6 +83,10 @@ class FixedK(_Options):
         """Whether fewer than `k` are drafted."""
         return drafted < self.k
 
+    def lowest(self, drafted: int) -> float:
+        """Any confidence will do."""
+        return 0.0 if drafted < self.k else math.inf
+
 
 @dataclass
 class StaticThreshold(_Options):
@@ -96,6 +103,10 @@ class StaticThreshold(_Options):
     def go_on(self, confidence: float, drafted: int) -> bool:
         """Whether the last token was confident enough."""
         return drafted < self.k_max and confidence >= self.threshold
+
+    def lowest(self, drafted: int) -> float:
+        """The threshold."""
+        return self.threshold if drafted < self.k_max else math.inf
 
 
 @dataclass
@@ -137,6 +148,10 @@ class AdaptiveThreshold(_Options):
     def go_on(self, confidence: float, drafted: int) -> bool:
         """Whether the last token was confident enough for the threshold as it now stands."""
         return drafted < self.k_max and confidence >= self.threshold
+
+    def lowest(self, drafted: int) -> float:
+        """The floor of the threshold."""
+        return self.floor if drafted < self.k_max else math.inf
 
     def observe(self, confidences: Sequence[float], accepted: int) -> None:
         """Update the acceptance estimate and the threshold."""

@@ -34,7 +34,8 @@ class Draft:
 
     `tokens[i]` hangs below `parents[i]` (-1: the root; parents come first). `q_row[i]` names the row of `q`
     `[m, V]` it was drawn from; -1: chosen deterministically. Siblings on one row were drawn in order, without
-    replacement; siblings are verified in order, and deterministic ones come first. `confidence[i]` is optional.
+    replacement; siblings are verified in order, and deterministic ones come first. `confidence[i]`, of the first
+    nodes at least, is optional.
     """
 
     tokens: tuple[int, ...] = ()
@@ -57,6 +58,20 @@ class Draft:
         n = len(tokens)
         rows = tuple(range(n)) if q is not None else (-1,) * n
         return cls(tuple(tokens), tuple(range(-1, n - 1)), q, rows, tuple(confidence))
+
+    def with_leaves(self, leaves: Sequence[Sequence[int]]) -> Draft:
+        """This chain with further candidates `leaves[i]` beside its token i, drawn from the same row, or chosen alike.
+
+        The chain's tokens stay the first nodes.
+        """
+        beside = [(i, token) for i, tokens in enumerate(leaves) for token in tokens]
+        return Draft(
+            (*self.tokens, *(token for _, token in beside)),
+            (*self.parents, *(self.parents[i] for i, _ in beside)),
+            self.q,
+            (*self.q_row, *(self.q_row[i] for i, _ in beside)),
+            self.confidence,
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -115,7 +130,7 @@ class Draft:
             tuple(range(-1, len(pick) - 1)),
             self.q,
             tuple(self.q_row[i] for i in pick),
-            tuple(self.confidence[i] for i in pick) if self.confidence else (),
+            tuple(self.confidence[i] for i in pick if i < len(self.confidence)),
         )
 
     def layout(self, root: int, start: int, *, device: torch.device) -> tuple[Tensor, int | Tensor, Tensor | None]:

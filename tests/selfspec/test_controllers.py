@@ -108,3 +108,16 @@ def test_any_text_is_a_controller_or_one_line(text):
         make_controller(parse_controller(text))
     except SelfspecError as error:
         assert "\n" not in str(error)
+
+
+@given(st.lists(st.tuples(st.integers(1, 14), st.floats(0, 1)), max_size=60), st.lists(st.integers(0, 6), max_size=60))
+def test_no_controller_goes_on_below_its_lowest(shown, accepted):
+    """Whatever it has learnt: below `lowest` it stops, and at `lowest` it goes on in some state."""
+    for kind in CONTROLLERS.values():
+        controller = kind()
+        for drafted, confidence in shown:
+            assert not controller.go_on(confidence, drafted) or confidence >= controller.lowest(drafted)
+            for count in accepted[:drafted]:
+                controller.observe([confidence] * 6, count)
+        assert not controller.go_on(1.0, 64)
+        assert controller.lowest(64) > 1

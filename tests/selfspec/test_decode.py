@@ -30,6 +30,9 @@ DRAFTERS = {
     "always right": lambda runtime, prompt: oracle(prompt, plain(runtime, prompt, 20)),
     "layer skip, fixed": lambda runtime, prompt: LayerSkipDrafter(runtime, SKIP, FixedK(3)),
     "layer skip, static": lambda runtime, prompt: LayerSkipDrafter(runtime, SKIP, StaticThreshold(0.3, 5)),
+    "layer skip, siblings": lambda runtime, prompt: LayerSkipDrafter(
+        runtime, SKIP, StaticThreshold(0.3, 4), siblings=3
+    ),
     "layer skip, adaptive": lambda runtime, prompt: LayerSkipDrafter(runtime, SKIP, AdaptiveThreshold(k_max=6)),
 }
 

@@ -71,3 +71,12 @@ def test_accepted_tokens_are_those_that_were_emitted():
 def test_a_wrong_draft_is_refused(wrong):
     with pytest.raises(ValueError, match="a draft"):
         Draft(**wrong)
+
+
+def test_leaves_hang_beside_a_chain_whose_tokens_stay_first():
+    draft = Draft.chain([5, 6], q=torch.eye(2, 9), confidence=[0.5, 0.25]).with_leaves([[7, 8], [4]])
+    assert draft.tokens == (5, 6, 7, 8, 4)
+    assert draft.children == ((0, 2, 3), (1, 4), (), (), (), ())
+    assert draft.q_row == (0, 1, 0, 0, 1)
+    assert draft.depth == 2
+    assert draft.backbone() == Draft.chain([5, 6], q=draft.q, confidence=[0.5, 0.25])

@@ -123,6 +123,9 @@ DRAFTERS = {
     "tiny model": lambda runtime: TinyModel(Runtime(small(VOCABULARY, 1, seed=9)), 2),
     "layer skip, fixed": lambda runtime: LayerSkipDrafter(runtime, SkipSet((0,), (1,)), FixedK(2)),
     "layer skip, static": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (1,)), StaticThreshold(0.4, 2)),
+    "layer skip, siblings": lambda runtime: LayerSkipDrafter(
+        runtime, SkipSet((1,), (1,)), StaticThreshold(0.4, 2), siblings=2
+    ),
     "layer skip, adaptive": lambda runtime: LayerSkipDrafter(
         runtime, SkipSet((0,), (0,)), AdaptiveThreshold(threshold=0.5, step=1.0, k_max=2)
     ),

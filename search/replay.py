@@ -1,0 +1,303 @@
+"""Parallel replay: what speculation would do on a text, computed without decoding it.
+
+Every place of a text starts a draft, and all drafts take their next step in one batched forward. Greedy, the trace is
+the one that real decoding gives; sampled, it follows the same joint law as text and drafts of real decoding do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from selfspec.controllers import Controller
+from selfspec.runtime import Runtime
+from selfspec.sampling import Sampler
+from selfspec.skip import SkipSet
+
+from .law import Noise, Uniforms, draft_beside
+from .trace import Trace
+
+CHUNK = 192  # starts of one forward
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt and the target's own continuation of it: the first `prompt` of `tokens` were given.
+
+    `room`: tokens that the continuation was allowed; it is shorter where the text ended by itself.
+    """
+
+    tokens: tuple[int, ...]
+    prompt: int
+    room: int
+
+    @property
+    def new(self) -> int:
+        """Tokens of the continuation."""
+        return len(self.tokens) - self.prompt
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Drafts under way: `[B, n]`, padded; `ids` numbers the starts of all texts."""
+
+    ids: Tensor
+    start: Tensor  # position of the last committed token
+    token: Tensor  # fed next
+    matched: Tensor  # all drafted so far are the text's own
+    real: Tensor  # not padding
+    own: Tensor  # [B, n, scratch]: scratch slots that hold this draft's keys
+    drafted: Tensor  # [B, n, depth]
+
+    def pick(self, index: Tensor, real: Tensor) -> None:
+        """Keep the rows `index` `[B, m]`."""
+        for name in ("ids", "start", "token", "matched"):
+            setattr(self, name, getattr(self, name).gather(1, index))
+        self.real = real
+        for name in ("own", "drafted"):
+            t = getattr(self, name)
+            setattr(self, name, t.gather(1, index.unsqueeze(-1).expand(-1, -1, t.shape[-1])))
+
+
+class _Record:
+    """What is kept of every start: `[starts, depth]` and `[starts]`."""
+
+    def __init__(self, starts: int, depth: int) -> None:
+        self.confidence = torch.zeros((starts, depth), dtype=torch.float64)
+        self.depth = torch.zeros(starts, dtype=torch.long)
+        self.run = torch.zeros(starts, dtype=torch.long)
+        self.rank = torch.zeros(starts, dtype=torch.long)
+        self.unfinished = torch.zeros(starts, dtype=torch.bool)
+
+
+class Replay:
+    """Texts of one model, ready to be replayed under any skip set; a context manager that holds their keys.
+
+    `sampler`: how the texts were decoded, greedily or sampled. `candidates`: how many candidates for each position,
+    the drafted token counted, a sampled trace can answer for (a greedy one answers for any number). `depth`: the most
+    tokens of a draft. `chunk`: starts of one forward; counts do not depend on it. `noise(ids, depth)` replaces the
+    random choices of sampled drafts, which otherwise follow `seed`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        texts: Sequence[Text],
+        *,
+        sampler: Sampler | None = None,
+        depth: int = 12,
+        candidates: int = 3,
+        chunk: int = CHUNK,
+        seed: int = 0,
+        noise: Callable[[Tensor, int], Noise] | None = None,
+    ) -> None:
+        self.texts = tuple(texts)
+        self.sampler = sampler or Sampler()
+        self.depth = depth
+        self.candidates = candidates
+        self._group = min(len(self.texts), chunk)  # texts side by side
+        self._each = max(1, chunk // self._group)  # starts of each
+        self.seed = seed
+        self._noise = noise or self._uniforms
+        self._runtime = Runtime(model, rows=len(self.texts))
+        self._longest = max(len(text.tokens) for text in self.texts)
+        self._first = [0]  # number of each text's first start
+        for text in self.texts:
+            self._first.append(self._first[-1] + text.new)
+        self._numbers: dict[int, Tensor] = {}
+        self._targets: Tensor | None = None
+        self._held = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._held.enter_context(self._runtime.session(self._longest + self._each * self.depth))
+        try:
+            self._read_texts()
+        except BaseException:
+            self._held.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._held.close()
+
+    def _read_texts(self) -> None:
+        """One full forward over each text: its keys and, for sampling, the target's distribution at each start."""
+        device = self._runtime.device
+        self._tokens = torch.zeros((len(self.texts), self._longest), dtype=torch.long, device=device)
+        targets = []
+        for row, text in enumerate(self.texts):
+            self._tokens[row, : len(text.tokens)] = torch.tensor(text.tokens, device=device)
+            tokens = self._tokens[row : row + 1, : len(text.tokens) - 1]
+            if self.sampler.greedy:
+                self._runtime.forward(tokens, 0, rows=slice(row, row + 1), logits=None)
+                continue
+            step = self._runtime.forward(tokens, 0, rows=slice(row, row + 1), logits="all")
+            assert step.logits is not None
+            prefixes = (text.tokens[:end] for end in range(text.prompt, len(text.tokens)))
+            targets.append(self.sampler.probs(self.sampler.scores(step.logits[0, text.prompt - 1 :], prefixes)))
+        self._targets = torch.cat(targets) if targets else None
+
+    def trace(
+        self, skip: SkipSet, controllers: Sequence[Controller], *, share: float = 1.0, known: Sequence[Trace] = ()
+    ) -> list[Trace]:
+        """Drafts under `skip` from the first `share` of every text's starts, deep enough for each of `controllers`.
+
+        `known`: traces of a smaller share, made with the same skip set and controllers, to be lengthened.
+        """
+        low = [len(trace.runs) for trace in known] or [0] * len(self.texts)
+        high = [-(-text.new * share // 1) for text in self.texts]
+        record = _Record(self._first[-1], self.depth)
+        for first in range(0, len(self.texts), self._group):
+            group = range(first, min(first + self._group, len(self.texts)))
+            for step in range(0, max(int(high[i]) - low[i] for i in group), self._each):
+                window = [(low[i] + step, min(low[i] + step + self._each, int(high[i]))) for i in group]
+                self._replay(skip, controllers, slice(group.start, group.stop), window, record)
+        fresh = [self._read(record, i, low[i], int(high[i])) for i in range(len(self.texts))]
+        return [a.then(b) for a, b in zip(known, fresh, strict=True)] if known else fresh
+
+    def _replay(
+        self,
+        skip: SkipSet,
+        controllers: Sequence[Controller],
+        group: slice,
+        window: Sequence[tuple[int, int]],
+        record: _Record,
+    ) -> None:
+        """Draft from the starts in each text's `window`."""
+        live = self._rows(group, window)
+        used = self._longest
+        for step in range(self.depth if live.real.any() else 0):
+            scores, used = self._forward(live, skip, group, used, step)
+            token, confidence, match, rank = self._choose(live, scores, group, step)
+            going = self._note(live, record, controllers, step, token, confidence, match, rank)
+            width = int(going.sum(1).max())
+            if not width:
+                return
+            index = going.logical_not().int().argsort(dim=1, stable=True)[:, :width]
+            live.token, live.matched = token, match
+            live.drafted = torch.cat((live.drafted, token.unsqueeze(-1)), dim=-1)
+            live.pick(index, going.gather(1, index))
+
+    def _rows(self, group: slice, window: Sequence[tuple[int, int]]) -> _Rows:
+        """The starts of a window that may draft at all: the last place that there is room for may not."""
+        device = self._runtime.device
+        texts = self.texts[group]
+        low, high = (torch.tensor(side, device=device)[:, None] for side in zip(*window, strict=True))
+        room = torch.tensor([text.room - 1 for text in texts], device=device)[:, None]
+        offset = low + torch.arange(max(b - a for a, b in window), device=device)
+        real = offset < torch.minimum(high, room)
+        offset = offset * real  # padding repeats the text's first start
+        position = offset + torch.tensor([text.prompt - 1 for text in texts], device=device)[:, None]
+        return _Rows(
+            ids=offset + torch.tensor(self._first[group.start : group.stop], device=device)[:, None],
+            start=position,
+            token=self._tokens[group].gather(1, position),
+            matched=torch.ones_like(real),
+            real=real,
+            own=torch.zeros((*real.shape, 0), dtype=torch.bool, device=device),
+            drafted=torch.zeros((*real.shape, 0), dtype=torch.long, device=device),
+        )
+
+    def _forward(self, live: _Rows, skip: SkipSet, group: slice, used: int, step: int) -> tuple[Tensor, int]:
+        """Processed scores `[B, n, V]` of one draft step, and the scratch used now."""
+        width = live.real.shape[1]
+        columns = torch.arange(self._longest, device=live.start.device)
+        itself = torch.eye(width, dtype=torch.bool, device=live.start.device).expand(len(live.start), -1, -1)
+        live.own = torch.cat((live.own, itself), dim=-1)
+        mask = torch.cat((columns < live.start.unsqueeze(-1), live.own), dim=-1)
+        positions = (live.start + step).clamp(max=self._runtime.skeleton.context - 1)  # padding may run past the end
+        out = self._runtime.forward(live.token, positions, skip=skip, slots=used, mask=mask, rows=group)
+        assert out.logits is not None
+        scores = self.sampler.scores(out.logits.flatten(0, 1), self._prefixes(live, group))
+        return scores.view(*live.start.shape, -1), used + width
+
+    def _prefixes(self, live: _Rows, group: slice) -> Iterator[list[int]]:
+        for row, text in enumerate(self.texts[group]):
+            for position, drafted in zip(live.start[row].tolist(), live.drafted[row].tolist(), strict=True):
+                yield [*text.tokens[: position + 1], *drafted]
+
+    def _choose(self, live: _Rows, scores: Tensor, group: slice, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What is drafted: token, confidence, whether it and all before it are the text's, else the text's rank."""
+        place = live.start + step + 1
+        lengths = torch.tensor([len(text.tokens) for text in self.texts[group]], device=place.device)[:, None]
+        inside = live.matched & (place < lengths)
+        following = self._tokens[group].gather(1, place.clamp(max=self._longest - 1))
+        q = self.sampler.probs(scores)
+        if self.sampler.greedy:
+            token = scores.argmax(-1)
+            match = inside & (token == following)
+            rank = (scores > scores.gather(-1, following.unsqueeze(-1))).sum(-1)
+        else:
+            assert self._targets is not None
+            ids = (live.ids + step).clamp(max=len(self._targets) - 1).flatten()
+            flat = q.flatten(0, 1)
+            chosen = draft_beside(
+                self._targets[ids], flat, following.flatten(), inside.flatten(), self._at(live, step), self.candidates
+            )
+            token, match, rank = (t.view(place.shape) for t in chosen)
+        confidence = q.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+        return token, confidence, match, torch.where(inside & ~match, rank, 0)
+
+    def _at(self, live: _Rows, step: int) -> Noise:
+        return self._noise(live.ids.flatten(), step)
+
+    def _uniforms(self, ids: Tensor, step: int) -> Uniforms:
+        """The numbers of these starts at this depth; the same for every skip set, so that scores can be paired."""
+        if step not in self._numbers:
+            generator = torch.Generator().manual_seed(self.seed * 1009 + step)
+            shape = (self._first[-1], 2 * self.candidates)
+            self._numbers[step] = torch.rand(shape, generator=generator, dtype=torch.float64).to(ids.device)
+        return Uniforms(self._numbers[step][ids])
+
+    def _note(
+        self,
+        live: _Rows,
+        record: _Record,
+        controllers: Sequence[Controller],
+        step: int,
+        token: Tensor,
+        confidence: Tensor,
+        match: Tensor,
+        rank: Tensor,
+    ) -> Tensor:
+        """Record a step of the drafts under way; which of them go on, `[B, n]`."""
+        ends = torch.tensor(sorted(self._runtime.skeleton.ends), dtype=torch.long, device=token.device)
+        room = torch.tensor([text.prompt + text.room for text in self.texts], device=token.device)
+        owner = torch.bucketize(live.ids, torch.tensor(self._first[1:], device=token.device), right=True)
+        may = (live.start + step + 3 < room[owner]) & torch.isin(token, ends).logical_not()
+        going = may & (confidence.double() >= min(c.lowest(step + 1) for c in controllers))
+        real = live.real
+        ids = live.ids[real].cpu()
+        record.confidence[ids, step] = confidence[real].double().cpu()
+        record.depth[ids] += 1
+        record.run[ids] += match[real].cpu()
+        record.rank[ids] += rank[real].cpu()
+        record.unfinished[ids] = (may & ~going)[real].cpu()
+        return going & real
+
+    def _read(self, record: _Record, text: int, low: int, high: int) -> Trace:
+        """What was recorded of a text's starts `low` to `high`."""
+        own = slice(self._first[text] + low, self._first[text] + high)
+        depth = record.depth[own].tolist()
+        return Trace(
+            self.texts[text].new,
+            self.texts[text].room,
+            [row[:n] for row, n in zip(record.confidence[own].tolist(), depth, strict=True)],
+            record.run[own].tolist(),
+            record.rank[own].tolist(),
+            record.unfinished[own].tolist(),
+        )
+
+
+def deepest(controllers: Sequence[Controller]) -> int:
+    """The most tokens that any of the controllers may draft."""
+    depth = 1
+    while any(c.lowest(depth) <= 1 for c in controllers):
+        depth += 1
+    return depth

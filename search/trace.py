@@ -1,0 +1,91 @@
+"""Traces: what a drafter would have proposed at every place of a text, and what any controller would make of it.
+
+Pure Python: knows nothing of models and tensors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from selfspec.controllers import K_LIMIT, Controller
+from selfspec.stats import Stats
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Drafts from the starts of one text: start i has emitted i of its `tokens` new tokens and may emit `room` - i.
+
+    The first of its starts are there, perhaps not all: a walk ends where they end.
+    `confidences[i]` are those of the tokens drafted from start i; the first `runs[i]` of them are the text's own.
+    `ranks[i]`: which candidate the text's next token was where the first drafted token was not (0: none of them).
+    `unfinished[i]`: the draft ended because no controller in play would have gone on, not because it had to.
+    """
+
+    tokens: int
+    room: int
+    confidences: Sequence[Sequence[float]]
+    runs: Sequence[int]
+    ranks: Sequence[int]
+    unfinished: Sequence[bool]
+
+    def then(self, later: Trace) -> Trace:
+        """This trace lengthened by that of the starts after it."""
+        parts = ("confidences", "runs", "ranks", "unfinished")
+        joined = ([*getattr(self, part), *getattr(later, part)] for part in parts)
+        return Trace(self.tokens, self.room, *joined)
+
+
+@dataclass(slots=True)
+class Walk:
+    """What decoding one text takes: counts, and how many rounds drafted how many tokens."""
+
+    stats: Stats = field(default_factory=Stats)
+    drafts: Counter[int] = field(default_factory=Counter)
+
+
+def walk(traces: Iterable[Trace], controller: Controller, *, siblings: int = 1, seeded: bool = False) -> list[Walk]:
+    """Decode the texts on their traces, in order: the rounds that real decoding would have, without decoding.
+
+    `siblings`: candidates for each position, the drafted token counted. `seeded`: the controller starts afresh with
+    each text. `controller` itself is left as it is. Raises `ValueError` when the trace ends before the controller.
+    """
+    state = controller.fresh()
+    walks = []
+    for trace in traces:
+        state = state.fresh() if seeded else state
+        walks.append(_walk(trace, state, siblings))
+    return walks
+
+
+def _walk(trace: Trace, controller: Controller, siblings: int) -> Walk:
+    done = Walk()
+    stats, deepest = done.stats, K_LIMIT // siblings
+    while stats.tokens < len(trace.runs):
+        start = stats.tokens
+        confidences = _drafted(trace, start, controller, deepest)
+        drafted, run = len(confidences), trace.runs[start]
+        leaf = run < drafted and 1 <= trace.ranks[start] < siblings
+        kept = min(run, drafted)
+        emitted = min(kept + leaf + 1, trace.tokens - start)
+        controller.observe(confidences, kept)
+        done.drafts[drafted] += 1
+        stats.rounds += 1
+        stats.drafted += drafted
+        stats.nodes += drafted * siblings
+        stats.accepted += min(kept + leaf, emitted)
+        stats.tokens += emitted
+    return done
+
+
+def _drafted(trace: Trace, start: int, controller: Controller, deepest: int) -> Sequence[float]:
+    """Confidences of the tokens that `controller` has drafted from `start`."""
+    confidences = trace.confidences[start]
+    limit = min(len(confidences), deepest)
+    for drafted in range(1, limit + 1):
+        if not controller.go_on(confidences[drafted - 1], drafted):
+            return confidences[:drafted]
+    if limit < deepest and trace.unfinished[start]:
+        raise ValueError("the trace is too short for this controller; replay with it in play")
+    return confidences[:limit]

@@ -1,0 +1,249 @@
+"""Replay against real decoding: the same counts in float64, greedy; the same law, sampled."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections import defaultdict
+
+import pytest
+import torch
+from models import plain, run, small
+from selfspec.search.replay import Replay, Text, deepest
+from selfspec.search.trace import walk
+from toys import Enumerating, enumerate_outcomes
+from transformers.generation import RepetitionPenaltyLogitsProcessor
+
+from selfspec import builtin
+from selfspec.controllers import AdaptiveThreshold, FixedK, StaticThreshold
+from selfspec.decode import decode
+from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.drafts import SequenceState
+from selfspec.runtime import Runtime
+from selfspec.sampling import Sampler
+from selfspec.skip import SkipSet
+from selfspec.verify import find_rule
+
+CONTROLLERS = [
+    FixedK(1),
+    FixedK(5),
+    StaticThreshold(0.5, 6),
+    AdaptiveThreshold(threshold=0.6, k_max=8, floor=0.2),
+]
+DEPTH = deepest(CONTROLLERS)
+NEW = 12
+
+
+def counts(stats):
+    return stats.rounds, stats.drafted, stats.nodes, stats.accepted, stats.tokens
+
+
+def random_skips(n, layers, *, rate=0.35, seed=0):
+    draw = random.Random(seed)
+    return [SkipSet.from_bits([draw.random() < rate for _ in range(2 * layers)]) for _ in range(n)]
+
+
+@pytest.fixture(scope="module")
+def texts(llm64):
+    """Five prompts and the whole model's greedy continuations."""
+    made = []
+    for prompt in builtin.prompts("calibration")[:5]:
+        ids = llm64.encode(prompt)
+        new = llm64.generate(ids, max_new_tokens=NEW, drafter=PlainDrafter()).tokens
+        made.append(Text((*ids, *new), len(ids), NEW))
+    return made
+
+
+@pytest.fixture(scope="module")
+def real(llm64, texts):
+    """What real decoding counts, for every skip set, controller and number of siblings, prompt by prompt."""
+    found = {}
+    for skip in random_skips(10, 16):
+        for controller in CONTROLLERS:
+            for siblings in (1, 3):
+                drafter = LayerSkipDrafter(llm64.runtime, skip, controller.fresh(), siblings=siblings)
+                found[skip, controller.spec().model_dump_json(), siblings] = [
+                    counts(llm64.generate(text.tokens[: text.prompt], max_new_tokens=NEW, drafter=drafter).stats)
+                    for text in texts
+                ]
+    return found
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_counts_are_those_of_real_decoding(llm64, texts, real, chunk):
+    with Replay(llm64.model, texts, depth=DEPTH, chunk=chunk) as replay:
+        for skip in random_skips(10, 16):
+            traces = replay.trace(skip, CONTROLLERS)
+            for controller in CONTROLLERS:
+                for siblings in (1, 3):
+                    walked = [counts(w.stats) for w in walk(traces, controller, siblings=siblings)]
+                    assert walked == real[skip, controller.spec().model_dump_json(), siblings]
+
+
+def test_a_share_is_the_beginning_of_the_whole(llm64, texts):
+    with Replay(llm64.model, texts, depth=DEPTH, chunk=24) as replay:
+        for skip in random_skips(2, 16):
+            whole = replay.trace(skip, CONTROLLERS)
+            quarter = replay.trace(skip, CONTROLLERS, share=0.25)
+            assert [len(t.runs) for t in quarter] == [3] * 5
+            grown = replay.trace(skip, CONTROLLERS, known=quarter)
+            for a, b in zip(whole, grown, strict=True):
+                assert (a.runs, a.ranks, a.unfinished) == (b.runs, b.ranks, b.unfinished)
+                for mine, theirs in zip(a.confidences, b.confidences, strict=True):
+                    assert mine == pytest.approx(theirs, abs=1e-9)
+
+
+def small_texts(model, prompts, room, **options):
+    runtime = Runtime(model)
+    ends = runtime.skeleton.ends
+    made = []
+    for prompt in prompts:
+        new, _ = run(runtime, PlainDrafter(), prompt, room, ends=ends, **options)
+        made.append(Text((*prompt, *new), len(prompt), room))
+    return runtime, made
+
+
+PROMPTS = [[1, 2, 3], [4, 5], [7], [3, 3, 9, 1, 0, 2]]
+
+
+@pytest.mark.parametrize("siblings", [1, 2, 4])
+def test_texts_that_end_by_themselves(siblings):
+    """End-of-sequence tokens among the text's, the draft's and the siblings'."""
+    model = small()
+    text = plain(Runtime(model), PROMPTS[0], 20)
+    model.generation_config.eos_token_id = [text[9], text[14]]
+    runtime, texts = small_texts(model, PROMPTS, 20)
+    assert min(text.new for text in texts) < 20
+    ended = 0
+    for skip in random_skips(12, 3):
+        with Replay(model, texts, depth=DEPTH, chunk=9) as replay:
+            traces = replay.trace(skip, CONTROLLERS)
+        for controller in CONTROLLERS:
+            drafter = LayerSkipDrafter(runtime, skip, controller.fresh(), siblings=siblings)
+            for prompt, walked in zip(PROMPTS, walk(traces, controller, siblings=siblings), strict=True):
+                new, outcomes = run(runtime, drafter, prompt, 20, ends=runtime.skeleton.ends)
+                assert walked.stats.tokens == len(new)
+                assert walked.stats.rounds == len(outcomes)
+                assert walked.stats.drafted == sum(o.draft.depth for o in outcomes)
+                assert walked.stats.accepted == sum(o.accepted for o in outcomes)
+                assert sorted(walked.drafts.elements()) == sorted(o.draft.depth for o in outcomes)
+                ended += any(token in runtime.skeleton.ends for o in outcomes for token in o.draft.tokens)
+    assert ended > 20
+
+
+def test_processors_see_the_drafted_prefix():
+    model = small(vocabulary=31)
+
+    def sampler():
+        return Sampler(processors=[RepetitionPenaltyLogitsProcessor(3.0)])
+
+    runtime, texts = small_texts(model, PROMPTS, 12, sampler=sampler())
+    for skip in random_skips(6, 3):
+        with Replay(model, texts, sampler=sampler(), depth=DEPTH, chunk=5) as replay:
+            traces = replay.trace(skip, CONTROLLERS)
+        for controller in CONTROLLERS:
+            drafter = LayerSkipDrafter(runtime, skip, controller.fresh())
+            for prompt, walked in zip(PROMPTS, walk(traces, controller), strict=True):
+                _, outcomes = run(runtime, drafter, prompt, 12, sampler=sampler())
+                assert sorted(walked.drafts.elements()) == sorted(o.draft.depth for o in outcomes)
+
+
+class Branching:
+    """Noise that follows an enumerating sampler for the first start, and is not random for the others."""
+
+    def __init__(self, ids, sampler):
+        self.sampler = sampler if int(ids[0]) == 0 else Enumerating()
+
+    def coin(self, chance, place):
+        return torch.tensor([self.sampler.coin(float(chance[0]))])
+
+    def draw(self, weights, place):
+        return torch.tensor([self.sampler.draw(weights[0], 0)])
+
+
+@pytest.mark.parametrize("candidates", [1, 2, 3])
+def test_a_sampled_round_has_the_joint_law_of_a_real_one(candidates):
+    """By enumeration on a vocabulary of three: text, tokens drafted, their confidences, tokens accepted."""
+    model = small(vocabulary=3, layers=2)
+    runtime, prompt, room = Runtime(model), [1, 2], 3
+    skip, controller = SkipSet((1,), (0,)), StaticThreshold(0.4, 2)
+
+    def real(sampler):
+        drafter = LayerSkipDrafter(runtime, skip, controller.fresh(), siblings=candidates)
+        seq = SequenceState(list(prompt), room, sampler)
+        rounds = decode(runtime, drafter, seq, rule=find_rule(None, sampler))
+        outcome = next(rounds)
+        rounds.close()
+        return outcome.tokens, outcome.accepted, tuple(round(c, 9) for c in outcome.draft.confidence)
+
+    def text(sampler):
+        return tuple(run(runtime, PlainDrafter(), prompt, room, sampler=sampler)[0])
+
+    expected, found = defaultdict(float), defaultdict(float)
+    for outcome, weight in enumerate_outcomes(real):
+        expected[outcome] += weight
+    for new, chance in enumerate_outcomes(text):
+
+        def replayed(sampler, new=new):
+            replay = Replay(
+                model,
+                [Text((*prompt, *new), len(prompt), room)],
+                sampler=Sampler(temperature=1.0),
+                depth=2,
+                candidates=candidates,
+                chunk=1,
+                noise=lambda ids, depth: Branching(ids, sampler),
+            )
+            with replay:
+                (trace,) = replay.trace(skip, [controller], share=0.3)
+            (walked,) = walk([trace], controller, siblings=candidates)
+            emitted = new[: walked.stats.tokens]
+            return emitted, walked.stats.accepted, tuple(round(c, 9) for c in trace.confidences[0])
+
+        for outcome, weight in enumerate_outcomes(replayed):
+            found[outcome] += chance * weight
+    assert len(expected) > 20
+    for outcome in {*expected, *found}:
+        assert found[outcome] == pytest.approx(expected[outcome], abs=1e-9), outcome
+
+
+@pytest.mark.parametrize("siblings", [1, 3])
+def test_sampled_means_agree_on_the_built_in_model(llm, siblings):
+    """Tokens a round and the share accepted, within three standard errors of the difference."""
+    prompts = [llm.encode(p) for p in builtin.prompts("heldout")[:6]]
+    skip, controller, new, repeats = SkipSet((9, 11, 13), (6, 11, 12, 13)), StaticThreshold(0.4, 4), 24, 12
+    options = {"temperature": 0.8, "top_p": 0.95}
+    found = {"real": [], "replay": []}
+    drafter = LayerSkipDrafter(llm.runtime, skip, controller, siblings=siblings)
+    for repeat in range(repeats):
+        stats = [
+            llm.generate(p, max_new_tokens=new, drafter=drafter, seed=100 * repeat + i, **options).stats
+            for i, p in enumerate(prompts)
+        ]
+        found["real"].append(stats)
+        texts = []
+        for i, p in enumerate(prompts):
+            seed = 50_000 + 100 * repeat + i
+            tokens = llm.generate(p, max_new_tokens=new, drafter=PlainDrafter(), seed=seed, **options).tokens
+            texts.append(Text((*p, *tokens), len(p), new))
+        with Replay(llm.model, texts, sampler=Sampler(**options), depth=4, seed=repeat) as replay:
+            found["replay"].append(
+                [w.stats for w in walk(replay.trace(skip, [controller]), controller, siblings=siblings)]
+            )
+    for measure in (
+        lambda runs: sum(s.tokens for s in runs) / sum(s.rounds for s in runs),
+        lambda runs: sum(s.accepted for s in runs) / sum(s.drafted for s in runs),
+    ):
+        a, b = ([measure(runs) for runs in found[kind]] for kind in ("real", "replay"))
+        error = ((statistics.variance(a) + statistics.variance(b)) / repeats) ** 0.5
+        assert abs(statistics.mean(a) - statistics.mean(b)) < 3 * error
+        assert error < 0.05 * statistics.mean(a)
+
+
+def test_the_seed_and_not_the_chunk_decides_sampled_drafts(llm64, texts):
+    skip = SkipSet((3, 5), (7,))
+    traces = []
+    for seed, chunk in ((0, 5), (0, 64), (1, 64)):
+        with Replay(llm64.model, texts, sampler=Sampler(temperature=1.0), depth=3, chunk=chunk, seed=seed) as replay:
+            traces.append([(t.runs, t.ranks) for t in replay.trace(skip, [FixedK(3)])])
+    assert traces[0] == traces[1] != traces[2]
