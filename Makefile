@@ -15,7 +15,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: $(VENV)/.installed
 	mkdir -p $(dir $(PROFILE))
-	$(BIN)/selfspec search --threads 1 --trials 40 --max-new-tokens 64 --keep-best --out $(PROFILE)
+	$(BIN)/selfspec search --threads 1 --keep-best --out $(PROFILE)
 	printf '$(PROMPT)' | $(BIN)/selfspec generate --threads 1 --profile $(PROFILE) --compare
 
 test: $(VENV)/.installed

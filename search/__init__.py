@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .study import Trial, find_profile
+    from .prepare import Trial, Watch
+    from .study import find_profile
 
-__all__ = ["Trial", "find_profile"]
+__all__ = ["Trial", "Watch", "find_profile"]
 
 
 def __getattr__(name: str) -> Any:
     """Import torch and the model code only when a search is run."""
     if name in __all__:
-        from . import study
+        from . import prepare, study
 
-        return getattr(study, name)
+        return getattr(study if name == "find_profile" else prepare, name)
     raise AttributeError(f"module 'selfspec.search' has no attribute '{name}'")

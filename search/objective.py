@@ -1,20 +1,204 @@
-"""The paper's objective (2309.08168, section 3.2): tokens per second of real decoding, prefill included."""
+"""What a skip set is worth: predicted from a replay, or measured by decoding as in the paper."""
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from selfspec.api import LLM
 from selfspec.bench import method
-from selfspec.drafters import Drafter
+from selfspec.controllers import AdaptiveThreshold, Controller, FixedK, StaticThreshold
+from selfspec.costs import CostModel
+from selfspec.drafters import Drafter, PlainDrafter
+from selfspec.profile import ControllerSpec, Prediction
+from selfspec.skip import SkipSet
 from selfspec.stats import Stats
 from selfspec.text import Prompt
 
+from .continuations import Decoding
+from .replay import Replay
+from .trace import Trace, walk
 
-def wallclock(llm: LLM, drafter: Drafter, prompts: Sequence[Prompt], *, max_new_tokens: int) -> Stats:
-    """Decode every prompt greedily with `drafter`; the score is the sum's `tokens_per_second`."""
-    run = method(llm, drafter, max_new_tokens=max_new_tokens)
+FIRST_SHARE = 0.25  # of the starts, replayed first
+LOWEST_THRESHOLD, LONGEST_FIXED = 0.3, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a skip set is worth, with the best of the controllers. `pruned`: only a share was looked at.
+
+    `tokens_per_second` counts decoding alone under replay, and the prompt's pass too when decoding was timed.
+    """
+
+    skip: SkipSet
+    tokens_per_second: float
+    speedup: float
+    acceptance_rate: float
+    tokens_per_round: float
+    controller: ControllerSpec
+    pruned: bool = False
+
+
+class Objective(Protocol):
+    """Scores skip sets."""
+
+    def score(self, skip: SkipSet) -> Score:
+        """The worth of a skip set; higher is better."""
+
+
+class WallClock:
+    """The paper's objective (2309.08168, section 3.2): tokens per second of real decoding, prefill included."""
+
+    def __init__(
+        self, llm: LLM, prompts: Sequence[Prompt], decoding: Decoding, controller: ControllerSpec | None
+    ) -> None:
+        self._llm, self._prompts, self._decoding = llm, prompts, decoding
+        self._controller = controller or ControllerSpec(name="adaptive")
+        decode_all(llm, PlainDrafter(), prompts[:1], decoding)  # warm up
+        self._plain = decode_all(llm, PlainDrafter(), prompts, decoding).tokens_per_second
+
+    def score(self, skip: SkipSet) -> Score:
+        """Decode every prompt."""
+        total = decode_all(self._llm, self._llm.layer_skip(skip, self._controller), self._prompts, self._decoding)
+        speed = total.tokens_per_second
+        return Score(skip, speed, speed / self._plain, total.acceptance_rate, total.tokens_per_round, self._controller)
+
+
+def decode_all(llm: LLM, drafter: Drafter, prompts: Sequence[Prompt], decoding: Decoding) -> Stats:
+    """Decode every prompt with `drafter` and add up."""
+    run = method(llm, drafter, **decoding.options())
     total = Stats()
     for prompt in prompts:
         total.add(run(prompt))
     return total
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """Tokens and predicted seconds of every text under one controller."""
+
+    controller: Controller
+    stats: tuple[Stats, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of all texts."""
+        return sum(s.tokens for s in self.stats) / sum(self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Incumbent:
+    """The best set known, its traces of the first share of the starts, and what it is worth on all."""
+
+    skip: SkipSet
+    share: list[Trace]
+    value: _Value
+
+
+class Replayed:
+    """Predicted tokens per second of decoding the replay's texts: best over `controllers`, tuned on the trace.
+
+    A set is first looked at on a share of the starts and pruned there when it is worse than the best set known, text
+    by text, by more than two standard errors of the mean difference.
+    """
+
+    def __init__(self, replay: Replay, costs: CostModel, controllers: Sequence[Controller]) -> None:
+        self._replay, self._costs, self._controllers = replay, costs, controllers
+        self._best: _Incumbent | None = None
+
+    def score(self, skip: SkipSet) -> Score:
+        """Replay a share, and the rest where that is promising."""
+        traces = self._replay.trace(skip, self._controllers, share=FIRST_SHARE)
+        if self._best is not None:
+            best = self._best
+            mine, theirs = self._value(skip, traces), self._priced(best.value.controller, best.share, best.skip)
+            if _clearly_worse(mine, theirs):
+                return self._as_score(skip, mine, best.value.speed * mine.speed / theirs.speed, pruned=True)
+        whole = self._replay.trace(skip, self._controllers, known=traces)
+        value = self._value(skip, whole)
+        if self._best is None or value.speed > self._best.value.speed:
+            self._best = _Incumbent(skip, traces, value)
+        return self._as_score(skip, value, value.speed, pruned=False)
+
+    def gain(self, skip: SkipSet, *, draft: int = 4) -> float:
+        """How much faster `draft` tokens drafted under `skip` are than under nothing skipped, on a share of the starts.
+
+        Always drafting as many tells sub-layers apart that the best controller would hardly draft with.
+        """
+        controller = FixedK(min(draft, self._replay.depth))
+        traces = self._replay.trace(skip, [controller], share=FIRST_SHARE)
+        return self._priced(controller, traces, skip).speed * self._costs.plain
+
+    def _value(self, skip: SkipSet, traces: Sequence[Trace]) -> _Value:
+        values = (self._priced(controller, traces, skip) for controller in self._controllers)
+        return max(values, key=lambda value: value.speed)
+
+    def _priced(self, controller: Controller, traces: Sequence[Trace], skip: SkipSet) -> _Value:
+        draft = self._costs.draft(skip, self._replay.layers)
+        walks = walk(traces, controller, seeded=self._replay.sampler.seeded)
+        seconds = tuple(self._costs.seconds(w.drafts, draft) for w in walks)
+        return _Value(controller, tuple(w.stats for w in walks), seconds)
+
+    def _as_score(self, skip: SkipSet, value: _Value, speed: float, *, pruned: bool) -> Score:
+        total = Stats()
+        for stats in value.stats:
+            total.add(stats)
+        return Score(
+            skip,
+            speed,
+            speed * self._costs.plain,
+            total.acceptance_rate,
+            total.tokens_per_round,
+            value.controller.spec(),
+            pruned,
+        )
+
+
+def predict(replay: Replay, costs: CostModel, skip: SkipSet, controller: Controller) -> Prediction:
+    """What decoding the replay's texts under `skip` is predicted to give, prefill included as a measurement has it."""
+    walks = walk(replay.trace(skip, [controller]), controller, seeded=replay.sampler.seeded)
+    drafts, total = Counter[int](), Stats()
+    for done in walks:
+        drafts.update(done.drafts)
+        total.add(done.stats)
+    prefill = costs.prefill * sum(text.prompt for text in replay.texts)
+    seconds = prefill + costs.seconds(drafts, costs.draft(skip, replay.layers))
+    return Prediction(
+        speedup=round((prefill + total.tokens * costs.plain) / seconds, 3),
+        tokens_per_second=round(total.tokens / seconds, 1),
+        acceptance_rate=round(total.acceptance_rate, 3),
+        tokens_per_round=round(total.tokens_per_round, 3),
+        draft_cost=round(costs.draft_share(skip, replay.layers), 3),
+    )
+
+
+def _clearly_worse(mine: _Value, theirs: _Value) -> bool:
+    differences = [
+        a.tokens / s - b.tokens / t
+        for a, s, b, t in zip(mine.stats, mine.seconds, theirs.stats, theirs.seconds, strict=True)
+    ]
+    if len(differences) < 3:
+        return False
+    mean = statistics.mean(differences)
+    return mean < -2 * statistics.stdev(differences) / math.sqrt(len(differences)) and mine.speed < theirs.speed
+
+
+def controllers_in_play(depth: int) -> list[Controller]:
+    """Fixed lengths, thresholds and adaptive thresholds, all drafting at most `depth` tokens.
+
+    Long drafts only with a threshold: always drafting many tokens makes every start of a replay as deep.
+    """
+    lengths = sorted({min(k, depth) for k in (1, 2, 3, 4, 6, 8, 12)})
+    thresholds = (LOWEST_THRESHOLD, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    adaptive = [
+        AdaptiveThreshold(target=target, k_max=k, floor=LOWEST_THRESHOLD)
+        for target in (0.7, 0.8, 0.9)
+        for k in lengths[-3:]
+    ]
+    static = [StaticThreshold(threshold, k) for threshold in thresholds for k in lengths if k > 1]
+    return [*(FixedK(k) for k in lengths if k <= LONGEST_FIXED), *static, *adaptive]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -21,26 +21,10 @@ from selfspec.sampling import Sampler
 from selfspec.skip import SkipSet
 
 from .law import Noise, Uniforms, draft_beside
+from .texts import Streams, Text
 from .trace import Trace
 
 CHUNK = 192  # starts of one forward
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A prompt and the target's own continuation of it: the first `prompt` of `tokens` were given.
-
-    `room`: tokens that the continuation was allowed; it is shorter where the text ended by itself.
-    """
-
-    tokens: tuple[int, ...]
-    prompt: int
-    room: int
-
-    @property
-    def new(self) -> int:
-        """Tokens of the continuation."""
-        return len(self.tokens) - self.prompt
 
 
 @dataclass(slots=True)
@@ -143,6 +127,36 @@ class Replay:
             targets.append(self.sampler.probs(self.sampler.scores(step.logits[0, text.prompt - 1 :], prefixes)))
         self._targets = torch.cat(targets) if targets else None
 
+    @property
+    def layers(self) -> int:
+        """Layers of the model."""
+        return self._runtime.layers
+
+    def streams(self, starts: int) -> Streams:
+        """The whole model's streams at the first starts of every text, `starts` at most of each."""
+        each = min(starts, self._each)
+        live = self._rows(slice(0, len(self.texts)), [(0, min(each, text.new)) for text in self.texts])
+        mask, layers = self._see(live), range(self.layers)
+        step = self._runtime.forward(
+            live.token,
+            live.start,
+            slots=self._longest,
+            mask=mask,
+            logits=None,
+            hidden=range(self.layers + 1),
+            between=layers,
+        )
+
+        def branch(layer: int, part: Literal["attention", "mlp"], x: Tensor) -> Tensor:
+            return self._runtime.branch(layer, part, x, live.start, slots=self._longest, mask=mask)
+
+        return Streams(
+            real=live.real,
+            entering=[step.hidden[i] for i in range(self.layers + 1)],
+            between=[step.between[i] for i in layers],
+            branch=branch,
+        )
+
     def trace(
         self, skip: SkipSet, controllers: Sequence[Controller], *, share: float = 1.0, known: Sequence[Trace] = ()
     ) -> list[Trace]:
@@ -207,15 +221,20 @@ class Replay:
     def _forward(self, live: _Rows, skip: SkipSet, group: slice, used: int, step: int) -> tuple[Tensor, int]:
         """Processed scores `[B, n, V]` of one draft step, and the scratch used now."""
         width = live.real.shape[1]
-        columns = torch.arange(self._longest, device=live.start.device)
-        itself = torch.eye(width, dtype=torch.bool, device=live.start.device).expand(len(live.start), -1, -1)
-        live.own = torch.cat((live.own, itself), dim=-1)
-        mask = torch.cat((columns < live.start.unsqueeze(-1), live.own), dim=-1)
+        mask = self._see(live)
         positions = (live.start + step).clamp(max=self._runtime.skeleton.context - 1)  # padding may run past the end
         out = self._runtime.forward(live.token, positions, skip=skip, slots=used, mask=mask, rows=group)
         assert out.logits is not None
         scores = self.sampler.scores(out.logits.flatten(0, 1), self._prefixes(live, group))
         return scores.view(*live.start.shape, -1), used + width
+
+    def _see(self, live: _Rows) -> Tensor:
+        """The mask `[B, n, S]` of the next step: the target's keys before the start, and the draft's own."""
+        width = live.real.shape[1]
+        columns = torch.arange(self._longest, device=live.start.device)
+        itself = torch.eye(width, dtype=torch.bool, device=live.start.device).expand(len(live.start), -1, -1)
+        live.own = torch.cat((live.own, itself), dim=-1)
+        return torch.cat((columns < live.start.unsqueeze(-1), live.own), dim=-1)
 
     def _prefixes(self, live: _Rows, group: slice) -> Iterator[list[int]]:
         for row, text in enumerate(self.texts[group]):

@@ -1,39 +1,47 @@
-"""A search from prompts to profile: trials, the best few measured again, and the best of them measured honestly."""
+"""A search from prompts to profile: what is known beforehand, the trials, and the best few measured for real."""
 
 from __future__ import annotations
 
 import operator
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.metadata import version
+from pathlib import Path
+
+from transformers import LogitsProcessor
 
 from selfspec.api import LLM
-from selfspec.bench import Runs, interleave, measure, method
 from selfspec.controllers import make_controller
-from selfspec.drafters import PlainDrafter
+from selfspec.costs import CostModel
 from selfspec.errors import SelfspecError
-from selfspec.profile import ControllerSpec, Measurement, Profile, SearchRecord, Skip
+from selfspec.profile import ControllerSpec, Profile, SearchRecord
 from selfspec.skip import SkipSet
-from selfspec.text import Prompt
 
 from .calibration import choose, record
-from .objective import wallclock
+from .continuations import Decoding
+from .finalists import finish
+from .journal import Journal
+from .objective import Objective, Score, controllers_in_play
+from .prepare import Search, Trial, Watch, replayed, timed
+from .replay import Replay
+from .space import GRANULARITIES, Space
 from .strategies import Strategy, check_strategy, make_strategy
-from .warm import warm_starts
 
-FINALISTS = 3
+OBJECTIVES = ("replay", "wallclock")
+STRATEGY = "climb"
+LONGEST_DRAFT = 12  # tokens that the controllers in play may draft
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One skip set tried: its score in tokens per second, and that as a multiple of plain decoding's."""
+class _Silent:
+    def stage(self, name: str, total: int | None) -> None:
+        pass
 
-    number: int
-    skip: SkipSet
-    tokens_per_second: float
-    speedup: float
-    acceptance_rate: float
+    def step(self, done: int) -> None:
+        pass
+
+    def trial(self, trial: Trial) -> None:
+        pass
 
 
 def find_profile(
@@ -41,75 +49,140 @@ def find_profile(
     prompts: Sequence[str] | None = None,
     *,
     source: str = "prompts",
-    strategy: str = "tpe",
+    objective: str = "replay",
+    strategy: str = STRATEGY,
     trials: int = 60,
+    minutes: float | None = None,
     seed: int = 0,
     count: int = 8,
-    max_new_tokens: int = 32,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    logits_processor: Sequence[LogitsProcessor] = (),
+    context: int | None = None,
     controller: ControllerSpec | None = None,
+    keep: Sequence[int] = (),
+    granularity: str = "sublayer",
+    max_draft_cost: float | None = None,
     warm: bool = True,
     keep_best: bool = False,
-    on_trial: Callable[[Trial], None] | None = None,
-    on_stage: Callable[[str], None] | None = None,
+    journal: Path | None = None,
+    watch: Watch | None = None,
 ) -> Profile:
-    """Search which sub-layers of `llm` to bypass, the paper's recipe, and measure what was found.
+    """Search which sub-layers of `llm` to bypass, and measure what was found on prompts not searched on.
 
-    `prompts`: calibration text, None for the built-in model's; `count` of them, drawn by `seed`, are searched on
-    and as many others are measured on. Each trial decodes `max_new_tokens` for each prompt. `on_trial` is told of
-    every trial, `on_stage` of what happens next. `warm`: try a few likely sets first;
-    without, this is the paper's recipe as published. An interrupt (Ctrl-C) during the trials ends them, and the best
-    so far is measured. If nothing beats plain decoding, the profile skips nothing and its note says so; with
-    `keep_best` it holds the best set all the same, its measurement with it.
+    `prompts`: calibration text, None for the built-in model's; `count` of them, drawn by `seed`, are searched on and
+    as many others are measured on, `max_new_tokens` for each, chosen as `temperature`, `top_k`, `top_p` and
+    `logits_processor` say. `objective` "replay" predicts tokens per second from a parallel replay and a cost model
+    measured at `context` keys (None: what the prompts come to); "wallclock" decodes for every trial, as the paper
+    does. The controller is tuned with the skip set, unless one is given.
 
-    Raises `SelfspecError` for a wrong option, no prompts, or a model without room for `max_new_tokens`.
+    `keep`: layers never skipped; `granularity` "layer" skips whole layers only; `max_draft_cost`: the most that a
+    draft step may cost as a share of a plain one. `warm`: try likely sets first. The search ends after `trials`, or
+    `minutes`, or at an interrupt (Ctrl-C), after which the best so far is returned without being measured. With
+    `journal`, trials are kept in that file while the search runs, and an interrupted one resumes from it.
+
+    If nothing beats plain decoding, the profile skips nothing and its note says so; with `keep_best` it holds the best
+    set all the same. Raises `SelfspecError` for a wrong option, no prompts, or a model without room for
+    `max_new_tokens`.
     """
     if isinstance(prompts, str):
         raise SelfspecError("prompts is one text; want a list of them")
     trials, count, seed, max_new_tokens = map(operator.index, (trials, count, seed, max_new_tokens))
+    check_options(
+        objective=objective,
+        strategy=strategy,
+        granularity=granularity,
+        trials=trials,
+        count=count,
+        seed=seed,
+        minutes=minutes,
+        context=context,
+        max_draft_cost=max_draft_cost,
+    )
+    fixed = None if controller is None else make_controller(controller)
+    space = Space(llm.runtime.layers, tuple(sorted({operator.index(layer) for layer in keep})), granularity)
+    decoding = Decoding(max_new_tokens, temperature, top_k, top_p, tuple(logits_processor))
+    decoding.sampler()
+    chosen = choose(prompts, source=source, count=count, seed=seed)
+    texts, others = (tuple(_fit(llm, part, max_new_tokens)) for part in (chosen.search, chosen.measure))
+    if not texts:
+        raise SelfspecError(f"{source}: holds no prompts")
+    calibration = record(chosen.source, texts)
+    kept = Journal(
+        journal,
+        {
+            "model": llm.identity.model_dump(mode="json"),
+            "dtype": str(llm.runtime.dtype),
+            "calibration": calibration.model_dump(mode="json"),
+            "decoding": [max_new_tokens, temperature, top_k, top_p, len(decoding.logits_processor)],
+            "search": [objective, strategy, seed, context, max_draft_cost, warm, list(space.keep), granularity],
+            "controller": None if controller is None else controller.model_dump(mode="json"),
+        },
+    )
+    start = time.perf_counter()
+    deadline = float("inf") if minutes is None else start + 60 * minutes
+    search = Search(llm, space, decoding, chosen, texts, others, seed, kept, watch or _Silent(), deadline)
+    costs: CostModel | None = None
+    replay: Replay | None = None
+    with ExitStack() as held:
+        if objective == "replay":
+            controllers = [fixed] if fixed is not None else controllers_in_play(LONGEST_DRAFT)
+            worth, problem, costs, replay = replayed(search, held, controllers, context, warm)
+        else:
+            worth, problem = timed(search, controller, warm)
+        bounded = _Bounded(worth, costs, space, max_draft_cost)
+        done, interrupted = _run_trials(search, bounded, lambda: make_strategy(strategy, problem), trials)
+        searched = SearchRecord(
+            strategy=strategy,
+            objective=objective,
+            trials=len(done),
+            seed=seed,
+            seconds=round(time.perf_counter() - start, 1),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            interrupted=interrupted,
+        )
+        base = Profile(model=llm.identity, calibration=calibration, search=searched, costs=costs)
+        profile = finish(
+            llm, base, [t.score for t in done], others, decoding, chosen.held_out, replay, keep_best, search.watch.stage
+        )
+    if not interrupted:
+        kept.close()
+    return profile
+
+
+def check_options(
+    *,
+    objective: str,
+    strategy: str,
+    granularity: str,
+    trials: int,
+    count: int,
+    seed: int,
+    minutes: float | None,
+    context: int | None,
+    max_draft_cost: float | None,
+) -> None:
+    """Raise `SelfspecError` for a wrong option of `find_profile`, as far as no model is needed to tell."""
+    if objective not in OBJECTIVES:
+        raise SelfspecError(f"objective '{objective}' is not known; known: {', '.join(OBJECTIVES)}")
+    check_strategy(strategy)
+    if granularity not in GRANULARITIES:
+        raise SelfspecError(f"granularity '{granularity}' is not known; known: {', '.join(GRANULARITIES)}")
     if trials < 1 or count < 1:
         raise SelfspecError(f"want at least 1 trial and 1 prompt, got {trials} and {count}")
     if not 0 <= seed < 2**32:
         raise SelfspecError(f"seed {seed}: want 0 to {2**32 - 1}")
-    chosen = choose(prompts, source=source, count=count, seed=seed)
-    texts, others = (_fit(llm, part, max_new_tokens) for part in (chosen.search, chosen.measure))
-    if not texts:
-        raise SelfspecError(f"{source}: holds no prompts")
-    controller = controller or ControllerSpec(name="adaptive")
-    check_strategy(strategy)
-    make_controller(controller)
-    say = on_stage or (lambda stage: None)
-    start = time.perf_counter()
-    say("ranking sub-layers" if warm else "starting")
-    starts = warm_starts(llm.runtime, texts) if warm else ()
-    proposer = make_strategy(strategy, llm.runtime.layers, seed=seed, warm=starts)
-    say("measuring plain decoding")
-    plain = _plain_speed(llm, texts, max_new_tokens)
-    say("searching")
-    done = _run_trials(llm, proposer, texts, trials, controller, plain, max_new_tokens, on_trial)
-    seconds = time.perf_counter() - start
-    say("measuring the best again")
-    best = _best(llm, done, texts, controller, max_new_tokens)
-    say("measuring on held-out prompts" if chosen.held_out else "measuring")
-    drafter = llm.layer_skip(best, controller)
-    measured = measure(llm, drafter, others, held_out=chosen.held_out, max_new_tokens=max_new_tokens)
-    kept = keep_best or measured.speedup > 1
-    return Profile(
-        model=llm.identity,
-        skip=Skip(attention=list(best.attention), mlp=list(best.mlp)) if kept else Skip(),
-        controller=drafter.controller.fresh().spec(),
-        calibration=record(chosen.source, texts),
-        search=SearchRecord(
-            strategy=strategy,
-            objective="wallclock",
-            trials=len(done),
-            seed=seed,
-            seconds=round(seconds, 1),
-            max_new_tokens=max_new_tokens,
-        ),
-        measured=[measured] if kept else [],
-        versions={name: version(name) for name in ("selfspec", "torch", "transformers", "optuna", "scikit-optimize")},
-        note=_note(best, measured, kept=kept),
-    )
+    if minutes is not None and not minutes > 0:
+        raise SelfspecError(f"minutes {minutes}: want more than 0")
+    if context is not None and context < 1:
+        raise SelfspecError(f"context {context}: want at least 1 key")
+    if max_draft_cost is not None and not max_draft_cost > 0:
+        raise SelfspecError(f"max_draft_cost {max_draft_cost}: want more than 0, as a share of a plain step")
+    if objective == "wallclock" and (context is not None or max_draft_cost is not None):
+        raise SelfspecError("context and max_draft_cost need the cost model of the replay objective")
 
 
 def _fit(llm: LLM, prompts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
@@ -123,59 +196,54 @@ def _fit(llm: LLM, prompts: Sequence[str], max_new_tokens: int) -> list[list[int
     return [llm.encode(prompt)[:room] for prompt in prompts]
 
 
-def _plain_speed(llm: LLM, texts: Sequence[Prompt], max_new_tokens: int) -> float:
-    wallclock(llm, PlainDrafter(), texts[:1], max_new_tokens=max_new_tokens)  # warm up
-    return wallclock(llm, PlainDrafter(), texts, max_new_tokens=max_new_tokens).tokens_per_second
+@dataclass(frozen=True)
+class _Bounded:
+    """An objective within the space and its bound on the draft's cost."""
+
+    worth: Objective
+    costs: CostModel | None
+    space: Space
+    max_draft_cost: float | None
+
+    def score(self, skip: SkipSet) -> Score | None:
+        """The worth of a set; None for one whose draft is too dear."""
+        if self.excess(skip) > 0:
+            return None
+        return self.worth.score(skip)
+
+    def excess(self, skip: SkipSet) -> float:
+        """By how much a draft step is dearer than allowed, as a share of a plain step."""
+        if self.max_draft_cost is None or self.costs is None:
+            return 0.0
+        return self.costs.draft_share(skip, self.space.layers) - self.max_draft_cost
 
 
 def _run_trials(
-    llm: LLM,
-    proposer: Strategy,
-    texts: Sequence[Prompt],
-    trials: int,
-    controller: ControllerSpec,
-    plain: float,
-    max_new_tokens: int,
-    on_trial: Callable[[Trial], None] | None,
-) -> list[Trial]:
-    done: list[Trial] = []
+    search: Search, worth: _Bounded, strategy: Callable[[], Strategy], trials: int
+) -> tuple[list[Trial], bool]:
+    """Ask, score, tell; whether an interrupt ended it."""
+    journal, done = search.journal, list[Trial]()
+    search.watch.stage("searching", trials)
     try:
+        proposer = strategy()
+        if journal.scores:  # what later sets are compared with
+            worth.score(max(journal.scores.values(), key=lambda score: score.tokens_per_second).skip)
         for number in range(trials):
+            if time.perf_counter() > search.deadline and done:
+                break
             skip = proposer.ask()
-            drafter = llm.layer_skip(skip, controller)
-            stats = wallclock(llm, drafter, texts, max_new_tokens=max_new_tokens)
-            speed = stats.tokens_per_second
-            proposer.tell(skip, speed)
-            done.append(Trial(number, skip, speed, speed / plain, stats.acceptance_rate))
-            if on_trial is not None:
-                on_trial(done[-1])
+            known = skip in journal.scores
+            score = journal.scores[skip] if known else worth.score(skip)
+            if score is None:
+                proposer.tell(skip, -worth.excess(skip))
+                continue
+            proposer.tell(skip, score.tokens_per_second)
+            if not known:
+                journal.keep_score(score)
+            done.append(Trial(number, score, known))
+            search.watch.trial(done[-1])
     except KeyboardInterrupt:
         if not done:
             raise
-    return done
-
-
-def _best(
-    llm: LLM, done: Sequence[Trial], texts: Sequence[Prompt], controller: ControllerSpec, max_new_tokens: int
-) -> SkipSet:
-    """The best of the best few when measured again, interleaved: the best of many noisy scores is biased."""
-    ranked = dict.fromkeys(t.skip for t in sorted(done, key=lambda t: -t.tokens_per_second))
-    finalists = list(ranked)[:FINALISTS]
-    methods = {
-        str(i): method(llm, llm.layer_skip(skip, controller), max_new_tokens=max_new_tokens)
-        for i, skip in enumerate(finalists)
-    }
-    runs: Runs = interleave(methods, texts, rounds=2)
-    return finalists[max(range(len(finalists)), key=lambda i: runs.total(str(i)).tokens_per_second)]
-
-
-def _note(best: SkipSet, measured: Measurement, *, kept: bool) -> str | None:
-    if measured.speedup > 1:
-        return None if measured.interval[0] > 1 else "not certain: the measured speedup's interval includes 1"
-    if kept:
-        return f"plain decoding was faster: this set ran at {measured.speedup} times its speed where it was measured"
-    attention, mlp = list(best.attention), list(best.mlp)
-    return (
-        f"nothing beat plain decoding: the best set found (attention {attention}, mlp {mlp}) ran at "
-        f"{measured.speedup} times its speed, so this profile skips nothing"
-    )
+        return done, True
+    return done, False

@@ -2,46 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
-from selfspec.runtime import Runtime
+from selfspec.costs import CostModel
 from selfspec.skip import SkipSet
 
-SHARES = (0.25, 0.375, 0.5, 0.625)  # of all sub-layers, the ones that change the stream least
+from .space import Space
+from .texts import Streams
+
+SHARES = (0.25, 0.375, 0.5, 0.625)  # of all variables, the ones that matter least
+BUDGETS = 24  # steps of skipped cost that the programme tells apart
 
 
-def warm_starts(runtime: Runtime, prompts: Sequence[Sequence[int]]) -> tuple[SkipSet, ...]:
-    """The sub-layers that change the stream least, the first k of them for several k; then every second layer.
+def first_k(space: Space, gains: Sequence[float]) -> tuple[SkipSet, ...]:
+    """The variables that gain most (or hurt least), the first k of them for several k."""
+    ranked = sorted(range(len(space)), key=lambda i: -gains[i])
+    chosen = ({*ranked[: round(len(space) * share)]} for share in SHARES)
+    return tuple(space.skip([i in some for i in range(len(space))]) for some in chosen)
 
-    Sub-layers are ranked by the mean cosine of their input and output over the tokens of `prompts`; every second
-    layer is where SWIFT (Xia et al. 2410.06916) starts.
+
+def every_second(space: Space) -> SkipSet:
+    """Every second layer, where SWIFT (Xia et al. 2410.06916) starts."""
+    second = tuple(range(1, space.layers - 1, 2))
+    return space.nearest(SkipSet(second, second))
+
+
+def cosines(space: Space, streams: Streams) -> list[float]:
+    """For each variable, the mean cosine of the streams that enter and leave it in the whole model."""
+    return [_cosine(*_ends(part, streams), streams.real) for part in space.variables]
+
+
+def _ends(part: SkipSet, streams: Streams) -> tuple[Tensor, Tensor]:
+    """The whole model's streams before and after a variable's sub-layers."""
+    layer = (part.attention or part.mlp)[0]
+    before = streams.entering[layer] if part.attention else streams.between[layer]
+    return before, streams.entering[layer + 1] if part.mlp else streams.between[layer]
+
+
+def programme(
+    space: Space, streams: Streams, costs: CostModel, *, on_part: Callable[[int], None] | None = None
+) -> tuple[SkipSet, ...]:
+    """One skip set for each budget of skipped cost, by dynamic programming over the sub-layers in order.
+
+    After CLaSp (Chen et al. 2505.24196), with one decision for all positions. A state is the stream `[B, n, D]` that
+    some choice has led to; of running a variable's sub-layers on the state of cost j and skipping them from the state
+    of cost j - c, the one with the higher mean cosine to the whole model's stream is kept. Sets whose budgets lie
+    near half of the whole come first.
     """
-    layers = runtime.layers
-    similarity = torch.zeros(2 * layers)
-    for ids in prompts:
-        similarity += _similarity(runtime, ids)
-    ranked = similarity.argsort(descending=True).tolist()
-    starts = []
-    for share in SHARES:
-        chosen = set(ranked[: round(2 * layers * share)])
-        starts.append(SkipSet.from_bits([i in chosen for i in range(2 * layers)]))
-    second = tuple(range(1, layers - 1, 2))
-    return tuple(dict.fromkeys((*starts, SkipSet(second, second))))
+    prices = [len(part.attention) * costs.attention + len(part.mlp) * costs.mlp for part in space.variables]
+    unit = (sum(prices) or 1.0) / BUDGETS
+    steps = [max(1, round(price / unit)) for price in prices]
+    layer = 0
+    states: dict[int, tuple[Tensor, tuple[int, ...]]] = {0: (streams.entering[0], ())}
+    for number, (part, step) in enumerate(zip(space.variables, steps, strict=True)):
+        if on_part is not None:
+            on_part(number)
+        mine = (part.attention or part.mlp)[0]
+        while layer < mine:  # a kept layer before it
+            states = {j: (_run(x, SkipSet((layer,), (layer,)), streams), taken) for j, (x, taken) in states.items()}
+            layer += 1
+        goal = _ends(part, streams)[1]
+        after = {j: (_run(x, part, streams), taken) for j, (x, taken) in states.items()}
+        for j, (x, taken) in states.items():
+            old = after.get(j + step)
+            if j + step < BUDGETS and (
+                old is None or _cosine(x, goal, streams.real) > _cosine(old[0], goal, streams.real)
+            ):
+                after[j + step] = (x, (*taken, number))
+        states = after
+        layer = mine + 1 if part.mlp else mine
+    sets = {j: space.skip([i in taken for i in range(len(space))]) for j, (_, taken) in states.items() if taken}
+    return tuple(dict.fromkeys(sets[j] for j in sorted(sets, key=lambda j: abs(j - BUDGETS / 2))))
 
 
-def _similarity(runtime: Runtime, ids: Sequence[int]) -> torch.Tensor:
-    """For each sub-layer, attention then MLP, the mean cosine of its input and output over a text `[2 * L]`."""
-    layers = runtime.layers
-    tokens = torch.tensor([list(ids)], device=runtime.device)
-    with runtime.session(len(ids)):
-        step = runtime.forward(tokens, 0, logits=None, hidden=range(layers + 1), between=range(layers))
-    attention = [_cosine(step.hidden[i], step.between[i]) for i in range(layers)]
-    mlp = [_cosine(step.between[i], step.hidden[i + 1]) for i in range(layers)]
-    return torch.tensor([*attention, *mlp])
+def _run(x: Tensor, part: SkipSet, streams: Streams) -> Tensor:
+    """The stream after a variable's sub-layers ran on it."""
+    for layer in part.attention:
+        x = x + streams.branch(layer, "attention", x)
+    for layer in part.mlp:
+        x = x + streams.branch(layer, "mlp", x)
+    return x
 
 
-def _cosine(before: torch.Tensor, after: torch.Tensor) -> float:
-    after = after.to(before.device)
-    return float(torch.cosine_similarity(before.float(), after.float(), dim=-1).mean())
+def _cosine(a: Tensor, b: Tensor, real: Tensor) -> float:
+    similar = torch.cosine_similarity(a.float(), b.to(a.device).float(), dim=-1)
+    return float(similar[real.to(a.device)].mean())

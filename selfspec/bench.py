@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor
 
 from selfspec.api import LLM, Generation
 from selfspec.audit import Difference, first_difference
+from selfspec.costing import synchronise
 from selfspec.drafters import Drafter, PlainDrafter
 from selfspec.profile import Measurement
 from selfspec.stats import Stats
@@ -171,6 +172,7 @@ def method(
     top_p: float | None = None,
     seed: int | None = None,
     stop: Sequence[str] = (),
+    logits_processor: Sequence[LogitsProcessor] = (),
     keep: Callable[[Generation], None] | None = None,
 ) -> Method:
     """Decoding with a drafter, as a method to be timed; `keep` is shown every generation."""
@@ -184,6 +186,7 @@ def method(
             top_p=top_p,
             seed=seed,
             stop=stop,
+            logits_processor=logits_processor,
             drafter=drafter,
         )
         synchronise(llm.runtime.device)
@@ -239,11 +242,15 @@ def measure(
     max_new_tokens: int,
     rounds: int = 3,
     temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    logits_processor: Sequence[LogitsProcessor] = (),
 ) -> Measurement:
     """Measure a drafter against plain decoding, interleaved, with the conditions written down."""
+    sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     methods = {
-        "plain": method(llm, PlainDrafter(), max_new_tokens=max_new_tokens, temperature=temperature),
-        "draft": method(llm, drafter, max_new_tokens=max_new_tokens, temperature=temperature),
+        name: method(llm, used, max_new_tokens=max_new_tokens, logits_processor=logits_processor, **sampling)
+        for name, used in (("plain", PlainDrafter()), ("draft", drafter))
     }
     runs = interleave(methods, prompts, rounds=rounds)
     speedup, (low, high) = runs.speedup("draft", "plain")
@@ -257,7 +264,7 @@ def measure(
         held_out=held_out,
         max_new_tokens=max_new_tokens,
         rounds=rounds,
-        temperature=temperature,
+        **sampling,
         plain_tokens_per_second=round(runs.total("plain").tokens_per_second, 1),
         tokens_per_second=round(total.tokens_per_second, 1),
         speedup=round(speedup, 3),
@@ -276,12 +283,6 @@ def interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
         return values[0], values[0]
     result = bootstrap((np.asarray(values),), np.median, method="percentile", rng=np.random.default_rng(seed))
     return float(result.confidence_interval.low), float(result.confidence_interval.high)
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def machine(device: torch.device) -> str:

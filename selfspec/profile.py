@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from selfspec.costs import CostModel
 from selfspec.errors import SelfspecError
 from selfspec.files import kind, read_text, write_text
+from selfspec.schema import Count, Data, Positive, Rate, Seconds
 from selfspec.skip import SkipSet
 
-Count = Annotated[int, Field(ge=0, le=10**9)]
-Positive = Annotated[int, Field(gt=0, le=10**9)]
 Layers = Annotated[int, Field(gt=0, le=10_000)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Option = Annotated[int, Field(ge=-(10**9), le=10**9)] | Annotated[float, Field(allow_inf_nan=False)]
 
 _BOUNDED = reprlib.Repr()
@@ -42,11 +40,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class _Data(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Identity(_Data):
+class Identity(Data):
     """Which model a profile is for. What is present must agree with the model; `layers` is required."""
 
     layers: Layers
@@ -72,7 +66,7 @@ class Identity(_Data):
         return None not in (self.fingerprint, other.fingerprint) and self.fingerprint != other.fingerprint
 
 
-class Skip(_Data):
+class Skip(Data):
     """The skip set as it stands in the file."""
 
     attention: list[Count] = []
@@ -83,14 +77,14 @@ class Skip(_Data):
         return SkipSet(tuple(self.attention), tuple(self.mlp))
 
 
-class ControllerSpec(_Data):
+class ControllerSpec(Data):
     """A controller by its registered name, with its options; the registry in `controllers` checks them."""
 
     name: str
     options: dict[str, Option] = {}
 
 
-class Calibration(_Data):
+class Calibration(Data):
     """The text the search ran on: where from, how much, and a hash of the token ids."""
 
     source: str
@@ -99,7 +93,7 @@ class Calibration(_Data):
     sha256: str
 
 
-class SearchRecord(_Data):
+class SearchRecord(Data):
     """How the skip set was found."""
 
     strategy: str
@@ -108,9 +102,21 @@ class SearchRecord(_Data):
     seed: int
     seconds: Seconds
     max_new_tokens: Positive
+    temperature: Rate = 0.0
+    interrupted: bool = False
 
 
-class Measurement(_Data):
+class Prediction(Data):
+    """What the search predicted on its own prompts, prefill included. `draft_cost`: a draft step / a plain step."""
+
+    speedup: Rate
+    tokens_per_second: Rate
+    acceptance_rate: Annotated[float, Field(ge=0, le=1)]
+    tokens_per_round: Rate
+    draft_cost: Rate
+
+
+class Measurement(Data):
     """Measured speed: interleaved runs against plain decoding; `interval` is 95% bootstrap of the median ratio."""
 
     machine: str
@@ -122,6 +128,8 @@ class Measurement(_Data):
     max_new_tokens: Positive
     rounds: Positive
     temperature: Rate
+    top_k: Positive | None = None
+    top_p: Rate | None = None
     plain_tokens_per_second: Rate
     tokens_per_second: Rate
     speedup: Rate
@@ -130,7 +138,7 @@ class Measurement(_Data):
     tokens_per_round: Rate
 
 
-class Profile(_Data):
+class Profile(Data):
     """A skip set for one model, with what is known about it."""
 
     version: Literal[1] = 1
@@ -139,6 +147,8 @@ class Profile(_Data):
     controller: ControllerSpec = ControllerSpec(name="adaptive")
     calibration: Calibration | None = None
     search: SearchRecord | None = None
+    costs: CostModel | None = None
+    predicted: Prediction | None = None
     measured: list[Measurement] = []
     versions: dict[str, str] = {}
     note: str | None = None

@@ -175,14 +175,38 @@ class Runtime:
             if index in between:
                 halves[index] = x
             if expand:
-                h = block.post_norm(x)
-                x = x + block.down(block.act(block.gate(h)) * block.up(h))
+                x = x + self._mlp(block, x)
         if self.layers in hidden:
             streams[self.layers] = x
         if logits is None:
             return Step(None, streams, halves)
         x = x[:, -1:] if logits == "last" else x
         return Step(self.skeleton.head(self.skeleton.norm(x)), streams, halves)
+
+    @torch.inference_mode()
+    def branch(
+        self,
+        index: int,
+        part: Literal["attention", "mlp"],
+        x: Tensor,
+        positions: int | Tensor,
+        *,
+        slots: int | Tensor | None = None,
+        mask: Tensor | None = None,
+        rows: slice = ALL_ROWS,
+    ) -> Tensor:
+        """What one sub-layer of layer `index` adds to the stream `x` `[B, n, D]`; arguments as in `forward`."""
+        block = self.skeleton.blocks[index]
+        x = x.to(block.device)
+        if part == "mlp":
+            return self._mlp(block, x)
+        place = _move(self._place(x.shape[1], positions, positions if slots is None else slots, mask), block.device)
+        return self._attention(block, index, block.input_norm(x), place, rows)
+
+    @staticmethod
+    def _mlp(block: Block, x: Tensor) -> Tensor:
+        h = block.post_norm(x)
+        return block.down(block.act(block.gate(h)) * block.up(h))
 
     def _plan(self, skip: SkipSet) -> tuple[tuple[int, Block, bool, bool], ...]:
         plan = self._plans.get(skip)

@@ -14,6 +14,12 @@ from selfspec import builtin
 torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory) -> None:
+    """No test reads or writes the user's cache."""
+    os.environ["SELFSPEC_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def llm() -> selfspec.LLM:
     """The built-in model in float32, without a profile."""

@@ -45,13 +45,31 @@ def search(
     data: Annotated[
         Path | None, typer.Option(help="Calibration prompts: .jsonl ('prompt', else 'text') or .txt (one a line).")
     ] = None,
-    strategy: Annotated[str, typer.Option(help="tpe (Optuna) or skopt (Gaussian process).")] = "tpe",
+    objective: Annotated[
+        str,
+        typer.Option(help="replay: predicted, without decoding. wallclock: every trial decodes, as the paper does."),
+    ] = "replay",
+    strategy: Annotated[
+        str, typer.Option(help="climb, dp, greedy, tpe, cmaes, gp, skopt (the paper's kind), or random.")
+    ] = "climb",
     trials: Annotated[int, typer.Option(min=1, help="Skip sets to try.")] = 60,
+    minutes: Annotated[float | None, typer.Option(min=0, help="End the trials after this long.")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts to search on, drawn by the seed.")] = 8,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the draw and of the strategy.")] = 0,
     out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.yaml"),
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode for each prompt of a trial.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that continue each prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="As the model will be used; 0 is greedy.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(min=1)] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Measure costs over so many keys; the prompts' length when left out.")
+    ] = None,
     controller: ControllerOption = None,
+    keep: Annotated[str, typer.Option(help="Layers that are never skipped, such as 0,15.")] = "",
+    granularity: Annotated[str, typer.Option(help="sublayer (attention and MLP apart) or layer.")] = "sublayer",
+    max_draft_cost: Annotated[
+        float | None, typer.Option(help="The most that a draft step may cost, as a share of a plain step.")
+    ] = None,
     warm_starts: Annotated[bool, typer.Option(help="Try a few likely sets first; the paper does not.")] = True,
     keep_best: Annotated[bool, typer.Option("--keep-best", help="Save the best set even if plain is faster.")] = False,
     device: Device = "auto",
@@ -62,17 +80,26 @@ def search(
     """Find which sub-layers of this model, on this machine, to bypass while drafting; save a profile."""
     from selfspec.cli.search import SearchOptions, run
 
-    run(
+    code = run(
         SearchOptions(
             model=model,
             data=data,
+            objective=objective,
             strategy=strategy,
             trials=trials,
+            minutes=minutes,
             prompts=prompts,
             seed=seed,
             out=out,
             max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            context=context,
             controller=controller,
+            keep=keep,
+            granularity=granularity,
+            max_draft_cost=max_draft_cost,
             warm_starts=warm_starts,
             keep_best=keep_best,
             device=device,
@@ -81,6 +108,8 @@ def search(
             json=json,
         )
     )
+    if code:
+        raise typer.Exit(code)
 
 
 @app.command()

@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from selfspec.cli.common import checked_profile, printable, quiet, skip_map, stdout
+from selfspec.costs import CostModel
 from selfspec.errors import SelfspecError
 from selfspec.loading import check_model_name, read_identity
 from selfspec.profile import Profile
@@ -50,6 +51,11 @@ def _facts(profile: Profile) -> list[tuple[str, str]]:
         facts.append(
             ("search", f"{search.strategy}, {search.objective}: {search.trials} trials in {search.seconds:g} s")
         )
+    if profile.costs:
+        facts += _costs(profile.costs)
+    if profile.predicted:
+        p = profile.predicted
+        facts.append(("predicted", f"{p.speedup:g}x plain decoding, acceptance {p.acceptance_rate:.0%}"))
     for m in profile.measured:
         low, high = m.interval
         facts.append(
@@ -63,3 +69,14 @@ def _facts(profile: Profile) -> list[tuple[str, str]]:
     if profile.note:
         facts.append(("note", profile.note))
     return facts
+
+
+def _costs(costs: CostModel) -> list[tuple[str, str]]:
+    base, attention, mlp = (f"{seconds * 1e3:.2g}" for seconds in (costs.base, costs.attention, costs.mlp))
+    widths = [width for width in (2, 4, 8) if width <= costs.widths[-1]]
+    wider = ", ".join(f"{width} {costs.verification(width) / costs.verify[0]:.2f}" for width in widths)
+    return [
+        ("costs", f"plain step {costs.plain * 1e3:.3g} ms over {costs.context} keys"),
+        ("", f"draft step {base} ms, + {attention} for each attention, + {mlp} for each MLP"),
+        ("", f"verifying more tokens than one, in times as much: {wider}"),
+    ]

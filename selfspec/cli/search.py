@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,13 +29,22 @@ class SearchOptions:
 
     model: str
     data: Path | None
+    objective: str
     strategy: str
     trials: int
+    minutes: float | None
     prompts: int
     seed: int
     out: Path
     max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    context: int | None
     controller: str | None
+    keep: str
+    granularity: str
+    max_draft_cost: float | None
     device: str
     dtype: str
     threads: int | None
@@ -41,55 +52,89 @@ class SearchOptions:
     warm_starts: bool
     json: bool
 
+    @property
+    def journal(self) -> Path:
+        """Where the trials are kept while the search runs."""
+        return self.out.parent / f"{self.out.name}.trials.jsonl"
 
-def run(options: SearchOptions) -> None:
-    """Check everything that can be checked before the model is loaded, then search."""
+
+def run(options: SearchOptions) -> int:
+    """Check everything that can be checked before the model is loaded, then search. 130 after an interrupt."""
     quiet()
     check_model_name(options.model)
     check_dtype(options.dtype)
     spec = None if options.controller is None else parse_controller(options.controller)
     from selfspec.search.calibration import read_prompts
-    from selfspec.search.strategies import check_strategy
+    from selfspec.search.space import parse_keep
+    from selfspec.search.study import check_options
 
-    check_strategy(options.strategy)
+    keep = parse_keep(options.keep)
+    check_options(
+        objective=options.objective,
+        strategy=options.strategy,
+        granularity=options.granularity,
+        trials=options.trials,
+        count=options.prompts,
+        seed=options.seed,
+        minutes=options.minutes,
+        context=options.context,
+        max_draft_cost=options.max_draft_cost,
+    )
     prompts = read_prompts(options.data) if options.data else None
-    check_writable(options.out)
-    if options.data and options.out.resolve() == options.data.resolve():
-        raise SelfspecError(f"--out {options.out} is the data file; want another place")
+    for place in (options.out, options.journal):
+        check_writable(place)
+        if options.data and place.resolve() == options.data.resolve():
+            raise SelfspecError(f"--out {options.out} would write over the data file; want another place")
     set_threads(options.threads)
 
     from selfspec.api import load
+    from selfspec.sampling import check_sampling
     from selfspec.search import find_profile
 
+    check_sampling(options.temperature, options.top_k, options.top_p)
     console = stderr()
     llm = load(options.model, profile="none", device=options.device, dtype=options.dtype)
-    with _Watch(console, options.trials) as watch:
+    with _Watch(console) as watch:
         profile = find_profile(
             llm,
             prompts,
             source=str(options.data.name) if options.data else "builtin",
+            objective=options.objective,
             strategy=options.strategy,
             trials=options.trials,
+            minutes=options.minutes,
             seed=options.seed,
             count=options.prompts,
             max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            context=options.context,
             controller=spec,
+            keep=keep,
+            granularity=options.granularity,
+            max_draft_cost=options.max_draft_cost,
             warm=options.warm_starts,
             keep_best=options.keep_best,
-            on_trial=watch.trial,
-            on_stage=watch.stage,
+            journal=options.journal,
+            watch=watch,
         )
     write_profile(profile, options.out)
     _report(profile, options, console)
     if options.json:
         print_json({"out": str(options.out), "profile": profile.model_dump(mode="json", exclude_none=True)})
+    if profile.search is not None and profile.search.interrupted:
+        again = shlex.join(["selfspec", *sys.argv[1:]])
+        console.print(f"to resume the search, run the same command again: {again}", markup=False, soft_wrap=True)
+        return 130
+    return 0
 
 
 class _Watch:
-    """The progress bar: trials done, the best so far, time left."""
+    """The progress bar: what is done now, the best so far, time left."""
 
-    def __init__(self, console: Console, trials: int) -> None:
-        self._best = 0.0
+    def __init__(self, console: Console) -> None:
+        self._best = -math.inf
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -98,7 +143,7 @@ class _Watch:
             TimeRemainingColumn(),
             console=console,
         )
-        self._task = self._bar.add_task("loading", total=trials, best="")
+        self._task = self._bar.add_task("loading", total=None, best="")
 
     def __enter__(self) -> _Watch:
         return self
@@ -107,24 +152,44 @@ class _Watch:
         if self._bar.live.is_started:
             self._bar.stop()
 
-    def stage(self, name: str) -> None:
+    def stage(self, name: str, total: int | None) -> None:
         """What happens now; the bar shows from the first stage on, when everything has been checked."""
         self._bar.start()
-        self._bar.update(self._task, description=name)
+        self._bar.reset(self._task, description=name, total=total, completed=0)
+
+    def step(self, done: int) -> None:
+        """So many steps of the stage are done."""
+        self._bar.update(self._task, completed=done)
 
     def trial(self, trial: Trial) -> None:
         """A trial is done."""
-        self._best = max(self._best, trial.speedup)
-        self._bar.update(self._task, advance=1, best=f"best {self._best:.2f}x plain")
+        if not trial.score.pruned:
+            self._best = max(self._best, trial.score.speedup)
+        best = "" if math.isinf(self._best) else f"best {self._best:.2f}x plain"
+        self._bar.update(self._task, completed=trial.number + 1, best=best)
 
 
 def _report(profile: Profile, options: SearchOptions, console: Console) -> None:
     console.print(skip_map(profile))
+    if profile.costs is not None:
+        c = profile.costs
+        error = "" if c.error is None else f" (draft steps of fresh skip sets within {c.error:.0%})"
+        console.print(
+            f"costs: plain step {c.plain * 1e3:.3g} ms, verifying 4 tokens {c.verification(4) / c.verify[0]:.2f} times "
+            f"as much as 1{error}"
+        )
+    if profile.predicted is not None:
+        p = profile.predicted
+        console.print(
+            f"predicted {p.speedup:.2f}x plain decoding, acceptance {p.acceptance_rate:.0%}, {p.tokens_per_round:.2f} "
+            f"tokens a pass, a draft step at {p.draft_cost:.2f} of a plain one"
+        )
     for m in profile.measured:
         where = f"{m.prompts} held-out prompts" if m.held_out else f"the {m.prompts} prompts searched on"
         low, high = m.interval
         console.print(
-            f"{m.speedup:.2f}x plain decoding ({low:.2f} to {high:.2f}) on {where}, acceptance {m.acceptance_rate:.0%}"
+            f"measured {m.speedup:.2f}x plain decoding ({low:.2f} to {high:.2f}) on {where}, "
+            f"acceptance {m.acceptance_rate:.0%}"
         )
     if profile.note:
         console.print(profile.note, markup=False)

@@ -9,7 +9,8 @@ from collections import defaultdict
 import pytest
 import torch
 from models import plain, run, small
-from selfspec.search.replay import Replay, Text, deepest
+from selfspec.search.replay import Replay, deepest
+from selfspec.search.texts import Text
 from selfspec.search.trace import walk
 from toys import Enumerating, enumerate_outcomes
 from transformers.generation import RepetitionPenaltyLogitsProcessor

@@ -1,24 +1,53 @@
+"""Whole searches: by replay and by the clock, with scores and measurements made predictable where tests need them."""
+
 from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import selfspec.search
-from selfspec.search import find_profile, study
+from selfspec.search import finalists, find_profile, objective, prepare, study
 
+from selfspec.costs import CostModel
 from selfspec.errors import SelfspecError
 from selfspec.profile import ControllerSpec, Measurement, parse_profile, profile_text
 from selfspec.skip import SkipSet
 from selfspec.stats import Stats
 
+COSTS = CostModel(
+    context=60, base=1e-4, attention=4e-5, mlp=4e-5, widths=[1, 2, 8], verify=[1.3e-3, 1.35e-3, 1.5e-3], round=4e-5
+)
+
+
+@pytest.fixture
+def clockless(monkeypatch):
+    """Costs and measurements that are no clock's, so that a search is the same every time."""
+    monkeypatch.setattr(prepare, "measure_costs", lambda *_, **__: COSTS)
+    monkeypatch.setattr(finalists, "measure", fixed_measure(1.3))
+    monkeypatch.setattr(finalists, "_best", lambda llm, scores, prompts, decoding: scores[0])
+
+
+@pytest.fixture(autouse=True)
+def fresh_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
+
 
 @pytest.fixture
 def scored(monkeypatch):
-    """Scores by a formula in place of a clock: each skipped MLP is worth a token a second, each attention costs one."""
+    """Wall clock scores by a formula: each skipped MLP is worth a token a second, each attention costs one."""
 
-    def wallclock(llm, drafter, prompts, *, max_new_tokens):
+    def decode_all(llm, drafter, prompts, decoding):
         skip = getattr(drafter, "skip", SkipSet())
         return Stats(tokens=100 + len(skip.mlp) - len(skip.attention), rounds=1, seconds=1.0)
 
-    monkeypatch.setattr(study, "wallclock", wallclock)
+    monkeypatch.setattr(objective, "decode_all", decode_all)
+    monkeypatch.setattr(finalists, "_best", lambda llm, scores, prompts, decoding: scores[0])
+    monkeypatch.setattr(finalists, "measure", fixed_measure(1.3))
 
 
 def fixed_measure(speedup):
@@ -44,86 +73,246 @@ def fixed_measure(speedup):
     return measure
 
 
+class Watched:
+    """Notes what it is told."""
+
+    def __init__(self, on_trial=None):
+        self.stages, self.steps, self.trials, self.on_trial = [], [], [], on_trial
+
+    def stage(self, name, total):
+        self.stages.append((name, total))
+
+    def step(self, done):
+        self.steps.append(done)
+
+    def trial(self, trial):
+        self.trials.append(trial)
+        if self.on_trial is not None:
+            self.on_trial(trial)
+
+    @property
+    def skips(self):
+        return [t.score.skip for t in self.trials]
+
+
 def search(llm, **options):
-    return find_profile(llm, **{"trials": 20, "count": 2, "max_new_tokens": 4, **options})
+    return find_profile(llm, **{"trials": 12, "count": 3, "max_new_tokens": 12, **options})
 
 
-@pytest.mark.parametrize("strategy", ["tpe", "skopt"])
-def test_a_search_saves_what_it_found(llm, scored, monkeypatch, strategy):
-    monkeypatch.setattr(study, "measure", fixed_measure(1.3))
-    trials, stages = [], []
-    profile = search(llm, strategy=strategy, on_trial=trials.append, on_stage=stages.append)
-    assert [t.number for t in trials] == list(range(20))
-    top = sorted(trials, key=lambda t: -t.tokens_per_second)[:3]
-    assert profile.skip_set in [t.skip for t in top]
-    assert profile.measured[0].speedup == 1.3
+def test_a_search_saves_what_it_found(llm, clockless):
+    watch = Watched()
+    profile = search(llm, watch=watch)
+    best = max((t.score for t in watch.trials if not t.score.pruned), key=lambda s: s.tokens_per_second)
+    assert profile.skip_set == best.skip
+    assert profile.controller.name == best.controller.name
+    assert profile.costs == COSTS
+    assert profile.predicted.draft_cost == pytest.approx(COSTS.draft_share(best.skip, 16), abs=1e-3)
+    assert profile.predicted.acceptance_rate == pytest.approx(best.acceptance_rate, abs=1e-3)
     assert profile.measured[0].held_out
-    assert profile.model.name == "builtin"
-    assert profile.search.strategy == strategy
-    assert (profile.search.trials, profile.search.objective) == (20, "wallclock")
-    assert (profile.calibration.source, profile.calibration.prompts) == ("builtin", 2)
-    assert profile.controller.name == "adaptive"
+    assert (profile.search.objective, profile.search.trials, profile.search.interrupted) == ("replay", 12, False)
+    assert (profile.calibration.source, profile.calibration.prompts) == ("builtin", 3)
     assert profile.versions["torch"]
-    assert len(stages) == 5
+    assert [t.number for t in watch.trials] == list(range(12))
+    assert watch.stages == [
+        ("continuing prompts", 3),
+        ("measuring costs", None),
+        ("ranking sub-layers", 32),
+        ("searching", 12),
+        ("measuring the best few on held-out prompts", None),
+    ]
     assert parse_profile(profile_text(profile), source="p") == profile
 
 
-def test_a_seeded_search_repeats(llm, scored, monkeypatch):
-    monkeypatch.setattr(study, "measure", fixed_measure(1.3))
+@pytest.mark.parametrize("strategy", ["climb", "tpe"])
+def test_a_seeded_search_repeats(llm, clockless, strategy):
     runs = []
     for seed in (5, 5, 6):
-        trials = []
-        profile = search(llm, seed=seed, on_trial=trials.append)
-        runs.append(([t.skip for t in trials], profile.calibration))
+        watch = Watched()
+        profile = search(llm, seed=seed, watch=watch, strategy=strategy, warm=False, trials=6)
+        runs.append((watch.trials, profile.calibration))
     assert runs[0] == runs[1] != runs[2]
 
 
-def test_when_nothing_beats_plain_decoding_the_profile_says_so(llm, scored, monkeypatch):
-    monkeypatch.setattr(study, "measure", fixed_measure(0.9))
+def test_scores_are_worth_what_real_decoding_counts(llm64, clockless):
+    """The best set's predicted tokens a round are those of decoding the same prompts with it."""
+    watch = Watched()
+    profile = search(llm64, watch=watch, trials=4, controller=ControllerSpec(name="fixed", options={"k": 2}))
+    (score,) = [t.score for t in watch.trials if t.score.skip == profile.skip_set]
+    drafter = llm64.layer_skip(profile.skip_set, profile.controller)
+    from selfspec.search.calibration import choose
+
+    total = Stats()
+    for prompt in choose(None, source="", count=3, seed=0).search:
+        total.add(llm64.generate(prompt, max_new_tokens=12, drafter=drafter).stats)
+    assert score.tokens_per_round == pytest.approx(total.tokens_per_round)
+    assert score.acceptance_rate == pytest.approx(total.acceptance_rate)
+    seconds = total.rounds * COSTS.round + total.drafted * COSTS.draft(profile.skip_set, 16)
+    seconds += sum(COSTS.verification(1 + k) * n for k, n in drafts_of(llm64, drafter).items())
+    assert score.tokens_per_second == pytest.approx(total.tokens / seconds)
+
+
+def drafts_of(llm, drafter):
+    from collections import Counter
+
+    from models import run
+    from selfspec.search.calibration import choose
+
+    found = Counter()
+    for prompt in choose(None, source="", count=3, seed=0).search:
+        ends = llm.runtime.skeleton.ends
+        found.update(o.draft.depth for o in run(llm.runtime, drafter, llm.encode(prompt), 12, ends=ends)[1])
+    return found
+
+
+def test_hopeless_sets_are_pruned_on_a_share_of_the_starts(llm, clockless):
+    watch = Watched()
+    search(llm, watch=watch, trials=30, strategy="random", count=6)
+    assert sum(t.score.pruned for t in watch.trials) > 5
+    best = max(t.score.tokens_per_second for t in watch.trials if not t.score.pruned)
+    assert all(t.score.tokens_per_second < best for t in watch.trials if t.score.pruned)
+
+
+def test_sampled_searches(llm, clockless):
+    profile = search(llm, temperature=0.8, top_p=0.95, trials=3)
+    assert profile.search.temperature == 0.8
+    assert 0 < profile.predicted.acceptance_rate < 1
+
+
+def test_what_may_be_skipped(llm, clockless):
+    watch = Watched()
+    search(llm, keep=(0, 15), granularity="layer", watch=watch)
+    for skip in watch.skips:
+        assert skip.attention == skip.mlp
+        assert not {0, 15} & {*skip.attention}
+
+
+def test_draft_cost_is_bounded(llm, clockless):
+    watch = Watched()
+    search(llm, max_draft_cost=0.5, watch=watch, trials=20)
+    assert 0 < len(watch.trials) < 20
+    assert all(COSTS.draft_share(skip, 16) <= 0.5 for skip in watch.skips)
+    with pytest.raises(SelfspecError, match="no skip set could be scored"):
+        search(llm, max_draft_cost=1e-6, trials=3)
+
+
+def test_time_ends_the_trials(llm, clockless):
+    watch = Watched(on_trial=lambda trial: time.sleep(0.06))
+    profile = search(llm, minutes=0.001, trials=50, watch=watch)
+    assert 1 <= len(watch.trials) < 50
+    assert profile.measured
+
+
+def test_without_warm_starts(llm, clockless):
+    watch = Watched()
+    search(llm, warm=False, watch=watch, trials=3)
+    assert ("ranking sub-layers", 32) not in watch.stages
+
+
+@pytest.mark.parametrize("strategy", ["tpe", "skopt"])
+def test_the_papers_objective(llm, scored, strategy):
+    watch = Watched()
+    profile = search(llm, objective="wallclock", strategy=strategy, watch=watch, trials=20)
+    top = max(watch.trials, key=lambda t: t.score.tokens_per_second)
+    worth = 100 + len(profile.skip_set.mlp) - len(profile.skip_set.attention)
+    assert worth == top.score.tokens_per_second == max(t.score.tokens_per_second for t in watch.trials)
+    assert (profile.search.objective, profile.controller.name) == ("wallclock", "adaptive")
+    assert (profile.costs, profile.predicted) == (None, None)
+    assert [len(skip) for skip in watch.skips[:5]] == [8, 12, 16, 20, 14]  # shares of 32, then every second layer
+
+
+def test_when_nothing_beats_plain_decoding_the_profile_says_so(llm, clockless, monkeypatch):
+    monkeypatch.setattr(finalists, "measure", fixed_measure(0.9))
     profile = search(llm, trials=3)
     assert len(profile.skip_set) == 0
-    assert profile.measured == []
+    assert (profile.measured, profile.predicted) == ([], None)
     assert "nothing beat plain decoding" in profile.note
     assert "0.9 times" in profile.note
+    kept = search(llm, trials=3, keep_best=True)
+    assert len(kept.skip_set) > 0
+    assert kept.slower
+    assert "plain decoding was faster" in kept.note
 
 
-def test_the_best_can_be_kept_all_the_same(llm, scored, monkeypatch):
-    monkeypatch.setattr(study, "measure", fixed_measure(0.9))
-    profile = search(llm, trials=3, keep_best=True)
-    assert len(profile.skip_set) > 0
-    assert profile.slower
-    assert "plain decoding was faster" in profile.note
+class Interrupting(Watched):
+    def __init__(self, after):
+        super().__init__(self.interrupt)
+        self.after = after
 
-
-def test_warm_starts_are_tried_first(llm, scored, monkeypatch):
-    monkeypatch.setattr(study, "measure", fixed_measure(1.3))
-    warm, cold = [], []
-    search(llm, on_trial=warm.append)
-    search(llm, on_trial=cold.append, warm=False)
-    assert [len(t.skip) for t in warm[:5]] == [8, 12, 16, 20, 14]
-    assert [len(t.skip) for t in cold[:5]] != [8, 12, 16, 20, 14]
-
-
-def test_an_interrupt_keeps_the_best_so_far(llm, scored, monkeypatch):
-    monkeypatch.setattr(study, "measure", fixed_measure(1.3))
-
-    def interrupt(trial):
-        if trial.number == 4:
+    def interrupt(self, trial):
+        if trial.number == self.after:
             raise KeyboardInterrupt
 
-    profile = search(llm, on_trial=interrupt)
-    assert profile.search.trials == 5
+
+def test_an_interrupt_keeps_the_best_so_far_and_the_search_resumes(llm, clockless, tmp_path):
+    journal = tmp_path / "trials.jsonl"
+    whole = Watched()
+    expected = search(llm, watch=whole)
+    stopped = search(llm, watch=Interrupting(4), journal=journal, keep_best=True)
+    assert stopped.search.interrupted
+    assert stopped.search.trials == 5
+    assert stopped.note == "interrupted after 5 trials; not measured"
+    assert stopped.skip_set in whole.skips[:5]
+    assert journal.exists()
+    resumed = Watched()
+    profile = search(llm, watch=resumed, journal=journal)
+    assert [t.known for t in resumed.trials] == [True] * 5 + [False] * 7
+    assert resumed.skips[:5] == whole.skips[:5]
+    assert resumed.trials[4].score == whole.trials[4].score
+    assert profile.search.trials == expected.search.trials
+    assert not journal.exists()
+
+
+def test_an_interrupt_before_the_first_trial_is_an_interrupt(llm, clockless, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study, "replayed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        search(llm)
+
+
+def test_a_killed_search_resumes(tmp_path):
+    """Killed with -9 at a trial, then run again: what was scored is known, and only the rest is scored."""
+    code = """
+import sys, json, torch, selfspec
+from pathlib import Path
+from selfspec.search import find_profile
+torch.set_num_threads(1)
+class Watch:
+    def stage(self, name, total): pass
+    def step(self, done): pass
+    def trial(self, trial): print(json.dumps([trial.number, trial.known]), flush=True)
+llm, journal = selfspec.load(profile="none"), Path(sys.argv[1])
+find_profile(llm, trials=8, count=2, max_new_tokens=8, journal=journal, watch=Watch())
+"""
+    journal = tmp_path / "trials.jsonl"
+    command = [sys.executable, "-c", code, str(journal)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ)
+    for _ in range(4):
+        process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    before = journal.read_text().splitlines()
+    assert sum('"trial"' in line for line in before) >= 4
+    journal.write_text("\n".join(before) + '\n{"trial": {"skip": [[1')  # killed while writing
+    done = subprocess.run(command, capture_output=True, env=os.environ, check=True)
+    known = [json.loads(line)[1] for line in done.stdout.decode().splitlines()]
+    assert len(known) == 8
+    assert all(known[:4])
+    assert not known[-1]
+    assert not journal.exists()
 
 
 def test_a_real_search_end_to_end(llm):
     """Real decoding and real clocks; the profile fits the model it was found on."""
-    profile = search(llm, trials=4, controller=ControllerSpec(name="fixed", options={"k": 2}))
-    wrapped = selfspec.wrap(llm.model, llm.tokenizer, profile=profile)
-    assert wrapped.generate("import os\n", max_new_tokens=3).tokens
-    assert profile.controller.options["k"] == 2
+    for kind in ("replay", "wallclock"):
+        profile = search(llm, objective=kind, trials=3, count=2, max_new_tokens=6, keep_best=True)
+        wrapped = selfspec.wrap(llm.model, llm.tokenizer, profile=profile)
+        assert wrapped.generate("import os\n", max_new_tokens=3).tokens
+        assert profile.measured[0].max_new_tokens == 6
 
 
-def test_own_prompts_are_cut_to_the_context(llm):
+def test_own_prompts_are_cut_to_the_context(llm, clockless):
     long = "import os\n" * 2000
     profile = search(llm, prompts=[long, "def f():\n"], source="mine.txt", trials=1)
     assert profile.calibration.source == "mine.txt"
@@ -138,6 +327,15 @@ def test_own_prompts_are_cut_to_the_context(llm):
         ({"prompts": "abc"}, "prompts is one text; want a list"),
         ({"seed": 2**40}, "seed 1099511627776: want 0 to"),
         ({"strategy": "oracle"}, "strategy 'oracle' is not known"),
+        ({"objective": "guess"}, "objective 'guess' is not known; known: replay, wallclock"),
+        ({"granularity": "block"}, "granularity 'block' is not known; known: sublayer, layer"),
+        ({"minutes": 0.0}, "minutes 0.0: want more than 0"),
+        ({"minutes": float("nan")}, "minutes nan: want more than 0"),
+        ({"context": 0}, "context 0: want at least 1 key"),
+        ({"max_draft_cost": 0.0}, "max_draft_cost 0.0: want more than 0"),
+        ({"objective": "wallclock", "context": 5}, "need the cost model of the replay objective"),
+        ({"keep": (16,)}, "keep: layer 16 does not exist"),
+        ({"temperature": -1.0}, "temperature -1.0: want 0"),
         ({"max_new_tokens": 0}, "max_new_tokens 0: want 1 to"),
         ({"max_new_tokens": 5000}, "max_new_tokens 5000: want 1 to"),
         ({"prompts": [], "source": "x.jsonl"}, "x.jsonl: holds no prompts"),
@@ -151,6 +349,7 @@ def test_wrong_options_are_refused(llm, options, message):
 
 
 def test_the_package_knows_its_names():
-    assert selfspec.search.Trial is study.Trial
+    assert selfspec.search.Trial is prepare.Trial
+    assert selfspec.search.find_profile is study.find_profile
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = selfspec.search.nothing

@@ -139,6 +139,8 @@ class TestSearch:
         code, out, err = cli(*args)
         assert (code, out) == (0, "")
         assert "saved found.yaml" in err
+        assert re.search(r"costs: plain step [\d.]+ ms, verifying 4 tokens [\d.]+ times as much as 1", err)
+        assert not (tmp_path / "found.yaml.trials.jsonl").exists()
         profile = read_profile(tmp_path / "found.yaml")
         assert profile.search.trials == 3
         assert cli("generate", PROMPT, "--profile", "found.yaml", "--max-new-tokens", 4)[0] == 0
@@ -152,6 +154,52 @@ class TestSearch:
         assert data["out"] == "profile.yaml"
         assert data["profile"]["calibration"]["source"] == "mine.jsonl"
         assert (tmp_path / "profile.yaml").exists()
+
+    def test_every_option(self, cli, tmp_path):
+        args = ("search", "--trials", 2, "--prompts", 2, "--max-new-tokens", 6, "--keep-best", "--minutes", 5)
+        args += ("--keep", "0,15", "--granularity", "layer", "--max-draft-cost", 0.9, "--context", 40)
+        args += ("--temperature", 0.8, "--top-p", 0.9, "--controller", "static:threshold=0.4,k_max=3")
+        assert cli(*args, "--strategy", "tpe")[0] == 0
+        profile = read_profile(tmp_path / "profile.yaml")
+        assert profile.skip.attention == profile.skip.mlp
+        assert not {0, 15} & {*profile.skip.mlp}
+        assert profile.costs.context == 40
+        assert profile.controller.options["threshold"] == 0.4
+        assert (profile.measured[0].temperature, profile.measured[0].top_p) == (0.8, 0.9)
+        code, out, _ = cli("profile", "show", "profile.yaml")
+        assert code == 0
+        assert "predicted" in out
+
+    def test_the_papers_recipe(self, cli, tmp_path):
+        args = ("search", "--objective", "wallclock", "--strategy", "skopt", "--no-warm-starts", "--trials", 2)
+        assert cli(*args, "--prompts", 2, "--max-new-tokens", 4)[0] == 0
+        assert read_profile(tmp_path / "profile.yaml").search.objective == "wallclock"
+
+    def test_an_interrupt_saves_the_best_and_says_how_to_resume(self, tmp_path):
+        """Ctrl-C: no traceback, a profile, the same command; run again, it goes on and ends."""
+        command = [SELFSPEC, "search", "--trials", "400", "--prompts", "2", "--max-new-tokens", "8", "--threads", "1"]
+        journal = tmp_path / "profile.yaml.trials.jsonl"
+        environment = {**os.environ, "SELFSPEC_CACHE": str(tmp_path / "cache")}
+        process = subprocess.Popen([*command, "--keep-best"], stderr=subprocess.PIPE, cwd=tmp_path, env=environment)
+        while not (journal.exists() and journal.read_text().count('"trial"') >= 3):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        text = err.decode()
+        assert process.returncode == 130
+        assert "Traceback" not in text
+        assert f"run the same command again: selfspec {' '.join(command[1:])} --keep-best" in text
+        profile = read_profile(tmp_path / "profile.yaml")
+        assert profile.note == f"interrupted after {profile.search.trials} trials; not measured"
+        assert len(profile.skip_set) > 0
+        trials = journal.read_text().count('"trial"')
+        assert trials >= 3
+        again = [*command, "--keep-best", "--trials", str(trials)]
+        done = subprocess.run(again, stderr=subprocess.PIPE, cwd=tmp_path, env=environment, check=False)
+        assert done.returncode == 0
+        assert read_profile(tmp_path / "profile.yaml").measured
+        assert not journal.exists()
 
 
 class TestProfile:
@@ -206,7 +254,7 @@ WRONG = {
     "stop no Unicode": (["generate", "x", "--stop", "\udcff"], "--stop: the text is no valid Unicode"),
     "tiny temperature": (["generate", "x", "--temperature", "1e-38"], "temperature 1e-38: want 0"),
     "negative seed": (["generate", "x", "--seed", "-1"], "'--seed'"),
-    "data as out": (["search", "--data", "half.txt", "--out", "half.txt"], "--out half.txt is the data file"),
+    "data as out": (["search", "--data", "half.txt", "--out", "half.txt"], "--out half.txt would write over the data file"),
     "key given twice": (["profile", "validate", "twice.yaml"], "line 2: not valid YAML ('skip' is given twice)"),
     "shown controller": (["profile", "show", "controller.yaml"], "controller.yaml: controller 'magic' is not known"),
     "code in a model": (["generate", "x", "--model", "code"], "model code cannot be loaded: "),
@@ -237,7 +285,25 @@ WRONG = {
     "missing data": (["search", "--data", "no.jsonl"], "no.jsonl: no such file"),
     "empty data": (["search", "--data", "empty.txt"], "empty.txt: holds no prompts"),
     "other data": (["search", "--data", "key.yaml"], "want a .jsonl file"),
-    "strategy": (["search", "--strategy", "oracle"], "strategy 'oracle' is not known; known: tpe, skopt"),
+    "strategy": (["search", "--strategy", "oracle"], "strategy 'oracle' is not known; known: tpe, cmaes"),
+    "objective": (["search", "--objective", "magic"], "objective 'magic' is not known; known: replay, wallclock"),
+    "granularity": (["search", "--granularity", "head"], "granularity 'head' is not known; known: sublayer, layer"),
+    "keep no number": (["search", "--keep", "first"], "keep 'first': want layer numbers such as 0,15"),
+    "keep no layer": (["search", "--keep", "99"], "keep: layer 99 does not exist; the model has 16 layers, 0 to 15"),
+    "keep all": (["search", "--keep", ",".join(map(str, range(16)))], "every layer is kept"),
+    "no minutes": (["search", "--minutes", "0"], "minutes 0.0: want more than 0"),
+    "no context": (["search", "--context", "0"], "'--context'"),
+    "draft cost": (["search", "--max-draft-cost", "-1"], "max_draft_cost -1.0: want more than 0"),
+    "draft cost by the clock": (
+        ["search", "--max-draft-cost", "0.5", "--objective", "wallclock"],
+        "need the cost model of the replay objective",
+    ),
+    "search's temperature": (["search", "--temperature", "1e-38"], "temperature 1e-38: want 0"),
+    "search's top-p": (["search", "--top-p", "2"], "top_p 2.0: want more than 0"),
+    "another search's trials": (["search", "--out", "old.yaml"], "old.yaml.trials.jsonl holds the trials of another"),
+    "no trials' file": (["search", "--out", "text.yaml"], "text.yaml.trials.jsonl holds something else"),
+    "damaged trials": (["search", "--out", "bad.yaml"], "bad.yaml.trials.jsonl is damaged"),
+    "profile's costs": (["profile", "validate", "costs.yaml"], "want rising numbers of rows from 1 on"),
     "no trials": (["search", "--trials", "0"], "'--trials'"),
     "out without folder": (["search", "--out", "no/p.yaml"], "the folder no does not exist"),
     "out is a folder": (["search", "--out", "."], "is a folder; want a file to write"),
@@ -262,6 +328,11 @@ def test_wrong_input_is_one_clear_line(cli, tmp_path, monkeypatch, name):
         "half.txt": "a",
         "twice.yaml": "skip: {}\nskip: {}\nmodel: {layers: 16}",
         "index2.yaml": "model: {layers: 16}",
+        "costs.yaml": "model: {layers: 16}\ncosts: {context: 9, base: 0.1, attention: 0.1, mlp: 0.1, widths: [2], "
+        "verify: [0.1], round: 0.1}",
+        "old.yaml.trials.jsonl": '{"settings": {}}\n',
+        "bad.yaml.trials.jsonl": '{"settings": {\n{"trial": 1}\n',
+        "text.yaml.trials.jsonl": "my notes\n",
         "half.jsonl": '{"prompt": "\\ud800"}',
     }
     for file, text in files.items():

@@ -1,0 +1,120 @@
+"""The target's own continuations of the calibration prompts, made once and kept on disk by what they depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from transformers import LogitsProcessor
+
+from selfspec.api import LLM
+from selfspec.drafters import PlainDrafter
+from selfspec.errors import SelfspecError
+from selfspec.files import kind, read_text, write_text
+from selfspec.sampling import Sampler
+
+from .texts import Text
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How tokens are chosen: as `LLM.generate` takes it."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    logits_processor: tuple[LogitsProcessor, ...] = ()
+
+    def sampler(self) -> Sampler:
+        """A sampler of this kind. Raises `SelfspecError` for a value out of range."""
+        return Sampler(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, processors=self.logits_processor
+        )
+
+    def options(self) -> dict[str, Any]:
+        """As keywords of `LLM.generate` and `bench.method`."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def cache_folder() -> Path:
+    """`SELFSPEC_CACHE`, else `selfspec` in the user's cache folder."""
+    if given := os.environ.get("SELFSPEC_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
+
+
+def continue_prompts(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    decoding: Decoding,
+    *,
+    seed: int = 0,
+    on_prompt: Callable[[int], None] | None = None,
+) -> list[Text]:
+    """Decode every prompt (token ids) plainly, or read back what was decoded before.
+
+    `on_prompt` is told how many are done. The first prompt is always decoded, to see that the others are of this very
+    model. A cache that cannot be written is done without; one that cannot be read is made again. What further
+    processors do cannot be told by content: with them nothing is kept.
+    """
+
+    def decode(number: int) -> list[int]:
+        if on_prompt is not None:
+            on_prompt(number)
+        options = {**decoding.options(), "seed": None if decoding.temperature == 0 else seed * 65_537 + number}
+        return llm.generate(prompts[number], drafter=PlainDrafter(), **options).tokens
+
+    path = None if decoding.logits_processor else _path(llm, prompts, decoding, seed)
+    first = decode(0)
+    done = None if path is None else _read(path, len(prompts), decoding)
+    if done is None or done[0] != first:  # the fingerprint does not see every weight
+        done = [first, *(decode(number) for number in range(1, len(prompts)))]
+        if path is not None:
+            _write(path, done)
+    if on_prompt is not None:
+        on_prompt(len(prompts))
+    return [
+        Text((*prompt, *new), len(prompt), decoding.max_new_tokens) for prompt, new in zip(prompts, done, strict=True)
+    ]
+
+
+def _path(llm: LLM, prompts: Sequence[Sequence[int]], decoding: Decoding, seed: int) -> Path:
+    what = {
+        "version": 1,
+        "model": llm.runtime.skeleton.identity.model_dump(mode="json", exclude={"name"}),
+        "ends": sorted(llm.runtime.skeleton.ends),
+        "dtype": str(llm.runtime.dtype),
+        "device": llm.runtime.device.type,
+        "decoding": [decoding.max_new_tokens, decoding.temperature, decoding.top_k, decoding.top_p],
+        "seed": seed,
+        "prompts": [list(prompt) for prompt in prompts],
+    }
+    digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
+    return cache_folder() / "continuations" / f"{digest}.json"
+
+
+def _read(path: Path, prompts: int, decoding: Decoding) -> list[list[int]] | None:
+    try:
+        if kind(path) != "file":
+            return None
+        data = json.loads(read_text(path))
+    except (SelfspecError, ValueError):
+        return None
+    sound = isinstance(data, list) and len(data) == prompts
+    if not sound or not all(isinstance(new, list) and 1 <= len(new) <= decoding.max_new_tokens for new in data):
+        return None
+    return data if all(type(token) is int for new in data for token in new) else None
+
+
+def _write(path: Path, done: Sequence[Sequence[int]]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(list(map(list, done))))
+    except (SelfspecError, OSError):
+        pass  # the next search decodes again

@@ -1,0 +1,94 @@
+"""The best few of a search measured for real, and the profile of the one that measures best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+from selfspec.api import LLM
+from selfspec.bench import interleave, measure, method
+from selfspec.controllers import make_controller
+from selfspec.drafters import PlainDrafter
+from selfspec.errors import SelfspecError
+from selfspec.profile import ControllerSpec, Measurement, Profile, Skip
+from selfspec.text import Prompt
+
+from .continuations import Decoding
+from .objective import Score, predict
+from .replay import Replay
+
+FINALISTS = 3
+PACKAGES = ("selfspec", "torch", "transformers", "optuna", "scikit-optimize")
+
+
+def finish(
+    llm: LLM,
+    base: Profile,
+    scores: Sequence[Score],
+    prompts: Sequence[Prompt],
+    decoding: Decoding,
+    held_out: bool,
+    replay: Replay | None,
+    keep_best: bool,
+    on_stage: Callable[[str, int | None], None],
+) -> Profile:
+    """Choose among the best few of `scores` by measuring them on `prompts`, and complete the profile `base`.
+
+    The best of many noisy scores is biased, so the measured best wins, and is then measured once more, against plain
+    decoding. An interrupted search's best is taken as it is. Raises `SelfspecError` when nothing was scored.
+    """
+    assert base.search is not None
+    ranked = {score.skip: score for score in sorted(scores, key=lambda s: s.tokens_per_second) if not score.pruned}
+    finalists = list(ranked.values())[::-1][:FINALISTS]
+    if not finalists:
+        raise SelfspecError("no skip set could be scored: every one proposed costs more than max_draft_cost allows")
+    measured: Measurement | None = None
+    best = finalists[0]
+    if not base.search.interrupted:
+        on_stage("measuring the best few on held-out prompts" if held_out else "measuring the best few", None)
+        best = _best(llm, finalists, prompts, decoding)
+        drafter = llm.layer_skip(best.skip, best.controller)
+        measured = measure(llm, drafter, prompts, held_out=held_out, **decoding.options())
+    kept = keep_best or (best.speedup if measured is None else measured.speedup) > 1
+    predicted = None
+    if replay is not None and base.costs is not None:
+        predicted = predict(replay, base.costs, best.skip, make_controller(best.controller))
+    return base.model_copy(
+        update={
+            "skip": Skip(attention=list(best.skip.attention), mlp=list(best.skip.mlp)) if kept else Skip(),
+            "controller": _whole(best.controller),
+            "predicted": predicted if kept else None,
+            "measured": [measured] if kept and measured is not None else [],
+            "versions": {name: version(name) for name in PACKAGES},
+            "note": _note(best, measured, kept=kept, trials=base.search.trials),
+        }
+    )
+
+
+def _whole(controller: ControllerSpec) -> ControllerSpec:
+    """With every option written out."""
+    return make_controller(controller).spec()
+
+
+def _best(llm: LLM, finalists: Sequence[Score], prompts: Sequence[Prompt], decoding: Decoding) -> Score:
+    """The one that measures best, all interleaved with plain decoding."""
+    methods = {
+        str(i): method(llm, llm.layer_skip(score.skip, score.controller), **decoding.options())
+        for i, score in enumerate(finalists)
+    }
+    runs = interleave({"plain": method(llm, PlainDrafter(), **decoding.options()), **methods}, prompts, rounds=2)
+    return finalists[max(range(len(finalists)), key=lambda i: runs.speedup(str(i), "plain")[0])]
+
+
+def _note(best: Score, measured: Measurement | None, *, kept: bool, trials: int) -> str | None:
+    if measured is None:
+        return f"interrupted after {trials} trials; not measured"
+    if measured.speedup > 1:
+        return None if measured.interval[0] > 1 else "not certain: the measured speedup's interval includes 1"
+    if kept:
+        return f"plain decoding was faster: this set ran at {measured.speedup} times its speed where it was measured"
+    attention, mlp = list(best.skip.attention), list(best.skip.mlp)
+    return (
+        f"nothing beat plain decoding: the best set found (attention {attention}, mlp {mlp}) ran at "
+        f"{measured.speedup} times its speed, so this profile skips nothing"
+    )

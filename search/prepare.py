@@ -1,0 +1,121 @@
+"""What a search knows before its first trial: continuations, costs, the gain of every sub-layer, warm starts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+from selfspec.api import LLM
+from selfspec.controllers import Controller
+from selfspec.costing import measure_costs
+from selfspec.costs import CostModel
+from selfspec.profile import ControllerSpec
+from selfspec.skip import SkipSet
+
+from .calibration import PromptSet
+from .continuations import Decoding, continue_prompts
+from .journal import Journal
+from .objective import Objective, Replayed, Score, WallClock
+from .replay import Replay, deepest
+from .space import Space
+from .strategies import Problem
+from .texts import Text
+from .warm import cosines, every_second, first_k, programme
+
+PLACES = 6  # of each text, whose streams are looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One skip set proposed by the strategy, and what it is worth. `known`: it had been scored before."""
+
+    number: int
+    score: Score
+    known: bool
+
+
+class Watch(Protocol):
+    """Is told how a search goes."""
+
+    def stage(self, name: str, total: int | None) -> None:
+        """What happens next, and in how many steps if that is known."""
+
+    def step(self, done: int) -> None:
+        """How many steps of the stage are done."""
+
+    def trial(self, trial: Trial) -> None:
+        """A trial is done."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """What the parts of one search share."""
+
+    llm: LLM
+    space: Space
+    decoding: Decoding
+    chosen: PromptSet
+    texts: tuple[list[int], ...]
+    others: tuple[list[int], ...]
+    seed: int
+    journal: Journal
+    watch: Watch
+    deadline: float
+
+
+def replayed(
+    search: Search, held: ExitStack, controllers: Sequence[Controller], context: int | None, warm: bool
+) -> tuple[Objective, Problem, CostModel, Replay]:
+    """The replay objective, and what is known before the first trial."""
+    llm, space, journal, watch = search.llm, search.space, search.journal, search.watch
+    watch.stage("continuing prompts", len(search.texts))
+    texts = continue_prompts(llm, search.texts, search.decoding, seed=search.seed, on_prompt=watch.step)
+    watch.stage("measuring costs", None)
+    if journal.costs is None:
+        usual = round(sum(text.prompt + text.new / 2 for text in texts) / len(texts))
+        sampler = search.decoding.sampler()
+        journal.keep_costs(measure_costs(llm.runtime, context=context or usual, sampler=sampler, seed=search.seed))
+    costs = journal.costs
+    assert costs is not None
+    sampler = search.decoding.sampler()
+    depth = deepest(controllers)
+    replay = held.enter_context(Replay(llm.model, texts, sampler=sampler, depth=depth, seed=search.seed))
+    worth = Replayed(replay, costs, controllers)
+    if not warm:
+        return worth, Problem(space, search.seed), costs, replay
+    watch.stage("ranking sub-layers", len(space))
+    if journal.gains is None:
+        journal.keep_gains(_gains(search, worth))
+    gains = journal.gains or ()
+    streams = replay.streams(PLACES)
+    planned = programme(space, streams, costs)
+    near = first_k(space, cosines(space, streams))
+    first = dict.fromkeys((*first_k(space, gains), *planned[:3], *near[1:3], every_second(space)))
+    return worth, Problem(space, search.seed, tuple(first), gains, lambda: planned), costs, replay
+
+
+def _gains(search: Search, worth: Replayed) -> list[float]:
+    """What skipping each variable alone brings; nothing for those that time did not allow."""
+    gains = []
+    for number, part in enumerate(search.space.variables):
+        late = time.perf_counter() > search.deadline
+        gains.append(0.0 if late else worth.gain(part))
+        search.watch.step(number + 1)
+    return gains
+
+
+def timed(search: Search, controller: ControllerSpec | None, warm: bool) -> tuple[Objective, Problem]:
+    """The paper's objective, with warm starts by the cosine of what enters and leaves each sub-layer."""
+    space = search.space
+    starts: tuple[SkipSet, ...] = ()
+    texts = [Text(tuple(ids), max(1, len(ids) - PLACES), PLACES + 1) for ids in search.texts if len(ids) > 1]
+    if warm and texts:
+        search.watch.stage("ranking sub-layers", None)
+        with Replay(search.llm.model, texts, depth=1) as replay:
+            starts = (*first_k(space, cosines(space, replay.streams(PLACES))), every_second(space))
+    search.watch.stage("measuring plain decoding", None)
+    worth = WallClock(search.llm, search.texts, search.decoding, controller)
+    return worth, Problem(space, search.seed, tuple(dict.fromkeys(starts)))

@@ -1,0 +1,254 @@
+"""Measuring a `CostModel` in the loop itself: every round drafts under some skip set, then verifies, both timed.
+
+So the figures hold what the loop, the drafter and the sampler cost beside the forwards, in the order in which they
+come when decoding.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from selfspec.controllers import FixedK
+from selfspec.costs import CostModel
+from selfspec.decode import decode
+from selfspec.drafters import LayerSkipDrafter
+from selfspec.drafts import NO_DRAFT, Draft, Outcome, SequenceState
+from selfspec.runtime import Runtime, Step
+from selfspec.sampling import Sampler
+from selfspec.skip import NOTHING_SKIPPED, SkipSet
+from selfspec.verify import find_rule
+
+# Drafted tokens, and how often in one decoding: short drafts are common when decoding, and caches settle accordingly.
+LENGTHS = {1: 6, 2: 5, 3: 4, 4: 3, 5: 2, 7: 2, 11: 1, 15: 1}
+FITTED, FRESH = 10, 5  # random skip sets to fit to, and to test the fit on
+ROUNDS = sum(LENGTHS.values())  # of one decoding: few, so that the context stays near the one asked for
+SETTLING = 5  # rounds before them
+SWEEPS = 4  # times longer where something disturbs the machine
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    skip: SkipSet
+    drafted: int
+    draft: float  # seconds
+    rest: float  # seconds of the round beside drafting
+
+
+class _Probe:
+    """Drafts as it is told, and times itself."""
+
+    hidden: Sequence[int] = ()
+
+    def __init__(self, runtime: Runtime, skip: SkipSet) -> None:
+        self.runtime, self.skip = runtime, skip
+        self.length, self.seconds = 0, 0.0
+
+    def begin(self, seq: SequenceState, prefill: Step) -> None:
+        """Nothing to prepare."""
+
+    def propose(self, seqs: Sequence[SequenceState]) -> list[Draft]:
+        """A chain of `length` tokens drafted under `skip`."""
+        start = time.perf_counter()
+        drafts = [NO_DRAFT] * len(seqs)
+        if self.length:
+            drafts = LayerSkipDrafter(self.runtime, self.skip, FixedK(self.length)).propose(seqs)
+        synchronise(self.runtime.device)
+        self.seconds = time.perf_counter() - start
+        return drafts
+
+    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
+        """Nothing to learn."""
+
+    def end(self, seq: SequenceState) -> None:
+        """Nothing to clean up."""
+
+
+def measure_costs(
+    runtime: Runtime, *, context: int = 128, sampler: Sampler | None = None, seconds: float = 2.0, seed: int = 0
+) -> CostModel:
+    """Time draft steps under random skip sets and verifications of several widths, and fit the cost model.
+
+    `context`: keys in the cache; less where the model's own context leaves no room. `sampler`: how tokens will be
+    chosen. Goes on for `seconds` at least, and until every width was seen with every skip set. Raises `BusyError`
+    while the runtime has a stream.
+    """
+    sampler = sampler or Sampler()
+    limit = runtime.skeleton.context
+    longest = max(LENGTHS) + 1
+    context = max(1, min(context, limit - (ROUNDS + SETTLING) * longest))
+    draw = random.Random(seed)
+    skips = [_random_skip(runtime.layers, draw) for _ in range(FITTED + FRESH)]
+    lengths = [k for k in LENGTHS if (ROUNDS + SETTLING) * (k + 1) + context <= limit] or [1]
+    samples, decodings = _sweeps(runtime, context, sampler, skips, lengths, draw, seconds)
+    drafts = _quiet_drafts(samples)
+    fitted = {key: t for key, t in drafts.items() if key[0] in skips[:FITTED]}
+    start, base, attention, mlp = _fit(fitted, runtime.layers)
+    forward = _forward_seconds(runtime, context)
+    # Step by step, so that what a decoding takes to settle counts as it does when decoding.
+    plain = statistics.mean(quiet(step) for step in zip(*decodings, strict=True))
+    overhead = max(plain - forward, 0.0)
+    verify = [quiet([s.rest for s in samples if s.drafted == k]) + start - overhead for k in lengths]
+    costs = CostModel(
+        context=context,
+        base=base,
+        attention=attention,
+        mlp=mlp,
+        attention_per_key=_per_key(runtime, context, forward),
+        widths=[1, *(k + 1 for k in lengths)],
+        verify=[plain - overhead, *verify],
+        round=overhead,
+        prefill=_prefill_seconds(runtime, context) / context,
+    )
+    fresh = {key: t for key, t in drafts.items() if key not in fitted}
+    return costs.model_copy(update={"error": round(_error(costs, start, fresh, runtime.layers), 4)})
+
+
+def quiet(times: Sequence[float]) -> float:
+    """The lower quartile: what something takes while nothing else disturbs the machine."""
+    return statistics.quantiles(times, n=4)[0] if len(times) > 1 else times[0]
+
+
+def _quiet_drafts(samples: Sequence[_Sample]) -> dict[tuple[SkipSet, int], float]:
+    """Seconds of drafting k tokens under a skip set."""
+    found: dict[tuple[SkipSet, int], list[float]] = defaultdict(list)
+    for sample in samples:
+        if sample.drafted:
+            found[sample.skip, sample.drafted].append(sample.draft)
+    return {key: quiet(times) for key, times in found.items()}
+
+
+def _random_skip(layers: int, draw: random.Random) -> SkipSet:
+    """Up to three quarters of attention and of MLP sub-layers, independently, so that the fit can tell them apart."""
+    return SkipSet(*(tuple(draw.sample(range(layers), draw.randint(0, layers * 3 // 4))) for _ in range(2)))
+
+
+def _sweeps(
+    runtime: Runtime,
+    context: int,
+    sampler: Sampler,
+    skips: Sequence[SkipSet],
+    lengths: Sequence[int],
+    draw: random.Random,
+    seconds: float,
+) -> tuple[list[_Sample], list[list[float]]]:
+    """A decoding with every skip set, lengths in random order, plain decoding in between, until the time is up.
+
+    The samples of the former, and the seconds of every step of the latter.
+    """
+    samples: list[_Sample] = []
+    plain: list[list[float]] = []
+    start = time.perf_counter()
+    while not samples or time.perf_counter() - start < seconds * (SWEEPS if _disturbed(plain) else 1):
+        for number, skip in enumerate(skips):
+            if number % 3 == 0:
+                steps = _rounds(runtime, context, sampler, NOTHING_SKIPPED, [0] * 2 * ROUNDS, draw)
+                plain.append([step.rest for step in steps])
+            plan = [k for k in lengths for _ in range(LENGTHS[k])]
+            draw.shuffle(plan)
+            rounds = _rounds(runtime, context, sampler, skip, [*plan[:SETTLING], *plan], draw)
+            samples += rounds[SETTLING:]
+    return samples, plain
+
+
+def _disturbed(plain: Sequence[Sequence[float]]) -> bool:
+    """Whether the quieter half of the plain decodings differ: something else uses the machine."""
+    half = sorted(map(quiet, plain))[: max(2, (len(plain) + 1) // 2)]
+    return half[-1] > 1.1 * half[0]
+
+
+def _rounds(
+    runtime: Runtime, context: int, sampler: Sampler, skip: SkipSet, plan: Sequence[int], draw: random.Random
+) -> list[_Sample]:
+    """Decode a random prompt, drafting the numbers of tokens in `plan`; the round with the prompt's pass is left out.
+
+    Caches take several rounds to settle: on a CPU, a plain step after a wide pass was seen to take 1.6 times as long.
+    """
+    vocabulary = runtime.skeleton.identity.vocabulary or 2
+    room = runtime.skeleton.context - context
+    seq = SequenceState([draw.randrange(vocabulary) for _ in range(context)], room, sampler)
+    probe, samples = _Probe(runtime, skip), []
+    rounds = decode(runtime, probe, seq, rule=find_rule(None, sampler))
+    try:
+        for number, probe.length in enumerate([0, *plan]):
+            start = time.perf_counter()
+            next(rounds)
+            synchronise(runtime.device)
+            whole = time.perf_counter() - start
+            if number:
+                samples.append(_Sample(skip, probe.length, probe.seconds, whole - probe.seconds))
+    finally:
+        rounds.close()
+    return samples
+
+
+def _fit(drafts: Mapping[tuple[SkipSet, int], float], layers: int) -> tuple[float, float, float, float]:
+    """Seconds per draft, per draft step, and per attention and MLP that a draft step runs.
+
+    Least squares of the relative errors, bounded below by 0, with outliers counting less.
+    """
+    import numpy as np
+    from scipy.optimize import least_squares
+
+    parts = [(1, k, k * (layers - len(skip.attention)), k * (layers - len(skip.mlp))) for skip, k in drafts]
+    scaled = np.array(parts, dtype=float) / np.array(list(drafts.values()))[:, None]
+    size = np.maximum(scaled.mean(axis=0), 1e-12)
+    found = least_squares(
+        lambda x: scaled @ (x / size) - 1, np.full(4, 0.25), bounds=(0, np.inf), loss="soft_l1", f_scale=0.05
+    )
+    start, base, attention, mlp = (float(x) for x in found.x / size)
+    return start, base, attention, mlp
+
+
+def _error(costs: CostModel, start: float, drafts: Mapping[tuple[SkipSet, int], float], layers: int) -> float:
+    """The mean over skip sets of the median relative error of their draft times."""
+    ratios: dict[SkipSet, list[float]] = defaultdict(list)
+    for (skip, k), seen in drafts.items():
+        ratios[skip].append((start + k * costs.draft(skip, layers)) / seen)
+    return statistics.mean(abs(statistics.median(of) - 1) for of in ratios.values())
+
+
+def _forward_seconds(runtime: Runtime, context: int, *, repeats: int = 48) -> float:
+    """A bare forward of one row over `context` keys, once caches have settled."""
+    token = torch.zeros((1, 1), dtype=torch.long, device=runtime.device)
+    times = []
+    with runtime.session(context + 1):
+        for _ in range(repeats):
+            start = time.perf_counter()
+            runtime.forward(token, context)
+            synchronise(runtime.device)
+            times.append(time.perf_counter() - start)
+    return quiet(times[repeats // 4 :])
+
+
+def _prefill_seconds(runtime: Runtime, context: int, *, repeats: int = 5) -> float:
+    """A full forward over `context` tokens without the head."""
+    tokens = torch.zeros((1, context), dtype=torch.long, device=runtime.device)
+    times = []
+    with runtime.session(context):
+        for _ in range(repeats):
+            start = time.perf_counter()
+            runtime.forward(tokens, 0, logits=None)
+            synchronise(runtime.device)
+            times.append(time.perf_counter() - start)
+    return quiet(times)
+
+
+def _per_key(runtime: Runtime, context: int, near: float) -> float:
+    """What one more key costs one attention sub-layer."""
+    far = min(context + 1024, runtime.skeleton.context - 1)
+    if far <= context:
+        return 0.0
+    return max(_forward_seconds(runtime, far) - near, 0.0) / (far - context) / runtime.layers
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
