@@ -81,9 +81,11 @@ def programme(
 def _run(x: Tensor, part: SkipSet, streams: Streams) -> Tensor:
     """The stream after a variable's sub-layers ran on it."""
     for layer in part.attention:
-        x = x + streams.branch(layer, "attention", x)
+        added = streams.branch(layer, "attention", x)
+        x = x.to(added.device) + added
     for layer in part.mlp:
-        x = x + streams.branch(layer, "mlp", x)
+        added = streams.branch(layer, "mlp", x)
+        x = x.to(added.device) + added
     return x
 
 

@@ -30,7 +30,8 @@ LENGTHS = {1: 6, 2: 5, 3: 4, 4: 3, 5: 2, 7: 2, 11: 1, 15: 1}
 FITTED, FRESH = 10, 5  # random skip sets to fit to, and to test the fit on
 ROUNDS = sum(LENGTHS.values())  # of one decoding: few, so that the context stays near the one asked for
 SETTLING = 5  # rounds before them
-SWEEPS = 4  # times longer where something disturbs the machine
+LONGER = 4  # times longer where something disturbs the machine
+DOUBTFUL = 0.1  # error on fresh skip sets
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +77,8 @@ def measure_costs(
     """Time draft steps under random skip sets and verifications of several widths, and fit the cost model.
 
     `context`: keys in the cache; less where the model's own context leaves no room. `sampler`: how tokens will be
-    chosen. Goes on for `seconds` at least, and until every width was seen with every skip set. Raises `BusyError`
-    while the runtime has a stream.
+    chosen. Goes on for `seconds` at least, longer where the machine is disturbed, and until every width was seen with
+    every skip set. Raises `BusyError` while the runtime has a stream.
     """
     sampler = sampler or Sampler()
     limit = runtime.skeleton.context
@@ -86,9 +87,29 @@ def measure_costs(
     draw = random.Random(seed)
     skips = [_random_skip(runtime.layers, draw) for _ in range(FITTED + FRESH)]
     lengths = [k for k in LENGTHS if (ROUNDS + SETTLING) * (k + 1) + context <= limit] or [1]
-    samples, decodings = _sweeps(runtime, context, sampler, skips, lengths, draw, seconds)
+    samples: list[_Sample] = []
+    decodings: list[list[float]] = []
+    begun = time.perf_counter()
+    while True:
+        _sweep(runtime, context, sampler, skips, lengths, draw, samples, decodings)
+        costs = _model(runtime, context, samples, decodings, skips[:FITTED], lengths)
+        spent = time.perf_counter() - begun
+        doubtful = _disturbed(decodings) or (costs.error or 0) > DOUBTFUL
+        if spent >= seconds * (LONGER if doubtful else 1):
+            return costs
+
+
+def _model(
+    runtime: Runtime,
+    context: int,
+    samples: Sequence[_Sample],
+    decodings: Sequence[Sequence[float]],
+    fit_to: Sequence[SkipSet],
+    lengths: Sequence[int],
+) -> CostModel:
+    """The cost model of what was timed, its error on the skip sets that are not in `fit_to`."""
     drafts = _quiet_drafts(samples)
-    fitted = {key: t for key, t in drafts.items() if key[0] in skips[:FITTED]}
+    fitted = {key: t for key, t in drafts.items() if key[0] in fit_to}
     start, base, attention, mlp = _fit(fitted, runtime.layers)
     forward = _forward_seconds(runtime, context)
     # Step by step, so that what a decoding takes to settle counts as it does when decoding.
@@ -129,32 +150,28 @@ def _random_skip(layers: int, draw: random.Random) -> SkipSet:
     return SkipSet(*(tuple(draw.sample(range(layers), draw.randint(0, layers * 3 // 4))) for _ in range(2)))
 
 
-def _sweeps(
+def _sweep(
     runtime: Runtime,
     context: int,
     sampler: Sampler,
     skips: Sequence[SkipSet],
     lengths: Sequence[int],
     draw: random.Random,
-    seconds: float,
-) -> tuple[list[_Sample], list[list[float]]]:
-    """A decoding with every skip set, lengths in random order, plain decoding in between, until the time is up.
+    samples: list[_Sample],
+    plain: list[list[float]],
+) -> None:
+    """A decoding with every skip set, lengths in random order, plain decoding in between.
 
-    The samples of the former, and the seconds of every step of the latter.
+    Adds to the samples of the former, and to the seconds of every step of the latter.
     """
-    samples: list[_Sample] = []
-    plain: list[list[float]] = []
-    start = time.perf_counter()
-    while not samples or time.perf_counter() - start < seconds * (SWEEPS if _disturbed(plain) else 1):
-        for number, skip in enumerate(skips):
-            if number % 3 == 0:
-                steps = _rounds(runtime, context, sampler, NOTHING_SKIPPED, [0] * 2 * ROUNDS, draw)
-                plain.append([step.rest for step in steps])
-            plan = [k for k in lengths for _ in range(LENGTHS[k])]
-            draw.shuffle(plan)
-            rounds = _rounds(runtime, context, sampler, skip, [*plan[:SETTLING], *plan], draw)
-            samples += rounds[SETTLING:]
-    return samples, plain
+    for number, skip in enumerate(skips):
+        if number % 3 == 0:
+            steps = _rounds(runtime, context, sampler, NOTHING_SKIPPED, [0] * 2 * ROUNDS, draw)
+            plain.append([step.rest for step in steps])
+        plan = [k for k in lengths for _ in range(LENGTHS[k])]
+        draw.shuffle(plan)
+        rounds = _rounds(runtime, context, sampler, skip, [*plan[:SETTLING], *plan], draw)
+        samples += rounds[SETTLING:]
 
 
 def _disturbed(plain: Sequence[Sequence[float]]) -> bool:

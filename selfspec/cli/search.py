@@ -155,7 +155,9 @@ class _Watch:
     def stage(self, name: str, total: int | None) -> None:
         """What happens now; the bar shows from the first stage on, when everything has been checked."""
         self._bar.start()
-        self._bar.reset(self._task, description=name, total=total, completed=0)
+        best = self._bar.tasks[0].fields["best"]
+        self._bar.remove_task(self._task)  # a task whose total is known cannot forget it
+        self._task = self._bar.add_task(name, total=total, best=best)
 
     def step(self, done: int) -> None:
         """So many steps of the stage are done."""

@@ -254,7 +254,10 @@ WRONG = {
     "stop no Unicode": (["generate", "x", "--stop", "\udcff"], "--stop: the text is no valid Unicode"),
     "tiny temperature": (["generate", "x", "--temperature", "1e-38"], "temperature 1e-38: want 0"),
     "negative seed": (["generate", "x", "--seed", "-1"], "'--seed'"),
-    "data as out": (["search", "--data", "half.txt", "--out", "half.txt"], "--out half.txt would write over the data file"),
+    "data as out": (
+        ["search", "--data", "half.txt", "--out", "half.txt"],
+        "--out half.txt would write over the data file",
+    ),
     "key given twice": (["profile", "validate", "twice.yaml"], "line 2: not valid YAML ('skip' is given twice)"),
     "shown controller": (["profile", "show", "controller.yaml"], "controller.yaml: controller 'magic' is not known"),
     "code in a model": (["generate", "x", "--model", "code"], "model code cannot be loaded: "),

@@ -1,0 +1,261 @@
+"""Best score against seconds: every strategy under replay, and the paper's recipe by the clock.
+
+    python tests/scripts/strategies.py --out tests/scripts/strategies.json   # about 35 minutes; nothing else running
+    python tests/scripts/strategies.py --out tests/scripts/strategies.json --plot tests/scripts/strategies.png
+
+One cost model serves all, so that scores can be compared. What is done is kept in the file, and not done again.
+The recipe is Draft & Verify's: scikit-optimize's Gaussian process, cold, tokens per second of real decoding on
+8 prompts x 32 tokens. Its best sets are scored by replay afterwards, to stand on the same axis.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from selfspec.search.calibration import choose
+from selfspec.search.continuations import Decoding
+from selfspec.search.journal import Journal
+from selfspec.search.objective import Replayed, WallClock, controllers_in_play
+from selfspec.search.prepare import Search, replayed
+from selfspec.search.space import Space
+from selfspec.search.strategies import STRATEGIES, Problem, make_strategy
+from selfspec.search.study import LONGEST_DRAFT, STRATEGY
+
+import selfspec
+from selfspec.bench import interleave, machine, method
+from selfspec.controllers import make_controller
+from selfspec.costing import measure_costs
+from selfspec.costs import CostModel
+from selfspec.drafters import PlainDrafter
+from selfspec.profile import ControllerSpec
+from selfspec.skip import SkipSet
+
+DECODING, PROMPTS = Decoding(64), 8
+
+
+class Silent:
+    def stage(self, name: str, total: int | None) -> None:
+        pass
+
+    def step(self, done: int) -> None:
+        pass
+
+
+def prepared(llm, costs, seed, held):
+    """What a search by replay knows before its first trial, from nothing, with the costs given."""
+    os.environ["SELFSPEC_CACHE"] = tempfile.mkdtemp()
+    chosen = choose(None, source="", count=PROMPTS, seed=seed)
+    texts, others = ([llm.encode(p) for p in part] for part in (chosen.search, chosen.measure))
+    journal = Journal(None, {})
+    journal.costs = costs
+    space = Space(llm.runtime.layers)
+    search = Search(llm, space, DECODING, chosen, texts, others, seed, journal, Silent(), float("inf"))
+    return replayed(search, held, controllers_in_play(LONGEST_DRAFT), None, True)
+
+
+def as_dict(score, seconds):
+    skip = [list(score.skip.attention), list(score.skip.mlp)]
+    controller = score.controller.model_dump(mode="json")
+    return {"seconds": round(seconds, 2), "score": score.speedup, "skip": skip, "controller": controller}
+
+
+def run_strategy(llm, costs, costing, name, seed, trials):
+    """Improvements with the seconds at which they came, and seconds in all."""
+    with ExitStack() as held:
+        start = time.perf_counter() - costing
+        worth, problem, _, _ = prepared(llm, costs, seed, held)
+        strategy = make_strategy(name, problem)
+        known, best = {}, []
+        for _ in range(trials):
+            skip = strategy.ask()
+            if skip not in known:
+                known[skip] = worth.score(skip)
+            score = known[skip]
+            strategy.tell(skip, score.tokens_per_second)
+            if not score.pruned and (not best or score.speedup > best[-1]["score"]):
+                best.append(as_dict(score, time.perf_counter() - start))
+        return {"best": best, "seconds": round(time.perf_counter() - start, 1), "trials": trials}
+
+
+def run_recipe(llm, costs, minutes):
+    """The paper's search; its incumbents with their seconds, scored by replay too."""
+    start = time.perf_counter()
+    chosen = choose(None, source="", count=8, seed=0)
+    space = Space(llm.runtime.layers)
+    texts = [llm.encode(p) for p in chosen.search]
+    worth = WallClock(llm, texts, Decoding(32), ControllerSpec(name="adaptive"))
+    strategy = make_strategy("skopt", Problem(space, 0))
+    incumbents, trials = [], 0
+    while time.perf_counter() - start < 60 * minutes:
+        skip = strategy.ask()
+        score = worth.score(skip)
+        strategy.tell(skip, score.tokens_per_second)
+        trials += 1
+        if not incumbents or score.speedup > incumbents[-1][1].speedup:
+            incumbents.append((time.perf_counter() - start, score))
+    seconds = time.perf_counter() - start
+    with ExitStack() as held:
+        _, _, costs, replay = prepared(llm, costs, 0, held)
+        best = []
+        for at, score in incumbents:
+            # Nothing compares it with another: a set of its own is never pruned.
+            again = Replayed(replay, costs, controllers_in_play(LONGEST_DRAFT)).score(score.skip)
+            best.append({**as_dict(score, at), "timed": score.speedup, "score": again.speedup})
+    return {"best": best, "seconds": round(seconds, 1), "trials": trials}
+
+
+def compare(llm, results):
+    """Measured: the recipe's last set, the default's last, and its first that scores as well as the recipe's."""
+    recipe = results["recipe"]["best"]
+    mine = results[f"{STRATEGY} 0"]["best"]
+    goal = recipe[-1]["score"]
+    first = next((b for b in mine if b["score"] >= goal), mine[-1])
+    chosen = {"recipe": recipe[-1], "default": mine[-1], "default, first as good": first}
+    prompts = choose(None, source="", count=12, seed=0).measure
+    methods = {"plain": method(llm, PlainDrafter(), **DECODING.options())}
+    for name, one in chosen.items():
+        drafter = llm.layer_skip(SkipSet(*map(tuple, one["skip"])), ControllerSpec.model_validate(one["controller"]))
+        make_controller(drafter.controller.spec())
+        methods[name] = method(llm, drafter, **DECODING.options())
+    runs = interleave(methods, prompts, rounds=4)
+    measured = {}
+    for name, one in chosen.items():
+        speedup, interval = runs.speedup(name, "plain")
+        measured[name] = {
+            "seconds": one["seconds"],
+            "score": one["score"],
+            "measured": round(speedup, 3),
+            "interval": [round(x, 3) for x in interval],
+        }
+    return measured
+
+
+def table(results):
+    """Markdown: the median over seeds of seconds and of the score as a share of the best known for the seed."""
+    known = best_known(results)
+    print("| strategy | best score, share of the best known (each seed) | seconds to 95% of it | seconds in all |")
+    print("|---|---|---|---|")
+    for name in STRATEGIES:
+        runs = {k: r for k, r in results.items() if k.rsplit(" ", 1)[0] == name}
+        if not runs:
+            continue
+        shares, reached = [], []
+        for key, run in runs.items():
+            goal = known[key.rsplit(" ", 1)[1]]
+            shares.append(run["best"][-1]["score"] / goal)
+            reached.append(next((b["seconds"] for b in run["best"] if b["score"] >= 0.95 * goal), None))
+        cells = ", ".join(f"{s:.1%}" for s in shares)
+        within = ", ".join("-" if s is None else f"{s:.0f}" for s in reached)
+        print(f"| {name} | {cells} | {within} | {statistics.median(r['seconds'] for r in runs.values()):.0f} |")
+    if "recipe" in results:
+        recipe = results["recipe"]
+        share = recipe["best"][-1]["score"] / known["0"]
+        print(f"| the paper's recipe | {share:.1%} | - | {recipe['seconds']:.0f} ({recipe['trials']} trials) |")
+    for name, m in results.get("measured", {}).items():
+        low, high = m["interval"]
+        print(f"\n{name}: found after {m['seconds']:.0f} s, measured {m['measured']:.2f} ({low:.2f} to {high:.2f})")
+
+
+def best_known(results):
+    """The best score of any run, by seed."""
+    known = {}
+    for key, run in results.items():
+        if "best" in run and key != "recipe":
+            seed = key.rsplit(" ", 1)[1]
+            known[seed] = max(known.get(seed, 0), run["best"][-1]["score"])
+    return known
+
+
+def plot(results, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    known = best_known(results)
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    colours = plt.get_cmap("tab10")
+    for number, name in enumerate(STRATEGIES):
+        for key in (k for k in results if k.rsplit(" ", 1)[0] == name):
+            run, goal = results[key], known[key.rsplit(" ", 1)[1]]
+            x = [b["seconds"] for b in run["best"]] + [run["seconds"]]
+            y = [b["score"] / goal for b in run["best"]]
+            label = name if key.endswith(" 0") else None
+            axes.step(x, [*y, y[-1]], where="post", color=colours(number), lw=1.4, alpha=0.85, label=label)
+    if "recipe" in results:
+        recipe = results["recipe"]
+        x = [b["seconds"] for b in recipe["best"]] + [recipe["seconds"]]
+        y = [b["score"] / known["0"] for b in recipe["best"]]
+        axes.step(x, [*y, y[-1]], where="post", color="black", lw=2, ls="--", label="the paper's recipe, by the clock")
+    axes.axhline(0.95, color="0.6", lw=0.8)
+    axes.set(
+        xscale="log", xlabel="seconds since the start", ylabel="best predicted tokens/s,\nas a share of the best known"
+    )
+    axes.set_ylim(0.55, 1.01)
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--trials", type=int, default=60)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--default-seeds", type=int, default=5, help="seeds of the default strategy and of the long run"
+    )
+    parser.add_argument("--long", type=int, default=240, help="trials of the long run that finds the best known score")
+    parser.add_argument("--recipe-minutes", type=float, default=15)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    results = json.loads(options.out.read_text()) if options.out.exists() else {}
+    if options.plot:
+        table(results)
+        plot(results, options.plot)
+        return
+    torch.set_num_threads(options.threads)
+    llm = selfspec.load(profile="none")
+
+    def keep(key, make):
+        if key not in results:
+            print(key, flush=True)
+            results[key] = make()
+            options.out.write_text(json.dumps(results) + "\n")
+
+    def measured_costs():
+        start = time.perf_counter()
+        costs = measure_costs(llm.runtime, context=110, seconds=6)
+        seconds = time.perf_counter() - start
+        return {"machine": machine(llm.runtime.device), "seconds": seconds, "costs": costs.model_dump(mode="json")}
+
+    keep("conditions", measured_costs)
+    costs = CostModel.model_validate(results["conditions"]["costs"])
+    costing = results["conditions"]["seconds"]
+
+    def of(name, seed, trials):
+        return lambda: run_strategy(llm, costs, costing, name, seed, trials)
+
+    for seed in range(options.seeds):
+        for name in STRATEGIES:
+            keep(f"{name} {seed}", of(name, seed, options.trials))
+    for seed in range(options.default_seeds):
+        keep(f"{STRATEGY} {seed}", of(STRATEGY, seed, options.trials))
+    keep("recipe", lambda: run_recipe(llm, costs, options.recipe_minutes))
+    for seed in range(options.default_seeds):
+        keep(f"long {seed}", of("climb", seed, options.long))
+    keep("measured", lambda: compare(llm, results))
+    table(results)
+
+
+if __name__ == "__main__":
+    main()
