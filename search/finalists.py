@@ -35,20 +35,25 @@ def finish(
     """Choose among the best few of `scores` by measuring them on `prompts`, and complete the profile `base`.
 
     The best of many noisy scores is biased, so the measured best wins, and is then measured once more, against plain
-    decoding. An interrupted search's best is taken as it is. Raises `SelfspecError` when nothing was scored.
+    decoding. An interrupted search's best is taken as it is, and an interrupt here ends the measuring. Raises
+    `SelfspecError` when nothing was scored.
     """
-    assert base.search is not None
+    search = base.search
+    assert search is not None
     ranked = {score.skip: score for score in sorted(scores, key=lambda s: s.tokens_per_second) if not score.pruned}
     finalists = list(ranked.values())[::-1][:FINALISTS]
     if not finalists:
         raise SelfspecError("no skip set could be scored: every one proposed costs more than max_draft_cost allows")
     measured: Measurement | None = None
     best = finalists[0]
-    if not base.search.interrupted:
-        on_stage("measuring the best few on held-out prompts" if held_out else "measuring the best few", None)
-        best = _best(llm, finalists, prompts, decoding)
-        drafter = llm.layer_skip(best.skip, best.controller)
-        measured = measure(llm, drafter, prompts, held_out=held_out, **decoding.options())
+    try:
+        if not search.interrupted:
+            on_stage("measuring the best few on held-out prompts" if held_out else "measuring the best few", None)
+            best = _best(llm, finalists, prompts, decoding)
+            drafter = llm.layer_skip(best.skip, best.controller)
+            measured = measure(llm, drafter, prompts, held_out=held_out, **decoding.options())
+    except KeyboardInterrupt:
+        search = search.model_copy(update={"interrupted": True})
     kept = keep_best or (best.speedup if measured is None else measured.speedup) > 1
     predicted = None
     if replay is not None and base.costs is not None:
@@ -56,11 +61,12 @@ def finish(
     return base.model_copy(
         update={
             "skip": Skip(attention=list(best.skip.attention), mlp=list(best.skip.mlp)) if kept else Skip(),
+            "search": search,
             "controller": _whole(best.controller),
             "predicted": predicted if kept else None,
             "measured": [measured] if kept and measured is not None else [],
             "versions": {name: version(name) for name in PACKAGES},
-            "note": _note(best, measured, kept=kept, trials=base.search.trials),
+            "note": _note(best, measured, kept=kept, trials=search.trials),
         }
     )
 

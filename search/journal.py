@@ -87,11 +87,6 @@ class Journal:
         trial = asdict(score) | {"skip": [score.skip.attention, score.skip.mlp]}
         self._append({"trial": trial | {"controller": score.controller.model_dump(mode="json")}})
 
-    def close(self) -> None:
-        """The search is over and its profile saved: the journal goes."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
     def _append(self, line: dict[str, Any]) -> None:
         if self.path is not None:
             if not self.path.exists():

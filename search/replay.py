@@ -117,14 +117,17 @@ class Replay:
         targets = []
         for row, text in enumerate(self.texts):
             self._tokens[row, : len(text.tokens)] = torch.tensor(text.tokens, device=device)
-            tokens = self._tokens[row : row + 1, : len(text.tokens) - 1]
-            if self.sampler.greedy:
-                self._runtime.forward(tokens, 0, rows=slice(row, row + 1), logits=None)
+            own, first = slice(row, row + 1), text.prompt - 1  # the first start
+            if first:
+                self._runtime.forward(self._tokens[own, :first], 0, rows=own, logits=None)
+            if not text.new:
                 continue
-            step = self._runtime.forward(tokens, 0, rows=slice(row, row + 1), logits="all")
-            assert step.logits is not None
-            prefixes = (text.tokens[:end] for end in range(text.prompt, len(text.tokens)))
-            targets.append(self.sampler.probs(self.sampler.scores(step.logits[0, text.prompt - 1 :], prefixes)))
+            logits: Literal["all"] | None = None if self.sampler.greedy else "all"
+            tokens = self._tokens[own, first : len(text.tokens) - 1]
+            step = self._runtime.forward(tokens, first, rows=own, logits=logits)
+            if step.logits is not None:
+                prefixes = (text.tokens[:end] for end in range(text.prompt, len(text.tokens)))
+                targets.append(self.sampler.probs(self.sampler.scores(step.logits[0], prefixes)))
         self._targets = torch.cat(targets) if targets else None
 
     @property

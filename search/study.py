@@ -81,7 +81,8 @@ def find_profile(
     `keep`: layers never skipped; `granularity` "layer" skips whole layers only; `max_draft_cost`: the most that a
     draft step may cost as a share of a plain one. `warm`: try likely sets first. The search ends after `trials`, or
     `minutes`, or at an interrupt (Ctrl-C), after which the best so far is returned without being measured. With
-    `journal`, trials are kept in that file while the search runs, and an interrupted one resumes from it.
+    `journal`, trials are kept in that file as they are made, and a search with the same options resumes from it; delete
+    it when the profile is saved.
 
     If nothing beats plain decoding, the profile skips nothing and its note says so; with `keep_best` it holds the best
     set all the same. Raises `SelfspecError` for a wrong option, no prompts, or a model without room for
@@ -145,12 +146,9 @@ def find_profile(
             interrupted=interrupted,
         )
         base = Profile(model=llm.identity, calibration=calibration, search=searched, costs=costs)
-        profile = finish(
+        return finish(
             llm, base, [t.score for t in done], others, decoding, chosen.held_out, replay, keep_best, search.watch.stage
         )
-    if not interrupted:
-        kept.close()
-    return profile
 
 
 def check_options(

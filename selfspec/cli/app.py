@@ -50,7 +50,7 @@ def search(
         typer.Option(help="replay: predicted, without decoding. wallclock: every trial decodes, as the paper does."),
     ] = "replay",
     strategy: Annotated[
-        str, typer.Option(help="climb, dp, greedy, tpe, cmaes, gp, skopt (the paper's kind), or random.")
+        str, typer.Option(help="climb, tpe, dp, greedy, cmaes, gp, skopt (the paper's kind), or random.")
     ] = "climb",
     trials: Annotated[int, typer.Option(min=1, help="Skip sets to try.")] = 60,
     minutes: Annotated[float | None, typer.Option(min=0, help="End the trials after this long.")] = None,

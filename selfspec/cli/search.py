@@ -127,6 +127,7 @@ def run(options: SearchOptions) -> int:
         again = shlex.join(["selfspec", *sys.argv[1:]])
         console.print(f"to resume the search, run the same command again: {again}", markup=False, soft_wrap=True)
         return 130
+    options.journal.unlink(missing_ok=True)
     return 0
 
 

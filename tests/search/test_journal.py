@@ -84,11 +84,5 @@ def test_without_a_path_nothing_is_written(tmp_path):
     journal = Journal(None, SETTINGS)
     journal.keep_costs(COSTS)
     journal.keep_score(score())
-    journal.close()
     assert journal.scores
     assert not list(tmp_path.iterdir())
-
-
-def test_a_journal_that_is_over_is_gone(written):
-    Journal(written, SETTINGS).close()
-    assert not written.exists()

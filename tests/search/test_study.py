@@ -259,7 +259,21 @@ def test_an_interrupt_keeps_the_best_so_far_and_the_search_resumes(llm, clockles
     assert resumed.skips[:5] == whole.skips[:5]
     assert resumed.trials[4].score == whole.trials[4].score
     assert profile.search.trials == expected.search.trials
-    assert not journal.exists()
+    over = Watched()
+    assert search(llm, watch=over, journal=journal).skip_set == profile.skip_set
+    assert all(t.known for t in over.trials)
+
+
+def test_an_interrupt_while_measuring_keeps_what_was_found(llm, clockless, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    for part in ("measure", "_best"):
+        monkeypatch.setattr(finalists, part, interrupted)
+        profile = search(llm, trials=3, keep_best=True)
+        assert profile.search.interrupted
+        assert len(profile.skip_set) > 0
+        assert profile.note == "interrupted after 3 trials; not measured"
 
 
 def test_an_interrupt_before_the_first_trial_is_an_interrupt(llm, clockless, monkeypatch):
@@ -300,7 +314,6 @@ find_profile(llm, trials=8, count=2, max_new_tokens=8, journal=journal, watch=Wa
     assert len(known) == 8
     assert all(known[:4])
     assert not known[-1]
-    assert not journal.exists()
 
 
 def test_a_real_search_end_to_end(llm):
