@@ -72,7 +72,7 @@ def _facts(profile: Profile) -> list[tuple[str, str]]:
 
 
 def _costs(costs: CostModel) -> list[tuple[str, str]]:
-    base, attention, mlp = (f"{seconds * 1e3:.2g}" for seconds in (costs.base, costs.attention, costs.mlp))
+    base, attention, mlp = (f"{seconds * 1e3:.3f}" for seconds in (costs.base, costs.attention, costs.mlp))
     widths = [width for width in (2, 4, 8) if width <= costs.widths[-1]]
     wider = ", ".join(f"{width} {costs.verification(width) / costs.verify[0]:.2f}" for width in widths)
     return [

@@ -213,7 +213,7 @@ class TestProfile:
     def test_show_a_shipped_one(self, cli):
         code, out, _ = cli("profile", "show", "stdlib-llama-3.7m")
         assert code == 0
-        assert "tpe" in out
+        assert "climb, replay" in out
 
     def test_validate(self, cli, profile_file):
         code, out, _ = cli("profile", "validate", profile_file)
