@@ -188,7 +188,8 @@ def _report(profile: Profile, options: SearchOptions, console: Console) -> None:
             f"tokens a pass, a draft step at {p.draft_cost:.2f} of a plain one"
         )
     for m in profile.measured:
-        where = f"{m.prompts} held-out prompts" if m.held_out else f"the {m.prompts} prompts searched on"
+        prompts = "1 prompt" if m.prompts == 1 else f"{m.prompts} prompts"
+        where = f"{prompts} held out" if m.held_out else f"the {prompts} searched on"
         low, high = m.interval
         console.print(
             f"measured {m.speedup:.2f}x plain decoding ({low:.2f} to {high:.2f}) on {where}, "
