@@ -52,6 +52,11 @@ def profile_file(tmp_path):
     return tmp_path / "p.yaml"
 
 
+def interruptible(command, **options):
+    """A process that Ctrl-C reaches, even where the tests run in the background of a shell, which has it ignored."""
+    return subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **options)
+
+
 class TestGenerate:
     def test_streams_the_text(self, cli, llm):
         code, out, err = cli("generate", PROMPT, "--max-new-tokens", 20, "--profile", "none")
@@ -180,7 +185,7 @@ class TestSearch:
         command = [SELFSPEC, "search", "--trials", "400", "--prompts", "2", "--max-new-tokens", "8", "--threads", "1"]
         journal = tmp_path / "profile.yaml.trials.jsonl"
         environment = {**os.environ, "SELFSPEC_CACHE": str(tmp_path / "cache")}
-        process = subprocess.Popen([*command, "--keep-best"], stderr=subprocess.PIPE, cwd=tmp_path, env=environment)
+        process = interruptible([*command, "--keep-best"], stderr=subprocess.PIPE, cwd=tmp_path, env=environment)
         while not (journal.exists() and journal.read_text().count('"trial"') >= 3):
             assert process.poll() is None
             time.sleep(0.05)
@@ -457,7 +462,7 @@ def test_version():
 def test_an_interrupt_keeps_what_was_printed():
     """Ctrl-C in a stream: the text so far stays, no traceback, exit code 130."""
     command = [SELFSPEC, "generate", PROMPT, "--max-new-tokens", "1000", "--threads", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = interruptible(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     first = process.stdout.read(1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
