@@ -71,10 +71,7 @@ class WallClock:
 def decode_all(llm: LLM, drafter: Drafter, prompts: Sequence[Prompt], decoding: Decoding) -> Stats:
     """Decode every prompt with `drafter` and add up."""
     run = method(llm, drafter, **decoding.options())
-    total = Stats()
-    for prompt in prompts:
-        total.add(run(prompt))
-    return total
+    return Stats.total(map(run, prompts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +142,7 @@ class Replayed:
         return _Value(controller, tuple(w.stats for w in walks), seconds)
 
     def _as_score(self, skip: SkipSet, value: _Value, speed: float, *, pruned: bool) -> Score:
-        total = Stats()
-        for stats in value.stats:
-            total.add(stats)
+        total = Stats.total(value.stats)
         return Score(
             skip,
             speed,
@@ -162,10 +157,8 @@ class Replayed:
 def predict(replay: Replay, costs: CostModel, skip: SkipSet, controller: Controller) -> Prediction:
     """What decoding the replay's texts under `skip` is predicted to give, prefill included as a measurement has it."""
     walks = walk(replay.trace(skip, [controller]), controller, seeded=replay.sampler.seeded)
-    drafts, total = Counter[int](), Stats()
-    for done in walks:
-        drafts.update(done.drafts)
-        total.add(done.stats)
+    total = Stats.total(done.stats for done in walks)
+    drafts = sum((Counter(done.drafts) for done in walks), Counter[int]())
     prefill = costs.prefill * sum(text.prompt for text in replay.texts)
     seconds = prefill + costs.seconds(drafts, costs.draft(skip, replay.layers))
     return Prediction(

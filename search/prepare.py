@@ -15,7 +15,6 @@ from selfspec.costs import CostModel
 from selfspec.profile import ControllerSpec
 from selfspec.skip import SkipSet
 
-from .calibration import PromptSet
 from .continuations import Decoding, continue_prompts
 from .journal import Journal
 from .objective import Objective, Replayed, Score, WallClock
@@ -57,9 +56,7 @@ class Search:
     llm: LLM
     space: Space
     decoding: Decoding
-    chosen: PromptSet
     texts: tuple[list[int], ...]
-    others: tuple[list[int], ...]
     seed: int
     journal: Journal
     watch: Watch
@@ -74,13 +71,12 @@ def replayed(
     watch.stage("continuing prompts", len(search.texts))
     texts = continue_prompts(llm, search.texts, search.decoding, seed=search.seed, on_prompt=watch.step)
     watch.stage("measuring costs", None)
+    sampler = search.decoding.sampler()
     if journal.costs is None:
         usual = round(sum(text.prompt + text.new / 2 for text in texts) / len(texts))
-        sampler = search.decoding.sampler()
         journal.keep_costs(measure_costs(llm.runtime, context=context or usual, sampler=sampler, seed=search.seed))
     costs = journal.costs
     assert costs is not None
-    sampler = search.decoding.sampler()
     depth = deepest(controllers)
     replay = held.enter_context(Replay(llm.model, texts, sampler=sampler, depth=depth, seed=search.seed))
     worth = Replayed(replay, costs, controllers)
@@ -94,7 +90,7 @@ def replayed(
     planned = programme(space, streams, costs)
     near = first_k(space, cosines(space, streams))
     first = dict.fromkeys((*first_k(space, gains), *planned[:3], *near[1:3], every_second(space)))
-    return worth, Problem(space, search.seed, tuple(first), gains, lambda: planned), costs, replay
+    return worth, Problem(space, search.seed, tuple(first), gains, planned), costs, replay
 
 
 def _gains(search: Search, worth: Replayed) -> list[float]:

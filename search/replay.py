@@ -129,6 +129,10 @@ class Replay:
                 prefixes = (text.tokens[:end] for end in range(text.prompt, len(text.tokens)))
                 targets.append(self.sampler.probs(self.sampler.scores(step.logits[0], prefixes)))
         self._targets = torch.cat(targets) if targets else None
+        owner = torch.repeat_interleave(torch.tensor([text.new for text in self.texts]))
+        self._room = torch.tensor([text.prompt + text.room for text in self.texts])[owner].to(device)
+        self._lengths = torch.tensor([len(text.tokens) for text in self.texts], device=device)[:, None]
+        self._ends = torch.tensor(sorted(self._runtime.skeleton.ends), dtype=torch.long, device=device)
 
     @property
     def layers(self) -> int:
@@ -247,14 +251,16 @@ class Replay:
     def _choose(self, live: _Rows, scores: Tensor, group: slice, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What is drafted: token, confidence, whether it and all before it are the text's, else the text's rank."""
         place = live.start + step + 1
-        lengths = torch.tensor([len(text.tokens) for text in self.texts[group]], device=place.device)[:, None]
-        inside = live.matched & (place < lengths)
+        inside = live.matched & (place < self._lengths[group])
         following = self._tokens[group].gather(1, place.clamp(max=self._longest - 1))
         q = self.sampler.probs(scores)
         if self.sampler.greedy:
             token = scores.argmax(-1)
             match = inside & (token == following)
-            rank = (scores > scores.gather(-1, following.unsqueeze(-1))).sum(-1)
+            missed = inside & ~match
+            rank = torch.zeros_like(token)
+            left = scores[missed]
+            rank[missed] = (left > left.gather(-1, following[missed].unsqueeze(-1))).sum(-1)
         else:
             assert self._targets is not None
             ids = (live.ids + step).clamp(max=len(self._targets) - 1).flatten()
@@ -289,10 +295,7 @@ class Replay:
         rank: Tensor,
     ) -> Tensor:
         """Record a step of the drafts under way; which of them go on, `[B, n]`."""
-        ends = torch.tensor(sorted(self._runtime.skeleton.ends), dtype=torch.long, device=token.device)
-        room = torch.tensor([text.prompt + text.room for text in self.texts], device=token.device)
-        owner = torch.bucketize(live.ids, torch.tensor(self._first[1:], device=token.device), right=True)
-        may = (live.start + step + 3 < room[owner]) & torch.isin(token, ends).logical_not()
+        may = (live.start + step + 3 < self._room[live.ids]) & torch.isin(token, self._ends).logical_not()
         going = may & (confidence.double() >= min(c.lowest(step + 1) for c in controllers))
         real = live.real
         ids = live.ids[real].cpu()

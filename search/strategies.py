@@ -19,14 +19,14 @@ class Problem:
     """What a strategy is given: the space, a seed, and what is known beforehand.
 
     `warm`: sets to try first, in order. `gains`: for each variable, the score gained (or lost) by skipping it alone.
-    `programme`: sets of the dynamic programme, one for each budget, the likeliest first; made when asked for.
+    `programme`: sets of the dynamic programme, one for each budget, the likeliest first.
     """
 
     space: Space
     seed: int = 0
     warm: tuple[SkipSet, ...] = ()
     gains: tuple[float, ...] = ()
-    programme: Callable[[], tuple[SkipSet, ...]] = tuple
+    programme: tuple[SkipSet, ...] = ()
 
 
 class Strategy(Protocol):
@@ -102,7 +102,7 @@ def _climb(problem: Problem) -> Strategy:
 
 
 def _programme(problem: Problem) -> Strategy:
-    return Climb(problem.space, seed=problem.seed, queue=problem.programme() or problem.warm, gains=problem.gains)
+    return Climb(problem.space, seed=problem.seed, queue=problem.programme or problem.warm, gains=problem.gains)
 
 
 def _gp(samplers: Any, seed: int) -> Any:

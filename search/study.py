@@ -124,7 +124,7 @@ def find_profile(
     )
     start = time.perf_counter()
     deadline = float("inf") if minutes is None else start + 60 * minutes
-    search = Search(llm, space, decoding, chosen, texts, others, seed, kept, watch or _Silent(), deadline)
+    search = Search(llm, space, decoding, texts, seed, kept, watch or _Silent(), deadline)
     costs: CostModel | None = None
     replay: Replay | None = None
     with ExitStack() as held:

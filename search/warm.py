@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -42,9 +42,7 @@ def _ends(part: SkipSet, streams: Streams) -> tuple[Tensor, Tensor]:
     return before, streams.entering[layer + 1] if part.mlp else streams.between[layer]
 
 
-def programme(
-    space: Space, streams: Streams, costs: CostModel, *, on_part: Callable[[int], None] | None = None
-) -> tuple[SkipSet, ...]:
+def programme(space: Space, streams: Streams, costs: CostModel) -> tuple[SkipSet, ...]:
     """One skip set for each budget of skipped cost, by dynamic programming over the sub-layers in order.
 
     After CLaSp (Chen et al. 2505.24196), with one decision for all positions. A state is the stream `[B, n, D]` that
@@ -58,8 +56,6 @@ def programme(
     layer = 0
     states: dict[int, tuple[Tensor, tuple[int, ...]]] = {0: (streams.entering[0], ())}
     for number, (part, step) in enumerate(zip(space.variables, steps, strict=True)):
-        if on_part is not None:
-            on_part(number)
         mine = (part.attention or part.mlp)[0]
         while layer < mine:  # a kept layer before it
             states = {j: (_run(x, SkipSet((layer,), (layer,)), streams), taken) for j, (x, taken) in states.items()}

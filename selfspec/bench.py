@@ -33,11 +33,7 @@ class Runs:
 
     def total(self, name: str) -> Stats:
         """All runs of a method added up."""
-        total = Stats()
-        for prompt in self.stats[name]:
-            for run in prompt:
-                total.add(run)
-        return total
+        return Stats.total(run for prompt in self.stats[name] for run in prompt)
 
     def ratios(self, name: str, base: str) -> list[float]:
         """For each prompt, how many times `base`'s tokens per second; the median over rounds."""

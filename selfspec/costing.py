@@ -71,6 +71,46 @@ class _Probe:
         """Nothing to clean up."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """Seconds per draft, per draft step, and per attention and MLP that a draft step runs.
+
+    `error`: the mean, over skip sets that were not fitted to, of the median relative error of their draft times.
+    """
+
+    start: float
+    base: float
+    attention: float
+    mlp: float
+    error: float
+
+    @classmethod
+    def of(cls, drafts: Mapping[tuple[SkipSet, int], float], fit_to: Sequence[SkipSet], layers: int) -> _Fit:
+        """Least squares of the relative errors, bounded below by 0, with outliers counting less."""
+        import numpy as np
+        from scipy.optimize import least_squares
+
+        known = {key: t for key, t in drafts.items() if key[0] in fit_to}
+        scaled = np.array([_parts(*key, layers) for key in known], dtype=float) / np.array([*known.values()])[:, None]
+        size = np.maximum(scaled.mean(axis=0), 1e-12)
+        found = least_squares(
+            lambda x: scaled @ (x / size) - 1, np.full(4, 0.25), bounds=(0, np.inf), loss="soft_l1", f_scale=0.05
+        )
+        figures = found.x / size
+        ratios: dict[SkipSet, list[float]] = defaultdict(list)
+        for key, seen in drafts.items():
+            if key not in known:
+                ratios[key[0]].append(float(figures @ _parts(*key, layers)) / seen)
+        error = statistics.mean(abs(statistics.median(of) - 1) for of in ratios.values())
+        start, base, attention, mlp = (float(x) for x in figures)
+        return cls(start, base, attention, mlp, error)
+
+
+def _parts(skip: SkipSet, k: int, layers: int) -> tuple[int, int, int, int]:
+    """How often each figure of a `_Fit` counts in drafting `k` tokens under `skip`."""
+    return 1, k, k * (layers - len(skip.attention)), k * (layers - len(skip.mlp))
+
+
 def measure_costs(
     runtime: Runtime, *, context: int = 128, sampler: Sampler | None = None, seconds: float = 2.0, seed: int = 0
 ) -> CostModel:
@@ -92,11 +132,11 @@ def measure_costs(
     begun = time.perf_counter()
     while True:
         _sweep(runtime, context, sampler, skips, lengths, draw, samples, decodings)
-        costs = _model(runtime, context, samples, decodings, skips[:FITTED], lengths)
+        fit = _Fit.of(_quiet_drafts(samples), skips[:FITTED], runtime.layers)
         spent = time.perf_counter() - begun
-        doubtful = _disturbed(decodings) or (costs.error or 0) > DOUBTFUL
+        doubtful = _disturbed(decodings) or fit.error > DOUBTFUL
         if spent >= seconds * (LONGER if doubtful else 1):
-            return costs
+            return _model(runtime, context, samples, decodings, fit, lengths)
 
 
 def _model(
@@ -104,36 +144,32 @@ def _model(
     context: int,
     samples: Sequence[_Sample],
     decodings: Sequence[Sequence[float]],
-    fit_to: Sequence[SkipSet],
+    fit: _Fit,
     lengths: Sequence[int],
 ) -> CostModel:
-    """The cost model of what was timed, its error on the skip sets that are not in `fit_to`."""
-    drafts = _quiet_drafts(samples)
-    fitted = {key: t for key, t in drafts.items() if key[0] in fit_to}
-    start, base, attention, mlp = _fit(fitted, runtime.layers)
+    """The cost model of what was timed."""
     forward = _forward_seconds(runtime, context)
     # Step by step, so that what a decoding takes to settle counts as it does when decoding.
     plain = statistics.mean(quiet(step) for step in zip(*decodings, strict=True))
     overhead = max(plain - forward, 0.0)
-    verify = [quiet([s.rest for s in samples if s.drafted == k]) + start - overhead for k in lengths]
-    costs = CostModel(
+    verify = [quiet([s.rest for s in samples if s.drafted == k]) + fit.start - overhead for k in lengths]
+    return CostModel(
         context=context,
-        base=base,
-        attention=attention,
-        mlp=mlp,
+        base=fit.base,
+        attention=fit.attention,
+        mlp=fit.mlp,
         attention_per_key=_per_key(runtime, context, forward),
         widths=[1, *(k + 1 for k in lengths)],
         verify=[plain - overhead, *verify],
         round=overhead,
         prefill=_prefill_seconds(runtime, context) / context,
+        error=round(fit.error, 4),
     )
-    fresh = {key: t for key, t in drafts.items() if key not in fitted}
-    return costs.model_copy(update={"error": round(_error(costs, start, fresh, runtime.layers), 4)})
 
 
 def quiet(times: Sequence[float]) -> float:
     """The lower quartile: what something takes while nothing else disturbs the machine."""
-    return statistics.quantiles(times, n=4)[0] if len(times) > 1 else times[0]
+    return max(min(times), statistics.quantiles(times, n=4)[0]) if len(times) > 1 else times[0]
 
 
 def _quiet_drafts(samples: Sequence[_Sample]) -> dict[tuple[SkipSet, int], float]:
@@ -203,32 +239,6 @@ def _rounds(
     finally:
         rounds.close()
     return samples
-
-
-def _fit(drafts: Mapping[tuple[SkipSet, int], float], layers: int) -> tuple[float, float, float, float]:
-    """Seconds per draft, per draft step, and per attention and MLP that a draft step runs.
-
-    Least squares of the relative errors, bounded below by 0, with outliers counting less.
-    """
-    import numpy as np
-    from scipy.optimize import least_squares
-
-    parts = [(1, k, k * (layers - len(skip.attention)), k * (layers - len(skip.mlp))) for skip, k in drafts]
-    scaled = np.array(parts, dtype=float) / np.array(list(drafts.values()))[:, None]
-    size = np.maximum(scaled.mean(axis=0), 1e-12)
-    found = least_squares(
-        lambda x: scaled @ (x / size) - 1, np.full(4, 0.25), bounds=(0, np.inf), loss="soft_l1", f_scale=0.05
-    )
-    start, base, attention, mlp = (float(x) for x in found.x / size)
-    return start, base, attention, mlp
-
-
-def _error(costs: CostModel, start: float, drafts: Mapping[tuple[SkipSet, int], float], layers: int) -> float:
-    """The mean over skip sets of the median relative error of their draft times."""
-    ratios: dict[SkipSet, list[float]] = defaultdict(list)
-    for (skip, k), seen in drafts.items():
-        ratios[skip].append((start + k * costs.draft(skip, layers)) / seen)
-    return statistics.mean(abs(statistics.median(of) - 1) for of in ratios.values())
 
 
 def _forward_seconds(runtime: Runtime, context: int, *, repeats: int = 48) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -39,6 +40,14 @@ class Stats:
         """Add the counts and seconds of another generation to these."""
         for name in ("rounds", "drafted", "nodes", "accepted", "tokens", "seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @classmethod
+    def total(cls, parts: Iterable[Stats]) -> Stats:
+        """Several generations added up."""
+        total = cls()
+        for part in parts:
+            total.add(part)
+        return total
 
     def as_dict(self) -> dict[str, float]:
         """Everything, rates included, ready for JSON."""

@@ -53,11 +53,11 @@ def prepared(llm, costs, seed, held):
     """What a search by replay knows before its first trial, from nothing, with the costs given."""
     os.environ["SELFSPEC_CACHE"] = tempfile.mkdtemp()
     chosen = choose(None, source="", count=PROMPTS, seed=seed)
-    texts, others = ([llm.encode(p) for p in part] for part in (chosen.search, chosen.measure))
+    texts = tuple(llm.encode(prompt) for prompt in chosen.search)
     journal = Journal(None, {})
     journal.costs = costs
     space = Space(llm.runtime.layers)
-    search = Search(llm, space, DECODING, chosen, texts, others, seed, journal, Silent(), float("inf"))
+    search = Search(llm, space, DECODING, texts, seed, journal, Silent(), float("inf"))
     return replayed(search, held, controllers_in_play(LONGEST_DRAFT), None, True)
 
 

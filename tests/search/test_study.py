@@ -141,9 +141,8 @@ def test_scores_are_worth_what_real_decoding_counts(llm64, clockless):
     drafter = llm64.layer_skip(profile.skip_set, profile.controller)
     from selfspec.search.calibration import choose
 
-    total = Stats()
-    for prompt in choose(None, source="", count=3, seed=0).search:
-        total.add(llm64.generate(prompt, max_new_tokens=12, drafter=drafter).stats)
+    prompts = choose(None, source="", count=3, seed=0).search
+    total = Stats.total(llm64.generate(p, max_new_tokens=12, drafter=drafter).stats for p in prompts)
     assert score.tokens_per_round == pytest.approx(total.tokens_per_round)
     assert score.acceptance_rate == pytest.approx(total.acceptance_rate)
     seconds = total.rounds * COSTS.round + total.drafted * COSTS.draft(profile.skip_set, 16)

@@ -88,6 +88,11 @@ def test_quiet_is_the_lower_quartile():
     assert quiet([9.0, 1.0, 2.0, 3.0]) == pytest.approx(1.25)
 
 
+@pytest.mark.parametrize("times", [[1.0, 9.0], [9.0, 1.0, 2.0]])
+def test_quiet_is_never_less_than_was_seen(times):
+    assert quiet(times) == 1.0
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_real_costs(llm, temperature):
     """Real clocks: what runs costs something, and more rows cost no less than nothing more."""
