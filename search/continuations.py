@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from transformers import LogitsProcessor
 
@@ -16,6 +15,7 @@ from selfspec.api import LLM
 from selfspec.drafters import PlainDrafter
 from selfspec.errors import SelfspecError
 from selfspec.files import kind, read_text, write_text
+from selfspec.options import Options
 from selfspec.sampling import Sampler
 
 from .texts import Text
@@ -37,9 +37,9 @@ class Decoding:
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, processors=self.logits_processor
         )
 
-    def options(self) -> dict[str, Any]:
-        """As keywords of `LLM.generate` and `bench.method`."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+    def options(self, *, seed: int | None = None) -> Options:
+        """As `LLM.run` takes it."""
+        return Options(**{field.name: getattr(self, field.name) for field in fields(self)}, seed=seed)
 
 
 def cache_folder() -> Path:
@@ -67,8 +67,8 @@ def continue_prompts(
     def decode(number: int) -> list[int]:
         if on_prompt is not None:
             on_prompt(number)
-        options = {**decoding.options(), "seed": None if decoding.temperature == 0 else seed * 65_537 + number}
-        return llm.generate(prompts[number], drafter=PlainDrafter(), **options).tokens
+        options = decoding.options(seed=None if decoding.temperature == 0 else seed * 65_537 + number)
+        return llm.run(prompts[number], options, drafter=PlainDrafter()).tokens
 
     path = None if decoding.logits_processor else _path(llm, prompts, decoding, seed)
     first = decode(0)
@@ -86,7 +86,7 @@ def continue_prompts(
 
 def _path(llm: LLM, prompts: Sequence[Sequence[int]], decoding: Decoding, seed: int) -> Path:
     what = {
-        "version": 1,
+        "version": 2,
         "model": llm.runtime.skeleton.identity.model_dump(mode="json", exclude={"name"}),
         "ends": sorted(llm.runtime.skeleton.ends),
         "dtype": str(llm.runtime.dtype),

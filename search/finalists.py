@@ -51,7 +51,7 @@ def finish(
             on_stage("measuring the best few on held-out prompts" if held_out else "measuring the best few", None)
             best = _best(llm, finalists, prompts, decoding)
             drafter = llm.layer_skip(best.skip, best.controller)
-            measured = measure(llm, drafter, prompts, held_out=held_out, **decoding.options())
+            measured = measure(llm, drafter, prompts, decoding.options(), held_out=held_out)
     except KeyboardInterrupt:
         search = search.model_copy(update={"interrupted": True})
     kept = keep_best or (best.speedup if measured is None else measured.speedup) > 1
@@ -79,10 +79,10 @@ def _whole(controller: ControllerSpec) -> ControllerSpec:
 def _best(llm: LLM, finalists: Sequence[Score], prompts: Sequence[Prompt], decoding: Decoding) -> Score:
     """The one that measures best, all interleaved with plain decoding."""
     methods = {
-        str(i): method(llm, llm.layer_skip(score.skip, score.controller), **decoding.options())
+        str(i): method(llm, llm.layer_skip(score.skip, score.controller), decoding.options())
         for i, score in enumerate(finalists)
     }
-    runs = interleave({"plain": method(llm, PlainDrafter(), **decoding.options()), **methods}, prompts, rounds=2)
+    runs = interleave({"plain": method(llm, PlainDrafter(), decoding.options()), **methods}, prompts, rounds=2)
     return finalists[max(range(len(finalists)), key=lambda i: runs.speedup(str(i), "plain")[0])]
 
 

@@ -9,8 +9,9 @@ from selfspec.errors import BusyError, SelfspecError, UnsupportedModelError
 from selfspec.skip import SkipSet
 
 if TYPE_CHECKING:
-    from selfspec.api import LLM, Generation, Stream, load, wrap
+    from selfspec.api import LLM, load, wrap
     from selfspec.profile import Profile
+    from selfspec.stream import Generation, Stream
 
 __version__ = _version("selfspec")
 __all__ = [
@@ -26,7 +27,11 @@ __all__ = [
     "wrap",
 ]
 
-_LAZY = dict.fromkeys(("LLM", "Generation", "Stream", "load", "wrap"), "selfspec.api") | {"Profile": "selfspec.profile"}
+_LAZY = {
+    **dict.fromkeys(("LLM", "load", "wrap"), "selfspec.api"),
+    **dict.fromkeys(("Generation", "Stream"), "selfspec.stream"),
+    "Profile": "selfspec.profile",
+}
 
 
 def __getattr__(name: str) -> Any:

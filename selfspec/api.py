@@ -5,86 +5,26 @@ from __future__ import annotations
 import operator
 import time
 import warnings
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor
 
 from selfspec.controllers import make_controller, parse_controller
 from selfspec.decode import decode
 from selfspec.drafters import Drafter, LayerSkipDrafter, PlainDrafter
-from selfspec.drafts import Outcome, SequenceState
+from selfspec.drafts import SequenceState
 from selfspec.errors import SelfspecError
+from selfspec.guided import Guide
 from selfspec.loading import load_model
+from selfspec.options import Options, Plan, plan
 from selfspec.profile import ControllerSpec, Identity, Profile, find_profile_file, shipped_profiles
 from selfspec.runtime import Runtime
-from selfspec.sampling import Sampler
+from selfspec.sampling import whole
 from selfspec.skip import SkipSet
-from selfspec.stats import Stats
+from selfspec.stream import Generation, Stream
 from selfspec.text import Prompt, TextStream, is_unicode
-from selfspec.verify import find_rule
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """A finished (or interrupted) generation: the new text, the new token ids, and what they cost."""
-
-    text: str
-    tokens: list[int]
-    stats: Stats
-
-
-class Stream:
-    """A generation under way: iterate over its pieces of text; `result` is the `Generation` so far.
-
-    `close()` ends it early and frees the model; leaving the iteration and dropping the stream does so too.
-    """
-
-    def __init__(self, rounds: Generator[Outcome], text: TextStream) -> None:
-        self._text = text
-        self._tokens: list[int] = []
-        self._stats = Stats()
-        # The generator knows nothing of this object, so that dropping the stream ends it at once.
-        self._pieces = _pieces(rounds, text, self._tokens, self._stats)
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    @property
-    def result(self) -> Generation:
-        """Text, tokens and stats so far; final once the iteration has ended."""
-        return Generation(self._text.text, list(self._tokens), self._stats)
-
-    def close(self) -> None:
-        """End the generation now; what was emitted stays in `result`."""
-        self._pieces.close()
-
-
-def _pieces(rounds: Generator[Outcome], text: TextStream, tokens: list[int], stats: Stats) -> Generator[str]:
-    """Pieces of text as the rounds bring them; `tokens` and `stats` are filled along the way."""
-    start = time.perf_counter()
-    try:
-        for outcome in rounds:
-            stats.rounds += 1
-            stats.drafted += outcome.draft.depth
-            stats.nodes += len(outcome.draft)
-            stats.accepted += outcome.accepted
-            stats.tokens += len(outcome.tokens)
-            tokens += outcome.tokens
-            stats.seconds += time.perf_counter() - start
-            if piece := text.take():
-                yield piece
-            start = time.perf_counter()  # what the reader does in between is not ours
-    finally:
-        rounds.close()
-        text.finish()
-    if piece := text.take():
-        yield piece
 
 
 class LLM:
@@ -141,92 +81,150 @@ class LLM:
     def check(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
         """The token ids of a prompt that leaves room for the new tokens; raises `SelfspecError` otherwise."""
         ids = self.encode(prompt)
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise SelfspecError(f"max_new_tokens {max_new_tokens}: want a whole number of at least 1")
-        s, n = self.runtime.skeleton, len(ids)
+        self._check_room(len(ids), whole(max_new_tokens, "max_new_tokens", least=1))
+        return ids
+
+    def _check_room(self, n: int, max_new_tokens: int) -> None:
+        s = self.runtime.skeleton
         if n + max_new_tokens > s.context:
             fits = f"at most {s.context - n} new tokens fit" if n < s.context else "no new token fits"
             raise SelfspecError(
                 f"a prompt of {n} tokens and {max_new_tokens} new ones outgrow {s.limit} ({s.context} positions): "
                 f"{fits} after this prompt"
             )
-        return ids
+
+    def guide(self, *, regex: str | None = None, json_schema: str | Mapping[str, Any] | None = None) -> Guide:
+        """A grammar that generated text must follow: a regular expression of the whole of it, or a JSON schema.
+
+        Needs the optional `llguidance`. Raises `SelfspecError`.
+        """
+        return Guide(self.tokenizer, ends=self.runtime.skeleton.ends, regex=regex, json_schema=json_schema)
 
     def generate(
         self,
         prompt: Prompt,
+        config: GenerationConfig | None = None,
         *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
         logits_processor: Sequence[LogitsProcessor] = (),
+        guide: Guide | None = None,
+        rule: str | None = None,
         drafter: Drafter | None = None,
     ) -> Generation:
-        """Continue `prompt` (text or token ids) by at most `max_new_tokens` tokens.
+        """Continue `prompt` (text or token ids), greedily unless told otherwise.
 
-        `temperature` 0 is greedy; `top_k` and `top_p` are off when None; `seed` makes sampling repeatable. The text
-        ends before the first of the `stop` strings. `logits_processor`: further `transformers` processors, each of
-        which sees the right prefix at every drafted position. `drafter` replaces the profile's; `PlainDrafter()`
-        decodes plainly.
+        `config`: a `transformers` `GenerationConfig`, with the meaning it has in `transformers`' generate; what it
+        leaves open comes from the model's own `generation_config` (`llm.model.generation_config` itself will do),
+        then from `transformers`' defaults, such as top-k 50. The other options go before it. Without a config,
+        `temperature` is 0, which is greedy, `top_k` and `top_p` are off, and nothing but the end tokens is taken from
+        the checkpoint, whose end tokens also serve where a config names none. At most `max_new_tokens` come, 128 where
+        nothing says how many.
+
+        With a `seed`, sampling is repeatable, and with rule `match` the text is the same with and without drafting. The
+        text ends before the first of the `stop` strings, which are looked for in the new text, special tokens left out.
+        `logits_processor`: further `transformers` processors, each a function of the tokens so far, which sees the
+        right ones at every drafted position. `guide`: a grammar for the text, from `self.guide`. `rule`: how drafts are
+        verified, one of `verify.RULES`; by default greedy, match with a seed, else block. `drafter` replaces the
+        profile's; `PlainDrafter()` decodes plainly.
 
         Raises `SelfspecError` for a wrong option, or when prompt and output outgrow the context; `BusyError` while
         a stream of this model has not ended.
         """
-        sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, processors=logits_processor)
-        stream = self._stream(prompt, max_new_tokens, sampler, stop, drafter, first_plain=False)
-        for _ in stream:
-            pass
-        return stream.result
+        options = Options(
+            config=config,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop=stop,
+            logits_processor=tuple(logits_processor),
+            guide=guide,
+            rule=rule,
+        )
+        return self.run(prompt, options, drafter=drafter)
 
     def stream(
         self,
         prompt: Prompt,
+        config: GenerationConfig | None = None,
         *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
         logits_processor: Sequence[LogitsProcessor] = (),
+        guide: Guide | None = None,
+        rule: str | None = None,
         drafter: Drafter | None = None,
     ) -> Stream:
         """Like `generate`, but returns at once; iterate over the pieces of text as they come.
 
-        The first token comes as soon as plain decoding's, unless a seeded sample must equal `generate`'s.
+        The first token comes as soon as plain decoding's, as the first round drafts nothing. With a seed and rule
+        `token` or `block`, which draw in the order of the rounds, the text is therefore not `generate`'s.
         """
-        sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, processors=logits_processor)
-        first_plain = sampler.greedy or not sampler.seeded
-        return self._stream(prompt, max_new_tokens, sampler, stop, drafter, first_plain=first_plain)
+        options = Options(
+            config=config,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop=stop,
+            logits_processor=tuple(logits_processor),
+            guide=guide,
+            rule=rule,
+        )
+        return self.start(prompt, options, drafter=drafter)
 
-    def _stream(
-        self,
-        prompt: Prompt,
-        max_new_tokens: int,
-        sampler: Sampler,
-        stop: str | Sequence[str],
-        drafter: Drafter | None,
-        *,
-        first_plain: bool,
+    def run(self, prompt: Prompt, options: Options, *, drafter: Drafter | None = None) -> Generation:
+        """`generate`, with its options in one object."""
+        stream = self.start(prompt, options, drafter=drafter, first_plain=False)
+        for _ in stream:
+            pass
+        return stream.result
+
+    def start(
+        self, prompt: Prompt, options: Options, *, drafter: Drafter | None = None, first_plain: bool = True
     ) -> Stream:
-        ids = self.check(prompt, max_new_tokens)
-        stops = [stop] if isinstance(stop, str) else list(stop)
-        if not all(isinstance(stop, str) and stop and is_unicode(stop) for stop in stops):
-            raise SelfspecError("a stop string is empty or no text; want at least one character")
-        text = TextStream(self.tokenizer, ids, stops)
-        seq = SequenceState(ids, max_new_tokens, sampler, self.runtime.skeleton.ends)
+        """`stream`, with its options in one object. `first_plain`: the first round drafts nothing."""
+        ids = self.encode(prompt)
+        planned = self._plan(ids, options)
+        text = TextStream(self.tokenizer, ids, planned.stops)
+        seq = SequenceState(ids, planned.max_new_tokens, planned.sampler, planned.ends)
         rounds = decode(
             self.runtime,
             drafter or self.drafter,
             seq,
-            rule=find_rule(None, sampler),
-            stop=text.push,
+            rule=planned.rule,
+            stop=_timed(text.push, planned.config.max_time),
             first_plain=first_plain,
         )
         return Stream(rounds, text)
+
+    def plan(self, prompt: Prompt, options: Options) -> Plan:
+        """What options come to for a prompt. Raises `SelfspecError` for what cannot be done."""
+        return self._plan(self.encode(prompt), options)
+
+    def _plan(self, ids: Sequence[int], options: Options) -> Plan:
+        planned = plan(self.model, options, ids, ends=self.runtime.skeleton.ends)
+        self._check_room(len(ids), planned.max_new_tokens)
+        return planned
+
+
+def _timed(push: Callable[[int], bool], seconds: float | None) -> Callable[[int], bool]:
+    """`push`, which also says stop when so many seconds have gone by."""
+    if seconds is None:
+        return push
+    deadline = time.perf_counter() + seconds
+    return lambda token: push(token) or time.perf_counter() > deadline
 
 
 def load(
@@ -256,10 +254,15 @@ def wrap(model: Any, tokenizer: Any, *, profile: str | Path | Profile = "auto", 
     if profile != "auto":
         return LLM(model, tokenizer, name=name, profile=find_profile_file(profile))
     llm = LLM(model, tokenizer, name=name)
-    mine = [p for p in shipped_profiles().values() if _made_for(p, llm.identity) and not p.slower]
-    if mine:
-        llm._use(mine[0])
+    faster = [p for p in shipped_for(llm.identity).values() if not p.slower]
+    if faster:
+        llm._use(faster[0])
     return llm
+
+
+def shipped_for(identity: Identity) -> dict[str, Profile]:
+    """The shipped profiles, by name, that were made for this very model."""
+    return {name: profile for name, profile in shipped_profiles().items() if _made_for(profile, identity)}
 
 
 def _token_ids(prompt: Any) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import platform
 import statistics
@@ -12,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig
 
-from selfspec.api import LLM, Generation
+from selfspec.api import LLM
 from selfspec.audit import Difference, first_difference
 from selfspec.costing import synchronise
 from selfspec.drafters import Drafter, PlainDrafter
+from selfspec.options import DEFAULT_NEW_TOKENS, Options
 from selfspec.profile import Measurement
 from selfspec.stats import Stats
+from selfspec.stream import Generation
 from selfspec.text import Prompt
 
 Method = Callable[[Prompt], Stats]
@@ -75,7 +78,7 @@ def interleave(
 class Comparison:
     """One prompt decoded plainly, with a drafter, and by `transformers`' generate, interleaved.
 
-    `difference` is set when the greedy texts of the first two differ.
+    `difference` is set when the texts of the first two differ though they should not.
     """
 
     plain: Generation
@@ -85,19 +88,19 @@ class Comparison:
     transformers_tokens_per_second: float
     speedup: float
     rounds: int
-    greedy: bool
+    comparable: bool
     difference: Difference | None
 
     @property
     def identical(self) -> bool | None:
-        """Whether the tokens are the same; None for sampling, where only the distribution is."""
-        return self.plain.tokens == self.draft.tokens if self.greedy else None
+        """Whether the tokens are the same; None for sampling without a seed, where only the distribution is."""
+        return self.plain.tokens == self.draft.tokens if self.comparable else None
 
     @property
     def verdict(self) -> str:
         """`identical` in words."""
-        if not self.greedy:
-            return "not comparable (sampling: the same distribution, other draws)"
+        if not self.comparable:
+            return "not comparable (sampled other than by rule match: the same distribution, other draws)"
         return "yes" if self.difference is None else f"no: {self.difference}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -114,37 +117,23 @@ class Comparison:
         }
 
 
-def compare(
-    llm: LLM,
-    prompt: str,
-    drafter: Drafter,
-    *,
-    rounds: int,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int | None = None,
-    stop: Sequence[str] = (),
-) -> Comparison:
+def compare(llm: LLM, prompt: str, drafter: Drafter, options: Options, *, rounds: int) -> Comparison:
     """Decode one prompt plainly, with `drafter`, and by `transformers`, `rounds` times each, and compare."""
     last: dict[str, Generation] = {}
-    sampling: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "stop": stop,
-    }
+    planned = llm.plan(prompt, options)
+    comparable = planned.sampler.greedy or planned.sampler.tied
     methods = {
-        "plain": method(llm, PlainDrafter(), seed=seed, keep=lambda out: last.update(plain=out), **sampling),
-        "draft": method(llm, drafter, seed=seed, keep=lambda out: last.update(draft=out), **sampling),
-        "transformers": transformers_generate(llm.model, llm.tokenizer, **sampling),
+        "plain": method(llm, PlainDrafter(), options, keep=lambda out: last.update(plain=out)),
+        "draft": method(llm, drafter, options, keep=lambda out: last.update(draft=out)),
+        "transformers": transformers_generate(llm, options),
     }
     runs = interleave(methods, [prompt], rounds=rounds)
     plain, draft = last["plain"], last["draft"]
-    greedy = temperature == 0
-    difference = first_difference(llm.runtime, llm.encode(prompt), plain.tokens, draft.tokens) if greedy else None
+    difference = None
+    if comparable:
+        difference = first_difference(
+            llm.runtime, llm.encode(prompt), plain.tokens, draft.tokens, sampler=planned.sampler
+        )
     return Comparison(
         plain=plain,
         draft=draft,
@@ -153,38 +142,16 @@ def compare(
         transformers_tokens_per_second=runs.total("transformers").tokens_per_second,
         speedup=runs.ratios("draft", "plain")[0],
         rounds=rounds,
-        greedy=greedy,
+        comparable=comparable,
         difference=difference,
     )
 
 
-def method(
-    llm: LLM,
-    drafter: Drafter,
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int | None = None,
-    stop: Sequence[str] = (),
-    logits_processor: Sequence[LogitsProcessor] = (),
-    keep: Callable[[Generation], None] | None = None,
-) -> Method:
+def method(llm: LLM, drafter: Drafter, options: Options, *, keep: Callable[[Generation], None] | None = None) -> Method:
     """Decoding with a drafter, as a method to be timed; `keep` is shown every generation."""
 
     def run(prompt: Prompt) -> Stats:
-        generation = llm.generate(
-            prompt,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop=stop,
-            logits_processor=logits_processor,
-            drafter=drafter,
-        )
+        generation = llm.run(prompt, options, drafter=drafter)
         synchronise(llm.runtime.device)
         if keep is not None:
             keep(generation)
@@ -193,35 +160,26 @@ def method(
     return run
 
 
-def transformers_generate(
-    model: Any,
-    tokenizer: Any,
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop: Sequence[str] = (),
-) -> Method:
-    """`transformers`' own `generate` with these options and no others, as a method to be timed; it has no seed.
-
-    The checkpoint's `generation_config` gives the end tokens alone, as in selfspec.
-    """
-    own = model.generation_config
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-    if temperature > 0:
-        options |= {"temperature": temperature, "top_k": top_k or 0, "top_p": 1.0 if top_p is None else top_p}
-    if stop:
-        options |= {"stop_strings": list(stop)}
-    config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id, **options)
+def transformers_generate(llm: LLM, options: Options) -> Method:
+    """`transformers`' own `generate` with the same options, as a method to be timed; it has no seed."""
+    model, tokenizer = copy.copy(llm.model), llm.tokenizer
+    model.generation_config = GenerationConfig()  # or it would fill in what the options leave open
 
     def run(prompt: Prompt) -> Stats:
         start = time.perf_counter()
-        given = tokenizer(prompt).input_ids if isinstance(prompt, str) else list(prompt)
+        given = llm.encode(prompt)
+        planned = llm.plan(given, options)
+        planned.config.max_length = None  # max_new_tokens says it
         ids = torch.tensor([given], device=model.device)
-        new = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, tokenizer=tokenizer)[
-            0, len(given) :
-        ]
+        extra = [*options.logits_processor]
+        extra += [options.guide.processor(len(given), planned.ends)] if options.guide is not None else []
+        new = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=planned.config,
+            logits_processor=extra,
+            tokenizer=tokenizer,
+        )[0, len(given) :]
         tokenizer.decode(new)
         synchronise(model.device)
         return Stats(rounds=len(new), tokens=len(new), seconds=time.perf_counter() - start)
@@ -233,21 +191,13 @@ def measure(
     llm: LLM,
     drafter: Drafter,
     prompts: Sequence[Prompt],
+    options: Options,
     *,
     held_out: bool,
-    max_new_tokens: int,
     rounds: int = 3,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    logits_processor: Sequence[LogitsProcessor] = (),
 ) -> Measurement:
     """Measure a drafter against plain decoding, interleaved, with the conditions written down."""
-    sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    methods = {
-        name: method(llm, used, max_new_tokens=max_new_tokens, logits_processor=logits_processor, **sampling)
-        for name, used in (("plain", PlainDrafter()), ("draft", drafter))
-    }
+    methods = {"plain": method(llm, PlainDrafter(), options), "draft": method(llm, drafter, options)}
     runs = interleave(methods, prompts, rounds=rounds)
     speedup, (low, high) = runs.speedup("draft", "plain")
     total = runs.total("draft")
@@ -258,9 +208,11 @@ def measure(
         threads=torch.get_num_threads(),
         prompts=len(prompts),
         held_out=held_out,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=options.max_new_tokens or DEFAULT_NEW_TOKENS,
         rounds=rounds,
-        **sampling,
+        temperature=options.temperature or 0.0,
+        top_k=options.top_k,
+        top_p=options.top_p,
         plain_tokens_per_second=round(runs.total("plain").tokens_per_second, 1),
         tokens_per_second=round(total.tokens_per_second, 1),
         speedup=round(speedup, 3),

@@ -12,6 +12,7 @@ from selfspec.files import kind
 
 if TYPE_CHECKING:
     import torch
+    from transformers import GenerationConfig
 
     from selfspec.profile import Identity
 
@@ -90,6 +91,19 @@ def read_identity(name: str) -> Identity:
         raise
     except Exception as error:  # a broken configuration can raise anything
         raise SelfspecError(f"model {name} cannot be read: {_reason(error)}") from error
+
+
+def read_generation_config(path: Path) -> GenerationConfig:
+    """A `generation_config.json`, named or in the folder named. Raises `SelfspecError`."""
+    from transformers import GenerationConfig
+
+    file = path / "generation_config.json" if kind(path) == "folder" else path
+    if kind(file) != "file":
+        raise SelfspecError(f"generation config {file}: no such file")
+    try:
+        return GenerationConfig.from_pretrained(str(file.parent), config_file_name=file.name)
+    except Exception as error:  # a broken file can raise anything
+        raise SelfspecError(f"generation config {file} cannot be read: {_reason(error)}") from error
 
 
 def _source(name: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import reprlib
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -141,7 +141,7 @@ class Measurement(Data):
 class Profile(Data):
     """A skip set for one model, with what is known about it."""
 
-    version: Literal[1] = 1
+    version: Annotated[int, Field(ge=1, le=1)] = 1
     model: Identity
     skip: Skip = Skip()
     controller: ControllerSpec = ControllerSpec(name="adaptive")

@@ -7,9 +7,11 @@ models, caches and drafts.
 from __future__ import annotations
 
 import math
+import operator
 import random
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
@@ -17,9 +19,10 @@ from transformers.generation import logits_process as hf
 from selfspec.errors import SelfspecError
 
 LOWEST_TEMPERATURE = 1e-5  # below, float32 scores overflow, and it is greedy decoding anyway
+_REMEMBERED = 24  # places whose noise is kept: what most drafts have; any other is drawn again, the same
 
 # These read the scores alone, so all rows of a pass can go through them at once.
-_PREFIX_FREE = (
+_PREFIX_FREE = {
     hf.TemperatureLogitsWarper,
     hf.TopKLogitsWarper,
     hf.TopPLogitsWarper,
@@ -30,6 +33,12 @@ _PREFIX_FREE = (
     hf.SuppressTokensLogitsProcessor,
     hf.InfNanRemoveLogitsProcessor,
     hf.LogitNormalization,
+}
+
+
+NO_TOKEN = (
+    "no token can be chosen: the model's probabilities are not finite (try another dtype, or a higher temperature), or "
+    "the processors and the guide together allow none"
 )
 
 
@@ -38,7 +47,11 @@ class Sampler:
 
     `temperature` 0 is greedy decoding. `top_k` and `top_p` are off when None and apply to sampling only, as in
     `transformers`. `processors` are further `transformers` logits processors, applied first, greedy or not.
-    Raises `SelfspecError` for a value out of range.
+
+    `tied`: every draw for an absolute position uses the same noise, which seed and position alone decide, so that
+    drafter and whole model draw the same token where they agree, and the text does not depend on what was drafted.
+    Otherwise all draws and coins follow one stream. Left out: tied when there is a seed. Raises `SelfspecError` for a
+    value out of range.
     """
 
     def __init__(
@@ -48,15 +61,19 @@ class Sampler:
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int | None = None,
+        tied: bool | None = None,
         processors: Sequence[hf.LogitsProcessor] = (),
     ) -> None:
         check_sampling(temperature, top_k, top_p)
-        if seed is not None and seed < 0:
-            raise SelfspecError(f"seed {seed}: want 0 or more")
+        if seed is not None:
+            seed = whole(seed, "seed", least=0)
         self.greedy = temperature == 0
         self.seeded = seed is not None
+        self.tied = not self.greedy and (self.seeded if tied is None else tied)
         self._random = random.Random(seed)
-        self.processors = hf.LogitsProcessorList(processors)
+        self._key = random.SystemRandom().getrandbits(64) if seed is None else seed % 2**128
+        self._noise: dict[int, Tensor] = {}
+        self.processors = list(processors)
         if not self.greedy:
             if temperature != 1:
                 self.processors.append(hf.TemperatureLogitsWarper(float(temperature)))
@@ -64,7 +81,9 @@ class Sampler:
                 self.processors.append(hf.TopKLogitsWarper(top_k))
             if top_p is not None and top_p < 1:
                 self.processors.append(hf.TopPLogitsWarper(float(top_p)))
-        self._prefix_free = all(type(p) in _PREFIX_FREE for p in self.processors)
+        dependent = [i for i, p in enumerate(self.processors, 1) if type(p) not in _PREFIX_FREE]
+        self._by_row = self.processors[: max(dependent, default=0)]
+        self._at_once = self.processors[len(self._by_row) :]
 
     def scores(self, logits: Tensor, prefixes: Iterable[Sequence[int]]) -> Tensor:
         """Processed scores `[n, V]` of `logits` `[n, V]`, at least float32.
@@ -73,16 +92,31 @@ class Sampler:
         processor depends on them.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
-        if not self.processors:
-            return scores
-        if self._prefix_free:
+        if self._by_row:
+            scores = torch.cat([self._row(row, prefix) for row, prefix in zip(scores, prefixes, strict=True)])
+        if self._at_once:
             dummy = torch.zeros((len(scores), 1), dtype=torch.long, device=scores.device)
-            return self.processors(dummy, scores)  # type: ignore[no-any-return]
-        rows = [
-            self.processors(torch.tensor([list(prefix)], device=scores.device), row.unsqueeze(0).clone())
-            for row, prefix in zip(scores, prefixes, strict=True)
-        ]
-        return torch.cat(rows)
+            for processor in self._at_once:
+                scores = processor(dummy, scores)
+        return scores
+
+    def _row(self, row: Tensor, prefix: Sequence[int]) -> Tensor:
+        ids = torch.tensor([list(prefix)], device=row.device)
+        scores = row.unsqueeze(0).clone()
+        for processor in self._by_row:
+            scores = processor(ids, scores)
+        return scores
+
+    def possible(self, scores: Tensor) -> bool:
+        """Whether the processors leave any token of `scores` `[V]`; without some that read the prefix, they do."""
+        return not self._by_row or bool(scores.max() > -math.inf)
+
+    def merits(self, scores: Tensor, position: int) -> Tensor:
+        """What the token for `position` maximises `[V]`: processed scores `[V]`, or log p + g with tied noise."""
+        if self.greedy:
+            return scores
+        assert self.tied
+        return scores.log_softmax(-1) - self._noise_at(position, scores).log()
 
     def probs(self, scores: Tensor) -> Tensor:
         """Probabilities `[.., V]` of processed scores."""
@@ -90,18 +124,54 @@ class Sampler:
 
     def draw(self, p: Tensor, position: int) -> int:
         """A token drawn from `p` `[V]` (non-negative, any sum) for absolute position `position`."""
-        del position  # for samplers whose noise is tied to the place of the token
+        if self.tied:
+            (drawn,) = self.draws(p.unsqueeze(0), [position])
+            if drawn < 0:
+                raise SelfspecError(NO_TOKEN)
+            return drawn
         cumulative = p.cumsum(0, dtype=torch.float64)
         total = float(cumulative[-1])
-        if not math.isfinite(total):
-            raise SelfspecError("the model's probabilities are not finite; try another dtype, or a higher temperature")
+        if not 0 < total < math.inf:
+            raise SelfspecError(NO_TOKEN)
         point = cumulative.new_tensor(total * self._random.random())
         index = int(torch.searchsorted(cumulative, point, right=True))
         return index if index < len(p) else int(p.nonzero()[-1])
 
+    def draws(self, p: Tensor, positions: Sequence[int]) -> list[int]:
+        """One token for each row of `p` `[n, V]`, with the noise that is tied to each row's position; -1: none can be.
+
+        argmax(log p + g) with Gumbel noise g, written as a race: argmax(p / e) with exponential e = exp(-g).
+        """
+        assert self.tied
+        noise = torch.stack([self._noise_at(position, p) for position in positions])
+        best, tokens = (p / noise).max(-1)
+        return [t if 0 < value < math.inf else -1 for t, value in zip(tokens.tolist(), best.tolist(), strict=True)]
+
+    def _noise_at(self, position: int, p: Tensor) -> Tensor:
+        """Exponential noise `[V]`: a counter-based generator's, so that no two places share any of it."""
+        noise = self._noise.get(position)
+        if noise is None:
+            generator = np.random.Generator(np.random.Philox(key=self._key, counter=position << 64))
+            drawn = np.maximum(generator.standard_exponential(p.shape[-1]), np.finfo(np.float64).tiny)
+            noise = self._noise[position] = torch.from_numpy(drawn).to(p.device)
+            if len(self._noise) > _REMEMBERED:
+                del self._noise[next(iter(self._noise))]
+        return noise
+
     def coin(self, probability: float) -> bool:
         """True with this probability."""
         return self._random.random() < probability
+
+
+def whole(value: object, name: str, *, least: int) -> int:
+    """A whole number of any kind. Raises `SelfspecError` naming it."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise SelfspecError(f"{name} {value}: want a whole number of at least {least}")
+    return number
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -7,6 +7,8 @@ that follows it. Knows nothing of models, caches and drafters.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from selfspec.drafts import Draft
 from selfspec.errors import SelfspecError
-from selfspec.sampling import Sampler
+from selfspec.sampling import NO_TOKEN, Sampler
 
 
 class Rule(Protocol):
@@ -27,13 +29,34 @@ class Rule(Protocol):
 def greedy(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tuple[tuple[int, ...], int]:
     """Keep the deepest path of tokens that are each the whole model's own argmax."""
     del sampler, position
-    best: list[int] = scores.argmax(-1).tolist()
+    values, best = scores.max(-1)
+    return _follow(draft, [t if v > -math.inf else -1 for t, v in zip(best.tolist(), values.tolist(), strict=True)])
+
+
+def match(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tuple[tuple[int, ...], int]:
+    """Keep the deepest path of tokens that are each what the whole model draws with the noise of their places.
+
+    So the text is plain decoding's with the same seed, whatever was drafted. A draft made with the same noise is
+    accepted with probability (1 - TV) / (1 + TV) at least, TV the total variation between p and q
+    (Daliri et al. 2408.07978).
+    """
+    depths = (0, *draft.depths)
+    return _follow(draft, sampler.draws(sampler.probs(scores), [position + depth for depth in depths]))
+
+
+def _follow(draft: Draft, wanted: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """The deepest path of tokens that are each the one `wanted` after the row before, and the one wanted after it.
+
+    Raises `SelfspecError` where that is -1, none.
+    """
     deepest, matches = -1, [True]  # matches[0]: the root
     for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
-        matches.append(matches[parent + 1] and token == best[parent + 1])
+        matches.append(matches[parent + 1] and token == wanted[parent + 1])
         if matches[-1] and (deepest < 0 or draft.depths[node] > draft.depths[deepest]):
             deepest = node
-    return draft.path_to(deepest), best[deepest + 1]
+    if wanted[deepest + 1] < 0:
+        raise SelfspecError(NO_TOKEN)
+    return draft.path_to(deepest), wanted[deepest + 1]
 
 
 def token(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tuple[tuple[int, ...], int]:
@@ -43,39 +66,101 @@ def token(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tupl
     rejected one leaves r = norm((r - q)+) and q without x for its next sibling. What is emitted follows p exactly.
     """
     p = sampler.probs(scores)
-    if not len(draft):
-        return (), sampler.draw(p[0], position)
-    parents = torch.tensor(draft.parents, device=p.device) + 1
-    tokens = torch.tensor(draft.tokens, device=p.device)
-    p_of: list[float] = p[parents, tokens].tolist()
-    q_of = _proposal_of(draft, tokens)
+    p_of, q_of = _chances(draft, p)
     path: list[int] = []
     row = 0
-    while True:
-        residual, accepted = p[row], -1
-        for place, node in enumerate(draft.children[row]):
-            if place == 0:
-                q, r_x, q_x = None, p_of[node], q_of[node]
-            else:
-                q = _proposal(draft, node, draft.children[row][:place], residual)
-                r_x, q_x = float(residual[draft.tokens[node]]), float(q[draft.tokens[node]])
-            if sampler.coin(1.0 if r_x >= q_x else r_x / q_x):
-                accepted = node
-                break
-            residual = _residual(residual, _proposal(draft, node, (), residual) if q is None else q, otherwise=p[row])
-        if accepted < 0:
+    while draft.children[row]:
+        node, residual = draft.children[row][0], p[row]
+        if not sampler.coin(min(1.0, _ratio(p_of[node], q_of[node]))):
+            residual = _residual(residual, _proposal(draft, node, (), residual), otherwise=p[row])
+            node, residual = _siblings(draft, row, residual, sampler, otherwise=p[row])
+        if node < 0:
             return tuple(path), sampler.draw(residual, position + len(path))
-        path.append(accepted)
-        row = accepted + 1
+        path.append(node)
+        row = node + 1
+    return tuple(path), sampler.draw(p[row], position + len(path))
 
 
-def _proposal_of(draft: Draft, tokens: Tensor) -> list[float]:
-    """Q of each token under its row, nothing removed; 1 where it was chosen deterministically."""
+def block(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tuple[tuple[int, ...], int]:
+    """Block verification (Sun et al. 2403.10444): a chain is judged as a whole, never worse than token by token.
+
+        P_0 = 1;  P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i))
+        R_i = sum over x of (P_i p_{i+1}(x) - q_{i+1}(x))+      h_i = R_i / (R_i + 1 - P_i), the last one P_i
+
+    The last i whose own coin of chance h_i falls is how many tokens are kept; the next one follows
+    r = norm((P_i p_{i+1} - q_{i+1})+), or p after the whole chain. In a tree the chains of first children are
+    blocks; where one breaks, the further siblings there are proposals for r, by recursion as in `token`, and below an
+    accepted sibling a fresh block begins.
+    """
+    p = sampler.probs(scores)
+    p_of, q_of = _chances(draft, p)
+    path: list[int] = []
+    row = 0
+    while draft.children[row]:
+        spine, rows = [], [row]  # first children, and the rows that predict them
+        while draft.children[rows[-1]]:
+            spine.append(draft.children[rows[-1]][0])
+            rows.append(spine[-1] + 1)
+        weights = [1.0]
+        for node in spine:
+            weights.append(min(1.0, weights[-1] * _ratio(p_of[node], q_of[node])))
+        q = torch.stack([_proposal(draft, node, (), p[row]) for node in spine])
+        left = (torch.tensor(weights[:-1], dtype=p.dtype, device=p.device)[:, None] * p[rows[:-1]] - q).clamp(min=0)
+        kept = _kept(weights, left.sum(-1).tolist(), sampler)
+        path += spine[:kept]
+        row = rows[kept]
+        if kept < len(spine):
+            residual = _normalised(left[kept], otherwise=p[row])
+            node, residual = _siblings(draft, row, residual, sampler, otherwise=p[row])
+            if node < 0:
+                return tuple(path), sampler.draw(residual, position + len(path))
+            path.append(node)
+            row = node + 1
+    return tuple(path), sampler.draw(p[row], position + len(path))
+
+
+def _kept(weights: Sequence[float], left: Sequence[float], sampler: Sampler) -> int:
+    """How many tokens of a block are kept: the last whose coin falls."""
+    for i in range(len(left), 0, -1):
+        if i == len(left):
+            chance = weights[i]
+        else:
+            whole = left[i] + 1 - weights[i]
+            chance = min(1.0, left[i] / whole) if whole > 0 else 1.0
+        if sampler.coin(chance):
+            return i
+    return 0
+
+
+def _siblings(draft: Draft, row: int, residual: Tensor, sampler: Sampler, *, otherwise: Tensor) -> tuple[int, Tensor]:
+    """The first further child of `row` that is accepted, or -1; and what is left of `residual` `[V]` without them."""
+    children = draft.children[row]
+    for place in range(1, len(children)):
+        node = children[place]
+        q = _proposal(draft, node, children[:place], residual)
+        x = draft.tokens[node]
+        if sampler.coin(min(1.0, _ratio(float(residual[x]), float(q[x])))):
+            return node, residual
+        residual = _residual(residual, q, otherwise=otherwise)
+    return -1, residual
+
+
+def _ratio(p: float, q: float) -> float:
+    """The ratio p / q; where rounding left q nothing, what p asks for; nothing where p is not a number."""
+    return (p / q if p >= 0 else 0.0) if q > 0 else float(p > 0)
+
+
+def _chances(draft: Draft, p: Tensor) -> tuple[list[float], list[float]]:
+    """P and q of each token under its row, nothing removed; q is 1 where it was chosen deterministically."""
+    if not len(draft):
+        return [], []
+    tokens = torch.tensor(draft.tokens, device=p.device)
+    of_p: list[float] = p[torch.tensor(draft.parents, device=p.device) + 1, tokens].tolist()
     if draft.q is None:
-        return [1.0] * len(draft)
+        return of_p, [1.0] * len(draft)
     rows = torch.tensor(draft.q_row, device=draft.q.device)
-    drawn: list[float] = draft.q[rows.clamp(min=0), tokens].tolist()
-    return [1.0 if row < 0 else value for row, value in zip(draft.q_row, drawn, strict=True)]
+    drawn: list[float] = draft.q[rows.clamp(min=0), tokens.to(draft.q.device)].tolist()
+    return of_p, [1.0 if row < 0 else value for row, value in zip(draft.q_row, drawn, strict=True)]
 
 
 def _proposal(draft: Draft, node: int, before: tuple[int, ...], like: Tensor) -> Tensor:
@@ -96,24 +181,35 @@ def _proposal(draft: Draft, node: int, before: tuple[int, ...], like: Tensor) ->
 
 def _residual(r: Tensor, q: Tensor, *, otherwise: Tensor) -> Tensor:
     """norm((r - q)+); `otherwise` when nothing finite is left, which only rounding can bring about."""
-    left = (r - q).clamp(min=0)
+    return _normalised((r - q).clamp(min=0), otherwise=otherwise)
+
+
+def _normalised(left: Tensor, *, otherwise: Tensor) -> Tensor:
     total = float(left.sum())
     return left / total if 0 < total < float("inf") else otherwise
 
 
-RULES: dict[str, Rule] = {"greedy": greedy, "token": token}
+RULES: dict[str, Rule] = {"greedy": greedy, "match": match, "block": block, "token": token}
 
 
 def find_rule(name: str | None, sampler: Sampler) -> Rule:
-    """A rule by name, or the default: `greedy` for a greedy sampler, `token` otherwise.
+    """A rule by name, or the default: `greedy` without sampling, `match` with tied noise, else `block`.
 
-    Raises `SelfspecError` for an unknown name, and for a rule that does not fit the sampler.
+    Raises `SelfspecError` for an unknown name, and for a rule that does not fit the sampler: `match` needs noise that
+    is tied to places, which would correlate the coins and draws of `token` and `block`.
     """
-    if name is None:
-        name = "greedy" if sampler.greedy else "token"
+    fits = ["greedy"] if sampler.greedy else ["match"] if sampler.tied else ["block", "token"]
+    name = fits[0] if name is None else name
+    check_rule(name)
+    if name not in fits:
+        kind = "temperature 0" if sampler.greedy else "sampling with tied noise" if sampler.tied else "untied sampling"
+        if name == "greedy":
+            kind, fits = "sampling", ["match", "block", "token"]
+        raise SelfspecError(f"verification rule '{name}' does not fit {kind}; want {' or '.join(fits)}")
+    return RULES[name]
+
+
+def check_rule(name: str) -> None:
+    """Raise `SelfspecError` when there is no rule of that name."""
     if name not in RULES:
         raise SelfspecError(f"verification rule '{name}' is not known; known: {', '.join(RULES)}")
-    if (name == "greedy") != sampler.greedy:
-        kind = "temperature 0" if sampler.greedy else "sampling"
-        raise SelfspecError(f"verification rule '{name}' does not fit {kind}")
-    return RULES[name]

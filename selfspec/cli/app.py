@@ -119,12 +119,33 @@ def generate(
         str | None, typer.Option(help="builtin, a folder, or a hub id; the profile's when left out.")
     ] = None,
     profile: Annotated[str, typer.Option(help="A file, the name of a shipped one, auto, or none.")] = "auto",
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy decoding.")] = 0.0,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="128 where nothing says how many.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0, the default, is greedy decoding.")] = None,
     top_k: Annotated[int | None, typer.Option(min=1)] = None,
     top_p: Annotated[float | None, typer.Option()] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Makes sampling repeatable, and the same with and without drafting.")
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
+    generation_config: Annotated[
+        str | None, typer.Option(help="A generation_config.json or its folder; 'model': the checkpoint's own.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="Any other field of transformers' GenerationConfig, such as min_p=0.05; may be given again.",
+        ),
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="The new text matches this (needs llguidance).")] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="The new text is JSON that this schema describes (needs llguidance).")
+    ] = None,
+    rule: Annotated[
+        str | None,
+        typer.Option(help="How drafts are verified: greedy; match (default with a seed), block (default), token."),
+    ] = None,
     controller: ControllerOption = None,
     stats: Annotated[bool, typer.Option("--stats", help="Show rounds, acceptance and speed.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Plain decoding beside it, interleaved.")] = False,
@@ -147,6 +168,11 @@ def generate(
             top_p=top_p,
             seed=seed,
             stop=tuple(stop or ()),
+            generation_config=generation_config,
+            settings=tuple(settings or ()),
+            regex=regex,
+            json_schema=json_schema,
+            rule=rule,
             controller=controller,
             stats=stats,
             compare=compare,
@@ -156,6 +182,50 @@ def generate(
             json=json,
         )
     )
+
+
+@app.command()
+def audit(
+    model: Annotated[
+        str | None, typer.Option(help="builtin, a folder, or a hub id; the profile's when left out.")
+    ] = None,
+    profile: Annotated[
+        str, typer.Option(help="A file, the name of a shipped one, or auto: one made for the model, else half of it.")
+    ] = "auto",
+    prompts: Annotated[
+        Path | None, typer.Option(help="Prompts: .jsonl or .txt; the built-in held-out ones when left out.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="The most prompts.")] = 20,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that continue each prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="Above 0: sampled with the seed.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    controller: ControllerOption = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Check that drafting changes nothing: near-ties are counted, and exit code 1 means a bug was found."""
+    from selfspec.cli.audit import AuditOptions, run
+
+    code = run(
+        AuditOptions(
+            model=model,
+            profile=profile,
+            prompts=prompts,
+            limit=limit,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            controller=controller,
+            device=device,
+            dtype=dtype,
+            threads=threads,
+            json=json,
+        )
+    )
+    if code:
+        raise typer.Exit(code)
 
 
 @profile_app.command()

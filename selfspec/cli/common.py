@@ -9,6 +9,7 @@ import warnings
 from typing import Any
 
 from rich.console import Console, Group
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from selfspec.controllers import make_controller
@@ -36,6 +37,18 @@ def checked_profile(name: str) -> Profile:
     except SelfspecError as error:
         raise SelfspecError(f"{name}: {error}") from None
     return profile
+
+
+def progress(console: Console, *columns: TextColumn) -> Progress:
+    """A progress bar: description, bar, counts, `columns`, time left."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        *columns,
+        TimeRemainingColumn(),
+        console=console,
+    )
 
 
 def printable(text: str) -> str:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from selfspec import builtin
 from selfspec.cli.common import SEARCH_HINT, checked_profile, print_json, quiet, set_threads, stderr, stdout
 from selfspec.controllers import parse_controller
 from selfspec.errors import SelfspecError
+from selfspec.files import read_text
 from selfspec.loading import check_dtype, check_model_name
 from selfspec.profile import Profile
 from selfspec.text import is_unicode
 
 if TYPE_CHECKING:
-    from selfspec.api import LLM, Generation
+    from selfspec.api import LLM
     from selfspec.bench import Comparison
     from selfspec.drafters import Drafter
+    from selfspec.options import Options
+    from selfspec.stream import Generation
 
 COMPARE_ROUNDS = 3
+OWN_CONFIG = "model"  # --generation-config: the checkpoint's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +38,17 @@ class GenerateOptions:
     prompt: str | None
     model: str | None
     profile: str
-    max_new_tokens: int
-    temperature: float
+    max_new_tokens: int | None
+    temperature: float | None
     top_k: int | None
     top_p: float | None
     seed: int | None
     stop: tuple[str, ...]
+    generation_config: str | None
+    settings: tuple[str, ...]
+    regex: str | None
+    json_schema: Path | None
+    rule: str | None
     controller: str | None
     stats: bool
     compare: bool
@@ -61,14 +75,28 @@ def run(options: GenerateOptions) -> None:
                 f"--stop: the text is {'no valid Unicode' if stop else 'empty'}; want at least one character"
             )
     prompt = _prompt(options)
+    schema = None if options.json_schema is None else read_text(options.json_schema)
     set_threads(options.threads)
 
     from selfspec.api import load
-    from selfspec.sampling import check_sampling
+    from selfspec.guided import check_guide
 
-    check_sampling(options.temperature, options.top_k, options.top_p)
+    how = _how(options)
+    how.check()
+    if options.regex is not None or schema is not None:
+        check_guide(regex=options.regex, json_schema=schema)
     llm = load(model, profile=profile, device=options.device, dtype=options.dtype)
-    llm.check(prompt, options.max_new_tokens)
+    if options.generation_config == OWN_CONFIG:
+        how = dataclasses.replace(how, config=llm.model.generation_config)
+    if options.regex is not None or schema is not None:
+        how = dataclasses.replace(how, guide=llm.guide(regex=options.regex, json_schema=schema))
+    planned = llm.plan(prompt, how)
+    if planned.sampler.greedy and (
+        idle := [f"--{name}" for name in ("seed", "top-k", "top-p") if _given(options, name)]
+    ):
+        stderr().print(
+            f"{', '.join(idle)}: no effect on greedy decoding; --temperature above 0 samples", soft_wrap=True
+        )
     if llm.profile is None and options.profile == "auto":
         stderr().print(SEARCH_HINT.format(model=model), markup=False, soft_wrap=True)
     drafter = llm.drafter
@@ -78,11 +106,11 @@ def run(options: GenerateOptions) -> None:
         else:
             stderr().print("--controller has no effect: without a profile that skips something, nothing is drafted")
     if options.compare:
-        _compare(llm, prompt, drafter, options)
+        _compare(llm, prompt, drafter, how, as_json=options.json)
     elif options.json:
-        print_json(_as_json(llm.generate(prompt, drafter=drafter, **_sampling(options))))
+        print_json(_as_json(llm.run(prompt, how, drafter=drafter)))
     else:
-        _stream(llm, prompt, drafter, options)
+        _stream(llm, prompt, drafter, how, stats=options.stats)
 
 
 def _prompt(options: GenerateOptions) -> str:
@@ -102,17 +130,50 @@ def _prompt(options: GenerateOptions) -> str:
     return prompt
 
 
-def _sampling(options: GenerateOptions) -> dict[str, Any]:
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
-    return {name: getattr(options, name) for name in names}
+def _how(options: GenerateOptions) -> Options:
+    """The options of decoding, but for what needs the model."""
+    from selfspec.loading import read_generation_config
+    from selfspec.options import Options
+
+    named = options.generation_config
+    return Options(
+        config=None if named is None or named == OWN_CONFIG else read_generation_config(Path(named)),
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop=options.stop,
+        rule=options.rule,
+        settings=dict(_setting(text) for text in options.settings),
+    )
+
+
+def _given(options: GenerateOptions, name: str) -> bool:
+    return getattr(options, name.replace("-", "_")) is not None
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    parsed: Any = None
+    try:
+        parsed = json.loads(value)  # which, unlike YAML, reads 3e-4 as a number
+    except ValueError:
+        try:
+            parsed = yaml.safe_load(value)
+        except yaml.YAMLError:
+            equals = ""
+    if not equals or not name.strip():
+        raise SelfspecError(f"--set {text}: want NAME=VALUE, such as min_p=0.05")
+    return name.strip(), parsed
 
 
 def _as_json(generation: Generation) -> dict[str, Any]:
     return {"text": generation.text, "tokens": generation.tokens, "stats": generation.stats.as_dict()}
 
 
-def _stream(llm: LLM, prompt: str, drafter: Drafter, options: GenerateOptions) -> None:
-    stream = llm.stream(prompt, drafter=drafter, **_sampling(options))
+def _stream(llm: LLM, prompt: str, drafter: Drafter, how: Options, *, stats: bool) -> None:
+    stream = llm.start(prompt, how, drafter=drafter)
     try:
         for piece in stream:
             sys.stdout.write(piece)
@@ -121,7 +182,7 @@ def _stream(llm: LLM, prompt: str, drafter: Drafter, options: GenerateOptions) -
         stream.close()
         sys.stdout.write("\n")
         sys.stdout.flush()
-        if options.stats:
+        if stats:
             _print_stats(stream.result)
 
 
@@ -135,11 +196,11 @@ def _print_stats(generation: Generation) -> None:
     )
 
 
-def _compare(llm: LLM, prompt: str, drafter: Drafter, options: GenerateOptions) -> None:
+def _compare(llm: LLM, prompt: str, drafter: Drafter, how: Options, *, as_json: bool) -> None:
     from selfspec.bench import compare
 
-    result = compare(llm, prompt, drafter, rounds=COMPARE_ROUNDS, **_sampling(options))
-    if options.json:
+    result = compare(llm, prompt, drafter, how, rounds=COMPARE_ROUNDS)
+    if as_json:
         print_json({**_as_json(result.draft), "compare": result.as_dict()})
     else:
         _print_comparison(result)

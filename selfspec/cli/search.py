@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TextColumn
 
-from selfspec.cli.common import print_json, quiet, set_threads, skip_map, stderr
+from selfspec.cli.common import print_json, progress, quiet, set_threads, skip_map, stderr
 from selfspec.controllers import parse_controller
 from selfspec.errors import SelfspecError
 from selfspec.files import check_writable
@@ -136,14 +136,7 @@ class _Watch:
 
     def __init__(self, console: Console) -> None:
         self._best = -math.inf
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[best]}"),
-            TimeRemainingColumn(),
-            console=console,
-        )
+        self._bar = progress(console, TextColumn("{task.fields[best]}"))
         self._task = self._bar.add_task("loading", total=None, best="")
 
     def __enter__(self) -> _Watch:

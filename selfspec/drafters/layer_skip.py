@@ -60,6 +60,8 @@ class LayerSkipDrafter:
         last, position = seq.tokens[-1], len(seq.tokens) - 1
         while len(tokens) < min(seq.room - 1, self.deepest):
             row = self._row(seq, tokens, last, position + len(tokens))
+            if not seq.sampler.possible(row):
+                break
             if seq.sampler.greedy:
                 candidates = (
                     [int(row.argmax())]

@@ -14,7 +14,7 @@ from selfspec.drafters import Drafter, PlainDrafter
 from selfspec.drafts import Outcome, SequenceState
 from selfspec.runtime import Runtime
 from selfspec.sampling import Sampler
-from selfspec.verify import find_rule
+from selfspec.verify import Rule, find_rule
 
 SIZES = {
     "vocab_size": 61,
@@ -96,12 +96,14 @@ def run(
     *,
     sampler: Sampler | None = None,
     ends: frozenset[int] = frozenset(),
+    rule: str | Rule | None = None,
     **options: Any,
 ) -> tuple[list[int], list[Outcome]]:
     """Decode to the end: new tokens and outcomes."""
     sampler = sampler or Sampler()
     seq = SequenceState(list(prompt), room, sampler, ends)
-    outcomes = list(decode(runtime, drafter, seq, rule=find_rule(None, sampler), **options))
+    rule = find_rule(rule, sampler) if rule is None or isinstance(rule, str) else rule
+    outcomes = list(decode(runtime, drafter, seq, rule=rule, **options))
     return seq.tokens[len(prompt) :], outcomes
 
 

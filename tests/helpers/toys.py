@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor
 
 from selfspec.drafts import NO_DRAFT, Draft, Outcome, SequenceState
 from selfspec.runtime import Runtime, Step
@@ -158,8 +159,8 @@ def always_wrong(prompt: Sequence[int], text: Sequence[int], vocabulary: int, k:
 class Enumerating(Sampler):
     """A sampler whose coins and draws follow `script`, then take the first outcome; it notes the ones not taken."""
 
-    def __init__(self, script: Sequence[int] = ()) -> None:
-        super().__init__(temperature=1.0)
+    def __init__(self, script: Sequence[int] = (), processors: Sequence[LogitsProcessor] = ()) -> None:
+        super().__init__(temperature=1.0, processors=processors)
         self.script = list(script)
         self.taken: list[int] = []
         self.others: list[list[int]] = []
@@ -181,11 +182,36 @@ class Enumerating(Sampler):
         return self._branch([probability, 1 - probability]) == 0
 
 
-def enumerate_outcomes(run: Callable[[Sampler], tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], float]]:
+class Reusing(Enumerating):
+    """Coins that fall by the same uniform numbers in every round, which `new_round` begins: a planted bug."""
+
+    def __init__(self, script: Sequence[int] = (), processors: Sequence[LogitsProcessor] = ()) -> None:
+        super().__init__(script, processors)
+        self.known: list[tuple[float, float]] = []  # where each number lies
+        self.next = 0
+
+    def new_round(self) -> None:
+        self.next = 0
+
+    def coin(self, probability: float) -> bool:
+        if self.next == len(self.known):
+            self.known.append((0.0, 1.0))
+        low, high = self.known[self.next]
+        fell = super().coin(min(max((probability - low) / (high - low), 0.0), 1.0))
+        self.known[self.next] = (low, min(high, probability)) if fell else (max(low, probability), high)
+        self.next += 1
+        return fell
+
+
+def enumerate_outcomes(
+    run: Callable[[Sampler], tuple[int, ...]],
+    kind: type[Enumerating] = Enumerating,
+    processors: Sequence[LogitsProcessor] = (),
+) -> Iterator[tuple[tuple[int, ...], float]]:
     """Every outcome of `run` with its probability: `run` is called once for each path through its random choices."""
     scripts: list[list[int]] = [[]]
     while scripts:
-        sampler = Enumerating(scripts.pop())
+        sampler = kind(scripts.pop(), processors)
         yield run(sampler), sampler.weight
         for place in range(len(sampler.taken)):
             scripts.extend([*sampler.taken[:place], other] for other in sampler.others[place])

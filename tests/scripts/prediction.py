@@ -49,8 +49,8 @@ def main() -> None:
     context = round(statistics.mean(text.prompt + text.new / 2 for text in texts))
     costs = [measure_costs(llm.runtime, context=context, sampler=decoding.sampler(), seconds=4)]
     drafters = {str(i): llm.layer_skip(skip, controller.spec()) for i, skip in enumerate(skips)}
-    methods = {name: method(llm, drafter, **decoding.options()) for name, drafter in drafters.items()}
-    plain = method(llm, PlainDrafter(), **decoding.options())
+    methods = {name: method(llm, drafter, decoding.options()) for name, drafter in drafters.items()}
+    plain = method(llm, PlainDrafter(), decoding.options())
     runs = interleave({"plain": plain, **methods}, prompts, rounds=options.rounds)
     costs.append(measure_costs(llm.runtime, context=context, sampler=decoding.sampler(), seconds=4, seed=1))
     print(f"{machine(llm.runtime.device)}; {options.threads} thread(s); {llm.runtime.dtype}; temperature", end=" ")

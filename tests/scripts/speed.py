@@ -15,7 +15,7 @@ import selfspec
 from selfspec import builtin
 from selfspec.bench import interleave, machine, method, transformers_generate
 from selfspec.drafters import PlainDrafter
-from selfspec.loading import load_model
+from selfspec.options import Options
 from selfspec.profile import find_profile_file
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     profile = find_profile_file(options.profile)
     llm = selfspec.load(profile="none")
-    model, tokenizer = load_model(builtin.NAME)
+    theirs = selfspec.load(profile="none")
     drafter = llm.layer_skip(profile.skip_set, profile.controller)
     prompts = builtin.prompts("heldout")[-options.prompts :]
     print(
@@ -42,12 +42,12 @@ def main() -> None:
     print("| temperature | method | tokens/s | / transformers | / plain | acceptance | tokens a pass |")
     print("|---|---|---|---|---|---|---|")
     for temperature in (0.0, 0.8):
-        new = {"max_new_tokens": options.max_new_tokens, "temperature": temperature}
+        new = Options(max_new_tokens=options.max_new_tokens, temperature=temperature)
         runs = interleave(
             {
-                "transformers": transformers_generate(model, tokenizer, **new),
-                "plain": method(llm, PlainDrafter(), **new),
-                "layer skip": method(llm, drafter, **new),
+                "transformers": transformers_generate(theirs, new),
+                "plain": method(llm, PlainDrafter(), new),
+                "layer skip": method(llm, drafter, new),
             },
             prompts,
             rounds=options.rounds,

@@ -23,7 +23,7 @@ from selfspec.drafts import SequenceState
 from selfspec.runtime import Runtime
 from selfspec.sampling import Sampler
 from selfspec.skip import SkipSet
-from selfspec.verify import find_rule
+from selfspec.verify import token
 
 CONTROLLERS = [
     FixedK(1),
@@ -172,7 +172,7 @@ def test_a_sampled_round_has_the_joint_law_of_a_real_one(candidates):
     def real(sampler):
         drafter = LayerSkipDrafter(runtime, skip, controller.fresh(), siblings=candidates)
         seq = SequenceState(list(prompt), room, sampler)
-        rounds = decode(runtime, drafter, seq, rule=find_rule(None, sampler))
+        rounds = decode(runtime, drafter, seq, rule=token)
         outcome = next(rounds)
         rounds.close()
         return outcome.tokens, outcome.accepted, tuple(round(c, 9) for c in outcome.draft.confidence)
@@ -218,7 +218,7 @@ def test_sampled_means_agree_on_the_built_in_model(llm, siblings):
     drafter = LayerSkipDrafter(llm.runtime, skip, controller, siblings=siblings)
     for repeat in range(repeats):
         stats = [
-            llm.generate(p, max_new_tokens=new, drafter=drafter, seed=100 * repeat + i, **options).stats
+            llm.generate(p, max_new_tokens=new, drafter=drafter, seed=100 * repeat + i, rule="token", **options).stats
             for i, p in enumerate(prompts)
         ]
         found["real"].append(stats)

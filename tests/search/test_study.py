@@ -51,15 +51,15 @@ def scored(monkeypatch):
 
 
 def fixed_measure(speedup):
-    def measure(llm, drafter, prompts, **options):
+    def measure(llm, drafter, prompts, options, *, held_out):
         return Measurement(
             machine="test",
             device="cpu",
             dtype="float32",
             threads=1,
             prompts=len(prompts),
-            held_out=options["held_out"],
-            max_new_tokens=options["max_new_tokens"],
+            held_out=held_out,
+            max_new_tokens=options.max_new_tokens,
             rounds=3,
             temperature=0,
             plain_tokens_per_second=100,
@@ -174,7 +174,7 @@ def test_hopeless_sets_are_pruned_on_a_share_of_the_starts(llm, clockless):
 def test_sampled_searches(llm, clockless):
     profile = search(llm, temperature=0.8, top_p=0.95, trials=3)
     assert profile.search.temperature == 0.8
-    assert 0 < profile.predicted.acceptance_rate < 1
+    assert 0 < profile.predicted.acceptance_rate <= 1
 
 
 def test_what_may_be_skipped(llm, clockless):

@@ -54,7 +54,7 @@ def test_a_stream_gives_the_same_text(llm, drafter):
 
 
 def test_a_streams_first_token_is_not_drafted(llm):
-    """With a seeded sample it is, so that the text is generate's."""
+    """With a seed the text is generate's all the same."""
 
     class Counting(PlainDrafter):
         proposed = 0
@@ -66,8 +66,10 @@ def test_a_streams_first_token_is_not_drafted(llm):
     counting = Counting()
     next(llm.stream(PROMPT, max_new_tokens=5, drafter=counting))
     assert counting.proposed == 0
-    next(llm.stream(PROMPT, max_new_tokens=5, drafter=counting, temperature=1.0, seed=1))
-    assert counting.proposed == 1
+    seeded = {"max_new_tokens": 12, "temperature": 1.0, "seed": 1}
+    drafter = llm.layer_skip(SKIP)
+    whole = llm.generate(PROMPT, drafter=drafter, **seeded).text
+    assert "".join(llm.stream(PROMPT, drafter=drafter, **seeded)) == whole
 
 
 def test_a_seeded_stream_is_the_seeded_generation(llm, drafter):
@@ -263,3 +265,47 @@ def test_devices_and_dtypes_that_cannot_be_used():
         selfspec.load(device="abacus")
     with pytest.raises(SelfspecError, match="dtype 'int3' is not known"):
         selfspec.load(dtype="int3")
+
+
+def test_threads_that_share_a_model_get_their_own_text_or_a_clear_error(llm, drafter):
+    """Whoever comes while it generates is refused at once; nobody gets another's text."""
+    prompts = [f"def f{i}(x):\n    " for i in range(4)]
+    expected = {prompt: llm.generate(prompt, max_new_tokens=12).tokens for prompt in prompts}
+    done, refused, wrong = [], [], []
+
+    def work(prompt):
+        for _ in range(25):
+            try:
+                tokens = llm.generate(prompt, max_new_tokens=12, drafter=drafter).tokens
+                (done if tokens == expected[prompt] else wrong).append(prompt)
+            except BusyError:
+                refused.append(prompt)
+
+    threads = [threading.Thread(target=work, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(done) + len(refused) == 100
+    assert done
+    assert llm.generate(prompts[0], max_new_tokens=12).tokens == expected[prompts[0]]
+
+
+def test_threads_with_models_of_their_own_do_not_disturb_each_other(llm):
+    """Two wrappers of the same weights, at the same time, with seeds."""
+    others = [selfspec.wrap(llm.model, llm.tokenizer, profile="none") for _ in range(3)]
+    options = {"max_new_tokens": 16, "temperature": 0.9}
+    expected = [llm.generate(PROMPT, seed=i, **options).tokens for i in range(3)]
+    found = {}
+
+    def work(i):
+        mine = others[i].layer_skip(SKIP)
+        found[i] = [others[i].generate(PROMPT, seed=i, drafter=mine, **options).tokens for _ in range(5)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found[i] == [expected[i]] * 5 for i in range(3))

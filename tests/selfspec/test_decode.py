@@ -20,6 +20,7 @@ from selfspec.verify import find_rule, greedy
 VOCABULARY = 11
 PROMPTS = [[1, 4, 2, 9], [7], [3, 3, 3, 0, 5, 10, 8], [6, 2]]
 SKIP = SkipSet((1,), (0, 2))
+ENDS = frozenset([2, 8])
 DRAFTERS = {
     "plain": lambda runtime, prompt: PlainDrafter(),
     "random tree": lambda runtime, prompt: RandomTree(VOCABULARY, (3, 2, 1)),
@@ -119,9 +120,15 @@ class Broken(Exception):
     pass
 
 
-def test_an_exception_between_any_two_steps_leaves_the_runtime_usable(runtime, make, monkeypatch):
+@pytest.mark.parametrize(("error", "temperature"), [(Broken, 0.0), (KeyboardInterrupt, 1.0)])
+def test_an_exception_between_any_two_steps_leaves_the_runtime_usable(runtime, make, monkeypatch, error, temperature):
+    """Greedy, and sampled with a seed, where the text is plain decoding's too."""
     prompt = PROMPTS[0]
-    text = plain(runtime, prompt, 10)
+
+    def decoded(drafter, sampler=None):
+        return run(runtime, drafter, prompt, 10, sampler=sampler or Sampler(temperature=temperature, seed=3))
+
+    text = decoded(PlainDrafter())[0]
     for fail_at in range(1, 200):
         events = 0
 
@@ -130,10 +137,10 @@ def test_an_exception_between_any_two_steps_leaves_the_runtime_usable(runtime, m
                 nonlocal events
                 events += 1
                 if events == fail_at and before:
-                    raise Broken
+                    raise error
                 result = inner(*args, **kwargs)
                 if events == fail_at:
-                    raise Broken
+                    raise error
                 return result
 
             return outer
@@ -146,13 +153,16 @@ def test_an_exception_between_any_two_steps_leaves_the_runtime_usable(runtime, m
             for name in ("begin", "propose", "observe"):
                 patch.setattr(drafter, name, breaking(getattr(drafter, name), before))
             patch.setattr(runtime.cache, "commit", breaking(runtime.cache.commit, before))
+            sampler = Sampler(temperature=temperature, seed=3)
+            for name in ("scores", "draw", "draws"):
+                patch.setattr(sampler, name, breaking(getattr(sampler, name), before))
             try:
-                run(runtime, drafter, prompt, 10)
+                decoded(drafter, sampler)
                 finished = True
-            except Broken:
+            except error:
                 finished = False
         assert calls["begin"] == calls["end"] or (calls["begin"] == 0 and calls["end"] <= 1)
-        assert run(runtime, drafter, prompt, 10)[0] == text
+        assert decoded(drafter)[0] == text
         if finished:
             return
     pytest.fail("never finished")
@@ -186,12 +196,30 @@ def test_a_second_stream_is_refused_and_the_first_goes_on(runtime, make):
     assert seq.tokens[len(prompt) :] == text
 
 
-def test_a_seed_repeats_and_seeds_differ(runtime, make):
-    def sample(seed):
-        return run(runtime, make(PROMPTS[0]), PROMPTS[0], 24, sampler=Sampler(temperature=1.5, seed=seed))[0]
+@pytest.mark.parametrize("rule", ["match", "block", "token"])
+def test_a_seed_repeats_and_seeds_differ(runtime, make, rule):
+    def sample(seed, drafter=None):
+        sampler = Sampler(temperature=1.5, seed=seed, tied=rule == "match")
+        return run(runtime, drafter or make(PROMPTS[0]), PROMPTS[0], 24, sampler=sampler, rule=rule)[0]
 
     assert sample(5) == sample(5)
     assert len({tuple(sample(seed)) for seed in range(4)}) > 1
+    if rule == "match":
+        assert sample(5) == sample(5, PlainDrafter())
+
+
+@pytest.mark.parametrize("rule", ["match", "block", "token"])
+def test_sampled_texts_end_where_they_should(runtime, make, rule):
+    """Whatever the rule, nothing comes after an end token, and no more than there is room for."""
+    ended = 0
+    for seed in range(12):
+        sampler = Sampler(temperature=1.5, seed=seed, tied=rule == "match")
+        tokens, outcomes = run(runtime, make(PROMPTS[0]), PROMPTS[0], 15, sampler=sampler, rule=rule, ends=ENDS)
+        assert ENDS.isdisjoint(tokens[:-1])
+        assert tokens[-1] in ENDS or len(tokens) == 15
+        assert [t for outcome in outcomes for t in outcome.tokens] == tokens
+        ended += tokens[-1] in ENDS
+    assert ended > 0
 
 
 def test_the_first_round_can_be_plain(runtime, make):

@@ -5,17 +5,11 @@ import random
 
 import pytest
 import torch
-from models import run, small
-from toys import Enumerating, HiddenHead, RandomTree, Scripted, TinyModel, enumerate_outcomes
 
-from selfspec.controllers import AdaptiveThreshold, FixedK, StaticThreshold
-from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.drafts import NO_DRAFT, Draft
 from selfspec.errors import SelfspecError
-from selfspec.runtime import Runtime
 from selfspec.sampling import Sampler
-from selfspec.skip import SkipSet
-from selfspec.verify import find_rule, greedy, token
+from selfspec.verify import block, find_rule, greedy, match, token
 
 
 class Coins(Sampler):
@@ -60,6 +54,76 @@ class TestGreedy:
         assert greedy(draft, table, Sampler(), 0) == ((1, 2), 2)
 
 
+class TestBlock:
+    def test_draft_equal_to_target_is_kept_whole(self):
+        q = TARGET[:2].softmax(-1)
+        for tokens in itertools.product(range(3), repeat=2):
+            sampler = Coins(True)
+            assert block(Draft.chain(tokens, q=q), TARGET, sampler, 0) == ((0, 1), 2)
+            assert sampler.chances == [1.0]
+
+    def test_one_token_is_verified_as_by_token_rejection(self):
+        q = torch.tensor([[0.2, 0.6, 0.2]], dtype=torch.float64)
+        for drafted in range(3):
+            for coin in (True, False):
+                mine, theirs = Coins(coin), Coins(coin)
+                draft = Draft.chain([drafted], q=q)
+                assert block(draft, TARGET[:2], mine, 0) == token(draft, TARGET[:2], theirs, 0)
+                assert mine.chances == pytest.approx(theirs.chances)
+
+    def test_a_likely_end_makes_up_for_an_unlikely_beginning(self):
+        """P_1 = .1 / .5 = .2, P_2 = min(1, .2 * .6 / .1) = 1: kept, where token rejection keeps .2 of the time."""
+        q = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.5, 0.4]], dtype=torch.float64)
+        sampler = Coins(True)
+        assert block(Draft.chain([0, 0], q=q), TARGET, sampler, 0)[0] == (0, 1)
+        assert sampler.chances == [pytest.approx(1.0)]
+
+    def test_the_residual_after_a_broken_block(self):
+        """P = (1, .2, .4 / 3): h_1 = R_1 / (R_1 + .8) with R_1 the sum of (.2 p - q)+; after it, that residual."""
+        q = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.15, 0.75]], dtype=torch.float64)
+        left = (0.2 * TARGET[1].softmax(-1) - q[1]).clamp(min=0)  # (.02, 0, 0)
+        sampler = Coins(False, True)
+        assert block(Draft.chain([0, 1], q=q), TARGET, sampler, 0) == ((0,), 0)
+        assert sampler.chances == [
+            pytest.approx(0.2 * 0.1 / 0.15),
+            pytest.approx(float(left.sum() / (left.sum() + 0.8))),
+        ]
+
+    def test_one_hot_proposals_are_accepted_with_p(self):
+        sampler = Coins(False)
+        assert block(Draft.chain([1]), TARGET[:2], sampler, 0) == ((), 2)  # p without token 1 is (.1, 0, .2)
+        assert sampler.chances == [pytest.approx(0.7)]
+
+    def test_below_an_accepted_sibling_a_block_begins_afresh(self):
+        q = torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]], dtype=torch.float64)
+        draft = Draft((0, 1, 0), (-1, -1, 1), q, (0, 0, 1))
+        sampler = Coins(False, True, True)
+        assert block(draft, TARGET[[0, 1, 1, 2]], sampler, 0) == ((1, 2), 2)
+        # p - q = (-.4, .4, 0), so what is left is token 1 alone; below it p(0) / q(0) = .6 / 1.
+        assert sampler.chances == pytest.approx([0.2, 1.0, 0.6])
+
+
+class TestMatch:
+    def test_what_is_drawn_with_the_noise_of_its_place_is_kept(self):
+        sampler = Sampler(temperature=1.0, seed=3)
+        drawn = sampler.draws(TARGET.softmax(-1), [5, 6, 7])
+        assert match(Draft.chain(drawn[:2]), TARGET, sampler, 5) == ((0, 1), drawn[2])
+        assert match(Draft.chain([drawn[0], (drawn[1] + 1) % 3]), TARGET, sampler, 5) == ((0,), drawn[1])
+        assert match(Draft.chain([(drawn[0] + 1) % 3, drawn[1]]), TARGET, sampler, 5) == ((), drawn[0])
+
+    def test_siblings_are_matched_too(self):
+        sampler = Sampler(temperature=1.0, seed=3)
+        (first,) = sampler.draws(TARGET[:1].softmax(-1), [5])
+        draft = Draft(tuple((first + i) % 3 for i in (1, 2, 0)), (-1, -1, -1), None, (-1,) * 3)
+        path, following = match(draft, TARGET[[0, 1, 1, 1]], sampler, 5)
+        assert path == (2,)
+        assert following == sampler.draw(TARGET[1].softmax(-1), 6)
+
+    def test_nothing_drafted(self):
+        sampler = Sampler(temperature=1.0, seed=3)
+        assert match(NO_DRAFT, TARGET[:1], sampler, 5) == ((), sampler.draw(TARGET[0].softmax(-1), 5))
+
+
 class TestToken:
     def test_draft_equal_to_target_is_always_accepted(self):
         q = TARGET[:2].softmax(-1)
@@ -95,99 +159,20 @@ class TestToken:
         assert token(Draft.chain([0], q=q), TARGET[:2], Coins(False), 0) == ((), 1)
 
 
-def target_joint(runtime: Runtime, prompt: list[int], n: int, sampler: Sampler) -> dict[tuple[int, ...], float]:
-    """p of every continuation of `n` tokens, from a full forward of each prefix."""
-    joint: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(n):
-        longer = {}
-        for text, chance in joint.items():
-            tokens = [*prompt, *text]
-            with runtime.session(len(tokens)):
-                logits = runtime.forward(torch.tensor([tokens]), 0, logits="last").logits
-            p = sampler.probs(sampler.scores(logits[0], iter([tokens])))[0]
-            longer.update({(*text, i): chance * value for i, value in enumerate(p.tolist())})
-        joint = longer
-    return joint
-
-
-VOCABULARY, PROMPT = 3, [0, 2, 1]
-DRAFTERS = {
-    "plain": lambda runtime: PlainDrafter(),
-    "chain": lambda runtime: RandomTree(VOCABULARY, (1, 1)),
-    "siblings": lambda runtime: RandomTree(VOCABULARY, (2,)),
-    "all siblings": lambda runtime: RandomTree(VOCABULARY, (3,)),
-    "chain with siblings": lambda runtime: RandomTree(VOCABULARY, (2, 1)),
-    "siblings below": lambda runtime: RandomTree(VOCABULARY, (1, 2)),
-    "one-hot": lambda runtime: Scripted(lambda tokens: [sum(tokens) % 3, len(tokens) % 3], 2),
-    "hidden head": HiddenHead,
-    "tiny model": lambda runtime: TinyModel(Runtime(small(VOCABULARY, 1, seed=9)), 2),
-    "layer skip, fixed": lambda runtime: LayerSkipDrafter(runtime, SkipSet((0,), (1,)), FixedK(2)),
-    "layer skip, static": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (1,)), StaticThreshold(0.4, 2)),
-    "layer skip, siblings": lambda runtime: LayerSkipDrafter(
-        runtime, SkipSet((1,), (1,)), StaticThreshold(0.4, 2), siblings=2
-    ),
-    "layer skip, adaptive": lambda runtime: LayerSkipDrafter(
-        runtime, SkipSet((0,), (0,)), AdaptiveThreshold(threshold=0.5, step=1.0, k_max=2)
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def runtime():
-    return Runtime(small(VOCABULARY, 2, seed=4))
-
-
-# All siblings over four tokens are a hundred thousand paths: two and three cover them.
-CASES = [(name, room) for name in DRAFTERS for room in (2, 3, 4) if (name, room) != ("all siblings", 4)]
-
-
-@pytest.mark.parametrize(("name", "room"), CASES)
-def test_token_rejection_follows_the_target_exactly(runtime, name, room):
-    """The shipped loop and rule, every path through their coins and draws: the joint law of several rounds."""
-    joint: dict[tuple[int, ...], float] = {}
-
-    def once(sampler):
-        return tuple(run(runtime, DRAFTERS[name](runtime), PROMPT, room, sampler=sampler)[0])
-
-    for text, weight in enumerate_outcomes(once):
-        joint[text] = joint.get(text, 0.0) + weight
-    expected = target_joint(runtime, PROMPT, room, Enumerating())
-    assert joint.keys() <= expected.keys()
-    assert max(abs(joint.get(text, 0.0) - chance) for text, chance in expected.items()) < 1e-9
-
-
-def test_the_harness_sees_a_wrong_rule(runtime):
-    """A bonus token drawn from p of the wrong row is far outside the harness's tolerance."""
-
-    def wrong(draft, scores, sampler, position):
-        path, _ = token(draft, scores, sampler, position)
-        return path, sampler.draw(sampler.probs(scores)[0], position)
-
-    from selfspec.decode import decode
-    from selfspec.drafts import SequenceState
-
-    joint: dict[tuple[int, ...], float] = {}
-
-    def once(sampler):
-        seq = SequenceState(list(PROMPT), 3, sampler)
-        list(decode(runtime, RandomTree(VOCABULARY, (1, 1)), seq, rule=wrong))
-        return tuple(seq.tokens[3:])
-
-    for text, weight in enumerate_outcomes(once):
-        joint[text] = joint.get(text, 0.0) + weight
-    expected = target_joint(runtime, PROMPT, 3, Enumerating())
-    assert max(abs(joint.get(text, 0.0) - chance) for text, chance in expected.items()) > 1e-3
-
-
 def test_rules_are_found_and_refused():
     assert find_rule(None, Sampler()) is greedy
-    assert find_rule(None, Sampler(temperature=1.0)) is token
-    with pytest.raises(SelfspecError, match="'other' is not known; known: greedy, token"):
+    assert find_rule(None, Sampler(temperature=1.0)) is block
+    assert find_rule("token", Sampler(temperature=1.0, seed=1, tied=False)) is token
+    assert find_rule(None, Sampler(temperature=1.0, seed=1)) is match
+    assert find_rule("match", Sampler(temperature=1.0, tied=True)) is match
+    with pytest.raises(SelfspecError, match="'other' is not known; known: greedy, match, block, token"):
         find_rule("other", Sampler())
-    with pytest.raises(SelfspecError, match="does not fit temperature 0"):
+    with pytest.raises(SelfspecError, match="'token' does not fit temperature 0; want greedy"):
         find_rule("token", Sampler())
-    with pytest.raises(SelfspecError, match="does not fit sampling"):
+    with pytest.raises(SelfspecError, match="'greedy' does not fit sampling; want match or block or token"):
         find_rule("greedy", Sampler(temperature=1.0))
+    with pytest.raises(SelfspecError, match="'block' does not fit sampling with tied noise; want match"):
+        find_rule("block", Sampler(temperature=1.0, seed=1))
 
 
 def test_a_random_tree_is_verified_like_a_plain_walk():

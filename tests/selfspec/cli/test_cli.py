@@ -13,11 +13,16 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
+from models import CONFIGS, tiny
+from transformers import GenerationConfig
 
 import selfspec
 from selfspec import builtin
 from selfspec.cli import main
+from selfspec.options import Options
 from selfspec.profile import ControllerSpec, Identity, Profile, Skip, read_profile, write_profile
+from selfspec.verify import RULES
 
 SELFSPEC = str(Path(sys.executable).parent / "selfspec")
 PROMPT = "import os\n\ndef main(args):\n    "
@@ -137,6 +142,93 @@ class TestGenerate:
         code, out, _ = cli("generate", PROMPT, "--profile", "none", "--json", "--max-new-tokens", 3)
         assert (code, json.loads(out)["stats"]["drafted"]) == (0, 0)
 
+    def test_a_seed_gives_the_same_text_without_drafting(self, cli, profile_file):
+        args = ("generate", PROMPT, "--temperature", 1.0, "--seed", 5, "--max-new-tokens", 20)
+        assert cli(*args, "--profile", profile_file)[1] == cli(*args, "--profile", "none")[1]
+        _, out, _ = cli(*args, "--profile", profile_file, "--compare")
+        assert "identical output: yes" in out
+
+    def test_a_generation_config(self, cli, llm, tmp_path, profile_file):
+        """A file, its folder, or the checkpoint's own; other options and single fields go before it."""
+        config = GenerationConfig(do_sample=True, temperature=0.9, top_k=5, repetition_penalty=1.3, max_new_tokens=9)
+        config.save_pretrained(tmp_path / "own")
+        args = ("generate", PROMPT, "--profile", profile_file, "--seed", 2, "--json")
+        expected = llm.generate(PROMPT, config, seed=2).tokens
+        for given in ("own", "own/generation_config.json"):
+            assert json.loads(cli(*args, "--generation-config", given)[1])["tokens"] == expected
+        assert len(json.loads(cli(*args, "--generation-config", "own", "--max-new-tokens", 4)[1])["tokens"]) == 4
+        greedy = llm.generate(PROMPT, config, temperature=0.0).tokens
+        assert json.loads(cli(*args, "--generation-config", "own", "--temperature", 0)[1])["tokens"] == greedy
+        assert cli(*args, "--generation-config", "model", "--max-new-tokens", 3)[0] == 0
+        single = ("--set", "repetition_penalty=1.3", "--set", "bad_words_ids=[[12], [13]]", "--max-new-tokens", 9)
+        tokens = json.loads(cli(*args, *single)[1])["tokens"]
+        settings = {"repetition_penalty": 1.3, "bad_words_ids": [[12], [13]]}
+        assert tokens == llm.run(PROMPT, Options(max_new_tokens=9, settings=settings)).tokens
+        assert not {12, 13} & {*tokens}
+
+    def test_guided(self, cli, tmp_path, profile_file):
+        args = ("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 20)
+        _, out, _ = cli(*args, "--regex", "[0-9]{3}-[0-9]{2}")
+        assert re.fullmatch(r"[0-9]{3}-[0-9]{2}\n", out)
+        (tmp_path / "schema.json").write_text('{"enum": ["one", "two"]}')
+        assert cli(*args, "--json-schema", "schema.json")[1] in ('"one"\n', '"two"\n')
+
+    @pytest.mark.parametrize("rule", ["match", "block", "token"])
+    def test_a_rule(self, cli, profile_file, rule):
+        args = ("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 8, "--temperature", 1, "--seed", 1)
+        first, again = (cli(*args, "--rule", rule) for _ in range(2))
+        assert first[0] == 0
+        assert first[1] == again[1]
+
+    def test_options_without_effect_are_said(self, cli):
+        code, _, err = cli("generate", PROMPT, "--max-new-tokens", 2, "--profile", "none", "--seed", 1, "--top-p", 0.5)
+        assert code == 0
+        assert err == "--seed, --top-p: no effect on greedy decoding; --temperature above 0 samples\n"
+
+    def test_small_numbers_are_numbers(self, cli):
+        args = ("generate", PROMPT, "--max-new-tokens", 2, "--temperature", 1, "--set", "epsilon_cutoff=3e-4")
+        assert cli(*args)[0] == 0
+
+
+class TestAudit:
+    def test_float64_has_no_difference(self, cli):
+        code, out, _ = cli("audit", "--dtype", "float64", "--limit", 2, "--max-new-tokens", 12)
+        assert code == 0
+        assert "bypassed: profile stdlib-llama-3.7m, 14 sub-layers" in out
+        assert re.search(r"2 prompts, 24 tokens, \d+ drafted, \d+ accepted \(\d+%\): 0 near-ties, 0 bugs", out)
+
+    def test_json_own_prompts_and_profile(self, cli, tmp_path, profile_file):
+        (tmp_path / "mine.txt").write_text("def f(x):\nclass A:\n")
+        args = ("audit", "--prompts", "mine.txt", "--profile", profile_file, "--max-new-tokens", 8, "--json")
+        code, out, _ = cli(*args, "--temperature", 0.8, "--seed", 3)
+        data = json.loads(out)
+        assert code == 0
+        assert (data["prompts"], data["tokens"], data["bugs"], data["dtype"]) == (2, 16, 0, "float32")
+        assert data["drafted"] > 0
+
+    def test_a_model_without_a_profile(self, cli, tmp_path):
+        tiny(CONFIGS["llama"], dtype=torch.float32).save_pretrained(tmp_path / "m")
+        builtin_tokenizer = Path(str(builtin.model_folder()))
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(builtin_tokenizer / file, tmp_path / "m" / file)
+        (tmp_path / "p.txt").write_text("!\n")  # a token that even 61 tokens hold
+        code, out, _ = cli("audit", "--model", "m", "--prompts", "p.txt", "--max-new-tokens", 6)
+        assert code == 0
+        assert "every second layer, as there is no profile" in out
+
+    def test_a_bug_is_exit_code_1(self, cli, monkeypatch):
+        right = RULES["greedy"]
+
+        def wrong(draft, scores, sampler, position):
+            path, following = right(draft, scores, sampler, position)
+            return path, following if not len(draft) or position % 3 else (following + 1) % 4096
+
+        monkeypatch.setitem(RULES, "greedy", wrong)
+        code, out, _ = cli("audit", "--limit", 1, "--max-new-tokens", 20)
+        assert code == 1
+        assert "a BUG, please report it" in out
+        assert "when decoded plainly" in out
+
 
 class TestSearch:
     def test_finds_and_saves(self, cli, tmp_path):
@@ -162,7 +254,7 @@ class TestSearch:
 
     def test_every_option(self, cli, tmp_path):
         args = ("search", "--trials", 2, "--prompts", 2, "--max-new-tokens", 6, "--keep-best", "--minutes", 5)
-        args += ("--keep", "0,15", "--granularity", "layer", "--max-draft-cost", 0.9, "--context", 40)
+        args += ("--keep", "0,15", "--granularity", "layer", "--max-draft-cost", 3, "--context", 40)
         args += ("--temperature", 0.8, "--top-p", 0.9, "--controller", "static:threshold=0.4,k_max=3")
         assert cli(*args, "--strategy", "tpe")[0] == 0
         profile = read_profile(tmp_path / "profile.yaml")
@@ -315,6 +407,30 @@ WRONG = {
     "no trials": (["search", "--trials", "0"], "'--trials'"),
     "out without folder": (["search", "--out", "no/p.yaml"], "the folder no does not exist"),
     "out is a folder": (["search", "--out", "."], "is a folder; want a file to write"),
+    "rule": (["generate", "x", "--rule", "magic"], "verification rule 'magic' is not known; known: greedy, match"),
+    "rule for sampling": (["generate", "x", "--rule", "block"], "'block' does not fit temperature 0; want greedy"),
+    "field": (["generate", "x", "--set", "minp=1"], "GenerationConfig has no field 'minp'; did you mean min_p?"),
+    "field without value": (["generate", "x", "--set", "min_p"], "--set min_p: want NAME=VALUE, such as min_p=0.05"),
+    "field's value": (["generate", "x", "--set", "do_sample=true", "--set", "min_p=x"], "generation config: "),
+    "length": (["generate", "x", "--set", "max_length=abc"], "max_length abc: want a whole number of at least 1"),
+    "fewest": (["generate", "x", "--set", "min_new_tokens=abc"], "min_new_tokens abc: want a whole number"),
+    "time": (["generate", "x", "--set", "max_time=5s"], "max_time 5s: want seconds"),
+    "no token": (
+        ["generate", "x", "--set", "forced_eos_token_id=99999"],
+        "token 99999 is not in the vocabulary of 4096",
+    ),
+    "stop field": (["generate", "x", "--set", "stop_strings=['']"], "a stop string is empty"),
+    "beams": (["generate", "x", "--set", "num_beams=4"], "num_beams 4 is not served; selfspec decodes one sequence"),
+    "no config": (["generate", "x", "--generation-config", "no"], "generation config no: no such file"),
+    "broken config": (["generate", "x", "--generation-config", "broken.yaml"], "generation config broken.yaml cannot"),
+    "regex": (["generate", "x", "--regex", "a("], r"regular expression 'a\(': unclosed group"),
+    "two guides": (["generate", "x", "--regex", "a", "--json-schema", "key.json"], "want one of them"),
+    "no schema": (["generate", "x", "--json-schema", "no.json"], "no.json: no such file"),
+    "no schema's text": (["generate", "x", "--json-schema", "empty.txt"], "JSON schema"),
+    "audit nothing": (["audit", "--profile", "index2.yaml"], "skips nothing, so there is nothing to audit"),
+    "audit no prompts": (["audit", "--prompts", "no.jsonl"], "no.jsonl: no such file"),
+    "audit outgrows": (["audit", "--max-new-tokens", "1024"], "outgrow the model's context"),
+    "audit's profile": (["audit", "--profile", "other.yaml"], "of another model: layers 4 in the profile, 16"),
     "search no model": (["search", "--model", "/no/such"], "no such folder"),
 }
 
@@ -335,6 +451,7 @@ def test_wrong_input_is_one_clear_line(cli, tmp_path, monkeypatch, name):
         "layers.yaml": "model: {layers: 99999999}",
         "half.txt": "a",
         "twice.yaml": "skip: {}\nskip: {}\nmodel: {layers: 16}",
+        "key.json": "{}",
         "index2.yaml": "model: {layers: 16}",
         "costs.yaml": "model: {layers: 16}\ncosts: {context: 9, base: 0.1, attention: 0.1, mlp: 0.1, widths: [2], "
         "verify: [0.1], round: 0.1}",
