@@ -16,7 +16,9 @@ from selfspec.decode import decode
 from selfspec.drafters import Drafter, LayerSkipDrafter, PlainDrafter
 from selfspec.drafts import SequenceState
 from selfspec.errors import SelfspecError
+from selfspec.families import check_family
 from selfspec.guided import Guide
+from selfspec.linears import join_
 from selfspec.loading import load_model
 from selfspec.options import Options, Plan, plan
 from selfspec.profile import ControllerSpec, Identity, Profile, find_profile_file, shipped_profiles
@@ -238,6 +240,8 @@ def load(
     """
     named = profile if profile in ("auto", "none") or isinstance(profile, Profile) else find_profile_file(profile)
     loaded, tokenizer = load_model(model, device=device, dtype=dtype)
+    check_family(loaded.config, type(loaded).__name__)
+    join_(loaded)
     return wrap(loaded, tokenizer, profile=named, name=model)
 
 

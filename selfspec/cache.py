@@ -6,9 +6,12 @@ A slot is a place for one token's keys and values at every layer. Knows nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
+
+ALL_ROWS = slice(None)
 
 
 class Cache:
@@ -22,14 +25,26 @@ class Cache:
         *,
         rows: int,
         kv_heads: int,
+        group: int,
         slots: int,
         head_dim: int,
         dtype: torch.dtype,
         devices: Sequence[torch.device],
     ) -> None:
+        # One tensor [L, B, H_kv, slots, d] for each run of layers on one device: views of all are made in one call.
+        runs = [(len(list(layers)), device) for device, layers in groupby(devices)]
         shape = (rows, kv_heads, slots + 1, head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for device in devices]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for device in devices]
+        self._whole = [
+            tuple(torch.zeros((layers, *shape), dtype=dtype, device=device) for _ in range(2))
+            for layers, device in runs
+        ]
+        # One key head serves `group` query heads: rows and key heads are folded, and repeated without copying.
+        self._repeated = [
+            tuple(t.flatten(1, 2).unsqueeze(2).expand(-1, -1, group, -1, -1) for t in pair) for pair in self._whole
+        ]
+        self._heads = kv_heads
+        self.keys = [layer for keys, _ in self._whole for layer in keys]
+        self.values = [layer for _, values in self._whole for layer in values]
         self.rows = rows
         self.slots = slots
         self.length = [0] * rows
@@ -43,6 +58,38 @@ class Cache:
     def bytes(self) -> int:
         """Memory held."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+    def seen(self, slots: int, rows: slice = ALL_ROWS) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of the first `slots` slots, `[B * H_kv, group, slots, d]` for each layer."""
+        return self._views(self._repeated, 0, slots, self._span(rows, self._heads))
+
+    def run(self, start: int, n: int, rows: slice = ALL_ROWS) -> tuple[list[Tensor], list[Tensor]]:
+        """A run of `n` slots of keys and values to be written, `[B, H_kv, n, d]` for each layer."""
+        return self._views(self._whole, start, n, self._span(rows, 1))
+
+    @staticmethod
+    def _views(
+        wholes: Sequence[tuple[Tensor, ...]], start: int, n: int, span: tuple[int, int] | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        found: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for pair in wholes:
+            for views, t in zip(found, pair, strict=True):
+                part = t.narrow(3, start, n)
+                views += (part if span is None else part.narrow(1, *span)).unbind(0)
+        return found
+
+    def _span(self, rows: slice, each: int) -> tuple[int, int] | None:
+        """Where `rows` begin and how long they are in a dimension that has `each` places a row; None: all of them."""
+        if rows == ALL_ROWS:
+            return None
+        first, last, _ = rows.indices(self.rows)
+        return first * each, (last - first) * each
+
+    def scatter(self, index: int, k: Tensor, v: Tensor, slots: Tensor, rows: slice) -> None:
+        """Write keys and values `[B, n, H_kv, d]` of a layer at `slots` `[B, n]`."""
+        row = torch.arange(len(slots), device=slots.device).unsqueeze(1)
+        self.keys[index][rows][row, :, slots] = k
+        self.values[index][rows][row, :, slots] = v
 
     def clear(self, row: int) -> None:
         """Forget a row."""

@@ -7,9 +7,7 @@ and Qwen2. Everything else is refused by name. Knows nothing of caches, prompts 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from selfspec.errors import UnsupportedModelError
+from selfspec.linears import Call, Onto, is_plain, linear, linear_onto, on_rows, side_by_side
 from selfspec.profile import Identity
 
 FAMILIES = ("llama", "mistral", "qwen2")
@@ -25,22 +24,17 @@ ROPES = ("default", "linear", "llama3", "yarn")
 # These recompute their frequencies from each call's longest position: fixed only up to the original length.
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
-Call = Callable[[Tensor], Tensor]
-
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The leaf modules of one decoder layer, each a callable from `[B, n, in]` to `[B, n, out]`."""
+    """The leaf modules of one decoder layer, each a callable on rows `[N, in]`; `o` and `down` add to the stream."""
 
     input_norm: Call
-    q: Call
-    k: Call
-    v: Call
-    o: Call
+    qkv: Call  # query, key and value side by side
+    o: Onto
     post_norm: Call
-    gate: Call
-    up: Call
-    down: Call
+    gate_up: Call  # gate and up side by side
+    down: Onto
     act: Call
     scaling: float
     device: torch.device
@@ -92,7 +86,7 @@ def read_skeleton(model: Any) -> Skeleton:
         embed=body.embed_tokens,
         blocks=tuple(_block(layer) for layer in body.layers),
         norm=_norm(body.norm),
-        head=_linear(model.lm_head),
+        head=linear(model.lm_head),
         rotary=body.rotary_emb,
         identity=read_identity(config).model_copy(update={"fingerprint": _fingerprint(model)}),
         heads=config.num_attention_heads,
@@ -133,24 +127,15 @@ def _block(layer: Any) -> Block:
     attention, mlp = layer.self_attn, layer.mlp
     return Block(
         input_norm=_norm(layer.input_layernorm),
-        q=_linear(attention.q_proj),
-        k=_linear(attention.k_proj),
-        v=_linear(attention.v_proj),
-        o=_linear(attention.o_proj),
+        qkv=side_by_side([attention.q_proj, attention.k_proj, attention.v_proj]),
+        o=linear_onto(attention.o_proj),
         post_norm=_norm(layer.post_attention_layernorm),
-        gate=_linear(mlp.gate_proj),
-        up=_linear(mlp.up_proj),
-        down=_linear(mlp.down_proj),
+        gate_up=side_by_side([mlp.gate_proj, mlp.up_proj]),
+        down=linear_onto(mlp.down_proj),
         act=F.silu if isinstance(mlp.act_fn, (nn.SiLU, SiLUActivation)) else mlp.act_fn,
         scaling=attention.scaling,
         device=_device(layer.input_layernorm),
     )
-
-
-def is_plain(module: nn.Module) -> bool:
-    """Whether calling `module` runs its class's own forward and nothing else: no hooks, no parametrisation."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return not hooks and "forward" not in module.__dict__ and not hasattr(module, "parametrizations")
 
 
 def _check_containers(model: Any) -> None:
@@ -173,13 +158,6 @@ def _check_containers(model: Any) -> None:
             )
 
 
-def _linear(module: nn.Module) -> Call:
-    """A linear as a callable: an exact `nn.Linear` without a module call's overhead, anything else as it is."""
-    if type(module) is not nn.Linear or not is_plain(module) or module.weight.is_meta:
-        return module
-    return partial(F.linear, weight=module.weight.detach(), bias=None if module.bias is None else module.bias.detach())
-
-
 def _norm(module: Any) -> Call:
     """RMSNorm as a callable: in float32 and float64 the same formula in fewer and cheaper calls.
 
@@ -188,7 +166,7 @@ def _norm(module: Any) -> Call:
     """
     plain = type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and is_plain(module)
     if not plain or module.weight.dtype not in (torch.float32, torch.float64) or module.weight.is_meta:
-        return module  # type: ignore[no-any-return]
+        return on_rows(module)
     weight = module.weight.detach()
     eps, share = weight.new_tensor(module.variance_epsilon), 1 / len(weight)
 

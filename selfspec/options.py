@@ -158,7 +158,7 @@ def _complete(model: Any, options: Options, prompt: int, ends: frozenset[int]) -
     if given is None:
         config = GenerationConfig(eos_token_id=sorted(ends) or None, pad_token_id=min(ends, default=None))
         config.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
-        config.top_k = 0
+        config.top_k = 0 if options.temperature else config.top_k  # which greedy decoding does not read
     else:
         config, _ = model._prepare_generation_config(given)
     for name, value in options.settings.items():

@@ -9,19 +9,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selfspec.cache import Cache
+from selfspec.cache import ALL_ROWS, Cache
 from selfspec.errors import BusyError, SelfspecError
 from selfspec.families import Block, read_skeleton
 from selfspec.skip import NOTHING_SKIPPED, SkipSet
 
-ALL_ROWS = slice(None)
 _GROWTH = 256  # the cache grows in steps, so that prompts of similar length share one allocation
 
 
@@ -40,14 +39,22 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a forward's tokens stand: rope `[.., n, 1, d]`, slots to write, slots seen, additive mask."""
+    """Where a forward's `[B, n]` tokens stand: rope `[.., n, 1, d]`, what they see and write of the cache, and a mask.
 
+    `keys` and `values` seen are `[B * H_kv, G, seen, d]` for each layer; `to` are each layer's slots of keys and values
+    `[B, H_kv, n, d]` to write, or, where slots are scattered, those slots `[B, n]`.
+    """
+
+    batch: int
+    n: int
     cos: Tensor
     sin: Tensor
-    write: int | Tensor
-    seen: int
+    to: tuple[Sequence[Tensor], Sequence[Tensor]] | Tensor
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
     mask: Tensor | None  # [B * H_kv, 1, n, seen] or [n, seen]
     causal: bool
+    rows: slice
 
 
 class Runtime:
@@ -101,22 +108,16 @@ class Runtime:
     def _allocate(self, slots: int) -> None:
         s = self.skeleton
         self.__dict__.pop("cache", None)  # free the old one before the new one is made
-        self._seen = []
         slots = -(-slots // _GROWTH) * _GROWTH
         self.cache = Cache(
             rows=self.rows,
             kv_heads=s.kv_heads,
+            group=s.heads // s.kv_heads,
             slots=slots,
             head_dim=s.head_dim,
             dtype=self.dtype,
             devices=[block.device for block in s.blocks],
         )
-        group = s.heads // s.kv_heads
-        # One key head serves `group` query heads: fold rows and key heads together, and repeat without copying.
-        self._seen = [
-            tuple(t.flatten(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for t in pair)
-            for pair in zip(self.cache.keys, self.cache.values, strict=True)
-        ]
         self._cos, self._sin = self._rope(min(slots, s.context))
         self._later = torch.full((64, 64), -torch.inf, dtype=self.dtype, device=self.device).triu(1)
 
@@ -161,27 +162,30 @@ class Runtime:
         """
         if rows.indices(self.rows) == (0, self.rows, 1):
             rows = ALL_ROWS
-        place = self._place(tokens.shape[1], positions, positions if slots is None else slots, mask)
-        x = self.skeleton.embed(tokens)
+        batch, n = tokens.shape
+        place = self._place(batch, n, positions, positions if slots is None else slots, mask, rows)
+        x = self.skeleton.embed(tokens).flatten(0, 1)  # [B * n, D]
         streams: dict[int, Tensor] = {}
         halves: dict[int, Tensor] = {}
         for index, block, attend, expand in self._plan(skip):
             if index in hidden:
-                streams[index] = x
+                streams[index] = x.view(batch, n, -1)
             if x.device != block.device:
                 x, place = x.to(block.device), _move(place, block.device)
             if attend:
-                x = x + self._attention(block, index, block.input_norm(x), place, rows)
+                x = self._attention(block, index, x, x, place)
             if index in between:
-                halves[index] = x
+                halves[index] = x.view(batch, n, -1)
             if expand:
-                x = x + self._mlp(block, x)
+                x = self._mlp(block, x, x)
         if self.layers in hidden:
-            streams[self.layers] = x
+            streams[self.layers] = x.view(batch, n, -1)
         if logits is None:
             return Step(None, streams, halves)
-        x = x[:, -1:] if logits == "last" else x
-        return Step(self.skeleton.head(self.skeleton.norm(x)), streams, halves)
+        if logits == "last":
+            x = x[n - 1 :: n]
+        out = self.skeleton.head(self.skeleton.norm(x))
+        return Step(out.view(batch, -1, out.shape[-1]), streams, halves)
 
     @torch.inference_mode()
     def branch(
@@ -197,16 +201,18 @@ class Runtime:
     ) -> Tensor:
         """What one sub-layer of layer `index` adds to the stream `x` `[B, n, D]`; arguments as in `forward`."""
         block = self.skeleton.blocks[index]
-        x = x.to(block.device)
+        batch, n, _ = x.shape
+        x = x.to(block.device).flatten(0, 1)
+        nothing = torch.zeros_like(x)
         if part == "mlp":
-            return self._mlp(block, x)
-        place = _move(self._place(x.shape[1], positions, positions if slots is None else slots, mask), block.device)
-        return self._attention(block, index, block.input_norm(x), place, rows)
+            return self._mlp(block, x, nothing).view(batch, n, -1)
+        place = self._place(batch, n, positions, positions if slots is None else slots, mask, rows)
+        return self._attention(block, index, x, nothing, _move(place, block.device)).view(batch, n, -1)
 
     @staticmethod
-    def _mlp(block: Block, x: Tensor) -> Tensor:
-        h = block.post_norm(x)
-        return block.down(block.act(block.gate(h)) * block.up(h))
+    def _mlp(block: Block, x: Tensor, onto: Tensor) -> Tensor:
+        gate, up = block.gate_up(block.post_norm(x)).chunk(2, -1)
+        return block.down(onto, block.act(gate) * up)
 
     def _plan(self, skip: SkipSet) -> tuple[tuple[int, Block, bool, bool], ...]:
         plan = self._plans.get(skip)
@@ -218,21 +224,25 @@ class Runtime:
             self._plans[skip] = plan
         return plan
 
-    def _place(self, n: int, positions: int | Tensor, slots: int | Tensor, mask: Tensor | None) -> _Place:
+    def _place(
+        self, batch: int, n: int, positions: int | Tensor, slots: int | Tensor, mask: Tensor | None, rows: slice
+    ) -> _Place:
         if isinstance(positions, int):
             cos, sin = self._cos.narrow(0, positions, n), self._sin.narrow(0, positions, n)
         else:
             cos, sin = self._cos[positions], self._sin[positions]  # [B, n, 1, d]
+        causal, additive = False, None
         if mask is not None:
-            return _Place(cos, sin, slots, mask.shape[-1], self._additive(mask), causal=False)
-        if isinstance(slots, int):
-            end = slots + n
-            if n == 1 or slots == 0:
-                return _Place(cos, sin, slots, end, None, causal=n > 1)
-            return _Place(cos, sin, slots, end, self._causal(n, end), causal=False)
-        seen = int(slots.max()) + 1
-        visible = torch.arange(seen, device=slots.device) <= slots.unsqueeze(-1)
-        return _Place(cos, sin, slots, seen, self._additive(visible), causal=False)
+            seen, additive = mask.shape[-1], self._additive(mask)
+        elif isinstance(slots, Tensor):
+            seen = int(slots.max()) + 1
+            additive = self._additive(torch.arange(seen, device=slots.device) <= slots.unsqueeze(-1))
+        else:
+            seen, causal = slots + n, n > 1 and slots == 0
+            additive = self._causal(n, seen) if n > 1 and slots else None
+        keys, values = self.cache.seen(seen, rows)
+        to = slots if isinstance(slots, Tensor) else self.cache.run(slots, n, rows)
+        return _Place(batch, n, cos, sin, to, keys, values, additive, causal, rows)
 
     def _causal(self, n: int, end: int) -> Tensor:
         """Additive mask `[n, end]` of a chain: every slot before the run, and the run's own up to itself."""
@@ -246,46 +256,42 @@ class Runtime:
         additive = zeros.masked_fill_(mask.logical_not(), -torch.inf)
         return additive.repeat_interleave(self.skeleton.kv_heads, dim=0).unsqueeze(1)  # [B * H_kv, 1, n, S]
 
-    def _attention(self, block: Block, index: int, x: Tensor, place: _Place, rows: slice) -> Tensor:
+    def _attention(self, block: Block, index: int, x: Tensor, onto: Tensor, place: _Place) -> Tensor:
         s = self.skeleton
-        batch, n, _ = x.shape
+        batch, n = place.batch, place.n
+        qkv = block.qkv(block.input_norm(x)).view(batch, n, -1, s.head_dim)
         # Queries and keys are turned together: [B, n, H + H_kv, d].
-        qk = torch.cat((block.q(x), block.k(x)), dim=-1).view(batch, n, s.heads + s.kv_heads, s.head_dim)
+        qk = qkv.narrow(2, 0, s.heads + s.kv_heads)
         qk = torch.addcmul(qk * place.cos, qk.roll(s.head_dim // 2, -1), place.sin)
-        self._write(index, qk[:, :, s.heads :], block.v(x).view(batch, n, s.kv_heads, s.head_dim), place.write, rows)
-        q = qk[:, :, : s.heads].view(batch, n, s.kv_heads, -1, s.head_dim).permute(0, 2, 3, 1, 4)
-        keys, values = self._seen[index]
-        if rows != ALL_ROWS:
-            first, last, _ = rows.indices(self.rows)
-            heads = slice(first * s.kv_heads, last * s.kv_heads)
-            keys, values = keys[heads], values[heads]
+        k, v = qk.narrow(2, s.heads, s.kv_heads), qkv.narrow(2, s.heads + s.kv_heads, s.kv_heads)
+        if isinstance(place.to, Tensor):
+            self.cache.scatter(index, k, v, place.to, place.rows)
+        else:
+            place.to[0][index].copy_(k.transpose(1, 2))
+            place.to[1][index].copy_(v.transpose(1, 2))
+        q = qk.narrow(2, 0, s.heads)
+        if n > 1:
+            q = q.view(batch, n, s.kv_heads, -1, s.head_dim).permute(0, 2, 3, 1, 4)
         out = F.scaled_dot_product_attention(
             q.reshape(batch * s.kv_heads, -1, n, s.head_dim),
-            keys.narrow(2, 0, place.seen),
-            values.narrow(2, 0, place.seen),
+            place.keys[index],
+            place.values[index],
             attn_mask=place.mask,
             is_causal=place.causal,
             scale=block.scaling,
         )  # [B * H_kv, G, n, d]
         if n > 1:
             out = out.view(batch, s.heads, n, s.head_dim).transpose(1, 2)
-        return block.o(out.reshape(batch, n, s.heads * s.head_dim))
-
-    def _write(self, index: int, k: Tensor, v: Tensor, slots: int | Tensor, rows: slice) -> None:
-        keys, values = self.cache.keys[index], self.cache.values[index]
-        if rows != ALL_ROWS:
-            keys, values = keys[rows], values[rows]
-        if isinstance(slots, int):
-            n = k.shape[1]
-            keys.narrow(2, slots, n).copy_(k.transpose(1, 2))
-            values.narrow(2, slots, n).copy_(v.transpose(1, 2))
-        else:
-            row = torch.arange(len(slots), device=slots.device).unsqueeze(1)
-            keys[row, :, slots] = k
-            values[row, :, slots] = v
+        return block.o(onto, out.reshape(batch * n, s.heads * s.head_dim))
 
 
 def _move(place: _Place, device: torch.device) -> _Place:
-    write = place.write if isinstance(place.write, int) else place.write.to(device)
-    mask = None if place.mask is None else place.mask.to(device)
-    return _Place(place.cos.to(device), place.sin.to(device), write, place.seen, mask, place.causal)
+    """What lies beside the cache, on another device; every layer's keys are on its own already."""
+    if place.cos.device == device:
+        return place
+    moved: dict[str, Any] = {"cos": place.cos.to(device), "sin": place.sin.to(device)}
+    if isinstance(place.to, Tensor):
+        moved["to"] = place.to.to(device)
+    if place.mask is not None:
+        moved["mask"] = place.mask.to(device)
+    return replace(place, **moved)

@@ -227,7 +227,7 @@ def test_a_cache_that_cannot_be_had_leaves_the_runtime_usable(monkeypatch):
     zeros = torch.zeros
 
     def failing(shape, **options):
-        if not isinstance(shape, int) and len(shape) == 4 and shape[2] > 600:
+        if not isinstance(shape, int) and len(shape) == 5 and shape[3] > 600:
             raise RuntimeError("out of memory")
         return zeros(shape, **options)
 
