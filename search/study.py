@@ -175,11 +175,11 @@ def check_options(
     if not 0 <= seed < 2**32:
         raise SelfspecError(f"seed {seed}: want 0 to {2**32 - 1}")
     if minutes is not None and not 0 < minutes < math.inf:
-        raise SelfspecError(f"minutes {minutes}: want more than 0")
+        raise SelfspecError(f"minutes {minutes}: want more than 0, and finite")
     if context is not None and context < 1:
         raise SelfspecError(f"context {context}: want at least 1 key")
     if max_draft_cost is not None and not 0 < max_draft_cost < math.inf:
-        raise SelfspecError(f"max_draft_cost {max_draft_cost}: want more than 0, as a share of a plain step")
+        raise SelfspecError(f"max_draft_cost {max_draft_cost}: want more than 0 and finite, as a share of a plain step")
     if objective == "wallclock" and (context is not None or max_draft_cost is not None):
         raise SelfspecError("context and max_draft_cost need the cost model of the replay objective")
 

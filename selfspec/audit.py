@@ -171,7 +171,7 @@ def audit(
 
     After a difference, speculation goes on from plain decoding's own text. `temperature` above 0 samples with `seed`,
     under which the texts are the same too. `on_prompt` is shown what was found so far, after each prompt. Raises
-    `SelfspecError` for a wrong option or prompt, and where drafts cannot be compared.
+    `SelfspecError` for a wrong option or prompt.
     """
     found = Audit()
     options = Options(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed if temperature > 0 else None)
@@ -180,12 +180,12 @@ def audit(
     for number, prompt in enumerate(prompts):
         ids = llm.encode(prompt)
         text = llm.run(ids, options, drafter=PlainDrafter()).tokens
+        sampler = llm.plan(ids, options).sampler
         done = 0
         while done < len(text):
             rest = dataclasses.replace(options, max_new_tokens=max_new_tokens - done)
             other = llm.run([*ids, *text[:done]], rest, drafter=drafter)
             found.stats.add(other.stats)
-            sampler = llm.plan(ids, options).sampler
             difference = first_difference(llm.runtime, ids, text, [*text[:done], *other.tokens], sampler=sampler)
             if difference is None:
                 break

@@ -166,10 +166,10 @@ def transformers_generate(llm: LLM, options: Options) -> Method:
     model.generation_config = GenerationConfig()  # or it would fill in what the options leave open
 
     def run(prompt: Prompt) -> Stats:
+        planned = llm.plan(prompt, options)
+        planned.config.max_length = None  # max_new_tokens says it
         start = time.perf_counter()
         given = llm.encode(prompt)
-        planned = llm.plan(given, options)
-        planned.config.max_length = None  # max_new_tokens says it
         ids = torch.tensor([given], device=model.device)
         extra = [*options.logits_processor]
         extra += [options.guide.processor(len(given), planned.ends)] if options.guide is not None else []

@@ -7,6 +7,7 @@ and Qwen2. Everything else is refused by name. Knows nothing of caches, prompts 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,8 +216,12 @@ def _window(config: Any) -> int | None:
 def _ends(model: Any) -> frozenset[int]:
     generation = getattr(model, "generation_config", None)
     end = getattr(generation, "eos_token_id", None)
-    end = model.config.eos_token_id if end is None else end
-    return frozenset() if end is None else frozenset([end] if isinstance(end, int) else end)
+    return end_tokens(model.config.eos_token_id if end is None else end)
+
+
+def end_tokens(ids: int | Iterable[int] | None) -> frozenset[int]:
+    """The set of end tokens that a configuration writes as one, several, or none."""
+    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
 
 
 def _fingerprint(model: Any) -> str | None:

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation.configuration_utils import WatermarkingConfig
 
 from selfspec.errors import SelfspecError
+from selfspec.families import end_tokens
 from selfspec.guided import Guide
 from selfspec.sampling import Sampler, check_sampling, whole
 from selfspec.text import is_unicode
@@ -68,11 +69,6 @@ class Options:
     rule: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings given."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
     def check(self) -> None:
         """Raise `SelfspecError` for an option that no model could use."""
         if self.max_new_tokens is not None:
@@ -88,8 +84,7 @@ class Options:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise SelfspecError(f"GenerationConfig has no field '{name}'{hint}")
-        if not all(isinstance(stop, str) and stop and is_unicode(stop) for stop in self.stops):
-            raise SelfspecError("a stop string is empty or no text; want at least one character")
+        _texts(self.stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +116,8 @@ def plan(model: Any, options: Options, prompt: Sequence[int], *, ends: frozenset
 
 def _plan(model: Any, options: Options, prompt: Sequence[int], ends: frozenset[int]) -> Plan:
     config = _complete(model, options, len(prompt), ends)
-    ids = config.eos_token_id
-    found = frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+    found = end_tokens(config.eos_token_id)
+    ids = torch.tensor([list(prompt)], device=model.device)
     processors: list[LogitsProcessor] = [*options.logits_processor]
     if options.guide is not None:
         processors.append(options.guide.processor(len(prompt), found))
@@ -131,25 +126,20 @@ def _plan(model: Any, options: Options, prompt: Sequence[int], ends: frozenset[i
     processors = model._get_logits_processor(
         ready,
         input_ids_seq_length=len(prompt),
-        encoder_input_ids=torch.tensor([list(prompt)], device=model.device),
+        encoder_input_ids=ids,
         logits_processor=processors,
         device=model.device,
     )
     rule, seed = options.rule, options.seed
     tied = rule == "match" if rule is not None else seed is not None
     sampler = Sampler(temperature=float(bool(config.do_sample)), seed=seed, tied=tied, processors=processors)
-    _try_out([p for p in processors if p not in options.logits_processor], model, prompt)
-    stop = config.stop_strings
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    assert config.max_new_tokens is not None
-    return Plan(config, config.max_new_tokens, sampler, find_rule(rule, sampler), found, stops)
-
-
-def _try_out(processors: Sequence[LogitsProcessor], model: Any, prompt: Sequence[int]) -> None:
-    """Run `transformers`' own processors once, so that a field that they cannot use shows before any work is done."""
+    # A field that transformers' own processors cannot use shows before any work is done.
     scores = torch.zeros((1, model.config.vocab_size), device=model.device)
     for processor in processors:
-        scores = processor(torch.tensor([list(prompt)], device=model.device), scores)
+        scores = scores if processor in options.logits_processor else processor(ids, scores)
+    assert config.max_new_tokens is not None
+    stops = _texts(config.stop_strings)
+    return Plan(config, config.max_new_tokens, sampler, find_rule(rule, sampler), found, stops)
 
 
 def _complete(model: Any, options: Options, prompt: int, ends: frozenset[int]) -> GenerationConfig:
@@ -171,7 +161,7 @@ def _complete(model: Any, options: Options, prompt: int, ends: frozenset[int]) -
     config.top_p = config.top_p if options.top_p is None else options.top_p
     config.max_new_tokens = _length(model, options, prompt)
     config.max_length = prompt + config.max_new_tokens
-    config.stop_strings = list(options.stops) or config.stop_strings
+    config.stop_strings = list(_texts(options.stop) or _texts(config.stop_strings, "generation config: ")) or None
     config.return_dict_in_generate = config.output_scores = config.output_logits = False
     if config.min_new_tokens is not None:
         config.min_length = prompt + whole(config.min_new_tokens, "min_new_tokens", least=0)
@@ -188,17 +178,19 @@ def _length(model: Any, options: Options, prompt: int) -> int:
     sources = [options.settings]
     if options.config is not None:
         sources += [vars(options.config), vars(model.generation_config)]
-    for name in ("max_new_tokens", "max_length"):
-        value = next((source[name] for source in sources if source.get(name) is not None), None)
-        if value is not None and name == "max_new_tokens":
-            return whole(value, name, least=1)
-        if value is not None:
-            if whole(value, name, least=1) <= prompt:
-                raise SelfspecError(
-                    f"max_length {value} leaves no room after a prompt of {prompt} tokens; want more, or max_new_tokens"
-                )
-            return int(value) - prompt
-    return DEFAULT_NEW_TOKENS
+    new, length = (
+        next((source[name] for source in sources if source.get(name) is not None), None)
+        for name in ("max_new_tokens", "max_length")
+    )
+    if new is not None:
+        return whole(new, "max_new_tokens", least=1)
+    if length is None:
+        return DEFAULT_NEW_TOKENS
+    if whole(length, "max_length", least=1) <= prompt:
+        raise SelfspecError(
+            f"max_length {length} leaves no room after a prompt of {prompt} tokens; want more, or max_new_tokens"
+        )
+    return int(length) - prompt
 
 
 def _check(config: GenerationConfig, vocabulary: int) -> None:
@@ -218,10 +210,6 @@ def _check(config: GenerationConfig, vocabulary: int) -> None:
         raise SelfspecError(
             f"generation config: exponential_decay_length_penalty {decay}: want where from, and a factor"
         )
-    stop = config.stop_strings
-    stops = [stop] if isinstance(stop, str) else [] if stop is None else list(stop)
-    if not all(isinstance(stop, str) and stop and is_unicode(stop) for stop in stops):
-        raise SelfspecError("generation config: a stop string is empty or no text; want at least one character")
     for name in _TOKENS:
         for token in _numbers(getattr(config, name)):
             if not isinstance(token, int) or isinstance(token, bool) or token >= vocabulary:
@@ -238,10 +226,16 @@ def _check(config: GenerationConfig, vocabulary: int) -> None:
 
 def _numbers(value: Any) -> list[Any]:
     """The token ids of a field: one, several, or lists of them."""
-    if isinstance(value, list | tuple | set | torch.Tensor):
-        return [
-            number
-            for part in (value.tolist() if isinstance(value, torch.Tensor) else value)
-            for number in _numbers(part)
-        ]
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if isinstance(value, list | tuple | set):
+        return [number for part in value for number in _numbers(part)]
     return [] if value is None else [value]
+
+
+def _texts(stop: str | Sequence[str] | None, where: str = "") -> tuple[str, ...]:
+    """Stop strings: one, several or none. Raises `SelfspecError` for what is no text."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if not all(isinstance(text, str) and text and is_unicode(text) for text in stops):
+        raise SelfspecError(f"{where}a stop string is empty or no text; want at least one character")
+    return stops

@@ -8,7 +8,7 @@ that follows it. Knows nothing of models, caches and drafters.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -65,20 +65,16 @@ def token(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tupl
     A token x drawn from q is accepted with probability min(1, r(x) / q(x)), r starting as the target's p; a
     rejected one leaves r = norm((r - q)+) and q without x for its next sibling. What is emitted follows p exactly.
     """
-    p = sampler.probs(scores)
-    p_of, q_of = _chances(draft, p)
-    path: list[int] = []
-    row = 0
-    while draft.children[row]:
-        node, residual = draft.children[row][0], p[row]
-        if not sampler.coin(min(1.0, _ratio(p_of[node], q_of[node]))):
-            residual = _residual(residual, _proposal(draft, node, (), residual), otherwise=p[row])
-            node, residual = _siblings(draft, row, residual, sampler, otherwise=p[row])
-        if node < 0:
-            return tuple(path), sampler.draw(residual, position + len(path))
-        path.append(node)
-        row = node + 1
-    return tuple(path), sampler.draw(p[row], position + len(path))
+
+    def judge(spine: Sequence[int], p: Tensor, ratios: Sequence[float]) -> tuple[int, Tensor]:
+        kept = 0
+        while kept < len(spine) and sampler.coin(min(1.0, ratios[kept])):
+            kept += 1
+        if kept == len(spine):
+            return kept, p[kept]
+        return kept, _residual(p[kept], _proposal(draft, spine[kept], (), p[kept]), otherwise=p[kept])
+
+    return _verify(draft, scores, sampler, position, judge)
 
 
 def block(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tuple[tuple[int, ...], int]:
@@ -92,31 +88,51 @@ def block(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tupl
     blocks; where one breaks, the further siblings there are proposals for r, by recursion as in `token`, and below an
     accepted sibling a fresh block begins.
     """
+
+    def judge(spine: Sequence[int], p: Tensor, ratios: Sequence[float]) -> tuple[int, Tensor]:
+        weights = [1.0]
+        for ratio in ratios:
+            weights.append(min(1.0, weights[-1] * ratio))
+        q = torch.stack([_proposal(draft, node, (), p[0]) for node in spine])
+        left = (torch.tensor(weights[:-1], dtype=p.dtype, device=p.device)[:, None] * p[:-1] - q).clamp(min=0)
+        kept = _kept(weights, left.sum(-1).tolist(), sampler)
+        return kept, p[kept] if kept == len(spine) else _normalised(left[kept], otherwise=p[kept])
+
+    return _verify(draft, scores, sampler, position, judge)
+
+
+def _verify(
+    draft: Draft,
+    scores: Tensor,
+    sampler: Sampler,
+    position: int,
+    judge: Callable[[Sequence[int], Tensor, Sequence[float]], tuple[int, Tensor]],
+) -> tuple[tuple[int, ...], int]:
+    """Walk down the draft: chains of first children are judged, and where one breaks its siblings are tried.
+
+    `judge(spine, p, ratios)` is given such a chain, p `[1 + len(spine), V]` of the rows from the one above it on, and
+    p / q of its tokens; it says how many are kept, and the law `[V]` of the token after them.
+    """
     p = sampler.probs(scores)
     p_of, q_of = _chances(draft, p)
     path: list[int] = []
-    row = 0
+    row, law = 0, p[0]
     while draft.children[row]:
         spine, rows = [], [row]  # first children, and the rows that predict them
         while draft.children[rows[-1]]:
             spine.append(draft.children[rows[-1]][0])
             rows.append(spine[-1] + 1)
-        weights = [1.0]
-        for node in spine:
-            weights.append(min(1.0, weights[-1] * _ratio(p_of[node], q_of[node])))
-        q = torch.stack([_proposal(draft, node, (), p[row]) for node in spine])
-        left = (torch.tensor(weights[:-1], dtype=p.dtype, device=p.device)[:, None] * p[rows[:-1]] - q).clamp(min=0)
-        kept = _kept(weights, left.sum(-1).tolist(), sampler)
+        kept, law = judge(spine, p[rows], [_ratio(p_of[node], q_of[node]) for node in spine])
         path += spine[:kept]
         row = rows[kept]
-        if kept < len(spine):
-            residual = _normalised(left[kept], otherwise=p[row])
-            node, residual = _siblings(draft, row, residual, sampler, otherwise=p[row])
-            if node < 0:
-                return tuple(path), sampler.draw(residual, position + len(path))
-            path.append(node)
-            row = node + 1
-    return tuple(path), sampler.draw(p[row], position + len(path))
+        if kept == len(spine):
+            break
+        node, law = _siblings(draft, row, law, sampler, otherwise=p[row])
+        if node < 0:
+            break
+        path.append(node)
+        row, law = node + 1, p[node + 1]
+    return tuple(path), sampler.draw(law, position + len(path))
 
 
 def _kept(weights: Sequence[float], left: Sequence[float], sampler: Sampler) -> int:

@@ -7,10 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfspec import builtin
-from selfspec.cli.common import checked_profile, print_json, printable, progress, quiet, set_threads, stderr, stdout
+from selfspec.cli.common import (
+    checked_profile,
+    model_for,
+    print_json,
+    printable,
+    progress,
+    quiet,
+    set_threads,
+    stderr,
+    stdout,
+)
 from selfspec.controllers import parse_controller
 from selfspec.errors import SelfspecError
-from selfspec.loading import check_dtype, check_model_name
+from selfspec.loading import check_dtype
 from selfspec.skip import SkipSet
 
 if TYPE_CHECKING:
@@ -41,9 +51,7 @@ def run(options: AuditOptions) -> int:
     """Check everything that can be checked before the model is loaded, then audit. 1 when a bug was found."""
     quiet()
     profile = None if options.profile == "auto" else checked_profile(options.profile)
-    named = profile.model.name if profile is not None else None
-    model = options.model if options.model is not None else named or builtin.NAME
-    check_model_name(model)
+    model = model_for(options.model, profile)
     check_dtype(options.dtype)
     spec = None if options.controller is None else parse_controller(options.controller)
     from selfspec.search.calibration import read_prompts

@@ -12,8 +12,10 @@ from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from selfspec import builtin
 from selfspec.controllers import make_controller
 from selfspec.errors import SelfspecError
+from selfspec.loading import check_model_name
 from selfspec.profile import Profile, find_profile_file
 
 SEARCH_HINT = "no profile known to be faster: decoding plainly. Search one with: selfspec search --model {model}"
@@ -37,6 +39,14 @@ def checked_profile(name: str) -> Profile:
     except SelfspecError as error:
         raise SelfspecError(f"{name}: {error}") from None
     return profile
+
+
+def model_for(model: str | None, profile: Profile | None) -> str:
+    """The model named, else the profile's, else the built-in one. Raises `SelfspecError` when it can be none."""
+    named = profile.model.name if profile is not None else None
+    name = model if model is not None else named or builtin.NAME
+    check_model_name(name)
+    return name
 
 
 def progress(console: Console, *columns: TextColumn) -> Progress:

@@ -11,12 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from selfspec import builtin
-from selfspec.cli.common import SEARCH_HINT, checked_profile, print_json, quiet, set_threads, stderr, stdout
+from selfspec.cli.common import (
+    SEARCH_HINT,
+    checked_profile,
+    model_for,
+    print_json,
+    quiet,
+    set_threads,
+    stderr,
+    stdout,
+)
 from selfspec.controllers import parse_controller
 from selfspec.errors import SelfspecError
 from selfspec.files import read_text
-from selfspec.loading import check_dtype, check_model_name
+from selfspec.loading import check_dtype
 from selfspec.profile import Profile
 from selfspec.text import is_unicode
 
@@ -64,9 +72,7 @@ def run(options: GenerateOptions) -> None:
     profile: str | Profile = options.profile
     if options.profile not in ("auto", "none"):
         profile = checked_profile(options.profile)
-    named = profile.model.name if isinstance(profile, Profile) else None
-    model = options.model if options.model is not None else named or builtin.NAME
-    check_model_name(model)
+    model = model_for(options.model, profile if isinstance(profile, Profile) else None)
     check_dtype(options.dtype)
     spec = None if options.controller is None else parse_controller(options.controller)
     for stop in options.stop:
@@ -83,17 +89,18 @@ def run(options: GenerateOptions) -> None:
 
     how = _how(options)
     how.check()
-    if options.regex is not None or schema is not None:
+    guided = options.regex is not None or schema is not None
+    if guided:
         check_guide(regex=options.regex, json_schema=schema)
     llm = load(model, profile=profile, device=options.device, dtype=options.dtype)
     if options.generation_config == OWN_CONFIG:
         how = dataclasses.replace(how, config=llm.model.generation_config)
-    if options.regex is not None or schema is not None:
+    if guided:
         how = dataclasses.replace(how, guide=llm.guide(regex=options.regex, json_schema=schema))
     planned = llm.plan(prompt, how)
-    if planned.sampler.greedy and (
-        idle := [f"--{name}" for name in ("seed", "top-k", "top-p") if _given(options, name)]
-    ):
+    given = {"--seed": options.seed, "--top-k": options.top_k, "--top-p": options.top_p}
+    idle = [name for name, value in given.items() if value is not None]
+    if planned.sampler.greedy and idle:
         stderr().print(
             f"{', '.join(idle)}: no effect on greedy decoding; --temperature above 0 samples", soft_wrap=True
         )
@@ -147,10 +154,6 @@ def _how(options: GenerateOptions) -> Options:
         rule=options.rule,
         settings=dict(_setting(text) for text in options.settings),
     )
-
-
-def _given(options: GenerateOptions, name: str) -> bool:
-    return getattr(options, name.replace("-", "_")) is not None
 
 
 def _setting(text: str) -> tuple[str, Any]:
