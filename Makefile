@@ -28,7 +28,8 @@ proof: $(VENV)/.installed
 	$(BIN)/python tests/scripts/proof.py --out tests/scripts/proof.json
 
 speed: $(VENV)/.installed
-	$(BIN)/python tests/scripts/speed.py
+	$(BIN)/selfspec bench --threads 1
+	$(BIN)/selfspec bench --threads 1 --widen 8
 
 clean:
 	rm -rf $(VENV) .wheel-venv build dist *.egg-info

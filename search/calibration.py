@@ -15,15 +15,21 @@ from selfspec.files import read_text
 from selfspec.profile import Calibration
 from selfspec.text import is_unicode
 
+COUNTED = 1000  # prompts that serve neither searching nor measuring, whose tokens are counted
+
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Prompts to search on and prompts to measure on. `held_out`: whether the two have nothing in common."""
+    """Prompts to search on and prompts to measure on. `held_out`: whether the two have nothing in common.
+
+    `rest`: the first few of those that serve neither, whose tokens can be counted.
+    """
 
     source: str
     search: tuple[str, ...]
     measure: tuple[str, ...]
     held_out: bool
+    rest: tuple[str, ...] = ()
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -69,12 +75,14 @@ def choose(prompts: Sequence[str] | None, *, source: str, count: int, seed: int)
     if prompts is None:
         parts = [builtin.prompts("calibration"), builtin.prompts("heldout")]
         search, measure = (tuple(draw.sample(part, min(count, len(part)))) for part in parts)
-        return PromptSet("builtin", search, measure, True)
+        left = tuple(prompt for prompt in parts[0] if prompt not in search)
+        return PromptSet("builtin", search, measure, True, left)
     distinct = list(dict.fromkeys(prompts))
     draw.shuffle(distinct)
     count = min(count, (len(distinct) + 1) // 2)
     mine, rest = distinct[:count], distinct[count : 2 * count]
-    return PromptSet(source, tuple(mine), tuple(rest or mine), bool(rest))
+    left = tuple(distinct[2 * count : 2 * count + COUNTED])
+    return PromptSet(source, tuple(mine), tuple(rest or mine), bool(rest), left)
 
 
 def record(source: str, prompts: Iterable[Sequence[int]]) -> Calibration:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,8 +12,7 @@ from transformers import LogitsProcessor
 
 from selfspec.api import LLM
 from selfspec.drafters import PlainDrafter
-from selfspec.errors import SelfspecError
-from selfspec.files import kind, read_text, write_text
+from selfspec.files import cache_folder, read_cached, write_cached
 from selfspec.options import Options
 from selfspec.sampling import Sampler
 
@@ -40,13 +38,6 @@ class Decoding:
     def options(self, *, seed: int | None = None) -> Options:
         """As `LLM.run` takes it."""
         return Options(**{field.name: getattr(self, field.name) for field in fields(self)}, seed=seed)
-
-
-def cache_folder() -> Path:
-    """`SELFSPEC_CACHE`, else `selfspec` in the user's cache folder."""
-    if given := os.environ.get("SELFSPEC_CACHE"):
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
 
 
 def continue_prompts(
@@ -76,7 +67,7 @@ def continue_prompts(
     if done is None or done[0] != first:  # the fingerprint does not see every weight
         done = [first, *(decode(number) for number in range(1, len(prompts)))]
         if path is not None:
-            _write(path, done)
+            write_cached(path, done)
     if on_prompt is not None:
         on_prompt(len(prompts))
     return [
@@ -100,21 +91,8 @@ def _path(llm: LLM, prompts: Sequence[Sequence[int]], decoding: Decoding, seed: 
 
 
 def _read(path: Path, prompts: int, decoding: Decoding) -> list[list[int]] | None:
-    try:
-        if kind(path) != "file":
-            return None
-        data = json.loads(read_text(path))
-    except (SelfspecError, ValueError):
-        return None
+    data = read_cached(path)
     sound = isinstance(data, list) and len(data) == prompts
     if not sound or not all(isinstance(new, list) and 1 <= len(new) <= decoding.max_new_tokens for new in data):
         return None
     return data if all(type(token) is int for new in data for token in new) else None
-
-
-def _write(path: Path, done: Sequence[Sequence[int]]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(list(map(list, done))))
-    except (SelfspecError, OSError):
-        pass  # the next search decodes again

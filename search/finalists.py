@@ -31,12 +31,14 @@ def finish(
     replay: Replay | None,
     keep_best: bool,
     on_stage: Callable[[str, int | None], None],
+    smaller_heads: Callable[[Sequence[Score]], list[Score]] | None = None,
 ) -> Profile:
     """Choose among the best few of `scores` by measuring them on `prompts`, and complete the profile `base`.
 
     The best of many noisy scores is biased, so the measured best wins, and is then measured once more, against plain
-    decoding. An interrupted search's best is taken as it is, and an interrupt here ends the measuring. Raises
-    `SelfspecError` when nothing was scored.
+    decoding. An interrupted search's best is taken as it is, and an interrupt here ends the measuring. `smaller_heads`
+    scores finalists again with draft vocabularies; the best of those joins them. Raises `SelfspecError` when nothing
+    was scored.
     """
     search = base.search
     assert search is not None
@@ -48,21 +50,31 @@ def finish(
     best = finalists[0]
     try:
         if not search.interrupted:
+            smaller = smaller_heads(finalists) if smaller_heads is not None else []
+            finalists += sorted(smaller, key=lambda s: s.tokens_per_second)[-1:]
             on_stage("measuring the best few on held-out prompts" if held_out else "measuring the best few", None)
             best = _best(llm, finalists, prompts, decoding)
-            drafter = llm.layer_skip(best.skip, best.controller)
+            drafter = llm.layer_skip(best.skip, best.controller, best.vocabulary or None)
             measured = measure(llm, drafter, prompts, decoding.options(), held_out=held_out)
     except KeyboardInterrupt:
         search = search.model_copy(update={"interrupted": True})
     kept = keep_best or (best.speedup if measured is None else measured.speedup) > 1
     predicted = None
     if replay is not None and base.costs is not None:
-        predicted = predict(replay, base.costs, best.skip, make_controller(best.controller))
+        predicted = predict(
+            replay,
+            base.costs,
+            best.skip,
+            make_controller(best.controller),
+            vocabulary=best.vocabulary,
+            size=llm.identity.vocabulary or 1,
+        )
     return base.model_copy(
         update={
             "skip": Skip(attention=list(best.skip.attention), mlp=list(best.skip.mlp)) if kept else Skip(),
             "search": search,
             "controller": _whole(best.controller),
+            "draft_vocabulary": list(best.vocabulary) if kept and best.vocabulary else None,
             "predicted": predicted if kept else None,
             "measured": [measured] if kept and measured is not None else [],
             "versions": {name: version(name) for name in PACKAGES},
@@ -79,7 +91,7 @@ def _whole(controller: ControllerSpec) -> ControllerSpec:
 def _best(llm: LLM, finalists: Sequence[Score], prompts: Sequence[Prompt], decoding: Decoding) -> Score:
     """The one that measures best, all interleaved with plain decoding."""
     methods = {
-        str(i): method(llm, llm.layer_skip(score.skip, score.controller), decoding.options())
+        str(i): method(llm, llm.layer_skip(score.skip, score.controller, score.vocabulary or None), decoding.options())
         for i, score in enumerate(finalists)
     }
     runs = interleave({"plain": method(llm, PlainDrafter(), decoding.options()), **methods}, prompts, rounds=2)

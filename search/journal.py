@@ -68,6 +68,7 @@ class Journal:
             trial = dict(line["trial"])
             trial["skip"] = SkipSet(*map(tuple, trial["skip"]))
             trial["controller"] = ControllerSpec.model_validate(trial["controller"])
+            trial["vocabulary"] = tuple(trial.get("vocabulary", ()))
             score = Score(**trial)
             self.scores[score.skip] = score
 

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from selfspec.api import LLM
@@ -32,6 +32,7 @@ class Score:
     """What a skip set is worth, with the best of the controllers. `pruned`: only a share was looked at.
 
     `tokens_per_second` counts decoding alone under replay, and the prompt's pass too when decoding was timed.
+    `vocabulary`: the only tokens that are drafted; none means all.
     """
 
     skip: SkipSet
@@ -41,6 +42,7 @@ class Score:
     tokens_per_round: float
     controller: ControllerSpec
     pruned: bool = False
+    vocabulary: tuple[int, ...] = ()
 
 
 class Objective(Protocol):
@@ -122,6 +124,16 @@ class Replayed:
             self._best = _Incumbent(skip, traces, value)
         return self._as_score(skip, value, value.speed, pruned=False)
 
+    def head_share(self, skip: SkipSet) -> float:
+        """What the head over the whole vocabulary takes of a draft step."""
+        return self._costs.head / self._costs.draft(skip, self._replay.layers)
+
+    def score_with(self, skip: SkipSet, vocabulary: tuple[int, ...], share: float) -> Score:
+        """`score`, of all starts, were only `vocabulary` drafted, `share` of all tokens; nothing is pruned."""
+        traces = self._replay.trace(skip, self._controllers, vocabulary=vocabulary)
+        value = self._value(skip, traces, share)
+        return replace(self._as_score(skip, value, value.speed, pruned=False), vocabulary=vocabulary)
+
     def gain(self, skip: SkipSet, *, draft: int = 4) -> float:
         """How much faster `draft` tokens drafted under `skip` are than under nothing skipped, on a share of the starts.
 
@@ -131,12 +143,12 @@ class Replayed:
         traces = self._replay.trace(skip, [controller], share=FIRST_SHARE)
         return self._priced(controller, traces, skip).speed * self._costs.plain
 
-    def _value(self, skip: SkipSet, traces: Sequence[Trace]) -> _Value:
-        values = (self._priced(controller, traces, skip) for controller in self._controllers)
+    def _value(self, skip: SkipSet, traces: Sequence[Trace], share: float = 1.0) -> _Value:
+        values = (self._priced(controller, traces, skip, share) for controller in self._controllers)
         return max(values, key=lambda value: value.speed)
 
-    def _priced(self, controller: Controller, traces: Sequence[Trace], skip: SkipSet) -> _Value:
-        draft = self._costs.draft(skip, self._replay.layers)
+    def _priced(self, controller: Controller, traces: Sequence[Trace], skip: SkipSet, share: float = 1.0) -> _Value:
+        draft = self._costs.draft(skip, self._replay.layers, vocabulary=share)
         walks = walk(traces, controller, seeded=self._replay.sampler.seeded)
         seconds = tuple(self._costs.seconds(w.drafts, draft) for w in walks)
         return _Value(controller, tuple(w.stats for w in walks), seconds)
@@ -154,19 +166,32 @@ class Replayed:
         )
 
 
-def predict(replay: Replay, costs: CostModel, skip: SkipSet, controller: Controller) -> Prediction:
-    """What decoding the replay's texts under `skip` is predicted to give, prefill included as a measurement has it."""
-    walks = walk(replay.trace(skip, [controller]), controller, seeded=replay.sampler.seeded)
+def predict(
+    replay: Replay,
+    costs: CostModel,
+    skip: SkipSet,
+    controller: Controller,
+    *,
+    vocabulary: Sequence[int] = (),
+    size: int = 1,
+) -> Prediction:
+    """What decoding the replay's texts under `skip` is predicted to give, prefill included as a measurement has it.
+
+    `vocabulary`: the only tokens that are drafted, of `size`; none means all.
+    """
+    share = len(vocabulary) / size if vocabulary else 1.0
+    walks = walk(replay.trace(skip, [controller], vocabulary=vocabulary), controller, seeded=replay.sampler.seeded)
     total = Stats.total(done.stats for done in walks)
     drafts = sum((Counter(done.drafts) for done in walks), Counter[int]())
     prefill = costs.prefill * sum(text.prompt for text in replay.texts)
-    seconds = prefill + costs.seconds(drafts, costs.draft(skip, replay.layers))
+    draft = costs.draft(skip, replay.layers, vocabulary=share)
+    seconds = prefill + costs.seconds(drafts, draft)
     return Prediction(
         speedup=round((prefill + total.tokens * costs.plain) / seconds, 3),
         tokens_per_second=round(total.tokens / seconds, 1),
         acceptance_rate=round(total.acceptance_rate, 3),
         tokens_per_round=round(total.tokens_per_round, 3),
-        draft_cost=round(costs.draft_share(skip, replay.layers), 3),
+        draft_cost=round(draft / costs.plain, 3),
     )
 
 

@@ -65,7 +65,7 @@ class Search:
 
 def replayed(
     search: Search, held: ExitStack, controllers: Sequence[Controller], context: int | None, warm: bool
-) -> tuple[Objective, Problem, CostModel, Replay]:
+) -> tuple[Replayed, Problem, CostModel, Replay]:
     """The replay objective, and what is known before the first trial."""
     llm, space, journal, watch = search.llm, search.space, search.journal, search.watch
     watch.stage("continuing prompts", len(search.texts))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from selfspec.controllers import Controller
+from selfspec.linears import Call
 from selfspec.runtime import Runtime
 from selfspec.sampling import Sampler
 from selfspec.skip import SkipSet
@@ -96,6 +97,7 @@ class Replay:
             self._first.append(self._first[-1] + text.new)
         self._numbers: dict[int, Tensor] = {}
         self._targets: Tensor | None = None
+        self._head: Call | None = None
         self._held = ExitStack()
 
     def __enter__(self) -> Self:
@@ -165,12 +167,20 @@ class Replay:
         )
 
     def trace(
-        self, skip: SkipSet, controllers: Sequence[Controller], *, share: float = 1.0, known: Sequence[Trace] = ()
+        self,
+        skip: SkipSet,
+        controllers: Sequence[Controller],
+        *,
+        share: float = 1.0,
+        known: Sequence[Trace] = (),
+        vocabulary: Sequence[int] = (),
     ) -> list[Trace]:
         """Drafts under `skip` from the first `share` of every text's starts, deep enough for each of `controllers`.
 
         `known`: traces of a smaller share, made with the same skip set and controllers, to be lengthened.
+        `vocabulary`: the only tokens that are drafted; none means all.
         """
+        self._head = self._runtime.head_over(vocabulary) if vocabulary else None
         low = [len(trace.runs) for trace in known] or [0] * len(self.texts)
         high = [-(-text.new * share // 1) for text in self.texts]
         record = _Record(self._first[-1], self.depth)
@@ -230,7 +240,9 @@ class Replay:
         width = live.real.shape[1]
         mask = self._see(live)
         positions = (live.start + step).clamp(max=self._runtime.skeleton.context - 1)  # padding may run past the end
-        out = self._runtime.forward(live.token, positions, skip=skip, slots=used, mask=mask, rows=group)
+        out = self._runtime.forward(
+            live.token, positions, skip=skip, slots=used, mask=mask, rows=group, head=self._head
+        )
         assert out.logits is not None
         scores = self.sampler.scores(out.logits.flatten(0, 1), self._prefixes(live, group))
         return scores.view(*live.start.shape, -1), used + width

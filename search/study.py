@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from transformers import LogitsProcessor
@@ -22,6 +23,7 @@ from selfspec.skip import SkipSet
 from .calibration import choose, record
 from .continuations import Decoding
 from .finalists import finish
+from .heads import with_smaller_heads
 from .journal import Journal
 from .objective import Objective, Score, controllers_in_play
 from .prepare import Search, Trial, Watch, replayed, timed
@@ -77,7 +79,8 @@ def find_profile(
     as many others are measured on, `max_new_tokens` for each, chosen as `temperature`, `top_k`, `top_p` and
     `logits_processor` say. `objective` "replay" predicts tokens per second from a parallel replay and a cost model
     measured at `context` keys (None: what the prompts come to); "wallclock" decodes for every trial, as the paper
-    does. The controller is tuned with the skip set, unless one is given.
+    does. The controller is tuned with the skip set, unless one is given. Where the head is a tenth or more of a draft
+    step, heads over the most frequent quarter and sixteenth of the vocabulary are tried too (replay only).
 
     `keep`: layers never skipped; `granularity` "layer" skips whole layers only; `max_draft_cost`: the most that a
     draft step may cost as a share of a plain one. `warm`: try likely sets first. The search ends after `trials`, or
@@ -128,10 +131,16 @@ def find_profile(
     search = Search(llm, space, decoding, texts, seed, kept, watch or _Silent(), deadline)
     costs: CostModel | None = None
     replay: Replay | None = None
+    smaller_heads: Callable[[Sequence[Score]], list[Score]] | None = None
     with ExitStack() as held:
         if objective == "replay":
             controllers = [fixed] if fixed is not None else controllers_in_play(LONGEST_DRAFT)
-            worth, problem, costs, replay = replayed(search, held, controllers, context, warm)
+            priced, problem, costs, replay = replayed(search, held, controllers, context, warm)
+            worth: Objective = priced
+            seen = (
+                tokens for part in ((t.tokens for t in replay.texts), map(llm.encode, chosen.rest)) for tokens in part
+            )
+            smaller_heads = partial(with_smaller_heads, priced, texts=seen, size=llm.identity.vocabulary or 0)
         else:
             worth, problem = timed(search, controller, warm)
         bounded = _Bounded(worth, costs, space, max_draft_cost)
@@ -148,7 +157,16 @@ def find_profile(
         )
         base = Profile(model=llm.identity, calibration=calibration, search=searched, costs=costs)
         return finish(
-            llm, base, [t.score for t in done], others, decoding, chosen.held_out, replay, keep_best, search.watch.stage
+            llm,
+            base,
+            [t.score for t in done],
+            others,
+            decoding,
+            chosen.held_out,
+            replay,
+            keep_best,
+            search.watch.stage,
+            smaller_heads,
         )
 
 

@@ -16,9 +16,9 @@ from selfspec.decode import decode
 from selfspec.drafters import Drafter, LayerSkipDrafter, PlainDrafter
 from selfspec.drafts import SequenceState
 from selfspec.errors import SelfspecError
-from selfspec.families import check_family
+from selfspec.families import read_skeleton
 from selfspec.guided import Guide
-from selfspec.linears import join_
+from selfspec.layout import check_layout, lay_out_
 from selfspec.loading import load_model
 from selfspec.options import Options, Plan, plan
 from selfspec.profile import ControllerSpec, Identity, Profile, find_profile_file, shipped_profiles
@@ -49,23 +49,29 @@ class LLM:
         check_profile(profile, self.identity)
         self.profile = profile
         if len(profile.skip_set):
-            self.drafter = self.layer_skip(profile.skip_set, profile.controller)
+            self.drafter = self.layer_skip(profile.skip_set, profile.controller, profile.draft_vocabulary)
 
     @property
     def identity(self) -> Identity:
         """Which model this is, as a profile records it."""
         return self.runtime.skeleton.identity.model_copy(update={"name": self.name})
 
-    def layer_skip(self, skip: SkipSet, controller: ControllerSpec | str | None = None) -> LayerSkipDrafter:
+    def layer_skip(
+        self,
+        skip: SkipSet,
+        controller: ControllerSpec | str | None = None,
+        vocabulary: Sequence[int] | None = None,
+    ) -> LayerSkipDrafter:
         """A drafter that bypasses `skip`; without a controller, the profile's, else the adaptive threshold.
 
-        A controller may be given as text, such as `fixed:k=4`. Raises `SelfspecError`.
+        A controller may be given as text, such as `fixed:k=4`. `vocabulary`: the only tokens that are drafted, for a
+        cheaper head. Raises `SelfspecError`.
         """
         if isinstance(controller, str):
             controller = parse_controller(controller)
         if controller is None:
             controller = self.profile.controller if self.profile else ControllerSpec(name="adaptive")
-        return LayerSkipDrafter(self.runtime, skip, make_controller(controller))
+        return LayerSkipDrafter(self.runtime, skip, make_controller(controller), vocabulary=vocabulary)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, as `tokenizer(prompt)` gives them. Raises `SelfspecError` when empty or wrong."""
@@ -188,15 +194,24 @@ class LLM:
 
     def run(self, prompt: Prompt, options: Options, *, drafter: Drafter | None = None) -> Generation:
         """`generate`, with its options in one object."""
-        stream = self.start(prompt, options, drafter=drafter, first_plain=False)
+        stream = self.start(prompt, options, drafter=drafter, first_plain=False, pieces=False)
         for _ in stream:
             pass
         return stream.result
 
     def start(
-        self, prompt: Prompt, options: Options, *, drafter: Drafter | None = None, first_plain: bool = True
+        self,
+        prompt: Prompt,
+        options: Options,
+        *,
+        drafter: Drafter | None = None,
+        first_plain: bool = True,
+        pieces: bool = True,
     ) -> Stream:
-        """`stream`, with its options in one object. `first_plain`: the first round drafts nothing."""
+        """`stream`, with its options in one object.
+
+        `first_plain`: the first round drafts nothing. Without `pieces` all text comes at the end.
+        """
         ids = self.encode(prompt)
         planned = self._plan(ids, options)
         text = TextStream(self.tokenizer, ids, planned.stops)
@@ -209,7 +224,7 @@ class LLM:
             stop=_timed(text.push, planned.config.max_time),
             first_plain=first_plain,
         )
-        return Stream(rounds, text)
+        return Stream(rounds, text, pieces=pieces)
 
     def plan(self, prompt: Prompt, options: Options) -> Plan:
         """What options come to for a prompt. Raises `SelfspecError` for what cannot be done."""
@@ -230,19 +245,30 @@ def _timed(push: Callable[[int], bool], seconds: float | None) -> Callable[[int]
 
 
 def load(
-    model: str = "builtin", *, profile: str | Path | Profile = "auto", device: str = "auto", dtype: str = "auto"
+    model: str = "builtin",
+    *,
+    profile: str | Path | Profile = "auto",
+    device: str = "auto",
+    dtype: str = "auto",
+    layout: str = "auto",
+    drafting: bool | None = None,
 ) -> LLM:
     """Load `builtin`, a folder, or a hub id, with the profile to draft with.
 
     `profile`: `auto` (a shipped one made for these very weights, unless it was measured to be slower), `none`, a
     file, the name of a shipped profile, or a `Profile`. `dtype` `auto`: float32 on a CPU, else the checkpoint's.
+    `layout`: how the weights lie in memory, see `layout.lay_out_`; `auto` is what was measured to be fastest here, for
+    drafting or for plain decoding. `drafting` says for which; by default, for drafting if the profile drafts.
     Raises `SelfspecError`.
     """
+    check_layout(layout)
     named = profile if profile in ("auto", "none") or isinstance(profile, Profile) else find_profile_file(profile)
     loaded, tokenizer = load_model(model, device=device, dtype=dtype)
-    check_family(loaded.config, type(loaded).__name__)
-    join_(loaded)
-    return wrap(loaded, tokenizer, profile=named, name=model)
+    chosen = _choose(read_skeleton(loaded).identity.model_copy(update={"name": model}), named)
+    if drafting is None:
+        drafting = chosen is not None and len(chosen.skip_set) > 0
+    lay_out_(loaded, layout, drafting=drafting)
+    return LLM(loaded, tokenizer, name=model, profile=chosen)
 
 
 def wrap(model: Any, tokenizer: Any, *, profile: str | Path | Profile = "auto", name: str | None = None) -> LLM:
@@ -251,17 +277,19 @@ def wrap(model: Any, tokenizer: Any, *, profile: str | Path | Profile = "auto", 
     Adapters, and hooks on leaf modules, should be in place already; wrap again after moving, casting or replacing
     weights. `profile` as in `load`. Raises `SelfspecError`.
     """
-    if isinstance(profile, Profile):
-        return LLM(model, tokenizer, name=name, profile=profile)
-    if profile == "none":
-        return LLM(model, tokenizer, name=name)
-    if profile != "auto":
-        return LLM(model, tokenizer, name=name, profile=find_profile_file(profile))
+    if isinstance(profile, (str, Path)) and profile not in ("auto", "none"):
+        profile = find_profile_file(profile)
     llm = LLM(model, tokenizer, name=name)
-    faster = [p for p in shipped_for(llm.identity).values() if not p.slower]
-    if faster:
-        llm._use(faster[0])
+    if (chosen := _choose(llm.identity, profile)) is not None:
+        llm._use(chosen)
     return llm
+
+
+def _choose(identity: Identity, profile: str | Path | Profile) -> Profile | None:
+    """The profile itself, none, or, for `auto`, a shipped one that is known to be faster."""
+    if profile != "auto":
+        return profile if isinstance(profile, Profile) else None
+    return next((p for p in shipped_for(identity).values() if not p.slower), None)
 
 
 def shipped_for(identity: Identity) -> dict[str, Profile]:

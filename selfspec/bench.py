@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
+from transformers.generation import BaseStreamer
 
 from selfspec.api import LLM
 from selfspec.audit import Difference, first_difference
-from selfspec.costing import synchronise
 from selfspec.drafters import Drafter, PlainDrafter
+from selfspec.machine import machine, synchronise
 from selfspec.options import DEFAULT_NEW_TOKENS, Options
 from selfspec.profile import Measurement
-from selfspec.stats import Stats
+from selfspec.stats import Round, Stats
 from selfspec.stream import Generation
 from selfspec.text import Prompt
 
@@ -57,20 +56,24 @@ def interleave(
     prompts: Sequence[Prompt],
     *,
     rounds: int = 3,
+    on_warm: Callable[[str, Stats], None] = lambda name, stats: None,
+    on_run: Callable[[], None] = lambda: None,
 ) -> Runs:
     """Run every method on every prompt, one after the other, `rounds` times; the order turns with every prompt.
 
-    The first prompt is run once by every method beforehand and not counted.
+    The first prompt is run once by every method beforehand and not counted; `on_warm` is shown that run, and `on_run`
+    is called after every counted one.
     """
     names = list(methods)
     for name in names:
-        methods[name](prompts[0])
+        on_warm(name, methods[name](prompts[0]))
     stats: dict[str, list[list[Stats]]] = {name: [[] for _ in prompts] for name in names}
     for turn in range(rounds):
         for index, prompt in enumerate(prompts):
             shift = (turn + index) % len(names)
             for name in names[shift:] + names[:shift]:
                 stats[name][index].append(methods[name](prompt))
+                on_run()
     return Runs(stats)
 
 
@@ -147,11 +150,24 @@ def compare(llm: LLM, prompt: str, drafter: Drafter, options: Options, *, rounds
     )
 
 
-def method(llm: LLM, drafter: Drafter, options: Options, *, keep: Callable[[Generation], None] | None = None) -> Method:
-    """Decoding with a drafter, as a method to be timed; `keep` is shown every generation."""
+def method(
+    llm: LLM,
+    drafter: Drafter,
+    options: Options,
+    *,
+    keep: Callable[[Generation], None] | None = None,
+    first_plain: bool = False,
+) -> Method:
+    """Decoding with a drafter, as a method to be timed; `keep` is shown every generation.
+
+    `first_plain`: as when streaming, the first round drafts nothing.
+    """
 
     def run(prompt: Prompt) -> Stats:
-        generation = llm.run(prompt, options, drafter=drafter)
+        stream = llm.start(prompt, options, drafter=drafter, first_plain=first_plain, pieces=False)
+        for _ in stream:
+            pass
+        generation = stream.result
         synchronise(llm.runtime.device)
         if keep is not None:
             keep(generation)
@@ -160,14 +176,40 @@ def method(llm: LLM, drafter: Drafter, options: Options, *, keep: Callable[[Gene
     return run
 
 
-def transformers_generate(llm: LLM, options: Options) -> Method:
-    """`transformers`' own `generate` with the same options, as a method to be timed; it has no seed."""
+class _Clock(BaseStreamer):  # type: ignore[misc]
+    """Notes when `transformers`' generate gives out tokens; the prompt comes first."""
+
+    def __init__(self) -> None:
+        self._prompt, self._last = True, time.perf_counter()
+        self.log: list[Round] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt, then one emission after the other."""
+        if self._prompt:
+            self._prompt = False
+            return
+        now, tokens = time.perf_counter(), value.numel()
+        self.log.append(Round(drafted=0, accepted=tokens - 1, tokens=tokens, seconds=now - self._last))
+        self._last = now
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+
+def transformers_generate(llm: LLM, options: Options, **settings: Any) -> Method:
+    """`transformers`' own `generate` with the same options, as a method to be timed; it has no seed.
+
+    `settings`: further fields of its `GenerationConfig`, such as `prompt_lookup_num_tokens`.
+    """
     model, tokenizer = copy.copy(llm.model), llm.tokenizer
     model.generation_config = GenerationConfig()  # or it would fill in what the options leave open
 
     def run(prompt: Prompt) -> Stats:
         planned = llm.plan(prompt, options)
         planned.config.max_length = None  # max_new_tokens says it
+        for name, value in settings.items():
+            setattr(planned.config, name, value)
+        clock = _Clock()
         start = time.perf_counter()
         given = llm.encode(prompt)
         ids = torch.tensor([given], device=model.device)
@@ -179,10 +221,13 @@ def transformers_generate(llm: LLM, options: Options) -> Method:
             generation_config=planned.config,
             logits_processor=extra,
             tokenizer=tokenizer,
+            streamer=clock,
         )[0, len(given) :]
         tokenizer.decode(new)
         synchronise(model.device)
-        return Stats(rounds=len(new), tokens=len(new), seconds=time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        accepted = sum(done.accepted for done in clock.log)
+        return Stats(rounds=len(clock.log), accepted=accepted, tokens=len(new), seconds=seconds, log=clock.log)
 
     return run
 
@@ -231,13 +276,3 @@ def interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
         return values[0], values[0]
     result = bootstrap((np.asarray(values),), np.median, method="percentile", rng=np.random.default_rng(seed))
     return float(result.confidence_interval.low), float(result.confidence_interval.high)
-
-
-def machine(device: torch.device) -> str:
-    """The name of what computes: the GPU's, or the processor's with its number of cores."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
-    name = names[0].split(":", 1)[1].strip() if names else platform.processor() or platform.machine()
-    return f"{name}, {len(names) or 1} cores" if names else name

@@ -34,14 +34,15 @@ class Cache:
         # One tensor [L, B, H_kv, slots, d] for each run of layers on one device: views of all are made in one call.
         runs = [(len(list(layers)), device) for device, layers in groupby(devices)]
         shape = (rows, kv_heads, slots + 1, head_dim)
-        self._whole = [
-            tuple(torch.zeros((layers, *shape), dtype=dtype, device=device) for _ in range(2))
-            for layers, device in runs
-        ]
-        # One key head serves `group` query heads: rows and key heads are folded, and repeated without copying.
-        self._repeated = [
-            tuple(t.flatten(1, 2).unsqueeze(2).expand(-1, -1, group, -1, -1) for t in pair) for pair in self._whole
-        ]
+
+        def zeros(layers: int, device: torch.device) -> Tensor:
+            return torch.zeros((layers, *shape), dtype=dtype, device=device)
+
+        self._whole = [(zeros(layers, device), zeros(layers, device)) for layers, device in runs]
+        # Rows and key heads are folded; one key head serves `group` query heads, repeated without copying.
+        folded = [(keys.flatten(1, 2), values.flatten(1, 2)) for keys, values in self._whole]
+        self._folded = [(keys.transpose(-1, -2), values) for keys, values in folded]
+        self._repeated = [(_repeat(keys, group), _repeat(values, group)) for keys, values in folded]
         self._heads = kv_heads
         self.keys = [layer for keys, _ in self._whole for layer in keys]
         self.values = [layer for _, values in self._whole for layer in values]
@@ -60,21 +61,29 @@ class Cache:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
     def seen(self, slots: int, rows: slice = ALL_ROWS) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of the first `slots` slots, `[B * H_kv, group, slots, d]` for each layer."""
-        return self._views(self._repeated, 0, slots, self._span(rows, self._heads))
+        """Keys `[B * H_kv, d, slots]` and values `[B * H_kv, slots, d]` of the first `slots` slots, for each layer."""
+        return self._views(self._folded, (-1, -2), 0, slots, self._span(rows, self._heads))
+
+    def repeated(self, slots: int, rows: slice = ALL_ROWS) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of the first `slots` slots for every query head, `[B * H_kv, group, slots, d]` by layer."""
+        return self._views(self._repeated, (-2, -2), 0, slots, self._span(rows, self._heads))
 
     def run(self, start: int, n: int, rows: slice = ALL_ROWS) -> tuple[list[Tensor], list[Tensor]]:
         """A run of `n` slots of keys and values to be written, `[B, H_kv, n, d]` for each layer."""
-        return self._views(self._whole, start, n, self._span(rows, 1))
+        return self._views(self._whole, (-2, -2), start, n, self._span(rows, 1))
 
     @staticmethod
     def _views(
-        wholes: Sequence[tuple[Tensor, ...]], start: int, n: int, span: tuple[int, int] | None
+        wholes: Sequence[tuple[Tensor, Tensor]],
+        dims: tuple[int, int],
+        start: int,
+        n: int,
+        span: tuple[int, int] | None,
     ) -> tuple[list[Tensor], list[Tensor]]:
         found: tuple[list[Tensor], list[Tensor]] = ([], [])
         for pair in wholes:
-            for views, t in zip(found, pair, strict=True):
-                part = t.narrow(3, start, n)
+            for views, t, dim in zip(found, pair, dims, strict=True):
+                part = t.narrow(dim, start, n)
                 views += (part if span is None else part.narrow(1, *span)).unbind(0)
         return found
 
@@ -112,3 +121,7 @@ class Cache:
     @staticmethod
     def _move(kept: Tensor, source: Tensor, start: int) -> None:  # kept: [H_kv, slots, d]
         kept.narrow(1, start, len(source)).copy_(kept.index_select(1, source.to(kept.device)))
+
+
+def _repeat(t: Tensor, group: int) -> Tensor:  # [L, B * H_kv, slots, d]
+    return t.unsqueeze(2).expand(-1, -1, group, -1, -1)

@@ -10,7 +10,7 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +20,10 @@ from selfspec.costs import CostModel
 from selfspec.decode import decode
 from selfspec.drafters import LayerSkipDrafter
 from selfspec.drafts import NO_DRAFT, Draft, Outcome, SequenceState
+from selfspec.machine import synchronise
 from selfspec.runtime import Runtime, Step
 from selfspec.sampling import Sampler
-from selfspec.skip import NOTHING_SKIPPED, SkipSet
+from selfspec.skip import SkipSet
 from selfspec.verify import find_rule
 
 # Drafted tokens, and how often in one decoding: short drafts are common when decoding, and caches settle accordingly.
@@ -47,20 +48,21 @@ class _Probe:
 
     hidden: Sequence[int] = ()
 
-    def __init__(self, runtime: Runtime, skip: SkipSet) -> None:
-        self.runtime, self.skip = runtime, skip
+    def __init__(self, drafter: LayerSkipDrafter) -> None:
+        self.drafter = drafter
         self.length, self.seconds = 0, 0.0
 
     def begin(self, seq: SequenceState, prefill: Step) -> None:
         """Nothing to prepare."""
 
     def propose(self, seqs: Sequence[SequenceState]) -> list[Draft]:
-        """A chain of `length` tokens drafted under `skip`."""
+        """A chain of `length` tokens."""
         start = time.perf_counter()
         drafts = [NO_DRAFT] * len(seqs)
         if self.length:
-            drafts = LayerSkipDrafter(self.runtime, self.skip, FixedK(self.length)).propose(seqs)
-        synchronise(self.runtime.device)
+            self.drafter.controller = FixedK(self.length)
+            drafts = self.drafter.propose(seqs)
+        synchronise(self.drafter.runtime.device)
         self.seconds = time.perf_counter() - start
         return drafts
 
@@ -121,22 +123,66 @@ def measure_costs(
     every skip set. Raises `BusyError` while the runtime has a stream.
     """
     sampler = sampler or Sampler()
-    limit = runtime.skeleton.context
-    longest = max(LENGTHS) + 1
-    context = max(1, min(context, limit - (ROUNDS + SETTLING) * longest))
+    context, lengths = _fitting(runtime, context)
     draw = random.Random(seed)
     skips = [_random_skip(runtime.layers, draw) for _ in range(FITTED + FRESH)]
-    lengths = [k for k in LENGTHS if (ROUNDS + SETTLING) * (k + 1) + context <= limit] or [1]
+    drafters = [LayerSkipDrafter(runtime, skip, FixedK(1)) for skip in skips]
     samples: list[_Sample] = []
     decodings: list[list[float]] = []
     begun = time.perf_counter()
     while True:
-        _sweep(runtime, context, sampler, skips, lengths, draw, samples, decodings)
+        _sweep(runtime, context, sampler, drafters, lengths, draw, samples, decodings)
         fit = _Fit.of(_quiet_drafts(samples), skips[:FITTED], runtime.layers)
         spent = time.perf_counter() - begun
         doubtful = _disturbed(decodings) or fit.error > DOUBTFUL
         if spent >= seconds * (LONGER if doubtful else 1):
             return _model(runtime, context, samples, decodings, fit, lengths)
+
+
+def measure_skip_costs(
+    runtime: Runtime,
+    skip: SkipSet,
+    *,
+    context: int = 128,
+    sampler: Sampler | None = None,
+    vocabulary: Sequence[int] | None = None,
+    decodings: int = 3,
+    seed: int = 0,
+) -> CostModel:
+    """`measure_costs` for one skip set: `base` is its draft step, whatever runs in it.
+
+    `vocabulary`: the only tokens that are drafted. Times `decodings` decodings under it and as many plain ones. Raises
+    `BusyError` while the runtime has a stream.
+    """
+    sampler, draw = sampler or Sampler(), random.Random(seed)
+    context, lengths = _fitting(runtime, context)
+    samples: list[_Sample] = []
+    plain: list[list[float]] = []
+    drafter = LayerSkipDrafter(runtime, skip, FixedK(1), vocabulary=vocabulary)
+    for _ in range(decodings):
+        _sweep(runtime, context, sampler, [drafter], lengths, draw, samples, plain)
+    drafts = {k: t for (_, k), t in _quiet_drafts(samples).items()}
+    start, base = _line(drafts)
+    error = statistics.mean(abs((start + k * base) / t - 1) for k, t in drafts.items())
+    return _model(runtime, context, samples, plain, _Fit(start, base, 0.0, 0.0, error), lengths)
+
+
+def _line(times: Mapping[int, float]) -> tuple[float, float]:
+    """Seconds per draft and per token of it, neither below 0, by least squares of the relative errors."""
+    import numpy as np
+    from scipy.optimize import nnls
+
+    scaled = np.array([(1 / t, k / t) for k, t in times.items()])
+    start, base = nnls(scaled, np.ones(len(scaled)))[0]
+    return float(start), float(base)
+
+
+def _fitting(runtime: Runtime, context: int) -> tuple[int, list[int]]:
+    """The context asked for, or less, and the draft lengths, that leave room for a decoding."""
+    limit = runtime.skeleton.context
+    longest = max(LENGTHS) + 1
+    context = max(1, min(context, limit - (ROUNDS + SETTLING) * longest))
+    return context, [k for k in LENGTHS if (ROUNDS + SETTLING) * (k + 1) + context <= limit] or [1]
 
 
 def _model(
@@ -148,7 +194,7 @@ def _model(
     lengths: Sequence[int],
 ) -> CostModel:
     """The cost model of what was timed."""
-    forward = _forward_seconds(runtime, context)
+    forward = forward_seconds(runtime, context)
     # Step by step, so that what a decoding takes to settle counts as it does when decoding.
     plain = statistics.mean(quiet(step) for step in zip(*decodings, strict=True))
     overhead = max(plain - forward, 0.0)
@@ -163,6 +209,7 @@ def _model(
         verify=[plain - overhead, *verify],
         round=overhead,
         prefill=_prefill_seconds(runtime, context) / context,
+        head=_head_seconds(runtime),
         error=round(fit.error, 4),
     )
 
@@ -190,23 +237,23 @@ def _sweep(
     runtime: Runtime,
     context: int,
     sampler: Sampler,
-    skips: Sequence[SkipSet],
+    drafters: Sequence[LayerSkipDrafter],
     lengths: Sequence[int],
     draw: random.Random,
     samples: list[_Sample],
     plain: list[list[float]],
 ) -> None:
-    """A decoding with every skip set, lengths in random order, plain decoding in between.
+    """A decoding with every drafter, lengths in random order, plain decoding in between.
 
     Adds to the samples of the former, and to the seconds of every step of the latter.
     """
-    for number, skip in enumerate(skips):
+    for number, drafter in enumerate(drafters):
         if number % 3 == 0:
-            steps = _rounds(runtime, context, sampler, NOTHING_SKIPPED, [0] * 2 * ROUNDS, draw)
+            steps = _rounds(runtime, context, sampler, drafter, [0] * 2 * ROUNDS, draw)
             plain.append([step.rest for step in steps])
         plan = [k for k in lengths for _ in range(LENGTHS[k])]
         draw.shuffle(plan)
-        rounds = _rounds(runtime, context, sampler, skip, [*plan[:SETTLING], *plan], draw)
+        rounds = _rounds(runtime, context, sampler, drafter, [*plan[:SETTLING], *plan], draw)
         samples += rounds[SETTLING:]
 
 
@@ -217,7 +264,12 @@ def _disturbed(plain: Sequence[Sequence[float]]) -> bool:
 
 
 def _rounds(
-    runtime: Runtime, context: int, sampler: Sampler, skip: SkipSet, plan: Sequence[int], draw: random.Random
+    runtime: Runtime,
+    context: int,
+    sampler: Sampler,
+    drafter: LayerSkipDrafter,
+    plan: Sequence[int],
+    draw: random.Random,
 ) -> list[_Sample]:
     """Decode a random prompt, drafting the numbers of tokens in `plan`; the round with the prompt's pass is left out.
 
@@ -226,7 +278,7 @@ def _rounds(
     vocabulary = runtime.skeleton.identity.vocabulary or 2
     room = runtime.skeleton.context - context
     seq = SequenceState([draw.randrange(vocabulary) for _ in range(context)], room, sampler)
-    probe, samples = _Probe(runtime, skip), []
+    probe, samples = _Probe(drafter), []
     rounds = decode(runtime, probe, seq, rule=find_rule(None, sampler))
     try:
         for number, probe.length in enumerate([0, *plan]):
@@ -235,36 +287,45 @@ def _rounds(
             synchronise(runtime.device)
             whole = time.perf_counter() - start
             if number:
-                samples.append(_Sample(skip, probe.length, probe.seconds, whole - probe.seconds))
+                samples.append(_Sample(drafter.skip, probe.length, probe.seconds, whole - probe.seconds))
     finally:
         rounds.close()
     return samples
 
 
-def _forward_seconds(runtime: Runtime, context: int, *, repeats: int = 48) -> float:
-    """A bare forward of one row over `context` keys, once caches have settled."""
-    token = torch.zeros((1, 1), dtype=torch.long, device=runtime.device)
-    times = []
-    with runtime.session(context + 1):
-        for _ in range(repeats):
-            start = time.perf_counter()
-            runtime.forward(token, context)
-            synchronise(runtime.device)
-            times.append(time.perf_counter() - start)
-    return quiet(times[repeats // 4 :])
+def forward_seconds(runtime: Runtime, context: int, *, rows: int = 1, repeats: int = 48) -> float:
+    """Seconds of a bare forward of `rows` rows over `context` keys and themselves, once caches have settled.
+
+    Raises `BusyError` while the runtime has a stream.
+    """
+    tokens = torch.zeros((1, rows), dtype=torch.long, device=runtime.device)
+    with runtime.session(context + rows):
+        return _timed(lambda: runtime.forward(tokens, context), runtime, repeats)
 
 
-def _prefill_seconds(runtime: Runtime, context: int, *, repeats: int = 5) -> float:
+def _prefill_seconds(runtime: Runtime, context: int) -> float:
     """A full forward over `context` tokens without the head."""
     tokens = torch.zeros((1, context), dtype=torch.long, device=runtime.device)
-    times = []
     with runtime.session(context):
-        for _ in range(repeats):
-            start = time.perf_counter()
-            runtime.forward(tokens, 0, logits=None)
-            synchronise(runtime.device)
-            times.append(time.perf_counter() - start)
-    return quiet(times)
+        return _timed(lambda: runtime.forward(tokens, 0, logits=None), runtime, 5)
+
+
+@torch.inference_mode()
+def _head_seconds(runtime: Runtime) -> float:
+    """The head over one row."""
+    x = torch.zeros((1, runtime.skeleton.sizes.hidden), dtype=runtime.dtype, device=runtime.device)
+    return _timed(lambda: runtime.skeleton.head(x), runtime, 24)
+
+
+def _timed(call: Callable[[], object], runtime: Runtime, repeats: int) -> float:
+    """Seconds of a call, the first quarter of them left out."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        synchronise(runtime.device)
+        times.append(time.perf_counter() - start)
+    return quiet(times[repeats // 4 :])
 
 
 def _per_key(runtime: Runtime, context: int, near: float) -> float:
@@ -272,10 +333,4 @@ def _per_key(runtime: Runtime, context: int, near: float) -> float:
     far = min(context + 1024, runtime.skeleton.context - 1)
     if far <= context:
         return 0.0
-    return max(_forward_seconds(runtime, far) - near, 0.0) / (far - context) / runtime.layers
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return max(forward_seconds(runtime, far) - near, 0.0) / (far - context) / runtime.layers

@@ -21,7 +21,8 @@ class CostModel(Data):
 
     A draft step costs `base`, and `attention` and `mlp` for each sub-layer that runs; with other than `context` keys,
     `attention_per_key` more or less for each. A verification of `widths[i]` rows costs `verify[i]`, with what
-    starting a draft costs included above one row; every round costs `round` beside. `prefill` is per prompt token.
+    starting a draft costs included above one row; every round costs `round` beside. `prefill` is per prompt token;
+    `head` is what of a draft step the head takes when it is over the whole vocabulary.
     `error`: mean relative error of the draft step on skip sets that the fit did not see.
     """
 
@@ -34,6 +35,7 @@ class CostModel(Data):
     verify: Annotated[list[Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
     round: Seconds
     prefill: Seconds = 0.0
+    head: Seconds = 0.0
     error: Rate | None = None
 
     @model_validator(mode="after")
@@ -49,15 +51,19 @@ class CostModel(Data):
         """Seconds of one plain decoding step."""
         return self.round + self.verify[0]
 
-    def draft(self, skip: SkipSet, layers: int, *, keys: int | None = None) -> float:
-        """Seconds of one draft step of a model of `layers` layers under `skip`, over `keys` keys."""
+    def draft(self, skip: SkipSet, layers: int, *, keys: int | None = None, vocabulary: float = 1.0) -> float:
+        """Seconds of one draft step of a model of `layers` layers under `skip`, over `keys` keys.
+
+        `vocabulary`: the share of the vocabulary that its head is over.
+        """
         attention, mlp = layers - len(skip.attention), layers - len(skip.mlp)
         further = 0 if keys is None else keys - self.context
-        return self.base + attention * max(self.attention + further * self.attention_per_key, 0.0) + mlp * self.mlp
+        whole = self.base + attention * max(self.attention + further * self.attention_per_key, 0.0) + mlp * self.mlp
+        return max(whole - (1 - vocabulary) * self.head, 0.0)
 
-    def draft_share(self, skip: SkipSet, layers: int) -> float:
+    def draft_share(self, skip: SkipSet, layers: int, *, vocabulary: float = 1.0) -> float:
         """A draft step as a share of a plain decoding step: the literature's c."""
-        return self.draft(skip, layers) / self.plain
+        return self.draft(skip, layers, vocabulary=vocabulary) / self.plain
 
     def verification(self, rows: int) -> float:
         """Seconds of a verification of `rows` rows: between measured widths, and beyond the last two, a line."""

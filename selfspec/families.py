@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from selfspec.errors import UnsupportedModelError
-from selfspec.linears import Call, Onto, is_plain, linear, linear_onto, on_rows, side_by_side
+from selfspec.linears import Call, Into, Onto, embedding, is_plain, linear, linear_onto, on_rows, side_by_side
 from selfspec.profile import Identity
+from selfspec.scratch import Sizes
 
 FAMILIES = ("llama", "mistral", "qwen2")
 ROPES = ("default", "linear", "llama3", "yarn")
@@ -26,39 +27,58 @@ ROPES = ("default", "linear", "llama3", "yarn")
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
 
+class Norm(Protocol):
+    """RMSNorm of the rows of a stream `x` `[N, D]`, of which `longer` is the scratch's `[N, D + 1]`.
+
+    May write to `out` `[N, D]` and return it.
+    """
+
+    def __call__(self, x: Tensor, longer: Tensor, out: Tensor) -> Tensor:
+        """The normed rows `[N, D]`."""
+
+    def refresh(self) -> None:
+        """Take over weights that have been changed in place."""
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """The leaf modules of one decoder layer, each a callable on rows `[N, in]`; `o` and `down` add to the stream."""
 
-    input_norm: Call
-    qkv: Call  # query, key and value side by side
+    input_norm: Norm
+    qkv: Into  # query, key and value side by side
     o: Onto
-    post_norm: Call
-    gate_up: Call  # gate and up side by side
+    post_norm: Norm
+    gate_up: Into  # gate and up side by side
     down: Onto
     act: Call
-    scaling: float
     device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A model as the runtime sees it. `context` is the number of positions that can be served, `limit` says why."""
+    """A model as the runtime sees it. `scaling` is attention's.
+
+    `context` is the number of positions that can be served, `limit` says why.
+    """
 
     embed: Call
     blocks: tuple[Block, ...]
-    norm: Call
+    norm: Norm
     head: Call
+    lm_head: nn.Module
     rotary: nn.Module
+    scaling: float
     identity: Identity
-    heads: int
-    kv_heads: int
-    head_dim: int
+    sizes: Sizes
     context: int
     limit: str
     ends: frozenset[int]
-    dtype: torch.dtype
     device: torch.device
+
+    def refresh(self) -> None:
+        """Take over norms' weights that have been changed in place."""
+        for norm in (self.norm, *(n for block in self.blocks for n in (block.input_norm, block.post_norm))):
+            norm.refresh()
 
 
 def read_skeleton(model: Any) -> Skeleton:
@@ -82,21 +102,28 @@ def read_skeleton(model: Any) -> Skeleton:
     if not len(body.layers):
         raise UnsupportedModelError(f"{type(model).__name__} has no layers")
     _check_containers(model)
-    first = body.layers[0].self_attn
-    return Skeleton(
-        embed=body.embed_tokens,
-        blocks=tuple(_block(layer) for layer in body.layers),
-        norm=_norm(body.norm),
-        head=linear(model.lm_head),
-        rotary=body.rotary_emb,
-        identity=read_identity(config).model_copy(update={"fingerprint": _fingerprint(model)}),
+    sizes = Sizes(
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
-        head_dim=first.head_dim,
+        head_dim=body.layers[0].self_attn.head_dim,
+        eps=config.rms_norm_eps,
+        dtype=body.norm.weight.dtype,
+    )
+    return Skeleton(
+        embed=embedding(body.embed_tokens),
+        blocks=tuple(_block(layer, sizes.eps) for layer in body.layers),
+        norm=_norm(body.norm, sizes.eps),
+        head=linear(model.lm_head),
+        lm_head=model.lm_head,
+        rotary=body.rotary_emb,
+        scaling=body.layers[0].self_attn.scaling,
+        identity=read_identity(config).model_copy(update={"fingerprint": _fingerprint(model)}),
+        sizes=sizes,
         context=context,
         limit=limit,
         ends=_ends(model),
-        dtype=body.norm.weight.dtype,
         device=_device(body.embed_tokens),
     )
 
@@ -124,17 +151,16 @@ def read_identity(config: Any) -> Identity:
     )
 
 
-def _block(layer: Any) -> Block:
+def _block(layer: Any, eps: float) -> Block:
     attention, mlp = layer.self_attn, layer.mlp
     return Block(
-        input_norm=_norm(layer.input_layernorm),
+        input_norm=_norm(layer.input_layernorm, eps),
         qkv=side_by_side([attention.q_proj, attention.k_proj, attention.v_proj]),
         o=linear_onto(attention.o_proj),
-        post_norm=_norm(layer.post_attention_layernorm),
+        post_norm=_norm(layer.post_attention_layernorm, eps),
         gate_up=side_by_side([mlp.gate_proj, mlp.up_proj]),
         down=linear_onto(mlp.down_proj),
         act=F.silu if isinstance(mlp.act_fn, (nn.SiLU, SiLUActivation)) else mlp.act_fn,
-        scaling=attention.scaling,
         device=_device(layer.input_layernorm),
     )
 
@@ -159,24 +185,45 @@ def _check_containers(model: Any) -> None:
             )
 
 
-def _norm(module: Any) -> Call:
-    """RMSNorm as a callable: in float32 and float64 the same formula in fewer and cheaper calls.
+class _PlainNorm:
+    """In float32 and float64: the same formula in fewer and cheaper calls.
 
-    transformers' own computes in float32 whatever comes in; this keeps float64 exact. Half precision rounds in
-    another order there: the module itself is called.
+    x * weight / sqrt(mean(x^2) + eps) = x * (weight * sqrt(D)) / |(x, sqrt(D * eps))|. transformers' own computes in
+    float32 whatever comes in; this keeps float64 exact.
     """
-    plain = type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and is_plain(module)
-    if not plain or module.weight.dtype not in (torch.float32, torch.float64) or module.weight.is_meta:
-        return on_rows(module)
-    weight = module.weight.detach()
-    eps, share = weight.new_tensor(module.variance_epsilon), 1 / len(weight)
 
-    def norm(x: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scaled: Tensor = (x * weight).mul_(torch.addcmul(eps, length, length, value=share).rsqrt_())
-        return scaled
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self._scaled = torch.empty_like(weight)
+        self.refresh()
 
-    return norm
+    def refresh(self) -> None:
+        torch.mul(self._weight, len(self._weight) ** 0.5, out=self._scaled)
+
+    def __call__(self, x: Tensor, longer: Tensor, out: Tensor) -> Tensor:
+        return torch.mul(x, self._scaled, out=out).div_(torch.linalg.vector_norm(longer, dim=-1, keepdim=True))
+
+
+class _NormModule:
+    """The module itself: half precision rounds in another order there, and hooks run."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._call = on_rows(module)
+
+    def refresh(self) -> None:
+        pass
+
+    def __call__(self, x: Tensor, longer: Tensor, out: Tensor) -> Tensor:
+        return self._call(x)
+
+
+def _norm(module: Any, eps: float) -> Norm:
+    """A norm as a callable; `eps` is the one that the scratch is made for."""
+    plain = type(module).__name__.endswith("RMSNorm") and is_plain(module)
+    plain = plain and getattr(module, "variance_epsilon", None) == eps and not module.weight.is_meta
+    if plain and module.weight.dtype in (torch.float32, torch.float64):
+        return _PlainNorm(module.weight.detach())
+    return _NormModule(module)
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from selfspec.errors import SelfspecError
 
@@ -71,6 +72,30 @@ def write_text(path: Path, text: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
         raise
+
+
+def cache_folder() -> Path:
+    """Where what can be made again is kept: `SELFSPEC_CACHE`, else `selfspec` in the user's cache folder."""
+    if given := os.environ.get("SELFSPEC_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
+
+
+def read_cached(path: Path) -> Any:
+    """What a cached JSON file holds; None where there is none or it cannot be read."""
+    try:
+        return json.loads(read_text(path)) if kind(path) == "file" else None
+    except (SelfspecError, ValueError):
+        return None
+
+
+def write_cached(path: Path, data: Any) -> None:
+    """Keep `data` as JSON at `path`, or do without where that cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(data))
+    except (SelfspecError, OSError):
+        pass
 
 
 def _reason(error: Exception) -> str:

@@ -139,12 +139,13 @@ class Measurement(Data):
 
 
 class Profile(Data):
-    """A skip set for one model, with what is known about it."""
+    """A skip set for one model, with what is known about it. `draft_vocabulary`: the only tokens that are drafted."""
 
     version: Annotated[int, Field(ge=1, le=1)] = 1
     model: Identity
     skip: Skip = Skip()
     controller: ControllerSpec = ControllerSpec(name="adaptive")
+    draft_vocabulary: Annotated[list[Count], Field(min_length=1)] | None = None
     calibration: Calibration | None = None
     search: SearchRecord | None = None
     costs: CostModel | None = None
@@ -156,6 +157,11 @@ class Profile(Data):
     @model_validator(mode="after")
     def _indices_exist(self) -> Self:
         self.skip.skip_set().check(self.model.layers)
+        tokens, vocabulary = self.draft_vocabulary or [], self.model.vocabulary
+        if len(set(tokens)) < len(tokens):
+            raise SelfspecError("draft_vocabulary: a token is named twice")
+        if vocabulary is not None and max(tokens, default=0) >= vocabulary:
+            raise SelfspecError(f"draft_vocabulary: token {max(tokens)} is not in the vocabulary of {vocabulary}")
         return self
 
     @property

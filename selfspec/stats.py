@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round: tokens drafted one after the other, how many of them were emitted, all that was emitted, and seconds.
+
+    The seconds are those since the round before; the first round's hold the prompt's pass.
+    """
+
+    drafted: int
+    accepted: int
+    tokens: int
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -11,7 +24,8 @@ class Stats:
     """Counts of one generation, filled by the loop round by round.
 
     `drafted` counts draft steps, `nodes` the rows verified beside the root, `accepted` the drafted tokens that
-    were emitted, `tokens` all that was emitted. `seconds` is wall time, prefill included.
+    were emitted, `tokens` all that was emitted. `seconds` is wall time, prefill included. `log`: round by round, of
+    one generation.
     """
 
     rounds: int = 0
@@ -20,6 +34,7 @@ class Stats:
     accepted: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    log: list[Round] = field(default_factory=list)
 
     @property
     def acceptance_rate(self) -> float:
@@ -37,7 +52,7 @@ class Stats:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def add(self, other: Stats) -> None:
-        """Add the counts and seconds of another generation to these."""
+        """Add the counts and seconds of another generation to these; not its log."""
         for name in ("rounds", "drafted", "nodes", "accepted", "tokens", "seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 

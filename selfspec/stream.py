@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 from selfspec.drafts import Outcome
-from selfspec.stats import Stats
+from selfspec.stats import Round, Stats
 from selfspec.text import TextStream
 
 
@@ -23,15 +23,16 @@ class Generation:
 class Stream:
     """A generation under way: iterate over its pieces of text; `result` is the `Generation` so far.
 
-    `close()` ends it early and frees the model; leaving the iteration and dropping the stream does so too.
+    `close()` ends it early and frees the model; leaving the iteration and dropping the stream does so too. Without
+    `pieces` all text comes at the end, for less work.
     """
 
-    def __init__(self, rounds: Generator[Outcome], text: TextStream) -> None:
+    def __init__(self, rounds: Generator[Outcome], text: TextStream, *, pieces: bool = True) -> None:
         self._text = text
         self._tokens: list[int] = []
         self._stats = Stats()
         # The generator knows nothing of this object, so that dropping the stream ends it at once.
-        self._pieces = _pieces(rounds, text, self._tokens, self._stats)
+        self._pieces = _pieces(rounds, text, self._tokens, self._stats, pieces)
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -49,19 +50,24 @@ class Stream:
         self._pieces.close()
 
 
-def _pieces(rounds: Generator[Outcome], text: TextStream, tokens: list[int], stats: Stats) -> Generator[str]:
+def _pieces(
+    rounds: Generator[Outcome], text: TextStream, tokens: list[int], stats: Stats, pieces: bool
+) -> Generator[str]:
     """Pieces of text as the rounds bring them; `tokens` and `stats` are filled along the way."""
     start = time.perf_counter()
     try:
         for outcome in rounds:
+            seconds = time.perf_counter() - start
+            done = Round(outcome.draft.depth, outcome.accepted, len(outcome.tokens), seconds)
+            stats.log.append(done)
             stats.rounds += 1
-            stats.drafted += outcome.draft.depth
+            stats.drafted += done.drafted
             stats.nodes += len(outcome.draft)
-            stats.accepted += outcome.accepted
-            stats.tokens += len(outcome.tokens)
+            stats.accepted += done.accepted
+            stats.tokens += done.tokens
+            stats.seconds += seconds
             tokens += outcome.tokens
-            stats.seconds += time.perf_counter() - start
-            if piece := text.take():
+            if pieces and (piece := text.take()):
                 yield piece
             start = time.perf_counter()  # what the reader does in between is not ours
     finally:

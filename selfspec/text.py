@@ -28,6 +28,7 @@ class TextStream:
         self._tokens = list(prompt[-_CONTEXT:])
         # A window of decoded tokens slides along, so that each token costs the same however long the text.
         self._from, self._decoded = 0, len(self._tokens)
+        self._pushed = len(self._tokens)  # tokens looked at
         while self._decoded and self._decode(0, self._decoded).endswith(_INCOMPLETE):
             self._decoded -= 1  # the prompt ends within a character: its first bytes are still to be shown
         self._held = ""
@@ -42,6 +43,7 @@ class TextStream:
 
     def take(self) -> str:
         """The text that has become ready since the last call."""
+        self._look()
         piece = "".join(self._ready[self._taken :])
         self._taken = len(self._ready)
         return piece
@@ -49,18 +51,25 @@ class TextStream:
     def push(self, token: int) -> bool:
         """Add a token; true when it completed a stop string."""
         self._tokens.append(token)
-        before = self._decode(self._from, self._decoded)
-        after = self._decode(self._from, len(self._tokens))
-        if len(after) > len(before) and not after.endswith(_INCOMPLETE):
-            self._from, self._decoded = self._decoded, len(self._tokens)
-            self._add(after[len(before) :])
+        if self._stop:  # otherwise decoding can wait until the text is wanted
+            self._look()
         return self.stopped
 
+    def _look(self) -> None:
+        """Decode what was pushed, token by token."""
+        while self._pushed < len(self._tokens):
+            self._pushed += 1
+            before = self._decode(self._from, self._decoded)
+            after = self._decode(self._from, self._pushed)
+            if len(after) > len(before) and not after.endswith(_INCOMPLETE):
+                self._from, self._decoded = self._decoded, self._pushed
+                self._add(after[len(before) :])
+
     def finish(self) -> None:
-        """No more tokens come: release what was held back."""
+        """No more tokens come: decode what was not looked at, and release what was held back."""
         before = self._decode(self._from, self._decoded)
         after = self._decode(self._from, len(self._tokens))
-        self._decoded = len(self._tokens)
+        self._decoded = self._pushed = len(self._tokens)
         if not self.stopped:
             self._add(after[len(before) :])
         if not self.stopped:

@@ -228,6 +228,65 @@ def audit(
         raise typer.Exit(code)
 
 
+@app.command()
+def bench(
+    model: Annotated[
+        str | None, typer.Option(help="builtin, a folder, or a hub id; the profile's when left out.")
+    ] = None,
+    profile: Annotated[
+        str, typer.Option(help="A file, the name of a shipped one, or auto: one made for the model, else half of it.")
+    ] = "auto",
+    methods: Annotated[
+        str, typer.Option(help="Of plain, skip, hf, hf-early-exit, hf-prompt-lookup, separated by commas.")
+    ] = "plain,skip,hf,hf-early-exit,hf-prompt-lookup",
+    widen: Annotated[
+        int, typer.Option(min=1, max=64, help="Times wider, with the same output: a large model's cost.")
+    ] = 1,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Prompts: .jsonl or .txt; built-in held-out ones when left out.")
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, help="The most prompts; all of the file's, or 12 of the built-in ones (widened 6)."),
+    ] = None,
+    temperature: Annotated[str, typer.Option(help="One or several, separated by commas; 0 is greedy.")] = "0,0.8",
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that continue each prompt; 96, or 64 widened, when left out.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Runs of each method on each prompt; 5, or 3 widened, when left out.")
+    ] = None,
+    controller: ControllerOption = None,
+    out: Annotated[Path | None, typer.Option(help="Write everything that was measured here, as JSON.")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Measure every method on the same prompts, interleaved: plain, layer skip, and transformers' own."""
+    from selfspec.cli.bench import BenchOptions, run
+
+    run(
+        BenchOptions(
+            model=model,
+            profile=profile,
+            methods=methods,
+            widen=widen,
+            prompts=prompts,
+            limit=limit,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            rounds=rounds,
+            controller=controller,
+            out=out,
+            device=device,
+            dtype=dtype,
+            threads=threads,
+            json=json,
+        )
+    )
+
+
 @profile_app.command()
 def show(file: Annotated[str, typer.Argument(help="A file, or the name of a shipped profile.")]) -> None:
     """Draw a profile's skip map and say how it was found and measured."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from selfspec import builtin
 from selfspec.cli.common import (
     checked_profile,
+    drafted_with,
     model_for,
     print_json,
     printable,
@@ -19,14 +20,11 @@ from selfspec.cli.common import (
     stdout,
 )
 from selfspec.controllers import parse_controller
-from selfspec.errors import SelfspecError
 from selfspec.loading import check_dtype
-from selfspec.skip import SkipSet
 
 if TYPE_CHECKING:
     from selfspec.api import LLM
     from selfspec.audit import Audit, Difference
-    from selfspec.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +60,13 @@ def run(options: AuditOptions) -> int:
 
     from selfspec.api import load
     from selfspec.audit import audit
-    from selfspec.bench import machine
+    from selfspec.machine import machine
     from selfspec.options import Options
 
     Options(temperature=options.temperature).check()
-    llm = load(model, profile="none", device=options.device, dtype=options.dtype)
-    skip, source = _skip(llm, profile, options.profile)
-    drafter = llm.layer_skip(skip, spec)
+    llm = load(model, profile="none", device=options.device, dtype=options.dtype, drafting=True)
+    skip, controller, source = drafted_with(llm.identity, llm.runtime.layers, profile, options.profile)
+    drafter = llm.layer_skip(skip, spec or controller)
     for prompt in prompts:
         llm.check(prompt, options.max_new_tokens)
     with progress(stderr()) as bar:
@@ -94,22 +92,6 @@ def run(options: AuditOptions) -> int:
     else:
         _report(llm, found, where)
     return 1 if found.bugs else 0
-
-
-def _skip(llm: LLM, profile: Profile | None, name: str) -> tuple[SkipSet, str]:
-    """What to bypass, and where that comes from: a profile, one made for this model, or every second layer."""
-    from selfspec.api import check_profile, shipped_for
-
-    if profile is not None:
-        check_profile(profile, llm.identity)
-    else:
-        name, profile = next(iter(shipped_for(llm.identity).items()), ("", None))
-    if profile is not None and len(profile.skip_set):
-        return profile.skip_set, f"profile {name}, {len(profile.skip_set)} sub-layers"
-    if profile is not None:
-        raise SelfspecError(f"profile {name} skips nothing, so there is nothing to audit; want another")
-    half = tuple(range(1, llm.runtime.layers, 2))
-    return SkipSet(half, half), "every second layer, as there is no profile"
 
 
 def _report(llm: LLM, found: Audit, where: dict[str, str]) -> None:

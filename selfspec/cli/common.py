@@ -16,7 +16,8 @@ from selfspec import builtin
 from selfspec.controllers import make_controller
 from selfspec.errors import SelfspecError
 from selfspec.loading import check_model_name
-from selfspec.profile import Profile, find_profile_file
+from selfspec.profile import ControllerSpec, Identity, Profile, find_profile_file
+from selfspec.skip import SkipSet
 
 SEARCH_HINT = "no profile known to be faster: decoding plainly. Search one with: selfspec search --model {model}"
 
@@ -49,6 +50,28 @@ def model_for(model: str | None, profile: Profile | None) -> str:
     return name
 
 
+def drafted_with(
+    identity: Identity, layers: int, profile: Profile | None, name: str
+) -> tuple[SkipSet, ControllerSpec | None, str]:
+    """What to bypass, with which controller, and where that comes from.
+
+    A profile, by its name, or one that ships for this model, or every second layer. Raises `SelfspecError` for a
+    profile of another model, or one that skips nothing.
+    """
+    from selfspec.api import check_profile, shipped_for
+
+    if profile is not None:
+        check_profile(profile, identity)
+    else:
+        name, profile = next(iter(shipped_for(identity).items()), ("", None))
+    if profile is None:
+        half = tuple(range(1, layers, 2))
+        return SkipSet(half, half), None, "every second layer, as there is no profile"
+    if not len(profile.skip_set):
+        raise SelfspecError(f"profile {name} skips nothing, so there is nothing to draft with; want another")
+    return profile.skip_set, profile.controller, f"profile {name}, {len(profile.skip_set)} sub-layers"
+
+
 def progress(console: Console, *columns: TextColumn) -> Progress:
     """A progress bar: description, bar, counts, `columns`, time left."""
     return Progress(
@@ -76,6 +99,7 @@ def quiet() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: weights in huge pages, which are read faster
     console = stderr()
 
     def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:

@@ -93,7 +93,7 @@ def run(options: SearchOptions) -> int:
 
     check_sampling(options.temperature, options.top_k, options.top_p)
     console = stderr()
-    llm = load(options.model, profile="none", device=options.device, dtype=options.dtype)
+    llm = load(options.model, profile="none", device=options.device, dtype=options.dtype, drafting=True)
     with _Watch(console) as watch:
         profile = find_profile(
             llm,

@@ -19,10 +19,11 @@ from selfspec.search.replay import Replay
 
 import selfspec
 from selfspec import builtin
-from selfspec.bench import interleave, machine, method
+from selfspec.bench import interleave, method
 from selfspec.controllers import StaticThreshold
 from selfspec.costing import measure_costs
 from selfspec.drafters import PlainDrafter
+from selfspec.machine import machine
 from selfspec.skip import SkipSet
 
 

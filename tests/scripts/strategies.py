@@ -30,11 +30,12 @@ from selfspec.search.strategies import STRATEGIES, Problem, make_strategy
 from selfspec.search.study import LONGEST_DRAFT, STRATEGY
 
 import selfspec
-from selfspec.bench import interleave, machine, method
+from selfspec.bench import interleave, method
 from selfspec.controllers import make_controller
 from selfspec.costing import measure_costs
 from selfspec.costs import CostModel
 from selfspec.drafters import PlainDrafter
+from selfspec.machine import machine
 from selfspec.profile import ControllerSpec
 from selfspec.skip import SkipSet
 

@@ -17,8 +17,8 @@ from selfspec.search.replay import Replay
 from selfspec.search.texts import Text
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from selfspec.bench import machine
 from selfspec.controllers import FixedK
+from selfspec.machine import machine
 from selfspec.skip import SkipSet
 
 BASE = {"layers": 16, "hidden": 128, "tokens": 512, "k_max": 4}

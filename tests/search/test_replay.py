@@ -248,3 +248,19 @@ def test_the_seed_and_not_the_chunk_decides_sampled_drafts(llm64, texts):
         with Replay(llm64.model, texts, sampler=Sampler(temperature=1.0), depth=3, chunk=chunk, seed=seed) as replay:
             traces.append([(t.runs, t.ranks) for t in replay.trace(skip, [FixedK(3)])])
     assert traces[0] == traces[1] != traces[2]
+
+
+def test_a_draft_vocabulary_is_replayed_as_it_is_decoded(llm64, texts):
+    seen = sorted({token for text in texts for token in text.tokens})[::2]
+    for skip in random_skips(3, 16):
+        with Replay(llm64.model, texts, depth=DEPTH) as replay:
+            traces = replay.trace(skip, CONTROLLERS, vocabulary=seen)
+            whole = replay.trace(skip, CONTROLLERS)
+        assert [t.runs for t in traces] != [t.runs for t in whole]
+        for controller in CONTROLLERS:
+            drafter = LayerSkipDrafter(llm64.runtime, skip, controller.fresh(), vocabulary=seen)
+            real = [
+                counts(llm64.generate(text.tokens[: text.prompt], max_new_tokens=NEW, drafter=drafter).stats)
+                for text in texts
+            ]
+            assert [counts(w.stats) for w in walk(traces, controller)] == real

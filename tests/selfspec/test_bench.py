@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfspec.bench import compare, interleave, interval, machine, measure
+from selfspec.bench import compare, interleave, interval, measure
 from selfspec.drafters import PlainDrafter
+from selfspec.machine import machine
 from selfspec.options import Options
 from selfspec.skip import SkipSet
 from selfspec.stats import Stats

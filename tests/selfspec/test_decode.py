@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import plain, run, small
 from toys import HiddenHead, RandomTree, Scripted, TinyModel, always_wrong, oracle
+from transformers import SuppressTokensLogitsProcessor
 
 from selfspec.controllers import AdaptiveThreshold, FixedK, StaticThreshold
 from selfspec.decode import decode
@@ -33,6 +34,9 @@ DRAFTERS = {
     "layer skip, static": lambda runtime, prompt: LayerSkipDrafter(runtime, SKIP, StaticThreshold(0.3, 5)),
     "layer skip, siblings": lambda runtime, prompt: LayerSkipDrafter(
         runtime, SKIP, StaticThreshold(0.3, 4), siblings=3
+    ),
+    "layer skip, draft vocabulary": lambda runtime, prompt: LayerSkipDrafter(
+        runtime, SKIP, FixedK(3), vocabulary=[1, 2, 4, 5, 8, 9]
     ),
     "layer skip, adaptive": lambda runtime, prompt: LayerSkipDrafter(runtime, SKIP, AdaptiveThreshold(k_max=6)),
 }
@@ -286,3 +290,20 @@ def test_rules_are_looked_up_by_the_sampler(runtime):
     seq = SequenceState(list(PROMPTS[0]), 6, sampler)
     drafter = Scripted(lambda tokens: [1, 2])
     assert sum(len(o.tokens) for o in decode(runtime, drafter, seq, rule=find_rule(None, sampler))) == 6
+
+
+def test_a_draft_vocabulary_of_which_no_token_is_possible_drafts_nothing(runtime):
+    only = [1, 3]
+    sampler = Sampler(processors=[SuppressTokensLogitsProcessor(only)])
+    drafter = LayerSkipDrafter(runtime, SKIP, FixedK(3), vocabulary=only)
+    tokens, outcomes = run(runtime, drafter, PROMPTS[0], 12, sampler=sampler)
+    assert tokens == run(runtime, PlainDrafter(), PROMPTS[0], 12, sampler=sampler)[0]
+    assert not any(len(outcome.draft) for outcome in outcomes)
+
+
+def test_nothing_else_is_drafted_than_the_draft_vocabulary(runtime):
+    only = [1, 3, 9]
+    drafter = LayerSkipDrafter(runtime, SKIP, FixedK(3), vocabulary=only)
+    for sampler in (Sampler(), Sampler(temperature=1.0)):
+        _, outcomes = run(runtime, drafter, PROMPTS[0], 12, sampler=sampler)
+        assert {token for outcome in outcomes for token in outcome.draft.tokens} <= set(only)

@@ -22,6 +22,10 @@ FLOORS = {
     "selfspec.controllers": 1,
     "selfspec.families": 1,
     "selfspec.linears": 1,
+    "selfspec.scratch": 1,
+    "selfspec.masks": 1,
+    "selfspec.layout": 1,
+    "selfspec.machine": 1,
     "selfspec.cache": 1,
     "selfspec.runtime": 1,
     "selfspec.sampling": 1,
@@ -39,6 +43,7 @@ FLOORS = {
     "selfspec.text": 4,
     "selfspec.api": 4,
     "selfspec.bench": 4,
+    "selfspec.benchmark": 4,
     "selfspec.search": 5,
     "selfspec.cli": 6,
 }

@@ -38,6 +38,7 @@ def drafters(llm, layer_skip):
     """Layer skip, which drafts under the mask, and two that know nothing of the grammar."""
     return {
         "layer skip": layer_skip,
+        "draft vocabulary": llm.layer_skip(layer_skip.skip, "fixed:k=3", range(0, 4096, 3)),
         "random tree": RandomTree(4096, (2, 2)),
         "script": Scripted(lambda tokens: llm.encode(" read(self, size):\n")[len(tokens) % 3 :], 4),
     }

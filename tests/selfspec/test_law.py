@@ -37,6 +37,9 @@ DRAFTERS = {
     "layer skip, siblings": lambda runtime: LayerSkipDrafter(
         runtime, SkipSet((1,), (1,)), StaticThreshold(0.4, 2), siblings=2
     ),
+    "layer skip, draft vocabulary": lambda runtime: LayerSkipDrafter(
+        runtime, SkipSet((0,), (1,)), FixedK(2), vocabulary=[0, 2]
+    ),
     "layer skip, adaptive": lambda runtime: LayerSkipDrafter(
         runtime, SkipSet((0,), (0,)), AdaptiveThreshold(threshold=0.5, step=1.0, k_max=2)
     ),

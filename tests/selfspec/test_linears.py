@@ -6,8 +6,9 @@ import pytest
 import torch
 from models import CONFIGS, plain, tiny
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from selfspec.linears import join_, linear, linear_onto, side_by_side
+from selfspec.linears import PackedLinear, join_, linear, linear_onto, linear_over, pack_, side_by_side
 from selfspec.runtime import Runtime
 
 X = torch.randn(6, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -22,11 +23,19 @@ def separately(modules, x=X):
     return torch.cat([module(x) for module in modules], dim=-1)
 
 
+@torch.no_grad()
+def together(modules, x=X):
+    out = torch.empty(len(x), separately(modules, x[:1]).shape[1], dtype=x.dtype)
+    side_by_side(modules)(x, out)
+    return out
+
+
+@pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_joining_changes_nothing_but_where_parameters_lie(name):
+def test_joining_changes_nothing_but_where_parameters_lie(name, columns):
     model, other = tiny(CONFIGS[name]), tiny(CONFIGS[name])
     parameters = dict(model.named_parameters())
-    join_(model)
+    join_(model, columns=columns)
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
     assert all(torch.equal(weight, other.state_dict()[name]) for name, weight in model.state_dict().items())
     bytes_held = {
@@ -38,16 +47,31 @@ def test_joining_changes_nothing_but_where_parameters_lie(name):
     assert plain(Runtime(model), [3, 1, 4], 12) == plain(Runtime(other), [3, 1, 4], 12)
 
 
-def test_joined_parameters_are_one_product():
-    model = tiny(CONFIGS["llama-biases"])
-    before = side_by_side(parts(model))
+class Products(TorchFunctionMode):
+    """Counts products."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (torch.mm, torch.addmm):
+            self.shapes.append(tuple(kwargs["mat2"].shape))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("name", ["llama", "llama-biases"])
+def test_joined_parameters_are_one_product(name, columns):
+    model = tiny(CONFIGS[name])
     expected = separately(parts(model))
-    torch.testing.assert_close(before(X), expected)
-    join_(model)
-    joined = side_by_side(parts(model))
-    torch.testing.assert_close(joined(X), expected)
-    assert joined.keywords["mat2"].shape == (32, 32 + 16 + 16)
-    assert joined.keywords["mat2"].data_ptr() == parts(model)[0].weight.data_ptr()
+    with Products() as before:
+        torch.testing.assert_close(together(parts(model)), expected)
+    join_(model, columns=columns)
+    with Products() as after:
+        torch.testing.assert_close(together(parts(model)), expected)
+    assert len(before.shapes) == 3
+    assert after.shapes == [(32, 32 + 16 + 16)]
 
 
 def test_what_is_not_an_exact_linear_stays_as_it_is():
@@ -59,7 +83,7 @@ def test_what_is_not_an_exact_linear_stays_as_it_is():
     weights = [parameter.data_ptr() for parameter in model.model.layers[1].self_attn.parameters()]
     join_(model)
     assert [parameter.data_ptr() for parameter in model.model.layers[1].self_attn.parameters()] == weights
-    torch.testing.assert_close(side_by_side(parts(model))(X), separately(parts(model)))
+    torch.testing.assert_close(together(parts(model)), separately(parts(model)))
     plain(Runtime(model), [3, 1, 4], 4)
     assert heard
 
@@ -67,12 +91,13 @@ def test_what_is_not_an_exact_linear_stays_as_it_is():
 def test_weights_changed_in_place_are_seen_and_replaced_ones_are_not_mistaken():
     model = tiny(CONFIGS["llama"])
     join_(model)
-    joined = side_by_side(parts(model))
+    joined, out = side_by_side(parts(model)), torch.empty(6, 64, dtype=torch.float64)
     with torch.no_grad():
         parts(model)[1].weight.mul_(2)
-    torch.testing.assert_close(joined(X), separately(parts(model)))
+    joined(X, out)
+    torch.testing.assert_close(out, separately(parts(model)))
     parts(model)[1].weight.data = parts(model)[1].weight.data.clone()
-    torch.testing.assert_close(side_by_side(parts(model))(X), separately(parts(model)))
+    torch.testing.assert_close(together(parts(model)), separately(parts(model)))
 
 
 def test_a_joined_model_can_be_saved_and_loaded(tmp_path):
@@ -88,12 +113,38 @@ def test_a_linear_without_a_modules_overhead(bias):
     module = nn.Linear(32, 5, dtype=torch.float64, bias=bias)
     base = torch.randn(6, 5, dtype=torch.float64)
     torch.testing.assert_close(linear(module)(X), module(X))
-    torch.testing.assert_close(linear_onto(module)(base, X), base + module(X))
+    expected = base + module(X)
+    linear_onto(module)(base, X)
+    torch.testing.assert_close(base, expected)
 
 
 def test_a_hooked_linear_is_called_as_its_model_would_call_it():
     hooked, shapes = nn.Linear(32, 5, dtype=torch.float64), []
     hooked.register_forward_hook(lambda _, args, __: shapes.append(args[0].shape))
     torch.testing.assert_close(linear(hooked)(X), hooked(X))
-    torch.testing.assert_close(linear_onto(hooked)(X[:, :5], X), X[:, :5] + hooked(X))
+    base = X[:, :5].clone()
+    linear_onto(hooked)(base, X)
+    torch.testing.assert_close(base, X[:, :5] + hooked(X))
     assert shapes[0] == shapes[2] == (1, 6, 32)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_linear_over_some_outputs(bias, packed):
+    holder = nn.Module()
+    holder.head = nn.Linear(32, 9, bias=bias)
+    whole = holder.head(X.float())
+    if packed:
+        with torch.no_grad():
+            pack_([(holder, "head")])
+        assert isinstance(holder.head, PackedLinear)
+    outputs = [7, 0, 4]
+    with torch.no_grad():
+        part = linear_over(holder.head, outputs)(X.float())
+    torch.testing.assert_close(part[:, outputs], whole[:, outputs])
+    rest = [i for i in range(9) if i not in outputs]
+    assert bool((part[:, rest] == -torch.inf).all())
+
+
+def test_a_linear_whose_weight_is_not_at_hand_has_no_parts():
+    assert linear_over(nn.Sequential(nn.Linear(2, 2)), [0]) is None

@@ -49,6 +49,9 @@ DRAFTERS = {
     "tiny model": lambda runtime: TinyModel(Runtime(small(VOCABULARY, 1, seed=9)), 3),
     "layer skip": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (0,)), FixedK(3)),
     "layer skip, siblings": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (0,)), FixedK(3), siblings=3),
+    "layer skip, draft vocabulary": lambda runtime: LayerSkipDrafter(
+        runtime, SkipSet((1,), (0,)), FixedK(3), vocabulary=[0, 3, 4, 6]
+    ),
     "layer skip, adaptive": lambda runtime: LayerSkipDrafter(runtime, SkipSet((0,), (0,)), AdaptiveThreshold(k_max=5)),
 }
 

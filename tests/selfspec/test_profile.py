@@ -31,6 +31,7 @@ profiles = st.builds(
         name=names,
         options=st.dictionaries(names, st.integers(0, 64) | st.floats(allow_nan=False, allow_infinity=False)),
     ),
+    draft_vocabulary=st.none() | st.lists(st.integers(0, 10**6), min_size=1, unique=True, max_size=200),
     calibration=st.none()
     | st.builds(Calibration, source=names, prompts=st.just(8), tokens=st.just(99), sha256=st.just("0" * 64)),
     search=st.none()
@@ -163,3 +164,12 @@ def test_shipped_profiles_are_valid_and_found_by_name():
         assert find_profile_file(name) == profile
     with pytest.raises(SelfspecError, match=r"no such file, and no shipped profile of that name \(.*stdlib-llama"):
         find_profile_file("nothing")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "why"),
+    [("[]", "draft_vocabulary"), ("[1, 1]", "named twice"), ("[5, 64]", "token 64 is not in"), ("[-1]", "draft_voc")],
+)
+def test_a_wrong_draft_vocabulary(tokens, why):
+    with pytest.raises(SelfspecError, match=why):
+        parse_profile(f"model: {{layers: 4, vocabulary: 64}}\ndraft_vocabulary: {tokens}\n", source="p")

@@ -268,3 +268,35 @@ def test_weights_offloaded_by_accelerate(place, tmp_path):
     assert model.model.layers[0].mlp.up_proj.weight.is_meta
     ours = chunked(Runtime(model), tokens, (N - 2, 1, 1))
     torch.testing.assert_close(ours / whole.abs().max(), whole / whole.abs().max(), atol=1e-5, rtol=0)
+
+
+def test_a_head_over_some_tokens():
+    model = tiny(CONFIGS["llama"])
+    runtime = Runtime(model)
+    tokens = tokens_for(model)
+    some = [5, 0, 60, 17]
+    with runtime.session(N):
+        whole = runtime.forward(tokens, 0).logits
+        part = runtime.forward(tokens, 0, head=runtime.head_over(some)).logits
+    assert part.shape == whole.shape
+    torch.testing.assert_close(part[..., some], whole[..., some])
+    assert int(torch.isfinite(part[0, 0]).sum()) == 4
+    for wrong in ([], [61], [-1], [3, 3]):
+        with pytest.raises(SelfspecError, match="different tokens from 0 to 60"):
+            runtime.head_over(wrong)
+    model.lm_head = nn.Sequential(model.lm_head)
+    with pytest.raises(SelfspecError, match="weight of lm_head itself"):
+        Runtime(model).head_over(some)
+
+
+def test_norms_trained_after_wrapping_count():
+    """From the next session on, whatever weight was changed in place."""
+    model = tiny(CONFIGS["llama"])
+    runtime = Runtime(model)
+    tokens = tokens_for(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.01)
+    torch.testing.assert_close(
+        chunked(runtime, tokens, (N - 1, 1)), reference(exact_norms(copy.deepcopy(model)), tokens).logits
+    )

@@ -92,3 +92,20 @@ def test_stopping_is_cutting_at_the_first_stop_string(text, stops):
 @pytest.mark.parametrize("special", [0])
 def test_special_tokens_are_not_shown(special):
     assert stream([*TOKENIZER("a").input_ids, special])[1] == "a"
+
+
+@given(st.text(max_size=40), st.integers(1, 7))
+def test_taking_rarely_gives_the_same_text(text, every):
+    tokens = TOKENIZER(text).input_ids
+    rarely, pieces = TextStream(TOKENIZER, PROMPT), []
+    for number, token in enumerate(tokens):
+        assert not rarely.push(token)
+        if number % every == 0:
+            pieces.append(rarely.take())
+    rarely.finish()
+    assert "".join([*pieces, rarely.take()]) == rarely.text == text
+    never = TextStream(TOKENIZER, PROMPT)
+    for token in tokens:
+        never.push(token)
+    never.finish()
+    assert never.text == text

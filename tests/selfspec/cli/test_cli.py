@@ -230,6 +230,40 @@ class TestAudit:
         assert "when decoded plainly" in out
 
 
+class TestBench:
+    ARGS = ("bench", "--limit", 2, "--max-new-tokens", 6, "--rounds", 1)
+
+    def test_every_method_at_every_temperature(self, cli, tmp_path):
+        code, out, err = cli(*self.ARGS, "--json", "--out", "bench.json")
+        assert code == 0
+        data = json.loads(out)
+        assert data == json.loads((tmp_path / "bench.json").read_text())
+        assert (data["prompts"], data["max_new_tokens"], data["rounds"], data["widened"]) == (2, 6, 1, 1)
+        assert [at["temperature"] for at in data["temperatures"]] == [0, 0.8]
+        for at in data["temperatures"]:
+            assert list(at["methods"]) == ["plain", "skip", "hf", "hf-early-exit", "hf-prompt-lookup"]
+            assert at["methods"]["plain"]["ratio"]["plain"]["median"] == 1
+            assert at["methods"]["hf"]["ratio"]["hf"]["median"] == 1
+            assert 0 < at["plain_of_roofline"] < 1
+            assert at["skip"]["oracle"]["speedup"] >= at["skip"]["v"]["1"] * 0.9
+        assert re.search(r"temperature 0: 10 runs will take about \d+ s, for each of 2 temperatures", err)
+
+    def test_a_table(self, cli):
+        code, out, _ = cli(*self.ARGS, "--methods", "plain,skip", "--temperature", "0", "--widen", 2)
+        assert code == 0
+        assert "builtin widened 2 times; " in out
+        assert "of plain decoding" in out
+        assert re.search(r"^skip +\d", out, re.MULTILINE)
+        assert "hf" not in out
+
+    def test_plain_alone(self, cli):
+        code, out, _ = cli(*self.ARGS, "--methods", "plain", "--temperature", "0.5", "--json")
+        (at,) = json.loads(out)["temperatures"]
+        assert code == 0
+        assert list(at["methods"]) == ["plain"]
+        assert "skip" not in at
+
+
 class TestSearch:
     def test_finds_and_saves(self, cli, tmp_path):
         args = ("search", "--trials", 3, "--prompts", 2, "--max-new-tokens", 6, "--out", "found.yaml")
@@ -427,10 +461,18 @@ WRONG = {
     "two guides": (["generate", "x", "--regex", "a", "--json-schema", "key.json"], "want one of them"),
     "no schema": (["generate", "x", "--json-schema", "no.json"], "no.json: no such file"),
     "no schema's text": (["generate", "x", "--json-schema", "empty.txt"], "JSON schema"),
-    "audit nothing": (["audit", "--profile", "index2.yaml"], "skips nothing, so there is nothing to audit"),
+    "audit nothing": (["audit", "--profile", "index2.yaml"], "skips nothing, so there is nothing to draft with"),
     "audit no prompts": (["audit", "--prompts", "no.jsonl"], "no.jsonl: no such file"),
     "audit outgrows": (["audit", "--max-new-tokens", "1024"], "outgrow the model's context"),
     "audit's profile": (["audit", "--profile", "other.yaml"], "of another model: layers 4 in the profile, 16"),
+    "bench method": (["bench", "--methods", "plain,magic"], "method 'magic' is not known; known: plain, skip, hf"),
+    "bench twice": (["bench", "--methods", "plain,plain"], "a method is named twice"),
+    "bench without plain": (["bench", "--methods", "skip"], "must have 'plain' among them"),
+    "bench temperature": (["bench", "--temperature", "0,x"], "--temperature 0,x: want numbers separated by commas"),
+    "bench out": (["bench", "--out", "no/b.json"], "the folder no does not exist"),
+    "bench no prompts": (["bench", "--prompts", "no.jsonl"], "no.jsonl: no such file"),
+    "bench outgrows": (["bench", "--max-new-tokens", "1024"], "outgrow the model's context"),
+    "bench's profile": (["bench", "--profile", "other.yaml"], "of another model: layers 4 in the profile, 16"),
     "search no model": (["search", "--model", "/no/such"], "no such folder"),
 }
 

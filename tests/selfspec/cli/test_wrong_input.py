@@ -36,7 +36,8 @@ def cli(monkeypatch, tmp_path):
     def loaded(*_, **__):
         raise ModelLoadedError
 
-    monkeypatch.setattr("selfspec.api.load_model", loaded)
+    for module in ("api", "benchmark"):
+        monkeypatch.setattr(f"selfspec.{module}.load_model", loaded)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     monkeypatch.setattr("torch.set_num_threads", lambda _: None)
     monkeypatch.setattr(sys, "stdin", None)
@@ -133,7 +134,7 @@ COMMANDS = {
         "--prompts": too_small | no_numbers,
         "--out": st.sampled_from(["missing/p.yaml", ".", "/proc/none/p.yaml", "x" * 300]),
         "--context": too_small | no_numbers,
-        "--keep": no_numbers.filter(lambda w: w.strip(" ,") != ""),
+        "--keep": no_numbers.filter(lambda w: w.replace(",", " ").strip() != ""),
         "--granularity": unknown("sublayer", "layer"),
         "--max-draft-cost": negative | st.just("0") | no_numbers,
     },
@@ -143,6 +144,15 @@ COMMANDS = {
         "--prompts": words.map(lambda name: f"no-{name}") | st.just("missing.jsonl"),
         "--limit": too_small | no_numbers,
     },
+}
+COMMANDS["bench"] = {
+    **COMMANDS["audit"],
+    "--methods": unknown("plain", "skip", "hf").map(lambda name: f"plain,{name}-"),
+    "--widen": too_small | no_numbers,
+    "--rounds": too_small | no_numbers,
+    "--max-new-tokens": too_small | no_numbers,
+    "--temperature": negative | words.map(lambda word: f"0,x{word}"),
+    "--out": st.sampled_from(["missing/b.json", ".", "/proc/none/b.json", "x" * 300]),
 }
 one_wrong_option = st.sampled_from(sorted(COMMANDS)).flatmap(
     lambda command: st.sampled_from(sorted(COMMANDS[command])).flatmap(

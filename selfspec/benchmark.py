@@ -1,0 +1,327 @@
+"""`selfspec bench`: every method on the same prompts, with what costs, theory and the memory bus say beside it."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from selfspec.api import LLM, wrap
+from selfspec.bench import Method, Runs, interleave, method, transformers_generate
+from selfspec.costing import forward_seconds, measure_skip_costs
+from selfspec.costs import CostModel
+from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.errors import SelfspecError
+from selfspec.layout import best_layout, lay_out_, weight_bytes
+from selfspec.loading import load_model
+from selfspec.machine import machine, peak_growth, read_bandwidth
+from selfspec.options import Options
+from selfspec.profile import ControllerSpec, Identity
+from selfspec.runtime import Runtime
+from selfspec.skip import SkipSet
+from selfspec.stats import Round, Stats
+from selfspec.text import Prompt
+from selfspec.widen import widen
+
+METHODS = ("plain", "skip", "hf", "hf-early-exit", "hf-prompt-lookup")
+LOOKUP_TOKENS = 10  # that prompt lookup drafts, as in transformers' documentation
+WIDTHS = (1, 2, 3, 4, 6, 8)
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """The models of a benchmark: each method on weights that lie as suits it best, `transformers` on its own.
+
+    `plain` and `skip` share a model where their layouts agree. `identity` is the model's before it was widened.
+    """
+
+    plain: LLM
+    skip: LLM
+    hf: LLM | None
+    layouts: Mapping[str, str]
+    identity: Identity
+    widened: int
+
+    @property
+    def models(self) -> dict[str, LLM]:
+        """Every model once."""
+        found = {"plain": self.plain, "skip": self.skip} | ({} if self.hf is None else {"hf": self.hf})
+        return {name: llm for name, llm in found.items() if name != "skip" or llm is not self.plain}
+
+
+def load_subjects(name: str, methods: Sequence[str], *, widened: int = 1, device: str, dtype: str) -> Subjects:
+    """Load, and perhaps widen, a model, as many times as the methods need. Raises `SelfspecError`."""
+    model, tokenizer = load_model(name, device=device, dtype=dtype)
+    identity = wrap(model, tokenizer, profile="none", name=name).identity
+    if widened > 1:
+        model = widen(model, widened)
+    layouts = {"plain": best_layout(model, drafting=False), "skip": best_layout(model, drafting=True)}
+    if "skip" not in methods:
+        layouts["skip"] = layouts["plain"]
+
+    def ready(model: Any, layout: str | None) -> LLM:
+        if layout is not None:
+            lay_out_(model, layout, drafting=False)
+        return wrap(model, tokenizer, profile="none", name=name)
+
+    hf = ready(copy.deepcopy(model), None) if any(m.startswith("hf") for m in methods) else None
+    skip = None if layouts["skip"] == layouts["plain"] else ready(copy.deepcopy(model), layouts["skip"])
+    plain = ready(model, layouts["plain"])
+    return Subjects(plain, skip or plain, hf, layouts, identity, widened)
+
+
+def check_methods(methods: Sequence[str]) -> None:
+    """Raise `SelfspecError` unless these are methods, each once, `plain` among them."""
+    for name in methods:
+        if name not in METHODS:
+            raise SelfspecError(f"method '{name}' is not known; known: {', '.join(METHODS)}")
+    if len(set(methods)) < len(methods):
+        raise SelfspecError("a method is named twice")
+    if "plain" not in methods:
+        raise SelfspecError("the methods must have 'plain' among them: everything is compared with it")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is run: `methods` on `prompts`, `rounds` times each, with a skip set and a controller for `skip`."""
+
+    methods: tuple[str, ...]
+    prompts: Sequence[Prompt]
+    max_new_tokens: int
+    rounds: int
+    skip: SkipSet
+    controller: ControllerSpec | None
+
+
+@dataclass
+class Watch:
+    """Is told how a benchmark goes: what happens, how long the runs will take, and every run."""
+
+    stage: Callable[[str], None] = lambda name: None
+    estimate: Callable[[float, int], None] = lambda seconds, runs: None
+    run: Callable[[], None] = lambda: None
+
+
+Oracle = Callable[[LLM, SkipSet, CostModel, Sequence[Prompt], int, float], tuple[float, float]]
+
+
+@dataclass
+class Benchmark:
+    """A benchmark under way, temperature by temperature; `conditions` says how and on what.
+
+    `oracle(llm, skip, costs, prompts, max_new_tokens, temperature)` gives the bound on the trace: a speedup and tokens
+    per round.
+    """
+
+    subjects: Subjects
+    task: Task
+    oracle: Oracle | None = None
+    watch: Watch = field(default_factory=Watch)
+
+    def conditions(self) -> Json:
+        """The machine, the model and the task, and what can be said without decoding."""
+        s, t = self.subjects, self.task
+        runtime = s.plain.runtime
+        self.watch.stage("reading memory")
+        own, read = weight_bytes(s.plain.model), _bytes_read(s.plain)
+        bandwidth = read_bandwidth(read, runtime.device)
+        self.watch.stage("timing passes")
+        context = self._context()
+        return {
+            "model": s.plain.name,
+            "widened": s.widened,
+            "machine": machine(runtime.device),
+            "device": runtime.device.type,
+            "dtype": str(runtime.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "prompts": len(t.prompts),
+            "max_new_tokens": t.max_new_tokens,
+            "rounds": t.rounds,
+            "skipped": len(t.skip),
+            "sub_layers": 2 * runtime.layers,
+            "layouts": dict(s.layouts),
+            "weight_bytes": own,
+            "extra_bytes": weight_bytes(s.skip.model) - own,
+            "bytes_read": read,
+            "read_bandwidth": bandwidth,
+            "roofline": bandwidth / read,
+            "passes": {
+                name: {str(w): seconds for w, seconds in _passes(llm.runtime, context).items()}
+                for name, llm in s.models.items()
+            },
+        }
+
+    def at(self, temperature: float) -> Json:
+        """Every method at a temperature, and what costs, theory and oracle say of `skip` there."""
+        t, watch = self.task, self.watch
+        options = Options(max_new_tokens=t.max_new_tokens, temperature=temperature)
+        methods = self._methods(options)
+        watch.stage("warming up")
+        warm: dict[str, float] = {}
+        growth: dict[str, list[int]] = {}
+
+        def warmed(name: str, run: Method) -> Method:
+            def first(prompt: Prompt) -> Stats:
+                if name in growth:
+                    return run(prompt)
+                with peak_growth(self.subjects.plain.runtime.device) as growth[name]:
+                    return run(prompt)
+
+            return first
+
+        def on_warm(name: str, stats: Stats) -> None:
+            warm[name] = stats.seconds
+            if len(warm) == len(methods):
+                runs = len(t.prompts) * t.rounds
+                watch.estimate(runs * sum(warm.values()), runs * len(methods))
+
+        runs = interleave(
+            {name: warmed(name, run) for name, run in methods.items()},
+            t.prompts,
+            rounds=t.rounds,
+            on_warm=on_warm,
+            on_run=watch.run,
+        )
+        found: Json = {"temperature": temperature, "methods": {}}
+        for name in methods:
+            llm = self._model(name)
+            held = weight_bytes(llm.model) + (0 if name.startswith("hf") else llm.runtime.cache.bytes)
+            found["methods"][name] = {
+                **summary(runs, name, bases=[base for base in ("plain", "hf") if base in methods]),
+                "memory_bytes": held + sum(growth[name]),
+            }
+        if "skip" in methods:
+            found["skip"] = self._about_skip(options, [run for prompt in runs.stats["skip"] for run in prompt])
+        read = _bytes_read(self.subjects.plain)
+        found["read_bandwidth"] = read_bandwidth(read, self.subjects.plain.runtime.device)
+        step = found["methods"]["plain"]["inter_token_seconds"]["p50"]
+        found["plain_of_roofline"] = None if step is None else read / found["read_bandwidth"] / step
+        return found
+
+    def _methods(self, options: Options) -> dict[str, Method]:
+        s, t = self.subjects, self.task
+        early = max(1, s.plain.runtime.layers // 2)
+        made: dict[str, Callable[[], Method]] = {
+            "plain": lambda: method(s.plain, PlainDrafter(), options, first_plain=True),
+            "skip": lambda: method(s.skip, self._drafter(), options, first_plain=True),
+            "hf": lambda: transformers_generate(self._model("hf"), options),
+            "hf-early-exit": lambda: transformers_generate(self._model("hf"), options, assistant_early_exit=early),
+            "hf-prompt-lookup": lambda: transformers_generate(
+                self._model("hf"), options, prompt_lookup_num_tokens=LOOKUP_TOKENS
+            ),
+        }
+        return {name: made[name]() for name in t.methods}
+
+    def _drafter(self) -> LayerSkipDrafter:
+        return self.subjects.skip.layer_skip(self.task.skip, self.task.controller)
+
+    def _model(self, name: str) -> LLM:
+        s = self.subjects
+        llm = {"plain": s.plain, "skip": s.skip}.get(name, s.hf)
+        assert llm is not None
+        return llm
+
+    def _context(self) -> int:
+        lengths = [len(self.subjects.plain.encode(prompt)) for prompt in self.task.prompts]
+        return round(statistics.mean(lengths)) + self.task.max_new_tokens // 2
+
+    def _about_skip(self, options: Options, runs: Sequence[Stats]) -> Json:
+        s, t = self.subjects, self.task
+        self.watch.stage("measuring costs")
+        planned = s.skip.plan(t.prompts[0], options)
+        costs = measure_skip_costs(s.skip.runtime, t.skip, context=self._context(), sampler=planned.sampler)
+        rounds = [done for run in runs for done in run.log]
+        found: Json = {
+            "c": costs.base / costs.plain,
+            "v": {str(w): costs.verification(w) / costs.plain for w in WIDTHS},
+            "round": costs.round / costs.plain,
+            "theory": theory(rounds, costs),
+            "costs_of_its_rounds": expected(rounds, costs),
+        }
+        if self.oracle is not None:
+            self.watch.stage("bounding")
+            speedup, tokens = self.oracle(
+                s.skip, t.skip, costs, t.prompts, t.max_new_tokens, options.temperature or 0.0
+            )
+            found["oracle"] = {"speedup": speedup, "tokens_per_round": tokens}
+        return found
+
+
+def summary(runs: Runs, name: str, *, bases: Sequence[str]) -> Json:
+    """What a method did: speed, ratios to `bases` with intervals, latencies in seconds, what its rounds gave."""
+    total = runs.total(name)
+    each = [run for prompt in runs.stats[name] for run in prompt]
+    ratios = {}
+    for base in bases:
+        ratio, (low, high) = runs.speedup(name, base)
+        ratios[base] = {"median": ratio, "low": low, "high": high}
+    return {
+        "tokens_per_second": total.tokens_per_second,
+        "ratio": ratios,
+        "first_token_seconds": _quantiles([run.log[0].seconds for run in each if run.log]),
+        "inter_token_seconds": _quantiles([done.seconds for run in each for done in run.log[1:]]),
+        "tokens_per_round": total.tokens_per_round,
+        "accepted_per_round": total.accepted / total.rounds if total.rounds else 0.0,
+        "acceptance_rate": total.acceptance_rate if total.drafted else None,
+        "acceptance_by_position": acceptance_by_position([done for run in each for done in run.log]),
+    }
+
+
+def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:
+    """For the first, second, ... token of a draft: the share that was emitted, of the drafts that had one."""
+    deepest = max((done.drafted for done in rounds), default=0)
+    shares = []
+    for place in range(1, deepest + 1):
+        drafted = [done for done in rounds if done.drafted >= place]
+        shares.append(sum(done.accepted >= place for done in drafted) / len(drafted))
+    return shares
+
+
+def theory(rounds: Sequence[Round], costs: CostModel) -> float:
+    """Speedup over plain decoding were every drafted token accepted alike and every draft of the mean length.
+
+    E / (g * c + v(g + 1)) with E = (1 - a^(g + 1)) / (1 - a) (Leviathan et al. 2211.17192, with v(w) in place of 1).
+    """
+    drafted, n = sum(done.drafted for done in rounds), len(rounds)
+    if not drafted:
+        return 1.0
+    a, g = sum(done.accepted for done in rounds) / drafted, drafted / n
+    tokens = g + 1 if a == 1 else (1 - a ** (g + 1)) / (1 - a)
+    low = int(g)
+    verification = (1 - (g - low)) * costs.verification(low + 1) + (g - low) * costs.verification(low + 2)
+    return tokens * costs.plain / (costs.round + g * costs.base + verification)
+
+
+def expected(rounds: Sequence[Round], costs: CostModel) -> float:
+    """Speedup over plain decoding, the prompt's pass left out, if every round cost what was measured for its kind."""
+    tokens = sum(done.tokens for done in rounds)
+    return tokens * costs.plain / costs.seconds(Counter(done.drafted for done in rounds), costs.base)
+
+
+def _quantiles(seconds: Sequence[float]) -> Json:
+    if not seconds:
+        return {"p50": None, "p95": None}
+    cuts = statistics.quantiles(seconds, n=20, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 19
+    return {"p50": cuts[9], "p95": cuts[18]}
+
+
+def _bytes_read(llm: LLM) -> int:
+    """Bytes of weights that a plain step reads: all, but of an embedding that is not the head a row only."""
+    embedding = llm.model.get_input_embeddings().weight
+    head = llm.model.get_output_embeddings()
+    tied = llm.model.config.tie_word_embeddings
+    held = weight_bytes(llm.model)
+    own_head = not tied or type(head).__name__ == "PackedLinear"  # which is there twice
+    return held - (embedding.numel() * embedding.element_size() if own_head else 0)
+
+
+def _passes(runtime: Runtime, context: int) -> dict[int, float]:
+    """Seconds of a pass over so many rows."""
+    return {width: forward_seconds(runtime, context, rows=width, repeats=24) for width in WIDTHS}

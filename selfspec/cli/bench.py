@@ -1,0 +1,266 @@
+"""`selfspec bench`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from selfspec import builtin
+from selfspec.cli.common import (
+    checked_profile,
+    drafted_with,
+    model_for,
+    print_json,
+    progress,
+    quiet,
+    set_threads,
+    stderr,
+    stdout,
+)
+from selfspec.controllers import parse_controller
+from selfspec.errors import SelfspecError
+from selfspec.files import check_writable, write_text
+from selfspec.loading import check_dtype
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from selfspec.api import LLM
+    from selfspec.benchmark import Watch
+    from selfspec.costs import CostModel
+    from selfspec.skip import SkipSet
+    from selfspec.text import Prompt
+
+PROMPTS, TOKENS, ROUNDS = (12, 6), (96, 64), (5, 3)  # as it is, widened
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """The command's options, as given."""
+
+    model: str | None
+    profile: str
+    methods: str
+    widen: int
+    prompts: Path | None
+    limit: int | None
+    temperature: str
+    max_new_tokens: int | None
+    rounds: int | None
+    controller: str | None
+    out: Path | None
+    device: str
+    dtype: str
+    threads: int | None
+    json: bool
+
+
+def run(options: BenchOptions) -> None:
+    """Check everything that can be checked before the model is loaded, then measure."""
+    quiet()
+    profile = None if options.profile == "auto" else checked_profile(options.profile)
+    name = model_for(options.model, profile)
+    check_dtype(options.dtype)
+    spec = None if options.controller is None else parse_controller(options.controller)
+    temperatures = _temperatures(options.temperature)
+    if options.out is not None:
+        check_writable(options.out)
+    if options.widen < 1:
+        raise SelfspecError(f"--widen {options.widen}: want at least 1")
+    from selfspec.search.calibration import read_prompts
+
+    wide = options.widen > 1
+    prompts = builtin.prompts("heldout") if options.prompts is None else read_prompts(options.prompts)
+    limit = options.limit or (PROMPTS[wide] if options.prompts is None else len(prompts))
+    prompts = prompts[-limit:] if options.prompts is None else prompts[:limit]
+    set_threads(options.threads)
+
+    from selfspec.benchmark import Benchmark, Task, check_methods, load_subjects
+    from selfspec.sampling import check_sampling
+
+    methods = tuple(part.strip() for part in options.methods.split(","))
+    check_methods(methods)
+    for temperature in temperatures:
+        check_sampling(temperature, None, None)
+    console = stderr()
+    subjects = load_subjects(name, methods, widened=options.widen, device=options.device, dtype=options.dtype)
+    skip, controller, source = drafted_with(subjects.identity, subjects.plain.runtime.layers, profile, options.profile)
+    task = Task(
+        methods,
+        prompts,
+        options.max_new_tokens or TOKENS[wide],
+        options.rounds or ROUNDS[wide],
+        skip,
+        spec or controller,
+    )
+    for prompt in prompts:
+        subjects.plain.check(prompt, task.max_new_tokens)
+    with _Progress(console, len(temperatures)) as shown:
+        bench = Benchmark(subjects, task, _oracle, shown.watch())
+        found: dict[str, Any] = {**bench.conditions(), "source": source, "temperatures": []}
+        for temperature in temperatures:
+            shown.temperature = temperature
+            found["temperatures"].append(bench.at(temperature))
+    if options.out is not None:
+        write_text(options.out, json.dumps(found, indent=1) + "\n")
+    if options.json:
+        print_json(found)
+    else:
+        _report(found, stdout())
+
+
+def _temperatures(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise SelfspecError(f"--temperature {text}: want numbers separated by commas, such as 0,0.8") from None
+
+
+def _oracle(
+    llm: LLM, skip: SkipSet, costs: CostModel, prompts: Sequence[Prompt], tokens: int, temperature: float
+) -> tuple[float, float]:
+    from selfspec.search.continuations import Decoding
+    from selfspec.search.oracle import oracle
+
+    bound = oracle(llm, skip, costs, prompts, Decoding(tokens, temperature))
+    return bound.speedup, bound.tokens_per_round
+
+
+class _Progress:
+    """What is being done, how long it will take, and a bar of the runs."""
+
+    def __init__(self, console: Console, temperatures: int) -> None:
+        self._console, self._temperatures = console, temperatures
+        self._bar = progress(console)
+        self._task = self._bar.add_task("", total=None)
+        self.temperature: float | None = None
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def watch(self) -> Watch:
+        """For the benchmark to tell."""
+        from selfspec.benchmark import Watch
+
+        return Watch(self._stage, self._estimate, lambda: self._bar.advance(self._task))
+
+    def _stage(self, name: str) -> None:
+        self._bar.remove_task(self._task)
+        self._task = self._bar.add_task(name, total=None)
+
+    def _estimate(self, seconds: float, runs: int) -> None:
+        where = "" if self.temperature is None else f"temperature {self.temperature:g}: "
+        times = f", for each of {self._temperatures} temperatures" if self._temperatures > 1 else ""
+        self._console.print(f"{where}{runs} runs will take about {_duration(seconds)}{times}")
+        self._bar.remove_task(self._task)
+        self._task = self._bar.add_task("running", total=runs)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def _report(found: dict[str, Any], console: Console) -> None:
+    wide = f" widened {found['widened']} times" if found["widened"] > 1 else ""
+    threads = "1 thread" if found["threads"] == 1 else f"{found['threads']} threads"
+    lines = [
+        f"{found['model']}{wide}; {found['machine']}; {threads}; {found['dtype']}; {found['prompts']} prompts x "
+        f"{found['max_new_tokens']} tokens x {found['rounds']} rounds",
+        f"skip: {found['skipped']} of {found['sub_layers']} sub-layers bypassed ({found['source']})",
+        f"weights: {_size(found['weight_bytes'])}, {found['layouts']['plain']} for plain decoding, "
+        f"{found['layouts']['skip']} for drafting ({_size(found['extra_bytes'])} more)",
+    ]
+    for name, passes in found["passes"].items():
+        layout = found["layouts"].get(name, "as loaded")
+        ratios = " ".join(f"{seconds / passes['1']:.2f}" for seconds in passes.values())
+        lines.append(f"pass over {', '.join(passes)} rows, {layout}: {passes['1'] * 1e3:.3g} ms x {ratios}")
+    for line in lines:
+        console.print(line, soft_wrap=True, markup=False)
+    for at in found["temperatures"]:
+        console.print()
+        console.print(_table(at))
+        for line in _notes(found, at):
+            console.print(line, soft_wrap=True, markup=False)
+
+
+def _table(at: dict[str, Any]) -> Table:
+    """The methods at one temperature."""
+    table = Table(title=f"temperature {at['temperature']:g}", title_justify="left", box=None, pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    bases = list(next(iter(at["methods"].values()))["ratio"])
+    for name in (
+        "tok/s",
+        *(f"/ {base}" for base in bases),
+        "first ms",
+        "next ms",
+        "p95",
+        "tok/pass",
+        "accept",
+        "memory",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, m in at["methods"].items():
+        ratios = [m["ratio"][base] for base in bases]
+        cells = ["1" if base == name else _ratio(r) for base, r in zip(bases, ratios, strict=True)]
+        acceptance = "-" if m["acceptance_rate"] is None else f"{m['acceptance_rate']:.0%}"
+        table.add_row(
+            name,
+            f"{m['tokens_per_second']:.4g}",
+            *cells,
+            _ms(m["first_token_seconds"]["p50"]),
+            _ms(m["inter_token_seconds"]["p50"]),
+            _ms(m["inter_token_seconds"]["p95"]),
+            f"{m['tokens_per_round']:.2f}",
+            acceptance,
+            _size(m["memory_bytes"]),
+        )
+    return table
+
+
+def _notes(found: dict[str, Any], at: dict[str, Any]) -> list[str]:
+    lines = []
+    if at["plain_of_roofline"] is not None:
+        lines.append(
+            f"roofline of plain decoding: {_size(found['bytes_read'])} at {at['read_bandwidth'] / 1e9:.1f} GB/s are "
+            f"{at['read_bandwidth'] / found['bytes_read']:.4g} tok/s; a plain step takes {at['plain_of_roofline']:.0%} "
+            "of its time to read the weights"
+        )
+    if skip := at.get("skip"):
+        places = " ".join(f"{share:.0%}" for share in at["methods"]["skip"]["acceptance_by_position"])
+        v = " ".join(f"v({w}) {value:.2f}" for w, value in skip["v"].items())
+        accepted = at["methods"]["skip"]["accepted_per_round"]
+        lines.append(f"skip: {accepted:.2f} drafted tokens accepted a pass; by place: {places}")
+        lines.append(
+            f"of a plain step: draft step c {skip['c']:.2f}; verification {v}; beside them {skip['round']:.2f}"
+        )
+        bound = f"; oracle bound {skip['oracle']['speedup']:.2f}" if "oracle" in skip else ""
+        lines.append(
+            f"speedup over plain by theory (i.i.d.) {skip['theory']:.2f}, by the costs of its rounds "
+            f"{skip['costs_of_its_rounds']:.2f}{bound}"
+        )
+    return lines
+
+
+def _ratio(r: dict[str, float]) -> str:
+    return f"{r['median']:.2f} ({r['low']:.2f}-{r['high']:.2f})"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.3g}"
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if abs(size) < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"

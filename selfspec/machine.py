@@ -1,0 +1,83 @@
+"""What computes: its name, waiting for it, how fast it reads memory, how much it holds. Knows nothing of models."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def machine(device: torch.device) -> str:
+    """The name of what computes: the GPU's, or the processor's with its number of cores."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
+    name = names[0].split(":", 1)[1].strip() if names else platform.processor() or platform.machine()
+    return f"{name}, {len(names) or 1} cores" if names else name
+
+
+def read_bandwidth(size: int, device: torch.device, *, repeats: int = 5) -> float:
+    """Bytes per second at which `size` bytes are read, again and again: the fastest of several ways to read them.
+
+    Products with a vector, a sum and a maximum of float32 values are tried, with the threads that torch uses.
+    """
+    columns = 1024
+    weights = torch.ones((max(1, size // (4 * columns)), columns), device=device)
+    vector = torch.ones(columns, device=device)
+    ways: tuple[Callable[[], torch.Tensor], ...] = (
+        lambda: torch.mv(weights, vector),
+        lambda: weights.sum(),
+        lambda: weights.max(),
+    )
+    best = float("inf")
+    for _ in range(repeats):
+        for way in ways:
+            synchronise(device)
+            start = time.perf_counter()
+            way()
+            synchronise(device)
+            best = min(best, time.perf_counter() - start)
+    return weights.numel() * 4 / best
+
+
+@contextmanager
+def peak_growth(device: torch.device) -> Iterator[list[int]]:
+    """Appends, at the end, by how many bytes memory grew at most in between; nothing where that cannot be known.
+
+    On a GPU what torch allocated; on Linux what the process held, which misses what it reused of what it had freed.
+    """
+    found: list[int] = []
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        yield found
+        found.append(torch.cuda.max_memory_allocated(device) - before)
+        return
+    try:
+        _CLEAR.write_text("5")  # the peak starts anew
+        held = _held("VmRSS")
+    except (OSError, ValueError):
+        yield found
+        return
+    yield found
+    found.append(max(_held("VmHWM") - held, 0))
+
+
+def _held(name: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"no {name}")

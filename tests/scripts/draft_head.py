@@ -1,0 +1,82 @@
+"""The README's table of draft heads: what a draft step costs when only some of the vocabulary is ever drafted.
+
+    python tests/scripts/draft_head.py
+
+A random LLaMA with the vocabulary of Llama 3 (128,256 tokens): its head is most of a draft step. Random weights say
+nothing about acceptance; that the output stays the same is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from selfspec.controllers import FixedK
+from selfspec.costing import measure_skip_costs
+from selfspec.costs import CostModel
+from selfspec.decode import decode
+from selfspec.drafters import Drafter, LayerSkipDrafter, PlainDrafter
+from selfspec.drafts import SequenceState
+from selfspec.layout import lay_out_
+from selfspec.machine import machine
+from selfspec.runtime import Runtime
+from selfspec.sampling import Sampler
+from selfspec.skip import SkipSet
+from selfspec.verify import find_rule
+
+VOCABULARY = 128_256
+
+
+def text(runtime: Runtime, drafter: Drafter) -> list[int]:
+    """Sixty-four greedy tokens after a fixed prompt."""
+    sampler = Sampler()
+    seq = SequenceState(list(range(100, 140)), 64, sampler)
+    for _ in decode(runtime, drafter, seq, rule=find_rule(None, sampler)):
+        pass
+    return seq.tokens[40:]
+
+
+def row(name: str, costs: CostModel) -> str:
+    """A line of the table."""
+    return f"| {name} | {costs.base * 1e3:.1f} | {costs.base / costs.plain:.2f} | {costs.head / costs.base:.0%} |"
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=options.hidden,
+        intermediate_size=4 * options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden // 64,
+        num_key_value_heads=options.hidden // 256,
+        max_position_embeddings=2048,
+    )
+    model = LlamaForCausalLM(config).eval()
+    layout = lay_out_(model, drafting=True)
+    runtime = Runtime(model)
+    half = tuple(range(1, options.layers, 2))
+    skip = SkipSet(half, half)
+    plain = text(runtime, PlainDrafter())
+    print(f"{machine(runtime.device)}; {options.threads} thread(s); {runtime.dtype}; weights by {layout}")
+    print("| drafted from | draft step, ms | of a plain step | the whole head, of it |")
+    print("|---|---|---|---|")
+    for size in (VOCABULARY, VOCABULARY // 4, VOCABULARY // 16):
+        tokens = None if size == VOCABULARY else sorted({*range(size), *plain[::2]})
+        drafter = LayerSkipDrafter(runtime, skip, FixedK(3), vocabulary=tokens)
+        assert text(runtime, drafter) == plain
+        costs = measure_skip_costs(runtime, skip, vocabulary=tokens, decodings=2)
+        print(row(f"{size:,} tokens", costs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Draft vocabularies offered to the search."""
+
+from __future__ import annotations
+
+import pytest
+from models import plain, small
+from selfspec.search import finalists, find_profile, prepare
+from selfspec.search.heads import frequent, with_smaller_heads
+from selfspec.search.objective import Replayed
+from selfspec.search.replay import Replay
+from selfspec.search.texts import Text
+
+import selfspec
+from selfspec.controllers import FixedK
+from selfspec.costs import CostModel
+from selfspec.drafters import PlainDrafter
+from selfspec.runtime import Runtime
+from selfspec.skip import SkipSet
+
+SKIP = SkipSet((1,), (2,))
+
+
+def costs(head):
+    return CostModel(
+        context=9, base=0.3, attention=0.02, mlp=0.02, widths=[1, 8], verify=[1.0, 1.1], round=0.05, head=head
+    )
+
+
+@pytest.fixture(scope="module")
+def replay():
+    model = small(vocabulary=64)
+    prompts = [[1, 2, 3], [4, 5], [7], [3, 3, 9, 1, 0, 2]]
+    texts = [Text((*p, *plain(Runtime(model), p, 16)), len(p), 16) for p in prompts]
+    with Replay(model, texts, depth=3) as replay:
+        yield replay
+
+
+def test_the_most_frequent_tokens():
+    texts = [[5, 5, 5, 2, 2, 9], [9, 9, 7]]
+    assert frequent(texts, 1) == (5,)
+    assert frequent(texts, 2) == (5, 9)
+    assert frequent(texts, 3) == (2, 5, 9)
+    assert frequent(texts, 99) == (2, 5, 7, 9)
+
+
+def test_a_smaller_head_is_worth_what_it_saves(replay):
+    texts = [text.tokens for text in replay.texts]
+    worth = Replayed(replay, costs(head=0.25), [FixedK(2)])
+    found = with_smaller_heads(worth, [worth.score(SKIP)], texts=texts, size=64)
+    assert {len(score.vocabulary) for score in found} <= {4, 16}
+    best = max(found, key=lambda score: score.tokens_per_second)
+    assert best.tokens_per_second > worth.score(SKIP).tokens_per_second
+    assert best.vocabulary == frequent(texts, len(best.vocabulary))
+
+
+def test_a_cheap_head_stays_whole(replay):
+    worth = Replayed(replay, costs(head=0.02), [FixedK(2)])
+
+    def unread():
+        raise AssertionError
+        yield
+
+    assert with_smaller_heads(worth, [worth.score(SKIP)], texts=unread(), size=64) == []
+
+
+def test_the_shares_of_a_price():
+    model = costs(head=0.25)
+    assert model.draft(SKIP, 3) - model.draft(SKIP, 3, vocabulary=0.25) == pytest.approx(0.75 * 0.25)
+    assert model.draft(SKIP, 3, vocabulary=0.0) >= 0
+
+
+def test_a_search_may_find_one(llm, monkeypatch, tmp_path):
+    """With a head that is priced at most of the draft step; the profile then drafts with it, and changes nothing."""
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    priced = CostModel(
+        context=60, base=9e-4, attention=1e-6, mlp=1e-6, widths=[1, 8], verify=[1.3e-3, 1.4e-3], round=4e-5, head=8.5e-4
+    )
+    monkeypatch.setattr(prepare, "measure_costs", lambda *_, **__: priced)
+    monkeypatch.setattr(finalists, "_best", lambda llm, scores, *_: max(scores, key=lambda s: s.tokens_per_second))
+    profile = find_profile(llm, trials=2, count=2, max_new_tokens=8, keep_best=True)
+    assert profile.draft_vocabulary is not None
+    assert len(profile.draft_vocabulary) in (4096 // 4, 4096 // 16)
+    drafting = selfspec.wrap(llm.model, llm.tokenizer, profile=profile)
+    prompt = "def main():\n"
+    out = drafting.generate(prompt, max_new_tokens=16)
+    assert out.stats.drafted > 0
+    assert out.tokens == llm.generate(prompt, max_new_tokens=16, drafter=PlainDrafter()).tokens

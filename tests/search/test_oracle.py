@@ -1,0 +1,69 @@
+"""The oracle bound, against every way to stop."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from selfspec.search.continuations import Decoding
+from selfspec.search.oracle import oracle, oracle_bound
+from selfspec.search.trace import Trace, walk
+
+from selfspec import builtin
+from selfspec.controllers import FixedK
+from selfspec.costs import CostModel
+from selfspec.skip import SkipSet
+
+COSTS = CostModel(context=9, base=0.1, attention=0, mlp=0, widths=[1, 2, 8], verify=[1.0, 1.3, 1.7], round=0.05)
+DRAFT = 0.4
+
+
+def seconds(runs, lengths):
+    """Decode with drafts of these lengths: seconds, or None where the lengths do not come out."""
+    at, total = 0, 0.0
+    for k in lengths:
+        if at >= len(runs):
+            return None
+        total += 0.05 + k * DRAFT + COSTS.verification(k + 1)
+        at += min(k, runs[at]) + 1
+    return total if at >= len(runs) else None
+
+
+def test_no_way_to_stop_is_faster():
+    draw = random.Random(0)
+    for _ in range(30):
+        n = 5
+        runs = [draw.randint(0, min(2, n - 1 - i)) for i in range(n)]
+        trace = Trace(n, n, [[0.5] * min(2, n - 1 - i) for i in range(n)], runs, [0] * n, [False] * n)
+        ways = (
+            seconds(runs, lengths) for size in range(1, n + 1) for lengths in itertools.product(range(3), repeat=size)
+        )
+        best = min(way for way in ways if way is not None)
+        assert oracle_bound([trace], COSTS, DRAFT).speedup == pytest.approx(n * COSTS.plain / best)
+
+
+def test_a_draft_that_is_never_right_is_not_made():
+    trace = Trace(4, 4, [[0.9] * 3, [0.9] * 2, [0.9], []], [0] * 4, [0] * 4, [False] * 4)
+    bound = oracle_bound([trace], COSTS, DRAFT)
+    assert (bound.speedup, bound.tokens_per_round) == (pytest.approx(1), 1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_it_bounds_every_controller(llm, temperature):
+    """On the same texts, at the same costs."""
+    skip, decoding = SkipSet((5, 9), (4, 7)), Decoding(8, temperature)
+    prompts = builtin.prompts("heldout")[:2]
+    bound = oracle(llm, skip, COSTS, prompts, decoding)
+    assert bound.speedup >= 1
+    assert 1 <= bound.tokens_per_round <= 8
+
+
+def test_walking_is_never_faster_than_the_bound():
+    draw = random.Random(1)
+    runs = [draw.randint(0, min(4, 29 - i)) for i in range(30)]
+    trace = Trace(30, 30, [[0.5] * min(4, 29 - i) for i in range(30)], runs, [0] * 30, [False] * 30)
+    bound = oracle_bound([trace], COSTS, DRAFT).speedup
+    for k in (1, 2, 3, 4):
+        (done,) = walk([trace], FixedK(k))
+        assert done.stats.tokens * COSTS.plain / COSTS.seconds(done.drafts, DRAFT) <= bound
