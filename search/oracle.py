@@ -15,8 +15,6 @@ from .continuations import Decoding, continue_prompts
 from .replay import Replay
 from .trace import Trace
 
-DEEPEST = 12  # tokens of a draft
-
 
 @dataclass(frozen=True, slots=True)
 class Bound:
@@ -49,12 +47,24 @@ def oracle_bound(traces: Sequence[Trace], costs: CostModel, draft: float) -> Bou
 
 
 def oracle(
-    llm: LLM, skip: SkipSet, costs: CostModel, prompts: Sequence[Prompt], decoding: Decoding, *, seed: int = 0
+    llm: LLM,
+    skip: SkipSet,
+    costs: CostModel,
+    prompts: Sequence[Prompt],
+    decoding: Decoding,
+    *,
+    depth: int = 12,
+    vocabulary: Sequence[int] = (),
+    seed: int = 0,
 ) -> Bound:
-    """`oracle_bound` of a skip set on the model's own continuations of `prompts`."""
+    """`oracle_bound` of a skip set on the model's own continuations of `prompts`.
+
+    `depth`: the most tokens of a draft; `vocabulary`: the only ones that are drafted, none means all. Sampled drafts
+    are accepted by rule `token`; `block` may accept a little more.
+    """
     texts = continue_prompts(
         llm, [llm.check(prompt, decoding.max_new_tokens) for prompt in prompts], decoding, seed=seed
     )
-    with Replay(llm.model, texts, sampler=decoding.sampler(), depth=DEEPEST, candidates=1, seed=seed) as replay:
-        traces = replay.trace(skip, [FixedK(DEEPEST)])
+    with Replay(llm.model, texts, sampler=decoding.sampler(), depth=depth, candidates=1, seed=seed) as replay:
+        traces = replay.trace(skip, [FixedK(depth)], vocabulary=vocabulary)
     return oracle_bound(traces, costs, costs.draft(skip, llm.runtime.layers))

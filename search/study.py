@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from transformers import LogitsProcessor
@@ -17,6 +18,7 @@ from selfspec.api import LLM
 from selfspec.controllers import make_controller
 from selfspec.costs import CostModel
 from selfspec.errors import SelfspecError
+from selfspec.linears import linear_over
 from selfspec.profile import ControllerSpec, Profile, SearchRecord
 from selfspec.skip import SkipSet
 
@@ -72,6 +74,7 @@ def find_profile(
     keep_best: bool = False,
     journal: Path | None = None,
     watch: Watch | None = None,
+    usual: Callable[[], LLM] | None = None,
 ) -> Profile:
     """Search which sub-layers of `llm` to bypass, and measure what was found on prompts not searched on.
 
@@ -88,9 +91,10 @@ def find_profile(
     `journal`, trials are kept in that file as they are made, and a search with the same options resumes from it; delete
     it when the profile is saved.
 
-    If nothing beats plain decoding, the profile skips nothing and its note says so; with `keep_best` it holds the best
-    set all the same. Raises `SelfspecError` for a wrong option, no prompts, or a model without room for
-    `max_new_tokens`.
+    `usual` gives the same model with weights that lie as suits plain decoding, where those of `llm` suit drafting; it
+    is called once, and what was found is measured against it. If nothing beats plain decoding, the profile skips
+    nothing and its note says so; with `keep_best` it holds the best set all the same. Raises `SelfspecError` for a
+    wrong option, no prompts, or a model without room for `max_new_tokens`.
     """
     if isinstance(prompts, str):
         raise SelfspecError("prompts is one text; want a list of them")
@@ -137,10 +141,9 @@ def find_profile(
             controllers = [fixed] if fixed is not None else controllers_in_play(LONGEST_DRAFT)
             priced, problem, costs, replay = replayed(search, held, controllers, context, warm)
             worth: Objective = priced
-            seen = (
-                tokens for part in ((t.tokens for t in replay.texts), map(llm.encode, chosen.rest)) for tokens in part
-            )
-            smaller_heads = partial(with_smaller_heads, priced, texts=seen, size=llm.identity.vocabulary or 0)
+            if linear_over(llm.runtime.skeleton.lm_head, [0]) is not None:  # whose weight is at hand
+                seen = chain((text.tokens for text in replay.texts), _encoded(llm, chosen.rest))
+                smaller_heads = partial(with_smaller_heads, priced, texts=seen, size=llm.identity.vocabulary or 0)
         else:
             worth, problem = timed(search, controller, warm)
         bounded = _Bounded(worth, costs, space, max_draft_cost)
@@ -167,6 +170,7 @@ def find_profile(
             keep_best,
             search.watch.stage,
             smaller_heads,
+            usual,
         )
 
 
@@ -211,6 +215,13 @@ def _fit(llm: LLM, prompts: Sequence[str], max_new_tokens: int) -> list[list[int
             "what the context leaves beside a prompt"
         )
     return [llm.encode(prompt)[:room] for prompt in prompts]
+
+
+def _encoded(llm: LLM, prompts: Iterable[str]) -> Iterator[list[int]]:
+    """The prompts that can be encoded, as token ids: they are only counted."""
+    for prompt in prompts:
+        with suppress(SelfspecError):
+            yield llm.encode(prompt)
 
 
 @dataclass(frozen=True)

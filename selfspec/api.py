@@ -40,6 +40,7 @@ class LLM:
         self.tokenizer = tokenizer
         self.runtime = Runtime(model)
         self.name = name or self.runtime.skeleton.identity.name or "unnamed"
+        self.layout: str | None = None  # how `load` laid the weights out
         self.profile: Profile | None = None
         self.drafter: Drafter = PlainDrafter()
         if profile is not None:
@@ -267,8 +268,10 @@ def load(
     chosen = _choose(read_skeleton(loaded).identity.model_copy(update={"name": model}), named)
     if drafting is None:
         drafting = chosen is not None and len(chosen.skip_set) > 0
-    lay_out_(loaded, layout, drafting=drafting)
-    return LLM(loaded, tokenizer, name=model, profile=chosen)
+    layout = lay_out_(loaded, layout, drafting=drafting)
+    llm = LLM(loaded, tokenizer, name=model, profile=chosen)
+    llm.layout = layout
+    return llm
 
 
 def wrap(model: Any, tokenizer: Any, *, profile: str | Path | Profile = "auto", name: str | None = None) -> LLM:

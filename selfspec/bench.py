@@ -120,15 +120,26 @@ class Comparison:
         }
 
 
-def compare(llm: LLM, prompt: str, drafter: Drafter, options: Options, *, rounds: int) -> Comparison:
-    """Decode one prompt plainly, with `drafter`, and by `transformers`, `rounds` times each, and compare."""
+def compare(
+    llm: LLM, prompt: str, drafter: Drafter, options: Options, *, rounds: int, usual: LLM | None = None
+) -> Comparison:
+    """Decode one prompt plainly, with `drafter`, and by `transformers`, `rounds` times each, and compare.
+
+    `usual`: the same model with its weights as `transformers` loads them, for `transformers`, and for plain decoding if
+    those of `llm` are packed, which serves drafting.
+    """
     last: dict[str, Generation] = {}
     planned = llm.plan(prompt, options)
     comparable = planned.sampler.greedy or planned.sampler.tied
     methods = {
-        "plain": method(llm, PlainDrafter(), options, keep=lambda out: last.update(plain=out)),
+        "plain": method(
+            usual if usual is not None and llm.layout == "onednn" else llm,
+            PlainDrafter(),
+            options,
+            keep=lambda out: last.update(plain=out),
+        ),
         "draft": method(llm, drafter, options, keep=lambda out: last.update(draft=out)),
-        "transformers": transformers_generate(llm, options),
+        "transformers": transformers_generate(usual or llm, options),
     }
     runs = interleave(methods, [prompt], rounds=rounds)
     plain, draft = last["plain"], last["draft"]
@@ -158,20 +169,27 @@ def method(
     keep: Callable[[Generation], None] | None = None,
     first_plain: bool = False,
 ) -> Method:
-    """Decoding with a drafter, as a method to be timed; `keep` is shown every generation.
+    """Decoding with a drafter, as a method to be timed from prompt to text; `keep` is shown every generation.
 
     `first_plain`: as when streaming, the first round drafts nothing.
     """
 
     def run(prompt: Prompt) -> Stats:
+        begun = time.perf_counter()
         stream = llm.start(prompt, options, drafter=drafter, first_plain=first_plain, pieces=False)
+        ready = time.perf_counter()
         for _ in stream:
             pass
         generation = stream.result
         synchronise(llm.runtime.device)
+        stats = generation.stats
+        stats.seconds = time.perf_counter() - begun
+        if stats.log:
+            first = stats.log[0]
+            stats.log[0] = dataclasses.replace(first, seconds=first.seconds + ready - begun)
         if keep is not None:
             keep(generation)
-        return generation.stats
+        return stats
 
     return run
 
@@ -240,9 +258,13 @@ def measure(
     *,
     held_out: bool,
     rounds: int = 3,
+    usual: LLM | None = None,
 ) -> Measurement:
-    """Measure a drafter against plain decoding, interleaved, with the conditions written down."""
-    methods = {"plain": method(llm, PlainDrafter(), options), "draft": method(llm, drafter, options)}
+    """Measure a drafter against plain decoding, interleaved, with the conditions written down.
+
+    `usual`: the same model with weights that lie as suits plain decoding.
+    """
+    methods = {"plain": method(usual or llm, PlainDrafter(), options), "draft": method(llm, drafter, options)}
     runs = interleave(methods, prompts, rounds=rounds)
     speedup, (low, high) = runs.speedup("draft", "plain")
     total = runs.total("draft")

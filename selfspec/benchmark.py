@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,19 +11,20 @@ from typing import Any
 import torch
 
 from selfspec.api import LLM, wrap
-from selfspec.bench import Method, Runs, interleave, method, transformers_generate
+from selfspec.bench import Method, interleave, method, transformers_generate
 from selfspec.costing import forward_seconds, measure_skip_costs
 from selfspec.costs import CostModel
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.errors import SelfspecError
-from selfspec.layout import best_layout, lay_out_, weight_bytes
+from selfspec.figures import expected, summary, theory
+from selfspec.layout import choose, lay_out_, layout_times, weight_bytes
 from selfspec.loading import load_model
 from selfspec.machine import machine, peak_growth, read_bandwidth
 from selfspec.options import Options
 from selfspec.profile import ControllerSpec, Identity
 from selfspec.runtime import Runtime
 from selfspec.skip import SkipSet
-from selfspec.stats import Round, Stats
+from selfspec.stats import Stats
 from selfspec.text import Prompt
 from selfspec.widen import widen
 
@@ -61,7 +61,8 @@ def load_subjects(name: str, methods: Sequence[str], *, widened: int = 1, device
     identity = wrap(model, tokenizer, profile="none", name=name).identity
     if widened > 1:
         model = widen(model, widened)
-    layouts = {"plain": best_layout(model, drafting=False), "skip": best_layout(model, drafting=True)}
+    times = layout_times(model)
+    layouts = {"plain": choose(times, drafting=False), "skip": choose(times, drafting=True)}
     if "skip" not in methods:
         layouts["skip"] = layouts["plain"]
 
@@ -89,7 +90,7 @@ def check_methods(methods: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """What is run: `methods` on `prompts`, `rounds` times each, with a skip set and a controller for `skip`."""
+    """What is run: `methods` on `prompts`, `rounds` times each; `skip` with a set, a controller, a draft vocabulary."""
 
     methods: tuple[str, ...]
     prompts: Sequence[Prompt]
@@ -97,6 +98,7 @@ class Task:
     rounds: int
     skip: SkipSet
     controller: ControllerSpec | None
+    vocabulary: Sequence[int] | None = None
 
 
 @dataclass
@@ -108,15 +110,14 @@ class Watch:
     run: Callable[[], None] = lambda: None
 
 
-Oracle = Callable[[LLM, SkipSet, CostModel, Sequence[Prompt], int, float], tuple[float, float]]
+Oracle = Callable[[LLM, Task, CostModel, float], tuple[float, float]]
 
 
 @dataclass
 class Benchmark:
     """A benchmark under way, temperature by temperature; `conditions` says how and on what.
 
-    `oracle(llm, skip, costs, prompts, max_new_tokens, temperature)` gives the bound on the trace: a speedup and tokens
-    per round.
+    `oracle(llm, task, costs, temperature)` gives the bound on the trace: a speedup and tokens per round.
     """
 
     subjects: Subjects
@@ -191,11 +192,9 @@ class Benchmark:
         )
         found: Json = {"temperature": temperature, "methods": {}}
         for name in methods:
-            llm = self._model(name)
-            held = weight_bytes(llm.model) + (0 if name.startswith("hf") else llm.runtime.cache.bytes)
             found["methods"][name] = {
                 **summary(runs, name, bases=[base for base in ("plain", "hf") if base in methods]),
-                "memory_bytes": held + sum(growth[name]),
+                "memory_bytes": self._held(name) + sum(growth[name]),
             }
         if "skip" in methods:
             found["skip"] = self._about_skip(options, [run for prompt in runs.stats["skip"] for run in prompt])
@@ -220,7 +219,7 @@ class Benchmark:
         return {name: made[name]() for name in t.methods}
 
     def _drafter(self) -> LayerSkipDrafter:
-        return self.subjects.skip.layer_skip(self.task.skip, self.task.controller)
+        return self.subjects.skip.layer_skip(self.task.skip, self.task.controller, self.task.vocabulary)
 
     def _model(self, name: str) -> LLM:
         s = self.subjects
@@ -228,88 +227,46 @@ class Benchmark:
         assert llm is not None
         return llm
 
+    def _held(self, name: str) -> int:
+        """Bytes of a method's weights, and of its keys and values for the longest text."""
+        llm = self._model(name)
+        if not name.startswith("hf"):
+            return weight_bytes(llm.model) + llm.runtime.cache.bytes
+        s = llm.runtime.skeleton.sizes
+        longest = max(len(llm.encode(prompt)) for prompt in self.task.prompts) + self.task.max_new_tokens
+        keys = 2 * llm.runtime.layers * s.kv_heads * s.head_dim * longest
+        return weight_bytes(llm.model) + keys * s.dtype.itemsize
+
     def _context(self) -> int:
         lengths = [len(self.subjects.plain.encode(prompt)) for prompt in self.task.prompts]
-        return round(statistics.mean(lengths)) + self.task.max_new_tokens // 2
+        usual = round(statistics.mean(lengths)) + self.task.max_new_tokens // 2
+        return max(0, min(usual, self.subjects.plain.runtime.skeleton.context - max(WIDTHS)))
 
     def _about_skip(self, options: Options, runs: Sequence[Stats]) -> Json:
         s, t = self.subjects, self.task
         self.watch.stage("measuring costs")
         planned = s.skip.plan(t.prompts[0], options)
-        costs = measure_skip_costs(s.skip.runtime, t.skip, context=self._context(), sampler=planned.sampler)
-        rounds = [done for run in runs for done in run.log]
+        context = self._context()
+        costs = measure_skip_costs(
+            s.skip.runtime, t.skip, context=context, sampler=planned.sampler, vocabulary=t.vocabulary
+        )
+        # Everything is told in plain steps as `plain` takes them, on weights that lie as suits it.
+        plain = costs.plain
+        if s.plain is not s.skip:
+            plain = costs.round + forward_seconds(s.plain.runtime, context, repeats=24)
+        rounds = [done for run in runs for done in run.log[1:]]  # the first drafts nothing, as when streaming
         found: Json = {
-            "c": costs.base / costs.plain,
-            "v": {str(w): costs.verification(w) / costs.plain for w in WIDTHS},
-            "round": costs.round / costs.plain,
-            "theory": theory(rounds, costs),
-            "costs_of_its_rounds": expected(rounds, costs),
+            "c": costs.base / plain,
+            "v": {str(w): costs.verification(w) / plain for w in WIDTHS},
+            "round": costs.round / plain,
+            "theory": theory(rounds, costs) * plain / costs.plain,
+            "costs_of_its_rounds": expected(rounds, costs) * plain / costs.plain,
         }
         if self.oracle is not None:
             self.watch.stage("bounding")
-            speedup, tokens = self.oracle(
-                s.skip, t.skip, costs, t.prompts, t.max_new_tokens, options.temperature or 0.0
-            )
-            found["oracle"] = {"speedup": speedup, "tokens_per_round": tokens}
+            speedup, tokens = self.oracle(s.skip, t, costs, options.temperature or 0.0)
+            found["oracle"] = {"speedup": speedup * plain / costs.plain, "tokens_per_round": tokens}
         return found
-
-
-def summary(runs: Runs, name: str, *, bases: Sequence[str]) -> Json:
-    """What a method did: speed, ratios to `bases` with intervals, latencies in seconds, what its rounds gave."""
-    total = runs.total(name)
-    each = [run for prompt in runs.stats[name] for run in prompt]
-    ratios = {}
-    for base in bases:
-        ratio, (low, high) = runs.speedup(name, base)
-        ratios[base] = {"median": ratio, "low": low, "high": high}
-    return {
-        "tokens_per_second": total.tokens_per_second,
-        "ratio": ratios,
-        "first_token_seconds": _quantiles([run.log[0].seconds for run in each if run.log]),
-        "inter_token_seconds": _quantiles([done.seconds for run in each for done in run.log[1:]]),
-        "tokens_per_round": total.tokens_per_round,
-        "accepted_per_round": total.accepted / total.rounds if total.rounds else 0.0,
-        "acceptance_rate": total.acceptance_rate if total.drafted else None,
-        "acceptance_by_position": acceptance_by_position([done for run in each for done in run.log]),
-    }
-
-
-def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:
-    """For the first, second, ... token of a draft: the share that was emitted, of the drafts that had one."""
-    deepest = max((done.drafted for done in rounds), default=0)
-    shares = []
-    for place in range(1, deepest + 1):
-        drafted = [done for done in rounds if done.drafted >= place]
-        shares.append(sum(done.accepted >= place for done in drafted) / len(drafted))
-    return shares
-
-
-def theory(rounds: Sequence[Round], costs: CostModel) -> float:
-    """Speedup over plain decoding were every drafted token accepted alike and every draft of the mean length.
-
-    E / (g * c + v(g + 1)) with E = (1 - a^(g + 1)) / (1 - a) (Leviathan et al. 2211.17192, with v(w) in place of 1).
-    """
-    drafted, n = sum(done.drafted for done in rounds), len(rounds)
-    if not drafted:
-        return 1.0
-    a, g = sum(done.accepted for done in rounds) / drafted, drafted / n
-    tokens = g + 1 if a == 1 else (1 - a ** (g + 1)) / (1 - a)
-    low = int(g)
-    verification = (1 - (g - low)) * costs.verification(low + 1) + (g - low) * costs.verification(low + 2)
-    return tokens * costs.plain / (costs.round + g * costs.base + verification)
-
-
-def expected(rounds: Sequence[Round], costs: CostModel) -> float:
-    """Speedup over plain decoding, the prompt's pass left out, if every round cost what was measured for its kind."""
-    tokens = sum(done.tokens for done in rounds)
-    return tokens * costs.plain / costs.seconds(Counter(done.drafted for done in rounds), costs.base)
-
-
-def _quantiles(seconds: Sequence[float]) -> Json:
-    if not seconds:
-        return {"p50": None, "p95": None}
-    cuts = statistics.quantiles(seconds, n=20, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 19
-    return {"p50": cuts[9], "p95": cuts[18]}
 
 
 def _bytes_read(llm: LLM) -> int:

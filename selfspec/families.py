@@ -160,7 +160,7 @@ def _block(layer: Any, eps: float) -> Block:
         post_norm=_norm(layer.post_attention_layernorm, eps),
         gate_up=side_by_side([mlp.gate_proj, mlp.up_proj]),
         down=linear_onto(mlp.down_proj),
-        act=F.silu if isinstance(mlp.act_fn, (nn.SiLU, SiLUActivation)) else mlp.act_fn,
+        act=F.silu if type(mlp.act_fn) in (nn.SiLU, SiLUActivation) and is_plain(mlp.act_fn) else mlp.act_fn,
         device=_device(layer.input_layernorm),
     )
 
@@ -194,9 +194,12 @@ class _PlainNorm:
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
-        self._scaled = torch.empty_like(weight)
+        with torch.inference_mode(False):
+            self._scaled = torch.empty_like(weight)
         self.refresh()
 
+    @torch.inference_mode(False)  # it is written to again later, wherever this is called
+    @torch.no_grad()
     def refresh(self) -> None:
         torch.mul(self._weight, len(self._weight) ** 0.5, out=self._scaled)
 

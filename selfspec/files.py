@@ -78,7 +78,10 @@ def cache_folder() -> Path:
     """Where what can be made again is kept: `SELFSPEC_CACHE`, else `selfspec` in the user's cache folder."""
     if given := os.environ.get("SELFSPEC_CACHE"):
         return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
+    except RuntimeError:  # no home
+        return Path(tempfile.gettempdir()) / "selfspec"
 
 
 def read_cached(path: Path) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_LARGEST = 10**9  # bytes: more than processors cache
 
 
 def synchronise(device: torch.device) -> None:
@@ -30,12 +30,12 @@ def machine(device: torch.device) -> str:
 
 
 def read_bandwidth(size: int, device: torch.device, *, repeats: int = 5) -> float:
-    """Bytes per second at which `size` bytes are read, again and again: the fastest of several ways to read them.
+    """Bytes per second at which `size` bytes, or a gigabyte of them, are read again and again.
 
-    Products with a vector, a sum and a maximum of float32 values are tried, with the threads that torch uses.
+    The fastest of a product with a vector, a sum and a maximum of float32 values, with the threads that torch uses.
     """
     columns = 1024
-    weights = torch.ones((max(1, size // (4 * columns)), columns), device=device)
+    weights = torch.ones((max(1, min(size, _LARGEST) // (4 * columns)), columns), device=device)
     vector = torch.ones(columns, device=device)
     ways: tuple[Callable[[], torch.Tensor], ...] = (
         lambda: torch.mv(weights, vector),
@@ -55,29 +55,12 @@ def read_bandwidth(size: int, device: torch.device, *, repeats: int = 5) -> floa
 
 @contextmanager
 def peak_growth(device: torch.device) -> Iterator[list[int]]:
-    """Appends, at the end, by how many bytes memory grew at most in between; nothing where that cannot be known.
-
-    On a GPU what torch allocated; on Linux what the process held, which misses what it reused of what it had freed.
-    """
+    """Appends, at the end, by how many bytes torch's memory on a GPU grew at most in between; nothing on a CPU."""
     found: list[int] = []
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        yield found
-        found.append(torch.cuda.max_memory_allocated(device) - before)
-        return
-    try:
-        _CLEAR.write_text("5")  # the peak starts anew
-        held = _held("VmRSS")
-    except (OSError, ValueError):
+    if device.type != "cuda":
         yield found
         return
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
     yield found
-    found.append(max(_held("VmHWM") - held, 0))
-
-
-def _held(name: str) -> int:
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"no {name}")
+    found.append(torch.cuda.max_memory_allocated(device) - before)

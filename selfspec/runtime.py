@@ -115,7 +115,8 @@ class Runtime:
                 raise SelfspecError(f"no cache for {slots} positions could be had: {error}") from error
             raise
 
-    @torch.no_grad()  # not inference mode: commits write to these tensors outside a forward
+    @torch.inference_mode(False)  # commits write to these tensors outside a forward
+    @torch.no_grad()
     def _allocate(self, slots: int) -> None:
         s = self.skeleton.sizes
         self.__dict__.pop("cache", None)  # free the old one before the new one is made
@@ -334,6 +335,6 @@ def _move(place: _Place, device: torch.device) -> _Place:
     moved: dict[str, Any] = {"turn": turn if isinstance(turn, Tensor) else tuple(turn)}
     if isinstance(place.to, Tensor):
         moved["to"] = place.to.to(device)
-    if place.mask is not None and not place.direct:
+    if place.mask is not None:
         moved["mask"] = place.mask.to(device)
     return replace(place, **moved)

@@ -78,7 +78,7 @@ class Scratch:
 class Scratches:
     """Kept scratches of narrow passes; wide ones are made anew."""
 
-    KEPT_ROWS, KEPT = 64, 64
+    KEPT_ROWS, KEPT = 64, 24
 
     def __init__(self, sizes: Sizes) -> None:
         self._sizes = sizes

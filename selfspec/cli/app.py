@@ -266,7 +266,7 @@ def bench(
     """Measure every method on the same prompts, interleaved: plain, layer skip, and transformers' own."""
     from selfspec.cli.bench import BenchOptions, run
 
-    run(
+    code = run(
         BenchOptions(
             model=model,
             profile=profile,
@@ -285,6 +285,8 @@ def bench(
             json=json,
         )
     )
+    if code:
+        raise typer.Exit(code)
 
 
 @profile_app.command()

@@ -65,8 +65,8 @@ def run(options: AuditOptions) -> int:
 
     Options(temperature=options.temperature).check()
     llm = load(model, profile="none", device=options.device, dtype=options.dtype, drafting=True)
-    skip, controller, source = drafted_with(llm.identity, llm.runtime.layers, profile, options.profile)
-    drafter = llm.layer_skip(skip, spec or controller)
+    drafting = drafted_with(llm.identity, profile, options.profile)
+    drafter = llm.layer_skip(drafting.skip, spec or drafting.controller, drafting.vocabulary)
     for prompt in prompts:
         llm.check(prompt, options.max_new_tokens)
     with progress(stderr()) as bar:
@@ -85,7 +85,7 @@ def run(options: AuditOptions) -> int:
         "machine": machine(llm.runtime.device),
         "device": llm.runtime.device.type,
         "dtype": str(llm.runtime.dtype).removeprefix("torch."),
-        "skip": source,
+        "skip": drafting.source,
     }
     if options.json:
         print_json({**where, "temperature": options.temperature, **found.as_dict()})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from selfspec import builtin
 from selfspec.cli.common import (
+    Drafting,
     checked_profile,
     drafted_with,
     model_for,
@@ -25,16 +25,16 @@ from selfspec.cli.common import (
 from selfspec.controllers import parse_controller
 from selfspec.errors import SelfspecError
 from selfspec.files import check_writable, write_text
-from selfspec.loading import check_dtype
+from selfspec.loading import check_dtype, read_identity
+from selfspec.profile import ControllerSpec
+from selfspec.skip import SkipSet
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from selfspec.api import LLM
-    from selfspec.benchmark import Watch
+    from selfspec.benchmark import Task, Watch
     from selfspec.costs import CostModel
-    from selfspec.skip import SkipSet
-    from selfspec.text import Prompt
 
 PROMPTS, TOKENS, ROUNDS = (12, 6), (96, 64), (5, 3)  # as it is, widened
 
@@ -60,16 +60,19 @@ class BenchOptions:
     json: bool
 
 
-def run(options: BenchOptions) -> None:
-    """Check everything that can be checked before the model is loaded, then measure."""
+def run(options: BenchOptions) -> int:
+    """Check everything that can be checked before the model is loaded, then measure. 130 after an interrupt."""
     quiet()
     profile = None if options.profile == "auto" else checked_profile(options.profile)
     name = model_for(options.model, profile)
     check_dtype(options.dtype)
     spec = None if options.controller is None else parse_controller(options.controller)
+    methods = tuple(part.strip() for part in options.methods.split(","))
     temperatures = _temperatures(options.temperature)
     if options.out is not None:
         check_writable(options.out)
+        if options.prompts is not None and options.prompts.resolve() == options.out.resolve():
+            raise SelfspecError(f"--out {options.out} would write over the prompts; want another place")
     if options.widen < 1:
         raise SelfspecError(f"--widen {options.widen}: want at least 1")
     from selfspec.search.calibration import read_prompts
@@ -83,35 +86,46 @@ def run(options: BenchOptions) -> None:
     from selfspec.benchmark import Benchmark, Task, check_methods, load_subjects
     from selfspec.sampling import check_sampling
 
-    methods = tuple(part.strip() for part in options.methods.split(","))
     check_methods(methods)
     for temperature in temperatures:
         check_sampling(temperature, None, None)
+    if "skip" in methods:
+        drafted_with(read_identity(name), profile, options.profile)
     console = stderr()
     subjects = load_subjects(name, methods, widened=options.widen, device=options.device, dtype=options.dtype)
-    skip, controller, source = drafted_with(subjects.identity, subjects.plain.runtime.layers, profile, options.profile)
+    drafting = Drafting(SkipSet(), None, None, "not drafting")
+    if "skip" in methods:
+        drafting = drafted_with(subjects.identity, profile, options.profile)
     task = Task(
         methods,
         prompts,
         options.max_new_tokens or TOKENS[wide],
         options.rounds or ROUNDS[wide],
-        skip,
-        spec or controller,
+        drafting.skip,
+        spec or drafting.controller,
+        drafting.vocabulary,
     )
     for prompt in prompts:
         subjects.plain.check(prompt, task.max_new_tokens)
     with _Progress(console, len(temperatures)) as shown:
         bench = Benchmark(subjects, task, _oracle, shown.watch())
-        found: dict[str, Any] = {**bench.conditions(), "source": source, "temperatures": []}
-        for temperature in temperatures:
-            shown.temperature = temperature
-            found["temperatures"].append(bench.at(temperature))
-    if options.out is not None:
-        write_text(options.out, json.dumps(found, indent=1) + "\n")
+        found: dict[str, Any] = {**bench.conditions(), "source": drafting.source, "temperatures": []}
+        interrupted = False
+        try:
+            for temperature in temperatures:
+                shown.temperature = temperature
+                found["temperatures"].append(bench.at(temperature))
+                if options.out is not None:
+                    write_text(options.out, json.dumps(found, indent=1) + "\n")
+        except KeyboardInterrupt:
+            if not found["temperatures"]:
+                raise
+            interrupted = True
     if options.json:
         print_json(found)
     else:
         _report(found, stdout())
+    return 130 if interrupted else 0
 
 
 def _temperatures(text: str) -> list[float]:
@@ -121,13 +135,21 @@ def _temperatures(text: str) -> list[float]:
         raise SelfspecError(f"--temperature {text}: want numbers separated by commas, such as 0,0.8") from None
 
 
-def _oracle(
-    llm: LLM, skip: SkipSet, costs: CostModel, prompts: Sequence[Prompt], tokens: int, temperature: float
-) -> tuple[float, float]:
+def _oracle(llm: LLM, task: Task, costs: CostModel, temperature: float) -> tuple[float, float]:
+    from selfspec.controllers import make_controller
     from selfspec.search.continuations import Decoding
     from selfspec.search.oracle import oracle
+    from selfspec.search.replay import deepest
 
-    bound = oracle(llm, skip, costs, prompts, Decoding(tokens, temperature))
+    bound = oracle(
+        llm,
+        task.skip,
+        costs,
+        task.prompts,
+        Decoding(task.max_new_tokens, temperature),
+        depth=deepest([make_controller(task.controller or ControllerSpec(name="adaptive"))]),
+        vocabulary=task.vocabulary or (),
+    )
     return bound.speedup, bound.tokens_per_round
 
 
@@ -242,7 +264,8 @@ def _notes(found: dict[str, Any], at: dict[str, Any]) -> list[str]:
         lines.append(
             f"of a plain step: draft step c {skip['c']:.2f}; verification {v}; beside them {skip['round']:.2f}"
         )
-        bound = f"; oracle bound {skip['oracle']['speedup']:.2f}" if "oracle" in skip else ""
+        by = " by rule token" if at["temperature"] else ""
+        bound = f"; oracle bound{by} {skip['oracle']['speedup']:.2f}" if "oracle" in skip else ""
         lines.append(
             f"speedup over plain by theory (i.i.d.) {skip['theory']:.2f}, by the costs of its rounds "
             f"{skip['costs_of_its_rounds']:.2f}{bound}"

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, Group
@@ -50,10 +51,18 @@ def model_for(model: str | None, profile: Profile | None) -> str:
     return name
 
 
-def drafted_with(
-    identity: Identity, layers: int, profile: Profile | None, name: str
-) -> tuple[SkipSet, ControllerSpec | None, str]:
-    """What to bypass, with which controller, and where that comes from.
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """What to draft with, and where that comes from."""
+
+    skip: SkipSet
+    controller: ControllerSpec | None
+    vocabulary: list[int] | None
+    source: str
+
+
+def drafted_with(identity: Identity, profile: Profile | None, name: str) -> Drafting:
+    """What to draft with.
 
     A profile, by its name, or one that ships for this model, or every second layer. Raises `SelfspecError` for a
     profile of another model, or one that skips nothing.
@@ -65,11 +74,12 @@ def drafted_with(
     else:
         name, profile = next(iter(shipped_for(identity).items()), ("", None))
     if profile is None:
-        half = tuple(range(1, layers, 2))
-        return SkipSet(half, half), None, "every second layer, as there is no profile"
+        half = tuple(range(1, identity.layers, 2))
+        return Drafting(SkipSet(half, half), None, None, "every second layer, as there is no profile")
     if not len(profile.skip_set):
         raise SelfspecError(f"profile {name} skips nothing, so there is nothing to draft with; want another")
-    return profile.skip_set, profile.controller, f"profile {name}, {len(profile.skip_set)} sub-layers"
+    source = f"profile {name}, {len(profile.skip_set)} sub-layers"
+    return Drafting(profile.skip_set, profile.controller, profile.draft_vocabulary, source)
 
 
 def progress(console: Console, *columns: TextColumn) -> Progress:

@@ -109,11 +109,12 @@ def run(options: GenerateOptions) -> None:
     drafter = llm.drafter
     if spec is not None:
         if llm.profile is not None and len(llm.profile.skip_set):
-            drafter = llm.layer_skip(llm.profile.skip_set, spec)
+            drafter = llm.layer_skip(llm.profile.skip_set, spec, llm.profile.draft_vocabulary)
         else:
             stderr().print("--controller has no effect: without a profile that skips something, nothing is drafted")
     if options.compare:
-        _compare(llm, prompt, drafter, how, as_json=options.json)
+        usual = load(model, profile="none", device=options.device, dtype=options.dtype, layout="rows")
+        _compare(llm, usual, prompt, drafter, how, as_json=options.json)
     elif options.json:
         print_json(_as_json(llm.run(prompt, how, drafter=drafter)))
     else:
@@ -199,10 +200,10 @@ def _print_stats(generation: Generation) -> None:
     )
 
 
-def _compare(llm: LLM, prompt: str, drafter: Drafter, how: Options, *, as_json: bool) -> None:
+def _compare(llm: LLM, usual: LLM, prompt: str, drafter: Drafter, how: Options, *, as_json: bool) -> None:
     from selfspec.bench import compare
 
-    result = compare(llm, prompt, drafter, how, rounds=COMPARE_ROUNDS)
+    result = compare(llm, prompt, drafter, how, rounds=COMPARE_ROUNDS, usual=usual)
     if as_json:
         print_json({**_as_json(result.draft), "compare": result.as_dict()})
     else:

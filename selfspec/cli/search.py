@@ -20,6 +20,7 @@ from selfspec.loading import check_dtype, check_model_name
 from selfspec.profile import Profile, write_profile
 
 if TYPE_CHECKING:
+    from selfspec.api import LLM
     from selfspec.search import Trial
 
 
@@ -94,6 +95,10 @@ def run(options: SearchOptions) -> int:
     check_sampling(options.temperature, options.top_k, options.top_p)
     console = stderr()
     llm = load(options.model, profile="none", device=options.device, dtype=options.dtype, drafting=True)
+
+    def plainly() -> LLM:
+        return load(options.model, profile="none", device=options.device, dtype=options.dtype, drafting=False)
+
     with _Watch(console) as watch:
         profile = find_profile(
             llm,
@@ -118,6 +123,7 @@ def run(options: SearchOptions) -> int:
             keep_best=options.keep_best,
             journal=options.journal,
             watch=watch,
+            usual=plainly if llm.layout == "onednn" else None,
         )
     write_profile(profile, options.out)
     _report(profile, options, console)

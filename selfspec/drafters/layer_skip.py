@@ -43,7 +43,7 @@ class LayerSkipDrafter:
         self.runtime = runtime
         self.skip = skip
         self.controller = controller
-        self.siblings = siblings
+        self.siblings = siblings if vocabulary is None else min(siblings, max(1, len(vocabulary)))
         self._head = None if vocabulary is None else runtime.head_over(vocabulary)
         self.deepest = K_LIMIT // siblings  # so that all candidates fit into one verification
 

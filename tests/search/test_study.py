@@ -51,7 +51,7 @@ def scored(monkeypatch):
 
 
 def fixed_measure(speedup):
-    def measure(llm, drafter, prompts, options, *, held_out):
+    def measure(llm, drafter, prompts, options, *, held_out, usual):
         return Measurement(
             machine="test",
             device="cpu",

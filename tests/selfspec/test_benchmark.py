@@ -5,19 +5,10 @@ from __future__ import annotations
 import pytest
 
 from selfspec.bench import Runs
-from selfspec.benchmark import (
-    Benchmark,
-    Task,
-    Watch,
-    acceptance_by_position,
-    check_methods,
-    expected,
-    load_subjects,
-    summary,
-    theory,
-)
+from selfspec.benchmark import Benchmark, Task, Watch, check_methods, load_subjects
 from selfspec.costs import CostModel
 from selfspec.errors import SelfspecError
+from selfspec.figures import acceptance_by_position, expected, summary, theory
 from selfspec.skip import SkipSet
 from selfspec.stats import Round, Stats
 
@@ -35,7 +26,7 @@ def test_acceptance_by_position():
 
 def test_theory_is_leviathans_formula():
     done = rounds((2, 2), (2, 1), (2, 0), (2, 1))
-    a = 0.5
+    a = 4 / (4 + 3)  # four accepted, three where all before were
     assert theory(done, COSTS) == pytest.approx((1 + a + a * a) / (0.1 + 2 * 0.4 + 1.1))
     assert theory(rounds((1, 1)), COSTS) == pytest.approx(2 / (0.1 + 0.4 + 1.0))
     assert theory(rounds((0, 0)), COSTS) == 1
@@ -56,7 +47,8 @@ def test_a_summary():
     runs = Runs({"a": [[run(1.0, 0.5, 0.5)], [run(2.0, 0.25, 0.5)]], "b": [[run(4.0)], [run(1.0, 1.0)]]})
     found = summary(runs, "a", bases=["b"])
     assert found["first_token_seconds"]["p50"] == 1.5
-    assert found["inter_token_seconds"]["p50"] == 0.5
+    assert found["emission_seconds"]["p50"] == 0.5
+    assert found["inter_token_seconds"]["p50"] == 0.25
     assert found["tokens_per_round"] == pytest.approx(10 / 6)
     assert found["accepted_per_round"] == pytest.approx(4 / 6)
     assert found["ratio"]["b"]["low"] <= found["ratio"]["b"]["median"] <= found["ratio"]["b"]["high"]
@@ -104,7 +96,8 @@ def test_all_models_are_the_same_one(found):
 def test_a_temperature(found):
     _, _, at, told = found
     assert list(at["methods"]) == ["plain", "skip", "hf"]
-    assert at["skip"]["oracle"] == {"speedup": 2.0, "tokens_per_round": 3.0}
+    assert at["skip"]["oracle"]["tokens_per_round"] == 3.0
+    assert 0.5 < at["skip"]["oracle"]["speedup"] < 4.0  # 2, in steps of `plain`, whose weights may lie otherwise
     assert 0 < at["skip"]["c"] < 2
     assert at["methods"]["plain"]["acceptance_by_position"] == []
     assert all(m["memory_bytes"] > 0 for m in at["methods"].values())

@@ -44,6 +44,7 @@ FLOORS = {
     "selfspec.api": 4,
     "selfspec.bench": 4,
     "selfspec.benchmark": 4,
+    "selfspec.figures": 4,
     "selfspec.search": 5,
     "selfspec.cli": 6,
 }

@@ -97,11 +97,16 @@ def times(**by_layout):
 
 
 def test_what_is_chosen():
-    measured = times(rows=(50, 52, 95, 130), columns=(46, 75, 90, 127), onednn=(56, 55, 54, 66))
+    measured = times(rows=(50, 52, 95, 130, 300), columns=(46, 75, 90, 127, 300), onednn=(56, 55, 54, 66, 300))
     assert choose(measured, drafting=False) == "columns"
     assert choose(measured, drafting=True) == "onednn"
-    assert choose(times(rows=(50, 52, 95, 130), columns=(49, 52, 94, 129)), drafting=False) == "rows"  # not clearly
-    assert choose(times(rows=(1, 1, 1, 1)), drafting=True) == "rows"
+    slow = {**measured, "columns": {**measured["columns"], 128: 500}}  # to read a prompt
+    assert choose(slow, drafting=False) == "rows"
+    assert (
+        choose(times(rows=(50, 52, 95, 130, 1), columns=(49, 52, 94, 129, 1)), drafting=False) == "rows"
+    )  # not clearly
+    assert choose(times(rows=(1, 1, 1, 1, 1)), drafting=True) == "rows"
+    assert choose({}, drafting=True) == "rows"
 
 
 def test_layouts_are_measured_once(tmp_path, monkeypatch):
@@ -114,7 +119,7 @@ def test_layouts_are_measured_once(tmp_path, monkeypatch):
     assert len(seen) == 1
     (kept,) = (tmp_path / "layouts").iterdir()
     assert set(json.loads(kept.read_text())) <= set(LAYOUTS)
-    for broken in ("", "{}", "[1]", '{"rows": {"1": "a"}}', '{"rows": {"1": 1, "2": 1, "4": 1, "8": -1}}'):
+    for broken in ("", "{}", "[1]", '{"rows": {"1": "a"}}', '{"rows": {"1": 1, "2": 1, "4": 1, "8": 1, "128": -1}}'):
         kept.write_text(broken)
         lay_out_(single("llama"), drafting=True)
     assert len(seen) == 6

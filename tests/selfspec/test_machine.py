@@ -11,11 +11,10 @@ def test_memory_is_read_at_a_speed_that_can_be():
     assert 1e8 < read_bandwidth(4_000_000, CPU) < 1e13
 
 
-def test_growth_is_seen_though_it_is_gone_again():
+def test_growth_is_a_gpu_s():
     with peak_growth(CPU) as grown:
-        held = torch.ones(64 * 2**20 // 4)
-        del held
-    assert not grown or 40 * 2**20 < grown[0] < 400 * 2**20
+        pass
+    assert grown == []
 
 
 def test_the_machine_has_a_name():
