@@ -19,7 +19,7 @@ from selfspec.errors import SelfspecError
 from selfspec.figures import expected, summary, theory
 from selfspec.layout import choose, lay_out_, layout_times, weight_bytes
 from selfspec.loading import load_model
-from selfspec.machine import machine, peak_growth, read_bandwidth
+from selfspec.machine import machine, peak_growth, process_peak, read_bandwidth
 from selfspec.options import Options
 from selfspec.profile import ControllerSpec, Identity
 from selfspec.runtime import Runtime
@@ -199,6 +199,7 @@ class Benchmark:
         if "skip" in methods:
             found["skip"] = self._about_skip(options, [run for prompt in runs.stats["skip"] for run in prompt])
         read = _bytes_read(self.subjects.plain)
+        found["process_peak_bytes"] = process_peak()
         found["read_bandwidth"] = read_bandwidth(read, self.subjects.plain.runtime.device)
         step = found["methods"]["plain"]["inter_token_seconds"]["p50"]
         found["plain_of_roofline"] = None if step is None else read / found["read_bandwidth"] / step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,6 +52,16 @@ def read_bandwidth(size: int, device: torch.device, *, repeats: int = 5) -> floa
             synchronise(device)
             best = min(best, time.perf_counter() - start)
     return weights.numel() * 4 / best
+
+
+def process_peak() -> int | None:
+    """Bytes of memory that this process held at most since it began; None where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return held if sys.platform == "darwin" else held * 1024
 
 
 @contextmanager

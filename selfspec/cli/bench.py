@@ -249,7 +249,9 @@ def _table(at: dict[str, Any]) -> Table:
 
 
 def _notes(found: dict[str, Any], at: dict[str, Any]) -> list[str]:
-    lines = []
+    lines = ["memory: weights, and keys and values for the longest text; on a GPU also what torch took beside them"]
+    if at["process_peak_bytes"] is not None:
+        lines[0] += f"; this process, all methods together, held {_size(at['process_peak_bytes'])} at most"
     if at["plain_of_roofline"] is not None:
         lines.append(
             f"roofline of plain decoding: {_size(found['bytes_read'])} at {at['read_bandwidth'] / 1e9:.1f} GB/s are "

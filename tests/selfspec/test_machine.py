@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from selfspec.machine import machine, peak_growth, read_bandwidth
+from selfspec.machine import machine, peak_growth, process_peak, read_bandwidth
 
 CPU = torch.device("cpu")
 
@@ -19,3 +19,12 @@ def test_growth_is_a_gpu_s():
 
 def test_the_machine_has_a_name():
     assert machine(CPU)
+
+
+def test_what_was_held_counts_after_it_is_gone():
+    before = process_peak()
+    held = torch.ones((before or 0) // 4 + 16 * 2**20)
+    size = held.numel() * 4
+    del held
+    after = process_peak()
+    assert after is None or after >= size
