@@ -167,6 +167,7 @@ class _Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._bar.remove_task(self._task)
         self._bar.stop()
 
     def watch(self) -> Watch:
@@ -209,42 +210,37 @@ def _report(found: dict[str, Any], console: Console) -> None:
         console.print(line, soft_wrap=True, markup=False)
     for at in found["temperatures"]:
         console.print()
-        console.print(_table(at))
+        for table in _tables(at):
+            console.print(table)
         for line in _notes(found, at):
             console.print(line, soft_wrap=True, markup=False)
 
 
-def _table(at: dict[str, Any]) -> Table:
-    """The methods at one temperature."""
-    table = Table(title=f"temperature {at['temperature']:g}", title_justify="left", box=None, pad_edge=False)
-    table.add_column("method", no_wrap=True)
+def _tables(at: dict[str, Any]) -> list[Table]:
+    """The methods at one temperature: their speeds, and their latencies and memory; each fits 80 columns."""
     bases = list(next(iter(at["methods"].values()))["ratio"])
-    for name in (
-        "tok/s",
-        *(f"/ {base}" for base in bases),
-        "first ms",
-        "next ms",
-        "p95",
-        "tok/pass",
-        "accept",
-        "memory",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
+    speeds = _table(
+        f"temperature {at['temperature']:g}", "tok/s", *(f"/ {base}" for base in bases), "tok/pass", "accept"
+    )
+    others = _table(None, "first token", "next, p50", "next, p95", "memory")
     for name, m in at["methods"].items():
-        ratios = [m["ratio"][base] for base in bases]
-        cells = ["1" if base == name else _ratio(r) for base, r in zip(bases, ratios, strict=True)]
-        acceptance = "-" if m["acceptance_rate"] is None else f"{m['acceptance_rate']:.0%}"
-        table.add_row(
+        speeds.add_row(
             name,
             f"{m['tokens_per_second']:.4g}",
-            *cells,
-            _ms(m["first_token_seconds"]["p50"]),
-            _ms(m["inter_token_seconds"]["p50"]),
-            _ms(m["inter_token_seconds"]["p95"]),
+            *("1" if base == name else _ratio(m["ratio"][base]) for base in bases),
             f"{m['tokens_per_round']:.2f}",
-            acceptance,
-            _size(m["memory_bytes"]),
+            "-" if m["acceptance_rate"] is None else f"{m['acceptance_rate']:.0%}",
         )
+        first, following = m["first_token_seconds"], m["inter_token_seconds"]
+        others.add_row(name, _ms(first["p50"]), _ms(following["p50"]), _ms(following["p95"]), _size(m["memory_bytes"]))
+    return [speeds, others]
+
+
+def _table(title: str | None, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
@@ -276,11 +272,11 @@ def _notes(found: dict[str, Any], at: dict[str, Any]) -> list[str]:
 
 
 def _ratio(r: dict[str, float]) -> str:
-    return f"{r['median']:.2f} ({r['low']:.2f}-{r['high']:.2f})"
+    return f"{r['median']:.2f} {r['low']:.2f}-{r['high']:.2f}"
 
 
 def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.3g}"
+    return "-" if seconds is None else f"{seconds * 1e3:.3g} ms"
 
 
 def _size(size: float) -> str:
