@@ -25,7 +25,7 @@ def with_smaller_heads(
     `texts` are the token ids whose frequencies count; they are not read where the head is a small part of what the
     draft steps cost.
     """
-    dear = [score for score in scores if worth.head_share(score.skip) >= WORTH_TRYING]
+    dear = [score for score in scores if worth.head_takes(WORTH_TRYING, score.skip)]
     if not dear:
         return []
     counted = list(texts)

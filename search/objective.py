@@ -124,9 +124,9 @@ class Replayed:
             self._best = _Incumbent(skip, traces, value)
         return self._as_score(skip, value, value.speed, pruned=False)
 
-    def head_share(self, skip: SkipSet) -> float:
-        """What the head over the whole vocabulary takes of a draft step."""
-        return self._costs.head / self._costs.draft(skip, self._replay.layers)
+    def head_takes(self, share: float, skip: SkipSet) -> bool:
+        """Whether the head over the whole vocabulary takes at least `share` of a draft step."""
+        return self._costs.head >= share * self._costs.draft(skip, self._replay.layers)
 
     def score_with(self, skip: SkipSet, vocabulary: tuple[int, ...], share: float) -> Score:
         """`score`, of all starts, were only `vocabulary` drafted, `share` of all tokens; nothing is pruned."""

@@ -20,6 +20,7 @@ from selfspec.drafters import Drafter, PlainDrafter
 from selfspec.machine import machine, synchronise
 from selfspec.options import DEFAULT_NEW_TOKENS, Options
 from selfspec.profile import Measurement
+from selfspec.runtime import Runtime
 from selfspec.stats import Round, Stats
 from selfspec.stream import Generation
 from selfspec.text import Prompt
@@ -269,10 +270,7 @@ def measure(
     speedup, (low, high) = runs.speedup("draft", "plain")
     total = runs.total("draft")
     return Measurement(
-        machine=machine(llm.runtime.device),
-        device=llm.runtime.device.type,
-        dtype=str(llm.runtime.dtype).removeprefix("torch."),
-        threads=torch.get_num_threads(),
+        **conditions(llm.runtime),
         prompts=len(prompts),
         held_out=held_out,
         max_new_tokens=options.max_new_tokens or DEFAULT_NEW_TOKENS,
@@ -287,6 +285,16 @@ def measure(
         acceptance_rate=round(total.acceptance_rate, 3),
         tokens_per_round=round(total.tokens_per_round, 3),
     )
+
+
+def conditions(runtime: Runtime) -> dict[str, Any]:
+    """What a figure must be told with: machine, device, dtype and threads."""
+    return {
+        "machine": machine(runtime.device),
+        "device": runtime.device.type,
+        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:

@@ -11,15 +11,16 @@ from typing import Any
 import torch
 
 from selfspec.api import LLM, wrap
-from selfspec.bench import Method, interleave, method, transformers_generate
+from selfspec.bench import Method, conditions, interleave, method, transformers_generate
 from selfspec.costing import forward_seconds, measure_skip_costs
 from selfspec.costs import CostModel
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.errors import SelfspecError
-from selfspec.figures import expected, summary, theory
+from selfspec.figures import Json, expected, summary, theory
 from selfspec.layout import choose, lay_out_, layout_times, weight_bytes
+from selfspec.linears import PackedLinear
 from selfspec.loading import load_model
-from selfspec.machine import machine, peak_growth, process_peak, read_bandwidth
+from selfspec.machine import peak_growth, process_peak, read_bandwidth
 from selfspec.options import Options
 from selfspec.profile import ControllerSpec, Identity
 from selfspec.runtime import Runtime
@@ -31,7 +32,6 @@ from selfspec.widen import widen
 METHODS = ("plain", "skip", "hf", "hf-early-exit", "hf-prompt-lookup")
 LOOKUP_TOKENS = 10  # that prompt lookup drafts, as in transformers' documentation
 WIDTHS = (1, 2, 3, 4, 6, 8)
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def load_subjects(name: str, methods: Sequence[str], *, widened: int = 1, device
 
     def ready(model: Any, layout: str | None) -> LLM:
         if layout is not None:
-            lay_out_(model, layout, drafting=False)
+            lay_out_(model, layout)
         return wrap(model, tokenizer, profile="none", name=name)
 
     hf = ready(copy.deepcopy(model), None) if any(m.startswith("hf") for m in methods) else None
@@ -137,10 +137,7 @@ class Benchmark:
         return {
             "model": s.plain.name,
             "widened": s.widened,
-            "machine": machine(runtime.device),
-            "device": runtime.device.type,
-            "dtype": str(runtime.dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads(),
+            **conditions(runtime),
             "torch": torch.__version__,
             "prompts": len(t.prompts),
             "max_new_tokens": t.max_new_tokens,
@@ -276,7 +273,7 @@ def _bytes_read(llm: LLM) -> int:
     head = llm.model.get_output_embeddings()
     tied = llm.model.config.tie_word_embeddings
     held = weight_bytes(llm.model)
-    own_head = not tied or type(head).__name__ == "PackedLinear"  # which is there twice
+    own_head = not tied or isinstance(head, PackedLinear)  # which is there twice
     return held - (embedding.numel() * embedding.element_size() if own_head else 0)
 
 

@@ -61,9 +61,9 @@ class CostModel(Data):
         whole = self.base + attention * max(self.attention + further * self.attention_per_key, 0.0) + mlp * self.mlp
         return max(whole - (1 - vocabulary) * self.head, 0.0)
 
-    def draft_share(self, skip: SkipSet, layers: int, *, vocabulary: float = 1.0) -> float:
+    def draft_share(self, skip: SkipSet, layers: int) -> float:
         """A draft step as a share of a plain decoding step: the literature's c."""
-        return self.draft(skip, layers, vocabulary=vocabulary) / self.plain
+        return self.draft(skip, layers) / self.plain
 
     def verification(self, rows: int) -> float:
         """Seconds of a verification of `rows` rows: between measured widths, and beyond the last two, a line."""

@@ -50,7 +50,7 @@ def check_layout(layout: str) -> None:
         raise SelfspecError(f"layout '{layout}' is not known; known: auto, {', '.join(LAYOUTS)}")
 
 
-def lay_out_(model: Any, layout: str = "auto", *, drafting: bool) -> str:
+def lay_out_(model: Any, layout: str = "auto", *, drafting: bool = False) -> str:
     """Change how the linears' weights of a model lie in memory, and say how they lie now.
 
     `rows`: as they came, those that read the same input side by side. `columns`: so, but by columns. `onednn`: packed
@@ -151,7 +151,7 @@ def measure_layouts(model: Any) -> Times:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The product of `modules` that read the same input: `run(x)` of `x` `[n, in]`; one `x` `[8, in]`."""
+    """The product of `modules` that read the same input: `run(x)` of `x` `[n, in]`; one `x`, of the most rows."""
 
     x: Tensor
     run: Callable[[Tensor], Tensor]

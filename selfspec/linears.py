@@ -232,7 +232,7 @@ class PackedLinear(nn.Module):
     """What was an `nn.Linear`: rows `start` on of a packed weight that others may have rows of too.
 
     `weight` unpacks it each time it is read: it is no parameter. A model with these can be called, copied and saved as
-    before, but neither trained nor moved.
+    before, but neither trained nor moved; its own forward is slower, as each part computes the whole's product.
     """
 
     def __init__(self, packed: Packed, start: int, linear: nn.Linear) -> None:

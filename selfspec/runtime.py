@@ -331,8 +331,8 @@ def _kept(scratch: Scratch) -> Tensor:
 
 def _move(place: _Place, device: torch.device) -> _Place:
     """What lies beside the cache, on another device; every layer's keys are on its own already."""
-    turn = place.turn.to(device) if isinstance(place.turn, Tensor) else (t.to(device) for t in place.turn)
-    moved: dict[str, Any] = {"turn": turn if isinstance(turn, Tensor) else tuple(turn)}
+    turn = place.turn.to(device) if isinstance(place.turn, Tensor) else tuple(t.to(device) for t in place.turn)
+    moved: dict[str, Any] = {"turn": turn}
     if isinstance(place.to, Tensor):
         moved["to"] = place.to.to(device)
     if place.mask is not None:

@@ -22,6 +22,10 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float64, bfloat16, float16. auto: float32 on a CPU.")]
 Threads = Annotated[int | None, typer.Option(min=1, max=4096, help="CPU threads; PyTorch's choice when left out.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, all else on standard error.")]
+ModelOption = Annotated[str | None, typer.Option(help="builtin, a folder, or a hub id; the profile's when left out.")]
+DraftingProfile = Annotated[
+    str, typer.Option(help="A file, the name of a shipped one, or auto: one made for the model, else half of it.")
+]
 ControllerOption = Annotated[
     str | None,
     typer.Option(help="When to stop drafting: fixed:k=4, static:threshold=0.6,k_max=8, adaptive:threshold=0.6."),
@@ -115,9 +119,7 @@ def search(
 @app.command()
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; standard input when left out.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="builtin, a folder, or a hub id; the profile's when left out.")
-    ] = None,
+    model: ModelOption = None,
     profile: Annotated[str, typer.Option(help="A file, the name of a shipped one, auto, or none.")] = "auto",
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="128 where nothing says how many.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0, the default, is greedy decoding.")] = None,
@@ -186,12 +188,8 @@ def generate(
 
 @app.command()
 def audit(
-    model: Annotated[
-        str | None, typer.Option(help="builtin, a folder, or a hub id; the profile's when left out.")
-    ] = None,
-    profile: Annotated[
-        str, typer.Option(help="A file, the name of a shipped one, or auto: one made for the model, else half of it.")
-    ] = "auto",
+    model: ModelOption = None,
+    profile: DraftingProfile = "auto",
     prompts: Annotated[
         Path | None, typer.Option(help="Prompts: .jsonl or .txt; the built-in held-out ones when left out.")
     ] = None,
@@ -230,12 +228,8 @@ def audit(
 
 @app.command()
 def bench(
-    model: Annotated[
-        str | None, typer.Option(help="builtin, a folder, or a hub id; the profile's when left out.")
-    ] = None,
-    profile: Annotated[
-        str, typer.Option(help="A file, the name of a shipped one, or auto: one made for the model, else half of it.")
-    ] = "auto",
+    model: ModelOption = None,
+    profile: DraftingProfile = "auto",
     methods: Annotated[
         str, typer.Option(help="Of plain, skip, hf, hf-early-exit, hf-prompt-lookup, separated by commas.")
     ] = "plain,skip,hf,hf-early-exit,hf-prompt-lookup",

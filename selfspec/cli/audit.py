@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from selfspec import builtin
 from selfspec.cli.common import (
-    checked_profile,
+    chosen,
     drafted_with,
-    model_for,
     print_json,
     printable,
     progress,
@@ -19,8 +18,6 @@ from selfspec.cli.common import (
     stderr,
     stdout,
 )
-from selfspec.controllers import parse_controller
-from selfspec.loading import check_dtype
 
 if TYPE_CHECKING:
     from selfspec.api import LLM
@@ -48,10 +45,9 @@ class AuditOptions:
 def run(options: AuditOptions) -> int:
     """Check everything that can be checked before the model is loaded, then audit. 1 when a bug was found."""
     quiet()
-    profile = None if options.profile == "auto" else checked_profile(options.profile)
-    model = model_for(options.model, profile)
-    check_dtype(options.dtype)
-    spec = None if options.controller is None else parse_controller(options.controller)
+    model, profile, spec = chosen(
+        model=options.model, profile=options.profile, dtype=options.dtype, controller=options.controller
+    )
     from selfspec.search.calibration import read_prompts
 
     prompts = builtin.prompts("heldout") if options.prompts is None else read_prompts(options.prompts)

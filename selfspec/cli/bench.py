@@ -12,9 +12,8 @@ from rich.table import Table
 from selfspec import builtin
 from selfspec.cli.common import (
     Drafting,
-    checked_profile,
+    chosen,
     drafted_with,
-    model_for,
     print_json,
     progress,
     quiet,
@@ -22,10 +21,9 @@ from selfspec.cli.common import (
     stderr,
     stdout,
 )
-from selfspec.controllers import parse_controller
 from selfspec.errors import SelfspecError
 from selfspec.files import check_writable, write_text
-from selfspec.loading import check_dtype, read_identity
+from selfspec.loading import read_identity
 from selfspec.profile import ControllerSpec
 from selfspec.skip import SkipSet
 
@@ -63,18 +61,15 @@ class BenchOptions:
 def run(options: BenchOptions) -> int:
     """Check everything that can be checked before the model is loaded, then measure. 130 after an interrupt."""
     quiet()
-    profile = None if options.profile == "auto" else checked_profile(options.profile)
-    name = model_for(options.model, profile)
-    check_dtype(options.dtype)
-    spec = None if options.controller is None else parse_controller(options.controller)
+    name, profile, spec = chosen(
+        model=options.model, profile=options.profile, dtype=options.dtype, controller=options.controller
+    )
     methods = tuple(part.strip() for part in options.methods.split(","))
     temperatures = _temperatures(options.temperature)
     if options.out is not None:
         check_writable(options.out)
         if options.prompts is not None and options.prompts.resolve() == options.out.resolve():
             raise SelfspecError(f"--out {options.out} would write over the prompts; want another place")
-    if options.widen < 1:
-        raise SelfspecError(f"--widen {options.widen}: want at least 1")
     from selfspec.search.calibration import read_prompts
 
     wide = options.widen > 1

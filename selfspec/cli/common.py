@@ -14,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from selfspec import builtin
-from selfspec.controllers import make_controller
+from selfspec.controllers import make_controller, parse_controller
 from selfspec.errors import SelfspecError
-from selfspec.loading import check_model_name
+from selfspec.loading import check_dtype, check_model_name
 from selfspec.profile import ControllerSpec, Identity, Profile, find_profile_file
 from selfspec.skip import SkipSet
 
@@ -41,6 +41,19 @@ def checked_profile(name: str) -> Profile:
     except SelfspecError as error:
         raise SelfspecError(f"{name}: {error}") from None
     return profile
+
+
+def chosen(
+    *, model: str | None, profile: str, dtype: str, controller: str | None
+) -> tuple[str, Profile | None, ControllerSpec | None]:
+    """The model's name, the profile (None: `auto`) and the controller of a command that drafts, each checked.
+
+    Raises `SelfspecError`.
+    """
+    found = None if profile == "auto" else checked_profile(profile)
+    name = model_for(model, found)
+    check_dtype(dtype)
+    return name, found, None if controller is None else parse_controller(controller)
 
 
 def model_for(model: str | None, profile: Profile | None) -> str:

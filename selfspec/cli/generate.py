@@ -113,7 +113,9 @@ def run(options: GenerateOptions) -> None:
         else:
             stderr().print("--controller has no effect: without a profile that skips something, nothing is drafted")
     if options.compare:
-        usual = load(model, profile="none", device=options.device, dtype=options.dtype, layout="rows")
+        usual = llm
+        if llm.layout != "rows":
+            usual = load(model, profile="none", device=options.device, dtype=options.dtype, layout="rows")
         _compare(llm, usual, prompt, drafter, how, as_json=options.json)
     elif options.json:
         print_json(_as_json(llm.run(prompt, how, drafter=drafter)))
