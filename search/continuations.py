@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from transformers import LogitsProcessor
@@ -15,19 +15,35 @@ from selfspec.drafters import PlainDrafter
 from selfspec.files import cache_folder, read_cached, write_cached
 from selfspec.options import Options
 from selfspec.sampling import Sampler
+from selfspec.verify import find_rule
 
 from .texts import Text
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How tokens are chosen: as `LLM.generate` takes it."""
+    """How tokens are chosen, and sampled drafts verified: as `LLM.generate` takes it."""
 
     max_new_tokens: int
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
     logits_processor: tuple[LogitsProcessor, ...] = ()
+    rule: str | None = None
+
+    def check(self) -> None:
+        """Raise `SelfspecError` for a value out of range, and for a rule that does not fit."""
+        find_rule(self.rule, Sampler(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self._seed))
+
+    @property
+    def _seed(self) -> int | None:
+        """Rule `match` needs one."""
+        return 0 if self.rule == "match" else None
+
+    @property
+    def verified_by(self) -> str:
+        """The rule, where none is named the default without a seed."""
+        return self.rule or ("greedy" if self.temperature == 0 else "block")
 
     def sampler(self) -> Sampler:
         """A sampler of this kind. Raises `SelfspecError` for a value out of range."""
@@ -37,7 +53,8 @@ class Decoding:
 
     def options(self, *, seed: int | None = None) -> Options:
         """As `LLM.run` takes it."""
-        return Options(**{field.name: getattr(self, field.name) for field in fields(self)}, seed=seed)
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Options(**named, seed=self._seed if seed is None else seed)
 
 
 def continue_prompts(
@@ -54,11 +71,12 @@ def continue_prompts(
     model. A cache that cannot be written is done without; one that cannot be read is made again. What further
     processors do cannot be told by content: with them nothing is kept.
     """
+    seeds = [None if decoding.temperature == 0 else seed * 65_537 + number for number in range(len(prompts))]
 
     def decode(number: int) -> list[int]:
         if on_prompt is not None:
             on_prompt(number)
-        options = decoding.options(seed=None if decoding.temperature == 0 else seed * 65_537 + number)
+        options = replace(decoding, rule=None).options(seed=seeds[number])
         return llm.run(prompts[number], options, drafter=PlainDrafter()).tokens
 
     path = None if decoding.logits_processor else _path(llm, prompts, decoding, seed)
@@ -71,7 +89,8 @@ def continue_prompts(
     if on_prompt is not None:
         on_prompt(len(prompts))
     return [
-        Text((*prompt, *new), len(prompt), decoding.max_new_tokens) for prompt, new in zip(prompts, done, strict=True)
+        Text((*prompt, *new), len(prompt), decoding.max_new_tokens, own)
+        for prompt, new, own in zip(prompts, done, seeds, strict=True)
     ]
 
 

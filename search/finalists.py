@@ -10,7 +10,7 @@ from selfspec.bench import interleave, measure, method
 from selfspec.controllers import make_controller
 from selfspec.drafters import PlainDrafter
 from selfspec.errors import SelfspecError
-from selfspec.profile import ControllerSpec, Measurement, Profile, Skip
+from selfspec.profile import Measurement, Profile, Skip
 from selfspec.text import Prompt
 
 from .continuations import Decoding
@@ -54,30 +54,21 @@ def finish(
             smaller = smaller_heads(finalists) if smaller_heads is not None else []
             finalists += sorted(smaller, key=lambda s: s.tokens_per_second)[-1:]
             on_stage("measuring the best few on held-out prompts" if held_out else "measuring the best few", None)
-            best = _best(llm, finalists, prompts, decoding)
-            drafter = llm.layer_skip(best.skip, best.controller, best.vocabulary or None)
+            best = _best(llm, base, finalists, prompts, decoding)
+            drafter = llm.drafts_with(_with(base, best))
             other = usual() if usual is not None else None
             measured = measure(llm, drafter, prompts, decoding.options(), held_out=held_out, usual=other)
     except KeyboardInterrupt:
         search = search.model_copy(update={"interrupted": True})
     kept = keep_best or (best.speedup if measured is None else measured.speedup) > 1
-    predicted = None
-    if replay is not None and base.costs is not None:
-        predicted = predict(
-            replay,
-            base.costs,
-            best.skip,
-            make_controller(best.controller),
-            vocabulary=best.vocabulary,
-            size=llm.identity.vocabulary or 1,
-        )
-    return base.model_copy(
+    found = _with(base, best)
+    predicted = predict(replay, found) if kept and replay is not None and base.costs is not None else None
+    if not kept:
+        found = base.model_copy(update={"controller": found.controller})
+    return found.model_copy(
         update={
-            "skip": Skip(attention=list(best.skip.attention), mlp=list(best.skip.mlp)) if kept else Skip(),
             "search": search,
-            "controller": _whole(best.controller),
-            "draft_vocabulary": list(best.vocabulary) if kept and best.vocabulary else None,
-            "predicted": predicted if kept else None,
+            "predicted": predicted,
             "measured": [measured] if kept and measured is not None else [],
             "versions": {name: version(name) for name in PACKAGES},
             "note": _note(best, measured, kept=kept, trials=search.trials),
@@ -85,15 +76,23 @@ def finish(
     )
 
 
-def _whole(controller: ControllerSpec) -> ControllerSpec:
-    """With every option written out."""
-    return make_controller(controller).spec()
+def _with(base: Profile, score: Score) -> Profile:
+    """A profile that drafts as was scored, with every option of its controller written out."""
+    return base.model_copy(
+        update={
+            "skip": Skip(attention=list(score.skip.attention), mlp=list(score.skip.mlp)),
+            "controller": make_controller(score.controller).spec(),
+            "siblings": score.siblings,
+            "acceptance": score.acceptance,
+            "draft_vocabulary": list(score.vocabulary) or None,
+        }
+    )
 
 
-def _best(llm: LLM, finalists: Sequence[Score], prompts: Sequence[Prompt], decoding: Decoding) -> Score:
+def _best(llm: LLM, base: Profile, finalists: Sequence[Score], prompts: Sequence[Prompt], decoding: Decoding) -> Score:
     """The one that measures best, all interleaved with plain decoding."""
     methods = {
-        str(i): method(llm, llm.layer_skip(score.skip, score.controller, score.vocabulary or None), decoding.options())
+        str(i): method(llm, llm.drafts_with(_with(base, score)), decoding.options())
         for i, score in enumerate(finalists)
     }
     runs = interleave({"plain": method(llm, PlainDrafter(), decoding.options()), **methods}, prompts, rounds=2)

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from selfspec.acceptance import AcceptanceCurve
 from selfspec.costs import CostModel
 from selfspec.errors import SelfspecError
 from selfspec.files import kind, read_text, write_text
@@ -69,6 +70,8 @@ class Journal:
             trial["skip"] = SkipSet(*map(tuple, trial["skip"]))
             trial["controller"] = ControllerSpec.model_validate(trial["controller"])
             trial["vocabulary"] = tuple(trial.get("vocabulary", ()))
+            if trial.get("acceptance") is not None:
+                trial["acceptance"] = AcceptanceCurve.model_validate(trial["acceptance"])
             score = Score(**trial)
             self.scores[score.skip] = score
 
@@ -86,7 +89,9 @@ class Journal:
         """Keep a trial."""
         self.scores[score.skip] = score
         trial = asdict(score) | {"skip": [score.skip.attention, score.skip.mlp]}
-        self._append({"trial": trial | {"controller": score.controller.model_dump(mode="json")}})
+        trial["controller"] = score.controller.model_dump(mode="json")
+        trial["acceptance"] = None if score.acceptance is None else score.acceptance.model_dump(mode="json")
+        self._append({"trial": trial})
 
     def _append(self, line: dict[str, Any]) -> None:
         if self.path is not None:

@@ -21,6 +21,9 @@ class Noise(Protocol):
     def draw(self, weights: Tensor, place: int) -> Tensor:
         """A token for each row, `[n]`, by weights `[n, V]` of any sum."""
 
+    def pick(self, rows: Tensor) -> Noise:
+        """The choices of some of the rows, by number."""
+
 
 @dataclass(frozen=True, slots=True)
 class Uniforms:
@@ -40,25 +43,46 @@ class Uniforms:
         last = weights.shape[-1] - 1 - (weights > 0).flip(-1).int().argmax(-1)
         return torch.minimum(drawn, last)
 
+    def pick(self, rows: Tensor) -> Uniforms:
+        """Those of some of the rows."""
+        return Uniforms(self.numbers[rows])
+
 
 def draft_beside(
     p: Tensor, q: Tensor, following: Tensor, matched: Tensor, noise: Noise, candidates: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a real drafter and token verification would have done, given that the text came out: exact in law.
+    """What a real drafter and verification would have done, given that the text came out: exact in law.
 
-    `p`, `q` `[n, V]`: the target's and the draft's distributions; `following` `[n]`: the text's next token, itself
-    drawn from p. Where `matched`, with chance min(1, q(x)/p(x)) the drafted token is x, accepted; otherwise it is
-    y ~ norm((q - p)+), rejected, and further candidates (drawn from q without those before) are tried against what
-    is left of p. Elsewhere the token is drawn from q. Returns the drafted token, whether it is the text's, and the
-    number of the candidate that was x (0: none).
+    `q` `[n, V]`: the draft's distribution; `p` `[n, V]`: the target's, for rule `token`; for `block` it times the
+    weight P of what is drafted so far (see `verify.block`). `following` `[n]`: the text's next token x, itself drawn
+    from the target's. Where `matched`, with chance min(1, q(x)/p(x)) the drafted token is x, accepted; otherwise it
+    is y ~ norm((q - p)+), rejected, and further candidates (drawn from q without those before) are tried against what
+    is left, norm((p - q)+). Elsewhere the token is drawn from q. Returns the drafted token, whether it is the text's,
+    and the number of the candidate that was x (0: none).
+
+    Why so for `block`: it accepts at least i tokens of a draft that begins with x_1 .. x_i with chance P_i, whatever
+    comes after them, so given the text with chance P_i q(x_1) .. q(x_i) / (p(x_1) .. p(x_i)); each step's share of
+    that is the chance above. Where it breaks after i tokens, the next drafted one is y with chance
+    q(y) (1 - P_{i+1}(y)) over the sum of these, and what comes out follows norm((P_i p - q)+), whatever y is.
     """
     x = following.unsqueeze(-1)
     p_x, q_x = p.gather(-1, x).squeeze(-1), q.gather(-1, x).squeeze(-1)
     accepted = noise.coin(_chance(q_x, p_x, matched), 0)
-    wrong = noise.draw(torch.where(matched.unsqueeze(-1), _left(q, p, otherwise=q), q), 1)
-    token = torch.where(accepted, following, wrong)
-    rank = torch.zeros_like(following)
-    untried, r, left = matched & ~accepted, _left(p, q, otherwise=p), q
+    token, rank = following.clone(), torch.zeros_like(following)
+    off = (~matched).nonzero().squeeze(-1)
+    if len(off):
+        token[off] = noise.pick(off).draw(q[off], 1)
+    broken = (matched & ~accepted).nonzero().squeeze(-1)
+    if len(broken):
+        token[broken], rank[broken] = _beside(p[broken], q[broken], x[broken], noise.pick(broken), candidates)
+    return token, accepted, rank
+
+
+def _beside(p: Tensor, q: Tensor, x: Tensor, noise: Noise, candidates: int) -> tuple[Tensor, Tensor]:
+    """The token that was drafted where the text's, `x` `[n, 1]`, was not accepted, and which candidate that was."""
+    token = wrong = noise.draw(_left(q, p, otherwise=q), 1)
+    rank = torch.zeros_like(wrong)
+    untried, r, left = torch.ones_like(wrong, dtype=torch.bool), _left(p, q, otherwise=p), q
     for candidate in range(1, candidates):
         left = left.scatter(-1, wrong.unsqueeze(-1), 0)
         total = left.sum(-1, keepdim=True)
@@ -72,7 +96,7 @@ def draft_beside(
         untried = untried & ~hit
         wrong = noise.draw(_left(left, r, otherwise=left), 2 * candidate + 1)
         r = _left(r, left, otherwise=p)
-    return token, accepted, rank
+    return token, rank
 
 
 def _chance(q: Tensor, p: Tensor, possible: Tensor) -> Tensor:

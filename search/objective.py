@@ -5,26 +5,38 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from selfspec.acceptance import AcceptanceCurve, Outlook
 from selfspec.api import LLM
 from selfspec.bench import method
-from selfspec.controllers import AdaptiveThreshold, Controller, FixedK, StaticThreshold
+from selfspec.controllers import (
+    AdaptiveThreshold,
+    Controller,
+    FixedK,
+    RateOptimal,
+    StaticThreshold,
+    make_controller,
+)
 from selfspec.costs import CostModel
 from selfspec.drafters import Drafter, PlainDrafter
-from selfspec.profile import ControllerSpec, Prediction
+from selfspec.errors import SelfspecError
+from selfspec.profile import ControllerSpec, Prediction, Profile
 from selfspec.skip import SkipSet
 from selfspec.stats import Stats
 from selfspec.text import Prompt
 
 from .continuations import Decoding
+from .curve import fit_curve
 from .replay import Replay
 from .trace import Trace, walk
 
 FIRST_SHARE = 0.25  # of the starts, replayed first
-LOWEST_THRESHOLD, LONGEST_FIXED = 0.3, 3
+LOWEST_THRESHOLD, LONGEST_FIXED = 0.05, 3
+WITH_SIBLINGS = 3  # controllers that are also tried with further candidates
+DINKELBACH, RATE_KNOWN = 8, 1e-3  # tries at most, and how well the rate is to be known
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +44,8 @@ class Score:
     """What a skip set is worth, with the best of the controllers. `pruned`: only a share was looked at.
 
     `tokens_per_second` counts decoding alone under replay, and the prompt's pass too when decoding was timed.
-    `vocabulary`: the only tokens that are drafted; none means all.
+    `siblings`: candidates for each position at most; `acceptance`: the curve that the controller rests on;
+    `vocabulary`: the only tokens that are drafted, none means all.
     """
 
     skip: SkipSet
@@ -43,6 +56,8 @@ class Score:
     controller: ControllerSpec
     pruned: bool = False
     vocabulary: tuple[int, ...] = ()
+    siblings: int = 1
+    acceptance: AcceptanceCurve | None = None
 
 
 class Objective(Protocol):
@@ -77,10 +92,18 @@ def decode_all(llm: LLM, drafter: Drafter, prompts: Sequence[Prompt], decoding: 
 
 
 @dataclass(frozen=True, slots=True)
-class _Value:
-    """Tokens and predicted seconds of every text under one controller."""
+class _Plan:
+    """How drafts are ended, and how many candidates each position may have."""
 
     controller: Controller
+    siblings: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """Tokens and predicted seconds of every text under one plan."""
+
+    plan: _Plan
     stats: tuple[Stats, ...]
     seconds: tuple[float, ...]
 
@@ -102,12 +125,14 @@ class _Incumbent:
 class Replayed:
     """Predicted tokens per second of decoding the replay's texts: best over `controllers`, tuned on the trace.
 
-    A set is first looked at on a share of the starts and pruned there when it is worse than the best set known, text
-    by text, by more than two standard errors of the mean difference.
+    The best few controllers are also tried with further candidates beside each token; a rate-optimal one is fitted to
+    the trace. A set is first looked at on a share of the starts and pruned there when it is worse than the best set
+    known, text by text, by more than two standard errors of the mean difference.
     """
 
     def __init__(self, replay: Replay, costs: CostModel, controllers: Sequence[Controller]) -> None:
-        self._replay, self._costs, self._controllers = replay, costs, controllers
+        self._replay, self._costs = replay, costs
+        self._controllers = controllers
         self._best: _Incumbent | None = None
 
     def score(self, skip: SkipSet) -> Score:
@@ -115,7 +140,7 @@ class Replayed:
         traces = self._replay.trace(skip, self._controllers, share=FIRST_SHARE)
         if self._best is not None:
             best = self._best
-            mine, theirs = self._value(skip, traces), self._priced(best.value.controller, best.share, best.skip)
+            mine, theirs = self._value(skip, traces), self._priced(best.value.plan, best.share, self._draft(best.skip))
             if _clearly_worse(mine, theirs):
                 return self._as_score(skip, mine, best.value.speed * mine.speed / theirs.speed, pruned=True)
         whole = self._replay.trace(skip, self._controllers, known=traces)
@@ -141,17 +166,48 @@ class Replayed:
         """
         controller = FixedK(min(draft, self._replay.depth))
         traces = self._replay.trace(skip, [controller], share=FIRST_SHARE)
-        return self._priced(controller, traces, skip).speed * self._costs.plain
+        return self._priced(_Plan(controller), traces, self._draft(skip)).speed * self._costs.plain
+
+    def _draft(self, skip: SkipSet, share: float = 1.0) -> float:
+        return self._costs.draft(skip, self._replay.layers, vocabulary=share)
 
     def _value(self, skip: SkipSet, traces: Sequence[Trace], share: float = 1.0) -> _Value:
-        values = (self._priced(controller, traces, skip, share) for controller in self._controllers)
-        return max(values, key=lambda value: value.speed)
+        draft = self._draft(skip, share)
 
-    def _priced(self, controller: Controller, traces: Sequence[Trace], skip: SkipSet, share: float = 1.0) -> _Value:
-        draft = self._costs.draft(skip, self._replay.layers, vocabulary=share)
-        walks = walk(traces, controller, seeded=self._replay.sampler.seeded)
+        def best(plans: Iterable[_Plan], count: int = 1) -> list[_Value]:
+            values = [self._priced(plan, traces, draft) for plan in plans]
+            return sorted(values, key=lambda value: value.speed, reverse=True)[:count]
+
+        found: list[_Value] = []
+        if simple := [c for c in self._controllers if not isinstance(c, RateOptimal)]:
+            found = best(map(_Plan, simple), WITH_SIBLINGS)
+            widths = range(2, self._replay.candidates + 1)
+            found += best(_Plan(value.plan.controller, n) for value in found for n in widths)
+        for controller in self._controllers:
+            if isinstance(controller, RateOptimal):
+                curve = fit_curve(traces, self._replay.candidates)
+                outlook = Outlook.of(self._costs, skip, self._replay.layers, curve, vocabulary=share)
+                found.append(self._at_its_rate(controller, outlook, traces, draft))
+        return max(found, key=lambda value: value.speed)
+
+    def _at_its_rate(self, controller: RateOptimal, outlook: Outlook, traces: Sequence[Trace], draft: float) -> _Value:
+        """A rate-optimal controller that starts at the rate that it brings about (Dinkelbach 1967)."""
+        best: _Value | None = None
+        rate = 1.0
+        for _ in range(DINKELBACH):
+            plan = _Plan(replace(controller, outlook=outlook, rate=rate), self._replay.candidates)
+            value = self._priced(plan, traces, draft)
+            best = value if best is None or value.speed > best.speed else best
+            before, rate = rate, max(1.0, value.speed * self._costs.plain)
+            if abs(rate - before) < RATE_KNOWN:
+                break
+        assert best is not None
+        return best
+
+    def _priced(self, plan: _Plan, traces: Sequence[Trace], draft: float) -> _Value:
+        walks = walk(traces, plan.controller, siblings=plan.siblings, seeded=self._replay.sampler.seeded)
         seconds = tuple(self._costs.seconds(w.drafts, draft) for w in walks)
-        return _Value(controller, tuple(w.stats for w in walks), seconds)
+        return _Value(plan, tuple(w.stats for w in walks), seconds)
 
     def _as_score(self, skip: SkipSet, value: _Value, speed: float, *, pruned: bool) -> Score:
         total = Stats.total(value.stats)
@@ -161,30 +217,30 @@ class Replayed:
             speed * self._costs.plain,
             total.acceptance_rate,
             total.tokens_per_round,
-            value.controller.spec(),
+            value.plan.controller.spec(),
             pruned,
+            siblings=value.plan.siblings,
+            acceptance=controller.outlook.curve
+            if isinstance(controller := value.plan.controller, RateOptimal)
+            else None,
         )
 
 
-def predict(
-    replay: Replay,
-    costs: CostModel,
-    skip: SkipSet,
-    controller: Controller,
-    *,
-    vocabulary: Sequence[int] = (),
-    size: int = 1,
-) -> Prediction:
-    """What decoding the replay's texts under `skip` is predicted to give, prefill included as a measurement has it.
+def predict(replay: Replay, profile: Profile) -> Prediction:
+    """What decoding the replay's texts with a profile is predicted to give, prefill included as a measurement has it.
 
-    `vocabulary`: the only tokens that are drafted, of `size`; none means all.
+    Raises `SelfspecError` for a profile without costs.
     """
-    share = len(vocabulary) / size if vocabulary else 1.0
-    walks = walk(replay.trace(skip, [controller], vocabulary=vocabulary), controller, seeded=replay.sampler.seeded)
+    costs = profile.costs
+    if costs is None:
+        raise SelfspecError("a prediction needs a profile with costs")
+    controller = make_controller(profile.controller, profile.outlook)
+    traces = replay.trace(profile.skip_set, [controller], vocabulary=profile.draft_vocabulary or ())
+    walks = walk(traces, controller, siblings=profile.siblings, seeded=replay.sampler.seeded)
     total = Stats.total(done.stats for done in walks)
-    drafts = sum((Counter(done.drafts) for done in walks), Counter[int]())
+    drafts = sum((done.drafts for done in walks), Counter[tuple[int, int]]())
     prefill = costs.prefill * sum(text.prompt for text in replay.texts)
-    draft = costs.draft(skip, replay.layers, vocabulary=share)
+    draft = costs.draft(profile.skip_set, replay.layers, vocabulary=profile.draft_share)
     seconds = prefill + costs.seconds(drafts, draft)
     return Prediction(
         speedup=round((prefill + total.tokens * costs.plain) / seconds, 3),
@@ -207,16 +263,17 @@ def _clearly_worse(mine: _Value, theirs: _Value) -> bool:
 
 
 def controllers_in_play(depth: int) -> list[Controller]:
-    """Fixed lengths, thresholds and adaptive thresholds, all drafting at most `depth` tokens.
+    """Fixed lengths, thresholds, adaptive thresholds and the rate-optimal rule, all drafting at most `depth` tokens.
 
     Long drafts only with a threshold: always drafting many tokens makes every start of a replay as deep.
     """
     lengths = sorted({min(k, depth) for k in (1, 2, 3, 4, 6, 8, 12)})
-    thresholds = (LOWEST_THRESHOLD, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    thresholds = (LOWEST_THRESHOLD, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8)
     adaptive = [
         AdaptiveThreshold(target=target, k_max=k, floor=LOWEST_THRESHOLD)
         for target in (0.7, 0.8, 0.9)
         for k in lengths[-3:]
     ]
     static = [StaticThreshold(threshold, k) for threshold in thresholds for k in lengths if k > 1]
-    return [*(FixedK(k) for k in lengths if k <= LONGEST_FIXED), *static, *adaptive]
+    fixed = [FixedK(k) for k in lengths if k <= LONGEST_FIXED]
+    return [*fixed, *static, *adaptive, RateOptimal(k_max=depth, floor=LOWEST_THRESHOLD)]

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from selfspec.api import LLM
-from selfspec.controllers import FixedK
+from selfspec.controllers import FixedK, make_controller
 from selfspec.costs import CostModel
-from selfspec.skip import SkipSet
+from selfspec.profile import Profile
 from selfspec.text import Prompt
 
 from .continuations import Decoding, continue_prompts
-from .replay import Replay
+from .replay import Replay, deepest
 from .trace import Trace
 
 
@@ -24,21 +24,26 @@ class Bound:
     tokens_per_round: float
 
 
-def oracle_bound(traces: Sequence[Trace], costs: CostModel, draft: float) -> Bound:
-    """The least time in which chains drafted at `draft` seconds a token decode the texts, by dynamic programming.
+def oracle_bound(traces: Sequence[Trace], costs: CostModel, draft: float, *, siblings: int = 1) -> Bound:
+    """The least time in which drafts at `draft` seconds a token decode the texts, by dynamic programming.
 
     From every start the draft may end after any of its tokens; those that a longer one would lose are never drafted.
-    The prompt's pass is left out.
+    Where the first wrong token has the right one among `siblings` candidates, that draft may be verified with the
+    candidates up to it, and with none elsewhere. The prompt's pass is left out.
     """
     tokens = rounds = 0
     seconds = 0.0
     for trace in traces:
         best: list[tuple[float, int]] = [(0.0, 0)] * (trace.tokens + 1)  # seconds and rounds from each start on
         for start in reversed(range(len(trace.runs))):
+            run, rank = trace.runs[start], trace.ranks[start]
+            ways = [(k, k + 1, k + 1) for k in range(min(run, trace.tokens - start) + 1)]  # drafted, rows, tokens
+            if 1 <= rank < siblings:
+                ways.append((run + 1, 2 + run + rank, run + 2))
             options = []
-            for k in range(min(trace.runs[start], trace.tokens - start) + 1):
-                later, more = best[min(start + k + 1, trace.tokens)]
-                options.append((costs.round + k * draft + costs.verification(k + 1) + later, more + 1))
+            for drafted, rows, emitted in ways:
+                later, more = best[min(start + emitted, trace.tokens)]
+                options.append((costs.round + drafted * draft + costs.verification(rows) + later, more + 1))
             best[start] = min(options)
         seconds += best[0][0]
         rounds += best[0][1]
@@ -47,24 +52,18 @@ def oracle_bound(traces: Sequence[Trace], costs: CostModel, draft: float) -> Bou
 
 
 def oracle(
-    llm: LLM,
-    skip: SkipSet,
-    costs: CostModel,
-    prompts: Sequence[Prompt],
-    decoding: Decoding,
-    *,
-    depth: int = 12,
-    vocabulary: Sequence[int] = (),
-    seed: int = 0,
+    llm: LLM, profile: Profile, costs: CostModel, prompts: Sequence[Prompt], decoding: Decoding, *, seed: int = 0
 ) -> Bound:
-    """`oracle_bound` of a skip set on the model's own continuations of `prompts`.
+    """`oracle_bound` of a profile's drafts on the model's own continuations of `prompts`, as deep as it drafts.
 
-    `depth`: the most tokens of a draft; `vocabulary`: the only ones that are drafted, none means all. Sampled drafts
-    are accepted by rule `token`; `block` may accept a little more.
+    Sampled drafts are accepted by rule `block`.
     """
     texts = continue_prompts(
         llm, [llm.check(prompt, decoding.max_new_tokens) for prompt in prompts], decoding, seed=seed
     )
-    with Replay(llm.model, texts, sampler=decoding.sampler(), depth=depth, candidates=1, seed=seed) as replay:
-        traces = replay.trace(skip, [FixedK(depth)], vocabulary=vocabulary)
-    return oracle_bound(traces, costs, costs.draft(skip, llm.runtime.layers))
+    depth = deepest([make_controller(profile.controller, profile.outlook)])
+    siblings, vocabulary = profile.siblings, profile.draft_vocabulary or ()
+    with Replay(llm.model, texts, sampler=decoding.sampler(), depth=depth, candidates=siblings, seed=seed) as replay:
+        traces = replay.trace(profile.skip_set, [FixedK(depth)], vocabulary=vocabulary)
+    draft = costs.draft(profile.skip_set, llm.runtime.layers)
+    return oracle_bound(traces, costs, draft, siblings=siblings)

@@ -78,7 +78,9 @@ def replayed(
     costs = journal.costs
     assert costs is not None
     depth = deepest(controllers)
-    replay = held.enter_context(Replay(llm.model, texts, sampler=sampler, depth=depth, seed=search.seed))
+    replay = held.enter_context(
+        Replay(llm.model, texts, sampler=sampler, rule=search.decoding.verified_by, depth=depth, seed=search.seed)
+    )
     worth = Replayed(replay, costs, controllers)
     if not warm:
         return worth, Problem(space, search.seed), costs, replay

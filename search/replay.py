@@ -1,14 +1,15 @@
 """Parallel replay: what speculation would do on a text, computed without decoding it.
 
-Every place of a text starts a draft, and all drafts take their next step in one batched forward. Greedy, the trace is
-the one that real decoding gives; sampled, it follows the same joint law as text and drafts of real decoding do.
+Every place of a text starts a draft, and all drafts take their next step in one batched forward. Greedy, and under rule
+`match`, the trace is the one that real decoding gives; under `token` and `block` it follows the same joint law as text
+and drafts of real decoding do. (Under `block`, but for what is drafted after the first wrong token: real drafts shun
+there what would have mended them, which only the target off the text could tell. No token is emitted from there.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -22,49 +23,20 @@ from selfspec.sampling import Sampler
 from selfspec.skip import SkipSet
 
 from .law import Noise, Uniforms, draft_beside
+from .rows import Record, Rows
 from .texts import Streams, Text
+from .ties import Ties
 from .trace import Trace
 
 CHUNK = 192  # starts of one forward
-
-
-@dataclass(slots=True)
-class _Rows:
-    """Drafts under way: `[B, n]`, padded; `ids` numbers the starts of all texts."""
-
-    ids: Tensor
-    start: Tensor  # position of the last committed token
-    token: Tensor  # fed next
-    matched: Tensor  # all drafted so far are the text's own
-    real: Tensor  # not padding
-    own: Tensor  # [B, n, scratch]: scratch slots that hold this draft's keys
-    drafted: Tensor  # [B, n, depth]
-
-    def pick(self, index: Tensor, real: Tensor) -> None:
-        """Keep the rows `index` `[B, m]`."""
-        for name in ("ids", "start", "token", "matched"):
-            setattr(self, name, getattr(self, name).gather(1, index))
-        self.real = real
-        for name in ("own", "drafted"):
-            t = getattr(self, name)
-            setattr(self, name, t.gather(1, index.unsqueeze(-1).expand(-1, -1, t.shape[-1])))
-
-
-class _Record:
-    """What is kept of every start: `[starts, depth]` and `[starts]`."""
-
-    def __init__(self, starts: int, depth: int) -> None:
-        self.confidence = torch.zeros((starts, depth), dtype=torch.float64)
-        self.depth = torch.zeros(starts, dtype=torch.long)
-        self.run = torch.zeros(starts, dtype=torch.long)
-        self.rank = torch.zeros(starts, dtype=torch.long)
-        self.unfinished = torch.zeros(starts, dtype=torch.bool)
+CANDIDATES = 4  # for each position
 
 
 class Replay:
     """Texts of one model, ready to be replayed under any skip set; a context manager that holds their keys.
 
-    `sampler`: how the texts were decoded, greedily or sampled. `candidates`: how many candidates for each position,
+    `sampler`: how the texts were decoded, greedily or sampled. `rule`: how sampled drafts are verified; for `match` the
+    texts must name their seeds. `candidates`: how many candidates for each position,
     the drafted token counted, a sampled trace can answer for (a greedy one answers for any number). `depth`: the most
     tokens of a draft. `chunk`: starts of one forward; counts do not depend on it. `noise(ids, depth)` replaces the
     random choices of sampled drafts, which otherwise follow `seed`.
@@ -76,14 +48,19 @@ class Replay:
         texts: Sequence[Text],
         *,
         sampler: Sampler | None = None,
+        rule: str = "block",
         depth: int = 12,
-        candidates: int = 3,
+        candidates: int = CANDIDATES,
         chunk: int = CHUNK,
         seed: int = 0,
         noise: Callable[[Tensor, int], Noise] | None = None,
     ) -> None:
         self.texts = tuple(texts)
         self.sampler = sampler or Sampler()
+        self._block = rule == "block"
+        self._tied = None
+        if rule == "match" and not self.sampler.greedy:
+            self._tied = [Ties(text.seed) for text in self.texts]
         self.depth = depth
         self.candidates = candidates
         self._group = min(len(self.texts), chunk)  # texts side by side
@@ -183,7 +160,7 @@ class Replay:
         self._head = self._runtime.head_over(vocabulary) if vocabulary else None
         low = [len(trace.runs) for trace in known] or [0] * len(self.texts)
         high = [-(-text.new * share // 1) for text in self.texts]
-        record = _Record(self._first[-1], self.depth)
+        record = Record(self._first[-1], self.depth)
         for first in range(0, len(self.texts), self._group):
             group = range(first, min(first + self._group, len(self.texts)))
             for step in range(0, max(int(high[i]) - low[i] for i in group), self._each):
@@ -198,7 +175,7 @@ class Replay:
         controllers: Sequence[Controller],
         group: slice,
         window: Sequence[tuple[int, int]],
-        record: _Record,
+        record: Record,
     ) -> None:
         """Draft from the starts in each text's `window`."""
         live = self._rows(group, window)
@@ -215,7 +192,7 @@ class Replay:
             live.drafted = torch.cat((live.drafted, token.unsqueeze(-1)), dim=-1)
             live.pick(index, going.gather(1, index))
 
-    def _rows(self, group: slice, window: Sequence[tuple[int, int]]) -> _Rows:
+    def _rows(self, group: slice, window: Sequence[tuple[int, int]]) -> Rows:
         """The starts of a window that may draft at all: the last place that there is room for may not."""
         device = self._runtime.device
         texts = self.texts[group]
@@ -225,17 +202,18 @@ class Replay:
         real = offset < torch.minimum(high, room)
         offset = offset * real  # padding repeats the text's first start
         position = offset + torch.tensor([text.prompt - 1 for text in texts], device=device)[:, None]
-        return _Rows(
+        return Rows(
             ids=offset + torch.tensor(self._first[group.start : group.stop], device=device)[:, None],
             start=position,
             token=self._tokens[group].gather(1, position),
             matched=torch.ones_like(real),
+            weight=torch.ones(real.shape, dtype=torch.float64, device=device),
             real=real,
             own=torch.zeros((*real.shape, 0), dtype=torch.bool, device=device),
             drafted=torch.zeros((*real.shape, 0), dtype=torch.long, device=device),
         )
 
-    def _forward(self, live: _Rows, skip: SkipSet, group: slice, used: int, step: int) -> tuple[Tensor, int]:
+    def _forward(self, live: Rows, skip: SkipSet, group: slice, used: int, step: int) -> tuple[Tensor, int]:
         """Processed scores `[B, n, V]` of one draft step, and the scratch used now."""
         width = live.real.shape[1]
         mask = self._see(live)
@@ -247,7 +225,7 @@ class Replay:
         scores = self.sampler.scores(out.logits.flatten(0, 1), self._prefixes(live, group))
         return scores.view(*live.start.shape, -1), used + width
 
-    def _see(self, live: _Rows) -> Tensor:
+    def _see(self, live: Rows) -> Tensor:
         """The mask `[B, n, S]` of the next step: the target's keys before the start, and the draft's own."""
         width = live.real.shape[1]
         columns = torch.arange(self._longest, device=live.start.device)
@@ -255,36 +233,48 @@ class Replay:
         live.own = torch.cat((live.own, itself), dim=-1)
         return torch.cat((columns < live.start.unsqueeze(-1), live.own), dim=-1)
 
-    def _prefixes(self, live: _Rows, group: slice) -> Iterator[list[int]]:
+    def _prefixes(self, live: Rows, group: slice) -> Iterator[list[int]]:
         for row, text in enumerate(self.texts[group]):
             for position, drafted in zip(live.start[row].tolist(), live.drafted[row].tolist(), strict=True):
                 yield [*text.tokens[: position + 1], *drafted]
 
-    def _choose(self, live: _Rows, scores: Tensor, group: slice, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _choose(self, live: Rows, scores: Tensor, group: slice, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What is drafted: token, confidence, whether it and all before it are the text's, else the text's rank."""
         place = live.start + step + 1
         inside = live.matched & (place < self._lengths[group])
         following = self._tokens[group].gather(1, place.clamp(max=self._longest - 1))
         q = self.sampler.probs(scores)
-        if self.sampler.greedy:
-            token = scores.argmax(-1)
+        if self.sampler.greedy or self._tied is not None:
+            merits = scores if self._tied is None else self._with_ties(q, place, group)
+            token = merits.argmax(-1)
             match = inside & (token == following)
             missed = inside & ~match
             rank = torch.zeros_like(token)
-            left = scores[missed]
+            left = merits[missed]
             rank[missed] = (left > left.gather(-1, following[missed].unsqueeze(-1))).sum(-1)
         else:
             assert self._targets is not None
             ids = (live.ids + step).clamp(max=len(self._targets) - 1).flatten()
-            flat = q.flatten(0, 1)
+            p, flat = self._targets[ids], q.flatten(0, 1)
+            weight = live.weight.flatten().unsqueeze(-1).to(p.dtype) if self._block else 1.0
             chosen = draft_beside(
-                self._targets[ids], flat, following.flatten(), inside.flatten(), self._at(live, step), self.candidates
+                p * weight, flat, following.flatten(), inside.flatten(), self._at(live, step), self.candidates
             )
             token, match, rank = (t.view(place.shape) for t in chosen)
+            if self._block:
+                p_x, q_x = (t.gather(-1, token.flatten().unsqueeze(-1)).view(place.shape) for t in (p, flat))
+                ratio = p_x / q_x.clamp(min=torch.finfo(q_x.dtype).tiny)
+                live.weight = torch.where(match, (live.weight * ratio).clamp(max=1.0), live.weight)
         confidence = q.gather(-1, token.unsqueeze(-1)).squeeze(-1)
         return token, confidence, match, torch.where(inside & ~match, rank, 0)
 
-    def _at(self, live: _Rows, step: int) -> Noise:
+    def _with_ties(self, q: Tensor, place: Tensor, group: slice) -> Tensor:
+        """What the token of each row maximises `[B, n, V]`: q over the noise that is tied to its text and place."""
+        assert self._tied is not None
+        noise = [ties.at(p, q) for ties, of in zip(self._tied[group], place.tolist(), strict=True) for p in of]
+        return q / torch.stack(noise).view(q.shape)
+
+    def _at(self, live: Rows, step: int) -> Noise:
         return self._noise(live.ids.flatten(), step)
 
     def _uniforms(self, ids: Tensor, step: int) -> Uniforms:
@@ -297,8 +287,8 @@ class Replay:
 
     def _note(
         self,
-        live: _Rows,
-        record: _Record,
+        live: Rows,
+        record: Record,
         controllers: Sequence[Controller],
         step: int,
         token: Tensor,
@@ -318,7 +308,7 @@ class Replay:
         record.unfinished[ids] = (may & ~going)[real].cpu()
         return going & real
 
-    def _read(self, record: _Record, text: int, low: int, high: int) -> Trace:
+    def _read(self, record: Record, text: int, low: int, high: int) -> Trace:
         """What was recorded of a text's starts `low` to `high`."""
         own = slice(self._first[text] + low, self._first[text] + high)
         depth = record.depth[own].tolist()

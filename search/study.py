@@ -65,6 +65,7 @@ def find_profile(
     top_k: int | None = None,
     top_p: float | None = None,
     logits_processor: Sequence[LogitsProcessor] = (),
+    rule: str | None = None,
     context: int | None = None,
     controller: ControllerSpec | None = None,
     keep: Sequence[int] = (),
@@ -80,10 +81,11 @@ def find_profile(
 
     `prompts`: calibration text, None for the built-in model's; `count` of them, drawn by `seed`, are searched on and
     as many others are measured on, `max_new_tokens` for each, chosen as `temperature`, `top_k`, `top_p` and
-    `logits_processor` say. `objective` "replay" predicts tokens per second from a parallel replay and a cost model
-    measured at `context` keys (None: what the prompts come to); "wallclock" decodes for every trial, as the paper
-    does. The controller is tuned with the skip set, unless one is given. Where the head is a tenth or more of a draft
-    step, heads over the most frequent quarter and sixteenth of the vocabulary are tried too (replay only).
+    `logits_processor` say, drafts verified by `rule` (None: as without a seed). `objective` "replay" predicts tokens
+    per second from a parallel replay and a cost model measured at `context` keys (None: what the prompts come to);
+    "wallclock" decodes for every trial, as the paper does. The controller is tuned with the skip set, unless one is
+    given, and so are further candidates beside drafted tokens. Where the head is a tenth or more of a draft step,
+    heads over the most frequent quarter and sixteenth of the vocabulary are tried too (replay only).
 
     `keep`: layers never skipped; `granularity` "layer" skips whole layers only; `max_draft_cost`: the most that a
     draft step may cost as a share of a plain one. `warm`: try likely sets first. The search ends after `trials`, or
@@ -112,8 +114,8 @@ def find_profile(
     )
     fixed = None if controller is None else make_controller(controller)
     space = Space(llm.runtime.layers, tuple(sorted({operator.index(layer) for layer in keep})), granularity)
-    decoding = Decoding(max_new_tokens, temperature, top_k, top_p, tuple(logits_processor))
-    decoding.sampler()
+    decoding = Decoding(max_new_tokens, temperature, top_k, top_p, tuple(logits_processor), rule)
+    decoding.check()
     chosen = choose(prompts, source=source, count=count, seed=seed)
     texts, others = (tuple(_fit(llm, part, max_new_tokens)) for part in (chosen.search, chosen.measure))
     if not texts:
@@ -125,7 +127,14 @@ def find_profile(
             "model": llm.identity.model_dump(mode="json"),
             "dtype": str(llm.runtime.dtype),
             "calibration": calibration.model_dump(mode="json"),
-            "decoding": [max_new_tokens, temperature, top_k, top_p, len(decoding.logits_processor)],
+            "decoding": [
+                max_new_tokens,
+                temperature,
+                top_k,
+                top_p,
+                len(decoding.logits_processor),
+                decoding.verified_by,
+            ],
             "search": [objective, strategy, seed, context, max_draft_cost, warm, list(space.keep), granularity],
             "controller": None if controller is None else controller.model_dump(mode="json"),
         },

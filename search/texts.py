@@ -13,12 +13,14 @@ from torch import Tensor
 class Text:
     """A prompt and the target's own continuation of it: the first `prompt` of `tokens` were given.
 
-    `room`: tokens that the continuation was allowed; it is shorter where the text ended by itself.
+    `room`: tokens that the continuation was allowed; it is shorter where the text ended by itself. `seed`: what it was
+    sampled with.
     """
 
     tokens: tuple[int, ...]
     prompt: int
     room: int
+    seed: int | None = None
 
     @property
     def new(self) -> int:

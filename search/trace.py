@@ -39,17 +39,17 @@ class Trace:
 
 @dataclass(slots=True)
 class Walk:
-    """What decoding one text takes: counts, and how many rounds drafted how many tokens."""
+    """What decoding one text takes: counts, and how many rounds drafted so many tokens and verified so many rows."""
 
     stats: Stats = field(default_factory=Stats)
-    drafts: Counter[int] = field(default_factory=Counter)
+    drafts: Counter[tuple[int, int]] = field(default_factory=Counter)
 
 
 def walk(traces: Iterable[Trace], controller: Controller, *, siblings: int = 1, seeded: bool = False) -> list[Walk]:
     """Decode the texts on their traces, in order: the rounds that real decoding would have, without decoding.
 
-    `siblings`: candidates for each position, the drafted token counted. `seeded`: the controller starts afresh with
-    each text. `controller` itself is left as it is. Raises `ValueError` when the trace ends before the controller.
+    `siblings`: candidates for each position at most, the drafted token counted. `seeded`: the controller starts afresh
+    with each text. `controller` itself is left as it is. Raises `ValueError` when the trace ends before the controller.
     """
     state = controller.fresh()
     walks = []
@@ -66,14 +66,15 @@ def _walk(trace: Trace, controller: Controller, siblings: int) -> Walk:
         start = stats.tokens
         confidences = _drafted(trace, start, controller, deepest)
         drafted, run = len(confidences), trace.runs[start]
-        leaf = run < drafted and 1 <= trace.ranks[start] < siblings
-        kept = min(run, drafted)
+        beside = controller.beside(confidences, siblings - 1) if siblings > 1 and drafted else [0] * drafted
+        leaf = run < drafted and 1 <= trace.ranks[start] <= beside[run]
+        kept, candidates = min(run, drafted), sum(beside)
         emitted = min(kept + leaf + 1, trace.tokens - start)
-        controller.observe(confidences, kept)
-        done.drafts[drafted] += 1
+        controller.observe(confidences, kept, candidates=candidates, leaf=leaf)
+        done.drafts[drafted, 1 + drafted + candidates] += 1
         stats.rounds += 1
         stats.drafted += drafted
-        stats.nodes += drafted * siblings
+        stats.nodes += drafted + candidates
         stats.accepted += min(kept + leaf, emitted)
         stats.tokens += emitted
     return done
@@ -84,7 +85,7 @@ def _drafted(trace: Trace, start: int, controller: Controller, deepest: int) -> 
     confidences = trace.confidences[start]
     limit = min(len(confidences), deepest)
     for drafted in range(1, limit + 1):
-        if not controller.go_on(confidences[drafted - 1], drafted):
+        if not controller.go_on(confidences[:drafted]):
             return confidences[:drafted]
     if limit < deepest and trace.unfinished[start]:
         raise ValueError("the trace is too short for this controller; replay with it in play")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import operator
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, LogitsProcessor
 
+from selfspec.acceptance import guess
 from selfspec.controllers import make_controller, parse_controller
 from selfspec.decode import decode
-from selfspec.drafters import Drafter, LayerSkipDrafter, PlainDrafter
+from selfspec.drafters import Drafter, Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.drafts import SequenceState
 from selfspec.errors import SelfspecError
 from selfspec.families import read_skeleton
@@ -21,9 +21,10 @@ from selfspec.guided import Guide
 from selfspec.layout import check_layout, lay_out_
 from selfspec.loading import load_model
 from selfspec.options import Options, Plan, plan
-from selfspec.profile import ControllerSpec, Identity, Profile, find_profile_file, shipped_profiles
+from selfspec.profile import ControllerSpec, Identity, Profile, find_profile_file
 from selfspec.runtime import Runtime
 from selfspec.sampling import whole
+from selfspec.shipped import check_profile, choose_profile
 from selfspec.skip import SkipSet
 from selfspec.stream import Generation, Stream
 from selfspec.text import Prompt, TextStream, is_unicode
@@ -50,7 +51,7 @@ class LLM:
         check_profile(profile, self.identity)
         self.profile = profile
         if len(profile.skip_set):
-            self.drafter = self.layer_skip(profile.skip_set, profile.controller, profile.draft_vocabulary)
+            self.drafter = self.guarded(profile)
 
     @property
     def identity(self) -> Identity:
@@ -62,17 +63,37 @@ class LLM:
         skip: SkipSet,
         controller: ControllerSpec | str | None = None,
         vocabulary: Sequence[int] | None = None,
+        *,
+        siblings: int = 1,
     ) -> LayerSkipDrafter:
         """A drafter that bypasses `skip`; without a controller, the profile's, else the adaptive threshold.
 
         A controller may be given as text, such as `fixed:k=4`. `vocabulary`: the only tokens that are drafted, for a
-        cheaper head. Raises `SelfspecError`.
+        cheaper head. `siblings`: candidates for each drafted position at most, the one that the draft goes on from
+        counted. Raises `SelfspecError`.
         """
         if isinstance(controller, str):
             controller = parse_controller(controller)
+        known = self.profile if self.profile is not None and self.profile.skip_set == skip else None
         if controller is None:
             controller = self.profile.controller if self.profile else ControllerSpec(name="adaptive")
-        return LayerSkipDrafter(self.runtime, skip, make_controller(controller), vocabulary=vocabulary)
+        outlook = known.outlook if known is not None else guess(len(skip) / (2 * self.runtime.layers))
+        made = make_controller(controller, outlook)
+        return LayerSkipDrafter(self.runtime, skip, made, siblings=siblings, vocabulary=vocabulary)
+
+    def guarded(self, profile: Profile) -> Guard:
+        """The drafter that a profile describes, kept from costing more than the guard's bound. Raises as that does."""
+        return Guard(self.drafts_with(profile), outlook=None if profile.costs is None else profile.outlook)
+
+    def drafts_with(self, profile: Profile) -> LayerSkipDrafter:
+        """The drafter that a profile describes. Raises `SelfspecError` where it does not fit the model."""
+        return LayerSkipDrafter(
+            self.runtime,
+            profile.skip_set,
+            make_controller(profile.controller, profile.outlook),
+            siblings=profile.siblings,
+            vocabulary=profile.draft_vocabulary,
+        )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, as `tokenizer(prompt)` gives them. Raises `SelfspecError` when empty or wrong."""
@@ -265,7 +286,7 @@ def load(
     check_layout(layout)
     named = profile if profile in ("auto", "none") or isinstance(profile, Profile) else find_profile_file(profile)
     loaded, tokenizer = load_model(model, device=device, dtype=dtype)
-    chosen = _choose(read_skeleton(loaded).identity.model_copy(update={"name": model}), named)
+    chosen = choose_profile(read_skeleton(loaded).identity.model_copy(update={"name": model}), named)
     if drafting is None:
         drafting = chosen is not None and len(chosen.skip_set) > 0
     layout = lay_out_(loaded, layout, drafting=drafting)
@@ -283,21 +304,9 @@ def wrap(model: Any, tokenizer: Any, *, profile: str | Path | Profile = "auto", 
     if isinstance(profile, (str, Path)) and profile not in ("auto", "none"):
         profile = find_profile_file(profile)
     llm = LLM(model, tokenizer, name=name)
-    if (chosen := _choose(llm.identity, profile)) is not None:
+    if (chosen := choose_profile(llm.identity, profile)) is not None:
         llm._use(chosen)
     return llm
-
-
-def _choose(identity: Identity, profile: str | Path | Profile) -> Profile | None:
-    """The profile itself, none, or, for `auto`, a shipped one that is known to be faster."""
-    if profile != "auto":
-        return profile if isinstance(profile, Profile) else None
-    return next((p for p in shipped_for(identity).values() if not p.slower), None)
-
-
-def shipped_for(identity: Identity) -> dict[str, Profile]:
-    """The shipped profiles, by name, that were made for this very model."""
-    return {name: profile for name, profile in shipped_profiles().items() if _made_for(profile, identity)}
 
 
 def _token_ids(prompt: Any) -> list[int]:
@@ -311,22 +320,3 @@ def _token_ids(prompt: Any) -> list[int]:
         return [operator.index(i) for i in ids]
     except TypeError:
         raise SelfspecError("a prompt's token ids are whole numbers; got something else among them") from None
-
-
-def check_profile(profile: Profile, identity: Identity) -> None:
-    """Raise `SelfspecError` when a profile is of another architecture; warn when of other weights."""
-    if difference := profile.model.mismatch(identity):
-        raise SelfspecError(f"the profile is of another model: {difference}; search one with: selfspec search")
-    if profile.model.other_weights(identity):
-        warnings.warn(
-            "the profile was made for other weights of this architecture; it is lossless all the same, but may be slow",
-            stacklevel=2,
-        )
-
-
-def _made_for(profile: Profile, identity: Identity) -> bool:
-    if profile.model.mismatch(identity):
-        return False
-    if profile.model.fingerprint and identity.fingerprint:
-        return not profile.model.other_weights(identity)
-    return profile.model.name is not None and profile.model.name == identity.name

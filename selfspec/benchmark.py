@@ -14,7 +14,7 @@ from selfspec.api import LLM, wrap
 from selfspec.bench import Method, conditions, interleave, method, transformers_generate
 from selfspec.costing import forward_seconds, measure_skip_costs
 from selfspec.costs import CostModel
-from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.drafters import PlainDrafter
 from selfspec.errors import SelfspecError
 from selfspec.figures import Json, expected, summary, theory
 from selfspec.layout import choose, lay_out_, layout_times, weight_bytes
@@ -22,14 +22,13 @@ from selfspec.linears import PackedLinear
 from selfspec.loading import load_model
 from selfspec.machine import peak_growth, process_peak, read_bandwidth
 from selfspec.options import Options
-from selfspec.profile import ControllerSpec, Identity
+from selfspec.profile import Identity, Profile
 from selfspec.runtime import Runtime
-from selfspec.skip import SkipSet
 from selfspec.stats import Stats
 from selfspec.text import Prompt
 from selfspec.widen import widen
 
-METHODS = ("plain", "skip", "hf", "hf-early-exit", "hf-prompt-lookup")
+METHODS = ("plain", "skip", "guarded", "hf", "hf-early-exit", "hf-prompt-lookup")
 LOOKUP_TOKENS = 10  # that prompt lookup drafts, as in transformers' documentation
 WIDTHS = (1, 2, 3, 4, 6, 8)
 
@@ -63,7 +62,7 @@ def load_subjects(name: str, methods: Sequence[str], *, widened: int = 1, device
         model = widen(model, widened)
     times = layout_times(model)
     layouts = {"plain": choose(times, drafting=False), "skip": choose(times, drafting=True)}
-    if "skip" not in methods:
+    if not {"skip", "guarded"} & set(methods):
         layouts["skip"] = layouts["plain"]
 
     def ready(model: Any, layout: str | None) -> LLM:
@@ -90,15 +89,13 @@ def check_methods(methods: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """What is run: `methods` on `prompts`, `rounds` times each; `skip` with a set, a controller, a draft vocabulary."""
+    """What is run: `methods` on `prompts`, `rounds` times each; `skip` as `profile` describes it."""
 
     methods: tuple[str, ...]
     prompts: Sequence[Prompt]
     max_new_tokens: int
     rounds: int
-    skip: SkipSet
-    controller: ControllerSpec | None
-    vocabulary: Sequence[int] | None = None
+    profile: Profile
 
 
 @dataclass
@@ -142,7 +139,9 @@ class Benchmark:
             "prompts": len(t.prompts),
             "max_new_tokens": t.max_new_tokens,
             "rounds": t.rounds,
-            "skipped": len(t.skip),
+            "skipped": len(t.profile.skip_set),
+            "controller": t.profile.controller.model_dump(mode="json"),
+            "siblings": t.profile.siblings,
             "sub_layers": 2 * runtime.layers,
             "layouts": dict(s.layouts),
             "weight_bytes": own,
@@ -207,7 +206,8 @@ class Benchmark:
         early = max(1, s.plain.runtime.layers // 2)
         made: dict[str, Callable[[], Method]] = {
             "plain": lambda: method(s.plain, PlainDrafter(), options, first_plain=True),
-            "skip": lambda: method(s.skip, self._drafter(), options, first_plain=True),
+            "skip": lambda: method(s.skip, s.skip.drafts_with(t.profile), options, first_plain=True),
+            "guarded": lambda: method(s.skip, s.skip.guarded(t.profile), options, first_plain=True),
             "hf": lambda: transformers_generate(self._model("hf"), options),
             "hf-early-exit": lambda: transformers_generate(self._model("hf"), options, assistant_early_exit=early),
             "hf-prompt-lookup": lambda: transformers_generate(
@@ -216,12 +216,9 @@ class Benchmark:
         }
         return {name: made[name]() for name in t.methods}
 
-    def _drafter(self) -> LayerSkipDrafter:
-        return self.subjects.skip.layer_skip(self.task.skip, self.task.controller, self.task.vocabulary)
-
     def _model(self, name: str) -> LLM:
         s = self.subjects
-        llm = {"plain": s.plain, "skip": s.skip}.get(name, s.hf)
+        llm = {"plain": s.plain, "skip": s.skip, "guarded": s.skip}.get(name, s.hf)
         assert llm is not None
         return llm
 
@@ -246,7 +243,11 @@ class Benchmark:
         planned = s.skip.plan(t.prompts[0], options)
         context = self._context()
         costs = measure_skip_costs(
-            s.skip.runtime, t.skip, context=context, sampler=planned.sampler, vocabulary=t.vocabulary
+            s.skip.runtime,
+            t.profile.skip_set,
+            context=context,
+            sampler=planned.sampler,
+            vocabulary=t.profile.draft_vocabulary,
         )
         # Everything is told in plain steps as `plain` takes them, on weights that lie as suits it.
         plain = costs.plain

@@ -73,11 +73,6 @@ class CostModel(Data):
         (a, t_a), (b, t_b) = ((self.widths[i], self.verify[i]) for i in (high - 1, high))
         return max(t_a + (t_b - t_a) * (rows - a) / (b - a), 0.0)
 
-    def seconds(self, drafts: Mapping[int, int], draft: float, *, candidates: int = 1) -> float:
-        """Seconds of decoding in which `drafts[k]` rounds drafted k tokens at `draft` seconds each.
-
-        `candidates`: rows verified for each drafted token.
-        """
-        return sum(
-            rounds * (self.round + k * draft + self.verification(1 + k * candidates)) for k, rounds in drafts.items()
-        )
+    def seconds(self, drafts: Mapping[tuple[int, int], int], draft: float) -> float:
+        """Seconds of decoding if `drafts[k, w]` rounds drafted k tokens at `draft` seconds and verified w rows."""
+        return sum(times * (self.round + k * draft + self.verification(rows)) for (k, rows), times in drafts.items())

@@ -72,7 +72,8 @@ def expected(rounds: Sequence[Round], costs: CostModel) -> float:
     tokens = sum(done.tokens for done in rounds)
     if not tokens:
         return 1.0
-    return tokens * costs.plain / costs.seconds(Counter(done.drafted for done in rounds), costs.base)
+    drafts = Counter((done.drafted, 1 + done.drafted + done.candidates) for done in rounds)
+    return tokens * costs.plain / costs.seconds(drafts, costs.base)
 
 
 def _quantiles(seconds: Sequence[float]) -> Json:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Self
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from selfspec.acceptance import AcceptanceCurve, Outlook, guess
 from selfspec.costs import CostModel
 from selfspec.errors import SelfspecError
 from selfspec.files import kind, read_text, write_text
@@ -139,16 +140,22 @@ class Measurement(Data):
 
 
 class Profile(Data):
-    """A skip set for one model, with what is known about it. `draft_vocabulary`: the only tokens that are drafted."""
+    """A skip set for one model, with what is known about it.
+
+    `siblings`: candidates for each drafted position at most, the one that the draft goes on from counted.
+    `draft_vocabulary`: the only tokens that are drafted. `acceptance`: how often drafted tokens were right.
+    """
 
     version: Annotated[int, Field(ge=1, le=1)] = 1
     model: Identity
     skip: Skip = Skip()
     controller: ControllerSpec = ControllerSpec(name="adaptive")
+    siblings: Annotated[int, Field(ge=1, le=64)] = 1
     draft_vocabulary: Annotated[list[Count], Field(min_length=1)] | None = None
     calibration: Calibration | None = None
     search: SearchRecord | None = None
     costs: CostModel | None = None
+    acceptance: AcceptanceCurve | None = None
     predicted: Prediction | None = None
     measured: list[Measurement] = []
     versions: dict[str, str] = {}
@@ -168,6 +175,21 @@ class Profile(Data):
     def skip_set(self) -> SkipSet:
         """The sub-layers to bypass."""
         return self.skip.skip_set()
+
+    @property
+    def draft_share(self) -> float:
+        """The share of the vocabulary that drafts are from."""
+        size = self.model.vocabulary
+        return 1.0 if self.draft_vocabulary is None or not size else len(self.draft_vocabulary) / size
+
+    @property
+    def outlook(self) -> Outlook:
+        """What a rate-optimal controller is told of drafting with this profile; where it says nothing, a guess."""
+        layers = self.model.layers
+        if self.costs is None:
+            return guess(len(self.skip_set) / (2 * layers), self.acceptance)
+        curve = self.acceptance or AcceptanceCurve()
+        return Outlook.of(self.costs, self.skip_set, layers, curve, vocabulary=self.draft_share)
 
     @property
     def slower(self) -> bool:

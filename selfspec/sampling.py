@@ -151,9 +151,7 @@ class Sampler:
         """Exponential noise `[V]`: a counter-based generator's, so that no two places share any of it."""
         noise = self._noise.get(position)
         if noise is None:
-            generator = np.random.Generator(np.random.Philox(key=self._key, counter=position << 64))
-            drawn = np.maximum(generator.standard_exponential(p.shape[-1]), np.finfo(np.float64).tiny)
-            noise = self._noise[position] = torch.from_numpy(drawn).to(p.device)
+            noise = self._noise[position] = tied_noise(self._key, position, p)
             if len(self._noise) > _REMEMBERED:
                 del self._noise[next(iter(self._noise))]
         return noise
@@ -161,6 +159,13 @@ class Sampler:
     def coin(self, probability: float) -> bool:
         """True with this probability."""
         return self._random.random() < probability
+
+
+def tied_noise(seed: int, position: int, like: Tensor) -> Tensor:
+    """The exponential noise `[V]` that a seed ties to an absolute position, for a vocabulary as `like`'s `[.., V]`."""
+    generator = np.random.Generator(np.random.Philox(key=seed % 2**128, counter=position << 64))
+    drawn = np.maximum(generator.standard_exponential(like.shape[-1]), np.finfo(np.float64).tiny)
+    return torch.from_numpy(drawn).to(like.device)
 
 
 def whole(value: object, name: str, *, least: int) -> int:

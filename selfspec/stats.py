@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round: tokens drafted one after the other, how many of them were emitted, all that was emitted, and seconds.
+    """One round: tokens drafted one after the other, how many drafted ones were emitted, all emitted, and seconds.
 
-    The seconds are those since the round before; the first round's hold the prompt's pass.
+    The seconds are those since the round before; the first round's hold the prompt's pass. `candidates`: drafted
+    tokens that were verified beside the chain.
     """
 
     drafted: int
     accepted: int
     tokens: int
     seconds: float
+    candidates: int = 0
 
 
 @dataclass(slots=True)

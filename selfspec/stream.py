@@ -58,11 +58,12 @@ def _pieces(
     try:
         for outcome in rounds:
             seconds = time.perf_counter() - start
-            done = Round(outcome.draft.depth, outcome.accepted, len(outcome.tokens), seconds)
+            depth, nodes = outcome.draft.depth, len(outcome.draft)
+            done = Round(depth, outcome.accepted, len(outcome.tokens), seconds, nodes - depth)
             stats.log.append(done)
             stats.rounds += 1
             stats.drafted += done.drafted
-            stats.nodes += len(outcome.draft)
+            stats.nodes += nodes
             stats.accepted += done.accepted
             stats.tokens += done.tokens
             stats.seconds += seconds

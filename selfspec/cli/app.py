@@ -65,6 +65,10 @@ def search(
     temperature: Annotated[float, typer.Option(min=0, help="As the model will be used; 0 is greedy.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(min=1)] = None,
     top_p: Annotated[float | None, typer.Option()] = None,
+    rule: Annotated[
+        str | None,
+        typer.Option(help="How sampled drafts will be verified: block (default), match (with seeds), token."),
+    ] = None,
     context: Annotated[
         int | None, typer.Option(min=1, help="Measure costs over so many keys; the prompts' length when left out.")
     ] = None,
@@ -99,6 +103,7 @@ def search(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
+            rule=rule,
             context=context,
             controller=controller,
             keep=keep,
@@ -231,7 +236,7 @@ def bench(
     model: ModelOption = None,
     profile: DraftingProfile = "auto",
     methods: Annotated[
-        str, typer.Option(help="Of plain, skip, hf, hf-early-exit, hf-prompt-lookup, separated by commas.")
+        str, typer.Option(help="Of plain, skip, guarded, hf, hf-early-exit, hf-prompt-lookup, separated by commas.")
     ] = "plain,skip,hf,hf-early-exit,hf-prompt-lookup",
     widen: Annotated[
         int, typer.Option(min=1, max=64, help="Times wider, with the same output: a large model's cost.")

@@ -61,8 +61,8 @@ def run(options: AuditOptions) -> int:
 
     Options(temperature=options.temperature).check()
     llm = load(model, profile="none", device=options.device, dtype=options.dtype, drafting=True)
-    drafting = drafted_with(llm.identity, profile, options.profile)
-    drafter = llm.layer_skip(drafting.skip, spec or drafting.controller, drafting.vocabulary)
+    drafting = drafted_with(llm.identity, profile, options.profile, spec)
+    drafter = llm.drafts_with(drafting.profile)
     for prompt in prompts:
         llm.check(prompt, options.max_new_tokens)
     with progress(stderr()) as bar:

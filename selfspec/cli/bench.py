@@ -24,8 +24,7 @@ from selfspec.cli.common import (
 from selfspec.errors import SelfspecError
 from selfspec.files import check_writable, write_text
 from selfspec.loading import read_identity
-from selfspec.profile import ControllerSpec
-from selfspec.skip import SkipSet
+from selfspec.profile import Profile
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,21 +83,19 @@ def run(options: BenchOptions) -> int:
     check_methods(methods)
     for temperature in temperatures:
         check_sampling(temperature, None, None)
-    if "skip" in methods:
-        drafted_with(read_identity(name), profile, options.profile)
+    if {"skip", "guarded"} & set(methods):
+        drafted_with(read_identity(name), profile, options.profile, spec)
     console = stderr()
     subjects = load_subjects(name, methods, widened=options.widen, device=options.device, dtype=options.dtype)
-    drafting = Drafting(SkipSet(), None, None, "not drafting")
-    if "skip" in methods:
-        drafting = drafted_with(subjects.identity, profile, options.profile)
+    drafting = Drafting(Profile(model=subjects.identity), "not drafting")
+    if {"skip", "guarded"} & set(methods):
+        drafting = drafted_with(subjects.identity, profile, options.profile, spec)
     task = Task(
         methods,
         prompts,
         options.max_new_tokens or TOKENS[wide],
         options.rounds or ROUNDS[wide],
-        drafting.skip,
-        spec or drafting.controller,
-        drafting.vocabulary,
+        drafting.profile,
     )
     for prompt in prompts:
         subjects.plain.check(prompt, task.max_new_tokens)
@@ -131,20 +128,10 @@ def _temperatures(text: str) -> list[float]:
 
 
 def _oracle(llm: LLM, task: Task, costs: CostModel, temperature: float) -> tuple[float, float]:
-    from selfspec.controllers import make_controller
     from selfspec.search.continuations import Decoding
     from selfspec.search.oracle import oracle
-    from selfspec.search.replay import deepest
 
-    bound = oracle(
-        llm,
-        task.skip,
-        costs,
-        task.prompts,
-        Decoding(task.max_new_tokens, temperature),
-        depth=deepest([make_controller(task.controller or ControllerSpec(name="adaptive"))]),
-        vocabulary=task.vocabulary or (),
-    )
+    bound = oracle(llm, task.profile, costs, task.prompts, Decoding(task.max_new_tokens, temperature))
     return bound.speedup, bound.tokens_per_round
 
 

@@ -17,8 +17,7 @@ from selfspec import builtin
 from selfspec.controllers import make_controller, parse_controller
 from selfspec.errors import SelfspecError
 from selfspec.loading import check_dtype, check_model_name
-from selfspec.profile import ControllerSpec, Identity, Profile, find_profile_file
-from selfspec.skip import SkipSet
+from selfspec.profile import ControllerSpec, Identity, Profile, Skip, find_profile_file
 
 SEARCH_HINT = "no profile known to be faster: decoding plainly. Search one with: selfspec search --model {model}"
 
@@ -68,31 +67,35 @@ def model_for(model: str | None, profile: Profile | None) -> str:
 class Drafting:
     """What to draft with, and where that comes from."""
 
-    skip: SkipSet
-    controller: ControllerSpec | None
-    vocabulary: list[int] | None
+    profile: Profile
     source: str
 
 
-def drafted_with(identity: Identity, profile: Profile | None, name: str) -> Drafting:
-    """What to draft with.
+def drafted_with(
+    identity: Identity, profile: Profile | None, name: str, controller: ControllerSpec | None = None
+) -> Drafting:
+    """What to draft with, and perhaps another controller than the profile's.
 
     A profile, by its name, or one that ships for this model, or every second layer. Raises `SelfspecError` for a
     profile of another model, or one that skips nothing.
     """
-    from selfspec.api import check_profile, shipped_for
+    from selfspec.shipped import check_profile, shipped_for
 
     if profile is not None:
         check_profile(profile, identity)
     else:
         name, profile = next(iter(shipped_for(identity).items()), ("", None))
     if profile is None:
-        half = tuple(range(1, identity.layers, 2))
-        return Drafting(SkipSet(half, half), None, None, "every second layer, as there is no profile")
-    if not len(profile.skip_set):
+        half = list(range(1, identity.layers, 2))
+        profile = Profile(model=identity, skip=Skip(attention=half, mlp=half))
+        source = "every second layer, as there is no profile"
+    elif not len(profile.skip_set):
         raise SelfspecError(f"profile {name} skips nothing, so there is nothing to draft with; want another")
-    source = f"profile {name}, {len(profile.skip_set)} sub-layers"
-    return Drafting(profile.skip_set, profile.controller, profile.draft_vocabulary, source)
+    else:
+        source = f"profile {name}, {len(profile.skip_set)} sub-layers"
+    if controller is not None:
+        profile = profile.model_copy(update={"controller": controller})
+    return Drafting(profile, source)
 
 
 def progress(console: Console, *columns: TextColumn) -> Progress:

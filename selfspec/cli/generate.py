@@ -109,7 +109,7 @@ def run(options: GenerateOptions) -> None:
     drafter = llm.drafter
     if spec is not None:
         if llm.profile is not None and len(llm.profile.skip_set):
-            drafter = llm.layer_skip(llm.profile.skip_set, spec, llm.profile.draft_vocabulary)
+            drafter = llm.guarded(llm.profile.model_copy(update={"controller": spec}))
         else:
             stderr().print("--controller has no effect: without a profile that skips something, nothing is drafted")
     if options.compare:

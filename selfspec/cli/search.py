@@ -41,6 +41,7 @@ class SearchOptions:
     temperature: float
     top_k: int | None
     top_p: float | None
+    rule: str | None
     context: int | None
     controller: str | None
     keep: str
@@ -89,10 +90,11 @@ def run(options: SearchOptions) -> int:
     set_threads(options.threads)
 
     from selfspec.api import load
-    from selfspec.sampling import check_sampling
     from selfspec.search import find_profile
+    from selfspec.search.continuations import Decoding
 
-    check_sampling(options.temperature, options.top_k, options.top_p)
+    decoding = Decoding(options.max_new_tokens, options.temperature, options.top_k, options.top_p, rule=options.rule)
+    decoding.check()
     console = stderr()
     llm = load(options.model, profile="none", device=options.device, dtype=options.dtype, drafting=True)
 
@@ -114,6 +116,7 @@ def run(options: SearchOptions) -> int:
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
+            rule=options.rule,
             context=options.context,
             controller=spec,
             keep=keep,

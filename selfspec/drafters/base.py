@@ -12,12 +12,14 @@ from selfspec.runtime import Step
 class Drafter(Protocol):
     """Proposes tokens for sequences, round by round.
 
-    `hidden`: layers whose streams the full passes should return in `Step.hidden`. A draft for `seq` is at most
-    `seq.room - 1` deep, and nothing hangs below an end-of-sequence token. In sampling, what is drafted may depend
-    on what was drawn before, never on the drawn token itself. All randomness comes from `seq.sampler`.
+    A draft for `seq` is at most `seq.room - 1` deep, and nothing hangs below an end-of-sequence token. In sampling,
+    what is drafted may depend on what was drawn before, never on the drawn token itself. All randomness comes from
+    `seq.sampler`.
     """
 
-    hidden: Sequence[int]
+    @property
+    def hidden(self) -> Sequence[int]:
+        """Layers whose streams the full passes should return in `Step.hidden`."""
 
     def begin(self, seq: SequenceState, prefill: Step) -> None:
         """A sequence starts; `prefill` is the full pass over its prompt but the last token (no logits)."""

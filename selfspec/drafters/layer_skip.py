@@ -57,16 +57,17 @@ class LayerSkipDrafter:
         return [self._draft(seq) for seq in seqs]
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Tell the controller what was accepted of the chain."""
-        drafted = len(outcome.draft.confidence)
-        self.controller.observe(outcome.draft.confidence, sum(node < drafted for node in outcome.path))
+        """Tell the controller what was accepted of the chain, and whether a candidate beside it was."""
+        draft, path = outcome.draft, outcome.path
+        drafted = len(draft.confidence)
+        leaf = bool(path) and path[-1] >= drafted
+        self.controller.observe(draft.confidence, len(path) - leaf, candidates=len(draft) - drafted, leaf=leaf)
 
     def end(self, seq: SequenceState) -> None:
         """Nothing to clean up: the scratch slots are the runtime's."""
 
     def _draft(self, seq: SequenceState) -> Draft:
         tokens: list[int] = []
-        leaves: list[list[int]] = []
         rows: list[Tensor] = []
         confidences: list[float] = []
         last, position = seq.tokens[-1], len(seq.tokens) - 1
@@ -74,38 +75,42 @@ class LayerSkipDrafter:
             row = self._row(seq, tokens, last, position + len(tokens))
             if not seq.sampler.possible(row) or (self._head is not None and not float(row.max()) > -math.inf):
                 break
-            if seq.sampler.greedy:
-                candidates = (
-                    [int(row.argmax())]
-                    if self.siblings == 1
-                    else row.topk(min(self.siblings, len(row))).indices.tolist()
-                )
-                confidence = float(row.softmax(-1)[candidates[0]])
-            else:
-                q = seq.sampler.probs(row)
-                rows.append(q)
-                candidates = self._drawn(seq, q, position + len(tokens) + 1)
-                confidence = float(q[candidates[0]])
-            last = candidates[0]
+            q = seq.sampler.probs(row)
+            last = int(row.argmax()) if seq.sampler.greedy else seq.sampler.draw(q, position + len(tokens) + 1)
             tokens.append(last)
-            leaves.append(candidates[1:])
-            confidences.append(confidence)
-            if last in seq.ends or not self.controller.go_on(confidence, len(tokens)):
+            rows.append(row if seq.sampler.greedy else q)
+            confidences.append(float(q[last]))
+            if last in seq.ends or not self.controller.go_on(confidences):
                 break
         if not tokens:
             return NO_DRAFT
-        chain = Draft.chain(tokens, q=torch.stack(rows) if rows else None, confidence=confidences)
-        return chain.with_leaves(leaves) if self.siblings > 1 else chain
+        chain = Draft.chain(tokens, q=None if seq.sampler.greedy else torch.stack(rows), confidence=confidences)
+        counts = self.controller.beside(confidences, self.siblings - 1) if self.siblings > 1 else ()
+        if not any(counts):
+            return chain
+        choose = self._likeliest if seq.sampler.greedy else self._drawn
+        return chain.with_leaves(
+            [
+                choose(seq, row, token, count, position + i)
+                for i, (row, token, count) in enumerate(zip(rows, tokens, counts, strict=True), start=1)
+            ]
+        )
 
-    def _drawn(self, seq: SequenceState, q: Tensor, position: int) -> list[int]:
-        """Candidates drawn from `q` `[V]` one after the other, without replacement."""
-        drawn = [seq.sampler.draw(q, position)]
-        while len(drawn) < self.siblings:
+    def _likeliest(self, seq: SequenceState, scores: Tensor, token: int, count: int, position: int) -> list[int]:
+        """The `count` tokens of the highest scores `[V]` beside `token`."""
+        del seq, position
+        likeliest = scores.topk(min(count + 1, len(scores))).indices.tolist() if count else []
+        return [other for other in likeliest if other != token][:count]
+
+    def _drawn(self, seq: SequenceState, q: Tensor, token: int, count: int, position: int) -> list[int]:
+        """Tokens drawn from `q` `[V]` one after the other without replacement, after `token`."""
+        drawn = [token]
+        while len(drawn) <= count:
             left = q.index_fill(0, torch.tensor(drawn, device=q.device), 0)
             if not float(left.sum()) > 0:
                 break
             drawn.append(seq.sampler.draw(left, position))
-        return drawn
+        return drawn[1:]
 
     def _row(self, seq: SequenceState, drafted: Sequence[int], last: int, position: int) -> Tensor:
         """Processed scores `[V]` of the token after `last`."""

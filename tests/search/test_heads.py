@@ -76,7 +76,9 @@ def test_a_search_may_find_one(llm, monkeypatch, tmp_path):
         context=60, base=9e-4, attention=1e-6, mlp=1e-6, widths=[1, 8], verify=[1.3e-3, 1.4e-3], round=4e-5, head=8.5e-4
     )
     monkeypatch.setattr(prepare, "measure_costs", lambda *_, **__: priced)
-    monkeypatch.setattr(finalists, "_best", lambda llm, scores, *_: max(scores, key=lambda s: s.tokens_per_second))
+    monkeypatch.setattr(
+        finalists, "_best", lambda llm, base, scores, *_: max(scores, key=lambda s: s.tokens_per_second)
+    )
     profile = find_profile(llm, trials=2, count=2, max_new_tokens=8, keep_best=True)
     assert profile.draft_vocabulary is not None
     assert len(profile.draft_vocabulary) in (4096 // 4, 4096 // 16)

@@ -25,6 +25,9 @@ class Branching:
     def draw(self, weights, place):
         return torch.tensor([self.sampler.draw(weights[0], 0)])
 
+    def pick(self, rows):
+        return self
+
 
 CASES = {
     "unlike": ([0.5, 0.2, 0.2, 0.1], [0.1, 0.3, 0.2, 0.4]),

@@ -6,9 +6,10 @@ from selfspec.search.objective import Replayed, controllers_in_play, predict
 from selfspec.search.replay import Replay, deepest
 from selfspec.search.texts import Text
 
-from selfspec.controllers import FixedK, StaticThreshold
+from selfspec.controllers import FixedK, RateOptimal, StaticThreshold
 from selfspec.costs import CostModel
 from selfspec.drafters import LayerSkipDrafter
+from selfspec.profile import ControllerSpec, Identity, Profile, Skip
 from selfspec.runtime import Runtime
 from selfspec.skip import SkipSet
 
@@ -16,6 +17,15 @@ COSTS = CostModel(
     context=9, base=0.1, attention=0.1, mlp=0.1, widths=[1, 8], verify=[1.0, 1.7], round=0.05, prefill=0.01
 )
 PROMPTS = [[1, 2, 3], [4, 5], [7], [3, 3, 9, 1, 0, 2]]
+
+
+def profile(skip, name, **options):
+    return Profile(
+        model=Identity(layers=3),
+        skip=Skip(attention=list(skip.attention), mlp=list(skip.mlp)),
+        controller=ControllerSpec(name=name, options=options),
+        costs=COSTS,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +42,7 @@ def texts(model):
 def test_a_prediction_is_the_price_of_real_rounds(model, texts):
     skip, controller = SkipSet((1,), (2,)), FixedK(3)
     with Replay(model, texts, depth=3) as replay:
-        predicted = predict(replay, COSTS, skip, controller)
+        predicted = predict(replay, profile(skip, "fixed", k=3))
     drafter = LayerSkipDrafter(Runtime(model), skip, controller)
     seconds = prefill = 0.01 * sum(map(len, PROMPTS))
     tokens = 0
@@ -54,7 +64,7 @@ def test_nothing_skipped_is_always_accepted(model, texts):
 
 
 def test_the_best_controller_is_the_best_of_each_alone(model, texts):
-    controllers = [FixedK(1), FixedK(3), StaticThreshold(0.5, 4), StaticThreshold(0.9, 4)]
+    controllers = [FixedK(1), StaticThreshold(0.5, 4), RateOptimal(k_max=4, floor=0.1), FixedK(2)]
     with Replay(model, texts, depth=4) as replay:
         for skip in (SkipSet((0,), (1,)), SkipSet((), (2,))):
             alone = [Replayed(replay, COSTS, [c]).score(skip) for c in controllers]
@@ -80,4 +90,26 @@ def test_the_controllers_in_play():
     controllers = controllers_in_play(6)
     assert deepest(controllers) == 6
     assert len({str(c.spec()) for c in controllers}) == len(controllers)
-    assert {c.spec().name for c in controllers} == {"fixed", "static", "adaptive"}
+    assert {c.spec().name for c in controllers} == {"fixed", "static", "adaptive", "rate"}
+
+
+def test_candidates_are_added_where_they_pay(model, texts):
+    """With rows for nothing, as many as there may be; with dear ones, none."""
+    skip = SkipSet((0, 2), (1,))
+    for verify, siblings in ((1.0, {2, 3, 4}), (9.0, {1})):
+        costs = COSTS.model_copy(update={"verify": [1.0, verify]})
+        with Replay(model, texts, depth=2) as replay:
+            assert Replayed(replay, costs, [FixedK(2)]).score(skip).siblings in siblings
+
+
+def test_a_profile_made_of_a_score_predicts_the_same(model, texts):
+    """The fitted curve, the rate and the candidates travel in it."""
+    skip = SkipSet((1,), (2,))
+    with Replay(model, texts, depth=4) as replay:
+        score = Replayed(replay, COSTS, [RateOptimal(k_max=4, floor=0.0, strength=1e9)]).score(skip)
+        found = profile(skip, "rate", **score.controller.options).model_copy(
+            update={"acceptance": score.acceptance, "siblings": score.siblings}
+        )
+        predicted = predict(replay, found)
+    assert predicted.tokens_per_round == pytest.approx(score.tokens_per_round, abs=1e-3)
+    assert predicted.acceptance_rate == pytest.approx(score.acceptance_rate, abs=1e-3)

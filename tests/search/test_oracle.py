@@ -11,9 +11,9 @@ from selfspec.search.oracle import oracle, oracle_bound
 from selfspec.search.trace import Trace, walk
 
 from selfspec import builtin
-from selfspec.controllers import FixedK
+from selfspec.controllers import FixedK, parse_controller
 from selfspec.costs import CostModel
-from selfspec.skip import SkipSet
+from selfspec.profile import Profile, Skip
 
 COSTS = CostModel(context=9, base=0.1, attention=0, mlp=0, widths=[1, 2, 8], verify=[1.0, 1.3, 1.7], round=0.05)
 DRAFT = 0.4
@@ -52,9 +52,15 @@ def test_a_draft_that_is_never_right_is_not_made():
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_it_bounds_every_controller(llm, temperature):
     """On the same texts, at the same costs."""
-    skip, decoding = SkipSet((5, 9), (4, 7)), Decoding(8, temperature)
+    decoding = Decoding(8, temperature)
     prompts = builtin.prompts("heldout")[:2]
-    bound = oracle(llm, skip, COSTS, prompts, decoding)
+    profile = Profile(
+        model=llm.identity,
+        skip=Skip(attention=[5, 9], mlp=[4, 7]),
+        controller=parse_controller("fixed:k=4"),
+        siblings=2,
+    )
+    bound = oracle(llm, profile, COSTS, prompts, decoding)
     assert bound.speedup >= 1
     assert 1 <= bound.tokens_per_round <= 8
 
@@ -67,3 +73,16 @@ def test_walking_is_never_faster_than_the_bound():
     for k in (1, 2, 3, 4):
         (done,) = walk([trace], FixedK(k))
         assert done.stats.tokens * COSTS.plain / COSTS.seconds(done.drafts, DRAFT) <= bound
+
+
+def test_candidates_raise_the_bound_where_the_right_one_is_among_them():
+    draw = random.Random(2)
+    runs = [draw.randint(0, min(2, 29 - i)) for i in range(30)]
+    ranks = [draw.randint(0, 3) if i + run < 29 else 0 for i, run in enumerate(runs)]
+    trace = Trace(30, 30, [[0.5] * min(4, 29 - i) for i in range(30)], runs, ranks, [False] * 30)
+    bounds = [oracle_bound([trace], COSTS, 0.1, siblings=n).speedup for n in (1, 2, 3, 4)]
+    assert bounds == sorted(bounds)
+    assert bounds[0] < bounds[-1]
+    for n in (1, 2, 4):
+        (done,) = walk([trace], FixedK(3), siblings=n)
+        assert done.stats.tokens * COSTS.plain / COSTS.seconds(done.drafts, 0.1) <= bounds[n - 1]

@@ -29,7 +29,7 @@ def clockless(monkeypatch):
     """Costs and measurements that are no clock's, so that a search is the same every time."""
     monkeypatch.setattr(prepare, "measure_costs", lambda *_, **__: COSTS)
     monkeypatch.setattr(finalists, "measure", fixed_measure(1.3))
-    monkeypatch.setattr(finalists, "_best", lambda llm, scores, prompts, decoding: scores[0])
+    monkeypatch.setattr(finalists, "_best", lambda llm, base, scores, prompts, decoding: scores[0])
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def scored(monkeypatch):
         return Stats(tokens=100 + len(skip.mlp) - len(skip.attention), rounds=1, seconds=1.0)
 
     monkeypatch.setattr(objective, "decode_all", decode_all)
-    monkeypatch.setattr(finalists, "_best", lambda llm, scores, prompts, decoding: scores[0])
+    monkeypatch.setattr(finalists, "_best", lambda llm, base, scores, prompts, decoding: scores[0])
     monkeypatch.setattr(finalists, "measure", fixed_measure(1.3))
 
 
@@ -138,7 +138,7 @@ def test_scores_are_worth_what_real_decoding_counts(llm64, clockless):
     watch = Watched()
     profile = search(llm64, watch=watch, trials=4, controller=ControllerSpec(name="fixed", options={"k": 2}))
     (score,) = [t.score for t in watch.trials if t.score.skip == profile.skip_set]
-    drafter = llm64.layer_skip(profile.skip_set, profile.controller)
+    drafter = llm64.drafts_with(profile)
     from selfspec.search.calibration import choose
 
     prompts = choose(None, source="", count=3, seed=0).search
@@ -146,11 +146,11 @@ def test_scores_are_worth_what_real_decoding_counts(llm64, clockless):
     assert score.tokens_per_round == pytest.approx(total.tokens_per_round)
     assert score.acceptance_rate == pytest.approx(total.acceptance_rate)
     seconds = total.rounds * COSTS.round + total.drafted * COSTS.draft(profile.skip_set, 16)
-    seconds += sum(COSTS.verification(1 + k) * n for k, n in drafts_of(llm64, drafter).items())
+    seconds += sum(COSTS.verification(rows) * n for rows, n in rows_of(llm64, drafter).items())
     assert score.tokens_per_second == pytest.approx(total.tokens / seconds)
 
 
-def drafts_of(llm, drafter):
+def rows_of(llm, drafter):
     from collections import Counter
 
     from models import run
@@ -159,7 +159,7 @@ def drafts_of(llm, drafter):
     found = Counter()
     for prompt in choose(None, source="", count=3, seed=0).search:
         ends = llm.runtime.skeleton.ends
-        found.update(o.draft.depth for o in run(llm.runtime, drafter, llm.encode(prompt), 12, ends=ends)[1])
+        found.update(1 + len(o.draft) for o in run(llm.runtime, drafter, llm.encode(prompt), 12, ends=ends)[1])
     return found
 
 

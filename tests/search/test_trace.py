@@ -24,13 +24,13 @@ def counts(walk):
 def test_a_draft_that_is_always_right():
     (only,) = walk([trace([3, 3, 3, 3, 3, 2, 1, 0])], FixedK(3))
     assert counts(only) == (2, 6, 6, 6, 8)
-    assert only.drafts == {3: 2}
+    assert only.drafts == {(3, 4): 2}
 
 
 def test_a_draft_that_is_always_wrong():
     (only,) = walk([trace([0] * 4)], FixedK(2))
     assert counts(only) == (4, 2 + 2 + 1 + 0, 5, 0, 4)
-    assert only.drafts == {2: 2, 1: 1, 0: 1}
+    assert only.drafts == {(2, 3): 2, (1, 2): 1, (0, 1): 1}
 
 
 def test_the_controller_ends_the_draft():

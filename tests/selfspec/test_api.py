@@ -9,7 +9,7 @@ import torch
 from models import CONFIGS, tiny
 
 import selfspec
-from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.errors import BusyError, SelfspecError
 from selfspec.profile import ControllerSpec, Identity, Profile, Skip, find_profile_file, write_profile
 
@@ -186,7 +186,7 @@ class TestProfiles:
         shipped = find_profile_file("stdlib-llama-3.7m")
         profile = shipped.model_copy(update={"measured": [shipped.measured[0].model_copy(update={"speedup": speedup})]})
         others = {"other": Profile(model=Identity(layers=3)), "it": profile}
-        monkeypatch.setattr(selfspec.api, "shipped_profiles", lambda: others)
+        monkeypatch.setattr(selfspec.shipped, "shipped_profiles", lambda: others)
         expected = profile if speedup > 1 else None
         assert selfspec.wrap(llm.model, llm.tokenizer).profile == expected
         assert selfspec.load().profile == expected
@@ -204,9 +204,10 @@ class TestProfiles:
         )
         write_profile(profile, tmp_path / "p.yaml")
         wrapped = selfspec.wrap(llm.model, llm.tokenizer, profile=tmp_path / "p.yaml")
-        assert isinstance(wrapped.drafter, LayerSkipDrafter)
-        assert wrapped.drafter.skip == selfspec.SkipSet((3,))
-        assert wrapped.drafter.controller.k == 2
+        assert isinstance(wrapped.drafter, Guard)
+        assert isinstance(wrapped.drafter.drafter, LayerSkipDrafter)
+        assert wrapped.drafter.drafter.skip == selfspec.SkipSet((3,))
+        assert wrapped.drafter.drafter.controller.k == 2
 
     def test_one_that_skips_nothing_decodes_plainly(self, llm):
         wrapped = selfspec.wrap(llm.model, llm.tokenizer, profile=Profile(model=Identity(layers=16)))

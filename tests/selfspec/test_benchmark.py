@@ -9,7 +9,7 @@ from selfspec.benchmark import Benchmark, Task, Watch, check_methods, load_subje
 from selfspec.costs import CostModel
 from selfspec.errors import SelfspecError
 from selfspec.figures import acceptance_by_position, expected, summary, theory
-from selfspec.skip import SkipSet
+from selfspec.profile import Profile, Skip
 from selfspec.stats import Round, Stats
 
 COSTS = CostModel(context=9, base=0.4, attention=0, mlp=0, widths=[1, 2, 3], verify=[0.9, 1.0, 1.1], round=0.1)
@@ -64,7 +64,8 @@ def test_methods():
 @pytest.fixture(scope="module")
 def found():
     subjects = load_subjects("builtin", ["plain", "skip", "hf"], widened=2, device="cpu", dtype="auto")
-    task = Task(("plain", "skip", "hf"), ["def f(x):\n", "class A:\n"], 6, 1, SkipSet((3,), (5,)), None)
+    profile = Profile(model=subjects.identity, skip=Skip(attention=[3], mlp=[5]))
+    task = Task(("plain", "skip", "hf"), ["def f(x):\n", "class A:\n"], 6, 1, profile)
     told = []
     watch = Watch(told.append, lambda seconds, runs: told.append((seconds, runs)), lambda: told.append("run"))
     bench = Benchmark(subjects, task, lambda *_: (2.0, 3.0), watch)

@@ -18,8 +18,8 @@ from selfspec.profile import ControllerSpec
 
 def drafted(controller, confidences):
     """How many tokens are drafted when they come with these confidences."""
-    for count, confidence in enumerate(confidences, start=1):
-        if not controller.go_on(confidence, count):
+    for count in range(1, len(confidences) + 1):
+        if not controller.go_on(confidences[:count]):
             return count
     return len(confidences)
 
@@ -68,11 +68,15 @@ def test_every_controller(name):
     for accepted in (3, 0, 1, 2):
         assert drafted(controller, [1.0] * 1000) <= 64
         controller.observe([0.9, 0.5, 0.2], accepted)
-        again = make_controller(controller.spec())
+        again = make_controller(controller.spec(), getattr(controller, "learnt", lambda: None)())
         for confidence in (0.0, 0.3, 0.59, 0.6, 0.61, 0.9, 1.0):
-            assert [again.go_on(confidence, n) for n in range(1, 70)] == [
-                controller.go_on(confidence, n) for n in range(1, 70)
-            ]
+            drafts = [[confidence] * n for n in range(1, 70)]
+            assert [again.go_on(draft) for draft in drafts] == [controller.go_on(draft) for draft in drafts]
+            assert [again.beside(draft, 3) for draft in drafts] == [controller.beside(draft, 3) for draft in drafts]
+            for draft in drafts:
+                assert len(controller.beside(draft, 3)) == len(draft)
+                assert all(0 <= count <= 3 for count in controller.beside(draft, 3))
+                assert not any(controller.beside(draft, 0))
     assert controller.fresh().spec() == make_controller(ControllerSpec(name=name)).spec()
 
 
@@ -85,7 +89,7 @@ def test_text_form():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nothing", "controller 'nothing' is not known; known: fixed, static, adaptive"),
+        ("nothing", "controller 'nothing' is not known; known: fixed, static, adaptive, rate"),
         ("fixed:j=3", "has no option 'j'; it has: k"),
         ("fixed:k=4,k=9", "k is given twice"),
         ("fixed:k", "want option=number, got 'k'"),
@@ -95,6 +99,9 @@ def test_text_form():
         ("fixed:k=2.5", "want a whole number"),
         ("static:threshold=-1", "want a number from 0 to 1"),
         ("adaptive:threshold=0.99", "is not between floor"),
+        ("rate:rate=0.5", "rate 0.5: want 1"),
+        ("rate:strength=-1", "strength -1.0: want 0 or more rounds"),
+        ("rate:outlook=1", "has no option 'outlook'; it has: rate, k_max, floor, strength, memory"),
     ],
 )
 def test_wrong_text_is_refused(text, message):
@@ -102,7 +109,7 @@ def test_wrong_text_is_refused(text, message):
         parse_controller(text)
 
 
-@given(st.text("fixedstaicp:=,.k_0123456789-e ", max_size=30))
+@given(st.text("fixedstaicpr:=,.k_0123456789-e ", max_size=30))
 def test_any_text_is_a_controller_or_one_line(text):
     try:
         make_controller(parse_controller(text))
@@ -116,8 +123,8 @@ def test_no_controller_goes_on_below_its_lowest(shown, accepted):
     for kind in CONTROLLERS.values():
         controller = kind()
         for drafted, confidence in shown:
-            assert not controller.go_on(confidence, drafted) or confidence >= controller.lowest(drafted)
+            assert not controller.go_on([confidence] * drafted) or confidence >= controller.lowest(drafted)
             for count in accepted[:drafted]:
                 controller.observe([confidence] * 6, count)
-        assert not controller.go_on(1.0, 64)
+        assert not controller.go_on([1.0] * 64)
         assert controller.lowest(64) > 1

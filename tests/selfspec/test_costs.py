@@ -40,8 +40,8 @@ def test_widths_between_and_beyond_the_measured_ones():
 
 def test_seconds_of_rounds():
     """Two plain rounds, and three that drafted two tokens at 4 s each; with siblings, five rows in place of three."""
-    assert COSTS.seconds({0: 2, 2: 3}, 4.0) == 2 * 12 + 3 * (2 + 8 + 16)
-    assert COSTS.seconds({2: 1}, 4.0, candidates=2) == 2 + 8 + 24
+    assert COSTS.seconds({(0, 1): 2, (2, 3): 3}, 4.0) == 2 * 12 + 3 * (2 + 8 + 16)
+    assert COSTS.seconds({(2, 5): 1}, 4.0) == 2 + 8 + 24
 
 
 @given(st.lists(st.floats(1e-6, 10), min_size=3, max_size=3), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))

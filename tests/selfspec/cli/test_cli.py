@@ -111,6 +111,7 @@ class TestGenerate:
 
     def test_the_controller_can_be_changed(self, cli, profile_file):
         args = ("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 16, "--json")
+        args += ("--temperature", 0.9, "--seed", 3)  # so that the guard reads no clock
         drafted = {k: json.loads(cli(*args, "--controller", f"fixed:k={k}")[1])["stats"]["drafted"] for k in (1, 8)}
         assert drafted[1] < drafted[8]
 
@@ -127,7 +128,7 @@ class TestGenerate:
     def test_a_model_without_a_profile_says_how_to_search(self, cli, llm, tmp_path, capsys):
         folder = tmp_path / "other"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(selfspec.api, "shipped_profiles", dict)
+            patch.setattr(selfspec.shipped, "shipped_profiles", dict)
             llm.model.save_pretrained(folder)
             llm.tokenizer.save_pretrained(folder)
             capsys.readouterr()
@@ -465,7 +466,10 @@ WRONG = {
     "audit no prompts": (["audit", "--prompts", "no.jsonl"], "no.jsonl: no such file"),
     "audit outgrows": (["audit", "--max-new-tokens", "1024"], "outgrow the model's context"),
     "audit's profile": (["audit", "--profile", "other.yaml"], "of another model: layers 4 in the profile, 16"),
-    "bench method": (["bench", "--methods", "plain,magic"], "method 'magic' is not known; known: plain, skip, hf"),
+    "bench method": (
+        ["bench", "--methods", "plain,magic"],
+        "method 'magic' is not known; known: plain, skip, guarded, hf",
+    ),
     "bench twice": (["bench", "--methods", "plain,plain"], "a method is named twice"),
     "bench without plain": (["bench", "--methods", "skip"], "must have 'plain' among them"),
     "bench temperature": (["bench", "--temperature", "0,x"], "--temperature 0,x: want numbers separated by commas"),

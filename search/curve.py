@@ -1,0 +1,58 @@
+"""The acceptance curve of a trace: how often drafted tokens were the text's own, by their confidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import isotonic_regression
+
+from selfspec.acceptance import AcceptanceCurve
+
+from .trace import Trace
+
+KNOTS, ROWS = 12, 16  # at most so many knots, of at least so many drafted tokens each
+DIGITS = 4
+
+Floats = NDArray[np.float64]
+
+
+def fit_curve(traces: Sequence[Trace], candidates: int) -> AcceptanceCurve:
+    """Isotonic, by drafted tokens all before which were the text's, `candidates - 1` further ones for each place.
+
+    Without such tokens it is the default curve, a guess.
+    """
+    seen = [
+        (c, i < run, rank if i == run else 0, following[i + 1] if i + 1 < len(following) else -1)
+        for trace in traces
+        for start, (confidences, run, rank) in enumerate(zip(trace.confidences, trace.runs, trace.ranks, strict=True))
+        for following in [[int(i < run) for i in range(min(len(confidences), trace.tokens - start))]]
+        for i, c in enumerate(confidences[: min(run + 1, len(following))])
+    ]
+    if not seen:
+        return AcceptanceCurve()
+    c, hit, rank, following = (np.array(values, dtype=float) for values in zip(*sorted(seen), strict=True))
+    parts = np.array_split(np.arange(len(c)), max(1, min(KNOTS, len(c) // ROWS)))
+    knots = np.array([c[part].mean() for part in parts]).round(DIGITS)
+    knots, first = np.unique(knots, return_index=True)
+    if len(knots) < 2:
+        knots = np.array([0.0, 1.0])
+    going = (hit > 0) & (following >= 0)  # what came after a token that was right
+
+    def at_knots(of: Floats, values: Floats, *, rising: bool) -> list[float]:
+        if not len(of):
+            return [0.5] * len(knots)
+        distinct, which, counts = np.unique(of, return_inverse=True, return_counts=True)
+        shares = np.bincount(which, weights=values) / counts
+        smooth = np.interp(c, distinct, isotonic_regression(shares, weights=counts, increasing=rising).x)
+        means = [float(smooth[part].mean()) for part in parts]
+        chosen = [means[i] for i in first] if len(first) == len(knots) else [means[0]] * len(knots)
+        return [round(min(max(value, 0.0), 1.0), DIGITS) for value in chosen]
+
+    return AcceptanceCurve(
+        confidence=knots.tolist(),
+        accepted=at_knots(c, hit, rising=True),
+        following=at_knots(c[going], following[going], rising=True),
+        beside=[at_knots(c, (rank == r).astype(float), rising=False) for r in range(1, candidates)],
+    )

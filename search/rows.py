@@ -1,0 +1,42 @@
+"""What a replay has under way, and what it keeps of every start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Rows:
+    """Drafts under way: `[B, n]`, padded; `ids` numbers the starts of all texts."""
+
+    ids: Tensor
+    start: Tensor  # position of the last committed token
+    token: Tensor  # fed next
+    matched: Tensor  # all drafted so far are the text's own
+    weight: Tensor  # P of rule `block`
+    real: Tensor  # not padding
+    own: Tensor  # [B, n, scratch]: scratch slots that hold this draft's keys
+    drafted: Tensor  # [B, n, depth]
+
+    def pick(self, index: Tensor, real: Tensor) -> None:
+        """Keep the rows `index` `[B, m]`."""
+        for name in ("ids", "start", "token", "matched", "weight"):
+            setattr(self, name, getattr(self, name).gather(1, index))
+        self.real = real
+        for name in ("own", "drafted"):
+            t = getattr(self, name)
+            setattr(self, name, t.gather(1, index.unsqueeze(-1).expand(-1, -1, t.shape[-1])))
+
+
+class Record:
+    """What is kept of every start: `[starts, depth]` and `[starts]`."""
+
+    def __init__(self, starts: int, depth: int) -> None:
+        self.confidence = torch.zeros((starts, depth), dtype=torch.float64)
+        self.depth = torch.zeros(starts, dtype=torch.long)
+        self.run = torch.zeros(starts, dtype=torch.long)
+        self.rank = torch.zeros(starts, dtype=torch.long)
+        self.unfinished = torch.zeros(starts, dtype=torch.bool)

@@ -1,0 +1,24 @@
+"""The noise of rule `match`, as it was when the texts were sampled."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from selfspec.errors import SelfspecError
+from selfspec.sampling import tied_noise
+
+
+class Ties:
+    """The noise that one text's seed ties to its places, kept once drawn."""
+
+    def __init__(self, seed: int | None) -> None:
+        if seed is None:
+            raise SelfspecError("rule 'match' is replayed on texts that were sampled with a seed; this one names none")
+        self._seed = seed
+        self._kept: dict[int, Tensor] = {}
+
+    def at(self, position: int, like: Tensor) -> Tensor:
+        """The noise `[V]` of an absolute position, for a vocabulary as `like`'s `[.., V]`."""
+        if position not in self._kept:
+            self._kept[position] = tied_noise(self._seed, position, like)
+        return self._kept[position]

@@ -1,0 +1,73 @@
+"""Controllers: when has the draft's confidence dropped so far that the model should verify?
+
+A controller sees the confidence of each drafted token and, after verification, how many were accepted. It may end
+a draft after any token, but never withhold the token it was just shown: that would change the distribution of
+what is emitted. Pure Python: knows nothing of models and tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from selfspec.acceptance import Outlook
+from selfspec.errors import SelfspecError
+from selfspec.profile import ControllerSpec
+
+from .base import K_LIMIT, Controller
+from .rate import RateOptimal
+from .thresholds import AdaptiveThreshold, FixedK, StaticThreshold
+
+__all__ = [
+    "CONTROLLERS",
+    "K_LIMIT",
+    "AdaptiveThreshold",
+    "Controller",
+    "FixedK",
+    "RateOptimal",
+    "StaticThreshold",
+    "make_controller",
+    "parse_controller",
+]
+
+Kind = type[FixedK] | type[StaticThreshold] | type[AdaptiveThreshold] | type[RateOptimal]
+CONTROLLERS: dict[str, Kind] = {kind.name: kind for kind in (FixedK, StaticThreshold, AdaptiveThreshold, RateOptimal)}
+
+
+def make_controller(spec: ControllerSpec, outlook: Outlook | None = None) -> Controller:
+    """The controller that `spec` names; `outlook` is what a rate-optimal one is told, else it starts from a guess.
+
+    Raises `SelfspecError` for an unknown name or option, or a bad value.
+    """
+    if spec.name not in CONTROLLERS:
+        raise SelfspecError(f"controller '{spec.name}' is not known; known: {', '.join(CONTROLLERS)}")
+    kind = CONTROLLERS[spec.name]
+    known = kind.known()
+    for option in spec.options:
+        if option not in known:
+            raise SelfspecError(f"controller '{spec.name}' has no option '{option}'; it has: {', '.join(known)}")
+    options: Mapping[str, Any] = spec.options
+    return RateOptimal(**options, outlook=outlook or Outlook()) if kind is RateOptimal else kind(**options)
+
+
+def parse_controller(text: str) -> ControllerSpec:
+    """A controller from text such as `fixed`, `fixed:k=6` or `adaptive:threshold=0.5,k_max=8`.
+
+    Raises `SelfspecError` for anything that `make_controller` would refuse.
+    """
+    name, _, rest = text.partition(":")
+    options: dict[str, float] = {}
+    for part in filter(None, rest.split(",")):
+        option, equals, value = part.partition("=")
+        if option.strip() in options:
+            raise SelfspecError(f"controller '{text}': {option.strip()} is given twice")
+        try:
+            options[option.strip()] = float(value)
+        except ValueError:
+            raise SelfspecError(f"controller '{text}': want option=number, got '{part}'") from None
+        if not equals or not math.isfinite(options[option.strip()]):
+            raise SelfspecError(f"controller '{text}': want option=number, got '{part}'")
+    spec = ControllerSpec(name=name.strip(), options=options)
+    make_controller(spec)
+    return spec

@@ -1,0 +1,212 @@
+"""The guard's bound with a clock of our own, and its own drafts through the loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import plain, run, small
+from toys import RandomTree
+
+from selfspec.acceptance import Outlook
+from selfspec.controllers import FixedK
+from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
+from selfspec.drafts import NO_DRAFT, Draft, Outcome, SequenceState
+from selfspec.runtime import Runtime, Step
+from selfspec.sampling import Sampler
+from selfspec.skip import SkipSet
+
+STEP = Step(None)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Chain:
+    """Drafts as many tokens as it may, `seconds` each."""
+
+    hidden = ()
+
+    def __init__(self, clock, seconds, longest=12):
+        self.clock, self.seconds, self.longest = clock, seconds, longest
+        self.drafts = 0
+
+    def begin(self, seq, prefill):
+        pass
+
+    def propose(self, seqs):
+        (seq,) = seqs
+        n = min(self.longest, seq.room - 1)
+        self.clock.now += n * self.seconds
+        self.drafts += n > 0
+        return [Draft.chain([0] * n, confidence=[0.5] * n)] if n else [NO_DRAFT]
+
+    def observe(self, seq, outcome):
+        pass
+
+    def end(self, seq):
+        pass
+
+
+def decode(guard, clock, tokens, *, accepted, plain=1.0, wide=1.3, row=0.03, sampler=None, speed=lambda n: 1.0):
+    """The loop without a model: `accepted(n)` of a draft made after n tokens; seconds over plain decoding's own."""
+    seq = SequenceState([0], tokens, sampler or Sampler())
+    guard.begin(seq, STEP)
+    usual = start = 0.0
+    start = clock.now
+    drafter = guard.drafter if isinstance(guard, Guard) else guard
+    base, lost = drafter.seconds, []
+    while seq.room:
+        at = len(seq.tokens) - 1
+        drafter.seconds = base * speed(at)
+        (draft,) = guard.propose([seq])
+        clock.now += speed(at) * (plain if not len(draft) else wide + row * len(draft))
+        kept = min(accepted(at), len(draft), seq.room - 1)
+        emitted = (0,) * (kept + 1)
+        usual += plain * speed(at) * len(emitted)
+        seq.tokens += emitted
+        seq.room -= len(emitted)
+        guard.observe(seq, Outcome(draft, tuple(range(kept)), emitted, STEP))
+        lost.append(clock.now - start - usual)
+    guard.end(seq)
+    return clock.now - start, usual, lost
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize(("tokens", "share"), [(100, 1.05), (500, 1.03)])
+def test_a_draft_that_is_never_right_costs_little(seconds, tokens, share):
+    clock = Clock()
+    drafter = Chain(clock, seconds)
+    took, usual, _ = decode(Guard(drafter, clock=clock), clock, tokens, accepted=lambda n: 0)
+    assert usual < took <= share * usual
+    assert drafter.drafts >= 2  # it is tried again, as far as the bound allows
+    clock = Clock()
+    alone, _, _ = decode(Chain(clock, seconds), clock, tokens, accepted=lambda n: 0)
+    assert alone > 1.3 * usual
+
+
+def test_a_draft_that_is_right_is_made():
+    clock = Clock()
+    took, usual, _ = decode(Guard(Chain(clock, 0.3, 4), clock=clock), clock, 200, accepted=lambda n: 4)
+    alone, _, _ = decode(Chain(clock, 0.3, 4), clock, 200, accepted=lambda n: 4)
+    assert took < 1.08 * alone < 0.7 * usual
+
+
+def test_a_draft_that_turns_wrong_never_takes_back_more_than_was_gained():
+    clock = Clock()
+    took, usual, _ = decode(Guard(Chain(clock, 0.5), clock=clock), clock, 400, accepted=lambda n: 12 * (n < 60))
+    assert took <= 1.03 * usual
+
+
+@pytest.mark.parametrize("slower", [0.5, 2.0, 5.0])
+def test_a_machine_that_changes_its_speed_halfway(slower):
+    """Drafts that lose a little, and then a machine on which everything takes longer, or shorter."""
+    for accepted in (0, 1):
+        clock = Clock()
+        guard = Guard(Chain(clock, 0.5, 4), clock=clock)
+        took, usual, _ = decode(
+            guard, clock, 500, accepted=lambda n, a=accepted: a, speed=lambda n: 1.0 if n < 250 else slower
+        )
+        assert took <= usual + 2.5 * max(1, slower) + 0.025 * usual
+        assert slower < 1 or took <= 1.03 * usual
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.floats(0.05, 1.0),
+    st.floats(1.0, 1.8),
+    st.floats(0.0, 0.05),
+    st.integers(1, 12),
+    st.lists(st.integers(0, 12), min_size=1, max_size=30),
+    st.integers(20, 300),
+)
+def test_the_bound_holds_after_every_round(seconds, wide, row, longest, pattern, tokens):
+    """Whatever the costs (verification at most twice a plain step) and whatever is accepted when."""
+    clock = Clock()
+    guard = Guard(Chain(clock, seconds, longest), clock=clock)
+    wide = min(wide, 2.0 - row)
+    _, _, lost = decode(guard, clock, tokens, accepted=lambda n: pattern[n % len(pattern)], wide=wide, row=row)
+    assert all(over <= 2.5 + 0.025 * (tokens + 1) + 1e-9 for over in lost)
+
+
+def test_one_disturbed_round_does_not_end_drafting():
+    clock = Clock()
+    drafter = Chain(clock, 0.3, 4)
+    decode(Guard(drafter, clock=clock), clock, 300, accepted=lambda n: 4, speed=lambda n: 30.0 if n == 52 else 1.0)
+    assert drafter.drafts > 30
+
+
+def test_what_it_knows_of_the_machine_outlasts_a_sequence():
+    clock = Clock()
+    drafter = Chain(clock, 0.3, 4)
+    guard = Guard(drafter, clock=clock)
+    for _ in range(3):
+        decode(guard, clock, 3, accepted=lambda n: 4)
+    assert drafter.drafts == 2  # the first two rounds ever are plain
+
+
+def test_with_a_seed_the_clock_is_not_read():
+    clock = Clock()
+
+    def broken():
+        raise AssertionError("read")
+
+    guard = Guard(Chain(clock, 0.3, 4), clock=broken)
+    seeded = Sampler(temperature=1.0, seed=1)
+    for outlook in (None, Outlook(0.3)):
+        guard.outlook = outlook
+        guard._clock = clock
+        decode(guard, clock, 50, accepted=lambda n: 4, sampler=seeded)
+    results = []
+    for speed in (1.0, 7.0):
+        drafter = Chain(clock, 0.3, 4)
+        guard = Guard(drafter, outlook=Outlook(0.3), clock=clock)
+        decode(guard, clock, 100, accepted=lambda n: n % 3, sampler=seeded, speed=lambda n, s=speed: s)
+        results.append(drafter.drafts)
+    assert results[0] == results[1] > 0
+
+
+def test_with_a_seed_a_wrong_draft_is_bounded_by_the_outlook():
+    clock = Clock()
+    outlook = Outlook(0.5, tuple(1.3 + 0.03 * (w - 1) if w > 1 else 1.0 for w in range(66)))
+    guard = Guard(Chain(clock, 0.5), outlook=outlook, clock=clock)
+    took, usual, _ = decode(guard, clock, 100, accepted=lambda n: 0, sampler=Sampler(temperature=1.0, seed=1))
+    assert took <= 1.05 * usual
+
+
+def test_it_changes_no_text():
+    """Through the real loop and clock: layer skip and a random tree, guarded."""
+    torch.set_num_threads(1)
+    runtime = Runtime(small())
+    for drafter in (LayerSkipDrafter(runtime, SkipSet((1,), (2,)), FixedK(3)), RandomTree(11)):
+        for prompt in ([1, 2, 3], [4]):
+            new, outcomes = run(runtime, Guard(drafter), prompt, 40)
+            assert new == plain(runtime, prompt, 40)
+            assert len(outcomes) <= 40
+    seeded = [
+        run(runtime, guarded, [1, 2], 30, sampler=Sampler(temperature=1.0, seed=3))[0]
+        for guarded in (PlainDrafter(), Guard(LayerSkipDrafter(runtime, SkipSet((1,)), FixedK(2))))
+    ]
+    assert seeded[0] == seeded[1]
+
+
+def test_room_is_given_back():
+    """Also where drafting fails."""
+
+    class Broken(Chain):
+        def propose(self, seqs):
+            raise RuntimeError("broken")
+
+    clock = Clock()
+    guard = Guard(Broken(clock, 0.1), clock=clock)
+    guard._prices.plain.extend([1.0, 1.0])
+    seq = SequenceState([0], 50, Sampler())
+    guard.begin(seq, STEP)
+    with pytest.raises(RuntimeError, match="broken"):
+        guard.propose([seq])
+    assert seq.room == 50
