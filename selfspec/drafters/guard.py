@@ -22,13 +22,12 @@ CHANGED = 0.25  # of what verifying took, after which the machine is taken to be
 
 @dataclass(slots=True)
 class _Account:
-    """Of one sequence: seconds that drafting may still lose, and what is under way."""
+    """Of one sequence: seconds that drafting has gained (or lost) with its share, and the round under way, if any."""
 
     slack: float = 0.0
     since_plain: int = 0
-    begun: float = 0.0
+    begun: float | None = None
     drafting: float = 0.0  # seconds
-    drafted: int = 0
 
 
 @dataclass(slots=True)
@@ -112,7 +111,6 @@ class Guard:
         account.begun = self._clock()
         deepest = self._deepest(seq, account)
         if deepest < 1:
-            account.drafted = 0
             return NO_DRAFT
         room = seq.room
         seq.room = min(room, deepest + 1)
@@ -120,7 +118,7 @@ class Guard:
             (draft,) = self.drafter.propose([seq])
         finally:
             seq.room = room
-        account.drafted, account.drafting = draft.depth, self._clock() - account.begun
+        account.drafting = self._clock() - account.begun
         return draft
 
     def _deepest(self, seq: SequenceState, account: _Account) -> int:
@@ -142,25 +140,26 @@ class Guard:
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Settle the round's account."""
-        account, tokens = self._accounts[id(seq)], len(outcome.tokens)
+        account, steps, tokens = self._accounts[id(seq)], outcome.draft.depth, len(outcome.tokens)
         if seq.sampler.seeded:
             if self.outlook is not None:
-                took = account.drafted * self.outlook.draft + self.outlook.rounds[1 + len(outcome.draft)]
+                took = steps * self.outlook.draft + self.outlook.rounds[1 + len(outcome.draft)]
                 account.slack += (1 + SHARE) * tokens - took
-        else:
-            self._settle(account, tokens, self._clock() - account.begun)
+        elif account.begun is not None:  # else the loop asked for no draft
+            self._settle(account, steps, tokens, self._clock() - account.begun)
+        account.begun = None
         self.drafter.observe(seq, outcome)
 
-    def _settle(self, account: _Account, tokens: int, took: float) -> None:
+    def _settle(self, account: _Account, steps: int, tokens: int, took: float) -> None:
         prices = self._prices
-        if not account.drafted:
+        if not steps:
             prices.see_plain(took)
             account.slack += SHARE * prices.usual
             account.since_plain = 0
             return
         account.slack += (1 + SHARE) * tokens * prices.usual - took
         account.since_plain += tokens
-        prices.see_drafted(account.drafted, account.drafting, took - account.drafting)
+        prices.see_drafted(steps, account.drafting, took - account.drafting)
 
     def end(self, seq: SequenceState) -> None:
         """Close the account."""

@@ -210,3 +210,12 @@ def test_room_is_given_back():
     with pytest.raises(RuntimeError, match="broken"):
         guard.propose([seq])
     assert seq.room == 50
+
+
+def test_rounds_that_ask_for_no_draft_are_not_counted():
+    """The loop's own plain rounds: the first of a stream, and the last of all."""
+    runtime = Runtime(small())
+    guard = Guard(LayerSkipDrafter(runtime, SkipSet((1,), (2,)), FixedK(3)))
+    for room in (1, 2, 3, 20):
+        for first_plain in (False, True):
+            assert run(runtime, guard, [1, 2, 3], room, first_plain=first_plain)[0] == plain(runtime, [1, 2, 3], room)
