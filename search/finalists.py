@@ -55,13 +55,13 @@ def finish(
             finalists += sorted(smaller, key=lambda s: s.tokens_per_second)[-1:]
             on_stage("measuring the best few on held-out prompts" if held_out else "measuring the best few", None)
             best = _best(llm, base, finalists, prompts, decoding)
-            drafter = llm.drafts_with(_with(base, best))
+            drafter = llm.drafts_with(drafting_as(base, best))
             other = usual() if usual is not None else None
             measured = measure(llm, drafter, prompts, decoding.options(), held_out=held_out, usual=other)
     except KeyboardInterrupt:
         search = search.model_copy(update={"interrupted": True})
     kept = keep_best or (best.speedup if measured is None else measured.speedup) > 1
-    found = _with(base, best)
+    found = drafting_as(base, best)
     predicted = predict(replay, found) if kept and replay is not None and base.costs is not None else None
     if not kept:
         found = base.model_copy(update={"controller": found.controller})
@@ -76,7 +76,7 @@ def finish(
     )
 
 
-def _with(base: Profile, score: Score) -> Profile:
+def drafting_as(base: Profile, score: Score) -> Profile:
     """A profile that drafts as was scored, with every option of its controller written out."""
     return base.model_copy(
         update={
@@ -92,7 +92,7 @@ def _with(base: Profile, score: Score) -> Profile:
 def _best(llm: LLM, base: Profile, finalists: Sequence[Score], prompts: Sequence[Prompt], decoding: Decoding) -> Score:
     """The one that measures best, all interleaved with plain decoding."""
     methods = {
-        str(i): method(llm, llm.drafts_with(_with(base, score)), decoding.options())
+        str(i): method(llm, llm.drafts_with(drafting_as(base, score)), decoding.options())
         for i, score in enumerate(finalists)
     }
     runs = interleave({"plain": method(llm, PlainDrafter(), decoding.options()), **methods}, prompts, rounds=2)

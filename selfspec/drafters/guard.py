@@ -163,7 +163,7 @@ class Guard:
 
     def end(self, seq: SequenceState) -> None:
         """Close the account."""
-        del self._accounts[id(seq)]
+        self._accounts.pop(id(seq), None)
         self.drafter.end(seq)
 
 

@@ -8,9 +8,10 @@ from models import plain, run, small
 from toys import HiddenHead, RandomTree, Scripted, TinyModel, always_wrong, oracle
 from transformers import SuppressTokensLogitsProcessor
 
-from selfspec.controllers import AdaptiveThreshold, FixedK, StaticThreshold
+from selfspec.acceptance import Outlook
+from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.decode import decode
-from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.drafts import SequenceState
 from selfspec.errors import BusyError
 from selfspec.runtime import Runtime
@@ -38,6 +39,10 @@ DRAFTERS = {
     "layer skip, draft vocabulary": lambda runtime, prompt: LayerSkipDrafter(
         runtime, SKIP, FixedK(3), vocabulary=[1, 2, 4, 5, 8, 9]
     ),
+    "layer skip, rate": lambda runtime, prompt: LayerSkipDrafter(
+        runtime, SKIP, RateOptimal(floor=0.1, outlook=Outlook(0.2)), siblings=4
+    ),
+    "guarded": lambda runtime, prompt: Guard(LayerSkipDrafter(runtime, SKIP, FixedK(3), siblings=2)),
     "layer skip, adaptive": lambda runtime, prompt: LayerSkipDrafter(runtime, SKIP, AdaptiveThreshold(k_max=6)),
 }
 

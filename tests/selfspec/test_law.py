@@ -6,6 +6,8 @@ planted, each of which the same harness must see.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from models import run, small
@@ -13,14 +15,21 @@ from toys import Enumerating, HiddenHead, RandomTree, Reusing, Scripted, TinyMod
 from transformers.generation import logits_process as hf
 
 from selfspec import verify
-from selfspec.controllers import AdaptiveThreshold, FixedK, StaticThreshold
-from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.acceptance import MOST_ROWS, AcceptanceCurve, Outlook
+from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
+from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.drafts import Draft
 from selfspec.runtime import Runtime
 from selfspec.skip import SkipSet
 
 VOCABULARY, PROMPT = 3, [0, 2, 1]
 EXACT, SEEN = 1e-9, 1e-3
+# By which how many candidates stand beside a token, and whether another is drafted, depends on its confidence.
+UNSURE = Outlook(
+    0.2,
+    tuple(1 + 0.5 * rows for rows in range(MOST_ROWS + 1)),
+    AcceptanceCurve(accepted=[0.6, 1.0], following=[0.6, 1.0], beside=[[0.9, 0.0], [0.8, 0.0]]),
+)
 DRAFTERS = {
     "plain": lambda runtime: PlainDrafter(),
     "chain": lambda runtime: RandomTree(VOCABULARY, (1, 1)),
@@ -43,6 +52,10 @@ DRAFTERS = {
     "layer skip, adaptive": lambda runtime: LayerSkipDrafter(
         runtime, SkipSet((0,), (0,)), AdaptiveThreshold(threshold=0.5, step=1.0, k_max=2)
     ),
+    "layer skip, rate": lambda runtime: LayerSkipDrafter(
+        runtime, SkipSet((1,), (1,)), RateOptimal(floor=0.0, k_max=2, outlook=UNSURE), siblings=3
+    ),
+    "guarded": lambda runtime: Guard(RandomTree(VOCABULARY, (1, 1)), clock=itertools.count().__next__),
 }
 SETTINGS = {
     "temperature": lambda: [hf.TemperatureLogitsWarper(0.5)],
@@ -86,7 +99,7 @@ def deviation(runtime, make, room, *, rule, kind=Enumerating, processors=()):
 
 
 # Two and three tokens cover what would be a hundred thousand paths over four.
-MANY = ("all siblings", "siblings below", "layer skip, siblings")
+MANY = ("all siblings", "siblings below", "layer skip, siblings", "layer skip, rate")
 CASES = [(name, room) for name in DRAFTERS for room in (2, 3, 4) if name not in MANY or room < 4]
 
 
@@ -101,6 +114,19 @@ def test_what_is_emitted_follows_the_target_exactly(runtime, rule, name, room):
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_processed_scores_are_followed_exactly(runtime, rule, name, settings):
     assert deviation(runtime, DRAFTERS[name], 3, rule=rule, processors=SETTINGS[settings]()) < EXACT
+
+
+def test_candidates_depend_on_confidence(runtime):
+    """So that the law above is that of counts which differ from draft to draft."""
+    counts = set()
+
+    def once(sampler):
+        _, outcomes = run(runtime, DRAFTERS["layer skip, rate"](runtime), PROMPT, 3, sampler=sampler, rule="token")
+        counts.update((len(o.draft.confidence), len(o.draft)) for o in outcomes)
+
+    for _ in enumerate_outcomes(once):
+        pass
+    assert counts >= {(1, 1), (1, 2), (1, 3)}
 
 
 class WrongTemperature(RandomTree):

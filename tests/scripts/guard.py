@@ -1,0 +1,134 @@
+"""What the guard lets the worst drafts cost: seconds over plain decoding's, in interleaved runs.
+
+    python tests/scripts/guard.py --out tests/scripts/guard.json
+
+Three cases, over 100 and 500 tokens: a model of random weights, of which hardly a draft is right; a profile whose draft
+is never right (it drafts one token that the text does not have); and a machine on which every pass takes twice as long
+from the middle of the text on. `free` is the same drafter without the guard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import selfspec
+from selfspec import builtin
+from selfspec.api import LLM
+from selfspec.bench import conditions, interleave, method
+from selfspec.drafters import PlainDrafter
+from selfspec.layout import lay_out_
+from selfspec.options import Options
+from selfspec.profile import ControllerSpec, Profile, Skip
+from selfspec.runtime import Runtime
+
+PROMPTS, ROUNDS = 4, 3
+HALF = Skip(attention=list(range(1, 16, 2)), mlp=list(range(1, 16, 2)))
+
+
+def random_weights(llm: LLM) -> tuple[LLM, Profile]:
+    """The built-in architecture with other weights."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(llm.model.config).eval()
+    lay_out_(model, llm.layout or "rows")
+    other = selfspec.wrap(model, llm.tokenizer, profile="none", name="random")
+    return other, Profile(model=other.identity, skip=HALF, controller=_fixed(6))
+
+
+def never_right(llm: LLM) -> tuple[LLM, Profile]:
+    """Drafts of one token that texts do not have."""
+    return llm, Profile(model=llm.identity, skip=HALF, controller=_fixed(6), draft_vocabulary=[1])
+
+
+def slowed(llm: LLM) -> tuple[LLM, Profile]:
+    """Drafts that are often right, on a machine that gets slower."""
+    return llm, Profile(model=llm.identity, skip=HALF, controller=_fixed(3))
+
+
+def _fixed(k: int) -> ControllerSpec:
+    return ControllerSpec(name="fixed", options={"k": k})
+
+
+class Slow:
+    """A runtime's forward that takes twice as long from a position on."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._forward = runtime.forward
+        self.after = 0
+
+    def __call__(self, tokens: Any, positions: Any, **settings: Any) -> Any:
+        begun = time.perf_counter()
+        step = self._forward(tokens, positions, **settings)
+        at = positions if isinstance(positions, int) else int(positions[0, 0])
+        if at >= self.after:
+            until = 2 * time.perf_counter() - begun
+            while time.perf_counter() < until:
+                pass
+        return step
+
+
+def measured(llm: LLM, profile: Profile, tokens: int, slow: Slow | None) -> dict[str, Any]:
+    """Seconds of guarded and free drafting over plain decoding's, as a share of it."""
+    options = Options(max_new_tokens=tokens)
+    prompts = [llm.encode(prompt)[:64] for prompt in builtin.prompts("heldout")[:PROMPTS]]
+    if slow is not None:
+        slow.after = 64 + tokens // 2
+        prompts = [ids for ids in map(llm.encode, builtin.prompts("heldout")) if len(ids) >= 64][:PROMPTS]
+        prompts = [ids[:64] for ids in prompts]
+    methods = {
+        "plain": method(llm, PlainDrafter(), options),
+        "guarded": method(llm, llm.guarded(profile), options),
+        "free": method(llm, llm.drafts_with(profile), options),
+    }
+    runs = interleave(methods, prompts, rounds=ROUNDS)
+    found: dict[str, Any] = {"tokens": runs.total("plain").tokens / PROMPTS / ROUNDS}
+    for name in ("guarded", "free"):
+        ratios = [1 / ratio - 1 for ratio in runs.ratios(name, "plain")]
+        found[name] = {
+            "median": statistics.median(ratios),
+            "worst_prompt": max(ratios),
+            "drafted_each": runs.total(name).drafted / PROMPTS / ROUNDS,
+            "acceptance": runs.total(name).acceptance_rate,
+        }
+    return found
+
+
+def main() -> None:
+    """Every case at both lengths."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    llm = selfspec.load(profile="none")
+    cases: dict[str, Callable[[LLM], tuple[LLM, Profile]]] = {
+        "random weights": random_weights,
+        "never right": never_right,
+        "twice as slow from the middle on": slowed,
+    }
+    found: dict[str, Any] = {**conditions(llm.runtime), "prompts": PROMPTS, "rounds": ROUNDS, "cases": {}}
+    for name, case in cases.items():
+        subject, profile = case(llm)
+        slow = None
+        if case is slowed:
+            slow = Slow(subject.runtime)
+            subject.runtime.forward = slow  # type: ignore[method-assign]
+        for tokens in (100, 500):
+            one = found["cases"][f"{name}, {tokens} tokens"] = measured(subject, profile, tokens, slow)
+            print(
+                f"{name}, {tokens}: guarded {one['guarded']['median']:+.1%} (worst prompt "
+                f"{one['guarded']['worst_prompt']:+.1%}), free {one['free']['median']:+.1%}",
+                flush=True,
+            )
+    given.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
