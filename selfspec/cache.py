@@ -113,14 +113,10 @@ class Cache:
         start = self.length[row] + 1
         if any(node != place for place, node in enumerate(path)):
             source = torch.tensor([start + node for node in path])
-            for keys, values in zip(self.keys, self.values, strict=True):
-                self._move(keys[row], source, start)
-                self._move(values[row], source, start)
+            for t in (t for pair in self._whole for t in pair):  # all layers of a device at once
+                kept = t[:, row]
+                kept.narrow(2, start, len(path)).copy_(kept.index_select(2, source.to(t.device)))
         self.length[row] = start + len(path)
-
-    @staticmethod
-    def _move(kept: Tensor, source: Tensor, start: int) -> None:  # kept: [H_kv, slots, d]
-        kept.narrow(1, start, len(source)).copy_(kept.index_select(1, source.to(kept.device)))
 
 
 def _repeat(t: Tensor, group: int) -> Tensor:  # [L, B * H_kv, slots, d]

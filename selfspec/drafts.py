@@ -142,12 +142,13 @@ class Draft:
         if self.is_chain:
             return tokens, start, None
         positions = torch.tensor([[start, *(start + depth for depth in self.depths)]], device=device)
-        rows = 1 + len(self)
-        mask = torch.zeros((1, rows, start + rows), dtype=torch.bool)
-        mask[:, :, : start + 1] = True
-        for node in range(len(self)):
-            for above in self.path_to(node):
-                mask[0, node + 1, start + 1 + above] = True
+        above = [[False] * len(self)]  # for the root, then each token: which tokens it sees
+        for node, parent in enumerate(self.parents):
+            seen = list(above[parent + 1])
+            seen[node] = True
+            above.append(seen)
+        mask = torch.ones((1, 1 + len(self), start + 1 + len(self)), dtype=torch.bool)
+        mask[0, :, start + 1 :] = torch.tensor(above)
         return tokens, positions, mask.to(device)
 
 
