@@ -22,7 +22,7 @@ test: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --maxprocesses 4
 
 proof: $(VENV)/.installed
 	$(BIN)/python tests/scripts/proof.py --out tests/scripts/proof.json

@@ -205,24 +205,23 @@ class Replayed:
         return best
 
     def _priced(self, plan: _Plan, traces: Sequence[Trace], draft: float) -> _Value:
-        walks = walk(traces, plan.controller, siblings=plan.siblings, seeded=self._replay.sampler.seeded)
+        walks = walk(traces, plan.controller, siblings=plan.siblings, seeded=self._replay.seeded)
         seconds = tuple(self._costs.seconds(w.drafts, draft) for w in walks)
         return _Value(plan, tuple(w.stats for w in walks), seconds)
 
     def _as_score(self, skip: SkipSet, value: _Value, speed: float, *, pruned: bool) -> Score:
         total = Stats.total(value.stats)
+        controller = value.plan.controller
         return Score(
             skip,
             speed,
             speed * self._costs.plain,
             total.acceptance_rate,
             total.tokens_per_round,
-            value.plan.controller.spec(),
+            controller.spec(),
             pruned,
             siblings=value.plan.siblings,
-            acceptance=controller.outlook.curve
-            if isinstance(controller := value.plan.controller, RateOptimal)
-            else None,
+            acceptance=controller.outlook.curve if isinstance(controller, RateOptimal) else None,
         )
 
 
@@ -236,7 +235,7 @@ def predict(replay: Replay, profile: Profile) -> Prediction:
         raise SelfspecError("a prediction needs a profile with costs")
     controller = make_controller(profile.controller, profile.outlook)
     traces = replay.trace(profile.skip_set, [controller], vocabulary=profile.draft_vocabulary or ())
-    walks = walk(traces, controller, siblings=profile.siblings, seeded=replay.sampler.seeded)
+    walks = walk(traces, controller, siblings=profile.siblings, seeded=replay.seeded)
     total = Stats.total(done.stats for done in walks)
     drafts = sum((done.drafts for done in walks), Counter[tuple[int, int]]())
     prefill = costs.prefill * sum(text.prompt for text in replay.texts)

@@ -101,7 +101,7 @@ class Replay:
                 self._runtime.forward(self._tokens[own, :first], 0, rows=own, logits=None)
             if not text.new:
                 continue
-            logits: Literal["all"] | None = None if self.sampler.greedy else "all"
+            logits: Literal["all"] | None = None if self.sampler.greedy or self._tied is not None else "all"
             tokens = self._tokens[own, first : len(text.tokens) - 1]
             step = self._runtime.forward(tokens, first, rows=own, logits=logits)
             if step.logits is not None:
@@ -112,6 +112,11 @@ class Replay:
         self._room = torch.tensor([text.prompt + text.room for text in self.texts])[owner].to(device)
         self._lengths = torch.tensor([len(text.tokens) for text in self.texts], device=device)[:, None]
         self._ends = torch.tensor(sorted(self._runtime.skeleton.ends), dtype=torch.long, device=device)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the texts were decoded with seeds, so that controllers start each afresh."""
+        return self.sampler.seeded or self._tied is not None
 
     @property
     def layers(self) -> int:

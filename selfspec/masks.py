@@ -26,10 +26,10 @@ class Masks:
         return F.pad(later[:n, :n], (end - n, 0))
 
     def additive(self, mask: Tensor) -> Tensor:
-        """`[B * H_kv, 1, n, S]` of a mask `[B, n, S]` (true: seen)."""
+        """`[B * H_kv, 1, n, S]` of a mask `[B, n, S]` (true: seen); `[1, 1, n, S]`, for all, if B is 1."""
         zeros = torch.zeros(mask.shape, dtype=self._dtype, device=self._device)
         additive = zeros.masked_fill_(mask.logical_not(), -torch.inf)
-        return additive.repeat_interleave(self._kv_heads, dim=0).unsqueeze(1)
+        return (additive if len(mask) == 1 else additive.repeat_interleave(self._kv_heads, dim=0)).unsqueeze(1)
 
     def grouped(self, additive: Tensor) -> Tensor:
         """`[1 or B * H_kv, G * n, S]`, for all the query heads of a key head, from either of the others."""

@@ -44,6 +44,14 @@ def _facts(profile: Profile) -> list[tuple[str, str]]:
         ("", ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)),
         ("controller", f"{profile.controller.name}{f' ({options})' if options else ''}"),
     ]
+    if profile.siblings > 1:
+        facts.append(("candidates", f"{profile.siblings} for each drafted position at most"))
+    if profile.draft_vocabulary is not None:
+        facts.append(("drafted from", f"{len(profile.draft_vocabulary)} tokens"))
+    if profile.acceptance is not None:
+        a = profile.acceptance
+        some = sorted({0, len(a.confidence) // 2, len(a.confidence) - 1})
+        facts.append(("accepted", ", ".join(f"{a.accepted[i]:.0%} at confidence {a.confidence[i]:.2g}" for i in some)))
     if profile.calibration:
         c = profile.calibration
         facts.append(("calibration", f"{c.source}: {c.prompts} prompts, {c.tokens} tokens"))

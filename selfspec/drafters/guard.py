@@ -13,7 +13,8 @@ from selfspec.drafters.base import Drafter
 from selfspec.drafts import NO_DRAFT, Draft, Outcome, SequenceState
 from selfspec.runtime import Step
 
-SHARE, START = 0.025, 2.0  # of plain decoding's time, and plain steps, that drafting may lose
+SHARE, START = 0.02, 1.75  # of plain decoding's time, and plain steps, that drafting may lose
+FIRST_REST = 1.6  # plain rounds that the first draft's verification is taken to last
 KNOWN, RECENT = 2, 5  # plain rounds before the first draft, and of how many the median is taken
 DRAFTED, LATELY = 8, 3  # recent rounds by which the next one's cost, and a change of the machine, is judged
 PROBE = 128  # tokens after which a plain round is due
@@ -35,18 +36,15 @@ class _Prices:
     """Seconds of a plain round, and of what drafted rounds took for each draft step and beside, as they were lately."""
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    usual: float = 0.0  # a plain round, by the median
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=DRAFTED))
     rest: deque[float] = field(default_factory=lambda: deque(maxlen=DRAFTED))
     then: float | None = None  # what verifying took about the last plain round
 
-    @property
-    def usual(self) -> float:
-        """A plain round, by the median."""
-        return statistics.median_low(self.plain)
-
     def see_plain(self, seconds: float) -> None:
         """A plain round took so long."""
         self.plain.append(seconds)
+        self.usual = statistics.median_low(self.plain)
         self.then = None
 
     def see_drafted(self, steps: int, drafting: float, rest: float) -> None:
@@ -64,20 +62,21 @@ class _Prices:
 
     def deepest(self, seconds: float) -> int:
         """The most draft steps of a round that is to take no longer than `seconds`; before the first, a guess."""
-        step, rest = (_dear(self.steps), _dear(self.rest)) if self.steps else (self.usual, 2 * self.usual)
+        step, rest = (_dear(self.steps), _dear(self.rest)) if self.steps else (self.usual, FIRST_REST * self.usual)
         return int((seconds - rest) / step) if step > 0 and seconds > rest else 0
 
 
 class Guard:
     """Lets `drafter` draft, and as deep, only while that cannot cost more than the bound.
 
-        seconds lost to drafting + this round's dearest cost - t <= 2 t + 0.025 t (tokens + 1),   t a plain round's
+        seconds lost to drafting + this round's dearest cost - t <= 1.75 t + 0.02 t (tokens + 1),   t a plain round's
 
     So decoding takes at most 5% longer than plain decoding over 100 tokens, and 3% over 500, however wrong the drafts
-    are, with half a t to spare for a round that is dearer than those before it. What drafting loses in a round is what
-    the round took less t for each of its tokens; a plain round loses nothing. t is the median of recent plain rounds:
-    the first two rounds, one after 128 tokens without, those that the bound forces, and two where verifying takes
-    longer or shorter than it did. A draft is judged by the second dearest of the recent ones.
+    are; what is spared of that is for a round that is dearer than those before it, and for the guard itself. What
+    drafting loses in a round is what the round took less t for each of its tokens; a plain round loses nothing. t is
+    the median of recent plain rounds: the first two rounds, one after 128 tokens without, those that the bound forces,
+    and two where verifying takes longer or shorter than it did. A draft is judged by the second dearest of the recent
+    ones.
 
     With a seeded sampler nothing depends on `clock`: rounds cost what `outlook` says, and without one nothing is
     bounded. Everything else is the drafter's own.

@@ -88,19 +88,11 @@ class LayerSkipDrafter:
         counts = self.controller.beside(confidences, self.siblings - 1) if self.siblings > 1 else ()
         if not any(counts):
             return chain
-        choose = self._likeliest if seq.sampler.greedy else self._drawn
-        return chain.with_leaves(
-            [
-                choose(seq, row, token, count, position + i)
-                for i, (row, token, count) in enumerate(zip(rows, tokens, counts, strict=True), start=1)
-            ]
-        )
-
-    def _likeliest(self, seq: SequenceState, scores: Tensor, token: int, count: int, position: int) -> list[int]:
-        """The `count` tokens of the highest scores `[V]` beside `token`."""
-        del seq, position
-        likeliest = scores.topk(min(count + 1, len(scores))).indices.tolist() if count else []
-        return [other for other in likeliest if other != token][:count]
+        if seq.sampler.greedy:
+            return chain.with_leaves(_likeliest(rows, tokens, counts))
+        places = range(position + 1, position + 1 + len(tokens))
+        drawn = [self._drawn(seq, *one) for one in zip(rows, tokens, counts, places, strict=True)]
+        return chain.with_leaves(drawn)
 
     def _drawn(self, seq: SequenceState, q: Tensor, token: int, count: int, position: int) -> list[int]:
         """Tokens drawn from `q` `[V]` one after the other without replacement, after `token`."""
@@ -124,3 +116,13 @@ class LayerSkipDrafter:
         assert step.logits is not None
         prefix = ([*seq.tokens, *drafted] for _ in range(1))  # made only if a processor reads it
         return seq.sampler.scores(step.logits[0], prefix)[0]
+
+
+def _likeliest(rows: Sequence[Tensor], tokens: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+    """For each row of scores `[V]`, so many tokens of the highest beside the one drafted."""
+    most = min(max(counts) + 1, len(rows[0]))
+    best = torch.stack(list(rows)).topk(most).indices.tolist()
+    return [
+        [other for other in row if other != token][:count]
+        for row, token, count in zip(best, tokens, counts, strict=True)
+    ]

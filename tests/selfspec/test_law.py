@@ -99,7 +99,7 @@ def deviation(runtime, make, room, *, rule, kind=Enumerating, processors=()):
 
 
 # Two and three tokens cover what would be a hundred thousand paths over four.
-MANY = ("all siblings", "siblings below", "layer skip, siblings", "layer skip, rate")
+MANY = ("all siblings", "chain with siblings", "siblings below", "layer skip, siblings", "layer skip, rate")
 CASES = [(name, room) for name in DRAFTERS for room in (2, 3, 4) if name not in MANY or room < 4]
 
 

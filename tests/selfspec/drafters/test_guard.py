@@ -204,7 +204,8 @@ def test_room_is_given_back():
 
     clock = Clock()
     guard = Guard(Broken(clock, 0.1), clock=clock)
-    guard._prices.plain.extend([1.0, 1.0])
+    for _ in range(2):
+        guard._prices.see_plain(1.0)
     seq = SequenceState([0], 50, Sampler())
     guard.begin(seq, STEP)
     with pytest.raises(RuntimeError, match="broken"):
