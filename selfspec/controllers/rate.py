@@ -55,7 +55,7 @@ class RateOptimal(Options):
     name: ClassVar[str] = "rate"
     rate: float = 1.0
     k_max: int = 12
-    floor: float = 0.3
+    floor: float = 0.05
     strength: float = 16.0
     memory: float = 0.99
     outlook: Outlook = field(default_factory=Outlook, metadata={"option": False})

@@ -13,7 +13,7 @@ from selfspec.drafters.base import Drafter
 from selfspec.drafts import NO_DRAFT, Draft, Outcome, SequenceState
 from selfspec.runtime import Step
 
-SHARE, START = 0.02, 1.75  # of plain decoding's time, and plain steps, that drafting may lose
+SHARE, START = 0.015, 1.65  # of plain decoding's time, and plain steps, that drafting may lose
 FIRST_REST = 1.6  # plain rounds that the first draft's verification is taken to last
 KNOWN, RECENT = 2, 5  # plain rounds before the first draft, and of how many the median is taken
 DRAFTED, LATELY = 8, 3  # recent rounds by which the next one's cost, and a change of the machine, is judged
@@ -69,7 +69,7 @@ class _Prices:
 class Guard:
     """Lets `drafter` draft, and as deep, only while that cannot cost more than the bound.
 
-        seconds lost to drafting + this round's dearest cost - t <= 1.75 t + 0.02 t (tokens + 1),   t a plain round's
+        seconds lost to drafting + this round's dearest cost - t <= 1.65 t + 0.015 t (tokens + 1),   t a plain round's
 
     So decoding takes at most 5% longer than plain decoding over 100 tokens, and 3% over 500, however wrong the drafts
     are; what is spared of that is for a round that is dearer than those before it, and for the guard itself. What

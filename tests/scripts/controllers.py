@@ -32,7 +32,7 @@ from selfspec.costing import measure_costs
 from selfspec.drafters import PlainDrafter
 from selfspec.profile import find_profile_file
 
-PROMPTS, NEW, ROUNDS = 12, 64, 3
+PROMPTS, NEW, ROUNDS = 8, 64, 2
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from selfspec.controllers import StaticThreshold
 from selfspec.costing import measure_costs
 from selfspec.drafters import PlainDrafter
 from selfspec.machine import machine
+from selfspec.profile import Profile, Skip
 from selfspec.skip import SkipSet
 
 
@@ -61,7 +62,9 @@ def main() -> None:
     ratios = []
     with Replay(llm.model, texts, sampler=decoding.sampler(), depth=controller.k_max, seed=options.seed) as replay:
         for i, skip in enumerate(skips):
-            both = [predict(replay, c, skip, controller) for c in costs]
+            set_ = Skip(attention=list(skip.attention), mlp=list(skip.mlp))
+            profile = Profile(model=llm.identity, skip=set_, controller=controller.spec())
+            both = [predict(replay, profile.model_copy(update={"costs": c})) for c in costs]
             predicted = statistics.mean(p.speedup for p in both)
             total, base = runs.total(str(i)), runs.total("plain")
             measured = total.tokens_per_second / base.tokens_per_second
