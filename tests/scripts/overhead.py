@@ -2,8 +2,8 @@
 
     python tests/scripts/overhead.py
 
-Decodes one long text of the built-in model, plainly and with four drafted tokens a round, and takes from the seconds of
-the rounds those of the bare forwards that they consist of, over as many keys.
+Decodes one long text of the built-in model, plainly and with four drafted tokens a round (three candidates for each),
+and tells the seconds spent in forwards from those spent around them, round by round.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -28,27 +28,37 @@ DRAFTED, SIBLINGS, START, REPEATS = 4, 3, 100, 3
 EDGES = (128, 256, 384, 512, 640, 768, 896, 1000)
 
 
-def forward(llm: LLM, keys: int, rows: int, skip: SkipSet) -> float:
-    """Seconds of a bare forward."""
-    tokens = torch.zeros((1, rows), dtype=torch.long)
-    times = []
-    with llm.runtime.session(keys + rows):
-        for _ in range(60):
-            begun = time.perf_counter()
-            llm.runtime.forward(tokens, keys, skip=skip)
-            times.append(time.perf_counter() - begun)
-    return statistics.median(times[15:])
+class Timed:
+    """A runtime's forward that adds up its seconds, up to and with each full pass that has logits."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._forward = llm.runtime.forward
+        self._spent = 0.0
+        self.rounds: list[float] = []
+
+    def __call__(self, *given: Any, **settings: Any) -> Any:
+        begun = time.perf_counter()
+        step = self._forward(*given, **settings)
+        self._spent += time.perf_counter() - begun
+        if not len(settings.get("skip", NOTHING_SKIPPED)):
+            if step.logits is not None:
+                self.rounds.append(self._spent)
+            self._spent = 0.0
+        return step
 
 
-def rounds(llm: LLM, drafter: Drafter, drafted: int) -> list[tuple[int, float]]:
-    """Keys in the cache, and seconds, of every round that drafted so many tokens."""
-    prompt = llm.encode("".join(builtin.prompts("heldout")))[:START]
+def rounds(llm: LLM, drafter: Drafter, drafted: int) -> list[tuple[int, float, float]]:
+    """Keys in the cache, seconds, and seconds of forwards, of every round that drafted so many tokens."""
+    prompt = llm.encode("".join(builtin.prompts("heldout")[:20]))[:START]
+    timed = llm.runtime.forward
+    assert isinstance(timed, Timed)
     found = []
     for _ in range(REPEATS):
-        keys = START
-        for number, done in enumerate(method(llm, drafter, Options(max_new_tokens=1020 - START))(prompt).log):
+        timed.rounds.clear()
+        log, keys = method(llm, drafter, Options(max_new_tokens=1020 - START))(prompt).log, START
+        for number, (done, model) in enumerate(zip(log, timed.rounds, strict=True)):
             if number and done.drafted == drafted:
-                found.append((keys, done.seconds))
+                found.append((keys, done.seconds, model))
             keys += done.tokens
     return found
 
@@ -57,21 +67,16 @@ def main() -> None:
     """A line for each stretch of contexts."""
     torch.set_num_threads(1)
     llm = selfspec.load(profile="none", drafting=True)
+    llm.runtime.forward = Timed(llm)  # type: ignore[method-assign]
     half = tuple(range(1, 16, 2))
-    skip = SkipSet(half, half)
-    drafter = LayerSkipDrafter(llm.runtime, skip, FixedK(DRAFTED), siblings=SIBLINGS)
-    rows = 1 + DRAFTED * SIBLINGS
-    own: dict[str, Callable[[int], float]] = {
-        "plain": lambda keys: forward(llm, keys, 1, NOTHING_SKIPPED),
-        "draft": lambda keys: DRAFTED * forward(llm, keys, 1, skip) + forward(llm, keys, rows, NOTHING_SKIPPED),
-    }
+    drafter = LayerSkipDrafter(llm.runtime, SkipSet(half, half), FixedK(DRAFTED), siblings=SIBLINGS)
     seen = {"plain": rounds(llm, PlainDrafter(), 0), "draft": rounds(llm, drafter, DRAFTED)}
     for low, high in itertools.pairwise(EDGES):
         line = f"{low:5} to {high:4} keys:"
         for name, log in seen.items():
-            took = statistics.median(seconds for keys, seconds in log if low <= keys < high)
-            model = own[name]((low + high) // 2)
-            line += f"  {name} round {took * 1e3:6.2f} ms, model {model * 1e3:6.2f}, beside {(took - model) * 1e3:5.2f}"
+            here = [(took, model) for keys, took, model in log if low <= keys < high]
+            took, beside = statistics.median(t for t, _ in here), statistics.median(t - m for t, m in here)
+            line += f"  {name} round {took * 1e3:6.2f} ms, {beside * 1e3:5.2f} beside the model"
         print(line, flush=True)
 
 
