@@ -50,10 +50,13 @@ class _Prices:
     def see_drafted(self, steps: int, drafting: float, rest: float) -> None:
         """A round drafted so many tokens and took so long, for drafting and beside.
 
-        Where verifying takes longer or shorter than it did, what a plain round took is no longer known.
+        Where verifying takes longer or shorter than it did, or less than a plain round, which has fewer rows, what a
+        plain round took is no longer known.
         """
         self.steps.append(drafting / steps)
         self.rest.append(rest)
+        if rest < self.usual:
+            self.plain.clear()
         if len(self.rest) >= LATELY:
             now = statistics.median_low(list(self.rest)[-LATELY:])
             self.then = now if self.then is None else self.then
@@ -75,8 +78,8 @@ class Guard:
     are; what is spared of that is for a round that is dearer than those before it, and for the guard itself. What
     drafting loses in a round is what the round took less t for each of its tokens; a plain round loses nothing. t is
     the median of recent plain rounds: the first two rounds, one after 128 tokens without, those that the bound forces,
-    and two where verifying takes longer or shorter than it did. A draft is judged by the second dearest of the recent
-    ones.
+    and two where verifying takes longer or shorter than it did, or less than t. A draft is judged by the second dearest
+    of the recent ones. Of a machine that changes its speed, t is that of its slower times.
 
     With a seeded sampler nothing depends on `clock`: rounds cost what `outlook` says, and without one nothing is
     bounded. Everything else is the drafter's own.
@@ -156,9 +159,10 @@ class Guard:
             account.slack += SHARE * prices.usual
             account.since_plain = 0
             return
-        account.slack += (1 + SHARE) * tokens * prices.usual - took
+        rest = took - account.drafting
+        account.slack += (1 + SHARE) * tokens * min(prices.usual, rest) - took
         account.since_plain += tokens
-        prices.see_drafted(steps, account.drafting, took - account.drafting)
+        prices.see_drafted(steps, account.drafting, rest)
 
     def end(self, seq: SequenceState) -> None:
         """Close the account."""

@@ -134,6 +134,17 @@ def test_the_bound_holds_after_every_round(seconds, wide, row, longest, pattern,
     assert all(over <= 2.5 + 0.025 * (tokens + 1) + 1e-9 for over in lost)
 
 
+def test_a_machine_that_is_faster_when_the_next_sequence_begins():
+    """What a plain round took before is too much to credit drafts with now; the first verification shows it."""
+    clock = Clock()
+    guard = Guard(Chain(clock, 0.5, 4), clock=clock)
+    for number in range(6):
+        took, usual, _ = decode(
+            guard, clock, 100, accepted=lambda n: 0, speed=lambda n, m=number: 2.0 if n >= 50 and m < 5 else 1.0
+        )
+        assert took <= usual + 2.5 * 2 + 0.025 * usual  # plain steps of the slower half
+
+
 def test_one_disturbed_round_does_not_end_drafting():
     clock = Clock()
     drafter = Chain(clock, 0.3, 4)
