@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,16 +23,10 @@ def fit_curve(traces: Sequence[Trace], candidates: int) -> AcceptanceCurve:
 
     Without such tokens it is the default curve, a guess.
     """
-    seen = [
-        (c, i < run, rank if i == run else 0, following[i + 1] if i + 1 < len(following) else -1)
-        for trace in traces
-        for start, (confidences, run, rank) in enumerate(zip(trace.confidences, trace.runs, trace.ranks, strict=True))
-        for following in [[int(i < run) for i in range(min(len(confidences), trace.tokens - start))]]
-        for i, c in enumerate(confidences[: min(run + 1, len(following))])
-    ]
+    seen = sorted(row for trace in traces for row in _rows(trace))
     if not seen:
         return AcceptanceCurve()
-    c, hit, rank, following = (np.array(values, dtype=float) for values in zip(*sorted(seen), strict=True))
+    c, hit, rank, following = (np.array(values, dtype=float) for values in zip(*seen, strict=True))
     parts = np.array_split(np.arange(len(c)), max(1, min(KNOTS, len(c) // ROWS)))
     knots = np.array([c[part].mean() for part in parts]).round(DIGITS)
     knots, first = np.unique(knots, return_index=True)
@@ -56,3 +50,16 @@ def fit_curve(traces: Sequence[Trace], candidates: int) -> AcceptanceCurve:
         following=at_knots(c[going], following[going], rising=True),
         beside=[at_knots(c, (rank == r).astype(float), rising=False) for r in range(1, candidates)],
     )
+
+
+def _rows(trace: Trace) -> Iterator[tuple[float, bool, int, int]]:
+    """What is known of every drafted token all before which were the text's, and that lies within the text.
+
+    Its confidence, whether it was the text's too, which candidate was where it was not, and whether the token drafted
+    after it was (-1: there is none).
+    """
+    for start, (confidences, run, rank) in enumerate(zip(trace.confidences, trace.runs, trace.ranks, strict=True)):
+        drafted = min(len(confidences), trace.tokens - start)
+        for i in range(min(run + 1, drafted)):
+            after = int(i + 1 < run) if i + 1 < drafted else -1
+            yield confidences[i], i < run, rank if i == run else 0, after

@@ -80,7 +80,7 @@ def drafting_as(base: Profile, score: Score) -> Profile:
     """A profile that drafts as was scored, with every option of its controller written out."""
     return base.model_copy(
         update={
-            "skip": Skip(attention=list(score.skip.attention), mlp=list(score.skip.mlp)),
+            "skip": Skip.of(score.skip),
             "controller": make_controller(score.controller).spec(),
             "siblings": score.siblings,
             "acceptance": score.acceptance,

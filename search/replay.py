@@ -36,10 +36,10 @@ class Replay:
     """Texts of one model, ready to be replayed under any skip set; a context manager that holds their keys.
 
     `sampler`: how the texts were decoded, greedily or sampled. `rule`: how sampled drafts are verified; for `match` the
-    texts must name their seeds. `candidates`: how many candidates for each position,
-    the drafted token counted, a sampled trace can answer for (a greedy one answers for any number). `depth`: the most
-    tokens of a draft. `chunk`: starts of one forward; counts do not depend on it. `noise(ids, depth)` replaces the
-    random choices of sampled drafts, which otherwise follow `seed`.
+    texts must name their seeds. `candidates`: how many candidates for each position, the drafted token counted, a
+    sampled trace can answer for (a greedy one answers for any number). `depth`: the most tokens of a draft. `chunk`:
+    starts of one forward; counts do not depend on it. `noise(ids, depth)` replaces the random choices of sampled
+    drafts, which otherwise follow `seed`.
     """
 
     def __init__(

@@ -17,7 +17,8 @@ from selfspec.errors import SelfspecError
 from selfspec.schema import Data
 from selfspec.skip import SkipSet
 
-MOST_ROWS = 65  # of a verification: the root and the widest draft
+WIDEST_DRAFT = 64  # tokens that a verification may have beside the root
+MOST_ROWS = 1 + WIDEST_DRAFT
 
 Chance = Annotated[float, Field(ge=0, le=1)]
 Chances = Annotated[list[Chance], Field(min_length=2)]
@@ -41,13 +42,11 @@ class AcceptanceCurve(Data):
         n = len(self.confidence)
         if any(a >= b for a, b in zip(self.confidence, self.confidence[1:], strict=False)):
             raise SelfspecError("acceptance.confidence: want rising numbers from 0 to 1")
-        for name, values in (("accepted", self.accepted), ("following", self.following), *self._candidates()):
+        candidates = ((f"beside.{r}", values) for r, values in enumerate(self.beside))
+        for name, values in (("accepted", self.accepted), ("following", self.following), *candidates):
             if len(values) != n:
                 raise SelfspecError(f"acceptance.{name}: {len(values)} chances for {n} confidences; want as many")
         return self
-
-    def _candidates(self) -> list[tuple[str, list[float]]]:
-        return [(f"beside.{r}", values) for r, values in enumerate(self.beside)]
 
     def place(self, confidence: float) -> tuple[int, float]:
         """The last knot at or below a confidence (but one, at most), and how far it lies towards the next, 0 to 1."""

@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import GenerationConfig, LogitsProcessor
 
-from selfspec.acceptance import guess
 from selfspec.controllers import make_controller, parse_controller
 from selfspec.decode import decode
 from selfspec.drafters import Drafter, Guard, LayerSkipDrafter, PlainDrafter
@@ -21,7 +20,7 @@ from selfspec.guided import Guide
 from selfspec.layout import check_layout, lay_out_
 from selfspec.loading import load_model
 from selfspec.options import Options, Plan, plan
-from selfspec.profile import ControllerSpec, Identity, Profile, find_profile_file
+from selfspec.profile import ControllerSpec, Identity, Profile, Skip, find_profile_file
 from selfspec.runtime import Runtime
 from selfspec.sampling import whole
 from selfspec.shipped import check_profile, choose_profile
@@ -74,12 +73,17 @@ class LLM:
         """
         if isinstance(controller, str):
             controller = parse_controller(controller)
-        known = self.profile if self.profile is not None and self.profile.skip_set == skip else None
+        own = self.profile
         if controller is None:
-            controller = self.profile.controller if self.profile else ControllerSpec(name="adaptive")
-        outlook = known.outlook if known is not None else guess(len(skip) / (2 * self.runtime.layers))
-        made = make_controller(controller, outlook)
-        return LayerSkipDrafter(self.runtime, skip, made, siblings=siblings, vocabulary=vocabulary)
+            controller = own.controller if own is not None else ControllerSpec(name="adaptive")
+        base = own if own is not None and own.skip_set == skip else Profile(model=self.identity)
+        described = {
+            "skip": Skip.of(skip),
+            "controller": controller,
+            "siblings": siblings,
+            "draft_vocabulary": None if vocabulary is None else list(vocabulary),
+        }
+        return self.drafts_with(base.model_copy(update=described))
 
     def guarded(self, profile: Profile) -> Guard:
         """The drafter that a profile describes, kept from costing more than the guard's bound. Raises as that does."""

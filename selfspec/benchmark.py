@@ -29,6 +29,7 @@ from selfspec.text import Prompt
 from selfspec.widen import widen
 
 METHODS = ("plain", "skip", "guarded", "hf", "hf-early-exit", "hf-prompt-lookup")
+DRAFTING = {"skip", "guarded"}  # the methods that draft as the task's profile says
 LOOKUP_TOKENS = 10  # that prompt lookup drafts, as in transformers' documentation
 WIDTHS = (1, 2, 3, 4, 6, 8)
 
@@ -62,7 +63,7 @@ def load_subjects(name: str, methods: Sequence[str], *, widened: int = 1, device
         model = widen(model, widened)
     times = layout_times(model)
     layouts = {"plain": choose(times, drafting=False), "skip": choose(times, drafting=True)}
-    if not {"skip", "guarded"} & set(methods):
+    if DRAFTING.isdisjoint(methods):
         layouts["skip"] = layouts["plain"]
 
     def ready(model: Any, layout: str | None) -> LLM:

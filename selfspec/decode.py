@@ -9,12 +9,11 @@ from collections.abc import Callable, Generator, Sequence
 
 import torch
 
+from selfspec.acceptance import WIDEST_DRAFT
 from selfspec.drafters import Drafter
 from selfspec.drafts import NO_DRAFT, Outcome, SequenceState
 from selfspec.runtime import Runtime, Step
 from selfspec.verify import Rule
-
-WIDEST_DRAFT = 64  # rows that a verification pass may have beside the root
 
 
 def decode(

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from selfspec.acceptance import AcceptanceCurve, Outlook, guess
+from selfspec.acceptance import WIDEST_DRAFT, AcceptanceCurve, Outlook, guess
 from selfspec.costs import CostModel
 from selfspec.errors import SelfspecError
 from selfspec.files import kind, read_text, write_text
@@ -72,6 +72,11 @@ class Skip(Data):
 
     attention: list[Count] = []
     mlp: list[Count] = []
+
+    @classmethod
+    def of(cls, skip: SkipSet) -> Self:
+        """A skip set as it stands in a file."""
+        return cls(attention=list(skip.attention), mlp=list(skip.mlp))
 
     def skip_set(self) -> SkipSet:
         """As a `SkipSet`. Raises `SelfspecError` for a repeated index."""
@@ -150,7 +155,7 @@ class Profile(Data):
     model: Identity
     skip: Skip = Skip()
     controller: ControllerSpec = ControllerSpec(name="adaptive")
-    siblings: Annotated[int, Field(ge=1, le=64)] = 1
+    siblings: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = 1
     draft_vocabulary: Annotated[list[Count], Field(min_length=1)] | None = None
     calibration: Calibration | None = None
     search: SearchRecord | None = None

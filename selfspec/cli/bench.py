@@ -77,18 +77,19 @@ def run(options: BenchOptions) -> int:
     prompts = prompts[-limit:] if options.prompts is None else prompts[:limit]
     set_threads(options.threads)
 
-    from selfspec.benchmark import Benchmark, Task, check_methods, load_subjects
+    from selfspec.benchmark import DRAFTING, Benchmark, Task, check_methods, load_subjects
     from selfspec.sampling import check_sampling
 
     check_methods(methods)
+    drafts = not DRAFTING.isdisjoint(methods)
     for temperature in temperatures:
         check_sampling(temperature, None, None)
-    if {"skip", "guarded"} & set(methods):
+    if drafts:
         drafted_with(read_identity(name), profile, options.profile, spec)
     console = stderr()
     subjects = load_subjects(name, methods, widened=options.widen, device=options.device, dtype=options.dtype)
     drafting = Drafting(Profile(model=subjects.identity), "not drafting")
-    if {"skip", "guarded"} & set(methods):
+    if drafts:
         drafting = drafted_with(subjects.identity, profile, options.profile, spec)
     task = Task(
         methods,

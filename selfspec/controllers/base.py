@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self
 
+from selfspec.acceptance import WIDEST_DRAFT
 from selfspec.errors import SelfspecError
 from selfspec.profile import ControllerSpec
 
-K_LIMIT = 64  # widest draft that any controller may ask for
+K_LIMIT = WIDEST_DRAFT  # the most that any controller may ask for
 
 
 class Controller(Protocol):

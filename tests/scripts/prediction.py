@@ -62,8 +62,7 @@ def main() -> None:
     ratios = []
     with Replay(llm.model, texts, sampler=decoding.sampler(), depth=controller.k_max, seed=options.seed) as replay:
         for i, skip in enumerate(skips):
-            set_ = Skip(attention=list(skip.attention), mlp=list(skip.mlp))
-            profile = Profile(model=llm.identity, skip=set_, controller=controller.spec())
+            profile = Profile(model=llm.identity, skip=Skip.of(skip), controller=controller.spec())
             both = [predict(replay, profile.model_copy(update={"costs": c})) for c in costs]
             predicted = statistics.mean(p.speedup for p in both)
             total, base = runs.total(str(i)), runs.total("plain")

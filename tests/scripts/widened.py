@@ -92,7 +92,7 @@ def main() -> None:
     last = scores[skip][-1]
     profile = Profile(
         model=llm.identity,
-        skip=Skip(attention=list(skip.attention), mlp=list(skip.mlp)),
+        skip=Skip.of(skip),
         controller=last.controller,
         siblings=last.siblings,
         acceptance=last.acceptance,

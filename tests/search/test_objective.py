@@ -22,7 +22,7 @@ PROMPTS = [[1, 2, 3], [4, 5], [7], [3, 3, 9, 1, 0, 2]]
 def profile(skip, name, **options):
     return Profile(
         model=Identity(layers=3),
-        skip=Skip(attention=list(skip.attention), mlp=list(skip.mlp)),
+        skip=Skip.of(skip),
         controller=ControllerSpec(name=name, options=options),
         costs=COSTS,
     )

@@ -62,7 +62,7 @@ def texts(llm64):
 def real(llm64, texts):
     """What real decoding counts, for every skip set, controller and number of siblings, prompt by prompt."""
     found = {}
-    for skip in random_skips(10, 16):
+    for skip in random_skips(5, 16):
         for controller in CONTROLLERS:
             for siblings in (1, 3):
                 drafter = LayerSkipDrafter(llm64.runtime, skip, controller.fresh(), siblings=siblings)
@@ -76,7 +76,7 @@ def real(llm64, texts):
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_counts_are_those_of_real_decoding(llm64, texts, real, chunk):
     with Replay(llm64.model, texts, depth=DEPTH, chunk=chunk) as replay:
-        for skip in random_skips(10, 16):
+        for skip in random_skips(5, 16):
             traces = replay.trace(skip, CONTROLLERS)
             for controller in CONTROLLERS:
                 for siblings in (1, 3):
@@ -259,7 +259,7 @@ def test_shared_noise_needs_seeds():
 def test_sampled_means_agree_on_the_built_in_model(llm, siblings, rule):
     """Tokens a round and the share accepted, within three standard errors of the difference."""
     prompts = [llm.encode(p) for p in builtin.prompts("heldout")[:6]]
-    skip, controller, new, repeats = SkipSet((9, 11, 13), (6, 11, 12, 13)), StaticThreshold(0.4, 4), 24, 12
+    skip, controller, new, repeats = SkipSet((9, 11, 13), (6, 11, 12, 13)), StaticThreshold(0.4, 4), 24, 8
     options = {"temperature": 0.8, "top_p": 0.95}
     found = {"real": [], "replay": []}
     drafter = LayerSkipDrafter(llm.runtime, skip, controller, siblings=siblings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,13 @@ def test_imports_go_downward(name, path):
 def test_no_torch_at_import(name):
     code = f"import {name}, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_package_is_in_the_wheel():
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    named = {tool["package-dir"].get(name, name.replace(".", "/")) for name in tool["packages"]}
+    tree = {path.parent.relative_to(ROOT) for top in ("selfspec", "search") for path in (ROOT / top).rglob("*.py")}
+    assert {str(folder) for folder in tree} == named - {"profiles"}
 
 
 def test_no_file_is_longer_than_a_sitting():

@@ -14,6 +14,7 @@ from selfspec.profile import ControllerSpec, find_profile_file
 from selfspec.skip import SkipSet
 
 PROMPTS, TOKENS = 20, 32
+FEW = 8  # prompts for each of many skip sets and controllers
 
 
 def skip_sets() -> dict[str, SkipSet]:
@@ -28,14 +29,14 @@ def skip_sets() -> dict[str, SkipSet]:
 
 @pytest.fixture(scope="module")
 def plain_texts(llm64, held_out):
-    return [llm64.generate(p, max_new_tokens=TOKENS, drafter=PlainDrafter()).tokens for p in held_out[:PROMPTS]]
+    return [llm64.generate(p, max_new_tokens=TOKENS, drafter=PlainDrafter()).tokens for p in held_out[:FEW]]
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
 @pytest.mark.parametrize(("name", "skip"), skip_sets().items())
 def test_float64_equals_plain_decoding(llm64, held_out, plain_texts, name, skip, controller):
     drafter = llm64.layer_skip(skip, ControllerSpec(name=controller))
-    for prompt, expected in zip(held_out[:PROMPTS], plain_texts, strict=True):
+    for prompt, expected in zip(held_out[:FEW], plain_texts, strict=True):
         assert llm64.generate(prompt, max_new_tokens=TOKENS, drafter=drafter).tokens == expected
 
 

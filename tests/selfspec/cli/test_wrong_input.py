@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import sys
@@ -10,6 +11,7 @@ import warnings
 from datetime import timedelta
 
 import pytest
+import typer.main
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from selfspec.cli import main
 
 FEW, MANY = 1000, 2500
+get_command = functools.cache(typer.main.get_command)  # typer reads every signature anew at each call: 50 ms
 quick = {
     "deadline": timedelta(seconds=5),  # a hang would be seen
     "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -41,6 +44,7 @@ def cli(monkeypatch, tmp_path):
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     monkeypatch.setattr("torch.set_num_threads", lambda _: None)
     monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(typer.main, "get_command", get_command)
 
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["selfspec", *args])
