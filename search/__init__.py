@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .prepare import Trial, Watch
-    from .study import find_profile
+    from .study import AnotherFinishes, find_profile
 
-__all__ = ["Trial", "Watch", "find_profile"]
+__all__ = ["AnotherFinishes", "Trial", "Watch", "find_profile"]
 
 
 def __getattr__(name: str) -> Any:
@@ -16,5 +16,5 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         from . import prepare, study
 
-        return getattr(study if name == "find_profile" else prepare, name)
+        return getattr(prepare if name in ("Trial", "Watch") else study, name)
     raise AttributeError(f"module 'selfspec.search' has no attribute '{name}'")

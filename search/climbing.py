@@ -43,6 +43,11 @@ class Climb:
             base, changed = self._from
             gain = score - self._scores.get(base, score)
             self._gains[changed] = gain if bits[changed] else -gain
+        self.learn(skip, score)
+
+    def learn(self, skip: SkipSet, score: float) -> None:
+        """Record the score."""
+        bits = self._space.bits(skip)
         self._scores[bits] = score
         if self._best is None or score > self._scores[self._best]:
             self._best = bits
@@ -98,6 +103,10 @@ class Greedy:
             self._base, self._score = _flip(self._base, self._tried), score
             del self._promise[self._tried]
         self._tried = None
+
+    def learn(self, skip: SkipSet, score: float) -> None:
+        """Of use once all is eliminated."""
+        self._climb.learn(skip, score)
 
 
 def _flip(bits: tuple[bool, ...], *places: int) -> tuple[bool, ...]:

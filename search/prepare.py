@@ -16,7 +16,7 @@ from selfspec.profile import ControllerSpec
 from selfspec.skip import SkipSet
 
 from .continuations import Decoding, continue_prompts
-from .journal import Journal
+from .ledger import Ledger
 from .objective import Objective, Replayed, Score, WallClock
 from .replay import Replay, deepest
 from .space import Space
@@ -29,7 +29,7 @@ PLACES = 6  # of each text, whose streams are looked at
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One skip set proposed by the strategy, and what it is worth. `known`: it had been scored before."""
+    """One skip set, and what it is worth. `known`: it had been scored before, or by another worker."""
 
     number: int
     score: Score
@@ -58,7 +58,7 @@ class Search:
     decoding: Decoding
     texts: tuple[list[int], ...]
     seed: int
-    journal: Journal
+    ledger: Ledger
     watch: Watch
     deadline: float
 
@@ -67,15 +67,15 @@ def replayed(
     search: Search, held: ExitStack, controllers: Sequence[Controller], context: int | None, warm: bool
 ) -> tuple[Replayed, Problem, CostModel, Replay]:
     """The replay objective, and what is known before the first trial."""
-    llm, space, journal, watch = search.llm, search.space, search.journal, search.watch
+    llm, space, ledger, watch = search.llm, search.space, search.ledger, search.watch
     watch.stage("continuing prompts", len(search.texts))
     texts = continue_prompts(llm, search.texts, search.decoding, seed=search.seed, on_prompt=watch.step)
     watch.stage("measuring costs", None)
     sampler = search.decoding.sampler()
-    if journal.costs is None:
+    if ledger.costs is None:
         usual = round(sum(text.prompt + text.new / 2 for text in texts) / len(texts))
-        journal.keep_costs(measure_costs(llm.runtime, context=context or usual, sampler=sampler, seed=search.seed))
-    costs = journal.costs
+        ledger.keep_costs(measure_costs(llm.runtime, context=context or usual, sampler=sampler, seed=search.seed))
+    costs = ledger.costs
     assert costs is not None
     depth = deepest(controllers)
     replay = held.enter_context(
@@ -85,9 +85,9 @@ def replayed(
     if not warm:
         return worth, Problem(space, search.seed), costs, replay
     watch.stage("ranking sub-layers", len(space))
-    if journal.gains is None:
-        journal.keep_gains(_gains(search, worth))
-    gains = journal.gains or ()
+    if ledger.gains is None:
+        ledger.keep_gains(_gains(search, worth))
+    gains = ledger.gains or ()
     streams = replay.streams(PLACES)
     planned = programme(space, streams, costs)
     near = first_k(space, cosines(space, streams))

@@ -41,6 +41,12 @@ class Space:
             return tuple(SkipSet((layer,), (layer,)) for layer in free)
         return tuple(part for layer in free for part in (SkipSet((layer,), ()), SkipSet((), (layer,))))
 
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The variables' names, such as `attention 3`, `mlp 3` and `layer 3`."""
+        kinds = {(True, True): "layer", (True, False): "attention", (False, True): "mlp"}
+        return tuple(f"{kinds[bool(p.attention), bool(p.mlp)]} {(p.attention or p.mlp)[0]}" for p in self.variables)
+
     def __len__(self) -> int:
         return len(self.variables)
 

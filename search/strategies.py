@@ -30,13 +30,16 @@ class Problem:
 
 
 class Strategy(Protocol):
-    """Proposes skip sets and learns their scores. Every `ask` is followed by one `tell` of its answer."""
+    """Proposes skip sets and learns their scores. Every `ask` is answered by one `tell`, other sets by `learn`."""
 
     def ask(self) -> SkipSet:
         """The next skip set to try."""
 
     def tell(self, skip: SkipSet, score: float) -> None:
         """The score of the set last asked for; higher is better."""
+
+    def learn(self, skip: SkipSet, score: float) -> None:
+        """The score of a set that another proposed; between `tell` and `ask`, or between `ask` and `tell`."""
 
 
 class OptunaSampler:
@@ -68,6 +71,15 @@ class OptunaSampler:
         """Record the score."""
         self._study.tell(self._trial, score)
 
+    def learn(self, skip: SkipSet, score: float) -> None:
+        """Add it as a trial."""
+        import optuna
+
+        point = dict(zip(self._names, map(int, self._space.bits(skip)), strict=True))
+        bit = optuna.distributions.IntDistribution(0, 1)
+        known = optuna.trial.create_trial(value=score, params=point, distributions=dict.fromkeys(point, bit))
+        self._study.add_trial(known)
+
 
 class SkOpt:
     """scikit-optimize's Gaussian process over [0, 1]^n, bypassing where above 0.5: Draft & Verify's own kind."""
@@ -95,6 +107,8 @@ class SkOpt:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the library warns of repeated points and of its own dependencies
             self._optimizer.tell(corner, -score)
+
+    learn = tell
 
 
 def _climb(problem: Problem) -> Strategy:

@@ -26,16 +26,21 @@ from .calibration import choose, record
 from .continuations import Decoding
 from .finalists import finish
 from .heads import with_smaller_heads
-from .journal import Journal
+from .ledger import STUDY, Ledger
 from .objective import Objective, Score, controllers_in_play
 from .prepare import Search, Trial, Watch, replayed, timed
 from .replay import Replay
 from .space import GRANULARITIES, Space
+from .storage import MEMORY
 from .strategies import Strategy, check_strategy, make_strategy
 
 OBJECTIVES = ("replay", "wallclock")
 STRATEGY = "climb"
 LONGEST_DRAFT = 12  # tokens that the controllers in play may draft
+
+
+class AnotherFinishes(SelfspecError):  # noqa: N818 - nothing went wrong
+    """The search is over, and another of the workers that share it measures what was found."""
 
 
 class _Silent:
@@ -73,7 +78,8 @@ def find_profile(
     max_draft_cost: float | None = None,
     warm: bool = True,
     keep_best: bool = False,
-    journal: Path | None = None,
+    storage: str | Path = MEMORY,
+    study: str = STUDY,
     watch: Watch | None = None,
     usual: Callable[[], LLM] | None = None,
 ) -> Profile:
@@ -89,9 +95,12 @@ def find_profile(
 
     `keep`: layers never skipped; `granularity` "layer" skips whole layers only; `max_draft_cost`: the most that a
     draft step may cost as a share of a plain one. `warm`: try likely sets first. The search ends after `trials`, or
-    `minutes`, or at an interrupt (Ctrl-C), after which the best so far is returned without being measured. With
-    `journal`, trials are kept in that file as they are made, and a search with the same options resumes from it; delete
-    it when the profile is saved.
+    `minutes`, or at an interrupt (Ctrl-C), after which the best so far is returned without being measured.
+
+    `storage` keeps every trial in a `study` as soon as it is made: a file (Optuna's journal), the URL of a PostgreSQL
+    or MySQL database, or `memory`. A search with the same options resumes from it, also after a kill. Several workers
+    with the same options share a study: each scores what no other does, the trials of all are counted, and the first
+    to end measures the best; the others raise `AnotherFinishes`.
 
     `usual` gives the same model with weights that lie as suits plain decoding, where those of `llm` suit drafting; it
     is called once, and what was found is measured against it. If nothing beats plain decoding, the profile skips
@@ -121,27 +130,33 @@ def find_profile(
     if not texts:
         raise SelfspecError(f"{source}: holds no prompts")
     calibration = record(chosen.source, texts)
-    kept = Journal(
-        journal,
+    ledger = Ledger(
+        storage,
+        study,
         {
             "model": llm.identity.model_dump(mode="json"),
             "dtype": str(llm.runtime.dtype),
-            "calibration": calibration.model_dump(mode="json"),
-            "decoding": [
-                max_new_tokens,
-                temperature,
-                top_k,
-                top_p,
-                len(decoding.logits_processor),
-                decoding.verified_by,
-            ],
-            "search": [objective, strategy, seed, context, max_draft_cost, warm, list(space.keep), granularity],
+            "calibration text": calibration.model_dump(mode="json"),
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "logits processors": len(decoding.logits_processor),
+            "rule": decoding.verified_by,
+            "objective": objective,
+            "strategy": strategy,
+            "seed": seed,
+            "context": context,
+            "max_draft_cost": max_draft_cost,
+            "warm starts": warm,
+            "keep": list(space.keep),
+            "granularity": granularity,
             "controller": None if controller is None else controller.model_dump(mode="json"),
         },
     )
     start = time.perf_counter()
     deadline = float("inf") if minutes is None else start + 60 * minutes
-    search = Search(llm, space, decoding, texts, seed, kept, watch or _Silent(), deadline)
+    search = Search(llm, space, decoding, texts, seed, ledger, watch or _Silent(), deadline)
     costs: CostModel | None = None
     replay: Replay | None = None
     smaller_heads: Callable[[Sequence[Score]], list[Score]] | None = None
@@ -156,11 +171,13 @@ def find_profile(
         else:
             worth, problem = timed(search, controller, warm)
         bounded = _Bounded(worth, costs, space, max_draft_cost)
-        done, interrupted = _run_trials(search, bounded, lambda: make_strategy(strategy, problem), trials)
+        interrupted = _run_trials(search, bounded, lambda: make_strategy(strategy, problem), trials)
+        if not interrupted and not ledger.finishes():
+            raise AnotherFinishes(f"{ledger.place}: another worker measures the best and saves the profile")
         searched = SearchRecord(
             strategy=strategy,
             objective=objective,
-            trials=len(done),
+            trials=len(ledger.scores),
             seed=seed,
             seconds=round(time.perf_counter() - start, 1),
             max_new_tokens=max_new_tokens,
@@ -171,7 +188,7 @@ def find_profile(
         return finish(
             llm,
             base,
-            [t.score for t in done],
+            list(ledger.scores.values()),
             others,
             decoding,
             chosen.held_out,
@@ -250,37 +267,58 @@ class _Bounded:
 
     def excess(self, skip: SkipSet) -> float:
         """By how much a draft step is dearer than allowed, as a share of a plain step."""
-        if self.max_draft_cost is None or self.costs is None:
-            return 0.0
-        return self.costs.draft_share(skip, self.space.layers) - self.max_draft_cost
+        cost = self.draft_cost(skip)
+        return 0.0 if self.max_draft_cost is None or cost is None else cost - self.max_draft_cost
+
+    def draft_cost(self, skip: SkipSet) -> float | None:
+        """A draft step as a share of a plain one; None where no cost model is known."""
+        return None if self.costs is None else self.costs.draft_share(skip, self.space.layers)
 
 
-def _run_trials(
-    search: Search, worth: _Bounded, strategy: Callable[[], Strategy], trials: int
-) -> tuple[list[Trial], bool]:
-    """Ask, score, tell; whether an interrupt ended it."""
-    journal, done = search.journal, list[Trial]()
+def _run_trials(search: Search, worth: _Bounded, strategy: Callable[[], Strategy], trials: int) -> bool:
+    """Ask, score, tell, until the study has so many trials, by whichever worker; whether an interrupt ended it.
+
+    A resumed search asks for what it asked for before, which is known. What other workers score now is taken to be
+    worth as little as anything, until it is known.
+    """
+    ledger, told, idle = search.ledger, set[SkipSet](), 0
     search.watch.stage("searching", trials)
+
+    def take(score: Score, *, known: bool) -> None:
+        if score.skip not in told:
+            search.watch.trial(Trial(len(told), score, known))
+            told.add(score.skip)
+
     try:
         proposer = strategy()
-        if journal.scores:  # what later sets are compared with
-            worth.score(max(journal.scores.values(), key=lambda score: score.tokens_per_second).skip)
-        for number in range(trials):
-            if time.perf_counter() > search.deadline and done:
-                break
-            skip = proposer.ask()
-            known = skip in journal.scores
-            score = journal.scores[skip] if known else worth.score(skip)
-            if score is None:
-                proposer.tell(skip, -worth.excess(skip))
+        if ledger.scores:  # what later sets are compared with
+            worth.score(max(ledger.scores.values(), key=lambda score: score.tokens_per_second).skip)
+        while len(told) < trials and idle < trials and not (told and time.perf_counter() > search.deadline):
+            ledger.refresh()
+            skip, idle = proposer.ask(), idle + 1
+            if (known := ledger.scores.get(skip)) is not None:
+                idle = idle if skip in told else 0
+                proposer.tell(skip, known.tokens_per_second)
+                take(known, known=True)
                 continue
-            proposer.tell(skip, score.tokens_per_second)
-            if not known:
-                journal.keep_score(score)
-            done.append(Trial(number, score, known))
-            search.watch.trial(done[-1])
+            for other in [score for score in ledger.scores.values() if score.skip not in told]:
+                proposer.learn(other.skip, other.tokens_per_second)
+                take(other, known=True)
+            if skip in ledger.claimed():
+                proposer.tell(skip, min((s.tokens_per_second for s in ledger.scores.values()), default=0.0))
+            elif len(told) < trials:
+                ledger.claim(skip)
+                begun = time.perf_counter()
+                score = worth.score(skip)
+                proposer.tell(skip, -worth.excess(skip) if score is None else score.tokens_per_second)
+                if score is not None:
+                    seconds = time.perf_counter() - begun
+                    ledger.keep_score(score, search.space, draft_cost=worth.draft_cost(skip), seconds=seconds)
+                    take(score, known=False)
+                    idle = 0
+        ledger.claim(None)
     except KeyboardInterrupt:
-        if not done:
+        if not ledger.scores:
             raise
-        return done, True
-    return done, False
+        return True
+    return False

@@ -80,6 +80,14 @@ def search(
     ] = None,
     warm_starts: Annotated[bool, typer.Option(help="Try a few likely sets first; the paper does not.")] = True,
     keep_best: Annotated[bool, typer.Option("--keep-best", help="Save the best set even if plain is faster.")] = False,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            help="Where trials are kept: memory, a file, or a database's URL; OUT.trials.jsonl until the profile is "
+            "saved when left out. Several workers may share one."
+        ),
+    ] = None,
+    study: Annotated[str, typer.Option(help="The study's name in the storage.")] = "selfspec",
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = None,
@@ -111,6 +119,8 @@ def search(
             max_draft_cost=max_draft_cost,
             warm_starts=warm_starts,
             keep_best=keep_best,
+            storage=storage,
+            study=study,
             device=device,
             dtype=dtype,
             threads=threads,
@@ -305,3 +315,19 @@ def validate(
     from selfspec.cli.profile import validate
 
     validate(file, model)
+
+
+@profile_app.command()
+def pick(
+    study: Annotated[str, typer.Argument(help="A file of trials, or a study's name in --storage.")],
+    storage: Annotated[str | None, typer.Option(help="The file or the database that holds the study.")] = None,
+    max_draft_cost: Annotated[
+        float | None, typer.Option(help="The most that a draft step may cost, as a share of a plain step.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.yaml"),
+    json: Json = False,
+) -> None:
+    """Save the best set of a search whose draft is cheap enough; show acceptance against draft cost."""
+    from selfspec.cli.pick import run
+
+    run(study, storage, max_draft_cost, out, as_json=json)

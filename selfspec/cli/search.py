@@ -52,12 +52,18 @@ class SearchOptions:
     threads: int | None
     keep_best: bool
     warm_starts: bool
+    storage: str | None
+    study: str
     json: bool
 
     @property
-    def journal(self) -> Path:
-        """Where the trials are kept while the search runs."""
-        return self.out.parent / f"{self.out.name}.trials.jsonl"
+    def kept_in(self) -> str | Path:
+        """Where the trials are kept: a file, `memory` or a database."""
+        from selfspec.search.storage import MEMORY, is_database
+
+        if self.storage is None:
+            return self.out.parent / f"{self.out.name}.trials.jsonl"
+        return self.storage if self.storage == MEMORY or is_database(self.storage) else Path(self.storage)
 
 
 def run(options: SearchOptions) -> int:
@@ -68,6 +74,7 @@ def run(options: SearchOptions) -> int:
     spec = None if options.controller is None else parse_controller(options.controller)
     from selfspec.search.calibration import read_prompts
     from selfspec.search.space import parse_keep
+    from selfspec.search.storage import check_storage
     from selfspec.search.study import check_options
 
     keep = parse_keep(options.keep)
@@ -83,14 +90,15 @@ def run(options: SearchOptions) -> int:
         max_draft_cost=options.max_draft_cost,
     )
     prompts = read_prompts(options.data) if options.data else None
-    for place in (options.out, options.journal):
-        check_writable(place)
-        if options.data and place.resolve() == options.data.resolve():
-            raise SelfspecError(f"--out {options.out} would write over the data file; want another place")
+    check_writable(options.out)
+    files = [path.resolve() for path in (options.out, options.kept_in, options.data) if isinstance(path, Path)]
+    if len(set(files)) < len(files):
+        raise SelfspecError("--out, --storage and --data name the same file; want another place for what is written")
+    check_storage(options.kept_in)
     set_threads(options.threads)
 
     from selfspec.api import load
-    from selfspec.search import find_profile
+    from selfspec.search import AnotherFinishes, find_profile
     from selfspec.search.continuations import Decoding
 
     decoding = Decoding(options.max_new_tokens, options.temperature, options.top_k, options.top_p, rule=options.rule)
@@ -101,33 +109,38 @@ def run(options: SearchOptions) -> int:
     def plainly() -> LLM:
         return load(options.model, profile="none", device=options.device, dtype=options.dtype, drafting=False)
 
-    with _Watch(console) as watch:
-        profile = find_profile(
-            llm,
-            prompts,
-            source=str(options.data.name) if options.data else "builtin",
-            objective=options.objective,
-            strategy=options.strategy,
-            trials=options.trials,
-            minutes=options.minutes,
-            seed=options.seed,
-            count=options.prompts,
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            rule=options.rule,
-            context=options.context,
-            controller=spec,
-            keep=keep,
-            granularity=options.granularity,
-            max_draft_cost=options.max_draft_cost,
-            warm=options.warm_starts,
-            keep_best=options.keep_best,
-            journal=options.journal,
-            watch=watch,
-            usual=plainly if llm.layout == "onednn" else None,
-        )
+    try:
+        with _Watch(console) as watch:
+            profile = find_profile(
+                llm,
+                prompts,
+                source=str(options.data.name) if options.data else "builtin",
+                objective=options.objective,
+                strategy=options.strategy,
+                trials=options.trials,
+                minutes=options.minutes,
+                seed=options.seed,
+                count=options.prompts,
+                max_new_tokens=options.max_new_tokens,
+                temperature=options.temperature,
+                top_k=options.top_k,
+                top_p=options.top_p,
+                rule=options.rule,
+                context=options.context,
+                controller=spec,
+                keep=keep,
+                granularity=options.granularity,
+                max_draft_cost=options.max_draft_cost,
+                warm=options.warm_starts,
+                keep_best=options.keep_best,
+                storage=options.kept_in,
+                study=options.study,
+                watch=watch,
+                usual=plainly if llm.layout == "onednn" else None,
+            )
+    except AnotherFinishes as over:
+        console.print(str(over), markup=False, soft_wrap=True)
+        return 0
     write_profile(profile, options.out)
     _report(profile, options, console)
     if options.json:
@@ -136,7 +149,8 @@ def run(options: SearchOptions) -> int:
         again = shlex.join(["selfspec", *sys.argv[1:]])
         console.print(f"to resume the search, run the same command again: {again}", markup=False, soft_wrap=True)
         return 130
-    options.journal.unlink(missing_ok=True)
+    if options.storage is None and isinstance(options.kept_in, Path):
+        options.kept_in.unlink(missing_ok=True)
     return 0
 
 
@@ -167,9 +181,16 @@ class _Watch:
         self._bar.update(self._task, completed=done)
 
     def trial(self, trial: Trial) -> None:
-        """A trial is done."""
-        if not trial.score.pruned:
-            self._best = max(self._best, trial.score.speedup)
+        """A trial is done; one that betters all before has a line of its own."""
+        score = trial.score
+        if not score.pruned and score.speedup > self._best:
+            self._best = score.speedup
+            if not trial.known:
+                self._bar.console.print(
+                    f"trial {trial.number + 1}: {score.speedup:.2f}x plain decoding predicted, {len(score.skip)} "
+                    f"sub-layers bypassed, {score.acceptance_rate:.0%} accepted",
+                    soft_wrap=True,
+                )
         best = "" if math.isinf(self._best) else f"best {self._best:.2f}x plain"
         self._bar.update(self._task, completed=trial.number + 1, best=best)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from selfspec.search.calibration import choose
 from selfspec.search.continuations import Decoding
-from selfspec.search.journal import Journal
+from selfspec.search.ledger import Ledger
 from selfspec.search.objective import Replayed, WallClock, controllers_in_play
 from selfspec.search.prepare import Search, replayed
 from selfspec.search.space import Space
@@ -55,10 +55,10 @@ def prepared(llm, costs, seed, held):
     os.environ["SELFSPEC_CACHE"] = tempfile.mkdtemp()
     chosen = choose(None, source="", count=PROMPTS, seed=seed)
     texts = tuple(llm.encode(prompt) for prompt in chosen.search)
-    journal = Journal(None, {})
-    journal.costs = costs
+    ledger = Ledger()
+    ledger.keep_costs(costs)
     space = Space(llm.runtime.layers)
-    search = Search(llm, space, DECODING, texts, seed, journal, Silent(), float("inf"))
+    search = Search(llm, space, DECODING, texts, seed, ledger, Silent(), float("inf"))
     return replayed(search, held, controllers_in_play(LONGEST_DRAFT), None, True)
 
 

@@ -26,7 +26,7 @@ from selfspec.search.warm import cosines, every_second, first_k, programme
 import selfspec
 from selfspec.costing import measure_costs
 from selfspec.costs import CostModel
-from selfspec.layout import lay_out_
+from selfspec.layout import LAYOUTS, lay_out_
 from selfspec.loading import load_model
 from selfspec.profile import Profile, SearchRecord, Skip, write_profile
 from selfspec.runtime import Runtime
@@ -37,12 +37,12 @@ TEMPERATURES = (0.0, 0.8)
 NEW = 64
 
 
-def wide_costs(times: int, kept: Path | None) -> CostModel:
-    """Of the model widened, laid out for drafting; read from `kept` where it is there."""
+def wide_costs(times: int, layout: str, kept: Path | None) -> CostModel:
+    """Of the model widened, its weights laid out so; read from `kept` where it is there."""
     if kept is not None and kept.exists():
         return CostModel.model_validate_json(kept.read_text())
     model = widen(load_model("builtin", device="cpu", dtype="auto")[0], times)
-    lay_out_(model, drafting=True)
+    lay_out_(model, layout, drafting=True)
     costs = measure_costs(Runtime(model), context=110)
     if kept is not None:
         kept.write_text(costs.model_dump_json())
@@ -56,11 +56,12 @@ def main() -> None:
     parser.add_argument("--widen", type=int, default=8)
     parser.add_argument("--trials", type=int, default=120)
     parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--layout", default="auto", choices=("auto", *LAYOUTS), help="how the weights lie")
     parser.add_argument("--costs", type=Path, help="keep the measured costs in this file, or read them from it")
     given = parser.parse_args()
     torch.set_num_threads(1)
     begun = time.perf_counter()
-    costs = wide_costs(given.widen, given.costs)
+    costs = wide_costs(given.widen, given.layout, given.costs)
     llm = selfspec.load(profile="none")
     prompts = [llm.encode(prompt) for prompt in choose(None, source="builtin", count=given.prompts, seed=0).search]
     space = Space(llm.runtime.layers, (), "sublayer")

@@ -188,7 +188,7 @@ def test_what_may_be_skipped(llm, clockless):
 def test_draft_cost_is_bounded(llm, clockless):
     watch = Watched()
     search(llm, max_draft_cost=0.5, watch=watch, trials=20)
-    assert 0 < len(watch.trials) < 20
+    assert len(watch.trials) == 20
     assert all(COSTS.draft_share(skip, 16) <= 0.5 for skip in watch.skips)
     with pytest.raises(SelfspecError, match="no skip set could be scored"):
         search(llm, max_draft_cost=1e-6, trials=3)
@@ -246,20 +246,20 @@ def test_an_interrupt_keeps_the_best_so_far_and_the_search_resumes(llm, clockles
     journal = tmp_path / "trials.jsonl"
     whole = Watched()
     expected = search(llm, watch=whole)
-    stopped = search(llm, watch=Interrupting(4), journal=journal, keep_best=True)
+    stopped = search(llm, watch=Interrupting(4), storage=journal, keep_best=True)
     assert stopped.search.interrupted
     assert stopped.search.trials == 5
     assert stopped.note == "interrupted after 5 trials; not measured"
     assert stopped.skip_set in whole.skips[:5]
     assert journal.exists()
     resumed = Watched()
-    profile = search(llm, watch=resumed, journal=journal)
+    profile = search(llm, watch=resumed, storage=journal)
     assert [t.known for t in resumed.trials] == [True] * 5 + [False] * 7
     assert resumed.skips[:5] == whole.skips[:5]
     assert resumed.trials[4].score == whole.trials[4].score
     assert profile.search.trials == expected.search.trials
     over = Watched()
-    assert search(llm, watch=over, journal=journal).skip_set == profile.skip_set
+    assert search(llm, watch=over, storage=journal).skip_set == profile.skip_set
     assert all(t.known for t in over.trials)
 
 
@@ -296,7 +296,7 @@ class Watch:
     def step(self, done): pass
     def trial(self, trial): print(json.dumps([trial.number, trial.known]), flush=True)
 llm, journal = selfspec.load(profile="none"), Path(sys.argv[1])
-find_profile(llm, trials=8, count=2, max_new_tokens=8, journal=journal, watch=Watch())
+find_profile(llm, trials=8, count=2, max_new_tokens=8, storage=journal, watch=Watch())
 """
     journal = tmp_path / "trials.jsonl"
     command = [sys.executable, "-c", code, str(journal)]
@@ -305,9 +305,8 @@ find_profile(llm, trials=8, count=2, max_new_tokens=8, journal=journal, watch=Wa
         process.stdout.readline()
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    before = journal.read_text().splitlines()
-    assert sum('"trial"' in line for line in before) >= 4
-    journal.write_text("\n".join(before) + '\n{"trial": {"skip": [[1')  # killed while writing
+    with journal.open("a") as file:
+        file.write('{"op_code": 4, "study_id"')  # killed while writing
     done = subprocess.run(command, capture_output=True, env=os.environ, check=True)
     known = [json.loads(line)[1] for line in done.stdout.decode().splitlines()]
     assert len(known) == 8

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import CONFIGS, tiny
+from selfspec.search.ledger import Ledger
 from transformers import GenerationConfig
 
 import selfspec
@@ -314,7 +315,7 @@ class TestSearch:
         journal = tmp_path / "profile.yaml.trials.jsonl"
         environment = {**os.environ, "SELFSPEC_CACHE": str(tmp_path / "cache")}
         process = interruptible([*command, "--keep-best"], stderr=subprocess.PIPE, cwd=tmp_path, env=environment)
-        while not (journal.exists() and journal.read_text().count('"trial"') >= 3):
+        while not (journal.exists() and journal.read_text().count('"draft_cost"') >= 3):
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
@@ -326,7 +327,7 @@ class TestSearch:
         profile = read_profile(tmp_path / "profile.yaml")
         assert profile.note == f"interrupted after {profile.search.trials} trials; not measured"
         assert len(profile.skip_set) > 0
-        trials = journal.read_text().count('"trial"')
+        trials = journal.read_text().count('"draft_cost"')
         assert trials >= 3
         again = [*command, "--keep-best", "--trials", str(trials)]
         done = subprocess.run(again, stderr=subprocess.PIPE, cwd=tmp_path, env=environment, check=False)
@@ -389,7 +390,7 @@ WRONG = {
     "negative seed": (["generate", "x", "--seed", "-1"], "'--seed'"),
     "data as out": (
         ["search", "--data", "half.txt", "--out", "half.txt"],
-        "--out half.txt would write over the data file",
+        "--out, --storage and --data name the same file",
     ),
     "key given twice": (["profile", "validate", "twice.yaml"], "line 2: not valid YAML ('skip' is given twice)"),
     "shown controller": (["profile", "show", "controller.yaml"], "controller.yaml: controller 'magic' is not known"),
@@ -439,6 +440,23 @@ WRONG = {
     "another search's trials": (["search", "--out", "old.yaml"], "old.yaml.trials.jsonl holds the trials of another"),
     "no trials' file": (["search", "--out", "text.yaml"], "text.yaml.trials.jsonl holds something else"),
     "damaged trials": (["search", "--out", "bad.yaml"], "bad.yaml.trials.jsonl is damaged"),
+    "trials in the profile": (
+        ["search", "--storage", "profile.yaml"],
+        "--out, --storage and --data name the same file",
+    ),
+    "no such database": (["search", "--storage", "nodb://host/x"], "storage nodb://host/x: want memory, a file, or a"),
+    "a secret": (["search", "--storage", "mysql://me:secret@h:x/y"], r"storage mysql://me:\*\*\*@h:x/y: want memory"),
+    "pick from nothing": (["profile", "pick", "none.jsonl"], "none.jsonl: no such file; want a file of trials"),
+    "pick from text": (["profile", "pick", "text.yaml.trials.jsonl"], "holds something else"),
+    "pick no study": (
+        ["profile", "pick", "mine", "--storage", "old.yaml.trials.jsonl"],
+        "there is no study 'mine' there; it holds selfspec",
+    ),
+    "pick no trials": (["profile", "pick", "old.yaml.trials.jsonl"], "holds no trials that could be picked from"),
+    "pick too cheap": (
+        ["profile", "pick", "old.yaml.trials.jsonl", "--max-draft-cost", "0"],
+        "--max-draft-cost 0: want more than 0",
+    ),
     "profile's costs": (["profile", "validate", "costs.yaml"], "want rising numbers of rows from 1 on"),
     "no trials": (["search", "--trials", "0"], "'--trials'"),
     "out without folder": (["search", "--out", "no/p.yaml"], "the folder no does not exist"),
@@ -482,8 +500,16 @@ WRONG = {
 }
 
 
+@pytest.fixture(scope="module")
+def old_trials(tmp_path_factory):
+    """A file of trials that other options made."""
+    path = tmp_path_factory.mktemp("old") / "trials.jsonl"
+    Ledger(path, settings={"seed": -1})
+    return path.read_text()
+
+
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_input_is_one_clear_line(cli, tmp_path, monkeypatch, name):
+def test_wrong_input_is_one_clear_line(cli, tmp_path, monkeypatch, old_trials, name):
     """Exit code 2, one line on standard error, nothing on standard output, before any work."""
     files = {
         "broken.yaml": "model: {layers: 16\nskip: ]",
@@ -502,8 +528,8 @@ def test_wrong_input_is_one_clear_line(cli, tmp_path, monkeypatch, name):
         "index2.yaml": "model: {layers: 16}",
         "costs.yaml": "model: {layers: 16}\ncosts: {context: 9, base: 0.1, attention: 0.1, mlp: 0.1, widths: [2], "
         "verify: [0.1], round: 0.1}",
-        "old.yaml.trials.jsonl": '{"settings": {}}\n',
-        "bad.yaml.trials.jsonl": '{"settings": {\n{"trial": 1}\n',
+        "old.yaml.trials.jsonl": old_trials,
+        "bad.yaml.trials.jsonl": old_trials + "{\n",
         "text.yaml.trials.jsonl": "my notes\n",
         "half.jsonl": '{"prompt": "\\ud800"}',
     }

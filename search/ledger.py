@@ -1,0 +1,223 @@
+"""The ledger: a search's trials as an Optuna study, kept as they are made, for resuming and for several workers."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import IntDistribution
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial, TrialState, create_trial
+from pydantic import ValidationError
+
+from selfspec.acceptance import AcceptanceCurve
+from selfspec.costs import CostModel
+from selfspec.errors import SelfspecError
+from selfspec.profile import ControllerSpec
+from selfspec.skip import SkipSet
+
+from .objective import Score
+from .space import Space
+from .storage import MEMORY, is_database, named, open_storage, storage_errors
+
+STUDY = "selfspec"
+PATIENCE = 10.0  # times the longest trial (and a minute) after which a worker's claim is taken for dead
+BIT = IntDistribution(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One completed trial. `draft_cost`: a draft step as a share of a plain one; `seconds`: what scoring took."""
+
+    score: Score
+    draft_cost: float | None
+    seconds: float
+    worker: str
+
+
+class Ledger:
+    """The trials of one study, by every worker that shares it.
+
+    Only completed trials are added, each at once, so that a kill leaves none half done. What all trials rest on (the
+    search's settings, the cost model, what skipping each variable alone brings) is held by trials marked failed; of
+    several of a kind the first counts, so that workers that start together agree. What a worker is scoring now it
+    claims in an attribute of the study. Raises `SelfspecError` when the study is of a search with other settings,
+    damaged, or cannot be reached.
+    """
+
+    def __init__(
+        self,
+        where: str | Path = MEMORY,
+        study: str | None = STUDY,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.worker = uuid.uuid4().hex[:12]
+        self.scores: dict[SkipSet, Score] = {}
+        self.entries: list[Entry] = []
+        self._where = where
+        self._begun = time.time()
+        self._records: dict[str, Any] = {}
+        self._finishers: list[dict[str, Any]] = []
+        self._read: set[int] = set()
+        storage = open_storage(where)
+        with self._errors():
+            self._study = _study(storage, study, make=settings is not None)
+        own = is_database(where) or self._study.study_name != STUDY
+        self.place = f"study '{self._study.study_name}' of {named(where)}" if own else named(where)
+        self._delete = "name another study" if own else "delete it"
+        self.refresh()
+        if settings is not None:
+            self._check(json.loads(json.dumps(settings)))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the search was told. Raises `SelfspecError` where nothing has begun."""
+        found = self._records.get("settings")
+        if not isinstance(found, dict):
+            raise SelfspecError(f"{self.place}: holds no search of selfspec")
+        return found
+
+    def _check(self, settings: dict[str, Any]) -> None:
+        found = self._share("settings", settings)
+        other = sorted(key for key in {*found, *settings} if found.get(key) != settings.get(key))
+        if other:
+            raise SelfspecError(
+                f"{self.place} holds the trials of another search (of other {', '.join(other)}); "
+                f"resume with its options, or {self._delete}"
+            )
+
+    @property
+    def costs(self) -> CostModel | None:
+        """The cost model that all scores rest on, once it is known."""
+        found = self._records.get("costs")
+        return None if found is None else CostModel.model_validate(found)
+
+    def keep_costs(self, costs: CostModel) -> None:
+        """Keep the cost model, unless another worker was first."""
+        self._share("costs", costs.model_dump(mode="json"))
+
+    @property
+    def gains(self) -> tuple[float, ...] | None:
+        """What skipping each variable alone brings, once it is known."""
+        found = self._records.get("gains")
+        return None if found is None else tuple(map(float, found))
+
+    def keep_gains(self, gains: Sequence[float]) -> None:
+        """Keep what skipping each variable alone brings, unless another worker was first."""
+        self._share("gains", list(gains))
+
+    def _share(self, key: str, value: Any) -> Any:
+        """What is shared under `key`: `value`, if there was nothing."""
+        if key not in self._records:
+            with self._errors():
+                attrs = {"kind": key, "value": value}
+                self._study.add_trial(create_trial(state=TrialState.FAIL, user_attrs=attrs))
+            self.refresh()
+        return self._records[key]
+
+    def keep_score(self, score: Score, space: Space, *, draft_cost: float | None = None, seconds: float = 0.0) -> None:
+        """Keep a trial."""
+        bits = space.bits(score.skip)
+        attrs = {"score": _as_json(score), "draft_cost": draft_cost, "seconds": seconds, "worker": self.worker}
+        with self._errors():
+            self._study.add_trial(
+                create_trial(
+                    value=score.tokens_per_second,
+                    params={name: int(bit) for name, bit in zip(space.names, bits, strict=True)},
+                    distributions=dict.fromkeys(space.names, BIT),
+                    user_attrs=attrs,
+                )
+            )
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what was added since, by whichever worker."""
+        with self._errors():
+            trials = self._study.get_trials(deepcopy=False)
+        try:
+            for trial in sorted(trials, key=lambda t: t.number):
+                if trial.number not in self._read and trial.state.is_finished():
+                    self._take(trial)
+                    self._read.add(trial.number)
+        except (ValueError, KeyError, TypeError, AttributeError, ValidationError) as error:
+            raise SelfspecError(
+                f"{self.place} is damaged ({type(error).__name__}); {self._delete} to start anew"
+            ) from None
+
+    def _take(self, trial: FrozenTrial) -> None:
+        attrs = trial.user_attrs
+        if trial.state == TrialState.FAIL:
+            if attrs["kind"] == "finish":
+                self._finishers.append({"worker": attrs["value"]["worker"], "time": float(attrs["value"]["time"])})
+            elif attrs["kind"] == "costs":
+                CostModel.model_validate(attrs["value"])
+            self._records.setdefault(str(attrs["kind"]), attrs["value"])
+        else:
+            score = _score(attrs["score"])
+            self.entries.append(Entry(score, attrs["draft_cost"], float(attrs["seconds"]), str(attrs["worker"])))
+            self.scores.setdefault(score.skip, score)
+
+    def finishes(self) -> bool:
+        """Whether it is for this worker to measure the best: the first of those that share the study to ask."""
+        with self._errors():
+            value = {"worker": self.worker, "time": time.time()}
+            self._study.add_trial(create_trial(state=TrialState.FAIL, user_attrs={"kind": "finish", "value": value}))
+        self.refresh()
+        first = next(f for f in self._finishers if f["worker"] == self.worker or f["time"] > self._begun)
+        return bool(first["worker"] == self.worker)
+
+    def claim(self, skip: SkipSet | None) -> None:
+        """Say which set this worker scores now; None: none any more."""
+        if self._where != MEMORY:
+            claimed = None if skip is None else [list(skip.attention), list(skip.mlp), time.time()]
+            with self._errors():
+                self._study.set_user_attr(f"claim {self.worker}", claimed)
+
+    def claimed(self) -> set[SkipSet]:
+        """The sets that other workers score now."""
+        if self._where == MEMORY:
+            return set()
+        with self._errors():
+            attrs = self._study.user_attrs
+        oldest = time.time() - 60 - PATIENCE * max((entry.seconds for entry in self.entries), default=0.0)
+        claims = [value for key, value in attrs.items() if key.startswith("claim ") and not key.endswith(self.worker)]
+        return {SkipSet(tuple(a), tuple(m)) for a, m, begun in filter(None, claims) if begun > oldest}
+
+    def _errors(self) -> Any:
+        return storage_errors(self._where if isinstance(self._where, Path) else named(self._where))
+
+
+def _study(storage: BaseStorage, name: str | None, *, make: bool) -> optuna.Study:
+    """The study of that name, or the only one; made where it is to be."""
+    if make:
+        return optuna.create_study(study_name=name, storage=storage, direction="maximize", load_if_exists=True)
+    names = sorted(optuna.get_all_study_names(storage))
+    if name is None and len(names) == 1:
+        name = names[0]
+    if name not in names:
+        wanted = "it is not said which study is meant" if name is None else f"there is no study '{name}' there"
+        raise SelfspecError(f"{wanted}; it holds {', '.join(names) or 'none'}")
+    return optuna.load_study(study_name=name, storage=storage)
+
+
+def _as_json(score: Score) -> dict[str, Any]:
+    acceptance = None if score.acceptance is None else score.acceptance.model_dump(mode="json")
+    skip = [list(score.skip.attention), list(score.skip.mlp)]
+    controller = score.controller.model_dump(mode="json")
+    return asdict(score) | {"skip": skip, "controller": controller, "acceptance": acceptance}
+
+
+def _score(data: Mapping[str, Any]) -> Score:
+    trial = dict(data)
+    trial["skip"] = SkipSet(*map(tuple, trial["skip"]))
+    trial["controller"] = ControllerSpec.model_validate(trial["controller"])
+    trial["vocabulary"] = tuple(trial["vocabulary"])
+    if trial["acceptance"] is not None:
+        trial["acceptance"] = AcceptanceCurve.model_validate(trial["acceptance"])
+    return Score(**trial)

@@ -1,0 +1,163 @@
+"""Where a search's trials are kept: memory, a journal file, or a database, by Optuna's storages."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+
+from selfspec.errors import SelfspecError
+from selfspec.files import check_writable, kind, read_text
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+MEMORY = "memory"
+DRIVERS = {"postgresql": "selfspec[postgresql]", "mysql": "selfspec[mysql]"}
+_TRIES = 6  # of making a database's tables, which several workers may start at once
+
+
+def is_database(where: str | Path) -> bool:
+    """Whether a storage is named by a URL."""
+    return isinstance(where, str) and "://" in where
+
+
+def named(where: str | Path) -> str:
+    """A storage as it may be shown: a URL's password is not."""
+    if not is_database(where):
+        return str(where)
+    head, _, rest = str(where).partition("://")
+    user, at, host = rest.rpartition("@")
+    return f"{head}://{user.partition(':')[0]}:***@{host}" if at and ":" in user else str(where)
+
+
+def open_storage(where: str | Path) -> BaseStorage:
+    """The storage named: `memory`, a URL such as `postgresql://...`, else a journal file, which is made.
+
+    Raises `SelfspecError` for a file that is no journal, and for a database that cannot be reached or has no driver.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if where == MEMORY:
+        return InMemoryStorage()
+    return _database(str(where)) if is_database(where) else _journal(Path(where))
+
+
+def check_storage(where: str | Path) -> None:
+    """Raise `SelfspecError` where `open_storage` would; makes no file."""
+    if isinstance(where, Path):
+        check_writable(where)
+        _check_journal(where)
+    else:
+        open_storage(where)
+
+
+def _journal(path: Path) -> BaseStorage:
+    check_storage(path)
+    with storage_errors(path):
+        return JournalStorage(_JournalFile(path))
+
+
+def _check_journal(path: Path) -> None:
+    """Raise `SelfspecError` for a file that holds something else, or whose lines but the last are damaged."""
+    if kind(path) == "missing":
+        return
+    text = read_text(path)
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines() or [text] * bool(text)):
+        try:
+            sound = isinstance(json.loads(line)["op_code"], int)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            sound = number == 0 and not text.endswith("\n") and '{"op_code":'.startswith(line[:11]) and line == text
+        if not sound:
+            what = "is damaged" if number else "holds something else"
+            raise SelfspecError(f"{path} {what}; delete it, or name another place for the trials")
+
+
+class _JournalFile(JournalFileBackend):
+    """Optuna's journal file, locked by the system, so that a worker that was killed holds nothing up.
+
+    A last line that was cut short by a kill is dropped when the next is written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path), JournalFileOpenLock(str(path)))
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        """Write lines whole, one writer at a time."""
+        if fcntl is None:
+            super().append_logs(logs)
+            return
+        lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
+        with open(self._file_path, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+            file.seek(_whole(file.read()))
+            file.truncate()
+            file.write(lines.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _whole(content: bytes) -> int:
+    """Bytes of the lines that were written to their end."""
+    return content.rfind(b"\n") + 1
+
+
+def _database(url: str) -> BaseStorage:
+    from sqlalchemy.exc import ArgumentError, NoSuchModuleError
+
+    scheme = url.partition("://")[0].partition("+")[0]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _patiently(lambda: RDBStorage(url, engine_kwargs={"pool_pre_ping": True}), named(url))
+    except (ArgumentError, NoSuchModuleError, ValueError):
+        raise SelfspecError(
+            f"storage {named(url)}: want memory, a file, or a database's URL such as "
+            "postgresql://user:password@host/name"
+        ) from None
+    except ImportError as error:
+        install = f"pip install '{DRIVERS[scheme]}'" if scheme in DRIVERS else f"install {error.name}"
+        raise SelfspecError(f"storage {named(url)}: its driver is not installed; {install}") from None
+
+
+def _patiently(make: Callable[[], BaseStorage], name: str) -> BaseStorage:
+    """Several workers that start at once may each make the tables, of which all but one fail; they try again."""
+    for again in range(_TRIES):
+        try:
+            with storage_errors(name):
+                return make()
+        except SelfspecError as error:
+            if again == _TRIES - 1 or "exist" not in str(error.__cause__) + str(error):
+                raise
+            time.sleep(0.2 * (again + 1))
+    raise AssertionError("not reached")
+
+
+@contextmanager
+def storage_errors(name: str | Path) -> Iterator[None]:
+    """Raise a storage's own errors as `SelfspecError`, in one line."""
+    from optuna.exceptions import StorageInternalError
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except SelfspecError:
+        raise
+    except (StorageInternalError, SQLAlchemyError, OSError) as error:
+        cause = error.__cause__ or error
+        said = str(getattr(cause, "orig", None) or cause).strip().splitlines()
+        raise SelfspecError(f"storage {name}: {said[0] if said else type(cause).__name__}") from cause
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(name, Path):
+            raise SelfspecError(f"{name} is damaged ({type(error).__name__}); delete it to start anew") from None
+        raise

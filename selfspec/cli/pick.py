@@ -1,0 +1,81 @@
+"""`selfspec profile pick`."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from selfspec.cli.common import print_json, printable, quiet, skip_map, stderr
+from selfspec.errors import SelfspecError
+from selfspec.files import check_writable, kind
+from selfspec.profile import write_profile
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from selfspec.search.ledger import Entry
+
+
+def run(study: str, storage: str | None, max_draft_cost: float | None, out: Path, *, as_json: bool) -> None:
+    """Show a study's Pareto front, and save a profile of its best trial within a draft cost."""
+    quiet()
+    if max_draft_cost is not None and not max_draft_cost > 0:
+        raise SelfspecError(f"--max-draft-cost {max_draft_cost:g}: want more than 0, as a share of a plain step")
+    check_writable(out)
+    from selfspec.search.ledger import Ledger
+    from selfspec.search.pick import as_profile, best_within, pareto
+    from selfspec.search.storage import is_database
+
+    if storage is None:
+        if kind(Path(study)) != "file":
+            raise SelfspecError(f"{study}: no such file; want a file of trials, or --storage and a study's name")
+        ledger = Ledger(Path(study), None)
+    elif is_database(storage) or kind(Path(storage)) == "file":
+        ledger = Ledger(storage if is_database(storage) else Path(storage), study)
+    else:
+        raise SelfspecError(f"--storage {storage}: no such file; want a file of trials, or a database's URL")
+    best, front = best_within(ledger, max_draft_cost), pareto(ledger.entries)
+    profile = as_profile(ledger, best)
+    write_profile(profile, out)
+    if as_json:
+        rows = [_row(entry) for entry in front]
+        found = {"out": str(out), "pareto": rows, "profile": profile.model_dump(mode="json", exclude_none=True)}
+        print_json(found)
+        return
+    console = stderr()
+    console.print(_table(front, best, printable(ledger.place)))
+    console.print(skip_map(profile))
+    command = f"selfspec bench --profile {shlex.quote(str(out))}"
+    console.print(f"saved {out}, not measured; measure it with: {command}", markup=False, soft_wrap=True)
+
+
+def _row(entry: Entry) -> dict[str, float | int | None]:
+    score = entry.score
+    return {
+        "draft_cost": entry.draft_cost,
+        "acceptance_rate": score.acceptance_rate,
+        "tokens_per_round": score.tokens_per_round,
+        "speedup": score.speedup,
+        "skipped": len(score.skip),
+    }
+
+
+def _table(front: list[Entry], best: Entry, place: str) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(f"acceptance against draft cost, {place}"), caption="> saved: the fastest as asked for")
+    for name in ("", "draft cost", "acceptance", "tokens a pass", "predicted", "bypassed"):
+        table.add_column(name, justify="right")
+    for entry in front if best in front else [*front, best]:
+        row, cost = _row(entry), entry.draft_cost
+        table.add_row(
+            ">" if entry is best else "",
+            "-" if cost is None else f"{cost:.3f}",
+            f"{row['acceptance_rate']:.0%}",
+            f"{row['tokens_per_round']:.2f}",
+            f"{row['speedup']:.2f}x",
+            f"{row['skipped']}",
+        )
+    return table

@@ -1,0 +1,169 @@
+"""What a study keeps: across processes that are killed, and between workers that share it."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from selfspec.search.ledger import Ledger
+from selfspec.search.objective import Score
+from selfspec.search.space import Space
+from selfspec.search.storage import open_storage
+
+from selfspec.acceptance import AcceptanceCurve
+from selfspec.costs import CostModel
+from selfspec.errors import SelfspecError
+from selfspec.profile import ControllerSpec
+from selfspec.skip import SkipSet
+
+COSTS = CostModel(context=9, base=0.1, attention=0.2, mlp=0.3, widths=[1], verify=[1.0], round=0.0)
+CURVE = AcceptanceCurve(confidence=[0.1, 0.5], accepted=[0.3, 0.7], following=[0.5, 0.6], beside=[[0.2, 0.1]])
+SETTINGS = {"seed": 1, "objective": "replay", "context": None}
+SPACE = Space(4)
+
+
+def score(*attention):
+    controller = ControllerSpec(name="fixed", options={"k": 2})
+    return Score(
+        SkipSet(attention, (3,)), 12.5, 1.25, 0.5, 2.0, controller, pruned=len(attention) == 2, acceptance=CURVE
+    )
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "trials.jsonl"
+
+
+@pytest.fixture
+def written(path):
+    ledger = Ledger(path, settings=SETTINGS)
+    ledger.keep_costs(COSTS)
+    ledger.keep_gains([0.5, -1.0])
+    for s in (score(), score(1), score(1, 2)):
+        ledger.keep_score(s, SPACE, draft_cost=0.25, seconds=1.5)
+    return path
+
+
+def test_what_was_kept_is_there_again(written):
+    ledger = Ledger(written, settings=SETTINGS)
+    assert ledger.costs == COSTS
+    assert ledger.gains == (0.5, -1.0)
+    assert list(ledger.scores.values()) == [score(), score(1), score(1, 2)]
+    assert [(e.draft_cost, e.seconds) for e in ledger.entries] == [(0.25, 1.5)] * 3
+    assert ledger.settings == SETTINGS
+
+
+def test_trials_are_an_optuna_study(written):
+    import optuna
+
+    study = optuna.load_study(study_name="selfspec", storage=open_storage(written))
+    trials = study.get_trials(states=(optuna.trial.TrialState.COMPLETE,))
+    assert [t.value for t in trials] == [12.5] * 3
+    assert trials[1].params == {
+        f"{part} {layer}": int((part, layer) in {("attention", 1), ("mlp", 3)})
+        for layer in range(4)
+        for part in ("attention", "mlp")
+    }
+    assert not [t for t in study.trials if not t.state.is_finished()]
+
+
+def test_every_cut_loses_at_most_the_last_line(written):
+    """Killed at any byte: what was whole is there, and the ledger goes on from it."""
+    content = written.read_bytes()
+    kept = 0
+    for cut in range(0, len(content), 97):
+        written.write_bytes(content[:cut])
+        ledger = Ledger(written, settings=SETTINGS)
+        assert len(ledger.scores) >= kept
+        kept = len(ledger.scores)
+        ledger.keep_score(score(2), SPACE)
+        again = Ledger(written, settings=SETTINGS)
+        assert again.scores[score(2).skip] == score(2)
+        assert len(again.scores) == kept + 1
+    assert kept >= 2
+
+
+def test_another_search_is_refused(written):
+    with pytest.raises(SelfspecError, match=r"trials\.jsonl holds the trials of another search \(of other seed\)"):
+        Ledger(written, settings={**SETTINGS, "seed": 2})
+    Ledger(written, "another study", settings={**SETTINGS, "seed": 2})
+    with pytest.raises(
+        SelfspecError, match=r"^study 'another study' of .* \(of other context\); .* name another study"
+    ):
+        Ledger(written, "another study", settings={**SETTINGS, "seed": 2, "context": 3})
+
+
+def test_a_study_that_is_not_there(written):
+    with pytest.raises(SelfspecError, match="there is no study 'mine' there; it holds selfspec"):
+        Ledger(written, "mine")
+    assert Ledger(written, None).settings == SETTINGS
+    Ledger(written, "second", settings=SETTINGS)
+    with pytest.raises(SelfspecError, match="not said which study is meant; it holds second, selfspec"):
+        Ledger(written, None)
+
+
+def test_the_first_of_several_counts(path):
+    """Workers that begin at once agree on what all trials rest on."""
+    workers = [Ledger(path, settings=SETTINGS) for _ in range(3)]
+    for number, ledger in enumerate(workers):
+        ledger._records.pop("costs", None)  # as if none had seen the others'
+        ledger.keep_costs(COSTS.model_copy(update={"context": 10 + number}))
+    for ledger in workers:
+        ledger.refresh()
+    assert [ledger.costs.context for ledger in workers] == [10] * 3
+
+
+def test_workers_see_each_other(path, monkeypatch):
+    a, b = (Ledger(path, settings=SETTINGS) for _ in range(2))
+    a.claim(score(1).skip)
+    assert b.claimed() == {score(1).skip}
+    assert a.claimed() == set()
+    a.keep_score(score(1), SPACE, seconds=2.0)
+    a.claim(None)
+    assert b.claimed() == set()
+    b.refresh()
+    assert b.scores == {score(1).skip: score(1)}
+    b.claim(score(2).skip)
+    now = time.time()
+    monkeypatch.setattr("selfspec.search.ledger.time.time", lambda: now + 75)
+    assert a.claimed() == {score(2).skip}
+    monkeypatch.setattr("selfspec.search.ledger.time.time", lambda: now + 90)
+    assert a.claimed() == set(), "a worker that is silent for so long is dead"
+
+
+def test_one_of_the_workers_finishes_and_a_later_one_may_again(path):
+    a, b, c = (Ledger(path, settings=SETTINGS) for _ in range(3))
+    assert [b.finishes(), a.finishes(), c.finishes()] == [True, False, False]
+    later = Ledger(path, settings=SETTINGS)
+    assert later.finishes()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None)
+@given(st.text('{}[]":, settinrals\n01', max_size=80) | st.sampled_from(["op_code", "study_name"]))
+def test_anything_else_is_one_clear_line(path, text):
+    for content in (
+        text,
+        json.dumps({"op_code": 0, "study_name": "x"}) + "\n" + json.dumps({text: 3}) + "\n",
+        '{"op_code": 9}\n',
+    ):
+        path.write_text(content)
+        try:
+            Ledger(path, settings=SETTINGS)
+        except SelfspecError as error:
+            assert "\n" not in str(error)
+            assert str(path) in str(error)
+        path.unlink()
+
+
+def test_in_memory_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ledger = Ledger(settings=SETTINGS)
+    ledger.keep_costs(COSTS)
+    ledger.keep_score(score(), SPACE)
+    ledger.claim(score(1).skip)
+    assert ledger.scores
+    assert ledger.finishes()
+    assert not list(tmp_path.iterdir())
