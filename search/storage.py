@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 MEMORY = "memory"
-DRIVERS = {"postgresql": "selfspec[postgresql]", "mysql": "selfspec[mysql]"}
+DRIVERS = {"postgresql": "psycopg", "mysql": "pymysql"}  # ours: what the extras of those names install
 _TRIES = 6  # of making a database's tables, which several workers may start at once
 
 
@@ -115,7 +116,10 @@ def _whole(content: bytes) -> int:
 def _database(url: str) -> BaseStorage:
     from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
-    scheme = url.partition("://")[0].partition("+")[0]
+    scheme, _, rest = url.partition("://")
+    kind_of, _, driver = scheme.partition("+")
+    if not driver and kind_of in DRIVERS and find_spec(DRIVERS[kind_of]) is not None:
+        url = f"{kind_of}+{DRIVERS[kind_of]}://{rest}"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -126,7 +130,7 @@ def _database(url: str) -> BaseStorage:
             "postgresql://user:password@host/name"
         ) from None
     except ImportError as error:
-        install = f"pip install '{DRIVERS[scheme]}'" if scheme in DRIVERS else f"install {error.name}"
+        install = f"pip install 'selfspec[{kind_of}]'" if kind_of in DRIVERS else f"install {error.name}"
         raise SelfspecError(f"storage {named(url)}: its driver is not installed; {install}") from None
 
 

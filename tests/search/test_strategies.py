@@ -51,6 +51,23 @@ def test_warm_starts_come_first(name):
     assert trials(make_strategy(name, Problem(SPACE, 0, warm)), 3)[:2] == list(warm)
 
 
+def test_what_others_found_is_learnt(name):
+    """Before, between and after its own; what learns goes on from it, and none asks less well for it."""
+    strategy = make_strategy(name, Problem(SPACE, 0))
+    asked = strategy.ask()
+    for bits in range(2, 200, 9):
+        strategy.learn(other := SPACE.skip([bits >> i & 1 for i in range(8)]), score(other))
+    strategy.tell(asked, score(asked))
+    near = SkipSet((1, 2), (0,))
+    strategy.learn(near, score(near))
+    later = trials(strategy, 15)
+    if name in ("climb", "dp"):
+        assert BEST in later[:8], "one change from a set that another found"
+    if name not in ("random", "greedy"):
+        alone = trials(make_strategy(name, Problem(SPACE, 0)), 16)[1:]
+        assert sum(map(score, later)) > sum(map(score, alone))
+
+
 def test_equal_scores_do_no_harm(name):
     trials(make_strategy(name, Problem(SPACE, 0)), 30, score=lambda skip: 1.0)
 
