@@ -34,6 +34,7 @@ from .space import GRANULARITIES, Space
 from .strategies import Strategy, check_strategy, make_strategy
 
 OBJECTIVES = ("replay", "wallclock")
+KV = ("shared", "own")
 STRATEGY = "climb"
 LONGEST_DRAFT = 12  # tokens that the controllers in play may draft
 
@@ -73,6 +74,7 @@ def find_profile(
     max_draft_cost: float | None = None,
     warm: bool = True,
     keep_best: bool = False,
+    kv: str = "shared",
     journal: Path | None = None,
     watch: Watch | None = None,
     usual: Callable[[], LLM] | None = None,
@@ -93,6 +95,11 @@ def find_profile(
     `journal`, trials are kept in that file as they are made, and a search with the same options resumes from it; delete
     it when the profile is saved.
 
+    `kv`: whose keys and values drafts read of what is committed. "shared": the target's, as selfspec's drafts do.
+    "own": the draft's, prompt included, as in an engine that runs what is left of the model as a draft model; each
+    trial costs one more pass of that model over the texts (replay only). What is then found is for export: chains over
+    the whole vocabulary, predicted at the costs of selfspec's own steps, and not measured, as no decoding here is such.
+
     `usual` gives the same model with weights that lie as suits plain decoding, where those of `llm` suit drafting; it
     is called once, and what was found is measured against it. If nothing beats plain decoding, the profile skips
     nothing and its note says so; with `keep_best` it holds the best set all the same. Raises `SelfspecError` for a
@@ -105,6 +112,7 @@ def find_profile(
         objective=objective,
         strategy=strategy,
         granularity=granularity,
+        kv=kv,
         trials=trials,
         count=count,
         seed=seed,
@@ -135,13 +143,13 @@ def find_profile(
                 len(decoding.logits_processor),
                 decoding.verified_by,
             ],
-            "search": [objective, strategy, seed, context, max_draft_cost, warm, list(space.keep), granularity],
+            "search": [objective, strategy, seed, context, max_draft_cost, warm, list(space.keep), granularity, kv],
             "controller": None if controller is None else controller.model_dump(mode="json"),
         },
     )
     start = time.perf_counter()
     deadline = float("inf") if minutes is None else start + 60 * minutes
-    search = Search(llm, space, decoding, texts, seed, kept, watch or _Silent(), deadline)
+    search = Search(llm, space, decoding, texts, seed, kept, watch or _Silent(), deadline, own_keys=kv == "own")
     costs: CostModel | None = None
     replay: Replay | None = None
     smaller_heads: Callable[[Sequence[Score]], list[Score]] | None = None
@@ -150,7 +158,7 @@ def find_profile(
             controllers = [fixed] if fixed is not None else controllers_in_play(LONGEST_DRAFT)
             priced, problem, costs, replay = replayed(search, held, controllers, context, warm)
             worth: Objective = priced
-            if linear_over(llm.runtime.skeleton.lm_head, [0]) is not None:  # whose weight is at hand
+            if kv == "shared" and linear_over(llm.runtime.skeleton.lm_head, [0]) is not None:  # whose weight is at hand
                 seen = chain((text.tokens for text in replay.texts), _encoded(llm, chosen.rest))
                 smaller_heads = partial(with_smaller_heads, priced, texts=seen, size=llm.identity.vocabulary or 0)
         else:
@@ -165,6 +173,7 @@ def find_profile(
             seconds=round(time.perf_counter() - start, 1),
             max_new_tokens=max_new_tokens,
             temperature=temperature,
+            kv=kv,
             interrupted=interrupted,
         )
         base = Profile(model=llm.identity, calibration=calibration, search=searched, costs=costs)
@@ -188,6 +197,7 @@ def check_options(
     objective: str,
     strategy: str,
     granularity: str,
+    kv: str,
     trials: int,
     count: int,
     seed: int,
@@ -201,6 +211,10 @@ def check_options(
     check_strategy(strategy)
     if granularity not in GRANULARITIES:
         raise SelfspecError(f"granularity '{granularity}' is not known; known: {', '.join(GRANULARITIES)}")
+    if kv not in KV:
+        raise SelfspecError(f"kv '{kv}' is not known; known: {', '.join(KV)}")
+    if kv == "own" and objective == "wallclock":
+        raise SelfspecError("kv 'own' needs the replay objective: selfspec's own decoding shares the target's cache")
     if trials < 1 or count < 1:
         raise SelfspecError(f"want at least 1 trial and 1 prompt, got {trials} and {count}")
     if not 0 <= seed < 2**32:

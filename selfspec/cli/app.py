@@ -80,6 +80,12 @@ def search(
     ] = None,
     warm_starts: Annotated[bool, typer.Option(help="Try a few likely sets first; the paper does not.")] = True,
     keep_best: Annotated[bool, typer.Option("--keep-best", help="Save the best set even if plain is faster.")] = False,
+    kv: Annotated[
+        str,
+        typer.Option(
+            help="Drafts read the target's cache (shared), or have their own, as an exported draft model (own)."
+        ),
+    ] = "shared",
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = None,
@@ -111,6 +117,7 @@ def search(
             max_draft_cost=max_draft_cost,
             warm_starts=warm_starts,
             keep_best=keep_best,
+            kv=kv,
             device=device,
             dtype=dtype,
             threads=threads,

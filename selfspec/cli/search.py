@@ -51,6 +51,7 @@ class SearchOptions:
     dtype: str
     threads: int | None
     keep_best: bool
+    kv: str
     warm_starts: bool
     json: bool
 
@@ -75,6 +76,7 @@ def run(options: SearchOptions) -> int:
         objective=options.objective,
         strategy=options.strategy,
         granularity=options.granularity,
+        kv=options.kv,
         trials=options.trials,
         count=options.prompts,
         seed=options.seed,
@@ -124,6 +126,7 @@ def run(options: SearchOptions) -> int:
             max_draft_cost=options.max_draft_cost,
             warm=options.warm_starts,
             keep_best=options.keep_best,
+            kv=options.kv,
             journal=options.journal,
             watch=watch,
             usual=plainly if llm.layout == "onednn" else None,
