@@ -10,7 +10,7 @@ from selfspec.bench import interleave, measure, method
 from selfspec.controllers import make_controller
 from selfspec.drafters import PlainDrafter
 from selfspec.errors import SelfspecError
-from selfspec.profile import Measurement, Profile, Skip
+from selfspec.profile import Measurement, Profile, SearchRecord, Skip
 from selfspec.text import Prompt
 
 from .continuations import Decoding
@@ -37,7 +37,8 @@ def finish(
     """Choose among the best few of `scores` by measuring them on `prompts`, and complete the profile `base`.
 
     The best of many noisy scores is biased, so the measured best wins, and is then measured once more, against plain
-    decoding. An interrupted search's best is taken as it is, and an interrupt here ends the measuring. `smaller_heads`
+    decoding. An interrupted search's best is taken as it is, and so is that of a search for drafts with keys of their
+    own, as no decoding here is such; an interrupt here ends the measuring. `smaller_heads`
     scores finalists again with draft vocabularies; the best of those joins them. `usual` gives the same model with
     weights that lie as suits plain decoding. Raises `SelfspecError` when nothing was scored.
     """
@@ -50,7 +51,7 @@ def finish(
     measured: Measurement | None = None
     best = finalists[0]
     try:
-        if not search.interrupted:
+        if not search.interrupted and search.kv == "shared":
             smaller = smaller_heads(finalists) if smaller_heads is not None else []
             finalists += sorted(smaller, key=lambda s: s.tokens_per_second)[-1:]
             on_stage("measuring the best few on held-out prompts" if held_out else "measuring the best few", None)
@@ -71,7 +72,7 @@ def finish(
             "predicted": predicted,
             "measured": [measured] if kept and measured is not None else [],
             "versions": {name: version(name) for name in PACKAGES},
-            "note": _note(best, measured, kept=kept, trials=search.trials),
+            "note": _note(best, measured, search, kept=kept),
         }
     )
 
@@ -99,15 +100,23 @@ def _best(llm: LLM, base: Profile, finalists: Sequence[Score], prompts: Sequence
     return finalists[max(range(len(finalists)), key=lambda i: runs.speedup(str(i), "plain")[0])]
 
 
-def _note(best: Score, measured: Measurement | None, *, kept: bool, trials: int) -> str | None:
+def _note(best: Score, measured: Measurement | None, search: SearchRecord, *, kept: bool) -> str | None:
+    attention, mlp = list(best.skip.attention), list(best.skip.mlp)
+    found = f"the best set found (attention {attention}, mlp {mlp})"
+    if search.kv == "own":
+        ended = f"interrupted after {search.trials} trials; " if search.interrupted else ""
+        if kept:
+            return f"{ended}for a draft model with a cache of its own, whose speed is predicted, not measured"
+        return (
+            f"{ended}nothing is predicted to beat plain decoding: {found}, as a draft model with a cache of its own, "
+            f"comes to {best.speedup:.3g} times its speed, so this profile skips nothing"
+        )
     if measured is None:
-        return f"interrupted after {trials} trials; not measured"
+        return f"interrupted after {search.trials} trials; not measured"
     if measured.speedup > 1:
         return None if measured.interval[0] > 1 else "not certain: the measured speedup's interval includes 1"
     if kept:
         return f"plain decoding was faster: this set ran at {measured.speedup} times its speed where it was measured"
-    attention, mlp = list(best.skip.attention), list(best.skip.mlp)
     return (
-        f"nothing beat plain decoding: the best set found (attention {attention}, mlp {mlp}) ran at "
-        f"{measured.speedup} times its speed, so this profile skips nothing"
+        f"nothing beat plain decoding: {found} ran at {measured.speedup} times its speed, so this profile skips nothing"
     )

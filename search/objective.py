@@ -228,7 +228,8 @@ class Replayed:
 def predict(replay: Replay, profile: Profile) -> Prediction:
     """What decoding the replay's texts with a profile is predicted to give, prefill included as a measurement has it.
 
-    Raises `SelfspecError` for a profile without costs.
+    A draft with keys of its own reads the prompts too, at what its steps cost beside the whole model's. Raises
+    `SelfspecError` for a profile without costs.
     """
     costs = profile.costs
     if costs is None:
@@ -241,6 +242,8 @@ def predict(replay: Replay, profile: Profile) -> Prediction:
     prefill = costs.prefill * sum(text.prompt for text in replay.texts)
     draft = costs.draft(profile.skip_set, replay.layers, vocabulary=profile.draft_share)
     seconds = prefill + costs.seconds(drafts, draft)
+    if replay.own_keys:
+        seconds += prefill * draft / costs.plain
     return Prediction(
         speedup=round((prefill + total.tokens * costs.plain) / seconds, 3),
         tokens_per_second=round(total.tokens / seconds, 1),

@@ -51,6 +51,7 @@ def as_profile(ledger: Ledger, entry: Entry) -> Profile:
         seconds=round(sum(e.seconds for e in ledger.entries), 1),
         max_new_tokens=said["max_new_tokens"],
         temperature=said["temperature"],
+        kv=said["kv"],
     )
     base = Profile(
         model=Identity.model_validate(said["model"]),

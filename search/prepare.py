@@ -18,7 +18,7 @@ from selfspec.skip import SkipSet
 from .continuations import Decoding, continue_prompts
 from .ledger import Ledger
 from .objective import Objective, Replayed, Score, WallClock
-from .replay import Replay, deepest
+from .replay import CANDIDATES, Replay, deepest
 from .space import Space
 from .strategies import Problem
 from .texts import Text
@@ -61,6 +61,7 @@ class Search:
     ledger: Ledger
     watch: Watch
     deadline: float
+    own_keys: bool = False
 
 
 def replayed(
@@ -79,7 +80,16 @@ def replayed(
     assert costs is not None
     depth = deepest(controllers)
     replay = held.enter_context(
-        Replay(llm.model, texts, sampler=sampler, rule=search.decoding.verified_by, depth=depth, seed=search.seed)
+        Replay(
+            llm.model,
+            texts,
+            sampler=sampler,
+            rule=search.decoding.verified_by,
+            depth=depth,
+            candidates=1 if search.own_keys else CANDIDATES,  # engines' draft models draft chains
+            seed=search.seed,
+            own_keys=search.own_keys,
+        )
     )
     worth = Replayed(replay, costs, controllers)
     if not warm:

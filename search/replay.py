@@ -20,8 +20,9 @@ from selfspec.controllers import Controller
 from selfspec.linears import Call
 from selfspec.runtime import Runtime
 from selfspec.sampling import Sampler
-from selfspec.skip import SkipSet
+from selfspec.skip import NOTHING_SKIPPED, SkipSet
 
+from .committed import Committed
 from .law import Noise, Uniforms, draft_beside
 from .rows import Record, Rows
 from .texts import Streams, Text
@@ -30,6 +31,7 @@ from .trace import Trace
 
 CHUNK = 192  # starts of one forward
 CANDIDATES = 4  # for each position
+OWN_PLACES = 32  # tokens of each text whose streams are looked at for drafts with keys of their own
 
 
 class Replay:
@@ -40,6 +42,11 @@ class Replay:
     sampled trace can answer for (a greedy one answers for any number). `depth`: the most tokens of a draft. `chunk`:
     starts of one forward; counts do not depend on it. `noise(ids, depth)` replaces the random choices of sampled
     drafts, which otherwise follow `seed`.
+
+    Drafts read the target's own keys and values of all committed tokens, as selfspec's do. With `own_keys` they read
+    those of the model without the skipped sub-layers, prompt included, as a draft model with a cache of its own would:
+    the one that the remaining sub-layers make, exported to an engine. Counts are then those of such a model; it costs
+    one more pass of that model over the texts for every skip set.
     """
 
     def __init__(
@@ -53,6 +60,7 @@ class Replay:
         candidates: int = CANDIDATES,
         chunk: int = CHUNK,
         seed: int = 0,
+        own_keys: bool = False,
         noise: Callable[[Tensor, int], Noise] | None = None,
     ) -> None:
         self.texts = tuple(texts)
@@ -63,6 +71,7 @@ class Replay:
             self._tied = [Ties(text.seed) for text in self.texts]
         self.depth = depth
         self.candidates = candidates
+        self.own_keys = own_keys
         self._group = min(len(self.texts), chunk)  # texts side by side
         self._each = max(1, chunk // self._group)  # starts of each
         self.seed = seed
@@ -92,25 +101,13 @@ class Replay:
     def _read_texts(self) -> None:
         """One full forward over each text: its keys and, for sampling, the target's distribution at each start."""
         device = self._runtime.device
-        self._tokens = torch.zeros((len(self.texts), self._longest), dtype=torch.long, device=device)
-        targets = []
-        for row, text in enumerate(self.texts):
-            self._tokens[row, : len(text.tokens)] = torch.tensor(text.tokens, device=device)
-            own, first = slice(row, row + 1), text.prompt - 1  # the first start
-            if first:
-                self._runtime.forward(self._tokens[own, :first], 0, rows=own, logits=None)
-            if not text.new:
-                continue
-            logits: Literal["all"] | None = None if self.sampler.greedy or self._tied is not None else "all"
-            tokens = self._tokens[own, first : len(text.tokens) - 1]
-            step = self._runtime.forward(tokens, first, rows=own, logits=logits)
-            if step.logits is not None:
-                prefixes = (text.tokens[:end] for end in range(text.prompt, len(text.tokens)))
-                targets.append(self.sampler.probs(self.sampler.scores(step.logits[0], prefixes)))
-        self._targets = torch.cat(targets) if targets else None
-        owner = torch.repeat_interleave(torch.tensor([text.new for text in self.texts]))
-        self._room = torch.tensor([text.prompt + text.room for text in self.texts])[owner].to(device)
-        self._lengths = torch.tensor([len(text.tokens) for text in self.texts], device=device)[:, None]
+        self._committed = Committed(self._runtime, self.texts)
+        if self.sampler.greedy or self._tied is not None:
+            self._committed.hold(NOTHING_SKIPPED)
+        else:
+            self._targets = self._committed.targets(self.sampler)
+        ends = [text.prompt + text.room for text in self.texts for _ in range(text.new)]
+        self._room = torch.tensor(ends, device=device)
         self._ends = torch.tensor(sorted(self._runtime.skeleton.ends), dtype=torch.long, device=device)
 
     @property
@@ -124,25 +121,31 @@ class Replay:
         return self._runtime.layers
 
     def streams(self, starts: int) -> Streams:
-        """The whole model's streams at the first starts of every text, `starts` at most of each."""
-        each = min(starts, self._each)
-        live = self._rows(slice(0, len(self.texts)), [(0, min(each, text.new)) for text in self.texts])
-        mask, layers = self._see(live), range(self.layers)
+        """The whole model's streams at the first starts of every text, `starts` at most of each.
+
+        With `own_keys`, at the first `OWN_PLACES` tokens of every text: all keys seen are then the streams' own.
+        """
+        positions: int | Tensor = 0
+        layers, slots, mask = range(self.layers), 0, None
+        if self.own_keys:
+            self._committed.forget()
+            tokens = self._committed.tokens[:, :OWN_PLACES]
+            real = torch.arange(tokens.shape[1], device=tokens.device) < self._committed.lengths
+        else:
+            each = min(starts, self._each)
+            live = self._rows(slice(0, len(self.texts)), [(0, min(each, text.new)) for text in self.texts])
+            tokens, positions, slots, mask, real = live.token, live.start, self._longest, self._see(live), live.real
         step = self._runtime.forward(
-            live.token,
-            live.start,
-            slots=self._longest,
-            mask=mask,
-            logits=None,
-            hidden=range(self.layers + 1),
-            between=layers,
+            tokens, positions, slots=slots, mask=mask, logits=None, hidden=range(self.layers + 1), between=layers
         )
 
         def branch(layer: int, part: Literal["attention", "mlp"], x: Tensor) -> Tensor:
-            return self._runtime.branch(layer, part, x, live.start, slots=self._longest, mask=mask)
+            if self.own_keys:
+                self._committed.forget()  # it writes in the same slots
+            return self._runtime.branch(layer, part, x, positions, slots=slots, mask=mask)
 
         return Streams(
-            real=live.real,
+            real=real,
             entering=[step.hidden[i] for i in range(self.layers + 1)],
             between=[step.between[i] for i in layers],
             branch=branch,
@@ -163,6 +166,8 @@ class Replay:
         `vocabulary`: the only tokens that are drafted; none means all.
         """
         self._head = self._runtime.head_over(vocabulary) if vocabulary else None
+        if self.own_keys:
+            self._committed.hold(skip)
         low = [len(trace.runs) for trace in known] or [0] * len(self.texts)
         high = [-(-text.new * share // 1) for text in self.texts]
         record = Record(self._first[-1], self.depth)
@@ -210,7 +215,7 @@ class Replay:
         return Rows(
             ids=offset + torch.tensor(self._first[group.start : group.stop], device=device)[:, None],
             start=position,
-            token=self._tokens[group].gather(1, position),
+            token=self._committed.tokens[group].gather(1, position),
             matched=torch.ones_like(real),
             weight=torch.ones(real.shape, dtype=torch.float64, device=device),
             real=real,
@@ -231,7 +236,7 @@ class Replay:
         return scores.view(*live.start.shape, -1), used + width
 
     def _see(self, live: Rows) -> Tensor:
-        """The mask `[B, n, S]` of the next step: the target's keys before the start, and the draft's own."""
+        """The mask `[B, n, S]` of the next step: the committed tokens' keys before the start, and the draft's own."""
         width = live.real.shape[1]
         columns = torch.arange(self._longest, device=live.start.device)
         itself = torch.eye(width, dtype=torch.bool, device=live.start.device).expand(len(live.start), -1, -1)
@@ -246,8 +251,8 @@ class Replay:
     def _choose(self, live: Rows, scores: Tensor, group: slice, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What is drafted: token, confidence, whether it and all before it are the text's, else the text's rank."""
         place = live.start + step + 1
-        inside = live.matched & (place < self._lengths[group])
-        following = self._tokens[group].gather(1, place.clamp(max=self._longest - 1))
+        inside = live.matched & (place < self._committed.lengths[group])
+        following = self._committed.tokens[group].gather(1, place.clamp(max=self._longest - 1))
         q = self.sampler.probs(scores)
         if self.sampler.greedy or self._tied is not None:
             merits = scores if self._tied is None else self._with_ties(q, place, group)

@@ -35,6 +35,7 @@ from .storage import MEMORY
 from .strategies import Strategy, check_strategy, make_strategy
 
 OBJECTIVES = ("replay", "wallclock")
+KV = ("shared", "own")
 STRATEGY = "climb"
 LONGEST_DRAFT = 12  # tokens that the controllers in play may draft
 
@@ -78,6 +79,7 @@ def find_profile(
     max_draft_cost: float | None = None,
     warm: bool = True,
     keep_best: bool = False,
+    kv: str = "shared",
     storage: str | Path = MEMORY,
     study: str = STUDY,
     watch: Watch | None = None,
@@ -102,6 +104,11 @@ def find_profile(
     with the same options share a study: each scores what no other does, the trials of all are counted, and the first
     to end measures the best; the others raise `AnotherFinishes`.
 
+    `kv`: whose keys and values drafts read of what is committed. "shared": the target's, as selfspec's drafts do.
+    "own": the draft's, prompt included, as in an engine that runs what is left of the model as a draft model; each
+    trial costs one more pass of that model over the texts (replay only). What is then found is for export: chains over
+    the whole vocabulary, predicted at the costs of selfspec's own steps, and not measured, as no decoding here is such.
+
     `usual` gives the same model with weights that lie as suits plain decoding, where those of `llm` suit drafting; it
     is called once, and what was found is measured against it. If nothing beats plain decoding, the profile skips
     nothing and its note says so; with `keep_best` it holds the best set all the same. Raises `SelfspecError` for a
@@ -114,6 +121,7 @@ def find_profile(
         objective=objective,
         strategy=strategy,
         granularity=granularity,
+        kv=kv,
         trials=trials,
         count=count,
         seed=seed,
@@ -151,12 +159,13 @@ def find_profile(
             "warm starts": warm,
             "keep": list(space.keep),
             "granularity": granularity,
+            "kv": kv,
             "controller": None if controller is None else controller.model_dump(mode="json"),
         },
     )
     start = time.perf_counter()
     deadline = float("inf") if minutes is None else start + 60 * minutes
-    search = Search(llm, space, decoding, texts, seed, ledger, watch or _Silent(), deadline)
+    search = Search(llm, space, decoding, texts, seed, ledger, watch or _Silent(), deadline, own_keys=kv == "own")
     costs: CostModel | None = None
     replay: Replay | None = None
     smaller_heads: Callable[[Sequence[Score]], list[Score]] | None = None
@@ -165,7 +174,7 @@ def find_profile(
             controllers = [fixed] if fixed is not None else controllers_in_play(LONGEST_DRAFT)
             priced, problem, costs, replay = replayed(search, held, controllers, context, warm)
             worth: Objective = priced
-            if linear_over(llm.runtime.skeleton.lm_head, [0]) is not None:  # whose weight is at hand
+            if kv == "shared" and linear_over(llm.runtime.skeleton.lm_head, [0]) is not None:  # whose weight is at hand
                 seen = chain((text.tokens for text in replay.texts), _encoded(llm, chosen.rest))
                 smaller_heads = partial(with_smaller_heads, priced, texts=seen, size=llm.identity.vocabulary or 0)
         else:
@@ -182,6 +191,7 @@ def find_profile(
             seconds=round(time.perf_counter() - start, 1),
             max_new_tokens=max_new_tokens,
             temperature=temperature,
+            kv=kv,
             interrupted=interrupted,
         )
         base = Profile(model=llm.identity, calibration=calibration, search=searched, costs=costs)
@@ -205,6 +215,7 @@ def check_options(
     objective: str,
     strategy: str,
     granularity: str,
+    kv: str,
     trials: int,
     count: int,
     seed: int,
@@ -218,6 +229,10 @@ def check_options(
     check_strategy(strategy)
     if granularity not in GRANULARITIES:
         raise SelfspecError(f"granularity '{granularity}' is not known; known: {', '.join(GRANULARITIES)}")
+    if kv not in KV:
+        raise SelfspecError(f"kv '{kv}' is not known; known: {', '.join(KV)}")
+    if kv == "own" and objective == "wallclock":
+        raise SelfspecError("kv 'own' needs the replay objective: selfspec's own decoding shares the target's cache")
     if trials < 1 or count < 1:
         raise SelfspecError(f"want at least 1 trial and 1 prompt, got {trials} and {count}")
     if not 0 <= seed < 2**32:

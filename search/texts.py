@@ -33,7 +33,8 @@ class Streams:
     """The residual streams `[B, n, D]` of places in the texts, and a way to run one sub-layer on others there.
 
     `entering[l]` enters layer l (the last leaves the model), `between[l]` is between its attention and its MLP.
-    `branch(layer, part, x)` is what a sub-layer adds to `x`: attention reads the target's keys before, and x's own.
+    `branch(layer, part, x)` is what a sub-layer adds to `x`: attention reads the target's keys before, and x's own; or
+    x's own alone, where the places are all that there are before each.
     """
 
     real: Tensor  # [B, n]: not padding

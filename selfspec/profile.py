@@ -100,7 +100,7 @@ class Calibration(Data):
 
 
 class SearchRecord(Data):
-    """How the skip set was found."""
+    """How the skip set was found. `kv`: whether drafts read the target's keys (shared), or had a cache of their own."""
 
     strategy: str
     objective: str
@@ -109,6 +109,7 @@ class SearchRecord(Data):
     seconds: Seconds
     max_new_tokens: Positive
     temperature: Rate = 0.0
+    kv: Annotated[str, Field(pattern="^(shared|own)$")] = "shared"
     interrupted: bool = False
 
 

@@ -88,6 +88,12 @@ def search(
         ),
     ] = None,
     study: Annotated[str, typer.Option(help="The study's name in the storage.")] = "selfspec",
+    kv: Annotated[
+        str,
+        typer.Option(
+            help="Drafts read the target's cache (shared), or have their own, as an exported draft model (own)."
+        ),
+    ] = "shared",
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = None,
@@ -121,6 +127,7 @@ def search(
             keep_best=keep_best,
             storage=storage,
             study=study,
+            kv=kv,
             device=device,
             dtype=dtype,
             threads=threads,

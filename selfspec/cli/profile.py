@@ -56,8 +56,9 @@ def _facts(profile: Profile) -> list[tuple[str, str]]:
         c = profile.calibration
         facts.append(("calibration", f"{c.source}: {c.prompts} prompts, {c.tokens} tokens"))
     if search:
+        kv = ", drafts with a cache of their own" if search.kv == "own" else ""
         facts.append(
-            ("search", f"{search.strategy}, {search.objective}: {search.trials} trials in {search.seconds:g} s")
+            ("search", f"{search.strategy}, {search.objective}: {search.trials} trials in {search.seconds:g} s{kv}")
         )
     if profile.costs:
         facts += _costs(profile.costs)

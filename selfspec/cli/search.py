@@ -51,6 +51,7 @@ class SearchOptions:
     dtype: str
     threads: int | None
     keep_best: bool
+    kv: str
     warm_starts: bool
     storage: str | None
     study: str
@@ -82,6 +83,7 @@ def run(options: SearchOptions) -> int:
         objective=options.objective,
         strategy=options.strategy,
         granularity=options.granularity,
+        kv=options.kv,
         trials=options.trials,
         count=options.prompts,
         seed=options.seed,
@@ -133,6 +135,7 @@ def run(options: SearchOptions) -> int:
                 max_draft_cost=options.max_draft_cost,
                 warm=options.warm_starts,
                 keep_best=options.keep_best,
+                kv=options.kv,
                 storage=options.kept_in,
                 study=options.study,
                 watch=watch,

@@ -9,6 +9,7 @@ from collections import defaultdict
 import pytest
 import torch
 from models import plain, run, small
+from pruned import PrunedModel
 from selfspec.search.replay import Replay, deepest
 from selfspec.search.texts import Text
 from selfspec.search.trace import walk
@@ -169,22 +170,27 @@ class Branching:
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("candidates", [1, 2, 3])
-def test_a_sampled_round_has_the_joint_law_of_a_real_one(candidates, rule):
+@pytest.mark.parametrize(
+    ("candidates", "kind", "skip"),
+    [*((n, LayerSkipDrafter, SkipSet((1,), (0,))) for n in (1, 2, 3)), (2, PrunedModel, SkipSet((), (0,)))],
+)
+def test_a_sampled_round_has_the_joint_law_of_a_real_one(candidates, kind, skip, rule):
     """By enumeration on a vocabulary of three: text, tokens drafted, their confidences, tokens accepted.
 
-    Under `block`, what is drafted after a wrong token is not followed exactly: the first confidence, and how many.
+    Also of a draft model with keys of its own. Under `block`, what is drafted after a wrong token is not followed
+    exactly: the first confidence, and how many.
     """
     model = small(vocabulary=3, layers=2)
     runtime, prompt, room = Runtime(model), [1, 2], 3
-    skip, controller = SkipSet((1,), (0,)), StaticThreshold(0.4, 2)
+    controller = StaticThreshold(0.4, 2)
+    drafter = kind(runtime, skip, controller, siblings=candidates)
 
     def shown(confidences):
         rounded = tuple(round(c, 9) for c in confidences)
         return rounded if rule == "token" else (rounded[:1], len(rounded))
 
     def real(sampler):
-        drafter = LayerSkipDrafter(runtime, skip, controller.fresh(), siblings=candidates)
+        drafter.controller = controller.fresh()
         seq = SequenceState(list(prompt), room, sampler)
         rounds = decode(runtime, drafter, seq, rule=RULES[rule])
         outcome = next(rounds)
@@ -208,6 +214,7 @@ def test_a_sampled_round_has_the_joint_law_of_a_real_one(candidates, rule):
                 depth=2,
                 candidates=candidates,
                 chunk=1,
+                own_keys=kind is PrunedModel,
                 noise=lambda ids, depth: Branching(ids, sampler),
             )
             with replay:

@@ -1,0 +1,62 @@
+"""Texts in a replay's cache, one a row: their tokens, and the keys and values that drafts read of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from selfspec.runtime import Runtime
+from selfspec.sampling import Sampler
+from selfspec.skip import NOTHING_SKIPPED, SkipSet
+
+from .texts import Text
+
+
+class Committed:
+    """`tokens` `[texts, longest]`, padded, and `lengths` `[texts, 1]`; their keys lie in the slots of their positions.
+
+    Whose keys: those of the model without the sub-layers that `hold` was last told, once it was.
+    """
+
+    def __init__(self, runtime: Runtime, texts: Sequence[Text]) -> None:
+        self._runtime, self._texts = runtime, texts
+        self.longest = max(len(text.tokens) for text in texts)
+        self.tokens = torch.zeros((len(texts), self.longest), dtype=torch.long)
+        for row, text in enumerate(texts):
+            self.tokens[row, : len(text.tokens)] = torch.tensor(text.tokens)
+        self.tokens = self.tokens.to(runtime.device)
+        self.lengths = torch.tensor([len(text.tokens) for text in texts], device=runtime.device)[:, None]
+        self._held: SkipSet | None = None
+
+    def hold(self, skip: SkipSet) -> None:
+        """One causal pass over each text without the sub-layers in `skip`, where its keys are not held already."""
+        if skip == self._held:
+            return
+        self.forget()
+        for row, text in enumerate(self._texts):
+            own, end = slice(row, row + 1), len(text.tokens) - 1  # nothing sees the last token's keys
+            if end:
+                self._runtime.forward(self.tokens[own, :end], 0, skip=skip, rows=own, logits=None)
+        self._held = skip
+
+    def forget(self) -> None:
+        """What was held is there no more: something else was, or will be, written in its place."""
+        self._held = None
+
+    def targets(self, sampler: Sampler) -> Tensor | None:
+        """The whole model's distribution at each start `[starts, V]`, None where there are none; its keys are held."""
+        self.forget()
+        found = []
+        for row, text in enumerate(self._texts):
+            own, first = slice(row, row + 1), text.prompt - 1  # the first start
+            if first:
+                self._runtime.forward(self.tokens[own, :first], 0, rows=own, logits=None)
+            if text.new:
+                step = self._runtime.forward(self.tokens[own, first : len(text.tokens) - 1], first, rows=own)
+                assert step.logits is not None
+                prefixes = (text.tokens[:end] for end in range(text.prompt, len(text.tokens)))
+                found.append(sampler.probs(sampler.scores(step.logits[0], prefixes)))
+        self._held = NOTHING_SKIPPED
+        return torch.cat(found) if found else None
