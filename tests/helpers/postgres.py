@@ -46,4 +46,4 @@ def server(folder: Path) -> Iterator[str]:
     try:
         yield f"postgresql://selfspec@127.0.0.1:{port}/postgres"
     finally:
-        run("pg_ctl", "stop", "--mode", "immediate")
+        run("pg_ctl", "stop", "--mode", "fast")

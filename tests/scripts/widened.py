@@ -1,6 +1,6 @@
 """A skip set for the built-in model as if it were large: the widened model's costs, the narrow model's text.
 
-    python tests/scripts/widened.py --out tests/scripts/widened-8.yaml
+    python tests/scripts/widened.py --layout rows --out tests/scripts/widened-8.yaml
 
 Widening changes no output, so what would be accepted can be replayed on the narrow model, which is much faster; only
 what passes cost is measured on the wide one. For `selfspec bench --widen 8 --profile tests/scripts/widened-8.yaml`.

@@ -78,7 +78,7 @@ def test_disturbances_do_not_count(model, clock, monkeypatch):
         return drafts
 
     monkeypatch.setattr(costing._Probe, "propose", disturbed)
-    costs = measure_costs(Runtime(model), context=40, seconds=1e6)
+    costs = measure_costs(Runtime(model), context=40, seconds=2e5)
     assert (costs.attention, costs.mlp) == pytest.approx((ATTENTION, MLP), rel=0.15)
     assert costs.draft(SkipSet((1, 2), (3,)), 6) == pytest.approx(BASE + 4 * ATTENTION + 5 * MLP, rel=0.1)
 
