@@ -20,9 +20,10 @@ from selfspec.costs import CostModel
 from selfspec.errors import SelfspecError
 from selfspec.linears import linear_over
 from selfspec.profile import ControllerSpec, Profile, SearchRecord
+from selfspec.prompts import encode, fit
 from selfspec.skip import SkipSet
 
-from .calibration import choose, record
+from .calibration import Prompts, choose, record
 from .continuations import Decoding
 from .finalists import finish
 from .heads import with_smaller_heads
@@ -51,9 +52,10 @@ class _Silent:
 
 def find_profile(
     llm: LLM,
-    prompts: Sequence[str] | None = None,
+    prompts: Sequence[str] | Prompts | None = None,
     *,
     source: str = "prompts",
+    chat: bool = False,
     objective: str = "replay",
     strategy: str = STRATEGY,
     trials: int = 60,
@@ -79,8 +81,9 @@ def find_profile(
 ) -> Profile:
     """Search which sub-layers of `llm` to bypass, and measure what was found on prompts not searched on.
 
-    `prompts`: calibration text, None for the built-in model's; `count` of them, drawn by `seed`, are searched on and
-    as many others are measured on, `max_new_tokens` for each, chosen as `temperature`, `top_k`, `top_p` and
+    `prompts`: calibration text, None for the built-in model's, or what `read_prompts` read; with `chat`, each becomes a
+    user's message by the tokenizer's chat template. `count` of them, drawn by `seed`, are searched on and as many
+    others are measured on, `max_new_tokens` for each, chosen as `temperature`, `top_k`, `top_p` and
     `logits_processor` say, drafts verified by `rule` (None: as without a seed). `objective` "replay" predicts tokens
     per second from a parallel replay and a cost model measured at `context` keys (None: what the prompts come to);
     "wallclock" decodes for every trial, as the paper does. The controller is tuned with the skip set, unless one is
@@ -117,10 +120,20 @@ def find_profile(
     decoding = Decoding(max_new_tokens, temperature, top_k, top_p, tuple(logits_processor), rule)
     decoding.check()
     chosen = choose(prompts, source=source, count=count, seed=seed)
-    texts, others = (tuple(_fit(llm, part, max_new_tokens)) for part in (chosen.search, chosen.measure))
+    framed = chat or chosen.template is not None
+    texts, others = (
+        tuple(_fit(llm, part, max_new_tokens, chat=chat, framed=framed)) for part in (chosen.search, chosen.measure)
+    )
     if not texts:
         raise SelfspecError(f"{source}: holds no prompts")
-    calibration = record(chosen.source, texts)
+    calibration = record(
+        chosen.source,
+        texts,
+        column=chosen.column,
+        template=chosen.template,
+        chat=chat,
+        drawn_from=chosen.available,
+    )
     kept = Journal(
         journal,
         {
@@ -151,7 +164,7 @@ def find_profile(
             priced, problem, costs, replay = replayed(search, held, controllers, context, warm)
             worth: Objective = priced
             if linear_over(llm.runtime.skeleton.lm_head, [0]) is not None:  # whose weight is at hand
-                seen = chain((text.tokens for text in replay.texts), _encoded(llm, chosen.rest))
+                seen = chain((text.tokens for text in replay.texts), _encoded(llm, chosen.rest, chat=chat))
                 smaller_heads = partial(with_smaller_heads, priced, texts=seen, size=llm.identity.vocabulary or 0)
         else:
             worth, problem = timed(search, controller, warm)
@@ -215,22 +228,22 @@ def check_options(
         raise SelfspecError("context and max_draft_cost need the cost model of the replay objective")
 
 
-def _fit(llm: LLM, prompts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
-    """The prompts as token ids, cut at their end where they would not leave room for the new tokens."""
+def _fit(llm: LLM, prompts: Sequence[str], max_new_tokens: int, *, chat: bool, framed: bool) -> list[list[int]]:
+    """The prompts as token ids, cut where they would not leave room for the new tokens."""
     room = llm.runtime.skeleton.context - max_new_tokens
     if max_new_tokens < 1 or room < 1:
         raise SelfspecError(
             f"max_new_tokens {max_new_tokens}: want 1 to {llm.runtime.skeleton.context - 1}, "
             "what the context leaves beside a prompt"
         )
-    return [llm.encode(prompt)[:room] for prompt in prompts]
+    return [fit(encode(llm, prompt, chat=chat), room, framed=framed) for prompt in prompts]
 
 
-def _encoded(llm: LLM, prompts: Iterable[str]) -> Iterator[list[int]]:
+def _encoded(llm: LLM, prompts: Iterable[str], *, chat: bool) -> Iterator[list[int]]:
     """The prompts that can be encoded, as token ids: they are only counted."""
     for prompt in prompts:
         with suppress(SelfspecError):
-            yield llm.encode(prompt)
+            yield encode(llm, prompt, chat=chat)
 
 
 @dataclass(frozen=True)

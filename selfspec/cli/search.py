@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import TextColumn
 
 from selfspec.cli.common import print_json, progress, quiet, set_threads, skip_map, stderr
+from selfspec.cli.data import DataOptions
 from selfspec.controllers import parse_controller
-from selfspec.errors import SelfspecError
 from selfspec.files import check_writable
 from selfspec.loading import check_dtype, check_model_name
 from selfspec.profile import Profile, write_profile
@@ -29,7 +29,7 @@ class SearchOptions:
     """The command's options, as given."""
 
     model: str
-    data: Path | None
+    data: DataOptions
     objective: str
     strategy: str
     trials: int
@@ -66,7 +66,6 @@ def run(options: SearchOptions) -> int:
     check_model_name(options.model)
     check_dtype(options.dtype)
     spec = None if options.controller is None else parse_controller(options.controller)
-    from selfspec.search.calibration import read_prompts
     from selfspec.search.space import parse_keep
     from selfspec.search.study import check_options
 
@@ -82,11 +81,10 @@ def run(options: SearchOptions) -> int:
         context=options.context,
         max_draft_cost=options.max_draft_cost,
     )
-    prompts = read_prompts(options.data) if options.data else None
+    prompts = options.data.read()
     for place in (options.out, options.journal):
         check_writable(place)
-        if options.data and place.resolve() == options.data.resolve():
-            raise SelfspecError(f"--out {options.out} would write over the data file; want another place")
+        options.data.check_not_written(place, options.out)
     set_threads(options.threads)
 
     from selfspec.api import load
@@ -95,6 +93,10 @@ def run(options: SearchOptions) -> int:
 
     decoding = Decoding(options.max_new_tokens, options.temperature, options.top_k, options.top_p, rule=options.rule)
     decoding.check()
+    if options.data.chat:
+        from selfspec.prompts import check_chat
+
+        check_chat(options.model)
     console = stderr()
     llm = load(options.model, profile="none", device=options.device, dtype=options.dtype, drafting=True)
 
@@ -105,7 +107,7 @@ def run(options: SearchOptions) -> int:
         profile = find_profile(
             llm,
             prompts,
-            source=str(options.data.name) if options.data else "builtin",
+            chat=options.data.chat,
             objective=options.objective,
             strategy=options.strategy,
             trials=options.trials,
