@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,9 +19,11 @@ from selfspec.costs import CostModel
 from selfspec.errors import SelfspecError
 from selfspec.linears import linear_over
 from selfspec.profile import ControllerSpec, Profile, SearchRecord
+from selfspec.prompts import encode, fit
 from selfspec.skip import SkipSet
 
-from .calibration import choose, record
+from .calibration import Prompts, choose, record
+from .checks import check_options
 from .continuations import Decoding
 from .finalists import finish
 from .heads import with_smaller_heads
@@ -30,12 +31,10 @@ from .ledger import STUDY, Ledger
 from .objective import Objective, Score, controllers_in_play
 from .prepare import Search, Trial, Watch, replayed, timed
 from .replay import Replay
-from .space import GRANULARITIES, Space
+from .space import Space
 from .storage import MEMORY
-from .strategies import Strategy, check_strategy, make_strategy
+from .strategies import Strategy, make_strategy
 
-OBJECTIVES = ("replay", "wallclock")
-KV = ("shared", "own")
 STRATEGY = "climb"
 LONGEST_DRAFT = 12  # tokens that the controllers in play may draft
 
@@ -57,9 +56,10 @@ class _Silent:
 
 def find_profile(
     llm: LLM,
-    prompts: Sequence[str] | None = None,
+    prompts: Sequence[str] | Prompts | None = None,
     *,
     source: str = "prompts",
+    chat: bool = False,
     objective: str = "replay",
     strategy: str = STRATEGY,
     trials: int = 60,
@@ -87,8 +87,9 @@ def find_profile(
 ) -> Profile:
     """Search which sub-layers of `llm` to bypass, and measure what was found on prompts not searched on.
 
-    `prompts`: calibration text, None for the built-in model's; `count` of them, drawn by `seed`, are searched on and
-    as many others are measured on, `max_new_tokens` for each, chosen as `temperature`, `top_k`, `top_p` and
+    `prompts`: calibration text, None for the built-in model's, or what `read_prompts` read; with `chat`, each becomes a
+    user's message by the tokenizer's chat template. `count` of them, drawn by `seed`, are searched on and as many
+    others are measured on, `max_new_tokens` for each, chosen as `temperature`, `top_k`, `top_p` and
     `logits_processor` say, drafts verified by `rule` (None: as without a seed). `objective` "replay" predicts tokens
     per second from a parallel replay and a cost model measured at `context` keys (None: what the prompts come to);
     "wallclock" decodes for every trial, as the paper does. The controller is tuned with the skip set, unless one is
@@ -134,10 +135,20 @@ def find_profile(
     decoding = Decoding(max_new_tokens, temperature, top_k, top_p, tuple(logits_processor), rule)
     decoding.check()
     chosen = choose(prompts, source=source, count=count, seed=seed)
-    texts, others = (tuple(_fit(llm, part, max_new_tokens)) for part in (chosen.search, chosen.measure))
+    framed = chat or chosen.template is not None
+    texts, others = (
+        tuple(_fit(llm, part, max_new_tokens, chat=chat, framed=framed)) for part in (chosen.search, chosen.measure)
+    )
     if not texts:
         raise SelfspecError(f"{source}: holds no prompts")
-    calibration = record(chosen.source, texts)
+    calibration = record(
+        chosen.source,
+        texts,
+        column=chosen.column,
+        template=chosen.template,
+        chat=chat,
+        drawn_from=chosen.available,
+    )
     ledger = Ledger(
         storage,
         study,
@@ -175,7 +186,7 @@ def find_profile(
             priced, problem, costs, replay = replayed(search, held, controllers, context, warm)
             worth: Objective = priced
             if kv == "shared" and linear_over(llm.runtime.skeleton.lm_head, [0]) is not None:  # whose weight is at hand
-                seen = chain((text.tokens for text in replay.texts), _encoded(llm, chosen.rest))
+                seen = chain((text.tokens for text in replay.texts), _encoded(llm, chosen.rest, chat=chat))
                 smaller_heads = partial(with_smaller_heads, priced, texts=seen, size=llm.identity.vocabulary or 0)
         else:
             worth, problem = timed(search, controller, warm)
@@ -210,59 +221,22 @@ def find_profile(
         )
 
 
-def check_options(
-    *,
-    objective: str,
-    strategy: str,
-    granularity: str,
-    kv: str,
-    trials: int,
-    count: int,
-    seed: int,
-    minutes: float | None,
-    context: int | None,
-    max_draft_cost: float | None,
-) -> None:
-    """Raise `SelfspecError` for a wrong option of `find_profile`, as far as no model is needed to tell."""
-    if objective not in OBJECTIVES:
-        raise SelfspecError(f"objective '{objective}' is not known; known: {', '.join(OBJECTIVES)}")
-    check_strategy(strategy)
-    if granularity not in GRANULARITIES:
-        raise SelfspecError(f"granularity '{granularity}' is not known; known: {', '.join(GRANULARITIES)}")
-    if kv not in KV:
-        raise SelfspecError(f"kv '{kv}' is not known; known: {', '.join(KV)}")
-    if kv == "own" and objective == "wallclock":
-        raise SelfspecError("kv 'own' needs the replay objective: selfspec's own decoding shares the target's cache")
-    if trials < 1 or count < 1:
-        raise SelfspecError(f"want at least 1 trial and 1 prompt, got {trials} and {count}")
-    if not 0 <= seed < 2**32:
-        raise SelfspecError(f"seed {seed}: want 0 to {2**32 - 1}")
-    if minutes is not None and not 0 < minutes < math.inf:
-        raise SelfspecError(f"minutes {minutes}: want more than 0, and finite")
-    if context is not None and context < 1:
-        raise SelfspecError(f"context {context}: want at least 1 key")
-    if max_draft_cost is not None and not 0 < max_draft_cost < math.inf:
-        raise SelfspecError(f"max_draft_cost {max_draft_cost}: want more than 0 and finite, as a share of a plain step")
-    if objective == "wallclock" and (context is not None or max_draft_cost is not None):
-        raise SelfspecError("context and max_draft_cost need the cost model of the replay objective")
-
-
-def _fit(llm: LLM, prompts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
-    """The prompts as token ids, cut at their end where they would not leave room for the new tokens."""
+def _fit(llm: LLM, prompts: Sequence[str], max_new_tokens: int, *, chat: bool, framed: bool) -> list[list[int]]:
+    """The prompts as token ids, cut where they would not leave room for the new tokens."""
     room = llm.runtime.skeleton.context - max_new_tokens
     if max_new_tokens < 1 or room < 1:
         raise SelfspecError(
             f"max_new_tokens {max_new_tokens}: want 1 to {llm.runtime.skeleton.context - 1}, "
             "what the context leaves beside a prompt"
         )
-    return [llm.encode(prompt)[:room] for prompt in prompts]
+    return [fit(encode(llm, prompt, chat=chat), room, framed=framed) for prompt in prompts]
 
 
-def _encoded(llm: LLM, prompts: Iterable[str]) -> Iterator[list[int]]:
+def _encoded(llm: LLM, prompts: Iterable[str], *, chat: bool) -> Iterator[list[int]]:
     """The prompts that can be encoded, as token ids: they are only counted."""
     for prompt in prompts:
         with suppress(SelfspecError):
-            yield llm.encode(prompt)
+            yield encode(llm, prompt, chat=chat)
 
 
 @dataclass(frozen=True)

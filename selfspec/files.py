@@ -24,8 +24,8 @@ def kind(path: Path) -> Literal["file", "folder", "other", "missing"]:
     return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
 
 
-def read_text(path: Path) -> str:
-    """The text of `path`. Raises `SelfspecError` when it is missing, no regular file, unreadable or not UTF-8."""
+def check_file(path: Path) -> None:
+    """Raise `SelfspecError` unless a regular file stands at `path`."""
     match kind(path):
         case "missing":
             raise SelfspecError(f"{path}: no such file")
@@ -33,6 +33,11 @@ def read_text(path: Path) -> str:
             raise SelfspecError(f"{path} is a folder; want a file")
         case "other":
             raise SelfspecError(f"{path} is a device or a pipe; want a regular file")
+
+
+def read_text(path: Path) -> str:
+    """The text of `path`. Raises `SelfspecError` when it is missing, no regular file, unreadable or not UTF-8."""
+    check_file(path)
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -67,13 +67,23 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto") -> tuple
         )
         model = model.eval().to(where)
     except Exception as error:  # a broken checkpoint can raise anything
-        raise SelfspecError(f"model {name} cannot be loaded: {_reason(error)}") from error
+        raise SelfspecError(f"model {name} cannot be loaded: {reason(error)}") from error
     finally:
         if shown:
             logging.enable_progress_bar()
     if missing := sorted(loaded["missing_keys"]):
         raise SelfspecError(f"model {name} cannot be loaded: {len(missing)} weights are missing, such as {missing[0]}")
     return model, tokenizer
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model by name. Raises `SelfspecError` with the reason."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(_source(name), trust_remote_code=False)
+    except Exception as error:  # a broken checkpoint can raise anything
+        raise SelfspecError(f"its tokenizer cannot be loaded: {reason(error)}") from error
 
 
 def read_identity(name: str) -> Identity:
@@ -90,7 +100,7 @@ def read_identity(name: str) -> Identity:
     except SelfspecError:
         raise
     except Exception as error:  # a broken configuration can raise anything
-        raise SelfspecError(f"model {name} cannot be read: {_reason(error)}") from error
+        raise SelfspecError(f"model {name} cannot be read: {reason(error)}") from error
 
 
 def read_generation_config(path: Path) -> GenerationConfig:
@@ -103,7 +113,7 @@ def read_generation_config(path: Path) -> GenerationConfig:
     try:
         return GenerationConfig.from_pretrained(str(file.parent), config_file_name=file.name)
     except Exception as error:  # a broken file can raise anything
-        raise SelfspecError(f"generation config {file} cannot be read: {_reason(error)}") from error
+        raise SelfspecError(f"generation config {file} cannot be read: {reason(error)}") from error
 
 
 def _source(name: str) -> str:
@@ -119,7 +129,7 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError, ImportError, ValueError, TypeError) as error:
-        raise SelfspecError(f"device '{name}' cannot be used: {_reason(error)}") from None
+        raise SelfspecError(f"device '{name}' cannot be used: {reason(error)}") from None
     if device.type == "meta":
         raise SelfspecError("device 'meta' cannot be used: it holds no values; want cpu or cuda")
     return device
@@ -133,7 +143,7 @@ def _dtype(name: str, device: torch.device) -> Any:
     return getattr(torch, name)
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """The first sentence of an error, on one line."""
     text = " ".join(str(error).split())
     if "ignore_mismatched_sizes" in text:

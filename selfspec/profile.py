@@ -91,9 +91,17 @@ class ControllerSpec(Data):
 
 
 class Calibration(Data):
-    """The text the search ran on: where from, how much, and a hash of the token ids."""
+    """The text the search ran on: where from, how much, and a hash of the token ids.
+
+    `column` and `template`: what of each row was a prompt, where that was said. `chat`: each was a user's message, by
+    the model's chat template. `drawn_from`: how many different prompts there were to draw from.
+    """
 
     source: str
+    column: str | None = None
+    template: str | None = None
+    chat: bool = False
+    drawn_from: Positive | None = None
     prompts: Positive
     tokens: Positive
     sha256: str

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from selfspec.cli.data import KINDS, Chat, Column, DataOptions, Template
+
 app = typer.Typer(
     name="selfspec",
     help="Lossless self-speculative decoding: the same output, sooner, with no second model.",
@@ -46,9 +48,10 @@ def _root(
 @app.command()
 def search(
     model: Annotated[str, typer.Option(help="builtin, a folder, or a hub id.")] = "builtin",
-    data: Annotated[
-        Path | None, typer.Option(help="Calibration prompts: .jsonl ('prompt', else 'text') or .txt (one a line).")
-    ] = None,
+    data: Annotated[str | None, typer.Option(help=f"Calibration prompts: a {KINDS}.")] = None,
+    column: Column = None,
+    template: Template = None,
+    chat: Chat = False,
     objective: Annotated[
         str,
         typer.Option(help="replay: predicted, without decoding. wallclock: every trial decodes, as the paper does."),
@@ -105,7 +108,7 @@ def search(
     code = run(
         SearchOptions(
             model=model,
-            data=data,
+            data=DataOptions(data, column, template, chat),
             objective=objective,
             strategy=strategy,
             trials=trials,
@@ -212,9 +215,10 @@ def generate(
 def audit(
     model: ModelOption = None,
     profile: DraftingProfile = "auto",
-    prompts: Annotated[
-        Path | None, typer.Option(help="Prompts: .jsonl or .txt; the built-in held-out ones when left out.")
-    ] = None,
+    prompts: Annotated[str | None, typer.Option(help=f"A {KINDS}; built-in held-out ones when left out.")] = None,
+    column: Column = None,
+    template: Template = None,
+    chat: Chat = False,
     limit: Annotated[int, typer.Option(min=1, help="The most prompts.")] = 20,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that continue each prompt.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="Above 0: sampled with the seed.")] = 0.0,
@@ -232,7 +236,7 @@ def audit(
         AuditOptions(
             model=model,
             profile=profile,
-            prompts=prompts,
+            data=DataOptions(prompts, column, template, chat),
             limit=limit,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -258,12 +262,13 @@ def bench(
     widen: Annotated[
         int, typer.Option(min=1, max=64, help="Times wider, with the same output: a large model's cost.")
     ] = 1,
-    prompts: Annotated[
-        Path | None, typer.Option(help="Prompts: .jsonl or .txt; built-in held-out ones when left out.")
-    ] = None,
+    prompts: Annotated[str | None, typer.Option(help=f"A {KINDS}; built-in held-out ones when left out.")] = None,
+    column: Column = None,
+    template: Template = None,
+    chat: Chat = False,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, help="The most prompts; all of the file's, or 12 of the built-in ones (widened 6)."),
+        typer.Option(min=1, help="The most prompts; all of a file or folder, or 12 of others (widened 6)."),
     ] = None,
     temperature: Annotated[str, typer.Option(help="One or several, separated by commas; 0 is greedy.")] = "0,0.8",
     max_new_tokens: Annotated[
@@ -288,7 +293,7 @@ def bench(
             profile=profile,
             methods=methods,
             widen=widen,
-            prompts=prompts,
+            data=DataOptions(prompts, column, template, chat),
             limit=limit,
             temperature=temperature,
             max_new_tokens=max_new_tokens,

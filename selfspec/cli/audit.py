@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfspec import builtin
@@ -18,6 +17,7 @@ from selfspec.cli.common import (
     stderr,
     stdout,
 )
+from selfspec.cli.data import DataOptions
 
 if TYPE_CHECKING:
     from selfspec.api import LLM
@@ -30,7 +30,7 @@ class AuditOptions:
 
     model: str | None
     profile: str
-    prompts: Path | None
+    data: DataOptions
     limit: int
     max_new_tokens: int
     temperature: float
@@ -48,23 +48,24 @@ def run(options: AuditOptions) -> int:
     model, profile, spec = chosen(
         model=options.model, profile=options.profile, dtype=options.dtype, controller=options.controller
     )
-    from selfspec.search.calibration import read_prompts
-
-    prompts = builtin.prompts("heldout") if options.prompts is None else read_prompts(options.prompts)
-    prompts = prompts[: options.limit]
+    read = options.data.read(held_out=True)
+    texts = (builtin.prompts("heldout") if read is None else read.texts)[: options.limit]
     set_threads(options.threads)
 
     from selfspec.api import load
     from selfspec.audit import audit
     from selfspec.machine import machine
     from selfspec.options import Options
+    from selfspec.prompts import check_chat, fitting
 
     Options(temperature=options.temperature).check()
+    if options.data.chat:
+        check_chat(model)
     llm = load(model, profile="none", device=options.device, dtype=options.dtype, drafting=True)
     drafting = drafted_with(llm.identity, profile, options.profile, spec)
     drafter = llm.drafts_with(drafting.profile)
-    for prompt in prompts:
-        llm.check(prompt, options.max_new_tokens)
+    framed = read is not None and read.template is not None
+    prompts = [fitting(llm, t, options.max_new_tokens, chat=options.data.chat, framed=framed) for t in texts]
     with progress(stderr()) as bar:
         task = bar.add_task("auditing", total=len(prompts))
         found = audit(

@@ -21,6 +21,7 @@ from selfspec.cli.common import (
     stderr,
     stdout,
 )
+from selfspec.cli.data import DataOptions
 from selfspec.errors import SelfspecError
 from selfspec.files import check_writable, write_text
 from selfspec.loading import read_identity
@@ -44,7 +45,7 @@ class BenchOptions:
     profile: str
     methods: str
     widen: int
-    prompts: Path | None
+    data: DataOptions
     limit: int | None
     temperature: str
     max_new_tokens: int | None
@@ -67,17 +68,15 @@ def run(options: BenchOptions) -> int:
     temperatures = _temperatures(options.temperature)
     if options.out is not None:
         check_writable(options.out)
-        if options.prompts is not None and options.prompts.resolve() == options.out.resolve():
-            raise SelfspecError(f"--out {options.out} would write over the prompts; want another place")
-    from selfspec.search.calibration import read_prompts
-
+        options.data.check_not_written(options.out, f"--out {options.out}")
     wide = options.widen > 1
-    prompts = builtin.prompts("heldout") if options.prompts is None else read_prompts(options.prompts)
-    limit = options.limit or (PROMPTS[wide] if options.prompts is None else len(prompts))
-    prompts = prompts[-limit:] if options.prompts is None else prompts[:limit]
+    read = options.data.read(held_out=True)
+    limit = options.limit or (PROMPTS[wide] if read is None or options.data.preset else len(read.texts))
+    texts = builtin.prompts("heldout")[-limit:] if read is None else read.texts[:limit]
     set_threads(options.threads)
 
     from selfspec.benchmark import DRAFTING, Benchmark, Task, check_methods, load_subjects
+    from selfspec.prompts import check_chat, fitting
     from selfspec.sampling import check_sampling
 
     check_methods(methods)
@@ -86,20 +85,16 @@ def run(options: BenchOptions) -> int:
         check_sampling(temperature, None, None)
     if drafts:
         drafted_with(read_identity(name), profile, options.profile, spec)
+    if options.data.chat:
+        check_chat(name)
     console = stderr()
     subjects = load_subjects(name, methods, widened=options.widen, device=options.device, dtype=options.dtype)
     drafting = Drafting(Profile(model=subjects.identity), "not drafting")
     if drafts:
         drafting = drafted_with(subjects.identity, profile, options.profile, spec)
-    task = Task(
-        methods,
-        prompts,
-        options.max_new_tokens or TOKENS[wide],
-        options.rounds or ROUNDS[wide],
-        drafting.profile,
-    )
-    for prompt in prompts:
-        subjects.plain.check(prompt, task.max_new_tokens)
+    tokens, framed = options.max_new_tokens or TOKENS[wide], read is not None and read.template is not None
+    prompts = [fitting(subjects.plain, t, tokens, chat=options.data.chat, framed=framed) for t in texts]
+    task = Task(methods, prompts, tokens, options.rounds or ROUNDS[wide], drafting.profile)
     with _Progress(console, len(temperatures)) as shown:
         bench = Benchmark(subjects, task, _oracle, shown.watch())
         found: dict[str, Any] = {**bench.conditions(), "source": drafting.source, "temperatures": []}

@@ -54,7 +54,11 @@ def _facts(profile: Profile) -> list[tuple[str, str]]:
         facts.append(("accepted", ", ".join(f"{a.accepted[i]:.0%} at confidence {a.confidence[i]:.2g}" for i in some)))
     if profile.calibration:
         c = profile.calibration
-        facts.append(("calibration", f"{c.source}: {c.prompts} prompts, {c.tokens} tokens"))
+        of = f" of {c.drawn_from}" if c.drawn_from else ""
+        facts.append(("calibration", f"{c.source}: {c.prompts}{of} prompts, {c.tokens} tokens"))
+        shape = f"template {c.template!r}" if c.template else f"column {c.column}" if c.column else ""
+        if said := ", ".join(filter(None, (shape, "as chat messages" if c.chat else ""))):
+            facts.append(("", said))
     if search:
         kv = ", drafts with a cache of their own" if search.kv == "own" else ""
         facts.append(

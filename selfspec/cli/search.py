@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import TextColumn
 
 from selfspec.cli.common import print_json, progress, quiet, set_threads, skip_map, stderr
+from selfspec.cli.data import DataOptions
 from selfspec.controllers import parse_controller
 from selfspec.errors import SelfspecError
 from selfspec.files import check_writable
@@ -29,7 +30,7 @@ class SearchOptions:
     """The command's options, as given."""
 
     model: str
-    data: Path | None
+    data: DataOptions
     objective: str
     strategy: str
     trials: int
@@ -73,10 +74,9 @@ def run(options: SearchOptions) -> int:
     check_model_name(options.model)
     check_dtype(options.dtype)
     spec = None if options.controller is None else parse_controller(options.controller)
-    from selfspec.search.calibration import read_prompts
+    from selfspec.search.checks import check_options
     from selfspec.search.space import parse_keep
     from selfspec.search.storage import check_storage
-    from selfspec.search.study import check_options
 
     keep = parse_keep(options.keep)
     check_options(
@@ -91,11 +91,16 @@ def run(options: SearchOptions) -> int:
         context=options.context,
         max_draft_cost=options.max_draft_cost,
     )
-    prompts = read_prompts(options.data) if options.data else None
-    check_writable(options.out)
-    files = [path.resolve() for path in (options.out, options.kept_in, options.data) if isinstance(path, Path)]
-    if len(set(files)) < len(files):
-        raise SelfspecError("--out, --storage and --data name the same file; want another place for what is written")
+    prompts = options.data.read()
+    as_out, as_storage = f"--out {options.out}", f"--storage {options.storage}"
+    places = {options.out: as_out}
+    if isinstance(options.kept_in, Path):
+        if options.kept_in.resolve() == options.out.resolve():
+            raise SelfspecError(f"{as_storage} is where the profile goes; want another place")
+        places[options.kept_in] = as_out if options.storage is None else as_storage
+    for place, option in places.items():
+        check_writable(place)
+        options.data.check_not_written(place, option)
     check_storage(options.kept_in)
     set_threads(options.threads)
 
@@ -105,6 +110,10 @@ def run(options: SearchOptions) -> int:
 
     decoding = Decoding(options.max_new_tokens, options.temperature, options.top_k, options.top_p, rule=options.rule)
     decoding.check()
+    if options.data.chat:
+        from selfspec.prompts import check_chat
+
+        check_chat(options.model)
     console = stderr()
     llm = load(options.model, profile="none", device=options.device, dtype=options.dtype, drafting=True)
 
@@ -116,7 +125,7 @@ def run(options: SearchOptions) -> int:
             profile = find_profile(
                 llm,
                 prompts,
-                source=str(options.data.name) if options.data else "builtin",
+                chat=options.data.chat,
                 objective=options.objective,
                 strategy=options.strategy,
                 trials=options.trials,

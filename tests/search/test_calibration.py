@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from selfspec.search.calibration import choose, read_prompts, record
+from selfspec.search.calibration import Prompts, choose, read_prompts, record
 
 from selfspec.errors import SelfspecError
 
@@ -18,11 +18,37 @@ def write(folder, name, text):
 def test_jsonl_rows_prefer_prompt_to_text(tmp_path):
     rows = [{"prompt": "a", "text": "b"}, {"text": "c\nd"}, {"prompt": "é", "id": 1}]
     path = write(tmp_path, "p.jsonl", "\n\n".join(json.dumps(row) for row in rows))
-    assert read_prompts(path) == ["a", "c\nd", "é"]
+    assert read_prompts(path).texts == ("a", "c\nd", "é")
 
 
 def test_txt_is_one_prompt_a_line(tmp_path):
-    assert read_prompts(write(tmp_path, "p.txt", "a\n\n  b c\r\n")) == ["a", "  b c"]
+    found = read_prompts(write(tmp_path, "p.TXT", "a\n\n  b c\r\n"))
+    assert found == Prompts("p.TXT", ("a", "  b c"))
+
+
+def test_columns_and_templates(tmp_path):
+    path = write(tmp_path, "p.jsonl", '{"q": "a", "n": 1}\n{"q": ["b", "c"], "n": 2.5, "text": "d"}')
+    assert read_prompts(path, column="q").texts == ("a", "b")
+    assert read_prompts(path, template="{n}: {q}\n") == Prompts("p.jsonl", ("1: a\n", "2.5: b\n"), None, "{n}: {q}\n")
+    lines = write(tmp_path, "p.txt", "a\nb")
+    assert read_prompts(lines, template="{text}!").texts == ("a!", "b!")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("p.jsonl", {"column": "n"}, r"p\.jsonl, line 1: want an object whose 'n' is a text that is not empty"),
+        ("p.jsonl", {"column": "text"}, r"line 2: want an object whose 'text' is a text"),
+        ("p.jsonl", {"template": "{n} {x}"}, r"line 1: want an object whose 'n' and 'x' are there, texts"),
+        ("p.txt", {"column": "q"}, r"p\.txt: no column 'q' \(there are: text\)"),
+        ("p.txt", {"template": "{q}"}, r"p\.txt: no column 'q'"),
+        ("p.txt", {"template": "{text"}, "template '{text': "),
+    ],
+)
+def test_columns_that_are_not_there(tmp_path, name, options, message):
+    write(tmp_path, name, '{"text": "a", "n": 1}\n{"q": "b"}')
+    with pytest.raises(SelfspecError, match=message):
+        read_prompts(tmp_path / name, **options)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +71,12 @@ def test_wrong_files_are_refused(tmp_path, name, text, message):
 def test_missing_files_and_folders(tmp_path):
     with pytest.raises(SelfspecError, match="no such file"):
         read_prompts(tmp_path / "p.jsonl")
+    with pytest.raises(SelfspecError, match=r"prompts: no such file or folder; want a \.jsonl file .* or one of cnn_"):
+        read_prompts("prompts")
+    with pytest.raises(SelfspecError, match="the data's name is empty"):
+        read_prompts("")
     (tmp_path / "d.txt").mkdir()
-    with pytest.raises(SelfspecError, match="is a folder"):
+    with pytest.raises(SelfspecError, match=r"d\.txt: holds no prompts; want text files"):
         read_prompts(tmp_path / "d.txt")
 
 
@@ -55,7 +85,7 @@ def test_missing_files_and_folders(tmp_path):
 def test_any_jsonl_gives_prompts_or_one_line(tmp_path, text):
     path = write(tmp_path, "p.jsonl", text)
     try:
-        assert all(prompt.strip() for prompt in read_prompts(path))
+        assert all(prompt.strip() for prompt in read_prompts(path).texts)
     except SelfspecError as error:
         assert "\n" not in str(error)
 
@@ -73,7 +103,14 @@ def test_few_prompts_are_shared():
     one = choose(["a", "a"], source="s", count=8, seed=0)
     assert (one.search, one.measure, one.held_out) == (("a",), ("a",), False)
     nine = choose([str(i) for i in range(9)], source="s", count=8, seed=0)
-    assert (len(nine.search), len(nine.measure), nine.held_out) == (5, 4, True)
+    assert (len(nine.search), len(nine.measure), nine.held_out, nine.available) == (5, 4, True, 9)
+
+
+def test_what_was_read_is_chosen_from_with_its_source():
+    given = Prompts("p.jsonl", tuple("abcdef"), "q", "{q}")
+    chosen = choose(given, source="other", count=2, seed=0)
+    assert (chosen.source, chosen.column, chosen.template) == ("p.jsonl", "q", "{q}")
+    assert chosen.search == choose("abcdef", source="", count=2, seed=0).search
 
 
 def test_the_built_in_prompts():

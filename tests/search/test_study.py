@@ -11,7 +11,8 @@ import time
 
 import pytest
 import selfspec.search
-from selfspec.search import finalists, find_profile, objective, prepare, study
+from selfspec.search import Prompts, finalists, find_profile, objective, prepare, study
+from selfspec.search.calibration import choose, record
 
 from selfspec.costs import CostModel
 from selfspec.errors import SelfspecError
@@ -139,8 +140,6 @@ def test_scores_are_worth_what_real_decoding_counts(llm64, clockless):
     profile = search(llm64, watch=watch, trials=4, controller=ControllerSpec(name="fixed", options={"k": 2}))
     (score,) = [t.score for t in watch.trials if t.score.skip == profile.skip_set]
     drafter = llm64.drafts_with(profile)
-    from selfspec.search.calibration import choose
-
     prompts = choose(None, source="", count=3, seed=0).search
     total = Stats.total(llm64.generate(p, max_new_tokens=12, drafter=drafter).stats for p in prompts)
     assert score.tokens_per_round == pytest.approx(total.tokens_per_round)
@@ -154,7 +153,6 @@ def rows_of(llm, drafter):
     from collections import Counter
 
     from models import run
-    from selfspec.search.calibration import choose
 
     found = Counter()
     for prompt in choose(None, source="", count=3, seed=0).search:
@@ -330,9 +328,35 @@ def test_own_prompts_are_cut_to_the_context(llm, clockless):
     assert profile.calibration.tokens <= 1024
 
 
+def test_the_profile_says_what_was_drawn(llm, clockless):
+    given = Prompts("mine.parquet", tuple(f"# code\ndef f{i % 9}():\n" for i in range(10)), None, "# code\n{code}")
+    found = search(llm, prompts=given, trials=1, count=2).calibration
+    assert (found.source, found.column, found.template, found.chat) == (given.source, None, given.template, False)
+    assert (found.prompts, found.drawn_from) == (2, 9)
+
+
+def test_a_template_stays_whole_where_a_prompt_is_cut(llm, clockless, monkeypatch):
+    seen = []
+    monkeypatch.setattr(study, "record", lambda source, texts, **_: seen.extend(texts) or record(source, texts))
+    given = Prompts("mine.jsonl", ("Code: " + "import os\n" * 2000 + "Docstring:",), None, "Code: {code}Docstring:")
+    search(llm, prompts=given, trials=1)
+    text = llm.tokenizer.decode(seen[0])
+    assert (text.startswith("Code: import"), text.endswith("Docstring:"), len(seen[0])) == (True, True, 1024 - 12)
+
+
+def test_prompts_as_chat_messages(llm, clockless, monkeypatch):
+    monkeypatch.setattr(llm.tokenizer, "chat_template", "User: {{ messages[0]['content'] }}\nYou:")
+    prompts = ["def f():\n", "class A:\n"]
+    found, plain = (search(llm, prompts=prompts, trials=1, chat=chat).calibration for chat in (True, False))
+    assert (found.chat, plain.chat) == (True, False)
+    texts = [llm.encode(f"User: {prompt}\nYou:") for prompt in choose(prompts, source="", count=3, seed=0).search]
+    assert found.sha256 == record("", texts).sha256 != plain.sha256
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"chat": True}, "its tokenizer has no chat template"),
         ({"trials": 0}, "at least 1 trial"),
         ({"count": 0}, "1 prompt"),
         ({"prompts": "abc"}, "prompts is one text; want a list"),

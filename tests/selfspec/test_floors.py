@@ -41,6 +41,7 @@ FLOORS = {
     "selfspec.loading": 4,
     "selfspec.guided": 4,
     "selfspec.options": 4,
+    "selfspec.prompts": 4,
     "selfspec.stream": 4,
     "selfspec.text": 4,
     "selfspec.shipped": 4,

@@ -33,7 +33,17 @@ profiles = st.builds(
     ),
     draft_vocabulary=st.none() | st.lists(st.integers(0, 10**6), min_size=1, unique=True, max_size=200),
     calibration=st.none()
-    | st.builds(Calibration, source=names, prompts=st.just(8), tokens=st.just(99), sha256=st.just("0" * 64)),
+    | st.builds(
+        Calibration,
+        source=names,
+        column=st.none() | names,
+        template=st.none() | names,
+        chat=st.booleans(),
+        drawn_from=st.none() | st.integers(1, 9999),
+        prompts=st.just(8),
+        tokens=st.just(99),
+        sha256=st.just("0" * 64),
+    ),
     search=st.none()
     | st.builds(
         SearchRecord,

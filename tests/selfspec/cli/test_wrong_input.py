@@ -115,6 +115,7 @@ SAMPLING = {
     "--top-k": too_small | no_numbers,
     "--top-p": negative | no_numbers | st.floats(1.0001, 1e9).map(str) | st.just("0"),
 }
+SHAPES = {"--column": words, "--template": words}  # without data
 COMMANDS = {
     "generate": {
         **SHARED,
@@ -130,7 +131,8 @@ COMMANDS = {
     "search": {
         **SHARED,
         **SAMPLING,
-        "--data": words.map(lambda name: f"no-{name}") | st.just("missing.jsonl"),
+        "--data": words.map(lambda name: f"no-{name}") | st.sampled_from(["", "missing.jsonl", "no.parquet", "gsm8k"]),
+        **SHAPES,
         "--objective": unknown("replay", "wallclock"),
         "--strategy": unknown("climb", "tpe", "dp", "greedy", "cmaes", "gp", "skopt", "random"),
         "--trials": too_small | no_numbers,
@@ -145,7 +147,9 @@ COMMANDS = {
     "audit": {
         **SHARED,
         "--profile": unknown("auto", "stdlib-llama-3.7m").map(lambda name: f"no-{name}"),
-        "--prompts": words.map(lambda name: f"no-{name}") | st.just("missing.jsonl"),
+        "--prompts": words.map(lambda name: f"no-{name}")
+        | st.sampled_from(["", "missing.jsonl", "no.parquet", "xsum"]),
+        **SHAPES,
         "--limit": too_small | no_numbers,
     },
 }
@@ -233,12 +237,16 @@ rows = json_like.filter(lambda row: not (isinstance(row, dict) and {"prompt", "t
 wrong_rows = (
     rows.map(json.dumps)
     | st.sampled_from(["prompt", "text"]).flatmap(
-        lambda key: json_like.filter(lambda v: not isinstance(v, str) or not v.strip()).map(
-            lambda value: json.dumps({key: value})
-        )
+        lambda key: json_like.filter(lambda value: not _is_text(value)).map(lambda value: json.dumps({key: value}))
     )
     | st.text(min_size=1, max_size=20).filter(lambda text: text.strip() and not _is_json(text)).map(str.strip)
 )
+
+
+def _is_text(value):
+    """Whether a row's value is a prompt: a text, or a list of turns that begins with one."""
+    first = value[0] if isinstance(value, list) and value else value
+    return isinstance(first, str) and bool(first.strip())
 
 
 def _is_json(text):
@@ -259,10 +267,18 @@ def test_a_data_file_with_a_wrong_row(cli, tmp_path, before, wrong, command):
 
 
 @settings(max_examples=500, **quick)
-@given(st.binary(max_size=40), st.sampled_from(["d.jsonl", "d.txt", "d.csv", "d"]))
+@given(st.binary(max_size=40), st.sampled_from(["d.jsonl", "d.txt", "d.parquet", "d.csv", "d"]))
 def test_any_bytes_as_data(cli, tmp_path, content, name):
     (tmp_path / name).write_bytes(content)
     is_refused_or_right(cli("audit", "--prompts", name))
+
+
+@settings(max_examples=500, **quick)
+@given(st.text("{}[]()!:.\\\\n text", max_size=12) | words, st.sampled_from(["search", "audit"]))
+def test_any_template(cli, tmp_path, template, command):
+    (tmp_path / "d.jsonl").write_text('{"text": "right", "n": 1}')
+    option = "--data" if command == "search" else "--prompts"
+    is_refused_or_right(cli(command, option, "d.jsonl", f"--template={template}"))
 
 
 @settings(max_examples=FEW, **quick)

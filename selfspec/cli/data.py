@@ -1,0 +1,64 @@
+"""What `search`, `audit` and `bench` share: the options that say which prompts, and reading them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from selfspec.errors import SelfspecError
+from selfspec.files import kind
+
+if TYPE_CHECKING:
+    from selfspec.search.calibration import Prompts
+
+KINDS = ".jsonl, .txt or .parquet file, a folder of texts, or one of cnn_dailymail, xsum, gsm8k, humaneval, mt_bench"
+Column = Annotated[str | None, typer.Option(help="Column of the prompts; 'prompt', else 'text', when left out.")]
+Template = Annotated[
+    str | None, typer.Option(help="Prompts made of columns, as 'Q: {question}\\nA:'; \\n is a new line.")
+]
+Chat = Annotated[bool, typer.Option("--chat", help="Each prompt is a user's message, by the model's chat template.")]
+
+
+@dataclass(frozen=True, slots=True)
+class DataOptions:
+    """Which prompts, as given; `source` None: the built-in ones."""
+
+    source: str | None
+    column: str | None = None
+    template: str | None = None
+    chat: bool = False
+
+    def read(self, *, held_out: bool = False) -> Prompts | None:
+        r"""The prompts, None for the built-in ones; `held_out`: not those that searches draw from.
+
+        In the template `\n`, as a shell leaves it, is a new line. Raises `SelfspecError`.
+        """
+        from selfspec.search.calibration import read_prompts
+
+        if self.source is None:
+            if self.column is not None or self.template is not None:
+                raise SelfspecError("--column and --template are of data of your own; say which, or leave them out")
+            return None
+        template = None if self.template is None else self.template.replace("\\n", "\n")
+        return read_prompts(self.source, column=self.column, template=template, held_out=held_out)
+
+    @property
+    def preset(self) -> bool:
+        """Whether the prompts are a set of the hub, which is too large to be used whole."""
+        from selfspec.search.sources import PRESETS
+
+        return self.source in PRESETS
+
+    def check_not_written(self, place: Path, option: str) -> None:
+        """Raise `SelfspecError` where writing `place`, as `option` has it, would destroy the data."""
+        if self.source is None or self.preset:
+            return
+        from selfspec.search.sources import text_files
+
+        data = Path(self.source)
+        read = text_files(data) if kind(data) == "folder" else [data]
+        if place.resolve() in {file.resolve() for file in read}:
+            raise SelfspecError(f"{option} would write over the data file; want another place")
