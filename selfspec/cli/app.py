@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from selfspec.cli.profile_app import Json, profile_app
+
 app = typer.Typer(
     name="selfspec",
     help="Lossless self-speculative decoding: the same output, sooner, with no second model.",
@@ -15,13 +17,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-profile_app = typer.Typer(no_args_is_help=True, help="Look at profiles and check them.")
 app.add_typer(profile_app, name="profile")
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float64, bfloat16, float16. auto: float32 on a CPU.")]
 Threads = Annotated[int | None, typer.Option(min=1, max=4096, help="CPU threads; PyTorch's choice when left out.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, all else on standard error.")]
 ModelOption = Annotated[str | None, typer.Option(help="builtin, a folder, or a hub id; the profile's when left out.")]
 DraftingProfile = Annotated[
     str, typer.Option(help="A file, the name of a shipped one, or auto: one made for the model, else half of it.")
@@ -286,22 +286,3 @@ def bench(
     )
     if code:
         raise typer.Exit(code)
-
-
-@profile_app.command()
-def show(file: Annotated[str, typer.Argument(help="A file, or the name of a shipped profile.")]) -> None:
-    """Draw a profile's skip map and say how it was found and measured."""
-    from selfspec.cli.profile import show
-
-    show(file)
-
-
-@profile_app.command()
-def validate(
-    file: Annotated[str, typer.Argument(help="A file, or the name of a shipped profile.")],
-    model: Annotated[str | None, typer.Option(help="Check it against this model's configuration too.")] = None,
-) -> None:
-    """Check a profile; exit code 2 and one line when something is wrong."""
-    from selfspec.cli.profile import validate
-
-    validate(file, model)
