@@ -281,7 +281,7 @@ def load(
 ) -> LLM:
     """Load `builtin`, a folder, or a hub id, with the profile to draft with.
 
-    `profile`: `auto` (a shipped one made for these very weights, unless it was measured to be slower), `none`, a
+    `profile`: `auto` (a shipped one measured on these very weights, unless it was slower), `none`, a
     file, the name of a shipped profile, or a `Profile`. `dtype` `auto`: float32 on a CPU, else the checkpoint's.
     `layout`: how the weights lie in memory, see `layout.lay_out_`; `auto` is what was measured to be fastest here, for
     drafting or for plain decoding. `drafting` says for which; by default, for drafting if the profile drafts.

@@ -46,6 +46,19 @@ def read_text(path: Path) -> str:
         raise SelfspecError(f"{path}: cannot be read ({_reason(error)})") from None
 
 
+def files_in(folder: Path) -> list[Path]:
+    """What a folder holds, sorted by name. Raises `SelfspecError` when it is no folder or cannot be read."""
+    match kind(folder):
+        case "missing":
+            raise SelfspecError(f"{folder}: no such folder")
+        case "file" | "other":
+            raise SelfspecError(f"{folder} is a file; want a folder")
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise SelfspecError(f"{folder}: cannot be read ({_reason(error)})") from None
+
+
 def check_writable(path: Path) -> None:
     """Raise `SelfspecError` when a file could not be written at `path`; leaves nothing behind."""
     if kind(path) in ("folder", "other"):

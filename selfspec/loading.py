@@ -103,6 +103,25 @@ def read_identity(name: str) -> Identity:
         raise SelfspecError(f"model {name} cannot be read: {reason(error)}") from error
 
 
+def stored_config(name: str) -> str | None:
+    """The folder on this machine that holds a model's config.json, found without a network; None where there is none.
+
+    Raises `SelfspecError` when `name` can be no model.
+    """
+    check_model_name(name)
+    source = _source(name)
+    if kind(Path(source)) == "folder":
+        return source
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        file = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        raise SelfspecError(f"model {name}: no such folder, and no hub id is written so") from None
+    return str(Path(file).parent) if isinstance(file, str) else None
+
+
 def read_generation_config(path: Path) -> GenerationConfig:
     """A `generation_config.json`, named or in the folder named. Raises `SelfspecError`."""
     from transformers import GenerationConfig

@@ -1,31 +1,31 @@
 """Profiles: which sub-layers of which model to bypass, how it was found, what was measured. Knows nothing of torch.
 
 A profile is a YAML file. It is read in one place, `read_profile`; unknown keys, wrong types and out-of-range
-values are refused with the key's path. A published skip set without measurements is a valid profile.
+values are refused with the key's path. A published skip set without measurements is a valid profile. What is a
+profile is also told as a JSON schema, `profile_schema`, for editors.
 """
 
 from __future__ import annotations
 
-import reprlib
+import difflib
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
+from pydantic.json_schema import GenerateJsonSchema
 
 from selfspec.acceptance import WIDEST_DRAFT, AcceptanceCurve, Outlook, guess
 from selfspec.costs import CostModel
-from selfspec.errors import SelfspecError
+from selfspec.errors import SelfspecError, one_line, short
 from selfspec.files import kind, read_text, write_text
-from selfspec.schema import Count, Data, Positive, Rate, Seconds
+from selfspec.schema import MOST_LAYERS, Count, Data, Positive, Rate, Seconds
 from selfspec.skip import SkipSet
 
-Layers = Annotated[int, Field(gt=0, le=10_000)]
+Layers = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
 Option = Annotated[int, Field(ge=-(10**9), le=10**9)] | Annotated[float, Field(allow_inf_nan=False)]
-
-_BOUNDED = reprlib.Repr()
-_BOUNDED.maxlevel, _BOUNDED.maxstring, _BOUNDED.maxother = 3, 60, 60
 
 
 class _Loader(yaml.SafeLoader):
@@ -44,15 +44,15 @@ class _Loader(yaml.SafeLoader):
 class Identity(Data):
     """Which model a profile is for. What is present must agree with the model; `layers` is required."""
 
-    layers: Layers
-    name: str | None = None
-    model_type: str | None = None
-    hidden: Positive | None = None
-    heads: Positive | None = None
-    kv_heads: Positive | None = None
-    intermediate: Positive | None = None
-    vocabulary: Positive | None = None
-    fingerprint: str | None = None
+    layers: Layers = Field(description="How many decoder layers the model has.")
+    name: str | None = Field(None, description="'builtin', a folder, or a hub id; what is loaded without --model.")
+    model_type: str | None = Field(None, description="The family, as the model's config.json names it.")
+    hidden: Positive | None = Field(None, description="Width of the residual stream.")
+    heads: Positive | None = Field(None, description="Attention heads.")
+    kv_heads: Positive | None = Field(None, description="Heads of keys and values.")
+    intermediate: Positive | None = Field(None, description="Width of the MLP.")
+    vocabulary: Positive | None = Field(None, description="Tokens that the model knows.")
+    fingerprint: str | None = Field(None, description="Of the weights; written by the search.")
 
     def mismatch(self, other: Identity) -> str | None:
         """What of the architecture differs from `other`, as text; None when all that is present agrees."""
@@ -68,10 +68,10 @@ class Identity(Data):
 
 
 class Skip(Data):
-    """The skip set as it stands in the file."""
+    """The sub-layers that drafting bypasses."""
 
-    attention: list[Count] = []
-    mlp: list[Count] = []
+    attention: list[Count] = Field([], description="Layers whose attention is bypassed, counted from 0.")
+    mlp: list[Count] = Field([], description="Layers whose MLP is bypassed, counted from 0.")
 
     @classmethod
     def of(cls, skip: SkipSet) -> Self:
@@ -84,10 +84,23 @@ class Skip(Data):
 
 
 class ControllerSpec(Data):
-    """A controller by its registered name, with its options; the registry in `controllers` checks them."""
+    """When drafting stops: a controller by its registered name; the registry in `controllers` checks the options."""
 
-    name: str
-    options: dict[str, Option] = {}
+    name: str = Field(description="fixed, static, adaptive or rate.")
+    options: dict[str, Option] = Field(
+        {}, description="Its options, such as threshold or k_max; defaults for the rest."
+    )
+
+
+class Published(Data):
+    """Where a skip set was published. What was measured there is not measured here."""
+
+    paper: str | None = Field(None, description="Such as arXiv:2309.08168.")
+    repository: str | None = Field(None, description="Owner and name on GitHub.")
+    commit: str | None = Field(None, description="The commit that the file was read at.")
+    file: str | None = Field(None, description="The file that held the set.")
+    key: str | None = Field(None, description="The set's key in that file.")
+    calibration: str | None = Field(None, description="The text that it was searched on, by name.")
 
 
 class Calibration(Data):
@@ -97,14 +110,14 @@ class Calibration(Data):
     the model's chat template. `drawn_from`: how many different prompts there were to draw from.
     """
 
-    source: str
-    column: str | None = None
-    template: str | None = None
-    chat: bool = False
-    drawn_from: Positive | None = None
+    source: str = Field(description="'builtin', a file's, folder's or preset's name.")
+    column: str | None = Field(None, description="The column that held the prompts.")
+    template: str | None = Field(None, description="What was made of each row.")
+    chat: bool = Field(False, description="Whether each was a user's message, by the model's chat template.")
+    drawn_from: Positive | None = Field(None, description="How many different prompts there were.")
     prompts: Positive
     tokens: Positive
-    sha256: str
+    sha256: str = Field(description="Of the token ids.")
 
 
 class SearchRecord(Data):
@@ -158,22 +171,26 @@ class Profile(Data):
 
     `siblings`: candidates for each drafted position at most, the one that the draft goes on from counted.
     `draft_vocabulary`: the only tokens that are drafted. `acceptance`: how often drafted tokens were right.
+    `published`: where it is from, if others published it.
     """
 
-    version: Annotated[int, Field(ge=1, le=1)] = 1
+    version: Annotated[int, Field(ge=1, le=1, description="Of the format.")] = 1
     model: Identity
     skip: Skip = Skip()
     controller: ControllerSpec = ControllerSpec(name="adaptive")
-    siblings: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = 1
-    draft_vocabulary: Annotated[list[Count], Field(min_length=1)] | None = None
+    siblings: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(1, description="Candidates for each position.")
+    draft_vocabulary: Annotated[list[Count], Field(min_length=1)] | None = Field(
+        None, description="Tokens to draft from."
+    )
+    published: Published | None = None
     calibration: Calibration | None = None
     search: SearchRecord | None = None
     costs: CostModel | None = None
     acceptance: AcceptanceCurve | None = None
     predicted: Prediction | None = None
-    measured: list[Measurement] = []
-    versions: dict[str, str] = {}
-    note: str | None = None
+    measured: list[Measurement] = Field([], description="Speeds measured against plain decoding; empty: none was.")
+    versions: dict[str, str] = Field({}, description="The packages that it was made with.")
+    note: str | None = Field(None, description="Anything else that a reader should know.")
 
     @model_validator(mode="after")
     def _indices_exist(self) -> Self:
@@ -224,7 +241,7 @@ def parse_profile(text: str, *, source: str) -> Profile:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise SelfspecError(f"{source}{line}: not valid YAML ({error.problem or error.context})") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise SelfspecError(f"{source}: not valid YAML ({_one_line(error)})") from None
+        raise SelfspecError(f"{source}: not valid YAML ({one_line(error)})") from None
     if not isinstance(data, dict):
         raise SelfspecError(f"{source}: want a profile (a mapping with 'model' and 'skip'), got {_kind(data)}")
     try:
@@ -248,22 +265,46 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 def shipped_profiles() -> dict[str, Profile]:
     """The profiles that come with the package, by name (the file's name without `.yaml`)."""
-    folder = resources.files("selfspec.profiles")
-    files = sorted((f for f in folder.iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)
-    return {f.name[: -len(".yaml")]: parse_profile(f.read_text("utf-8"), source=f.name) for f in files}
+    return {name: _shipped(file) for name, file in _shipped_files().items()}
 
 
 def find_profile_file(name: str | Path) -> Profile:
-    """A profile by file, or by the name of a shipped one. Raises `SelfspecError` with the names there are."""
+    """A profile by file, or by the name of a shipped one. Raises `SelfspecError`."""
     path = Path(name)
     if not str(name):
         raise SelfspecError("the profile's name is empty; want a file or the name of a shipped profile")
     if kind(path) != "missing":
         return read_profile(path)
-    shipped = shipped_profiles()
+    shipped = _shipped_files()
     if str(name) in shipped:
-        return shipped[str(name)]
-    raise SelfspecError(f"profile {name}: no such file, and no shipped profile of that name ({', '.join(shipped)})")
+        return _shipped(shipped[str(name)])
+    near = difflib.get_close_matches(str(name), shipped, 1)
+    hint = f"did you mean {near[0]}? All" if near else "they"
+    lacking = f"profile {name}: no such file, and no shipped profile of that name"
+    raise SelfspecError(f"{lacking}; {hint} are listed by: selfspec profile list")
+
+
+def profile_schema() -> dict[str, Any]:
+    """The JSON schema of a profile, for editors; `parse_profile` checks more, such as that each layer exists."""
+    schema = Profile.model_json_schema(schema_generator=_Schema)
+    return {"$schema": _Schema.schema_dialect, **schema, "title": "selfspec profile"}
+
+
+class _Schema(GenerateJsonSchema):
+    """Without titles for fields, which would repeat their names."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def _shipped_files() -> dict[str, Traversable]:
+    folder = resources.files("selfspec.profiles")
+    files = sorted((f for f in folder.iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)
+    return {f.name[: -len(".yaml")]: f for f in files}
+
+
+def _shipped(file: Traversable) -> Profile:
+    return parse_profile(file.read_text("utf-8"), source=file.name)
 
 
 def _explain(error: ValidationError) -> str:
@@ -271,23 +312,11 @@ def _explain(error: ValidationError) -> str:
     where = ".".join(str(part) for part in first["loc"]) or "profile"
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, SelfspecError):
-        return _one_line(cause)
+        return one_line(cause)
     if first["type"] == "extra_forbidden":
-        return f"unknown key '{_one_line(where)}'"
-    return f"{_one_line(where)}: {_one_line(first['msg'])}, got {_short(first['input'])}"
+        return f"unknown key '{one_line(where)}'"
+    return f"{one_line(where)}: {one_line(first['msg'])}, got {short(first['input'])}"
 
 
 def _kind(data: Any) -> str:
     return "nothing" if data is None else f"a {type(data).__name__}"
-
-
-def _short(value: Any) -> str:
-    try:
-        text = _one_line(_BOUNDED.repr(value))  # aliases can make a small file's value endless
-    except ValueError:
-        return "a huge number"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _one_line(value: object) -> str:
-    return " ".join(str(value).split())

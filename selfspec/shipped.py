@@ -10,15 +10,15 @@ from selfspec.profile import Identity, Profile, shipped_profiles
 
 
 def choose_profile(identity: Identity, profile: str | Path | Profile) -> Profile | None:
-    """The profile itself, none, or, for `auto`, a shipped one that is known to be faster."""
+    """The profile itself, none, or, for `auto`, a shipped one that was measured to be faster on these weights."""
     if profile != "auto":
         return profile if isinstance(profile, Profile) else None
     return next((p for p in shipped_for(identity).values() if not p.slower), None)
 
 
 def shipped_for(identity: Identity) -> dict[str, Profile]:
-    """The shipped profiles, by name, that were made for this very model."""
-    return {name: profile for name, profile in shipped_profiles().items() if _made_for(profile, identity)}
+    """The shipped profiles, by name, that were measured on these very weights."""
+    return {name: profile for name, profile in shipped_profiles().items() if _measured_on(profile, identity)}
 
 
 def check_profile(profile: Profile, identity: Identity) -> None:
@@ -32,9 +32,8 @@ def check_profile(profile: Profile, identity: Identity) -> None:
         )
 
 
-def _made_for(profile: Profile, identity: Identity) -> bool:
-    if profile.model.mismatch(identity):
+def _measured_on(profile: Profile, identity: Identity) -> bool:
+    theirs = profile.model.fingerprint
+    if not profile.measured or theirs is None or theirs != identity.fingerprint:
         return False
-    if profile.model.fingerprint and identity.fingerprint:
-        return not profile.model.other_weights(identity)
-    return profile.model.name is not None and profile.model.name == identity.name
+    return profile.model.mismatch(identity) is None

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from selfspec.cli.data import KINDS, Chat, Column, DataOptions, Template
+from selfspec.cli.profile_app import Json, profile_app
 
 app = typer.Typer(
     name="selfspec",
@@ -17,13 +18,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-profile_app = typer.Typer(no_args_is_help=True, help="Look at profiles and check them.")
 app.add_typer(profile_app, name="profile")
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float64, bfloat16, float16. auto: float32 on a CPU.")]
 Threads = Annotated[int | None, typer.Option(min=1, max=4096, help="CPU threads; PyTorch's choice when left out.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, all else on standard error.")]
 ModelOption = Annotated[str | None, typer.Option(help="builtin, a folder, or a hub id; the profile's when left out.")]
 DraftingProfile = Annotated[
     str, typer.Option(help="A file, the name of a shipped one, or auto: one made for the model, else half of it.")
@@ -308,38 +307,3 @@ def bench(
     )
     if code:
         raise typer.Exit(code)
-
-
-@profile_app.command()
-def show(file: Annotated[str, typer.Argument(help="A file, or the name of a shipped profile.")]) -> None:
-    """Draw a profile's skip map and say how it was found and measured."""
-    from selfspec.cli.profile import show
-
-    show(file)
-
-
-@profile_app.command()
-def validate(
-    file: Annotated[str, typer.Argument(help="A file, or the name of a shipped profile.")],
-    model: Annotated[str | None, typer.Option(help="Check it against this model's configuration too.")] = None,
-) -> None:
-    """Check a profile; exit code 2 and one line when something is wrong."""
-    from selfspec.cli.profile import validate
-
-    validate(file, model)
-
-
-@profile_app.command()
-def pick(
-    study: Annotated[str, typer.Argument(help="A file of trials, or a study's name in --storage.")],
-    storage: Annotated[str | None, typer.Option(help="The file or the database that holds the study.")] = None,
-    max_draft_cost: Annotated[
-        float | None, typer.Option(help="The most that a draft step may cost, as a share of a plain step.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.yaml"),
-    json: Json = False,
-) -> None:
-    """Save the best set of a search whose draft is cheap enough; show acceptance against draft cost."""
-    from selfspec.cli.pick import run
-
-    run(study, storage, max_draft_cost, out, as_json=json)

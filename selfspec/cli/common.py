@@ -6,10 +6,11 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -143,21 +144,43 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerMap:
+    """Rows of one mark for each layer, under a ruler, in as many blocks as the console's width asks for."""
+
+    rows: Mapping[str, str]  # by name; all of the same length
+    styles: Mapping[str, str]  # by mark
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        layers = max(map(len, self.rows.values()))
+        fitting = max((options.max_width - 11) // 10 * 10, 10)
+        for first in range(0, layers, fitting):
+            if first:
+                yield Text("")
+            yield from self._block(first, min(first + fitting, layers), tens=layers > 10)
+
+    def _block(self, first: int, last: int, *, tens: bool) -> RenderResult:
+        lines = [Text(f"{'':10} " + "".join(_ten(i) for i in range(first, last)), style="dim")] if tens else []
+        lines.append(Text(f"{'layer':10} " + "".join(str(i % 10) for i in range(first, last)), style="dim"))
+        for name, row in self.rows.items():
+            line = Text(f"{name:10} ")
+            for mark in row[first:last]:
+                line.append(mark, style=self.styles.get(mark, ""))
+            lines.append(line)
+        for line in lines:
+            line.no_wrap = True
+            line.overflow = "fold"
+        yield from lines
+
+
 def skip_map(profile: Profile) -> Group:
     """The skip map: a ruler of layers, a row of attention, a row of MLP; `#` runs, `.` is bypassed."""
     layers = profile.model.layers
     attention, mlp = profile.skip_set.rows(layers)
-    ruler = "".join(str(i // 10 % 10) if i % 10 == 0 and i else " " for i in range(layers))
-    digits = "".join(str(i % 10) for i in range(layers))
-    lines = [Text(f"{'':10} {ruler}", style="dim")] if layers > 10 else []
-    lines.append(Text(f"{'layer':10} {digits}", style="dim"))
-    for name, row in (("attention", attention), ("mlp", mlp)):
-        line = Text(f"{name:10} ")
-        for mark in row:
-            line.append(mark, style="bold green" if mark == "#" else "red")
-        lines.append(line)
-    for line in lines:
-        line.no_wrap = True
-        line.overflow = "fold"
+    marks = LayerMap({"attention": attention, "mlp": mlp}, {"#": "bold green", ".": "red"})
     legend = Text(f"{len(profile.skip_set)} of {2 * layers} sub-layers bypassed (# runs, . bypassed)", style="dim")
-    return Group(*lines, legend)
+    return Group(marks, legend)
+
+
+def _ten(layer: int) -> str:
+    return str(layer // 10 % 10) if layer % 10 == 0 and layer else " "

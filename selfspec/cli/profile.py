@@ -1,15 +1,31 @@
-"""`selfspec profile show` and `selfspec profile validate`."""
+"""`selfspec profile list`, `show`, `validate`, `import` and `schema`."""
 
 from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from selfspec.cli.common import checked_profile, printable, quiet, skip_map, stdout
-from selfspec.costs import CostModel
-from selfspec.errors import SelfspecError
-from selfspec.loading import check_model_name, read_identity
-from selfspec.profile import Profile
+from selfspec.cli.common import checked_profile, print_json, printable, quiet, skip_map, stderr, stdout
+from selfspec.cli.facts import LABELS, facts, source, standing
+from selfspec.errors import SelfspecError, short
+from selfspec.files import check_writable, files_in
+from selfspec.loading import check_model_name, read_identity, stored_config
+from selfspec.profile import (
+    Identity,
+    Profile,
+    Published,
+    profile_schema,
+    profile_text,
+    shipped_profiles,
+    write_profile,
+)
+from selfspec.published import check_format, published_profile, read_published
 
 
 def show(file: str) -> None:
@@ -18,8 +34,9 @@ def show(file: str) -> None:
     console = stdout()
     console.print(skip_map(profile))
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in _facts(profile):
-        table.add_row(name, Text(printable(value)))
+    for field, lines in facts(profile).items():
+        for label, line in zip((LABELS.get(field, field), *[""] * len(lines)), lines, strict=False):
+            table.add_row(label, Text(printable(line)))
     console.print(table)
 
 
@@ -32,64 +49,109 @@ def validate(file: str, model: str | None) -> None:
         if difference := profile.model.mismatch(read_identity(model)):
             raise SelfspecError(f"{file}: is of another model than {model}: {difference}")
     fits = f", fits {model}" if model else ""
-    stdout().print(f"{file}: valid, {len(profile.skip_set)} sub-layers bypassed{fits}", markup=False, soft_wrap=True)
+    only = f", {standing(profile)}" if profile.published and not profile.measured else ""
+    bypassed = f"{len(profile.skip_set)} sub-layers bypassed"
+    stdout().print(f"{file}: valid, {bypassed}{fits}{only}", markup=False, soft_wrap=True)
 
 
-def _facts(profile: Profile) -> list[tuple[str, str]]:
-    model, search = profile.model, profile.search
-    sizes = {"layers": model.layers, "hidden": model.hidden, "heads": model.heads, "vocabulary": model.vocabulary}
-    options = ", ".join(f"{name} {value:g}" for name, value in profile.controller.options.items())
-    facts = [
-        ("model", " ".join(filter(None, (model.name, f"({model.model_type})" if model.model_type else "")))),
-        ("", ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)),
-        ("controller", f"{profile.controller.name}{f' ({options})' if options else ''}"),
-    ]
-    if profile.siblings > 1:
-        facts.append(("candidates", f"{profile.siblings} for each drafted position at most"))
-    if profile.draft_vocabulary is not None:
-        facts.append(("drafted from", f"{len(profile.draft_vocabulary)} tokens"))
-    if profile.acceptance is not None:
-        a = profile.acceptance
-        some = sorted({0, len(a.confidence) // 2, len(a.confidence) - 1})
-        facts.append(("accepted", ", ".join(f"{a.accepted[i]:.0%} at confidence {a.confidence[i]:.2g}" for i in some)))
-    if profile.calibration:
-        c = profile.calibration
-        of = f" of {c.drawn_from}" if c.drawn_from else ""
-        facts.append(("calibration", f"{c.source}: {c.prompts}{of} prompts, {c.tokens} tokens"))
-        shape = f"template {c.template!r}" if c.template else f"column {c.column}" if c.column else ""
-        if said := ", ".join(filter(None, (shape, "as chat messages" if c.chat else ""))):
-            facts.append(("", said))
-    if search:
-        kv = ", drafts with a cache of their own" if search.kv == "own" else ""
-        facts.append(
-            ("search", f"{search.strategy}, {search.objective}: {search.trials} trials in {search.seconds:g} s{kv}")
+def list_profiles(folder: Path | None, *, as_json: bool) -> None:
+    """Print what profiles there are; in a folder, a file that is none is named on standard error."""
+    profiles = shipped_profiles() if folder is None else _profiles_in(folder)
+    if as_json:
+        print_json({"profiles": [_summary(name, profile) for name, profile in profiles.items()]})
+    else:
+        stdout().print(_table(profiles))
+
+
+def schema() -> None:
+    """Print the JSON schema of a profile."""
+    sys.stdout.write(json.dumps(profile_schema(), indent=2) + "\n")
+
+
+def import_profile(
+    file: Path, *, format_name: str, model: str, key: str | None, layers: int | None, out: Path | None
+) -> None:
+    """Make a profile of a published skip set: on standard output, or at `out`. Raises `SelfspecError`."""
+    quiet()
+    check_format(format_name)
+    check_model_name(model)
+    if out is not None:
+        check_writable(out)
+        if out.resolve() == file.resolve():
+            raise SelfspecError(f"--out {out} would write over the file that is read; want another place")
+    key, skip = read_published(file, key, format_name=format_name)
+    identity = _identity(model, layers)
+    try:
+        profile = published_profile(skip, identity, Published(file=file.name, key=key))
+    except SelfspecError as error:
+        raise SelfspecError(f"{file}: {short(key)}: {error}") from None
+    if out is None:
+        sys.stdout.write(profile_text(profile))
+        return
+    write_profile(profile, out)
+    saved = f"saved {out}: {len(skip)} of {2 * identity.layers} sub-layers bypassed, {standing(profile)}"
+    stderr().print(saved, markup=False, soft_wrap=True)
+
+
+def _identity(model: str, layers: int | None) -> Identity:
+    """Which model is meant: by its configuration where that is on this machine, else by name and layers."""
+    folder = stored_config(model)
+    if folder is None:
+        if layers is None:
+            raise SelfspecError(f"model {model} is not on this machine; say with --layers how many layers it has")
+        return Identity(layers=layers, name=model)
+    identity = read_identity(folder).model_copy(update={"name": model})
+    if layers not in (None, identity.layers):
+        raise SelfspecError(f"--layers {layers}: model {model} has {identity.layers}; leave the option out")
+    return identity
+
+
+def _profiles_in(folder: Path) -> dict[str, Profile]:
+    found, wrong = {}, []
+    for file in files_in(folder):
+        if file.suffix in (".yaml", ".yml"):
+            try:
+                found[file.name] = checked_profile(str(file))
+            except SelfspecError as error:
+                wrong.append(printable(str(error)))
+    if not found:
+        raise SelfspecError(f"{folder} holds no profile: {wrong[0] if wrong else 'no .yaml files'}")
+    for why in wrong:
+        stderr().print(f"left out: {why}", markup=False, soft_wrap=True)
+    return found
+
+
+def _table(profiles: Mapping[str, Profile]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("name\n  model", overflow="fold")
+    table.add_column("layers", justify="right")
+    table.add_column("skipped", justify="right")
+    table.add_column("measured speedup\nsource", overflow="fold")
+    for name, profile in profiles.items():
+        skip = profile.skip_set
+        measured = [f"{m.speedup:g}x, temperature {m.temperature:g}" for m in profile.measured] or [standing(profile)]
+        table.add_row(
+            Text(printable(name) + "\n  " + printable(profile.model.name or "any of this size")),
+            str(profile.model.layers),
+            f"{len(skip.attention)} + {len(skip.mlp)}",
+            Text("\n".join(map(printable, filter(None, [*measured, source(profile)])))),
         )
-    if profile.costs:
-        facts += _costs(profile.costs)
-    if profile.predicted:
-        p = profile.predicted
-        facts.append(("predicted", f"{p.speedup:g}x plain decoding, acceptance {p.acceptance_rate:.0%}"))
-    for m in profile.measured:
-        low, high = m.interval
-        facts.append(
-            ("measured", f"{m.speedup:g}x plain decoding ({low:g} to {high:g}), acceptance {m.acceptance_rate:.0%}")
-        )
-        where = "held-out prompts" if m.held_out else "the search's own prompts"
-        facts.append(("", f"{m.prompts} {where} x {m.max_new_tokens} tokens, temperature {m.temperature:g}"))
-        facts.append(("", f"{m.machine}, {m.device}, {m.dtype}, {m.threads} threads"))
-    if not profile.measured:
-        facts.append(("measured", "no"))
-    if profile.note:
-        facts.append(("note", profile.note))
-    return facts
+    table.caption = "skipped: attention + MLP sub-layers"
+    table.caption_justify = "left"
+    return table
 
 
-def _costs(costs: CostModel) -> list[tuple[str, str]]:
-    base, attention, mlp = (f"{seconds * 1e3:.3f}" for seconds in (costs.base, costs.attention, costs.mlp))
-    widths = [width for width in (2, 4, 8) if width <= costs.widths[-1]]
-    wider = ", ".join(f"{width} {costs.verification(width) / costs.verify[0]:.2f}" for width in widths)
-    return [
-        ("costs", f"plain step {costs.plain * 1e3:.3g} ms over {costs.context} keys"),
-        ("", f"draft step {base} ms, + {attention} for each attention, + {mlp} for each MLP"),
-        ("", f"verifying more tokens than one, in times as much: {wider}"),
-    ]
+def _summary(name: str, profile: Profile) -> dict[str, Any]:
+    skip, model = profile.skip_set, profile.model
+    return {
+        "name": name,
+        "model": model.name,
+        "layers": model.layers,
+        "skipped": {"attention": len(skip.attention), "mlp": len(skip.mlp)},
+        "standing": standing(profile),
+        "measured": [
+            {"temperature": m.temperature, "speedup": m.speedup, "interval": m.interval} for m in profile.measured
+        ],
+        "source": source(profile),
+        "published": None if profile.published is None else profile.published.model_dump(exclude_none=True),
+    }

@@ -20,6 +20,7 @@ FLOORS = {
     "selfspec.costs": 0,
     "selfspec.acceptance": 0,
     "selfspec.profile": 0,
+    "selfspec.published": 0,
     "selfspec.builtin": 0,
     "selfspec.controllers": 1,
     "selfspec.families": 1,

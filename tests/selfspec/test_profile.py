@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import jsonschema
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,10 +12,12 @@ from selfspec.profile import (
     ControllerSpec,
     Identity,
     Profile,
+    Published,
     SearchRecord,
     Skip,
     find_profile_file,
     parse_profile,
+    profile_schema,
     profile_text,
     read_profile,
     shipped_profiles,
@@ -32,6 +36,7 @@ profiles = st.builds(
         options=st.dictionaries(names, st.integers(0, 64) | st.floats(allow_nan=False, allow_infinity=False)),
     ),
     draft_vocabulary=st.none() | st.lists(st.integers(0, 10**6), min_size=1, unique=True, max_size=200),
+    published=st.none() | st.builds(Published, **{name: st.none() | names for name in Published.model_fields}),
     calibration=st.none()
     | st.builds(
         Calibration,
@@ -70,14 +75,14 @@ json_like = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=12,
 )
-keys = st.sampled_from(["model", "skip", "controller", "version", "measured", "search", "calibration", "note"])
+keys = st.sampled_from(
+    ["model", "skip", "controller", "version", "measured", "search", "calibration", "published", "note"]
+)
 
 
 @settings(max_examples=300)
 @given(st.dictionaries(keys, json_like) | json_like)
 def test_wrong_data_gives_one_line(data):
-    import yaml
-
     _one_line_or_valid(yaml.safe_dump(data))
 
 
@@ -121,6 +126,8 @@ def _one_line_or_valid(text):
         ("a: !!python/object:os.system x", "not valid YAML"),
         ("model: {layers: 4}\nskip: {mlp: [1]}\nskip: {}", "line 3: not valid YAML .'skip' is given twice"),
         ("a: &a [*a]", "unknown key|model"),
+        ("model: {layers: 4}\npublished: {papers: x}", "unknown key 'published.papers'"),
+        ("model: {layers: 4}\npublished: {commit: 1}", "published.commit: .* string, got 1"),
     ],
 )
 def test_what_is_wrong_is_said(text, message):
@@ -172,8 +179,14 @@ def test_shipped_profiles_are_valid_and_found_by_name():
     for name, profile in shipped.items():
         make_controller(profile.controller)
         assert find_profile_file(name) == profile
-    with pytest.raises(SelfspecError, match=r"no such file, and no shipped profile of that name \(.*stdlib-llama"):
+    with pytest.raises(
+        SelfspecError, match=r"no such file, and no shipped profile of that name; they are listed by: sel"
+    ):
         find_profile_file("nothing")
+    with pytest.raises(
+        SelfspecError, match=r"of that name; did you mean stdlib-llama-3.7m\? All are listed by: selfspec"
+    ):
+        find_profile_file("stdlib-llama")
 
 
 @pytest.mark.parametrize(
@@ -183,3 +196,48 @@ def test_shipped_profiles_are_valid_and_found_by_name():
 def test_a_wrong_draft_vocabulary(tokens, why):
     with pytest.raises(SelfspecError, match=why):
         parse_profile(f"model: {{layers: 4, vocabulary: 64}}\ndraft_vocabulary: {tokens}\n", source="p")
+
+
+class TestSchema:
+    @pytest.fixture
+    def validator(self):
+        schema = profile_schema()
+        jsonschema.Draft202012Validator.check_schema(schema)
+        return jsonschema.Draft202012Validator(schema)
+
+    def test_what_can_be_written_is_valid(self, validator):
+        @settings(max_examples=50)
+        @given(profiles)
+        def check(profile):
+            validator.validate(yaml.safe_load(profile_text(profile)))
+
+        check()
+
+    @pytest.mark.parametrize("name", shipped_profiles())
+    def test_so_is_what_ships(self, validator, name):
+        validator.validate(yaml.safe_load(profile_text(find_profile_file(name))))
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "[]",
+            "skip: {}",
+            "model: {layers: 0}",
+            "model: {layers: 4, width: 3}",
+            "model: {layers: 4}\nskip: {mlp: [-1]}",
+            "model: {layers: 4}\nskip: {mlp: ['1']}",
+            "model: {layers: 4}\nversion: 2",
+            "model: {layers: 4}\ncontroller: {options: {}}",
+            "model: {layers: 4}\npublished: {papers: x}",
+        ],
+    )
+    def test_what_is_refused_is_not(self, validator, text):
+        with pytest.raises(SelfspecError):
+            parse_profile(text, source="p")
+        assert not validator.is_valid(yaml.safe_load(text))
+
+    def test_every_record_is_described_and_no_title_repeats_a_name(self):
+        schema = profile_schema()
+        records = [schema, *schema["$defs"].values()]
+        assert all(record["description"] for record in records)
+        assert not [field for record in records for field in record["properties"].values() if "title" in field]

@@ -22,11 +22,22 @@ import selfspec
 from selfspec import builtin
 from selfspec.cli import main
 from selfspec.options import Options
-from selfspec.profile import ControllerSpec, Identity, Profile, Skip, find_profile_file, read_profile, write_profile
+from selfspec.profile import (
+    ControllerSpec,
+    Identity,
+    Profile,
+    Skip,
+    find_profile_file,
+    parse_profile,
+    profile_schema,
+    read_profile,
+    write_profile,
+)
 from selfspec.verify import RULES
 
 SELFSPEC = str(Path(sys.executable).parent / "selfspec")
 PROMPT = "import os\n\ndef main(args):\n    "
+PUBLISHED = "llama-2-13b-swift-cnndm"
 
 
 @pytest.fixture
@@ -354,6 +365,147 @@ class TestProfile:
         assert (code, out) == (0, f"{profile_file}: valid, 5 sub-layers bypassed\n")
         code, out, _ = cli("profile", "validate", profile_file, "--model", "builtin")
         assert (code, out) == (0, f"{profile_file}: valid, 5 sub-layers bypassed, fits builtin\n")
+        code, out, _ = cli("profile", "validate", PUBLISHED)
+        assert (code, out) == (0, f"{PUBLISHED}: valid, 34 sub-layers bypassed, published, not measured here\n")
+
+    def test_show_a_published_one(self, cli):
+        code, out, _ = cli("profile", "show", PUBLISHED)
+        assert code == 0
+        assert re.search(r"published +arXiv:2410.06916 *\n +hemingkx/SWIFT, commit 88caed7", out)
+        assert re.search("measured +published, not measured here", out)
+
+    def test_the_map_of_many_layers_is_in_blocks(self, cli, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "80")
+        _, out, _ = cli("profile", "show", "llama-2-70b-draft-verify")
+        rows = [line.split() for line in out.splitlines() if line.startswith(("layer", "attention", "mlp"))]
+        assert [(name, len(row)) for name, row in rows] == [
+            (name, n) for n in (60, 20) for name in ("layer", "attention", "mlp")
+        ]
+        assert (rows[1][1] + rows[4][1]).count(".") == 47
+
+    def test_list_fits_80_columns(self, cli, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "80")
+        code, out, _ = cli("profile", "list")
+        assert code == 0
+        assert max(map(len, out.splitlines())) <= 80
+        assert re.search(
+            r"llama-2-70b-swift-cnndm +80 +41 \+ 37 +published, not measured here\n"
+            r"  meta-llama/Llama-2-70b-hf +arXiv:2410.06916",
+            out,
+        )
+        own = find_profile_file("stdlib-llama-3.7m")
+        for m in own.measured:
+            assert f"{m.speedup:g}x, temperature {m.temperature:g}" in out
+
+    def test_list_as_json(self, cli):
+        code, out, _ = cli("profile", "list", "--json")
+        listed = {profile.pop("name"): profile for profile in json.loads(out)["profiles"]}
+        assert code == 0
+        assert len(listed) >= 10
+        assert listed[PUBLISHED] == {
+            "model": "meta-llama/Llama-2-13b-hf",
+            "layers": 40,
+            "skipped": {"attention": 20, "mlp": 14},
+            "standing": "published, not measured here",
+            "measured": [],
+            "source": "arXiv:2410.06916",
+            "published": find_profile_file(PUBLISHED).published.model_dump(),
+        }
+        assert [m["temperature"] for m in listed["stdlib-llama-3.7m"]["measured"]] == [0, 0.8]
+
+    def test_list_a_folder(self, cli, tmp_path, profile_file):
+        (tmp_path / "other.yaml").write_text("services: {}")
+        (tmp_path / "notes.txt").write_text("notes")
+        code, out, err = cli("profile", "list", tmp_path)
+        assert code == 0
+        assert re.search(r"p\.yaml +16 +3 \+ 2 +not measured *\n  builtin", out)
+        assert err.startswith(f"left out: {tmp_path}/other.yaml: ")
+        assert err.count("\n") == 1
+
+    def test_diff(self, cli, tmp_path, profile_file):
+        assert cli("profile", "diff", profile_file, profile_file) == (
+            0,
+            f"{profile_file} and {profile_file}: no difference\n",
+            "",
+        )
+        profile = read_profile(profile_file)
+        changed = {"skip": Skip(attention=[3, 4, 9], mlp=[7]), "siblings": 2, "versions": {"torch": "3"}}
+        write_profile(profile.model_copy(update=changed), tmp_path / "q.yaml")
+        code, out, _ = cli("profile", "diff", "p.yaml", "q.yaml")
+        assert code == 1
+        assert "A: p.yaml\nB: q.yaml\n" in out
+        assert "attention  ###.BA###.######\nmlp        #######.###A####\n" in out
+        assert "bypassed: 2 by A alone, 1 by B alone, 3 by both (.)" in out
+        assert re.search(r"candidates +- +2 for each drafted position", out)
+        assert re.search(r"versions\.torch +- +'3'", out)
+        assert "controller" not in out
+        code, out, _ = cli("profile", "diff", "p.yaml", "q.yaml", "--json")
+        data = json.loads(out)
+        assert code == 1
+        assert data["skipped_by_a_alone"] == {"attention": [5], "mlp": [11]}
+        assert data["skipped_by_b_alone"] == {"attention": [4], "mlp": []}
+        assert {"key": "siblings", "a": 1, "b": 2} in data["differences"]
+
+    def test_diff_of_measurements_and_of_other_models(self, cli, tmp_path):
+        own = find_profile_file("stdlib-llama-3.7m")
+        first, second = own.measured
+        slower = [first.model_copy(update={"speedup": 0.5}), second]
+        write_profile(own.model_copy(update={"measured": slower}), tmp_path / "q.yaml")
+        code, out, _ = cli("profile", "diff", "stdlib-llama-3.7m", "q.yaml")
+        assert code == 1
+        assert re.search(r"measured +0.935x plain decoding.* 0.5x plain decoding", out)
+        assert "layer" not in out
+        _, out, _ = cli("profile", "diff", "stdlib-llama-3.7m", "q.yaml", "--json")
+        assert json.loads(out)["differences"] == [{"key": "measured.0.speedup", "a": 0.935, "b": 0.5}]
+        code, out, _ = cli("profile", "diff", "stdlib-llama-3.7m", PUBLISHED)
+        assert code == 1
+        assert "19 of 32 sub-layers bypassed" in out
+        assert "34 of 80 sub-layers bypassed" in out
+
+    def test_import(self, cli, tmp_path):
+        (tmp_path / "sets.json").write_text(
+            '{"a": {"attention": [5, 3], "mlp": [15]}, "b": {"attention": [], "mlp": []}}'
+        )
+        args = ("profile", "import", "sets.json", "--format", "draft-verify", "--key", "a")
+        code, out, err = cli(*args, "--model", "org/model", "--layers", 20, "--out", "a.yaml")
+        saved = "saved a.yaml: 3 of 40 sub-layers bypassed, published, not measured here\n"
+        assert (code, out, err) == (0, "", saved)
+        profile = read_profile(tmp_path / "a.yaml")
+        assert profile.model == Identity(name="org/model", layers=20)
+        assert profile.skip_set == selfspec.SkipSet((3, 5), (15,))
+        assert (profile.published.file, profile.published.key) == ("sets.json", "a")
+        code, out, _ = cli(*args, "--model", "builtin")
+        assert code == 0
+        assert parse_profile(out, source="out").model == find_profile_file("stdlib-llama-3.7m").model.model_copy(
+            update={"fingerprint": None}
+        )
+
+    def test_import_for_a_model_that_is_cached(self, cli, tmp_path, monkeypatch):
+        """Its configuration is read where it lies; the network is not asked."""
+        cached = tmp_path / "models--org--model"
+        (cached / "snapshots" / "1").mkdir(parents=True)
+        (cached / "refs").mkdir()
+        (cached / "refs" / "main").write_text("1")
+        tiny(CONFIGS["llama"]).config.save_pretrained(cached / "snapshots" / "1")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
+        (tmp_path / "sets.json").write_text('{"a": {"attention": [3], "mlp": []}}')
+        code, out, _ = cli("profile", "import", "sets.json", "--model", "org/model")
+        assert code == 0
+        model = parse_profile(out, source="out").model
+        assert (model.name, model.layers, model.hidden) == ("org/model", 4, 32)
+
+    def test_schema(self, cli):
+        code, out, _ = cli("profile", "schema")
+        assert code == 0
+        assert json.loads(out) == profile_schema()
+
+    def test_a_published_one_drafts(self, cli, tmp_path):
+        (tmp_path / "sets.json").write_text('{"a": {"attention": [3, 5], "mlp": [9]}}')
+        cli("profile", "import", "sets.json", "--model", "builtin", "--out", "a.yaml")
+        code, out, _ = cli("generate", PROMPT, "--profile", "a.yaml", "--max-new-tokens", 12, "--compare")
+        assert code == 0
+        assert "identical output: yes" in out
 
 
 WRONG = {
@@ -517,6 +669,55 @@ WRONG = {
     "bench outgrows": (["bench", "--max-new-tokens", "1024"], "outgrow the model's context"),
     "bench's profile": (["bench", "--profile", "other.yaml"], "of another model: layers 4 in the profile, 16"),
     "search no model": (["search", "--model", "/no/such"], "no such folder"),
+    "list nothing": (["profile", "list", "no"], "no: no such folder"),
+    "list a file": (["profile", "list", "key.yaml"], "key.yaml is a file; want a folder"),
+    "list no profiles": (["profile", "list", "code"], "code holds no profile: no .yaml files"),
+    "diff nothing": (["profile", "diff", "index2.yaml", "no.yaml"], "profile no.yaml: no such file"),
+    "diff one": (["profile", "diff", "index2.yaml"], "Missing argument 'b'"),
+    "diff broken": (["profile", "diff", "broken.yaml", "index2.yaml"], "broken.yaml, line 2: not valid YAML"),
+    "near a shipped one": (["profile", "show", "llama-2-13b"], "did you mean llama-2-13b-swift-cnndm?"),
+    "import nothing": (["profile", "import", "no.json", "--model", "org/m"], "no.json: no such file"),
+    "import no model": (["profile", "import", "sets.json"], "Missing option '--model'"),
+    "import no key": (
+        ["profile", "import", "sets.json", "--model", "org/m"],
+        "sets.json holds 2 skip sets; name one with --key: 'a', 'b'",
+    ),
+    "import no such key": (
+        ["profile", "import", "sets.json", "--model", "org/m", "--key", "c"],
+        "sets.json holds no skip set 'c'; it holds 'a', 'b'",
+    ),
+    "import no layers": (
+        ["profile", "import", "sets.json", "--model", "org/m", "--key", "a"],
+        "model org/m is not on this machine; say with --layers how many layers it has",
+    ),
+    "import few layers": (
+        ["profile", "import", "sets.json", "--model", "org/m", "--key", "a", "--layers", "3"],
+        "sets.json: 'a': skip.attention: layer 3 does not exist; the model has 3 layers",
+    ),
+    "import other layers": (
+        ["profile", "import", "sets.json", "--model", "builtin", "--key", "a", "--layers", "3"],
+        "--layers 3: model builtin has 16; leave the option out",
+    ),
+    "import twice": (
+        ["profile", "import", "sets.json", "--model", "org/m", "--key", "b", "--layers", "9"],
+        "sets.json: 'b': skip.mlp: layer 1 is listed twice",
+    ),
+    "import format": (
+        ["profile", "import", "sets.json", "--model", "org/m", "--format", "swift"],
+        "format 'swift' is not known; known: draft-verify",
+    ),
+    "import over itself": (
+        ["profile", "import", "sets.json", "--model", "org/m", "--key", "a", "--layers", "9", "--out", "./sets.json"],
+        "--out sets.json would write over the file that is read",
+    ),
+    "import no place": (
+        ["profile", "import", "sets.json", "--model", "org/m", "--key", "a", "--layers", "9", "--out", "no/p.yaml"],
+        "the folder no does not",
+    ),
+    "import no hub id": (
+        ["profile", "import", "sets.json", "--model", "a..b", "--key", "a"],
+        "no hub id is written so",
+    ),
 }
 
 
@@ -546,6 +747,7 @@ def test_wrong_input_is_one_clear_line(cli, tmp_path, monkeypatch, old_trials, n
         "twice.yaml": "skip: {}\nskip: {}\nmodel: {layers: 16}",
         "key.json": "{}",
         "index2.yaml": "model: {layers: 16}",
+        "sets.json": '{"a": {"attention": [3], "mlp": []}, "b": {"attention": [], "mlp": [1, 1]}}',
         "costs.yaml": "model: {layers: 16}\ncosts: {context: 9, base: 0.1, attention: 0.1, mlp: 0.1, widths: [2], "
         "verify: [0.1], round: 0.1}",
         "old.yaml.trials.jsonl": old_trials,

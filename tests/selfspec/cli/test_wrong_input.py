@@ -45,6 +45,8 @@ def cli(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.set_num_threads", lambda _: None)
     monkeypatch.setattr(sys, "stdin", None)
     monkeypatch.setattr(typer.main, "get_command", get_command)
+    (tmp_path / "sets.json").write_text(SETS)
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(RIGHT))
 
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["selfspec", *args])
@@ -162,6 +164,18 @@ COMMANDS["bench"] = {
     "--temperature": negative | words.map(lambda word: f"0,x{word}"),
     "--out": st.sampled_from(["missing/b.json", ".", "/proc/none/b.json", "x" * 300]),
 }
+COMMANDS["profile import"] = {
+    "--format": unknown("draft-verify"),
+    "--model": SHARED["--model"],
+    "--key": unknown("a", "b"),
+    "--layers": too_small | no_numbers | st.integers(10_001).map(str) | st.integers(1, 7).map(str),
+    "--out": st.sampled_from(["missing/p.yaml", ".", "/proc/none/p.yaml", "x" * 300, "sets.json"]),
+}
+SETS = '{"a": {"attention": [1, 7], "mlp": [3]}, "b": {"attention": [], "mlp": []}}'
+RIGHT_BESIDE = {
+    "generate": ["x"],
+    "profile import": ["sets.json", "--model=org/model", "--layers=8", "--key=a"],
+}
 one_wrong_option = st.sampled_from(sorted(COMMANDS)).flatmap(
     lambda command: st.sampled_from(sorted(COMMANDS[command])).flatmap(
         lambda option: COMMANDS[command][option].map(lambda value: (command, option, value))
@@ -173,12 +187,33 @@ one_wrong_option = st.sampled_from(sorted(COMMANDS)).flatmap(
 @given(one_wrong_option)
 def test_a_wrong_option(cli, case):
     command, option, value = case
-    prompt = ["x"] if command == "generate" else []
-    is_refused(cli(command, f"{option}={value}", *prompt))
+    is_refused(cli(*command.split(), *RIGHT_BESIDE.get(command, []), f"{option}={value}"))
+
+
+@settings(max_examples=200, **quick)
+@given(words.map(lambda name: f"no-{name}"))
+def test_a_profile_that_is_none(cli, name):
+    for args in (["show", name], ["validate", name], ["diff", "p.yaml", name], ["diff", name, "p.yaml"]):
+        is_refused(cli("profile", *args))
+    is_refused(cli("profile", "list", name))
+    is_refused(cli("profile", "import", name, "--model=org/model", "--layers=8"))
+
+
+def test_what_is_made_wrong_is_right(cli):
+    assert cli("profile", "import", *RIGHT_BESIDE["profile import"])[0] == 0
+    assert cli("profile", "diff", "p.yaml", "p.yaml")[0] == 0
 
 
 @settings(max_examples=FEW, **quick)
-@given(st.lists(words | st.sampled_from([*COMMANDS, "profile", "show", "--json", "--seed", "-1", "--"]), max_size=6))
+@given(
+    st.lists(
+        words
+        | st.sampled_from(
+            [*COMMANDS, "profile", "show", "list", "diff", "import", "schema", "--json", "--seed", "-1", "--"]
+        ),
+        max_size=6,
+    )
+)
 def test_any_command_line(cli, args):
     code, err = cli(*args)
     if code == 2 and err == "":
@@ -224,6 +259,17 @@ def test_the_profile_that_is_made_wrong_is_right(cli, tmp_path):
 def test_a_wrong_profile(cli, tmp_path, text):
     (tmp_path / "p.yaml").write_text(text)
     is_refused(cli("profile", "validate", "p.yaml"))
+
+
+@settings(max_examples=300, **quick)
+@given(
+    st.binary(max_size=60)
+    | json_like.map(lambda value: json.dumps(value).encode())
+    | st.dictionaries(words, json_like).map(lambda value: json.dumps(value).encode())
+)
+def test_any_bytes_as_published_sets(cli, tmp_path, content):
+    (tmp_path / "s.json").write_bytes(content)
+    is_refused(cli("profile", "import", "s.json", "--model=org/model", "--layers=8"))
 
 
 @settings(max_examples=FEW, **quick)

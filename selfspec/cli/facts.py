@@ -1,0 +1,108 @@
+"""What a profile says, as lines for people: for `selfspec profile show`, `diff` and `list`."""
+
+from __future__ import annotations
+
+from selfspec.costs import CostModel
+from selfspec.profile import Calibration, Measurement, Prediction, Profile, Published, SearchRecord
+
+LABELS = {"siblings": "candidates", "draft_vocabulary": "drafted from", "acceptance": "accepted"}
+
+
+def facts(profile: Profile) -> dict[str, list[str]]:
+    """The lines on each field of a profile but the skip set, by the field's name; none where it says nothing."""
+    some = {
+        "model": _model(profile),
+        "controller": [_controller(profile)],
+        "siblings": [f"{profile.siblings} for each drafted position at most"] if profile.siblings > 1 else [],
+        "draft_vocabulary": [f"{len(profile.draft_vocabulary)} tokens"] if profile.draft_vocabulary is not None else [],
+        "acceptance": _acceptance(profile),
+        "published": _published(profile.published) if profile.published else [],
+        "calibration": _calibration(profile.calibration) if profile.calibration else [],
+        "search": _search(profile.search) if profile.search else [],
+        "costs": _costs(profile.costs) if profile.costs else [],
+        "predicted": _predicted(profile.predicted) if profile.predicted else [],
+        "measured": [line for m in profile.measured for line in _measured(m)] or [standing(profile)],
+        "note": [profile.note] if profile.note else [],
+    }
+    return {field: lines for field, lines in some.items() if lines}
+
+
+def standing(profile: Profile) -> str:
+    """Whether a profile was measured, in a few words."""
+    if profile.measured:
+        return "measured"
+    return "published, not measured here" if profile.published else "not measured"
+
+
+def source(profile: Profile) -> str:
+    """Where a skip set comes from, in a few words; empty where the profile does not say."""
+    if published := profile.published:
+        return next(filter(None, (published.paper, published.repository, published.file)), "")
+    if profile.search is None:
+        return ""
+    return f"search on {profile.calibration.source}" if profile.calibration else "search"
+
+
+def _model(profile: Profile) -> list[str]:
+    model = profile.model
+    sizes = {"layers": model.layers, "hidden": model.hidden, "heads": model.heads, "vocabulary": model.vocabulary}
+    return [
+        " ".join(filter(None, (model.name, f"({model.model_type})" if model.model_type else ""))),
+        ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None),
+    ]
+
+
+def _controller(profile: Profile) -> str:
+    options = ", ".join(f"{name} {value:g}" for name, value in profile.controller.options.items())
+    return f"{profile.controller.name}{f' ({options})' if options else ''}"
+
+
+def _acceptance(profile: Profile) -> list[str]:
+    if profile.acceptance is None:
+        return []
+    a = profile.acceptance
+    some = sorted({0, len(a.confidence) // 2, len(a.confidence) - 1})
+    return [", ".join(f"{a.accepted[i]:.0%} at confidence {a.confidence[i]:.2g}" for i in some)]
+
+
+def _published(p: Published) -> list[str]:
+    place = [p.repository, p.commit and f"commit {p.commit}", p.file, p.key and f"key {p.key}"]
+    lines = [p.paper, ", ".join(filter(None, place)), p.calibration and f"searched on {p.calibration}"]
+    return [line for line in lines if line]
+
+
+def _calibration(c: Calibration) -> list[str]:
+    of = f" of {c.drawn_from}" if c.drawn_from else ""
+    shape = f"template {c.template!r}" if c.template else f"column {c.column}" if c.column else ""
+    said = ", ".join(filter(None, (shape, "as chat messages" if c.chat else "")))
+    return list(filter(None, (f"{c.source}: {c.prompts}{of} prompts, {c.tokens} tokens", said)))
+
+
+def _search(search: SearchRecord) -> list[str]:
+    kv = ", drafts with a cache of their own" if search.kv == "own" else ""
+    return [f"{search.strategy}, {search.objective}: {search.trials} trials in {search.seconds:g} s{kv}"]
+
+
+def _costs(costs: CostModel) -> list[str]:
+    base, attention, mlp = (f"{seconds * 1e3:.3f}" for seconds in (costs.base, costs.attention, costs.mlp))
+    widths = [width for width in (2, 4, 8) if width <= costs.widths[-1]]
+    wider = ", ".join(f"{width} {costs.verification(width) / costs.verify[0]:.2f}" for width in widths)
+    return [
+        f"plain step {costs.plain * 1e3:.3g} ms over {costs.context} keys",
+        f"draft step {base} ms, + {attention} for each attention, + {mlp} for each MLP",
+        f"verifying more tokens than one, in times as much: {wider}",
+    ]
+
+
+def _predicted(p: Prediction) -> list[str]:
+    return [f"{p.speedup:g}x plain decoding, acceptance {p.acceptance_rate:.0%}"]
+
+
+def _measured(m: Measurement) -> list[str]:
+    low, high = m.interval
+    where = "held-out prompts" if m.held_out else "the search's own prompts"
+    return [
+        f"{m.speedup:g}x plain decoding ({low:g} to {high:g}), acceptance {m.acceptance_rate:.0%}",
+        f"{m.prompts} {where} x {m.max_new_tokens} tokens, temperature {m.temperature:g}",
+        f"{m.machine}, {m.device}, {m.dtype}, {m.threads} threads",
+    ]
