@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from selfspec.loading import parse_devices
+
 app = typer.Typer(
     name="selfspec",
     help="Lossless self-speculative decoding: the same output, sooner, with no second model.",
@@ -19,6 +21,12 @@ profile_app = typer.Typer(no_args_is_help=True, help="Look at profiles and check
 app.add_typer(profile_app, name="profile")
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+Spread = Annotated[
+    str | None,
+    typer.Option("--device-map", help="For models larger than one device: auto, balanced, balanced_low_0, sequential."),
+]
+MaxMemory = Annotated[str | None, typer.Option(help="What --device-map may use of each, such as 0=20GiB,cpu=60GiB.")]
+Offload = Annotated[Path | None, typer.Option("--offload-folder", help="Where --device-map may keep weights on disk.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float64, bfloat16, float16. auto: float32 on a CPU.")]
 Threads = Annotated[int | None, typer.Option(min=1, max=4096, help="CPU threads; PyTorch's choice when left out.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, all else on standard error.")]
@@ -87,6 +95,9 @@ def search(
         ),
     ] = "shared",
     device: Device = "auto",
+    device_map: Spread = None,
+    max_memory: MaxMemory = None,
+    offload_folder: Offload = None,
     dtype: Dtype = "auto",
     threads: Threads = None,
     json: Json = False,
@@ -118,7 +129,7 @@ def search(
             warm_starts=warm_starts,
             keep_best=keep_best,
             kv=kv,
-            device=device,
+            device=parse_devices(device, device_map, max_memory, offload_folder),
             dtype=dtype,
             threads=threads,
             json=json,
@@ -164,6 +175,9 @@ def generate(
     stats: Annotated[bool, typer.Option("--stats", help="Show rounds, acceptance and speed.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Plain decoding beside it, interleaved.")] = False,
     device: Device = "auto",
+    device_map: Spread = None,
+    max_memory: MaxMemory = None,
+    offload_folder: Offload = None,
     dtype: Dtype = "auto",
     threads: Threads = None,
     json: Json = False,
@@ -190,7 +204,7 @@ def generate(
             controller=controller,
             stats=stats,
             compare=compare,
-            device=device,
+            device=parse_devices(device, device_map, max_memory, offload_folder),
             dtype=dtype,
             threads=threads,
             json=json,
@@ -211,6 +225,9 @@ def audit(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     controller: ControllerOption = None,
     device: Device = "auto",
+    device_map: Spread = None,
+    max_memory: MaxMemory = None,
+    offload_folder: Offload = None,
     dtype: Dtype = "auto",
     threads: Threads = None,
     json: Json = False,
@@ -228,7 +245,7 @@ def audit(
             temperature=temperature,
             seed=seed,
             controller=controller,
-            device=device,
+            device=parse_devices(device, device_map, max_memory, offload_folder),
             dtype=dtype,
             threads=threads,
             json=json,
