@@ -10,6 +10,7 @@ from selfspec.skip import SkipSet
 
 if TYPE_CHECKING:
     from selfspec.api import LLM, load, wrap
+    from selfspec.loading import DeviceMap
     from selfspec.profile import Profile
     from selfspec.stream import Generation, Stream
 
@@ -17,6 +18,7 @@ __version__ = _version("selfspec")
 __all__ = [
     "LLM",
     "BusyError",
+    "DeviceMap",
     "Generation",
     "Profile",
     "SelfspecError",
@@ -30,6 +32,7 @@ __all__ = [
 _LAZY = {
     **dict.fromkeys(("LLM", "load", "wrap"), "selfspec.api"),
     **dict.fromkeys(("Generation", "Stream"), "selfspec.stream"),
+    "DeviceMap": "selfspec.loading",
     "Profile": "selfspec.profile",
 }
 

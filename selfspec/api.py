@@ -18,7 +18,7 @@ from selfspec.errors import SelfspecError
 from selfspec.families import read_skeleton
 from selfspec.guided import Guide
 from selfspec.layout import check_layout, lay_out_
-from selfspec.loading import load_model
+from selfspec.loading import DeviceMap, load_model
 from selfspec.options import Options, Plan, plan
 from selfspec.profile import ControllerSpec, Identity, Profile, Skip, find_profile_file
 from selfspec.runtime import Runtime
@@ -274,7 +274,7 @@ def load(
     model: str = "builtin",
     *,
     profile: str | Path | Profile = "auto",
-    device: str = "auto",
+    device: str | DeviceMap = "auto",
     dtype: str = "auto",
     layout: str = "auto",
     drafting: bool | None = None,
@@ -282,7 +282,8 @@ def load(
     """Load `builtin`, a folder, or a hub id, with the profile to draft with.
 
     `profile`: `auto` (a shipped one measured on these very weights, unless it was slower), `none`, a
-    file, the name of a shipped profile, or a `Profile`. `dtype` `auto`: float32 on a CPU, else the checkpoint's.
+    file, the name of a shipped profile, or a `Profile`. `device`: one, or a `DeviceMap` for a model larger than one.
+    `dtype` `auto`: float32 on a CPU, else the checkpoint's.
     `layout`: how the weights lie in memory, see `layout.lay_out_`; `auto` is what was measured to be fastest here, for
     drafting or for plain decoding. `drafting` says for which; by default, for drafting if the profile drafts.
     Raises `SelfspecError`.

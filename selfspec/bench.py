@@ -231,7 +231,7 @@ def transformers_generate(llm: LLM, options: Options, **settings: Any) -> Method
         clock = _Clock()
         start = time.perf_counter()
         given = llm.encode(prompt)
-        ids = torch.tensor([given], device=model.device)
+        ids = torch.tensor([given], device=llm.runtime.device)
         extra = [*options.logits_processor]
         extra += [options.guide.processor(len(given), planned.ends)] if options.guide is not None else []
         new = model.generate(
@@ -243,7 +243,7 @@ def transformers_generate(llm: LLM, options: Options, **settings: Any) -> Method
             streamer=clock,
         )[0, len(given) :]
         tokenizer.decode(new)
-        synchronise(model.device)
+        synchronise(llm.runtime.device)
         seconds = time.perf_counter() - start
         accepted = sum(done.accepted for done in clock.log)
         return Stats(rounds=len(clock.log), accepted=accepted, tokens=len(new), seconds=seconds, log=clock.log)

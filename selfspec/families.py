@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
+from selfspec.dispatch import check_hooks, check_places, device_of, weight_of
 from selfspec.errors import UnsupportedModelError
 from selfspec.linears import Call, Into, Onto, embedding, is_plain, linear, linear_onto, on_rows, side_by_side
 from selfspec.profile import Identity
@@ -101,7 +102,8 @@ def read_skeleton(model: Any) -> Skeleton:
     body = model.model
     if not len(body.layers):
         raise UnsupportedModelError(f"{type(model).__name__} has no layers")
-    _check_containers(model)
+    check_hooks(model)
+    check_places(model)
     sizes = Sizes(
         hidden=config.hidden_size,
         intermediate=config.intermediate_size,
@@ -111,11 +113,12 @@ def read_skeleton(model: Any) -> Skeleton:
         eps=config.rms_norm_eps,
         dtype=body.norm.weight.dtype,
     )
+    last = device_of(body.layers[-1].input_layernorm)
     return Skeleton(
         embed=embedding(body.embed_tokens),
         blocks=tuple(_block(layer, sizes.eps) for layer in body.layers),
-        norm=_norm(body.norm, sizes.eps),
-        head=linear(model.lm_head),
+        norm=_norm(body.norm, sizes.eps, last),
+        head=_head(model, last),
         lm_head=model.lm_head,
         rotary=body.rotary_emb,
         scaling=body.layers[0].self_attn.scaling,
@@ -124,7 +127,7 @@ def read_skeleton(model: Any) -> Skeleton:
         context=context,
         limit=limit,
         ends=_ends(model),
-        device=_device(body.embed_tokens),
+        device=device_of(body.embed_tokens),
     )
 
 
@@ -152,37 +155,17 @@ def read_identity(config: Any) -> Identity:
 
 
 def _block(layer: Any, eps: float) -> Block:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention, mlp, device = layer.self_attn, layer.mlp, device_of(layer.input_layernorm)
     return Block(
-        input_norm=_norm(layer.input_layernorm, eps),
+        input_norm=_norm(layer.input_layernorm, eps, device),
         qkv=side_by_side([attention.q_proj, attention.k_proj, attention.v_proj]),
         o=linear_onto(attention.o_proj),
-        post_norm=_norm(layer.post_attention_layernorm, eps),
+        post_norm=_norm(layer.post_attention_layernorm, eps, device),
         gate_up=side_by_side([mlp.gate_proj, mlp.up_proj]),
         down=linear_onto(mlp.down_proj),
         act=F.silu if type(mlp.act_fn) in (nn.SiLU, SiLUActivation) and is_plain(mlp.act_fn) else mlp.act_fn,
-        device=_device(layer.input_layernorm),
+        device=device,
     )
-
-
-def _check_containers(model: Any) -> None:
-    """Raise `UnsupportedModelError` for a hook on a module that is never called, since it would be ignored.
-
-    The runtime calls leaf modules. accelerate's own hooks only move data, and transformers' only record.
-    """
-    containers = [("the model", model), ("module 'model'", model.model)]
-    for i, layer in enumerate(model.model.layers):
-        name = f"model.layers.{i}"
-        containers += [(f"module '{name}'", layer), (f"module '{name}.self_attn'", layer.self_attn)]
-        containers += [(f"module '{name}.mlp'", layer.mlp)]
-    for what, module in containers:
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        foreign = [h for h in hooks if not str(getattr(h, "__module__", "")).startswith("transformers.")]
-        if foreign or ("forward" in module.__dict__ and not hasattr(module, "_hf_hook")):
-            raise UnsupportedModelError(
-                f"{what} has a hook or a forward of its own, which would be ignored: selfspec calls the leaf modules "
-                "(norms, projections, head); remove it, or put it there"
-            )
 
 
 class _PlainNorm:
@@ -220,21 +203,24 @@ class _NormModule:
         return self._call(x)
 
 
-def _norm(module: Any, eps: float) -> Norm:
-    """A norm as a callable; `eps` is the one that the scratch is made for."""
-    plain = type(module).__name__.endswith("RMSNorm") and is_plain(module)
-    plain = plain and getattr(module, "variance_epsilon", None) == eps and not module.weight.is_meta
-    if plain and module.weight.dtype in (torch.float32, torch.float64):
-        return _PlainNorm(module.weight.detach())
+def _norm(module: Any, eps: float, device: torch.device) -> Norm:
+    """A norm as a callable on a stream on `device`; `eps` is the one that the scratch is made for.
+
+    An offloaded norm's weight, which is small, is kept at hand.
+    """
+    plain = type(module).__name__.endswith("RMSNorm") and is_plain(module, offloaded=True)
+    plain = plain and getattr(module, "variance_epsilon", None) == eps and device_of(module) == device
+    if plain and module.weight.dtype in (torch.float32, torch.float64) and (weight := weight_of(module)) is not None:
+        return _PlainNorm(weight.detach().to(device))
     return _NormModule(module)
 
 
-def _device(module: nn.Module) -> torch.device:
-    """Where a module computes: its weights' device, or, offloaded by accelerate, its hook's."""
-    weight = next(module.parameters()).device
-    if weight.type != "meta":
-        return weight
-    return torch.device(module._hf_hook.execution_device)  # type: ignore[union-attr, arg-type]
+def _head(model: Any, stream: torch.device) -> Call:
+    """The head, as a callable on what the final norm gives of a stream on the device `stream`."""
+    call, device = linear(model.lm_head), device_of(model.lm_head)
+    if device == stream == device_of(model.model.norm):
+        return call
+    return lambda x: call(x.to(device))
 
 
 def _context(config: Any) -> tuple[int, str]:
@@ -277,14 +263,14 @@ def end_tokens(ids: int | Iterable[int] | None) -> frozenset[int]:
 def _fingerprint(model: Any) -> str | None:
     """A hash of 64 values from each of three layers' first norm and down projection, rounded to bfloat16.
 
-    None when a weight is quantised or offloaded. Equal for a bfloat16 checkpoint loaded in any wider dtype.
+    None when a weight is quantised. Equal for a bfloat16 checkpoint loaded in any wider dtype.
     """
     layers = model.model.layers
     digest = hashlib.sha256()
     for layer in (layers[0], layers[len(layers) // 2], layers[-1]):
         for module in (layer.input_layernorm, layer.mlp.down_proj):
-            weight = getattr(module, "weight", None)
-            if weight is None or not weight.is_floating_point() or weight.is_meta:
+            weight = weight_of(module)
+            if weight is None or not weight.is_floating_point():
                 return None
             values = weight.detach().flatten()[:64].to("cpu", torch.bfloat16).view(torch.int16)
             digest.update(values.numpy().tobytes())

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selfspec.dispatch import calls_itself
 from selfspec.errors import SelfspecError
 
 _PACKED_FOR = 16  # rows; the order found for them serves one row and hundreds as well
@@ -23,10 +24,14 @@ Into = Callable[[Tensor, Tensor], object]
 Onto = Callable[[Tensor, Tensor], object]
 
 
-def is_plain(module: nn.Module) -> bool:
-    """Whether calling `module` runs its class's own forward and nothing else: no hooks, no parametrisation."""
+def is_plain(module: nn.Module, *, offloaded: bool = False) -> bool:
+    """Whether calling `module` runs its class's own forward and nothing else: no hooks, no parametrisation.
+
+    accelerate's moving of inputs does not count, as they are there already; with `offloaded`, nor do weights that it
+    brings.
+    """
     hooks = module._forward_hooks or module._forward_pre_hooks
-    return not hooks and "forward" not in module.__dict__ and not hasattr(module, "parametrizations")
+    return not hooks and calls_itself(module, offloaded=offloaded) and not hasattr(module, "parametrizations")
 
 
 def embedding(module: Any) -> Call:
@@ -60,6 +65,7 @@ def linear_over(module: Any, outputs: Sequence[int]) -> Call | None:
     product = _product(weight.t(), bias)
 
     def spread(x: Tensor) -> Tensor:
+        x = x.to(whole.device)
         return x.new_full((len(x), module.out_features), -torch.inf).index_copy_(1, at, product(x))
 
     return spread

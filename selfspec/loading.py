@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +18,63 @@ if TYPE_CHECKING:
 
     from selfspec.profile import Identity
 
+PLACINGS = ("auto", "balanced", "balanced_low_0", "sequential")
+_MEMORY = re.compile(r"[0-9]+(\.[0-9]+)?[KMGT]i?B")
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMap:
+    """Devices for a model larger than one of them, as `transformers`' `from_pretrained` takes them.
+
+    `places`: one of `PLACINGS`, or a device for each module by name. `max_memory`: by device (a GPU's number, or cpu),
+    bytes or a text such as 20GiB; what fits nowhere stays on disk, in the checkpoint or in `offload_folder`, and is
+    read whenever it is used. Raises `SelfspecError`.
+    """
+
+    places: str | Mapping[str, int | str] = "auto"
+    max_memory: Mapping[int | str, int | str] | None = None
+    offload_folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.places, str) and self.places not in PLACINGS:
+            raise SelfspecError(f"device map '{self.places}' is not known; known: {', '.join(PLACINGS)}")
+        for device, memory in (self.max_memory or {}).items():
+            known = device == "cpu" or (isinstance(device, int) and device >= 0)
+            size = memory > 0 if isinstance(memory, int) else _MEMORY.fullmatch(memory) is not None
+            if not known or not size:
+                raise SelfspecError(
+                    f"max memory {device}={memory}: want a GPU's number or cpu, and a size such as 20GiB"
+                )
+        if self.offload_folder is not None and kind(self.offload_folder) not in ("folder", "missing"):
+            raise SelfspecError(f"offload folder {self.offload_folder} is a file; want a folder")
+
+    def options(self) -> dict[str, Any]:
+        """As `from_pretrained` takes it."""
+        named = {"device_map": self.places, "max_memory": self.max_memory, "offload_folder": self.offload_folder}
+        return {name: dict(v) if isinstance(v, Mapping) else v for name, v in named.items() if v is not None}
+
+
+def parse_devices(
+    device: str, device_map: str | None, max_memory: str | None, offload_folder: Path | None
+) -> str | DeviceMap:
+    """What the options of a command come to: `max_memory` as in 0=20GiB,cpu=60GiB. Raises `SelfspecError`."""
+    if device_map is None:
+        for name, value in (("--max-memory", max_memory), ("--offload-folder", offload_folder)):
+            if value is not None:
+                raise SelfspecError(f"{name} is for models spread over devices; want --device-map auto too")
+        return device
+    if device != "auto":
+        raise SelfspecError(f"--device {device} and --device-map: want one of them")
+    memory: dict[int | str, int | str] = {}
+    for part in [] if max_memory is None else " ".join(max_memory.split()).split(","):
+        place, _, size = (text.strip() for text in part.partition("="))
+        key = int(place) if re.fullmatch("[0-9]{1,4}", place) else place
+        if key in memory:
+            raise SelfspecError(f"max memory: {place} is given twice")
+        memory[key] = size
+    return DeviceMap(device_map, memory or None, offload_folder)
 
 
 def check_model_name(name: str) -> None:
@@ -43,16 +100,17 @@ def check_dtype(dtype: str) -> None:
         raise SelfspecError(f"dtype '{dtype}' is not known; known: {', '.join(DTYPES)}")
 
 
-def load_model(name: str, *, device: str = "auto", dtype: str = "auto") -> tuple[Any, Any]:
+def load_model(name: str, *, device: str | DeviceMap = "auto", dtype: str = "auto") -> tuple[Any, Any]:
     """Model and tokenizer by name, through `from_pretrained`.
 
-    `device` `auto` is CUDA where there is one, else the CPU. `dtype` `auto` is the checkpoint's own on an
-    accelerator, and float32 on the CPU, where half precision is slower. Raises `SelfspecError` when they cannot be
-    loaded, with the reason.
+    `device` `auto` is CUDA where there is one, else the CPU; a `DeviceMap` spreads the model over several. `dtype`
+    `auto` is the checkpoint's own on an accelerator, and float32 on the CPU, where half precision is slower. Raises
+    `SelfspecError` when they cannot be loaded, with the reason.
     """
     check_model_name(name)
     check_dtype(dtype)
-    where = _device(device)
+    spread = device.options() if isinstance(device, DeviceMap) else {}
+    where = _device("auto" if isinstance(device, DeviceMap) else device)
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -63,9 +121,9 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto") -> tuple
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         model, loaded = AutoModelForCausalLM.from_pretrained(
-            source, dtype=_dtype(dtype, where), output_loading_info=True, trust_remote_code=False
+            source, dtype=_dtype(dtype, where), output_loading_info=True, trust_remote_code=False, **spread
         )
-        model = model.eval().to(where)
+        model = model.eval() if spread else model.eval().to(where)
     except Exception as error:  # a broken checkpoint can raise anything
         raise SelfspecError(f"model {name} cannot be loaded: {reason(error)}") from error
     finally:

@@ -15,6 +15,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation.configuration_utils import WatermarkingConfig
 
+from selfspec.dispatch import device_of
 from selfspec.errors import SelfspecError
 from selfspec.families import end_tokens
 from selfspec.guided import Guide
@@ -117,24 +118,25 @@ def plan(model: Any, options: Options, prompt: Sequence[int], *, ends: frozenset
 def _plan(model: Any, options: Options, prompt: Sequence[int], ends: frozenset[int]) -> Plan:
     config = _complete(model, options, len(prompt), ends)
     found = end_tokens(config.eos_token_id)
-    ids = torch.tensor([list(prompt)], device=model.device)
+    device = device_of(model.get_input_embeddings())  # `model.device` is "meta" where they are offloaded
+    ids = torch.tensor([list(prompt)], device=device)
     processors: list[LogitsProcessor] = [*options.logits_processor]
     if options.guide is not None:
         processors.append(options.guide.processor(len(prompt), found))
     ready = copy.copy(config)  # which cannot be saved any more
-    model._prepare_special_tokens(ready, device=model.device)
+    model._prepare_special_tokens(ready, device=device)
     processors = model._get_logits_processor(
         ready,
         input_ids_seq_length=len(prompt),
         encoder_input_ids=ids,
         logits_processor=processors,
-        device=model.device,
+        device=device,
     )
     rule, seed = options.rule, options.seed
     tied = rule == "match" if rule is not None else seed is not None
     sampler = Sampler(temperature=float(bool(config.do_sample)), seed=seed, tied=tied, processors=processors)
     # A field that transformers' own processors cannot use shows before any work is done.
-    scores = torch.zeros((1, model.config.vocab_size), device=model.device)
+    scores = torch.zeros((1, model.config.vocab_size), device=device)
     for processor in processors:
         scores = scores if processor in options.logits_processor else processor(ids, scores)
     assert config.max_new_tokens is not None

@@ -130,18 +130,18 @@ class Runtime:
             dtype=s.dtype,
             devices=[block.device for block in self.skeleton.blocks],
         )
-        self._cos, self._sin = self._rope(min(slots, self.skeleton.context))
         self._keep = torch.eye(s.head_dim, dtype=s.dtype, device=self.device)
+        self._cos, self._sin = self._rope(min(slots, self.skeleton.context))
         self._swap = self._keep.roll(s.head_dim // 2, 0)
 
     def _rope(self, positions: int) -> tuple[Tensor, Tensor]:
-        """The model's own rope as tables `[positions, 1, d]`: x turned is x * cos + (x, halves swapped) * sin.
+        """The model's own rope as tables `[positions, 1, d]`, both scaled by `_turn_scale`.
 
-        Both are scaled by `_turn_scale`.
+        x turned is x * cos + (x, halves swapped) * sin.
         """
         d = self.skeleton.sizes.head_dim
-        like = torch.zeros(1, dtype=self.dtype, device=self.device)
-        cos, sin = self.skeleton.rotary(like, torch.arange(max(positions, 1), device=self.device)[None])
+        at = torch.arange(max(positions, 1), device=self.device)[None]
+        cos, sin = (t.to(self.device) for t in self.skeleton.rotary(self._keep, at))  # which may be on another
         if cos.shape[-1] != d:
             raise SelfspecError(f"rope covers {cos.shape[-1]} of {d} dimensions; partial rope is not supported")
         sin = torch.cat((-sin[..., : d // 2], sin[..., d // 2 :]), dim=-1)
@@ -201,7 +201,7 @@ class Runtime:
         of = slice(None) if logits == "all" or n == 1 else slice(n - 1, None, n)
         normed = self.skeleton.norm(scratch.stream[of], scratch.longer[of], scratch.normed[of])
         out = (head or self.skeleton.head)(normed)
-        return Step(out.view(batch, -1, out.shape[-1]), streams, halves)
+        return Step(out.to(self.device).view(batch, -1, out.shape[-1]), streams, halves)
 
     @torch.no_grad()
     def head_over(self, tokens: Sequence[int]) -> Call:

@@ -9,6 +9,7 @@ import typer
 
 from selfspec.cli.data import KINDS, Chat, Column, DataOptions, Template
 from selfspec.cli.profile_app import Json, profile_app
+from selfspec.loading import parse_devices
 
 app = typer.Typer(
     name="selfspec",
@@ -21,6 +22,12 @@ app = typer.Typer(
 app.add_typer(profile_app, name="profile")
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+Spread = Annotated[
+    str | None,
+    typer.Option("--device-map", help="For models larger than one device: auto, balanced, balanced_low_0, sequential."),
+]
+MaxMemory = Annotated[str | None, typer.Option(help="What --device-map may use of each, such as 0=20GiB,cpu=60GiB.")]
+Offload = Annotated[Path | None, typer.Option("--offload-folder", help="Where --device-map may keep weights on disk.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float64, bfloat16, float16. auto: float32 on a CPU.")]
 Threads = Annotated[int | None, typer.Option(min=1, max=4096, help="CPU threads; PyTorch's choice when left out.")]
 ModelOption = Annotated[str | None, typer.Option(help="builtin, a folder, or a hub id; the profile's when left out.")]
@@ -97,6 +104,9 @@ def search(
         ),
     ] = "shared",
     device: Device = "auto",
+    device_map: Spread = None,
+    max_memory: MaxMemory = None,
+    offload_folder: Offload = None,
     dtype: Dtype = "auto",
     threads: Threads = None,
     json: Json = False,
@@ -130,7 +140,7 @@ def search(
             storage=storage,
             study=study,
             kv=kv,
-            device=device,
+            device=parse_devices(device, device_map, max_memory, offload_folder),
             dtype=dtype,
             threads=threads,
             json=json,
@@ -176,6 +186,9 @@ def generate(
     stats: Annotated[bool, typer.Option("--stats", help="Show rounds, acceptance and speed.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Plain decoding beside it, interleaved.")] = False,
     device: Device = "auto",
+    device_map: Spread = None,
+    max_memory: MaxMemory = None,
+    offload_folder: Offload = None,
     dtype: Dtype = "auto",
     threads: Threads = None,
     json: Json = False,
@@ -202,7 +215,7 @@ def generate(
             controller=controller,
             stats=stats,
             compare=compare,
-            device=device,
+            device=parse_devices(device, device_map, max_memory, offload_folder),
             dtype=dtype,
             threads=threads,
             json=json,
@@ -224,6 +237,9 @@ def audit(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     controller: ControllerOption = None,
     device: Device = "auto",
+    device_map: Spread = None,
+    max_memory: MaxMemory = None,
+    offload_folder: Offload = None,
     dtype: Dtype = "auto",
     threads: Threads = None,
     json: Json = False,
@@ -241,7 +257,7 @@ def audit(
             temperature=temperature,
             seed=seed,
             controller=controller,
-            device=device,
+            device=parse_devices(device, device_map, max_memory, offload_folder),
             dtype=dtype,
             threads=threads,
             json=json,

@@ -18,6 +18,7 @@ from selfspec.cli.common import (
     stdout,
 )
 from selfspec.cli.data import DataOptions
+from selfspec.loading import DeviceMap
 
 if TYPE_CHECKING:
     from selfspec.api import LLM
@@ -36,7 +37,7 @@ class AuditOptions:
     temperature: float
     seed: int
     controller: str | None
-    device: str
+    device: str | DeviceMap
     dtype: str
     threads: int | None
     json: bool

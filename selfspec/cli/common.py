@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import warnings
@@ -126,6 +127,7 @@ def quiet() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: weights in huge pages, which are read faster
     console = stderr()
 

@@ -24,7 +24,7 @@ from selfspec.cli.common import (
 from selfspec.controllers import parse_controller
 from selfspec.errors import SelfspecError
 from selfspec.files import read_text
-from selfspec.loading import check_dtype
+from selfspec.loading import DeviceMap, check_dtype
 from selfspec.profile import Profile
 from selfspec.text import is_unicode
 
@@ -60,7 +60,7 @@ class GenerateOptions:
     controller: str | None
     stats: bool
     compare: bool
-    device: str
+    device: str | DeviceMap
     dtype: str
     threads: int | None
     json: bool

@@ -17,7 +17,7 @@ from selfspec.cli.data import DataOptions
 from selfspec.controllers import parse_controller
 from selfspec.errors import SelfspecError
 from selfspec.files import check_writable
-from selfspec.loading import check_dtype, check_model_name
+from selfspec.loading import DeviceMap, check_dtype, check_model_name
 from selfspec.profile import Profile, write_profile
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class SearchOptions:
     keep: str
     granularity: str
     max_draft_cost: float | None
-    device: str
+    device: str | DeviceMap
     dtype: str
     threads: int | None
     keep_best: bool

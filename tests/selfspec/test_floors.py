@@ -24,6 +24,7 @@ FLOORS = {
     "selfspec.builtin": 0,
     "selfspec.controllers": 1,
     "selfspec.families": 1,
+    "selfspec.dispatch": 1,
     "selfspec.linears": 1,
     "selfspec.scratch": 1,
     "selfspec.masks": 1,
