@@ -114,8 +114,9 @@ def _whole(content: bytes) -> int:
 
 
 def _database(url: str) -> BaseStorage:
-    from sqlalchemy.exc import ArgumentError, NoSuchModuleError
+    from sqlalchemy.exc import ArgumentError
 
+    name = named(url)
     scheme, _, rest = url.partition("://")
     kind_of, _, driver = scheme.partition("+")
     if not driver and kind_of in DRIVERS and find_spec(DRIVERS[kind_of]) is not None:
@@ -123,15 +124,16 @@ def _database(url: str) -> BaseStorage:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _patiently(lambda: RDBStorage(url, engine_kwargs={"pool_pre_ping": True}), named(url))
-    except (ArgumentError, NoSuchModuleError, ValueError):
+            return _patiently(lambda: RDBStorage(url, engine_kwargs={"pool_pre_ping": True}), name)
+    except SelfspecError:
+        raise
+    except (ArgumentError, ValueError):
         raise SelfspecError(
-            f"storage {named(url)}: want memory, a file, or a database's URL such as "
-            "postgresql://user:password@host/name"
+            f"storage {name}: want memory, a file, or a database's URL such as postgresql://user:password@host/name"
         ) from None
     except ImportError as error:
-        install = f"pip install 'selfspec[{kind_of}]'" if kind_of in DRIVERS else f"install {error.name}"
-        raise SelfspecError(f"storage {named(url)}: its driver is not installed; {install}") from None
+        install = f"pip install 'selfspec[{kind_of}]'" if kind_of in DRIVERS else " ".join(str(error).split())
+        raise SelfspecError(f"storage {name}: its driver is not installed; {install}") from None
 
 
 def _patiently(make: Callable[[], BaseStorage], name: str) -> BaseStorage:
@@ -151,11 +153,11 @@ def _patiently(make: Callable[[], BaseStorage], name: str) -> BaseStorage:
 def storage_errors(name: str | Path) -> Iterator[None]:
     """Raise a storage's own errors as `SelfspecError`, in one line."""
     from optuna.exceptions import StorageInternalError
-    from sqlalchemy.exc import SQLAlchemyError
+    from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
     try:
         yield
-    except SelfspecError:
+    except (SelfspecError, ArgumentError):
         raise
     except (StorageInternalError, SQLAlchemyError, OSError) as error:
         cause = error.__cause__ or error

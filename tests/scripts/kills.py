@@ -49,16 +49,16 @@ def main() -> None:
         command = [SELFSPEC, "search", *common, "--threads", "1", "--keep-best", "--out", f"{folder}/p.yaml"]
         before: list[tuple[float, dict[str, int]]] = []
         hurt = torn = 0
-        longest = 8.0
         for number in range(given.kills):
-            size = file.stat().st_size if file.exists() else 0
             process = subprocess.Popen(
                 [*command, "--trials", "100000"], stderr=subprocess.DEVNULL, env=environment, cwd=folder
             )
-            if draw.random() < 0.5:  # while trials are written, not only while the model is loaded
-                while process.poll() is None and (file.stat().st_size if file.exists() else 0) == size:
-                    time.sleep(0.01)
-            time.sleep(draw.uniform(0, longest) if draw.random() < 0.5 else draw.uniform(0, 1))
+            if draw.random() < 0.6:  # while trials are scored and written, not only before
+                while process.poll() is None and len(completed(storage)) == len(before):
+                    time.sleep(0.1)
+                time.sleep(draw.uniform(0, 2))
+            else:
+                time.sleep(draw.uniform(0, 8))
             assert process.poll() is None, f"it ended by itself with code {process.returncode}"
             process.send_signal(signal.SIGKILL)
             process.wait()

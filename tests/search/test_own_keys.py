@@ -210,14 +210,14 @@ def test_a_search_for_such_drafts(llm, monkeypatch, tmp_path):
     for measuring in ("measure", "_best"):
         monkeypatch.setattr(finalists, measuring, None)
     options = {"trials": 3, "count": 2, "max_new_tokens": 8, "granularity": "layer"}
-    profile = find_profile(llm, kv="own", journal=tmp_path / "trials", **options)
+    profile = find_profile(llm, kv="own", storage=tmp_path / "trials", **options)
     assert (profile.search.kv, profile.siblings, profile.draft_vocabulary, profile.measured) == ("own", 1, None, [])
     assert len(profile.skip_set) > 0
     assert profile.predicted.speedup > 1
     assert profile.note == "for a draft model with a cache of its own, whose speed is predicted, not measured"
     assert parse_profile(profile_text(profile), source="p") == profile
     with pytest.raises(SelfspecError, match="holds the trials of another search"):
-        find_profile(llm, journal=tmp_path / "trials", **options)
+        find_profile(llm, storage=tmp_path / "trials", **options)
     dear = costs.model_copy(update={"base": 5.0})
     monkeypatch.setattr(prepare, "measure_costs", lambda *_, **__: dear)
     nothing = find_profile(llm, kv="own", warm=False, **options)

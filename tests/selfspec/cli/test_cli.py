@@ -614,9 +614,13 @@ WRONG = {
     "damaged trials": (["search", "--out", "bad.yaml"], "bad.yaml.trials.jsonl is damaged"),
     "trials in the profile": (
         ["search", "--storage", "profile.yaml"],
-        "--out half.txt would write over the data file",
+        "--storage profile.yaml is where the profile goes; want another place",
     ),
     "no such database": (["search", "--storage", "nodb://host/x"], "storage nodb://host/x: want memory, a file, or a"),
+    "no server": (
+        ["search", "--storage", "postgresql://127.0.0.1:1/x"],
+        "storage postgresql://127.0.0.1:1/x: connection",
+    ),
     "a secret": (["search", "--storage", "mysql://me:secret@h:x/y"], r"storage mysql://me:\*\*\*@h:x/y: want memory"),
     "pick from nothing": (["profile", "pick", "none.jsonl"], "none.jsonl: no such file; want a file of trials"),
     "pick from text": (["profile", "pick", "text.yaml.trials.jsonl"], "holds something else"),
