@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -280,36 +275,6 @@ def test_an_interrupt_before_the_first_trial_is_an_interrupt(llm, clockless, mon
     monkeypatch.setattr(study, "replayed", interrupted)
     with pytest.raises(KeyboardInterrupt):
         search(llm)
-
-
-def test_a_killed_search_resumes(tmp_path):
-    """Killed with -9 at a trial, then run again: what was scored is known, and only the rest is scored."""
-    code = """
-import sys, json, torch, selfspec
-from pathlib import Path
-from selfspec.search import find_profile
-torch.set_num_threads(1)
-class Watch:
-    def stage(self, name, total): pass
-    def step(self, done): pass
-    def trial(self, trial): print(json.dumps([trial.number, trial.known]), flush=True)
-llm, journal = selfspec.load(profile="none"), Path(sys.argv[1])
-find_profile(llm, trials=8, count=2, max_new_tokens=8, storage=journal, watch=Watch())
-"""
-    journal = tmp_path / "trials.jsonl"
-    command = [sys.executable, "-c", code, str(journal)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ)
-    for _ in range(4):
-        process.stdout.readline()
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    with journal.open("a") as file:
-        file.write('{"op_code": 4, "study_id"')  # killed while writing
-    done = subprocess.run(command, capture_output=True, env=os.environ, check=True)
-    known = [json.loads(line)[1] for line in done.stdout.decode().splitlines()]
-    assert len(known) == 8
-    assert all(known[:4])
-    assert not known[-1]
 
 
 def test_a_real_search_end_to_end(llm):

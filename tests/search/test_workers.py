@@ -19,7 +19,7 @@ from selfspec.search.storage import open_storage
 from selfspec.profile import read_profile
 
 SELFSPEC = str(Path(sys.executable).with_name("selfspec"))
-TRIALS = 14
+TRIALS = 12
 OPTIONS = ["--trials", TRIALS, "--prompts", 2, "--max-new-tokens", 8, "--threads", 1, "--keep-best"]
 
 
