@@ -85,7 +85,8 @@ class Ledger:
 
     def _check(self, settings: dict[str, Any]) -> None:
         found = self._share("settings", settings)
-        other = sorted(key for key in {*found, *settings} if found.get(key) != settings.get(key))
+        keys = {*found, *settings} - {"name"}  # the same model may lie elsewhere on another machine
+        other = sorted(key for key in keys if found.get(key) != settings.get(key))
         if other:
             raise SelfspecError(
                 f"{self.place} holds the trials of another search (of other {', '.join(other)}); "

@@ -54,7 +54,7 @@ def as_profile(ledger: Ledger, entry: Entry) -> Profile:
         kv=said["kv"],
     )
     base = Profile(
-        model=Identity.model_validate(said["model"]),
+        model=Identity.model_validate({**said["model"], "name": said["name"]}),
         calibration=Calibration.model_validate(said["calibration text"]),
         search=searched,
         costs=ledger.costs,

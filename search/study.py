@@ -153,7 +153,8 @@ def find_profile(
         storage,
         study,
         {
-            "model": llm.identity.model_dump(mode="json"),
+            "name": llm.name,
+            "model": llm.identity.model_dump(mode="json", exclude={"name"}),
             "dtype": str(llm.runtime.dtype),
             "calibration text": calibration.model_dump(mode="json"),
             "max_new_tokens": max_new_tokens,

@@ -21,7 +21,7 @@ from selfspec.skip import SkipSet
 
 COSTS = CostModel(context=9, base=0.1, attention=0.2, mlp=0.3, widths=[1], verify=[1.0], round=0.0)
 CURVE = AcceptanceCurve(confidence=[0.1, 0.5], accepted=[0.3, 0.7], following=[0.5, 0.6], beside=[[0.2, 0.1]])
-SETTINGS = {"seed": 1, "objective": "replay", "context": None}
+SETTINGS = {"name": "here/model", "seed": 1, "objective": "replay", "context": None}
 SPACE = Space(4)
 
 
@@ -89,6 +89,7 @@ def test_every_cut_loses_at_most_the_last_line(written):
 def test_another_search_is_refused(written):
     with pytest.raises(SelfspecError, match=r"trials\.jsonl holds the trials of another search \(of other seed\)"):
         Ledger(written, settings={**SETTINGS, "seed": 2})
+    Ledger(written, settings={**SETTINGS, "name": "there/model"})
     Ledger(written, "another study", settings={**SETTINGS, "seed": 2})
     with pytest.raises(
         SelfspecError, match=r"^study 'another study' of .* \(of other context\); .* name another study"
