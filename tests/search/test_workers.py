@@ -49,7 +49,8 @@ def states(storage, study="selfspec"):
 
 def test_two_workers_share_a_study(storage, tmp_path):
     """Begun at once on a storage that is not there yet: one study, no set scored twice for long, one profile."""
-    workers = [worker(storage, tmp_path / name) for name in ("a", "b")]
+    trials = 40  # so many that the first has not ended when the second begins
+    workers = [worker(storage, tmp_path / name, "selfspec", "--trials", trials) for name in ("a", "b")]
     said = [process.communicate(timeout=300)[1].decode() for process in workers]
     assert [process.returncode for process in workers] == [0, 0], said
     profiles = [path for path in (tmp_path / name / "profile.yaml" for name in ("a", "b")) if path.exists()]
@@ -57,13 +58,13 @@ def test_two_workers_share_a_study(storage, tmp_path):
     assert sum("another worker measures the best and saves the profile" in text for text in said) == 1
     profile = read_profile(profiles[0])
     assert profile.measured
-    assert profile.search.trials >= TRIALS
+    assert profile.search.trials >= trials
     ledger = Ledger(storage)
     by = [sum(entry.worker == w for entry in ledger.entries) for w in {entry.worker for entry in ledger.entries}]
     assert len(by) == 2
-    assert min(by) >= 3
+    assert min(by) >= 2
     assert len(ledger.entries) - len(ledger.scores) <= 2
-    assert len(ledger.entries) <= TRIALS + 2
+    assert len(ledger.entries) <= trials + 2
     assert {"RUNNING", "WAITING"}.isdisjoint(states(storage))
 
 
