@@ -20,6 +20,7 @@ from selfspec.profile import read_profile
 
 SELFSPEC = str(Path(sys.executable).with_name("selfspec"))
 TRIALS = 12
+on_a_file = pytest.mark.parametrize("storage", ["journal file"], indirect=True)  # what no storage does otherwise
 OPTIONS = ["--trials", TRIALS, "--prompts", 2, "--max-new-tokens", 8, "--threads", 1, "--keep-best"]
 
 
@@ -68,6 +69,7 @@ def test_two_workers_share_a_study(storage, tmp_path):
     assert {"RUNNING", "WAITING"}.isdisjoint(states(storage))
 
 
+@on_a_file
 def test_other_text_is_refused(storage, tmp_path):
     process = worker(storage, tmp_path, "selfspec", "--seed", 5)
     said = process.communicate(timeout=120)[1].decode().strip()
@@ -76,6 +78,7 @@ def test_other_text_is_refused(storage, tmp_path):
     assert "\n" not in said
 
 
+@on_a_file
 def test_a_killed_worker_leaves_nothing_behind(storage, tmp_path):
     """Killed with -9, begun again: every completed trial is known, and none runs forever."""
     process = worker(storage, tmp_path, "killed")
@@ -99,6 +102,7 @@ def test_a_killed_worker_leaves_nothing_behind(storage, tmp_path):
     assert {"RUNNING", "WAITING"}.isdisjoint(states(storage, "killed"))
 
 
+@on_a_file
 def test_a_profile_is_picked(storage, tmp_path):
     where = ["selfspec", "--storage", str(storage)]
     ledger = Ledger(storage)
