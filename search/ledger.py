@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from selfspec.skip import SkipSet
 
 from .objective import Score
 from .space import Space
-from .storage import MEMORY, is_database, named, open_storage, storage_errors
+from .storage import MEMORY, is_database, named, open_storage, place, storage_errors
 
 STUDY = "selfspec"
 PATIENCE = 10.0  # times the longest trial (and a minute) after which a worker's claim is taken for dead
@@ -60,10 +60,10 @@ class Ledger:
         self.worker = uuid.uuid4().hex[:12]
         self.scores: dict[SkipSet, Score] = {}
         self.entries: list[Entry] = []
-        self._where = where
+        self._where = where = place(where)
         self._begun = time.time()
         self._records: dict[str, Any] = {}
-        self._finishers: list[dict[str, Any]] = []
+        self._finishers: list[tuple[str, float]] = []
         self._read: set[int] = set()
         storage = open_storage(where)
         with self._errors():
@@ -78,8 +78,8 @@ class Ledger:
     @property
     def settings(self) -> dict[str, Any]:
         """What the search was told. Raises `SelfspecError` where nothing has begun."""
-        found = self._records.get("settings")
-        if not isinstance(found, dict):
+        found: dict[str, Any] | None = self._records.get("settings")
+        if found is None:
             raise SelfspecError(f"{self.place}: holds no search of selfspec")
         return found
 
@@ -96,8 +96,8 @@ class Ledger:
     @property
     def costs(self) -> CostModel | None:
         """The cost model that all scores rest on, once it is known."""
-        found = self._records.get("costs")
-        return None if found is None else CostModel.model_validate(found)
+        costs: CostModel | None = self._records.get("costs")
+        return costs
 
     def keep_costs(self, costs: CostModel) -> None:
         """Keep the cost model, unless another worker was first."""
@@ -106,8 +106,8 @@ class Ledger:
     @property
     def gains(self) -> tuple[float, ...] | None:
         """What skipping each variable alone brings, once it is known."""
-        found = self._records.get("gains")
-        return None if found is None else tuple(map(float, found))
+        gains: tuple[float, ...] | None = self._records.get("gains")
+        return gains
 
     def keep_gains(self, gains: Sequence[float]) -> None:
         """Keep what skipping each variable alone brings, unless another worker was first."""
@@ -154,11 +154,11 @@ class Ledger:
     def _take(self, trial: FrozenTrial) -> None:
         attrs = trial.user_attrs
         if trial.state == TrialState.FAIL:
-            if attrs["kind"] == "finish":
-                self._finishers.append({"worker": attrs["value"]["worker"], "time": float(attrs["value"]["time"])})
-            elif attrs["kind"] == "costs":
-                CostModel.model_validate(attrs["value"])
-            self._records.setdefault(str(attrs["kind"]), attrs["value"])
+            key, value = attrs["kind"], attrs["value"]
+            if key == "finish":
+                self._finishers.append((str(value["worker"]), float(value["time"])))
+            else:
+                self._records.setdefault(key, _RECORDS[key](value))
         else:
             score = _score(attrs["score"])
             self.entries.append(Entry(score, attrs["draft_cost"], float(attrs["seconds"]), str(attrs["worker"])))
@@ -170,8 +170,8 @@ class Ledger:
             value = {"worker": self.worker, "time": time.time()}
             self._study.add_trial(create_trial(state=TrialState.FAIL, user_attrs={"kind": "finish", "value": value}))
         self.refresh()
-        first = next(f for f in self._finishers if f["worker"] == self.worker or f["time"] > self._begun)
-        return bool(first["worker"] == self.worker)
+        first = next(worker for worker, asked in self._finishers if worker == self.worker or asked > self._begun)
+        return first == self.worker
 
     def claim(self, skip: SkipSet | None) -> None:
         """Say which set this worker scores now; None: none any more."""
@@ -192,6 +192,13 @@ class Ledger:
 
     def _errors(self) -> Any:
         return storage_errors(self._where if isinstance(self._where, Path) else named(self._where))
+
+
+def _gains(value: Sequence[float]) -> tuple[float, ...]:
+    return tuple(map(float, value))
+
+
+_RECORDS: dict[str, Callable[[Any], Any]] = {"settings": dict, "costs": CostModel.model_validate, "gains": _gains}
 
 
 def _study(storage: BaseStorage, name: str | None, *, make: bool) -> optuna.Study:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import optuna
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
@@ -34,6 +34,11 @@ def is_database(where: str | Path) -> bool:
     return isinstance(where, str) and "://" in where
 
 
+def place(where: str | Path) -> str | Path:
+    """What a storage's name means: `memory` and a database's URL themselves, anything else a file's path."""
+    return where if where == MEMORY or is_database(where) else Path(where)
+
+
 def named(where: str | Path) -> str:
     """A storage as it may be shown: a URL's password is not."""
     if not is_database(where):
@@ -44,7 +49,7 @@ def named(where: str | Path) -> str:
 
 
 def open_storage(where: str | Path) -> BaseStorage:
-    """The storage named: `memory`, a URL such as `postgresql://...`, else a journal file, which is made.
+    """The storage at a `place`: `memory`, a URL such as `postgresql://...`, else a journal file, which is made.
 
     Raises `SelfspecError` for a file that is no journal, and for a database that cannot be reached or has no driver.
     """
@@ -101,16 +106,21 @@ class _JournalFile(JournalFileBackend):
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
         with open(self._file_path, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
-            file.seek(_whole(file.read()))
-            file.truncate()
+            if _torn(file):
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+            file.seek(0, os.SEEK_END)
             file.write(lines.encode())
             file.flush()
             os.fsync(file.fileno())
 
 
-def _whole(content: bytes) -> int:
-    """Bytes of the lines that were written to their end."""
-    return content.rfind(b"\n") + 1
+def _torn(file: BinaryIO) -> bool:
+    """Whether the last line was cut short."""
+    if not file.seek(0, os.SEEK_END):
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) != b"\n"
 
 
 def _database(url: str) -> BaseStorage:

@@ -297,13 +297,9 @@ def _run_trials(search: Search, worth: _Bounded, strategy: Callable[[], Strategy
             if skip in ledger.claimed():
                 proposer.tell(skip, min((s.tokens_per_second for s in ledger.scores.values()), default=0.0))
             elif len(told) < trials:
-                ledger.claim(skip)
-                begun = time.perf_counter()
-                score = worth.score(skip)
+                score = _scored(search, worth, skip)
                 proposer.tell(skip, -worth.excess(skip) if score is None else score.tokens_per_second)
                 if score is not None:
-                    seconds = time.perf_counter() - begun
-                    ledger.keep_score(score, search.space, draft_cost=worth.draft_cost(skip), seconds=seconds)
                     take(score, known=False)
                     idle = 0
         ledger.claim(None)
@@ -312,3 +308,14 @@ def _run_trials(search: Search, worth: _Bounded, strategy: Callable[[], Strategy
             raise
         return True
     return False
+
+
+def _scored(search: Search, worth: _Bounded, skip: SkipSet) -> Score | None:
+    """The worth of a set, claimed while it is scored and then kept; None for one whose draft is too dear."""
+    search.ledger.claim(skip)
+    begun = time.perf_counter()
+    score = worth.score(skip)
+    if score is not None:
+        seconds = time.perf_counter() - begun
+        search.ledger.keep_score(score, search.space, draft_cost=worth.draft_cost(skip), seconds=seconds)
+    return score

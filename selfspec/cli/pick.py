@@ -25,16 +25,16 @@ def run(study: str, storage: str | None, max_draft_cost: float | None, out: Path
     check_writable(out)
     from selfspec.search.ledger import Ledger
     from selfspec.search.pick import as_profile, best_within, pareto
-    from selfspec.search.storage import is_database
+    from selfspec.search.storage import place
 
     if storage is None:
         if kind(Path(study)) != "file":
             raise SelfspecError(f"{study}: no such file; want a file of trials, or --storage and a study's name")
         ledger = Ledger(Path(study), None)
-    elif is_database(storage) or kind(Path(storage)) == "file":
-        ledger = Ledger(storage if is_database(storage) else Path(storage), study)
-    else:
+    elif isinstance(path := place(storage), Path) and kind(path) != "file":
         raise SelfspecError(f"--storage {storage}: no such file; want a file of trials, or a database's URL")
+    else:
+        ledger = Ledger(path, study)
     best, front = best_within(ledger, max_draft_cost), pareto(ledger.entries)
     profile = as_profile(ledger, best)
     write_profile(profile, out)

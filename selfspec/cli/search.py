@@ -61,11 +61,11 @@ class SearchOptions:
     @property
     def kept_in(self) -> str | Path:
         """Where the trials are kept: a file, `memory` or a database."""
-        from selfspec.search.storage import MEMORY, is_database
+        from selfspec.search.storage import place
 
-        if self.storage is None:
-            return self.out.parent / f"{self.out.name}.trials.jsonl"
-        return self.storage if self.storage == MEMORY or is_database(self.storage) else Path(self.storage)
+        beside = self.out.parent / f"{self.out.name}.trials.jsonl"
+        kept: str | Path = place(beside if self.storage is None else self.storage)
+        return kept
 
 
 def run(options: SearchOptions) -> int:

@@ -56,6 +56,14 @@ def test_what_was_kept_is_there_again(written):
     assert ledger.settings == SETTINGS
 
 
+def test_a_file_may_be_named_by_its_path_as_text(written):
+    assert Ledger(str(written), settings=SETTINGS).costs == COSTS
+    content = written.read_text()
+    written.write_text(content.replace('"draft_cost"', '"dearness"', 1))
+    with pytest.raises(SelfspecError, match=r"trials\.jsonl is damaged \(KeyError\)"):
+        Ledger(str(written), settings=SETTINGS)
+
+
 def test_trials_are_an_optuna_study(written):
     import optuna
 
