@@ -51,6 +51,8 @@ FLOORS = {
     "selfspec.bench": 4,
     "selfspec.benchmark": 4,
     "selfspec.figures": 4,
+    "selfspec.frames": 4,
+    "selfspec.plots": 4,
     "selfspec.search": 5,
     "selfspec.cli": 6,
 }

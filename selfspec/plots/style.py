@@ -1,0 +1,111 @@
+"""How every plot looks: colours that the colour-blind tell apart, marks that differ in print, no clutter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from selfspec.errors import SelfspecError
+from selfspec.files import check_writable
+
+# Okabe and Ito (2008), without the yellow, which white paper swallows.
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK, GREY = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#CC79A7",
+    "#56B4E9",
+    "#000000",
+    "#888888",
+)
+SERIES = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK)
+MARKS = ("o", "s", "^", "D", "v", "P", "X")
+DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+DIVERGING, SEQUENTIAL = "PuOr", "cividis"
+FORMATS = ("png", "svg", "pdf")
+WIDTH = 7.2  # inches; one column of a page
+_RC = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9.5,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": "#E5E5E5",
+    "legend.frameon": False,
+    "lines.linewidth": 1.7,
+    "lines.markersize": 4.5,
+    "figure.facecolor": "white",
+    "savefig.dpi": 150,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "selfspec",  # the same plot is the same file
+}
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Draw in this project's style; what is set elsewhere stays."""
+    with mpl.rc_context(_RC):
+        yield
+
+
+def subplots(
+    rows: int = 1, columns: int = 1, *, height: float = 3.4, width: float = WIDTH, **how: Any
+) -> tuple[Figure, list[Axes]]:
+    """A figure and its axes, row by row; `height` of each row and `width` of all in inches.
+
+    It belongs to no window, so that nothing needs to be closed. `how`: as `Figure.subplots` takes it.
+    """
+    figure = Figure(figsize=(width, height * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, **how)
+    return figure, list(grid.flat)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as its name says: `.png`, `.svg` or `.pdf`. Raises `SelfspecError` for other names and places."""
+    check_format(path)
+    check_writable(path)
+    with styled():
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def check_format(path: Path) -> None:
+    """Raise `SelfspecError` where `save` could not tell the format by the name."""
+    if path.suffix[1:].lower() not in FORMATS:
+        raise SelfspecError(f"{path}: want a name that ends with .{', .'.join(FORMATS[:-1])} or .{FORMATS[-1]}")
+
+
+def svg(figure: Figure) -> str:
+    """A figure as an `<svg>` element, for a page."""
+    from io import StringIO
+
+    buffer = StringIO()
+    with styled():
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+def reference(axes: Axes, value: float, label: str) -> None:
+    """A line to compare with, such as plain decoding's speed."""
+    axes.axhline(value, color=GREY, lw=1, ls=(0, (4, 3)), zorder=1)
+    axes.annotate(
+        label,
+        (1, value),
+        (-2, 3),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        ha="right",
+        fontsize=8,
+        color="#555555",
+    )
