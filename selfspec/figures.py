@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from selfspec.bench import Runs
 from selfspec.costs import CostModel
 from selfspec.stats import Round
+
+if TYPE_CHECKING:
+    from selfspec.bench import Runs
 
 Json = dict[str, Any]
 

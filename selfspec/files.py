@@ -73,13 +73,18 @@ def check_writable(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` at `path` whole or not at all (a temporary file, then a rename)."""
+    """Write `text` at `path` whole or not at all."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write `data` at `path` whole or not at all (a temporary file, then a rename)."""
     path = path.resolve()  # through a link, not in place of it
     check_writable(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".selfspec-")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         umask = os.umask(0)

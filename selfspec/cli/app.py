@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from selfspec.cli.data import KINDS, Chat, Column, DataOptions, Template
+from selfspec.cli.devices import Device, Dtype, MaxMemory, Offload, Spread, Threads
 from selfspec.cli.profile_app import Json, profile_app
+from selfspec.cli.see_app import see_app
 from selfspec.loading import parse_devices
 
 app = typer.Typer(
@@ -20,16 +22,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(profile_app, name="profile")
+app.add_typer(see_app)
 
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
-Spread = Annotated[
-    str | None,
-    typer.Option("--device-map", help="For models larger than one device: auto, balanced, balanced_low_0, sequential."),
-]
-MaxMemory = Annotated[str | None, typer.Option(help="What --device-map may use of each, such as 0=20GiB,cpu=60GiB.")]
-Offload = Annotated[Path | None, typer.Option("--offload-folder", help="Where --device-map may keep weights on disk.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, float64, bfloat16, float16. auto: float32 on a CPU.")]
-Threads = Annotated[int | None, typer.Option(min=1, max=4096, help="CPU threads; PyTorch's choice when left out.")]
 ModelOption = Annotated[str | None, typer.Option(help="builtin, a folder, or a hub id; the profile's when left out.")]
 DraftingProfile = Annotated[
     str, typer.Option(help="A file, the name of a shipped one, or auto: one made for the model, else half of it.")

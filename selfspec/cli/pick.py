@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfspec.cli.common import print_json, printable, quiet, skip_map, stderr
+from selfspec.cli.sources import open_study
 from selfspec.errors import SelfspecError
-from selfspec.files import check_writable, kind
+from selfspec.files import check_writable
 from selfspec.profile import write_profile
 
 if TYPE_CHECKING:
@@ -23,18 +24,9 @@ def run(study: str, storage: str | None, max_draft_cost: float | None, out: Path
     if max_draft_cost is not None and not max_draft_cost > 0:
         raise SelfspecError(f"--max-draft-cost {max_draft_cost:g}: want more than 0, as a share of a plain step")
     check_writable(out)
-    from selfspec.search.ledger import Ledger
     from selfspec.search.pick import as_profile, best_within, pareto
-    from selfspec.search.storage import place
 
-    if storage is None:
-        if kind(Path(study)) != "file":
-            raise SelfspecError(f"{study}: no such file; want a file of trials, or --storage and a study's name")
-        ledger = Ledger(Path(study), None)
-    elif isinstance(path := place(storage), Path) and kind(path) != "file":
-        raise SelfspecError(f"--storage {storage}: no such file; want a file of trials, or a database's URL")
-    else:
-        ledger = Ledger(path, study)
+    ledger = open_study(study, storage)
     best, front = best_within(ledger, max_draft_cost), pareto(ledger.entries)
     profile = as_profile(ledger, best)
     write_profile(profile, out)

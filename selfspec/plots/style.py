@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html import escape
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from selfspec.errors import SelfspecError
-from selfspec.files import check_writable
+from selfspec.files import write_bytes
 
 # Okabe and Ito (2008), without the yellow, which white paper swallows.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK, GREY = (
@@ -32,7 +35,7 @@ DIVERGING, SEQUENTIAL = "PuOr", "cividis"
 FORMATS = ("png", "svg", "pdf")
 WIDTH = 7.2  # inches; one column of a page
 _RC = {
-    "font.family": "DejaVu Sans",
+    "font.family": ["DejaVu Sans", "sans-serif"],  # the second for who reads an SVG and lacks the first
     "font.size": 9.5,
     "axes.titlesize": 10.5,
     "axes.titlelocation": "left",
@@ -72,11 +75,20 @@ def subplots(
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as its name says: `.png`, `.svg` or `.pdf`. Raises `SelfspecError` for other names and places."""
+    """Write a figure as its name says: `.png`, `.svg` or `.pdf`, whole or not at all.
+
+    Raises `SelfspecError` for other names and places.
+    """
     check_format(path)
-    check_writable(path)
+    write_bytes(path, _drawn(figure, path.suffix[1:].lower()))
+
+
+def _drawn(figure: Figure, form: str) -> bytes:
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    buffer = BytesIO()
     with styled():
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(buffer, format=form, metadata=undated.get(form))
+    return buffer.getvalue()
 
 
 def check_format(path: Path) -> None:
@@ -85,27 +97,31 @@ def check_format(path: Path) -> None:
         raise SelfspecError(f"{path}: want a name that ends with .{', .'.join(FORMATS[:-1])} or .{FORMATS[-1]}")
 
 
-def svg(figure: Figure) -> str:
-    """A figure as an `<svg>` element, for a page."""
-    from io import StringIO
+def svg(figure: Figure, *, name: str = "", label: str = "") -> str:
+    """A figure as an `<svg>` element, for a page; what `label` says is read out in its stead.
 
-    buffer = StringIO()
-    with styled():
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    `name`, of letters and digits, keeps its ids apart from those of the page's other figures.
+    """
+    text = _drawn(figure, "svg").decode()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, count=1, flags=re.DOTALL)
+    text = re.sub(r"\s*<style.*?</style>", "", text, count=1, flags=re.DOTALL)  # which would rule the whole page
+    if name:
+        text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    said = f' role="img" aria-label="{escape(label)}"' if label else ""
+    return text.replace("<svg ", f'<svg style="stroke-linejoin: round; stroke-linecap: butt"{said} ', 1)
 
 
 def reference(axes: Axes, value: float, label: str) -> None:
-    """A line to compare with, such as plain decoding's speed."""
+    """A line to compare with, such as plain decoding's speed; its label stands on the right of the axes."""
     axes.axhline(value, color=GREY, lw=1, ls=(0, (4, 3)), zorder=1)
     axes.annotate(
         label,
         (1, value),
-        (-2, 3),
+        (4, 0),
         xycoords=("axes fraction", "data"),
         textcoords="offset points",
-        ha="right",
+        va="center",
         fontsize=8,
         color="#555555",
     )

@@ -1,0 +1,97 @@
+"""`selfspec plot`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from selfspec.cli.common import quiet, stderr
+from selfspec.cli.sources import What, open_study, recognise
+from selfspec.errors import SelfspecError
+from selfspec.files import check_writable
+from selfspec.profile import find_profile_file
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+KINDS: dict[What, tuple[str, ...]] = {  # the first is the default
+    "profile": ("skip-map", "confidence"),
+    "study": ("skipped", "pareto", "sensitivity", "progress"),
+    "bench": ("bars", "position"),
+}
+_NAMES: dict[What, str] = {"profile": "a profile", "study": "a study", "bench": "a benchmark"}
+
+
+@dataclass(frozen=True, slots=True)
+class PlotOptions:
+    """The command's options, as given; `width` in inches."""
+
+    source: str
+    out: Path
+    kind: str | None
+    storage: str | None
+    width: float | None
+    title: str | None
+
+
+def run(options: PlotOptions) -> None:
+    """Draw one plot of a profile, a study or a benchmark."""
+    quiet()
+    check_writable(options.out)
+    if options.out.resolve() in {Path(read).resolve() for read in (options.source, options.storage) if read}:
+        raise SelfspecError(f"--out {options.out} would write over what is to be drawn; want another place")
+    what = recognise(options.source, options.storage)
+    kind = KINDS[what][0] if options.kind is None else options.kind
+    if kind not in KINDS[what]:
+        raise SelfspecError(
+            f"--kind {kind}: {options.source} is {_NAMES[what]}, of which there are {_listed(KINDS[what])}"
+        )
+
+    from selfspec.plots.style import WIDTH, check_format, save
+
+    check_format(options.out)
+    draw = {"profile": _of_profile, "study": _of_study, "bench": _of_bench}[what]
+    figure = draw(options, kind)(options.width or WIDTH)
+    if options.title is not None:
+        figure.suptitle(options.title, x=0.01, ha="left", fontsize=11, parse_math=False)
+    save(figure, options.out)
+    stderr().print(f"saved {options.out}: {kind} of {_NAMES[what]}", markup=False, soft_wrap=True)
+
+
+def _of_profile(options: PlotOptions, kind: str) -> Callable[[float], Figure]:
+    from selfspec.plots.profile import acceptance_by_confidence, skip_map
+
+    profile = find_profile_file(options.source)
+    draw = {"skip-map": skip_map, "confidence": acceptance_by_confidence}[kind]
+    return lambda width: draw(profile, width=width)
+
+
+def _of_study(options: PlotOptions, kind: str) -> Callable[[float], Figure]:
+    from selfspec.plots.study import pareto, progress, sensitivity, speedup_against_skipped
+    from selfspec.search.frames import sensitivity_frame, trials_frame
+
+    ledger = open_study(options.source, options.storage)
+    frame = sensitivity_frame(ledger) if kind == "sensitivity" else trials_frame(ledger)
+    draws = {
+        "skipped": speedup_against_skipped,
+        "pareto": pareto,
+        "sensitivity": sensitivity,
+        "progress": progress,
+    }
+    return lambda width: draws[kind](frame, width=width)
+
+
+def _of_bench(options: PlotOptions, kind: str) -> Callable[[float], Figure]:
+    from selfspec.frames import bench_frame, bench_position_frame, read_bench
+    from selfspec.plots.bench import acceptance_by_position, bench_bars
+
+    bench = read_bench(Path(options.source))
+    if kind == "bars":
+        return lambda width: bench_bars(bench_frame(bench), width=width)
+    return lambda width: acceptance_by_position(bench_position_frame(bench), width=width)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"

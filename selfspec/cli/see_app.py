@@ -1,0 +1,39 @@
+"""The commands that show what was found, `plot` and `report`, and their options; their work is in other modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+see_app = typer.Typer()
+
+Storage = Annotated[str | None, typer.Option(help="The file or the database that holds the study.")]
+
+
+@see_app.command()
+def plot(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A profile (a file or a shipped one's name), a file of trials, a study's name in --storage, or what "
+            "bench --out wrote."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Where the picture goes: a .png, .svg or .pdf file.")],
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a profile: skip-map or confidence; of a study: skipped, pareto, sensitivity or progress; of a "
+            "benchmark: bars or position. The first of each when left out."
+        ),
+    ] = None,
+    storage: Storage = None,
+    width: Annotated[float | None, typer.Option(min=3, max=40, help="Inches; 7.2 when left out.")] = None,
+    title: Annotated[str | None, typer.Option(help="Written above it.")] = None,
+) -> None:
+    """Draw a profile, a search's trials, or a benchmark."""
+    from selfspec.cli.plot import PlotOptions, run
+
+    run(PlotOptions(source=source, out=out, kind=kind, storage=storage, width=width, title=title))

@@ -1,0 +1,52 @@
+"""A small study made by hand, without a model: four trials of a model of two layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from selfspec.search.ledger import Ledger
+from selfspec.search.objective import Score
+from selfspec.search.space import Space
+from selfspec.search.storage import MEMORY
+
+from selfspec.costs import CostModel
+from selfspec.profile import ControllerSpec
+from selfspec.skip import SkipSet
+
+# A plain step takes 10 s, and so does a draft step that bypasses nothing; five rows are verified in 15 s.
+COSTS = CostModel(context=9, base=2.0, attention=1.0, mlp=3.0, widths=[1, 5], verify=[10.0, 15.0], round=0.0)
+SETTINGS = {
+    "name": "a <script>alert(1)</script> model",
+    "model": {"layers": 2, "model_type": "llama"},
+    "calibration text": {"source": "texts", "prompts": 2, "tokens": 20, "sha256": "0"},
+    "strategy": "climb",
+    "objective": "replay",
+    "seed": 0,
+    "max_new_tokens": 8,
+    "temperature": 0.0,
+    "kv": "shared",
+    "keep": [],
+    "granularity": "sublayer",
+    "controller": None,
+}
+GAINS = (1.0, 0.5, 1 / 1.1, 0.0)  # attention 0, mlp 0, attention 1, mlp 1; of the last time was too short
+TRIALS = (  # attention, mlp, speedup, acceptance, draft cost, pruned
+    ((0,), (), 0.9, 0.9, 0.9, False),
+    ((0, 1), (), 1.2, 0.8, 0.8, False),
+    ((1,), (0,), 1.1, 0.6, 0.6, False),
+    ((1,), (1,), 1.5, 0.5, 0.7, True),
+)
+
+
+def small_study(where: str | Path = MEMORY, study: str = "selfspec", **settings: object) -> Ledger:
+    """The study in a file, or in memory; each trial took two seconds."""
+    ledger = Ledger(where, study, {**SETTINGS, **settings})
+    ledger.keep_costs(COSTS)
+    ledger.keep_gains(GAINS)
+    for attention, mlp, speedup, acceptance, cost, pruned in TRIALS:
+        controller = ControllerSpec(name="fixed", options={"k": 2})
+        score = Score(
+            SkipSet(attention, mlp), speedup / 10, speedup, acceptance, 1 + acceptance, controller, pruned, siblings=3
+        )
+        ledger.keep_score(score, Space(2), draft_cost=cost, seconds=2.0)
+    return ledger
