@@ -82,10 +82,20 @@ class Greedy:
         self._promise = dict(enumerate(gains or [0.0] * len(space)))
         self._tried: int | None = None
 
+    @property
+    def base(self) -> SkipSet:
+        """What has been eliminated."""
+        return self._space.skip(self._base)
+
+    @property
+    def done(self) -> bool:
+        """Whether everything has been eliminated."""
+        return not self._promise
+
     def ask(self) -> SkipSet:
         """The base, then the base with the most promising variable."""
         if self._score is None:
-            return self._space.skip(self._base)
+            return self.base
         if not self._promise:
             return self._climb.ask()
         self._tried = max(self._promise, key=lambda i: self._promise[i])

@@ -128,11 +128,15 @@ class Replayed:
 
     The best few controllers are also tried with further candidates beside each token; a rate-optimal one is fitted to
     the trace. A set is first looked at on a share of the starts and pruned there when it is worse than the best set
-    known, text by text, by more than two standard errors of the mean difference.
+    known, text by text, by more than two standard errors of the mean difference. `candidates`: for each position,
+    the most that are tried; those that the replay answers for when left out.
     """
 
-    def __init__(self, replay: Replay, costs: CostModel, controllers: Sequence[Controller]) -> None:
+    def __init__(
+        self, replay: Replay, costs: CostModel, controllers: Sequence[Controller], *, candidates: int | None = None
+    ) -> None:
         self._replay, self._costs = replay, costs
+        self._candidates = replay.candidates if candidates is None else candidates
         self._controllers = controllers
         self._best: _Incumbent | None = None
 
@@ -182,11 +186,11 @@ class Replayed:
         found: list[_Value] = []
         if simple := [c for c in self._controllers if not isinstance(c, RateOptimal)]:
             found = best(map(_Plan, simple), WITH_SIBLINGS)
-            widths = range(2, self._replay.candidates + 1)
+            widths = range(2, self._candidates + 1)
             found += best(_Plan(value.plan.controller, n) for value in found for n in widths)
         for controller in self._controllers:
             if isinstance(controller, RateOptimal):
-                curve = fit_curve(traces, self._replay.candidates)
+                curve = fit_curve(traces, self._candidates)
                 outlook = Outlook.of(self._costs, skip, self._replay.layers, curve, vocabulary=share)
                 found.append(self._at_its_rate(controller, outlook, traces, draft))
         return max(found, key=lambda value: value.speed)
@@ -196,7 +200,7 @@ class Replayed:
         best: _Value | None = None
         rate = 1.0
         for _ in range(DINKELBACH):
-            plan = _Plan(replace(controller, outlook=outlook, rate=rate), self._replay.candidates)
+            plan = _Plan(replace(controller, outlook=outlook, rate=rate), self._candidates)
             value = self._priced(plan, traces, draft)
             best = value if best is None or value.speed > best.speed else best
             before, rate = rate, max(1.0, value.speed * self._costs.plain)

@@ -49,6 +49,19 @@ class Watch(Protocol):
         """A trial is done."""
 
 
+class Silent:
+    """Tells nobody."""
+
+    def stage(self, name: str, total: int | None) -> None:
+        """Nothing."""
+
+    def step(self, done: int) -> None:
+        """Nothing."""
+
+    def trial(self, trial: Trial) -> None:
+        """Nothing."""
+
+
 @dataclass(frozen=True)
 class Search:
     """What the parts of one search share."""

@@ -29,7 +29,7 @@ from .finalists import finish
 from .heads import with_smaller_heads
 from .ledger import STUDY, Ledger
 from .objective import Objective, Score, controllers_in_play
-from .prepare import Search, Trial, Watch, replayed, timed
+from .prepare import Search, Silent, Trial, Watch, replayed, timed
 from .replay import Replay
 from .space import Space
 from .storage import MEMORY
@@ -41,17 +41,6 @@ LONGEST_DRAFT = 12  # tokens that the controllers in play may draft
 
 class AnotherFinishes(SelfspecError):  # noqa: N818 - nothing went wrong
     """The search is over, and another of the workers that share it measures what was found."""
-
-
-class _Silent:
-    def stage(self, name: str, total: int | None) -> None:
-        pass
-
-    def step(self, done: int) -> None:
-        pass
-
-    def trial(self, trial: Trial) -> None:
-        pass
 
 
 def find_profile(
@@ -177,7 +166,7 @@ def find_profile(
     )
     start = time.perf_counter()
     deadline = float("inf") if minutes is None else start + 60 * minutes
-    search = Search(llm, space, decoding, texts, seed, ledger, watch or _Silent(), deadline, own_keys=kv == "own")
+    search = Search(llm, space, decoding, texts, seed, ledger, watch or Silent(), deadline, own_keys=kv == "own")
     costs: CostModel | None = None
     replay: Replay | None = None
     smaller_heads: Callable[[Sequence[Score]], list[Score]] | None = None

@@ -6,8 +6,9 @@ Pure Python: knows nothing of models and tensors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from selfspec.controllers import K_LIMIT, Controller
 from selfspec.stats import Stats
@@ -45,6 +46,19 @@ class Walk:
     drafts: Counter[tuple[int, int]] = field(default_factory=Counter)
 
 
+class Step(NamedTuple):
+    """One round of a walk: the confidences of what was drafted, and how many of these tokens were the text's own.
+
+    `candidates` stood beside them; `leaf`: one of those was right where the chain broke. `emitted`: tokens.
+    """
+
+    confidences: Sequence[float]
+    kept: int
+    candidates: int
+    leaf: bool
+    emitted: int
+
+
 def walk(traces: Iterable[Trace], controller: Controller, *, siblings: int = 1, seeded: bool = False) -> list[Walk]:
     """Decode the texts on their traces, in order: the rounds that real decoding would have, without decoding.
 
@@ -61,16 +75,9 @@ def walk(traces: Iterable[Trace], controller: Controller, *, siblings: int = 1, 
 
 def _walk(trace: Trace, controller: Controller, siblings: int) -> Walk:
     done = Walk()
-    stats, deepest = done.stats, K_LIMIT // siblings
-    while stats.tokens < len(trace.runs):
-        start = stats.tokens
-        confidences = _drafted(trace, start, controller, deepest)
-        drafted, run = len(confidences), trace.runs[start]
-        beside = controller.beside(confidences, siblings - 1) if siblings > 1 and drafted else [0] * drafted
-        leaf = run < drafted and 1 <= trace.ranks[start] <= beside[run]
-        kept, candidates = min(run, drafted), sum(beside)
-        emitted = min(kept + leaf + 1, trace.tokens - start)
-        controller.observe(confidences, kept, candidates=candidates, leaf=leaf)
+    stats = done.stats
+    for confidences, kept, candidates, leaf, emitted in steps(trace, controller, siblings=siblings):
+        drafted = len(confidences)
         done.drafts[drafted, 1 + drafted + candidates] += 1
         stats.rounds += 1
         stats.drafted += drafted
@@ -78,6 +85,21 @@ def _walk(trace: Trace, controller: Controller, siblings: int) -> Walk:
         stats.accepted += min(kept + leaf, emitted)
         stats.tokens += emitted
     return done
+
+
+def steps(trace: Trace, controller: Controller, *, siblings: int = 1) -> Iterator[Step]:
+    """The rounds of decoding one text, in order; `controller` has observed each when it is given out."""
+    start, deepest = 0, K_LIMIT // siblings
+    while start < len(trace.runs):
+        confidences = _drafted(trace, start, controller, deepest)
+        drafted, run = len(confidences), trace.runs[start]
+        beside = controller.beside(confidences, siblings - 1) if siblings > 1 and drafted else [0] * drafted
+        leaf = run < drafted and 1 <= trace.ranks[start] <= beside[run]
+        kept, candidates = min(run, drafted), sum(beside)
+        emitted = min(kept + leaf + 1, trace.tokens - start)
+        controller.observe(confidences, kept, candidates=candidates, leaf=leaf)
+        yield Step(confidences, kept, candidates, leaf, emitted)
+        start += emitted
 
 
 def _drafted(trace: Trace, start: int, controller: Controller, deepest: int) -> Sequence[float]:

@@ -112,6 +112,12 @@ def svg(figure: Figure, *, name: str = "", label: str = "") -> str:
     return text.replace("<svg ", f'<svg style="stroke-linejoin: round; stroke-linecap: butt"{said} ', 1)
 
 
+def series(number: int, *, marked: bool = False) -> dict[str, Any]:
+    """Colour and dashes of the `number`-th line of a plot, and with `marked` its marks."""
+    how = {"color": SERIES[number % len(SERIES)], "ls": DASHES[number % len(DASHES)]}
+    return {**how, "marker": MARKS[number % len(MARKS)]} if marked else how
+
+
 def reference(axes: Axes, value: float, label: str) -> None:
     """A line to compare with, such as plain decoding's speed; its label stands on the right of the axes."""
     axes.axhline(value, color=GREY, lw=1, ls=(0, (4, 3)), zorder=1)
