@@ -24,7 +24,7 @@ from selfspec.search.calibration import choose
 from selfspec.search.continuations import Decoding
 from selfspec.search.ledger import Ledger
 from selfspec.search.objective import Replayed, WallClock, controllers_in_play
-from selfspec.search.prepare import Search, replayed
+from selfspec.search.prepare import Search, Silent, replayed
 from selfspec.search.space import Space
 from selfspec.search.strategies import STRATEGIES, Problem, make_strategy
 from selfspec.search.study import LONGEST_DRAFT, STRATEGY
@@ -42,20 +42,12 @@ from selfspec.skip import SkipSet
 DECODING, PROMPTS = Decoding(64), 8
 
 
-class Silent:
-    def stage(self, name: str, total: int | None) -> None:
-        pass
-
-    def step(self, done: int) -> None:
-        pass
-
-
 def prepared(llm, costs, seed, held):
     """What a search by replay knows before its first trial, from nothing, with the costs given."""
     os.environ["SELFSPEC_CACHE"] = tempfile.mkdtemp()
     chosen = choose(None, source="", count=PROMPTS, seed=seed)
     texts = tuple(llm.encode(prompt) for prompt in chosen.search)
-    ledger = Ledger()
+    ledger = Ledger(settings={})
     ledger.keep_costs(costs)
     space = Space(llm.runtime.layers)
     search = Search(llm, space, DECODING, texts, seed, ledger, Silent(), float("inf"))
