@@ -63,4 +63,4 @@ def legend(console: Console, events: Sequence[TokenEvent], stats: Stats) -> None
         table.add_row(Text(origin, style(console, origin)), f"{number}", f"{number / len(events):.0%}", *meaning)
     if events:
         console.print(table)
-    console.print(acceptance(stats), soft_wrap=True)
+    console.print(acceptance(stats), highlight=False, soft_wrap=True)
