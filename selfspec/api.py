@@ -149,6 +149,7 @@ class LLM:
         guide: Guide | None = None,
         rule: str | None = None,
         drafter: Drafter | None = None,
+        probabilities: bool = False,
     ) -> Generation:
         """Continue `prompt` (text or token ids), greedily unless told otherwise.
 
@@ -164,7 +165,8 @@ class LLM:
         `logits_processor`: further `transformers` processors, each a function of the tokens so far, which sees the
         right ones at every drafted position. `guide`: a grammar for the text, from `self.guide`. `rule`: how drafts are
         verified, one of `verify.RULES`; by default greedy, match with a seed, else block. `drafter` replaces the
-        profile's; `PlainDrafter()` decodes plainly.
+        profile's; `PlainDrafter()` decodes plainly. With `probabilities`, the generation's events hold the model's own
+        of each token, before temperature and processors.
 
         Raises `SelfspecError` for a wrong option, or when prompt and output outgrow the context; `BusyError` while
         a stream of this model has not ended.
@@ -181,7 +183,7 @@ class LLM:
             guide=guide,
             rule=rule,
         )
-        return self.run(prompt, options, drafter=drafter)
+        return self.run(prompt, options, drafter=drafter, probabilities=probabilities)
 
     def stream(
         self,
@@ -198,6 +200,7 @@ class LLM:
         guide: Guide | None = None,
         rule: str | None = None,
         drafter: Drafter | None = None,
+        probabilities: bool = False,
     ) -> Stream:
         """Like `generate`, but returns at once; iterate over the pieces of text as they come.
 
@@ -216,11 +219,15 @@ class LLM:
             guide=guide,
             rule=rule,
         )
-        return self.start(prompt, options, drafter=drafter)
+        return self.start(prompt, options, drafter=drafter, probabilities=probabilities)
 
-    def run(self, prompt: Prompt, options: Options, *, drafter: Drafter | None = None) -> Generation:
+    def run(
+        self, prompt: Prompt, options: Options, *, drafter: Drafter | None = None, probabilities: bool = False
+    ) -> Generation:
         """`generate`, with its options in one object."""
-        stream = self.start(prompt, options, drafter=drafter, first_plain=False, pieces=False)
+        stream = self.start(
+            prompt, options, drafter=drafter, first_plain=False, pieces=False, probabilities=probabilities
+        )
         for _ in stream:
             pass
         return stream.result
@@ -233,6 +240,7 @@ class LLM:
         drafter: Drafter | None = None,
         first_plain: bool = True,
         pieces: bool = True,
+        probabilities: bool = False,
     ) -> Stream:
         """`stream`, with its options in one object.
 
@@ -250,7 +258,7 @@ class LLM:
             stop=_timed(text.push, planned.config.max_time),
             first_plain=first_plain,
         )
-        return Stream(rounds, text, pieces=pieces)
+        return Stream(rounds, text, pieces=pieces, probabilities=probabilities)
 
     def plan(self, prompt: Prompt, options: Options) -> Plan:
         """What options come to for a prompt. Raises `SelfspecError` for what cannot be done."""

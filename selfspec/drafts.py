@@ -172,3 +172,12 @@ class Outcome:
     def accepted(self) -> int:
         """Drafted tokens that were emitted."""
         return min(len(self.path), len(self.tokens))
+
+    def probabilities(self) -> tuple[float, ...]:
+        """The model's own of each emitted token: the softmax of the raw logits, temperature and processors left out."""
+        assert self.step.logits is not None
+        rows = [0, *(node + 1 for node in self.path)][: len(self.tokens)]
+        logits = self.step.logits[0, rows]
+        p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        of_tokens: list[float] = p[range(len(rows)), list(self.tokens)].tolist()
+        return tuple(of_tokens)

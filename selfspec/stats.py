@@ -12,6 +12,10 @@ class Round:
 
     The seconds are those since the round before; the first round's hold the prompt's pass. `candidates`: drafted
     tokens that were verified beside the chain.
+
+    What was drafted, as `drafts.Draft` has it: `proposed` tokens, each below its `parents` (-1: the last token emitted
+    before), the `confidence` in the first of them; and `path`, those that were accepted. `probabilities`: the model's
+    own of each emitted token, where asked for. `events.token_events` makes of it where each token came from.
     """
 
     drafted: int
@@ -19,6 +23,11 @@ class Round:
     tokens: int
     seconds: float
     candidates: int = 0
+    proposed: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    confidence: tuple[float, ...] = ()
+    path: tuple[int, ...] = ()
+    probabilities: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)

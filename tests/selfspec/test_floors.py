@@ -16,6 +16,8 @@ FLOORS = {
     "selfspec.files": 0,
     "selfspec.skip": 0,
     "selfspec.stats": 0,
+    "selfspec.events": 0,
+    "selfspec.markup": 0,
     "selfspec.schema": 0,
     "selfspec.costs": 0,
     "selfspec.acceptance": 0,
