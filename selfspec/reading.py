@@ -13,8 +13,8 @@ def skip_map(profile: Profile) -> str:
     """Of `plots.profile.skip_map`."""
     layers, skip = profile.model.layers, profile.skip_set
     return (
-        f"Each column is one of the model's {layers} layers, counted from 0. White sub-layers are bypassed while drafting: "
-        f"{len(skip.attention)} of {layers} attentions and {len(skip.mlp)} of {layers} MLPs, "
+        f"Each column is one of the model's {layers} layers, counted from 0. White sub-layers are bypassed while "
+        f"drafting: {len(skip.attention)} of {layers} attentions and {len(skip.mlp)} of {layers} MLPs, "
         f"{len(skip) / (2 * layers):.0%} of all. When the draft is verified everything runs, so that what comes out is "
         "what the whole model says."
     )
@@ -28,8 +28,8 @@ def acceptance_by_confidence(profile: Profile) -> str:
     further = ""
     if curve.beside:
         further = (
-            f" The falling lines are the {len(curve.beside)} next-best candidates: where the draft is unsure, the second "
-            f"is the right one {curve.beside[0][0]:.0%} of the time, and it is cheap to verify beside the first."
+            f" The falling lines are the {len(curve.beside)} next-best candidates: where the draft is unsure, the "
+            f"second is the right one {curve.beside[0][0]:.0%} of the time, and it is cheap to verify beside the first."
         )
     return (
         "How often drafted tokens were right, by the probability that the draft gave them, on the search's texts: "
@@ -41,8 +41,8 @@ def sensitivity(frame: pd.DataFrame) -> str:
     """Of `plots.study.sensitivity`."""
     known = frame[frame["gain"].notna()]
     what = (
-        f"Each cell is one part of the model, bypassed alone while always {frame['draft_tokens'].iloc[0]} tokens are drafted: "
-        "by how much that is faster or slower than bypassing nothing."
+        f"Each cell is one part of the model, bypassed alone while always {frame['draft_tokens'].iloc[0]} tokens are "
+        "drafted: by how much that is faster or slower than bypassing nothing."
     )
     if known.empty:
         return f"{what} There was no time to measure any."
@@ -50,8 +50,9 @@ def sensitivity(frame: pd.DataFrame) -> str:
     gaining = int((known["gain"] > 0).sum())
     alone = f"{gaining} of {len(known)} pay on their own" if gaining else f"none of {len(known)} pays on its own"
     return (
-        f"{what} The model needs {_part(worst)} most ({worst['gain']:+.0%}) and {_part(best)} least ({best['gain']:+.0%}); "
-        f"{alone}. Bypassed together, parts bring more or less than their sum, which is why sets are searched."
+        f"{what} The model needs {_part(worst)} most ({worst['gain']:+.0%}) and {_part(best)} least "
+        f"({best['gain']:+.0%}); {alone}. Bypassed together, parts bring more or less than their "
+        "sum, which is why sets are searched."
     )
 
 
@@ -65,13 +66,14 @@ def pareto(frame: pd.DataFrame) -> str:
     if len(front) > 1:
         ends = f"from {ends} to {high['acceptance_rate']:.0%} at {high['draft_cost']:.2f}"
     text = (
-        "Each mark is a skip set that was tried: further left its drafts cost less, further up they are right more often. "
-        f"{len(front)} of {len(frame)} are beaten by none in both, {ends}."
+        "Each mark is a skip set that was tried: further left its drafts cost less, further up they are right more "
+        f"often. {len(front)} of {len(frame)} are beaten by none in both, {ends}."
     )
     best = _fastest(frame)
     if best is None or pd.isna(best["draft_cost"]):
         return text
-    return f"{text} The fastest by prediction is accepted at {best['acceptance_rate']:.0%} and costs {best['draft_cost']:.2f}."
+    right, cost = best["acceptance_rate"], best["draft_cost"]
+    return f"{text} The fastest by prediction is accepted at {right:.0%} and costs {cost:.2f}."
 
 
 def speedup_against_skipped(frame: pd.DataFrame) -> str:
@@ -112,29 +114,31 @@ def acceptance_by_position(frame: pd.DataFrame) -> str:
     ]
     counted = ""
     if len(groups) == 1 and frame["drafts"].notna().all():
-        counted = f" of {frame['drafts'].iloc[0]:.0f} drafts, of which {frame['drafts'].iloc[-1]:.0f} reached position "
-        counted += f"{frame['position'].iloc[-1]}"
+        first, last = frame.iloc[0], frame.iloc[-1]
+        counted = f" of {first['drafts']:.0f} drafts"
+        if len(frame) > 1:
+            counted += f", of which {last['drafts']:.0f} were {last['position']} tokens long or longer"
     return (
         f"The first drafted token was accepted in {_listed(firsts)}{counted}. At each position only drafts that long "
-        "count, and a token is accepted only with all before it. The controller drafts on where the draft is confident, "
-        "so that the line need not fall; far positions rest on few drafts."
+        "count, and a token is accepted only with all before it. The controller drafts on where the draft is "
+        "confident, so that the line need not fall; far positions rest on few drafts."
     )
 
 
 def bench_bars(frame: pd.DataFrame) -> str:
     """Of `plots.bench.bench_bars`."""
     told = []
-    for temperature, some in frame[frame["method"] != "plain"].groupby("temperature"):
+    for temperature, some in frame[(frame["method"] != "plain") & frame["speedup"].notna()].groupby("temperature"):
         best = some.loc[some["speedup"].idxmax()]
         verdict = "faster than" if best["low"] > 1 else "slower than" if best["high"] < 1 else "not told apart from"
         told.append(
             f"at temperature {temperature:g} the fastest beside plain decoding is {best['method']}, "
-            f"{best['speedup']:.2f} times its speed ({best['low']:.2f} to {best['high']:.2f}: {verdict} it)"
+            f"{best['speedup']:.2f} times its speed ({best['low']:.3g} to {best['high']:.3g}: {verdict} it)"
         )
     text = "; ".join(told)
     return (
-        "A bar above the line at 1 is faster than this project's plain decoding; the thin line on it is the 95% interval "
-        f"of the median over prompts. {text[:1].upper()}{text[1:]}."
+        "A bar above the line at 1 is faster than this project's plain decoding; the thin line on it is the 95% "
+        f"interval of the median over prompts. {text[:1].upper()}{text[1:]}."
     )
 
 

@@ -82,7 +82,8 @@ def render(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("report.html").render(report=report)
+    page = environment.get_template("report.html").render(report=report)
+    return page.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be written
 
 
 def picture(name: str, draw: Callable[..., Any], subject: Any, text: str, label: str) -> Picture:
@@ -141,7 +142,7 @@ def bench_section(bench: dict[str, Any]) -> Section:
     """A benchmark's bars, its acceptance by position, and its table."""
     frame, positions = bench_frame(bench), bench_position_frame(bench)
     drawn, notes = [], []
-    if set(frame["method"]) - {"plain"}:
+    if (frame["speedup"].notna() & (frame["method"] != "plain")).any():
         text = reading.bench_bars(frame)
         drawn.append(picture("bars", bench_plots.bench_bars, frame, text, f"Speed of each method. {text}"))
     else:
@@ -166,7 +167,7 @@ def _bench_table(frame: pd.DataFrame) -> Table:
             f"{row.temperature:g}",
             str(row.method),
             f"{row.tokens_per_second:.4g}",
-            "1" if row.method == "plain" else f"{row.speedup:.2f} ({row.low:.2f} to {row.high:.2f})",
+            "1" if row.method == "plain" else f"{row.speedup:.3g} ({row.low:.3g} to {row.high:.3g})",
             _known(row.first_token_ms, "{:.3g} ms"),
             f"{_known(row.next_ms, '{:.3g} ms')} (95%: {_known(row.next_ms_95, '{:.3g}')})",
             f"{row.tokens_per_round:.2f}",

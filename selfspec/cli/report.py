@@ -9,6 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from selfspec import builtin
 from selfspec.cli.common import checked_profile, model_for, progress, quiet, set_threads, stderr
 from selfspec.cli.data import DataOptions
@@ -95,7 +97,7 @@ def _check(options: ReportOptions) -> None:
 
 
 def _profile(options: ReportOptions, ledger: Ledger | None) -> Profile | None:
-    """The profile named, else that of the study's best trial, else, where nothing else is asked for, the shipped one."""
+    """The profile named, else that of the study's best trial, else, where nothing is shown yet, the shipped one."""
     if options.profile is not None:
         return checked_profile(options.profile)
     if ledger is not None:
@@ -103,8 +105,9 @@ def _profile(options: ReportOptions, ledger: Ledger | None) -> Profile | None:
 
         best = best_within(ledger, None)
         try:
-            return as_profile(ledger, best)
-        except (KeyError, TypeError, ValueError) as error:
+            picked: Profile = as_profile(ledger, best)
+            return picked
+        except (KeyError, TypeError, ValidationError) as error:
             raise SelfspecError(f"{ledger.place} is damaged ({type(error).__name__}); give --profile") from None
     if options.model not in (None, builtin.NAME):
         raise SelfspecError(f"--model {options.model}: want --profile or --study, too: what it is to be shown with")
@@ -113,7 +116,6 @@ def _profile(options: ReportOptions, ledger: Ledger | None) -> Profile | None:
 
 def _decoded(options: ReportOptions, profile: Profile) -> _Decoded:
     """Decode a few held-out prompts with the profile's drafter, greedily and without the guard."""
-    name = model_for(options.model, profile)
     read = options.data.read(held_out=True)
     texts = (builtin.prompts("heldout") if read is None else read.texts)[: options.limit]
     framed = read is not None and read.template is not None
@@ -123,6 +125,7 @@ def _decoded(options: ReportOptions, profile: Profile) -> _Decoded:
     from selfspec.prompts import check_chat, fitting
 
     try:
+        name = model_for(options.model, profile)
         if options.data.chat:
             check_chat(name)
         llm = load(name, profile=profile, device=options.device, dtype=options.dtype)
@@ -153,10 +156,10 @@ def _sampled(llm: LLM, profile: Profile, texts: tuple[str, ...] | list[str], pro
     )
     total = Stats.total(done.stats for done in found)
     intro = (
-        f"{len(prompts)} held-out prompts, continued greedily by {llm.name} with this profile's drafts, without the guard: "
-        f"{total.tokens} tokens in {total.rounds} passes of the whole model, {total.tokens_per_round:.2f} a pass, where "
-        f"plain decoding has 1; {total.accepted} of {total.drafted} drafted tokens were accepted. Hover, tap or tab to a "
-        "token for its probability, its round, and what was rejected."
+        f"{len(prompts)} held-out prompts, continued greedily by {llm.name} with this profile's drafts, without the "
+        f"guard: {total.tokens} tokens in {total.rounds} passes of the whole model, {total.tokens_per_round:.2f} a "
+        f"pass, where plain decoding has 1; {total.accepted} of {total.drafted} drafted tokens were accepted. Hover "
+        "over a token, tap it or tab to it for its probability, its round, and what was rejected."
     )
     where = conditions(llm.runtime)
     row = ("this page's texts", *_machine(where), f"{len(prompts)} x {n}", "0")
@@ -192,7 +195,7 @@ def _page(
 
         sensitivities = None if ledger.gains is None else sensitivity_frame(ledger)
         sections.append(study_section(trials_frame(ledger), sensitivities, ledger.place))
-    lacking = _no_sample(options, profile)
+    lacking = _no_sample(profile)
     positions = None if decoded is None else decoded.positions
     sections.append(acceptance_section(positions, profile, lacking if decoded is None else ()))
     if bench is None:
@@ -204,10 +207,10 @@ def _page(
     else:
         sections.append(Section("texts", "Texts", decoded.intro, samples=decoded.samples))
     name = options.model or (profile and profile.model.name) or (bench and bench["model"]) or "a model"
-    return render(Report(f"selfspec: {name}", _summary(profile, ledger), tuple(sections), _versions()))
+    return render(Report(f"selfspec: {name}", _summary(profile), tuple(sections), _versions()))
 
 
-def _no_sample(options: ReportOptions, profile: Profile | None) -> tuple[str, ...]:
+def _no_sample(profile: Profile | None) -> tuple[str, ...]:
     if profile is None:
         return (_GIVE_PROFILE,)
     if not len(profile.skip_set):
@@ -215,7 +218,7 @@ def _no_sample(options: ReportOptions, profile: Profile | None) -> tuple[str, ..
     return ("The model was not loaded: without --no-sample, a few prompts are decoded, and what is accepted is shown.",)
 
 
-def _summary(profile: Profile | None, ledger: Ledger | None) -> str:
+def _summary(profile: Profile | None) -> str:
     if profile is None:
         return "What a benchmark measured."
     size = 2 * profile.model.layers
@@ -224,8 +227,8 @@ def _summary(profile: Profile | None, ledger: Ledger | None) -> str:
         fastest = max(profile.measured, key=lambda m: m.speedup)
         low, high = fastest.interval
         return (
-            f"{said}; measured at {fastest.speedup:g} times plain decoding's speed ({low:g} to {high:g}) at temperature "
-            f"{fastest.temperature:g}."
+            f"{said}; measured at {fastest.speedup:g} times plain decoding's speed ({low:g} to {high:g}) at "
+            f"temperature {fastest.temperature:g}."
         )
     if profile.predicted is not None:
         return f"{said}; predicted {profile.predicted.speedup:g} times plain decoding's speed, and not measured."
@@ -274,9 +277,14 @@ def _machine(said: dict[str, Any]) -> tuple[str, ...]:
 def _searched(ledger: Ledger) -> list[tuple[str, str]]:
     """What a study's search was told, in words."""
     said = ledger.settings
-    named = ("name", "dtype", "objective", "strategy", "seed", "max_new_tokens", "temperature", "rule", "kv")
-    found = [(key.replace("_", " "), str(said[key]).removeprefix("torch.")) for key in named if key in said]
-    return [("study", ledger.place), *found, ("trials", str(len(ledger.entries)))]
+    named = ("dtype", "objective", "strategy", "seed", "max_new_tokens", "temperature", "rule", "kv")
+    told = ", ".join(f"{key.replace('_', ' ')} {str(said[key]).removeprefix('torch.')}" for key in named if key in said)
+    return [
+        ("study", ledger.place),
+        ("model", str(said.get("name"))),
+        ("trials", str(len(ledger.entries))),
+        ("told", told),
+    ]
 
 
 def _versions() -> str:
