@@ -29,7 +29,7 @@ def acceptance_by_confidence(profile: Profile) -> str:
     if curve.beside:
         further = (
             f" The falling lines are the {len(curve.beside)} next-best candidates: where the draft is unsure, the "
-            f"second is the right one {curve.beside[0][0]:.0%} of the time, and it is cheap to verify beside the first."
+            f"second is the right one {curve.beside[0][0]:.0%} of the time, and can be verified beside the first."
         )
     return (
         "How often drafted tokens were right, by the probability that the draft gave them, on the search's texts: "

@@ -153,18 +153,19 @@ def bench_section(bench: dict[str, Any]) -> Section:
         drawn.append(picture("benchposition", bench_plots.acceptance_by_position, positions, text, label))
     wide = f", widened {bench['widened']} times" if bench["widened"] > 1 else ""
     threads = f"{bench['threads']} thread{'s' * (bench['threads'] > 1)}"
+    task = f"{bench['prompts']} prompts x {bench['max_new_tokens']} tokens x {bench['rounds']} interleaved rounds"
     intro = (
-        f"{bench['model']}{wide}, on {bench['machine']}, {threads}, {bench['dtype']}: {bench['prompts']} prompts x "
-        f"{bench['max_new_tokens']} tokens x {bench['rounds']} interleaved rounds; drafts by {bench['source']}."
+        f"{bench['model']}{wide}, on {bench['machine']}, {threads}, {bench['dtype']}, torch {bench['torch']}: {task}; "
+        f"drafts by {bench['source']}."
     )
-    return Section("bench", "The benchmark", intro, (_bench_table(frame),), tuple(drawn), notes=tuple(notes))
+    tables = tuple(_bench_table(some, f"At temperature {at:g}") for at, some in frame.groupby("temperature"))
+    return Section("bench", "The benchmark", intro, tables, tuple(drawn), notes=tuple(notes))
 
 
-def _bench_table(frame: pd.DataFrame) -> Table:
-    columns = ("temperature", "method", "tokens/s", "of plain's speed", "first token", "next token", "tokens a pass")
+def _bench_table(frame: pd.DataFrame, caption: str) -> Table:
+    columns = ("method", "tokens/s", "of plain's speed", "first token", "next token", "tokens a pass")
     rows = tuple(
         (
-            f"{row.temperature:g}",
             str(row.method),
             f"{row.tokens_per_second:.4g}",
             "1" if row.method == "plain" else f"{row.speedup:.3g} ({row.low:.3g} to {row.high:.3g})",
@@ -175,7 +176,7 @@ def _bench_table(frame: pd.DataFrame) -> Table:
         )
         for row in frame.itertuples(index=False)
     )
-    return Table("Every method, at every temperature", (*columns, "acceptance"), rows)
+    return Table(caption, (*columns, "acceptance"), rows)
 
 
 def _known(value: float, form: str) -> str:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from selfspec.search.ledger import Ledger
     from selfspec.text import Prompt
 
-_CONDITIONS = ("figures of", "machine", "device", "dtype", "threads", "prompts x tokens", "temperature")
+_CONDITIONS = ("figures of", "temperature", "of plain's speed", "prompts x tokens", "on")
 _GIVE_PROFILE = "No profile was given: --profile or --study shows what is bypassed, and what is accepted."
 _GIVE_STUDY = (
     "No search's trials were given: --study FILE (kept by selfspec search --storage FILE) shows what single sub-layers "
@@ -162,7 +162,7 @@ def _sampled(llm: LLM, profile: Profile, texts: tuple[str, ...] | list[str], pro
         "over a token, tap it or tab to it for its probability, its round, and what was rejected."
     )
     where = conditions(llm.runtime)
-    row = ("this page's texts", *_machine(where), f"{len(prompts)} x {n}", "0")
+    row = ("this page's texts", "0", "-", f"{len(prompts)} x {n}", _machine(where))
     rounds = [done for one in found for done in one.stats.log]
     return _Decoded(samples, position_frame(rounds), intro, row)
 
@@ -255,14 +255,14 @@ def _conditions(
         tables.append(facts_table(title, said + ([("versions", made)] if made else [])))
         for m in profile.measured:
             on = f"{m.prompts} x {m.max_new_tokens}{', held out' if m.held_out else ''}"
-            speed = f"{m.speedup:g}x plain ({m.interval[0]:g} to {m.interval[1]:g})"
-            rows.append((f"the profile: {speed}", *_machine(m.model_dump()), on, f"{m.temperature:g}"))
+            speed = f"{m.speedup:g} ({m.interval[0]:g} to {m.interval[1]:g})"
+            rows.append(("the profile", f"{m.temperature:g}", speed, on, _machine(m.model_dump())))
     if ledger is not None:
         tables.append(facts_table("The search", _searched(ledger)))
     if bench is not None:
         on = f"{bench['prompts']} x {bench['max_new_tokens']} x {bench['rounds']} rounds"
         temperatures = ", ".join(f"{at['temperature']:g}" for at in bench["temperatures"])
-        rows.append((f"the benchmark (torch {bench['torch']})", *_machine(bench), on, temperatures))
+        rows.append(("the benchmark", temperatures, "below", on, _machine(bench)))
     if decoded is not None:
         rows.append(decoded.conditions)
     if rows:
@@ -270,21 +270,26 @@ def _conditions(
     return Section("conditions", "Model and measurements", tables=tuple(tables))
 
 
-def _machine(said: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(str(said[key]) for key in ("machine", "device", "dtype", "threads"))
+def _machine(said: dict[str, Any]) -> str:
+    threads = f"{said['threads']} thread{'s' * (said['threads'] > 1)}"
+    return f"{said['machine']}, {said['device']}, {said['dtype']}, {threads}"
 
 
 def _searched(ledger: Ledger) -> list[tuple[str, str]]:
     """What a study's search was told, in words."""
     said = ledger.settings
     named = ("dtype", "objective", "strategy", "seed", "max_new_tokens", "temperature", "rule", "kv")
-    told = ", ".join(f"{key.replace('_', ' ')} {str(said[key]).removeprefix('torch.')}" for key in named if key in said)
+    told = ", ".join(f"{key.replace('_', ' ')} {_word(said[key])}" for key in named if key in said)
     return [
         ("study", ledger.place),
         ("model", str(said.get("name"))),
         ("trials", str(len(ledger.entries))),
-        ("told", told),
+        ("options", told),
     ]
+
+
+def _word(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value).removeprefix("torch.")
 
 
 def _versions() -> str:

@@ -175,7 +175,7 @@ def test_nothing_given_is_the_built_in_models_profile(cli):
     for missing in ("--study FILE", "--bench FILE", "without --no-sample"):
         assert missing in page
     assert page.count("<svg") == 2, "the skip map, and acceptance by confidence"
-    assert "0.935x plain (0.892 to 0.966)" in page
+    assert "<td>0.935 (0.892 to 0.966)</td><td>16 x 64, held out</td>" in page
     assert "Intel(R) Xeon(R) Processor @ 2.50GHz, 2 cores" in page
 
 

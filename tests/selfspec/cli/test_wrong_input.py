@@ -287,7 +287,7 @@ def test_any_bytes_as_published_sets(cli, tmp_path, content):
     is_refused(cli("profile", "import", "s.json", "--model=org/model", "--layers=8"))
 
 
-@settings(max_examples=500, **quick)
+@settings(max_examples=150, **quick)
 @given(st.binary(max_size=60) | st.text(max_size=60).map(lambda t: t.encode("utf-8", "surrogatepass")))
 def test_any_bytes_to_be_shown(cli, tmp_path, content):
     (tmp_path / "x").write_bytes(content)
