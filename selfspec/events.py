@@ -27,11 +27,11 @@ class Origin(StrEnum):
 
 
 _MEANINGS = {
-    Origin.PLAIN: "the model's own, in a round that drafted nothing",
+    Origin.PLAIN: "the model's own, nothing was drafted",
     Origin.ACCEPTED_DRAFT: "drafted, and accepted",
-    Origin.ACCEPTED_SIBLING: "another candidate beside the drafted token, and accepted",
-    Origin.CORRECTED: "the model's own, where what was drafted was rejected",
-    Origin.BONUS: "the model's own, after a draft that was accepted whole",
+    Origin.ACCEPTED_SIBLING: "drafted beside the chain, and accepted",
+    Origin.CORRECTED: "the model's own, for a rejected one",
+    Origin.BONUS: "the model's own, after a whole draft",
 }
 
 

@@ -49,7 +49,7 @@ def tokens_html(events: Sequence[TokenEvent]) -> str:
     """The text of a generation, each token coloured by its origin; hovering says what is known of it."""
     shown = (event for event in events if event.text)
     return (
-        '<div style="font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere">'
+        '<div style="font-family:monospace;line-height:1.5;white-space:pre-wrap;overflow-wrap:anywhere">'
         + "".join(_span(event.text, LOOKS[event.origin], _title(event)) for event in shown)
         + "</div>"
     )
@@ -63,7 +63,7 @@ def legend_html(events: Sequence[TokenEvent], stats: Stats | None = None) -> str
     ]
     if stats is not None:
         parts.append(escape(acceptance(stats)))
-    return f'<div style="font-size:smaller">{" &middot; ".join(parts)}</div>'
+    return f'<div style="font-size:smaller;margin-top:0.5em">{" &middot; ".join(parts)}</div>'
 
 
 def acceptance(stats: Stats) -> str:

@@ -179,6 +179,9 @@ def generate(
     controller: ControllerOption = None,
     stats: Annotated[bool, typer.Option("--stats", help="Show rounds, acceptance and speed.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Plain decoding beside it, interleaved.")] = False,
+    color: Annotated[
+        bool, typer.Option("--color", help="Colour tokens by where they came from; with --json, add their events.")
+    ] = False,
     device: Device = "auto",
     device_map: Spread = None,
     max_memory: MaxMemory = None,
@@ -209,6 +212,7 @@ def generate(
             controller=controller,
             stats=stats,
             compare=compare,
+            color=color,
             device=parse_devices(device, device_map, max_memory, offload_folder),
             dtype=dtype,
             threads=threads,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from selfspec.cli.color import colored, legend, show
 from selfspec.cli.common import (
     SEARCH_HINT,
     checked_profile,
@@ -60,6 +61,7 @@ class GenerateOptions:
     controller: str | None
     stats: bool
     compare: bool
+    color: bool
     device: str | DeviceMap
     dtype: str
     threads: int | None
@@ -116,11 +118,12 @@ def run(options: GenerateOptions) -> None:
         usual = llm
         if llm.layout != "rows":
             usual = load(model, profile="none", device=options.device, dtype=options.dtype, layout="rows")
-        _compare(llm, usual, prompt, drafter, how, as_json=options.json)
+        _compare(llm, usual, prompt, drafter, how, as_json=options.json, color=options.color)
     elif options.json:
-        print_json(_as_json(llm.run(prompt, how, drafter=drafter)))
+        generation = llm.run(prompt, how, drafter=drafter, probabilities=options.color)
+        print_json(_as_json(generation, events=options.color))
     else:
-        _stream(llm, prompt, drafter, how, stats=options.stats)
+        _stream(llm, prompt, drafter, how, stats=options.stats, color=options.color)
 
 
 def _prompt(options: GenerateOptions) -> str:
@@ -174,20 +177,28 @@ def _setting(text: str) -> tuple[str, Any]:
     return name.strip(), parsed
 
 
-def _as_json(generation: Generation) -> dict[str, Any]:
-    return {"text": generation.text, "tokens": generation.tokens, "stats": generation.stats.as_dict()}
+def _as_json(generation: Generation, *, events: bool) -> dict[str, Any]:
+    data = {"text": generation.text, "tokens": generation.tokens, "stats": generation.stats.as_dict()}
+    return {**data, "events": [event.as_dict() for event in generation.events]} if events else data
 
 
-def _stream(llm: LLM, prompt: str, drafter: Drafter, how: Options, *, stats: bool) -> None:
+def _stream(llm: LLM, prompt: str, drafter: Drafter, how: Options, *, stats: bool, color: bool) -> None:
     stream = llm.start(prompt, how, drafter=drafter)
+    console = stdout()
     try:
-        for piece in stream:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+        if color and console.is_terminal:
+            for origin, text in stream.spans():
+                show(console, origin, text)
+        else:
+            for piece in stream:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
     finally:
         stream.close()
         sys.stdout.write("\n")
         sys.stdout.flush()
+        if color:
+            legend(stderr(), stream.result.events, stream.result.stats)
         if stats:
             _print_stats(stream.result)
 
@@ -202,17 +213,19 @@ def _print_stats(generation: Generation) -> None:
     )
 
 
-def _compare(llm: LLM, usual: LLM, prompt: str, drafter: Drafter, how: Options, *, as_json: bool) -> None:
+def _compare(llm: LLM, usual: LLM, prompt: str, drafter: Drafter, how: Options, *, as_json: bool, color: bool) -> None:
     from selfspec.bench import compare
 
     result = compare(llm, prompt, drafter, how, rounds=COMPARE_ROUNDS, usual=usual)
     if as_json:
-        print_json({**_as_json(result.draft), "compare": result.as_dict()})
+        print_json({**_as_json(result.draft, events=color), "compare": result.as_dict()})
     else:
-        _print_comparison(result)
+        _print_comparison(result, color=color)
+        if color:
+            legend(stderr(), result.draft.events, result.draft.stats)
 
 
-def _print_comparison(result: Comparison) -> None:
+def _print_comparison(result: Comparison, *, color: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -221,12 +234,13 @@ def _print_comparison(result: Comparison) -> None:
     table.add_column("plain", ratio=1, overflow="fold")
     table.add_column("speculative", ratio=1, overflow="fold")
     plain, draft = result.plain.stats, result.draft.stats
-    table.add_row("text", Text(result.plain.text), Text(result.draft.text))
+    console = stdout()
+    text = colored(console, result.draft.events) if color else Text(result.draft.text)
+    table.add_row("text", Text(result.plain.text), text)
     table.add_row("tokens/s", f"{result.plain_tokens_per_second:.1f}", f"{result.tokens_per_second:.1f}")
     table.add_row("full passes", f"{plain.rounds}", f"{draft.rounds}")
     table.add_row("tokens a pass", f"{plain.tokens_per_round:.2f}", f"{draft.tokens_per_round:.2f}")
     table.add_row("acceptance", "-", f"{draft.acceptance_rate:.0%} ({draft.accepted} of {draft.drafted})")
-    console = stdout()
     console.print(table)
     theirs = result.transformers_tokens_per_second
     console.print(f"speedup: {result.speedup:.2f}x over plain decoding (median of {result.rounds} interleaved runs)")

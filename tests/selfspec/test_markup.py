@@ -1,35 +1,12 @@
 from __future__ import annotations
 
-from html.parser import HTMLParser
-
 from hypothesis import given
 from hypothesis import strategies as st
+from spans import Read
 
 from selfspec.events import Origin, Rejected, TokenEvent
 from selfspec.markup import LOOKS, legend_html, tokens_html
 from selfspec.stats import Stats
-
-
-class Read(HTMLParser):
-    """The text, the attributes of every span, and whether every element was closed."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.text, self.spans, self.open = "", [], []
-        self.feed(html)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.open.append(tag)
-        if tag == "span":
-            self.spans.append(dict(attrs))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
 
 
 def events(*texts, origin=Origin.PLAIN):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -21,6 +22,7 @@ from transformers import GenerationConfig
 import selfspec
 from selfspec import builtin
 from selfspec.cli import main
+from selfspec.events import TokenEvent
 from selfspec.options import Options
 from selfspec.profile import (
     ControllerSpec,
@@ -201,6 +203,79 @@ class TestGenerate:
     def test_small_numbers_are_numbers(self, cli):
         args = ("generate", PROMPT, "--max-new-tokens", 2, "--temperature", 1, "--set", "epsilon_cutoff=3e-4")
         assert cli(*args)[0] == 0
+
+    def test_colour_changes_nothing_where_it_is_piped(self, cli, profile_file, monkeypatch):
+        monkeypatch.delenv("FORCE_COLOR", raising=False)
+        args = (
+            "generate",
+            PROMPT,
+            "--profile",
+            profile_file,
+            "--max-new-tokens",
+            16,
+            "--temperature",
+            0.9,
+            "--seed",
+            3,
+        )
+        _, out, err = cli(*args)
+        assert err == ""
+        code, colored, err = cli(*args, "--color", "--stats")
+        assert (code, colored) == (0, out)
+        *origins, accepted, stats = err.splitlines()
+        counts = {line[:16].rstrip(): int(line[16:].split()[0]) for line in origins}
+        assert counts["plain"] >= 1  # the first
+        assert sum(counts.values()) == 16
+        total = counts.get("accepted draft", 0)
+        assert re.fullmatch(rf"acceptance \d+% \({total} of \d+ drafted\)", accepted)
+        assert stats.startswith("16 tokens in ")
+
+    def test_colour_in_a_terminal(self, cli, profile_file, monkeypatch):
+        args = (
+            "generate",
+            PROMPT,
+            "--profile",
+            profile_file,
+            "--max-new-tokens",
+            16,
+            "--temperature",
+            0.9,
+            "--seed",
+            3,
+        )
+        out = cli(*args)[1]
+        for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm-256color"), ("COLUMNS", "40")):
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        colored = cli(*args, "--color")[1]
+        assert "\x1b[1;38;5;" in colored  # corrected, which some are
+        assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == out
+        monkeypatch.setenv("NO_COLOR", "1")
+        assert {*re.findall(r"\x1b\[([0-9;]*)m", cli(*args, "--color")[1])} <= {"0", "1", "3", "1;3"}
+
+    def test_events_as_json(self, cli, profile_file, monkeypatch):
+        monkeypatch.setattr("selfspec.cli.generate.COMPARE_ROUNDS", 1)
+        args = ("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 8, "--json", "--color")
+        data = json.loads(cli(*args)[1])
+        assert list(data) == ["text", "tokens", "stats", "events"]
+        assert [event["token"] for event in data["events"]] == data["tokens"]
+        assert "".join(event["text"] for event in data["events"]) == data["text"]
+        assert all(0 < event["probability"] < 1 for event in data["events"])
+        assert list(data["events"][0]) == [field.name for field in dataclasses.fields(TokenEvent)]
+        compared = json.loads(cli(*args, "--compare")[1])
+        assert [event["token"] for event in compared["events"]] == data["tokens"]
+        assert {event["probability"] for event in compared["events"]} == {None}  # it would take time
+
+    def test_compare_in_colour(self, cli, profile_file, monkeypatch):
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm-256color")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        args = ("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 8, "--seed", 1)
+        monkeypatch.setattr("selfspec.cli.generate.COMPARE_ROUNDS", 1)
+        code, out, err = cli(*args, "--temperature", 0.9, "--compare", "--color")
+        assert code == 0
+        assert re.search(r"\x1b\[[134;]+;38;5;\d+m", out)
+        assert "acceptance" in err
 
 
 class TestAudit:

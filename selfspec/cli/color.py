@@ -1,0 +1,66 @@
+"""Text coloured by where its tokens came from, for terminals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from selfspec.events import Origin, TokenEvent, counts
+from selfspec.markup import LOOKS, acceptance
+from selfspec.stats import Stats
+
+_WIDE = 76  # columns from which the legend says what the origins mean
+# What a terminal would act on, as the characters that stand for it; newlines and tabs stay.
+_CONTROLS = {
+    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},
+    0x7F: 0x2421,
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+}
+
+# For terminals of 16 colours, whose nearest to the others would be two alike, and white.
+_BASIC = {
+    Origin.ACCEPTED_DRAFT: "cyan",
+    Origin.ACCEPTED_SIBLING: "blue",
+    Origin.CORRECTED: "red",
+    Origin.BONUS: "magenta",
+}
+
+
+def show(console: Console, origin: Origin, text: str) -> None:
+    """Write a piece of text at once, as it is: nothing is wrapped, no markup is read, and no tab becomes spaces."""
+    console.print(Segments([Segment(text.translate(_CONTROLS), style(console, origin))]), soft_wrap=True)
+
+
+def colored(console: Console, events: Sequence[TokenEvent]) -> Text:
+    """The whole text, for a table's cell."""
+    return Text.assemble(*((event.text.translate(_CONTROLS), style(console, event.origin)) for event in events))
+
+
+def style(console: Console, origin: Origin) -> Style:
+    """How a console shows tokens of an origin."""
+    look = LOOKS[origin]
+    return Style(
+        color=_BASIC.get(origin) if console.color_system == "standard" else look.color,
+        bold=look.bold or None,  # False would be written as "not bold"
+        italic=look.italic or None,
+        underline=look.underline or None,
+    )
+
+
+def legend(console: Console, events: Sequence[TokenEvent], stats: Stats) -> None:
+    """Print how many tokens came from where, and what was accepted of what was drafted."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    for origin, number in counts(events).items():
+        meaning = [origin.meaning] if console.width >= _WIDE else []
+        table.add_row(Text(origin, style(console, origin)), f"{number}", f"{number / len(events):.0%}", *meaning)
+    if events:
+        console.print(table)
+    console.print(acceptance(stats), highlight=False, soft_wrap=True)

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from rich.table import Table
+
+from selfspec.cli.color import colored, legend, show
+from selfspec.events import Origin, TokenEvent
+from selfspec.stats import Stats
+
+ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from("\n\t[]/"), max_size=12)
+
+
+def terminal(width=40, **options):
+    options = {"color_system": "truecolor", "no_color": False, **options}
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, _environ={}, **options)
+    return console, lambda: console.file.getvalue()
+
+
+def events(*origins):
+    return [TokenEvent(i, f"t{i}", origin, i + 1) for i, origin in enumerate(origins)]
+
+
+@given(st.lists(st.tuples(st.sampled_from(Origin), TEXTS), max_size=8))
+def test_without_the_colours_it_is_the_text(pieces):
+    """Nothing is wrapped at 40 columns, no markup is read, and tabs stay."""
+    console, written = terminal()
+    for origin, text in pieces:
+        show(console, origin, text)
+    assert ESCAPES.sub("", written()) == "".join(text for _, text in pieces)
+
+
+@pytest.mark.parametrize("text", ["[bold]x[/bold]", "[/]", "\\[red]", ":smile:", "x" * 100, "a\n\n\tb "])
+def test_what_rich_would_change_stays(text):
+    console, written = terminal()
+    show(console, Origin.CORRECTED, text)
+    assert written() == f"\x1b[1;38;2;213;94;0m{text}\x1b[0m"
+
+
+def test_a_terminal_acts_on_nothing_in_the_text():
+    console, written = terminal()
+    show(console, Origin.PLAIN, "\x1b[31m\a\r\b\x7f\x9b0m\0")
+    assert written() == "␛[31m␇␍␈␡\ufffd0m␀"
+
+
+def test_each_origin_is_told_apart():
+    def styles(**options):
+        console, written = terminal(**options)
+        for origin in Origin:
+            show(console, origin, "x ")
+        return written().split("x ")[: len(Origin)]
+
+    assert styles() == [
+        "",
+        "\x1b[3;38;2;0;158;115m",
+        "\x1b[0m\x1b[4;38;2;0;114;178m",
+        "\x1b[0m\x1b[1;38;2;213;94;0m",
+        "\x1b[0m\x1b[1;3;38;2;204;121;167m",
+    ]
+    for options in ({"color_system": "256"}, {"color_system": "standard"}, {"no_color": True}):
+        assert len(set(styles(**options))) == len(Origin)
+    assert styles(no_color=True) == ["", "\x1b[3m", "\x1b[0m\x1b[4m", "\x1b[0m\x1b[1m", "\x1b[0m\x1b[1;3m"]
+
+
+def test_the_legend_in_narrow_and_wide_terminals():
+    given = events(*[Origin.ACCEPTED_DRAFT] * 6, Origin.ACCEPTED_SIBLING, Origin.CORRECTED)
+    console, written = terminal(40)
+    legend(console, given, Stats(drafted=11, accepted=7))
+    narrow = ESCAPES.sub("", written()).splitlines()
+    assert [line.rstrip() for line in narrow] == [
+        "accepted draft    6  75%",
+        "accepted sibling  1  12%",
+        "corrected         1  12%",
+        "acceptance 64% (7 of 11 drafted)",
+    ]
+    console, written = terminal(80)
+    legend(console, given, Stats(drafted=11, accepted=7))
+    lines = ESCAPES.sub("", written()).splitlines()
+    assert len(lines) == len(narrow)
+    assert lines[2].rstrip() == "corrected         1  12%  the model's own, for a rejected one"
+
+
+def test_a_legend_of_nothing():
+    console, written = terminal()
+    legend(console, [], Stats())
+    assert written() == "nothing was drafted\n"
+
+
+def test_in_a_table():
+    console, written = terminal()
+    text = colored(console, [TokenEvent(1, "[bold]", Origin.PLAIN, 1), TokenEvent(2, "\x1b[2J", Origin.BONUS, 2)])
+    table = Table.grid()
+    table.add_row(text)
+    console.print(table)
+    assert written() == "[bold]\x1b[1;3;38;2;204;121;167m␛[2J\x1b[0m\n"
