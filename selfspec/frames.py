@@ -52,7 +52,7 @@ class _Method(_Read):
 
 class _Temperature(_Read):
     temperature: Figure
-    methods: dict[str, _Method]
+    methods: Annotated[dict[str, _Method], Field(min_length=1)]
 
 
 class _Bench(_Read):
@@ -124,7 +124,7 @@ def bench_frame(bench: Json) -> pd.DataFrame:
                     "acceptance_rate": method["acceptance_rate"],
                 }
             )
-    figures = [column for column in rows[0] if column != "method"] if rows else []
+    figures = [column for column in rows[0] if column != "method"]
     return pd.DataFrame(rows).astype(dict.fromkeys(figures, float))
 
 

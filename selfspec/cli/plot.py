@@ -12,6 +12,7 @@ from selfspec.cli.sources import What, open_study, recognise
 from selfspec.errors import SelfspecError
 from selfspec.files import check_writable
 from selfspec.profile import find_profile_file
+from selfspec.text import is_unicode
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,6 +43,8 @@ def run(options: PlotOptions) -> None:
     check_writable(options.out)
     if options.out.resolve() in {Path(read).resolve() for read in (options.source, options.storage) if read}:
         raise SelfspecError(f"--out {options.out} would write over what is to be drawn; want another place")
+    if options.title is not None and not is_unicode(options.title):
+        raise SelfspecError("--title: the text is no valid Unicode")
     what = recognise(options.source, options.storage)
     kind = KINDS[what][0] if options.kind is None else options.kind
     if kind not in KINDS[what]:

@@ -27,7 +27,7 @@ def skip_map(profile: Profile, *, width: float = WIDTH) -> Figure:
         grid.cells(bypassed.astype(float), cmap=ListedColormap([RUNS, BYPASSED]), vmin=0, vmax=1)
         grid.figure.legend(
             handles=[Patch(fc=RUNS, label="runs"), Patch(fc=BYPASSED, ec="#888888", label="bypassed while drafting")],
-            loc="outside upper right",
+            loc="outside upper left",
             ncols=2,
             fontsize=8.5,
         )

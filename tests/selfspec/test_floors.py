@@ -55,6 +55,8 @@ FLOORS = {
     "selfspec.figures": 4,
     "selfspec.frames": 4,
     "selfspec.plots": 4,
+    "selfspec.reading": 4,
+    "selfspec.report": 4,
     "selfspec.search": 5,
     "selfspec.cli": 6,
 }

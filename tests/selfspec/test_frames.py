@@ -70,6 +70,7 @@ WRONG = {
         lambda b: b["temperatures"][0]["methods"]["skip"].update(acceptance_by_position=[0.5, 1.5]),
         r"temperatures\.0\..*\.acceptance_by_position\.1: .* got 1\.5",
     ),
+    "no method": (lambda b: b["temperatures"][1].update(methods={}), r"temperatures\.1\.methods: .*"),
     "nothing measured": (lambda b: b.update(temperatures=[]), "temperatures: .*"),
 }
 

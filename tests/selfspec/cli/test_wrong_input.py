@@ -171,9 +171,24 @@ COMMANDS["profile import"] = {
     "--layers": too_small | no_numbers | st.integers(10_001).map(str) | st.integers(1, 7).map(str),
     "--out": st.sampled_from(["missing/p.yaml", ".", "/proc/none/p.yaml", "x" * 300, "sets.json"]),
 }
+COMMANDS["plot"] = {
+    "--kind": unknown("skip-map", "confidence"),
+    "--storage": words.map(lambda name: f"no-{name}"),
+    "--width": too_small | no_numbers,
+    "--out": st.sampled_from(["missing/p.svg", ".", "/proc/none/p.svg", "x" * 300, "p.gif", "p.yaml"]),
+}
+COMMANDS["report"] = {
+    **{option: SHARED[option] for option in ("--dtype", "--threads", "--model", "--max-new-tokens")},
+    **{option: COMMANDS["audit"][option] for option in ("--profile", "--prompts", "--limit", *SHAPES)},
+    "--study": words.map(lambda name: f"no-{name}"),
+    "--storage": words,
+    "--bench": words.map(lambda name: f"no-{name}") | st.just("p.yaml"),
+    "--out": st.sampled_from(["missing/r.html", ".", "/proc/none/r.html", "x" * 300]),
+}
 SETS = '{"a": {"attention": [1, 7], "mlp": [3]}, "b": {"attention": [], "mlp": []}}'
 RIGHT_BESIDE = {
     "generate": ["x"],
+    "plot": ["p.yaml", "--out=p.svg"],
     "profile import": ["sets.json", "--model=org/model", "--layers=8", "--key=a"],
 }
 one_wrong_option = st.sampled_from(sorted(COMMANDS)).flatmap(
@@ -270,6 +285,14 @@ def test_a_wrong_profile(cli, tmp_path, text):
 def test_any_bytes_as_published_sets(cli, tmp_path, content):
     (tmp_path / "s.json").write_bytes(content)
     is_refused(cli("profile", "import", "s.json", "--model=org/model", "--layers=8"))
+
+
+@settings(max_examples=150, **quick)
+@given(st.binary(max_size=60) | st.text(max_size=60).map(lambda t: t.encode("utf-8", "surrogatepass")))
+def test_any_bytes_to_be_shown(cli, tmp_path, content):
+    (tmp_path / "x").write_bytes(content)
+    is_refused(cli("plot", "x", "--out=p.svg"))
+    is_refused(cli("report", "--bench=x"))
 
 
 @settings(max_examples=FEW, **quick)

@@ -69,8 +69,8 @@ def test_skip_map(layers):
 
 
 def test_a_map_of_very_many_layers_can_be_drawn(tmp_path):
-    save(skip_map(profile(500)), tmp_path / "map.png")
-    assert (tmp_path / "map.png").stat().st_size
+    save(skip_map(profile(500)), tmp_path / "map.svg")
+    assert (tmp_path / "map.svg").stat().st_size
 
 
 def test_acceptance_by_confidence():
