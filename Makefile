@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 PROFILE ?= build/demo-profile.yaml
 PROMPT ?= def read_header(self, stream):\n    """Read the header of the stream
 
-.PHONY: demo test proof speed clean
+.PHONY: demo test proof speed notebooks clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,10 @@ proof: $(VENV)/.installed
 speed: $(VENV)/.installed
 	$(BIN)/selfspec bench --threads 1
 	$(BIN)/selfspec bench --threads 1 --widen 8
+
+notebooks: $(VENV)/.installed
+	$(BIN)/jupyter execute --inplace --timeout=-1 notebooks/*.ipynb
+	$(BIN)/ruff format --quiet notebooks
 
 clean:
 	rm -rf $(VENV) .wheel-venv build dist *.egg-info
