@@ -33,7 +33,6 @@ speed: $(VENV)/.installed
 
 notebooks: $(VENV)/.installed
 	$(BIN)/jupyter execute --inplace --timeout=-1 notebooks/*.ipynb
-	$(BIN)/ruff format --quiet notebooks
 
 clean:
 	rm -rf $(VENV) .wheel-venv build dist *.egg-info
