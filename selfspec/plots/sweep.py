@@ -36,7 +36,7 @@ def speedup_curves(
             _curves(ax, rows[rows[by] == value], numbers)
             ax.set_title(title.format(value))
             ax.set_xlabel("sub-layers bypassed")
-        axes[0].set_ylabel("speedup over plain decoding")
+        axes[0].set_ylabel(f"{'speedup' if 'measured' in rows else 'predicted speedup'} over plain decoding")
         reference(axes[-1], 1, "plain\ndecoding")
         handles = {label: h for ax in axes for h, label in zip(*ax.get_legend_handles_labels(), strict=True)}
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8.5)
