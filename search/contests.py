@@ -99,16 +99,17 @@ def predictions(bench: Workbench, *, sets: int = 8, rounds: int = 2, seed: int =
 def cost_fit(bench: Workbench, *, sets: int = 8, seed: int = 0) -> pd.DataFrame:
     """The cost model's draft steps beside timed ones, of random skip sets that it was not fitted to.
 
-    Columns: `attention` and `mlp` (how many of either run), `predicted` and `timed` (milliseconds of a draft step).
+    Columns: `attention` and `mlp` (how many of either run), `predicted` and `timed`: a draft step as a share of a plain
+    one, which is timed along with it, as a machine's speed drifts.
     """
     rows = []
     layers, costs = bench.space.layers, bench.costs
     for skip in random_sets(bench, sets, seed):
         timed = measure_skip_costs(
-            bench.llm.runtime, skip, context=costs.context, sampler=bench.decoding.sampler(), decodings=1, seed=seed
+            bench.llm.runtime, skip, context=costs.context, sampler=bench.decoding.sampler(), seed=seed
         )
         kept = layers - len(skip.attention), layers - len(skip.mlp)
-        rows.append((*kept, 1e3 * costs.draft(skip, layers), 1e3 * timed.base))
+        rows.append((*kept, costs.draft_share(skip, layers), timed.base / timed.plain))
     return pd.DataFrame(rows, columns=["attention", "mlp", "predicted", "timed"])
 
 

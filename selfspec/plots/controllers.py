@@ -127,9 +127,8 @@ def controllers(frame: pd.DataFrame) -> Figure:
             x = np.arange(len(kinds)) + (number - 0.5) * 0.2
             ax.plot(x, own["speedup"], MARKS[number], color=colour, ms=8, mec="black", mew=0.5, label=label)
             for at, speedup in zip(x, own["speedup"], strict=True):
-                ax.annotate(
-                    f"{speedup:.2f}", (at, speedup), (0, 7), textcoords="offset points", ha="center", fontsize=8
-                )
+                above = (0, 7) if number else (0, -15)
+                ax.annotate(f"{speedup:.2f}", (at, speedup), above, textcoords="offset points", ha="center", fontsize=8)
             bound = own["bound"].iloc[0]
             ax.axhline(bound, color=colour, lw=1, ls=":", label=f"perfect stopping, {label}")
         reference(ax, 1, "plain decoding")

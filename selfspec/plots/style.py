@@ -28,9 +28,9 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK, GREY = (
     "#000000",
     "#888888",
 )
-SERIES = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK)
-MARKS = ("o", "s", "^", "D", "v", "P", "X")
-DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+SERIES = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK, GREY)
+MARKS = ("o", "s", "^", "D", "v", "P", "X", "<")
+DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (8, 2, 1, 2)))
 DIVERGING, SEQUENTIAL = "PuOr", "cividis"
 FORMATS = ("png", "svg", "pdf")
 WIDTH = 7.2  # inches; one column of a page

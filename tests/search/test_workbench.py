@@ -110,7 +110,7 @@ class TestContests:
         (skip,) = contests.random_sets(bench, 1, seed=0)
         assert found["skipped"] == len(skip)
         fit = contests.cost_fit(bench, sets=1).iloc[0]
-        assert fit["predicted"] == pytest.approx(1e3 * CHEAP.draft(skip, 16))
+        assert fit["predicted"] == pytest.approx(CHEAP.draft_share(skip, 16))
         assert fit["timed"] > 0
         assert contests.verification_costs(bench)["share"].tolist() == [1, 1.5]
 
