@@ -184,7 +184,7 @@ def speedups(
                 trials_file = Path(folder) / "trials.jsonl"
                 profile = find_profile(llm, prompts, trials=trials, keep_best=True, storage=trials_file, **how)
                 front = [entry.score.skip for entry in pareto(Ledger(trials_file, None).entries)]
-        with Workbench(llm, prompts, costs=costs, **how) as bench:
+        with Workbench(llm, prompts, costs=costs if profile is None else profile.costs, **how) as bench:
             found = sweep(bench, counts=counts, each=each, seed=seed)
             others = [row(bench, FRONT, bench.score(skip), bound=False) for skip in front]
             if profile is not None:

@@ -98,4 +98,5 @@ def test_in_a_table():
     table = Table.grid()
     table.add_row(text)
     console.print(table)
-    assert written() == "[bold]\x1b[1;3;38;2;204;121;167m␛[2J\x1b[0m\n"
+    assert ESCAPES.sub("", written()) == "[bold]␛[2J\n"
+    assert "[bold]\x1b[1;3;38;" in written(), "in which colours a style is written, rich remembers from other consoles"
