@@ -22,7 +22,7 @@ test: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal --nbmake
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal --nbmake --durations 30
 
 proof: $(VENV)/.installed
 	$(BIN)/python tests/scripts/proof.py --out tests/scripts/proof.json

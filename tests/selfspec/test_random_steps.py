@@ -101,6 +101,6 @@ class Steps(RuleBasedStateMachine):
 
 
 Steps.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=120, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestSteps = Steps.TestCase

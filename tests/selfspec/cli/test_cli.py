@@ -60,6 +60,12 @@ def cli(monkeypatch, capsys, tmp_path):
     return run
 
 
+@pytest.fixture(autouse=True)
+def brief_costs(monkeypatch):
+    """Tests run side by side: the machine is always disturbed, and measuring costs for longer would not help."""
+    monkeypatch.setattr("selfspec.costing.LONGER", 1)
+
+
 @pytest.fixture
 def profile_file(tmp_path):
     profile = Profile(
