@@ -12,7 +12,7 @@ from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.runtime import Runtime
 from selfspec.skip import SkipSet
 
-PROMPT, LENGTH, N = [3, 1, 4], 4, 2000
+PROMPT, LENGTH, N = [3, 1, 4], 4, 1400
 SAMPLING = {"temperature": 0.9, "top_k": 9}
 
 
