@@ -10,13 +10,9 @@ from dataclasses import replace
 import optuna
 import pandas as pd
 
-from selfspec.bench import interleave, method
 from selfspec.costing import measure_skip_costs
-from selfspec.drafters import PlainDrafter
-from selfspec.profile import Profile
 from selfspec.skip import SkipSet
 
-from .finalists import drafting_as
 from .ledger import BIT
 from .objective import predict
 from .strategies import STRATEGIES, make_strategy
@@ -80,19 +76,11 @@ def predictions(bench: Workbench, *, sets: int = 8, rounds: int = 2, seed: int =
     Columns: `temperature`, `skipped`, `predicted` and `measured` (speedup over plain decoding, prompt included),
     `low` and `high` (95% bootstrap interval over prompts).
     """
-    base = Profile(model=bench.llm.identity, costs=bench.costs)
-    options = bench.decoding.options()
-    profiles = [drafting_as(base, bench.score(skip)) for skip in random_sets(bench, sets, seed)]
-    methods = {"plain": method(bench.llm, PlainDrafter(), options)}
-    methods |= {
-        str(i): method(bench.llm, bench.llm.drafts_with(profile), options) for i, profile in enumerate(profiles)
-    }
-    runs = interleave(methods, bench.prompts, rounds=rounds)
-    rows = []
-    for i, profile in enumerate(profiles):
-        measured, (low, high) = runs.speedup(str(i), "plain")
-        predicted = predict(bench.replay, profile).speedup
-        rows.append((bench.temperature, len(profile.skip_set), predicted, measured, low, high))
+    profiles = [bench.profile(bench.score(skip)) for skip in random_sets(bench, sets, seed)]
+    rows = [
+        (bench.temperature, len(profile.skip_set), predict(bench.replay, profile).speedup, *measured)
+        for profile, measured in zip(profiles, bench.measure(profiles, bench.prompts, rounds=rounds), strict=True)
+    ]
     return pd.DataFrame(rows, columns=["temperature", "skipped", "predicted", "measured", "low", "high"])
 
 

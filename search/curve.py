@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +19,29 @@ DIGITS = 4
 Floats = NDArray[np.float64]
 
 
+class Drafted(NamedTuple):
+    """A drafted token all before which in its draft were the text's own, and that lies within the text.
+
+    `rank`: which candidate was the text's token where it was not itself (0: none that was looked at). `following`:
+    whether the token drafted after it was the text's (-1: there is none). `place`: in its draft, from 1.
+    """
+
+    confidence: float
+    accepted: bool
+    rank: int
+    following: int
+    place: int
+
+
 def fit_curve(traces: Sequence[Trace], candidates: int) -> AcceptanceCurve:
     """Isotonic, by drafted tokens all before which were the text's, `candidates - 1` further ones for each place.
 
     Without such tokens it is the default curve, a guess.
     """
-    seen = sorted(row for trace in traces for row in _rows(trace))
+    seen = sorted(token for trace in traces for token in drafted(trace))
     if not seen:
         return AcceptanceCurve()
-    c, hit, rank, following = (np.array(values, dtype=float) for values in zip(*seen, strict=True))
+    c, hit, rank, following, _ = (np.array(values, dtype=float) for values in zip(*seen, strict=True))
     parts = np.array_split(np.arange(len(c)), max(1, min(KNOTS, len(c) // ROWS)))
     knots = np.array([c[part].mean() for part in parts]).round(DIGITS)
     knots, first = np.unique(knots, return_index=True)
@@ -52,14 +67,10 @@ def fit_curve(traces: Sequence[Trace], candidates: int) -> AcceptanceCurve:
     )
 
 
-def _rows(trace: Trace) -> Iterator[tuple[float, bool, int, int]]:
-    """What is known of every drafted token all before which were the text's, and that lies within the text.
-
-    Its confidence, whether it was the text's too, which candidate was where it was not, and whether the token drafted
-    after it was (-1: there is none).
-    """
+def drafted(trace: Trace) -> Iterator[Drafted]:
+    """Every such token, from every start."""
     for start, (confidences, run, rank) in enumerate(zip(trace.confidences, trace.runs, trace.ranks, strict=True)):
-        drafted = min(len(confidences), trace.tokens - start)
-        for i in range(min(run + 1, drafted)):
-            after = int(i + 1 < run) if i + 1 < drafted else -1
-            yield confidences[i], i < run, rank if i == run else 0, after
+        within = min(len(confidences), trace.tokens - start)
+        for i in range(min(run + 1, within)):
+            after = int(i + 1 < run) if i + 1 < within else -1
+            yield Drafted(confidences[i], i < run, rank if i == run else 0, after, i + 1)

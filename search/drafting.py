@@ -10,6 +10,7 @@ import pandas as pd
 from selfspec.controllers import CONTROLLERS, Controller, FixedK
 from selfspec.skip import SkipSet
 
+from .curve import Drafted, drafted
 from .objective import Replayed
 from .oracle import oracle_bound
 from .trace import Trace, steps, walk
@@ -41,12 +42,8 @@ def drafted_tokens(traces: Sequence[Trace]) -> pd.DataFrame:
     Columns: `place` (in the draft, from 1), `confidence`, `accepted`, `rank` (which further candidate was the text's
     token where the drafted one was not; 0: none that was looked at).
     """
-    rows = []
-    for trace in traces:
-        for start, (confidences, run, rank) in enumerate(zip(trace.confidences, trace.runs, trace.ranks, strict=True)):
-            drafted = min(len(confidences), trace.tokens - start)
-            rows += [(i + 1, confidences[i], i < run, rank if i == run else 0) for i in range(min(run + 1, drafted))]
-    return pd.DataFrame(rows, columns=["place", "confidence", "accepted", "rank"])
+    tokens = pd.DataFrame([token for trace in traces for token in drafted(trace)], columns=list(Drafted._fields))
+    return tokens[["place", "confidence", "accepted", "rank"]]
 
 
 def acceptance_by(tokens: pd.DataFrame, column: str, *, bins: int = 12) -> pd.DataFrame:
@@ -102,11 +99,11 @@ def compare_controllers(bench: Workbench, skip: SkipSet) -> pd.DataFrame:
     decoding), `bound` (of perfect stopping with as many), `acceptance_rate`, `tokens_per_round`, `options`.
     """
     draft, traces = bench.costs.draft(skip, bench.space.layers), bench.traces(skip)
+    kinds = {kind: [c for c in bench.controllers if c.spec().name == kind] for kind in CONTROLLERS}
     rows = []
     for candidates in range(1, bench.replay.candidates + 1):
         bound = oracle_bound(traces, bench.costs, draft, siblings=candidates).speedup
-        for kind in CONTROLLERS:
-            playing = [controller for controller in bench.controllers if controller.spec().name == kind]
+        for kind, playing in kinds.items():
             score = Replayed(bench.replay, bench.costs, playing, candidates=candidates).score(skip)
             rates = score.acceptance_rate, score.tokens_per_round
             rows.append((kind, candidates, score.speedup, bound, *rates, score.controller.options))

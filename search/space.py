@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -54,6 +54,10 @@ class Space:
         """The skip set of a point, one bit for each variable."""
         parts = [part for part, bit in zip(self.variables, bits, strict=True) if bit]
         return SkipSet(tuple(i for p in parts for i in p.attention), tuple(i for p in parts for i in p.mlp))
+
+    def choose(self, numbers: Collection[int]) -> SkipSet:
+        """The skip set of the variables with these numbers."""
+        return self.skip([i in numbers for i in range(len(self))])
 
     def bits(self, skip: SkipSet) -> tuple[bool, ...]:
         """The nearest point to a skip set: a variable is set when all of it is skipped."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,15 +12,11 @@ from typing import Any
 import pandas as pd
 
 from selfspec.api import LLM
-from selfspec.bench import interleave, method
 from selfspec.costs import CostModel
-from selfspec.drafters import PlainDrafter
-from selfspec.profile import Profile
 from selfspec.skip import SkipSet
 
 from .calibration import Prompts
 from .climbing import Greedy
-from .finalists import drafting_as
 from .frames import sensitivity_frame
 from .ledger import Ledger
 from .objective import Score
@@ -34,25 +30,18 @@ FRONT, CHOSEN = "search's front", "chosen profile"
 ATTENTION, MLP = "attention alone", "MLP alone"
 
 
-def sweep(
-    bench: Workbench,
-    *,
-    counts: Sequence[int] | None = None,
-    each: int = 2,
-    seed: int = 0,
-    bounded: Collection[str] = (GREEDY,),
-) -> pd.DataFrame:
+def sweep(bench: Workbench, *, counts: Sequence[int] | None = None, each: int = 2, seed: int = 0) -> pd.DataFrame:
     """Families of skip sets, a row for each set.
 
     `counts`: how many sub-layers are bypassed (None: up to three quarters of them, in steps of two); `each`: random
     sets of each count. Columns: `family`, `temperature`, `skipped`, `attention` and `mlp` (how many of either),
     `speedup` (predicted, over plain decoding), `acceptance_rate`, `tokens_per_round`, `draft_cost` (a draft step as a
-    share of a plain one), `bound` (the speedup of perfect stopping, of the families `bounded`, as it takes longest),
+    share of a plain one), `bound` (the speedup of perfect stopping, of greedy elimination alone, as it takes longest),
     `score` (the `Score` itself).
     """
     counts = range(2, 3 * len(bench.space) // 4 + 1, 2) if counts is None else sorted(counts)
     sets = _sets(bench, counts, each, seed)
-    return pd.DataFrame([row(bench, family, bench.score(skip), bound=family in bounded) for family, skip in sets])
+    return pd.DataFrame([row(bench, family, bench.score(skip), bound=family == GREEDY) for family, skip in sets])
 
 
 def row(bench: Workbench, family: str, score: Score, *, bound: bool = True) -> dict[str, object]:
@@ -87,13 +76,12 @@ def _sets(bench: Workbench, counts: Sequence[int], each: int, seed: int) -> Iter
         ranked = sorted((i for i, name in enumerate(space.names) if name.startswith(part)), key=lambda i: -gains[i])
         for count in counts:
             if count <= len(ranked):
-                yield family, space.skip([i in ranked[:count] for i in range(len(space))])
+                yield family, space.choose(ranked[:count])
 
 
 def random_set(bench: Workbench, count: int, draw: random.Random) -> SkipSet:
     """A skip set of `count` sub-layers."""
-    chosen = set(draw.sample(range(len(bench.space)), count))
-    return bench.space.skip([i in chosen for i in range(len(bench.space))])
+    return bench.space.choose(draw.sample(range(len(bench.space)), count))
 
 
 def elimination(bench: Workbench, counts: Iterable[int]) -> Iterator[SkipSet]:
@@ -104,11 +92,10 @@ def elimination(bench: Workbench, counts: Iterable[int]) -> Iterator[SkipSet]:
     wanted = set(counts)
     strategy = Greedy(bench.space, seed=bench.seed, gains=bench.problem.gains)
     while wanted and not strategy.done:
-        before = len(strategy.base)
         skip = strategy.ask()
         strategy.tell(skip, bench.score(skip).speedup)
-        if len(strategy.base) > before and len(strategy.base) in wanted:
-            wanted.discard(len(strategy.base))
+        if (taken := len(strategy.base)) in wanted:
+            wanted.discard(taken)
             yield strategy.base
 
 
@@ -117,18 +104,8 @@ def measure_rows(bench: Workbench, rows: pd.DataFrame, *, rounds: int = 2) -> pd
 
     Over prompts that were not searched on, with its 95% bootstrap interval.
     """
-    options = bench.decoding.options()
-    base = Profile(model=bench.llm.identity, costs=bench.costs)
-    methods = {"plain": method(bench.llm, PlainDrafter(), options)}
-    for index, score in rows["score"].items():
-        methods[str(index)] = method(bench.llm, bench.llm.drafts_with(drafting_as(base, score)), options)
-    runs = interleave(methods, bench.held_out, rounds=rounds)
-    found = {index: runs.speedup(str(index), "plain") for index in rows.index}
-    return rows.assign(
-        measured=[found[i][0] for i in rows.index],
-        low=[found[i][1][0] for i in rows.index],
-        high=[found[i][1][1] for i in rows.index],
-    )
+    found = bench.measure([bench.profile(score) for score in rows["score"]], bench.held_out, rounds=rounds)
+    return rows.join(pd.DataFrame(found, columns=["measured", "low", "high"], index=rows.index))
 
 
 def representatives(rows: pd.DataFrame, *, each: int = 3) -> pd.DataFrame:

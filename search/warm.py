@@ -21,7 +21,7 @@ def first_k(space: Space, gains: Sequence[float]) -> tuple[SkipSet, ...]:
     """The variables that gain most (or hurt least), the first k of them for several k."""
     ranked = sorted(range(len(space)), key=lambda i: -gains[i])
     chosen = ({*ranked[: round(len(space) * share)]} for share in SHARES)
-    return tuple(space.skip([i in some for i in range(len(space))]) for some in chosen)
+    return tuple(space.choose(some) for some in chosen)
 
 
 def every_second(space: Space) -> SkipSet:
@@ -70,7 +70,7 @@ def programme(space: Space, streams: Streams, costs: CostModel) -> tuple[SkipSet
                 after[j + step] = (x, (*taken, number))
         states = after
         layer = mine + 1 if part.mlp else mine
-    sets = {j: space.skip([i in taken for i in range(len(space))]) for j, (_, taken) in states.items() if taken}
+    sets = {j: space.choose(taken) for j, (_, taken) in states.items() if taken}
     return tuple(dict.fromkeys(sets[j] for j in sorted(sets, key=lambda j: abs(j - BUDGETS / 2))))
 
 

@@ -9,14 +9,19 @@ from typing import Self
 
 from selfspec.acceptance import Outlook
 from selfspec.api import LLM
+from selfspec.bench import interleave, method
 from selfspec.controllers import FixedK
 from selfspec.costs import CostModel
+from selfspec.drafters import PlainDrafter
 from selfspec.errors import SelfspecError
+from selfspec.profile import Profile
 from selfspec.skip import SkipSet
+from selfspec.text import Prompt
 
 from .calibration import Prompts, choose
 from .continuations import Decoding
 from .curve import fit_curve
+from .finalists import drafting_as
 from .ledger import Ledger
 from .objective import Replayed, Score, controllers_in_play
 from .oracle import Bound, oracle_bound
@@ -24,9 +29,8 @@ from .prepare import Search, Silent, replayed
 from .replay import Replay, deepest
 from .space import Space
 from .strategies import Problem
+from .study import LONGEST_DRAFT
 from .trace import Trace
-
-DEEPEST = 12  # tokens that drafts may have
 
 
 class Workbench:
@@ -62,7 +66,7 @@ class Workbench:
         if not self.prompts:
             raise SelfspecError("there are no prompts to work on")
         self.space = Space(llm.runtime.layers)
-        self.controllers = controllers_in_play(DEEPEST)
+        self.controllers = controllers_in_play(LONGEST_DRAFT)
         settings = {"model": llm.identity.model_dump(mode="json"), "keep": [], "granularity": "sublayer"}
         self.ledger = Ledger(settings=settings)
         if costs is not None:
@@ -95,6 +99,21 @@ class Workbench:
     def score(self, skip: SkipSet) -> Score:
         """What a skip set is worth with the best of the controllers, looked at in full."""
         return self.objective().score(skip)
+
+    def profile(self, score: Score) -> Profile:
+        """A profile that drafts as was scored."""
+        return drafting_as(Profile(model=self.llm.identity, costs=self.costs), score)
+
+    def measure(
+        self, profiles: Sequence[Profile], prompts: Sequence[Prompt], *, rounds: int
+    ) -> list[tuple[float, float, float]]:
+        """Each profile's median speedup over plain decoding, and its 95% bootstrap interval; all interleaved."""
+        options = self.decoding.options()
+        methods = {str(i): method(self.llm, self.llm.drafts_with(p), options) for i, p in enumerate(profiles)}
+        methods = {"plain": method(self.llm, PlainDrafter(), options), **methods}
+        runs = interleave(methods, prompts, rounds=rounds)
+        found = (runs.speedup(str(i), "plain") for i in range(len(profiles)))
+        return [(speedup, low, high) for speedup, (low, high) in found]
 
     def traces(self, skip: SkipSet) -> list[Trace]:
         """Drafts under `skip` from every place of the texts, deep enough for any controller."""
