@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .calibration import Prompts, read_prompts
+    from selfspec.text.prompt_files import Prompts, read_prompts
+
     from .prepare import Trial, Watch
     from .study import AnotherFinishes, find_profile
 
@@ -15,9 +16,9 @@ __all__ = ["AnotherFinishes", "Prompts", "Trial", "Watch", "find_profile", "read
 def __getattr__(name: str) -> Any:
     """Import torch and the model code only when a search is run."""
     if name in ("Prompts", "read_prompts"):
-        from . import calibration
+        from selfspec.text import prompt_files
 
-        return getattr(calibration, name)
+        return getattr(prompt_files, name)
     if name in __all__:
         from . import prepare, study
 

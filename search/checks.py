@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from selfspec.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError
 
 from .space import GRANULARITIES
 from .strategies import check_strategy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from selfspec.skip import SkipSet
+from selfspec.facts.skip import SkipSet
 
 from .space import Space
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from selfspec.runtime import Runtime
-from selfspec.sampling import Sampler
-from selfspec.skip import NOTHING_SKIPPED, SkipSet
+from selfspec.facts.skip import NOTHING_SKIPPED, SkipSet
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.sampling import Sampler
 
-from .texts import Text
+from .target_text import Text
 
 
 class Committed:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from transformers import LogitsProcessor
 
-from selfspec.api import LLM
+from selfspec.basics.files import cache_folder, read_cached, write_cached
 from selfspec.drafters import PlainDrafter
-from selfspec.files import cache_folder, read_cached, write_cached
-from selfspec.options import Options
-from selfspec.sampling import Sampler
-from selfspec.verify import find_rule
+from selfspec.llm.llm import LLM
+from selfspec.llm.options import Options
+from selfspec.speculation.rules import find_rule
+from selfspec.speculation.sampling import Sampler
 
-from .texts import Text
+from .target_text import Text
 
 
 @dataclass(frozen=True, slots=True)

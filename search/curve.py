@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 
-from selfspec.acceptance import AcceptanceCurve
+from selfspec.facts.acceptance import AcceptanceCurve
 
 from .trace import Trace
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
-from selfspec.api import LLM
-from selfspec.bench import interleave, measure, method
+from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import make_controller
 from selfspec.drafters import PlainDrafter
-from selfspec.errors import SelfspecError
-from selfspec.profile import Measurement, Profile, SearchRecord, Skip
-from selfspec.text import Prompt
+from selfspec.llm.llm import LLM
+from selfspec.measure.timing import interleave, measure, method
+from selfspec.profile.schema import Measurement, Profile, SearchRecord, Skip
+from selfspec.text.prompt import Prompt
 
 from .continuations import Decoding
 from .objective import Score, predict

@@ -16,11 +16,11 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from pydantic import ValidationError
 
-from selfspec.acceptance import AcceptanceCurve
-from selfspec.costs import CostModel
-from selfspec.errors import SelfspecError
-from selfspec.profile import ControllerSpec
-from selfspec.skip import SkipSet
+from selfspec.basics.errors import SelfspecError
+from selfspec.facts.acceptance import AcceptanceCurve
+from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.costs import CostModel
+from selfspec.facts.skip import SkipSet
 
 from .objective import Score
 from .space import Space

@@ -9,24 +9,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from selfspec.acceptance import AcceptanceCurve, Outlook
-from selfspec.api import LLM
-from selfspec.bench import method
-from selfspec.controllers import (
-    AdaptiveThreshold,
-    Controller,
-    FixedK,
-    RateOptimal,
-    StaticThreshold,
-    make_controller,
-)
-from selfspec.costs import CostModel
-from selfspec.drafters import Drafter, PlainDrafter
-from selfspec.errors import SelfspecError
-from selfspec.profile import ControllerSpec, Prediction, Profile
-from selfspec.skip import SkipSet
-from selfspec.stats import Stats
-from selfspec.text import Prompt
+from selfspec.basics.errors import SelfspecError
+from selfspec.controllers import AdaptiveThreshold, Controller, FixedK, RateOptimal, StaticThreshold, make_controller
+from selfspec.drafters import PlainDrafter
+from selfspec.facts.acceptance import AcceptanceCurve, Outlook
+from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.costs import CostModel
+from selfspec.facts.skip import SkipSet
+from selfspec.facts.stats import Stats
+from selfspec.llm.llm import LLM
+from selfspec.measure.timing import method
+from selfspec.profile.schema import Prediction, Profile
+from selfspec.speculation.drafter import Drafter
+from selfspec.text.prompt import Prompt
 
 from .continuations import Decoding
 from .curve import fit_curve

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from selfspec.api import LLM
 from selfspec.controllers import FixedK, make_controller
-from selfspec.costs import CostModel
-from selfspec.profile import Profile
-from selfspec.text import Prompt
+from selfspec.facts.costs import CostModel
+from selfspec.llm.llm import LLM
+from selfspec.profile.schema import Profile
+from selfspec.text.prompt import Prompt
 
 from .continuations import Decoding, continue_prompts
 from .replay import Replay, deepest

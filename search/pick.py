@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfspec.errors import SelfspecError
-from selfspec.profile import Calibration, Identity, Prediction, Profile, SearchRecord
+from selfspec.basics.errors import SelfspecError
+from selfspec.facts.identity import Identity
+from selfspec.profile.schema import Calibration, Prediction, Profile, SearchRecord
 
 from .finalists import drafting_as
 from .ledger import Entry, Ledger

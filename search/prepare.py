@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
-from selfspec.api import LLM
 from selfspec.controllers import Controller
-from selfspec.costing import measure_costs
-from selfspec.costs import CostModel
-from selfspec.profile import ControllerSpec
-from selfspec.skip import SkipSet
+from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.costs import CostModel
+from selfspec.facts.skip import SkipSet
+from selfspec.llm.llm import LLM
+from selfspec.measure.cost_fitting import measure_costs
 
 from .continuations import Decoding, continue_prompts
 from .ledger import Ledger
@@ -21,7 +21,7 @@ from .objective import Objective, Replayed, Score, WallClock
 from .replay import CANDIDATES, Replay, deepest
 from .space import Space
 from .strategies import Problem
-from .texts import Text
+from .target_text import Text
 from .warm import cosines, every_second, first_k, programme
 
 PLACES = 6  # of each text, whose streams are looked at

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from selfspec.controllers import Controller
-from selfspec.linears import Call
-from selfspec.runtime import Runtime
-from selfspec.sampling import Sampler
-from selfspec.skip import NOTHING_SKIPPED, SkipSet
+from selfspec.facts.skip import NOTHING_SKIPPED, SkipSet
+from selfspec.model.linears import Call
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.sampling import Sampler
 
 from .committed import Committed
 from .law import Noise, Uniforms, draft_beside
 from .rows import Record, Rows
-from .texts import Streams, Text
+from .target_text import Streams, Text
 from .ties import Ties
 from .trace import Trace
 

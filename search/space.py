@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from selfspec.errors import SelfspecError
-from selfspec.skip import SkipSet
+from selfspec.basics.errors import SelfspecError
+from selfspec.facts.skip import SkipSet
 
 GRANULARITIES = ("sublayer", "layer")
 

@@ -16,8 +16,8 @@ import optuna
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
-from selfspec.errors import SelfspecError
-from selfspec.files import check_writable, kind, read_text
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import check_writable, kind, read_text
 
 try:
     import fcntl

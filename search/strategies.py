@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from selfspec.errors import SelfspecError
-from selfspec.skip import SkipSet
+from selfspec.basics.errors import SelfspecError
+from selfspec.facts.skip import SkipSet
 
 from .climbing import Climb, Greedy
 from .space import Space

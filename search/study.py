@@ -13,16 +13,18 @@ from pathlib import Path
 
 from transformers import LogitsProcessor
 
-from selfspec.api import LLM
+from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import make_controller
-from selfspec.costs import CostModel
-from selfspec.errors import SelfspecError
-from selfspec.linears import linear_over
-from selfspec.profile import ControllerSpec, Profile, SearchRecord
-from selfspec.prompts import encode, fit
-from selfspec.skip import SkipSet
+from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.costs import CostModel
+from selfspec.facts.skip import SkipSet
+from selfspec.llm.llm import LLM
+from selfspec.llm.prompts import encode, fit
+from selfspec.model.linears import linear_over
+from selfspec.profile.schema import Profile, SearchRecord
+from selfspec.text.prompt_files import Prompts
 
-from .calibration import Prompts, choose, record
+from .calibration import choose, record
 from .checks import check_options
 from .continuations import Decoding
 from .finalists import finish

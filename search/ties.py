@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from selfspec.errors import SelfspecError
-from selfspec.sampling import tied_noise
+from selfspec.basics.errors import SelfspecError
+from selfspec.speculation.sampling import tied_noise
 
 
 class Ties:

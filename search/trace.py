@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from selfspec.controllers import K_LIMIT, Controller
-from selfspec.stats import Stats
+from selfspec.controllers import Controller
+from selfspec.facts.limits import WIDEST_DRAFT
+from selfspec.facts.stats import Stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def _walk(trace: Trace, controller: Controller, siblings: int) -> Walk:
 
 def steps(trace: Trace, controller: Controller, *, siblings: int = 1) -> Iterator[Step]:
     """The rounds of decoding one text, in order; `controller` has observed each when it is given out."""
-    start, deepest = 0, K_LIMIT // siblings
+    start, deepest = 0, WIDEST_DRAFT // siblings
     while start < len(trace.runs):
         confidences = _drafted(trace, start, controller, deepest)
         drafted, run = len(confidences), trace.runs[start]

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from selfspec.costs import CostModel
-from selfspec.skip import SkipSet
+from selfspec.facts.costs import CostModel
+from selfspec.facts.skip import SkipSet
 
 from .space import Space
-from .texts import Streams
+from .target_text import Streams
 
 SHARES = (0.25, 0.375, 0.5, 0.625)  # of all variables, the ones that matter least
 BUDGETS = 24  # steps of skipped cost that the programme tells apart

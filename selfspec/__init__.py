@@ -5,14 +5,14 @@ from __future__ import annotations
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
-from selfspec.errors import BusyError, SelfspecError, UnsupportedModelError
-from selfspec.skip import SkipSet
+from selfspec.basics.errors import BusyError, SelfspecError, UnsupportedModelError
+from selfspec.facts.skip import SkipSet
 
 if TYPE_CHECKING:
-    from selfspec.api import LLM, load, wrap
-    from selfspec.loading import DeviceMap
-    from selfspec.profile import Profile
-    from selfspec.stream import Generation, Stream
+    from selfspec.llm.llm import LLM, load, wrap
+    from selfspec.llm.stream import Generation, Stream
+    from selfspec.model.loading import DeviceMap
+    from selfspec.profile.schema import Profile
 
 __version__ = _version("selfspec")
 __all__ = [
@@ -30,10 +30,10 @@ __all__ = [
 ]
 
 _LAZY = {
-    **dict.fromkeys(("LLM", "load", "wrap"), "selfspec.api"),
-    **dict.fromkeys(("Generation", "Stream"), "selfspec.stream"),
-    "DeviceMap": "selfspec.loading",
-    "Profile": "selfspec.profile",
+    **dict.fromkeys(("LLM", "load", "wrap"), "selfspec.llm.llm"),
+    **dict.fromkeys(("Generation", "Stream"), "selfspec.llm.stream"),
+    "DeviceMap": "selfspec.model.loading",
+    "Profile": "selfspec.profile.schema",
 }
 
 

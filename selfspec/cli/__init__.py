@@ -10,8 +10,8 @@ INTERRUPTED = 130  # what typer makes of Ctrl-C
 
 def main() -> None:
     """Run `selfspec`; wrong input is one line on standard error and exit code 2."""
+    from selfspec.basics.errors import SelfspecError
     from selfspec.cli.app import app
-    from selfspec.errors import SelfspecError
 
     if sys.stdout is None:
         _fail("standard output is closed; give it a file, or /dev/null")

@@ -11,7 +11,7 @@ from selfspec.cli.data import KINDS, Chat, Column, DataOptions, Template
 from selfspec.cli.devices import Device, Dtype, MaxMemory, Offload, Spread, Threads
 from selfspec.cli.profile_app import Json, profile_app
 from selfspec.cli.see_app import see_app
-from selfspec.loading import parse_devices
+from selfspec.model.loading import parse_devices
 
 app = typer.Typer(
     name="selfspec",

@@ -18,11 +18,11 @@ from selfspec.cli.common import (
     stdout,
 )
 from selfspec.cli.data import DataOptions
-from selfspec.loading import DeviceMap
+from selfspec.model.loading import DeviceMap
 
 if TYPE_CHECKING:
-    from selfspec.api import LLM
-    from selfspec.audit import Audit, Difference
+    from selfspec.llm.llm import LLM
+    from selfspec.measure.audit import Audit, Difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ def run(options: AuditOptions) -> int:
     texts = (builtin.prompts("heldout") if read is None else read.texts)[: options.limit]
     set_threads(options.threads)
 
-    from selfspec.api import load
-    from selfspec.audit import audit
-    from selfspec.machine import machine
-    from selfspec.options import Options
-    from selfspec.prompts import check_chat, fitting
+    from selfspec.basics.machine import machine
+    from selfspec.llm.llm import load
+    from selfspec.llm.options import Options
+    from selfspec.llm.prompts import check_chat, fitting
+    from selfspec.measure.audit import audit
 
     Options(temperature=options.temperature).check()
     if options.data.chat:

@@ -10,29 +10,19 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from selfspec import builtin
-from selfspec.cli.common import (
-    Drafting,
-    chosen,
-    drafted_with,
-    print_json,
-    progress,
-    quiet,
-    set_threads,
-    stderr,
-    stdout,
-)
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import check_writable, write_text
+from selfspec.cli.common import Drafting, chosen, drafted_with, print_json, progress, quiet, set_threads, stderr, stdout
 from selfspec.cli.data import DataOptions
-from selfspec.errors import SelfspecError
-from selfspec.files import check_writable, write_text
-from selfspec.loading import read_identity
-from selfspec.profile import Profile
+from selfspec.model.loading import read_identity
+from selfspec.profile.schema import Profile
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from selfspec.api import LLM
-    from selfspec.benchmark import Task, Watch
-    from selfspec.costs import CostModel
+    from selfspec.facts.costs import CostModel
+    from selfspec.llm.llm import LLM
+    from selfspec.measure.bench import Task, Watch
 
 PROMPTS, TOKENS, ROUNDS = (12, 6), (96, 64), (5, 3)  # as it is, widened
 
@@ -75,9 +65,9 @@ def run(options: BenchOptions) -> int:
     texts = builtin.prompts("heldout")[-limit:] if read is None else read.texts[:limit]
     set_threads(options.threads)
 
-    from selfspec.benchmark import DRAFTING, Benchmark, Task, check_methods, load_subjects
-    from selfspec.prompts import check_chat, fitting
-    from selfspec.sampling import check_sampling
+    from selfspec.llm.prompts import check_chat, fitting
+    from selfspec.measure.bench import DRAFTING, Benchmark, Task, check_methods, load_subjects
+    from selfspec.speculation.sampling import check_sampling
 
     check_methods(methods)
     drafts = not DRAFTING.isdisjoint(methods)
@@ -150,7 +140,7 @@ class _Progress:
 
     def watch(self) -> Watch:
         """For the benchmark to tell."""
-        from selfspec.benchmark import Watch
+        from selfspec.measure.bench import Watch
 
         return Watch(self._stage, self._estimate, lambda: self._bar.advance(self._task))
 

@@ -10,9 +10,9 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from selfspec.events import Origin, TokenEvent, counts
-from selfspec.markup import LOOKS, acceptance
-from selfspec.stats import Stats
+from selfspec.facts.events import Origin, TokenEvent, counts
+from selfspec.facts.stats import Stats
+from selfspec.show.markup import LOOKS, acceptance
 
 _WIDE = 76  # columns from which the legend says what the origins mean
 # What a terminal would act on, as the characters that stand for it; newlines and tabs stay.

@@ -16,10 +16,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from selfspec import builtin
+from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import make_controller, parse_controller
-from selfspec.errors import SelfspecError
-from selfspec.loading import check_dtype, check_model_name
-from selfspec.profile import ControllerSpec, Identity, Profile, Skip, find_profile_file
+from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.identity import Identity
+from selfspec.model.loading import check_dtype, check_model_name
+from selfspec.profile.schema import Profile, Skip
+from selfspec.profile.shipped import find_profile_file
 
 SEARCH_HINT = "no profile known to be faster: decoding plainly. Search one with: selfspec search --model {model}"
 
@@ -81,7 +84,7 @@ def drafted_with(
     A profile, by its name, or one that ships for this model, or every second layer. Raises `SelfspecError` for a
     profile of another model, or one that skips nothing.
     """
-    from selfspec.shipped import check_profile, shipped_for
+    from selfspec.profile.choosing import check_profile, shipped_for
 
     if profile is not None:
         check_profile(profile, identity)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.errors import SelfspecError
-from selfspec.files import kind
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import kind
 
 if TYPE_CHECKING:
-    from selfspec.search.calibration import Prompts
+    from selfspec.text.prompt_files import Prompts
 
 KINDS = ".jsonl, .txt or .parquet file, a folder of texts, or one of cnn_dailymail, xsum, gsm8k, humaneval, mt_bench"
 Column = Annotated[str | None, typer.Option(help="Column of the prompts; 'prompt', else 'text', when left out.")]
@@ -36,7 +36,7 @@ class DataOptions:
 
         In the template `\n`, as a shell leaves it, is a new line. Raises `SelfspecError`.
         """
-        from selfspec.search.calibration import read_prompts
+        from selfspec.text.prompt_files import read_prompts
 
         if self.source is None:
             if self.column is not None or self.template is not None:
@@ -48,7 +48,7 @@ class DataOptions:
     @property
     def preset(self) -> bool:
         """Whether the prompts are a set of the hub, which is too large to be used whole."""
-        from selfspec.search.sources import PRESETS
+        from selfspec.text.sources import PRESETS
 
         return self.source in PRESETS
 
@@ -56,7 +56,7 @@ class DataOptions:
         """Raise `SelfspecError` where writing `place`, as `option` has it, would destroy the data."""
         if self.source is None or self.preset:
             return
-        from selfspec.search.sources import text_files
+        from selfspec.text.sources import text_files
 
         data = Path(self.source)
         read = text_files(data) if kind(data) == "folder" else [data]

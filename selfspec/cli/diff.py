@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from selfspec.basics.errors import short
 from selfspec.cli.common import LayerMap, checked_profile, print_json, printable, skip_map, stdout
 from selfspec.cli.facts import LABELS, facts
-from selfspec.errors import short
-from selfspec.profile import Profile
+from selfspec.profile.schema import Profile
 
 BY_BOTH, BY_NONE, BY_A, BY_B = ".", "#", "A", "B"
 STYLES = {BY_BOTH: "red", BY_NONE: "bold green", BY_A: "bold cyan", BY_B: "bold magenta"}

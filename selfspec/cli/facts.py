@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from selfspec.costs import CostModel
-from selfspec.profile import Calibration, Measurement, Prediction, Profile, Published, SearchRecord
+from selfspec.facts.costs import CostModel
+from selfspec.profile.schema import Calibration, Measurement, Prediction, Profile, Published, SearchRecord
 
 LABELS = {"siblings": "candidates", "draft_vocabulary": "drafted from", "acceptance": "accepted"}
 

@@ -11,30 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import read_text
 from selfspec.cli.color import colored, legend, show
-from selfspec.cli.common import (
-    SEARCH_HINT,
-    checked_profile,
-    model_for,
-    print_json,
-    quiet,
-    set_threads,
-    stderr,
-    stdout,
-)
+from selfspec.cli.common import SEARCH_HINT, checked_profile, model_for, print_json, quiet, set_threads, stderr, stdout
 from selfspec.controllers import parse_controller
-from selfspec.errors import SelfspecError
-from selfspec.files import read_text
-from selfspec.loading import DeviceMap, check_dtype
-from selfspec.profile import Profile
-from selfspec.text import is_unicode
+from selfspec.model.loading import DeviceMap, check_dtype
+from selfspec.profile.schema import Profile
+from selfspec.text.prompt import is_unicode
 
 if TYPE_CHECKING:
-    from selfspec.api import LLM
-    from selfspec.bench import Comparison
-    from selfspec.drafters import Drafter
-    from selfspec.options import Options
-    from selfspec.stream import Generation
+    from selfspec.llm.llm import LLM
+    from selfspec.llm.options import Options
+    from selfspec.llm.stream import Generation
+    from selfspec.measure.timing import Comparison
+    from selfspec.speculation.drafter import Drafter
 
 COMPARE_ROUNDS = 3
 OWN_CONFIG = "model"  # --generation-config: the checkpoint's own
@@ -86,8 +77,8 @@ def run(options: GenerateOptions) -> None:
     schema = None if options.json_schema is None else read_text(options.json_schema)
     set_threads(options.threads)
 
-    from selfspec.api import load
-    from selfspec.guided import check_guide
+    from selfspec.llm.llm import load
+    from selfspec.text.guided import check_guide
 
     how = _how(options)
     how.check()
@@ -145,8 +136,8 @@ def _prompt(options: GenerateOptions) -> str:
 
 def _how(options: GenerateOptions) -> Options:
     """The options of decoding, but for what needs the model."""
-    from selfspec.loading import read_generation_config
-    from selfspec.options import Options
+    from selfspec.llm.options import Options
+    from selfspec.model.loading import read_generation_config
 
     named = options.generation_config
     return Options(
@@ -214,7 +205,7 @@ def _print_stats(generation: Generation) -> None:
 
 
 def _compare(llm: LLM, usual: LLM, prompt: str, drafter: Drafter, how: Options, *, as_json: bool, color: bool) -> None:
-    from selfspec.bench import compare
+    from selfspec.measure.timing import compare
 
     result = compare(llm, prompt, drafter, how, rounds=COMPARE_ROUNDS, usual=usual)
     if as_json:

@@ -6,11 +6,11 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import check_writable
 from selfspec.cli.common import print_json, printable, quiet, skip_map, stderr
 from selfspec.cli.sources import open_study
-from selfspec.errors import SelfspecError
-from selfspec.files import check_writable
-from selfspec.profile import write_profile
+from selfspec.profile.reading import write_profile
 
 if TYPE_CHECKING:
     from rich.table import Table

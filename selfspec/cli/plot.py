@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import check_writable
 from selfspec.cli.common import quiet, stderr
 from selfspec.cli.sources import What, open_study, recognise
-from selfspec.errors import SelfspecError
-from selfspec.files import check_writable
-from selfspec.profile import find_profile_file
-from selfspec.text import is_unicode
+from selfspec.profile.shipped import find_profile_file
+from selfspec.text.prompt import is_unicode
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,7 +52,7 @@ def run(options: PlotOptions) -> None:
             f"--kind {kind}: {options.source} is {_NAMES[what]}, of which there are {_listed(KINDS[what])}"
         )
 
-    from selfspec.plots.style import WIDTH, check_format, save
+    from selfspec.show.plots.style import WIDTH, check_format, save
 
     check_format(options.out)
     draw = {"profile": _of_profile, "study": _of_study, "bench": _of_bench}[what]
@@ -64,7 +64,7 @@ def run(options: PlotOptions) -> None:
 
 
 def _of_profile(options: PlotOptions, kind: str) -> Callable[[float], Figure]:
-    from selfspec.plots.profile import acceptance_by_confidence, skip_map
+    from selfspec.show.plots.profile import acceptance_by_confidence, skip_map
 
     profile = find_profile_file(options.source)
     draw = {"skip-map": skip_map, "confidence": acceptance_by_confidence}[kind]
@@ -72,8 +72,8 @@ def _of_profile(options: PlotOptions, kind: str) -> Callable[[float], Figure]:
 
 
 def _of_study(options: PlotOptions, kind: str) -> Callable[[float], Figure]:
-    from selfspec.plots.study import pareto, progress, sensitivity, speedup_against_skipped
-    from selfspec.search.frames import sensitivity_frame, trials_frame
+    from selfspec.search.trial_tables import sensitivity_frame, trials_frame
+    from selfspec.show.plots.study import pareto, progress, sensitivity, speedup_against_skipped
 
     ledger = open_study(options.source, options.storage)
     frame = sensitivity_frame(ledger) if kind == "sensitivity" else trials_frame(ledger)
@@ -87,8 +87,8 @@ def _of_study(options: PlotOptions, kind: str) -> Callable[[float], Figure]:
 
 
 def _of_bench(options: PlotOptions, kind: str) -> Callable[[float], Figure]:
-    from selfspec.frames import bench_frame, bench_position_frame, read_bench
-    from selfspec.plots.bench import acceptance_by_position, bench_bars
+    from selfspec.show.plots.bench import acceptance_by_position, bench_bars
+    from selfspec.show.tables import bench_frame, bench_position_frame, read_bench
 
     bench = read_bench(Path(options.source))
     if kind == "bars":

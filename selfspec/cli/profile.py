@@ -11,21 +11,16 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from selfspec.basics.errors import SelfspecError, short
+from selfspec.basics.files import check_writable, files_in
 from selfspec.cli.common import checked_profile, print_json, printable, quiet, skip_map, stderr, stdout
 from selfspec.cli.facts import LABELS, facts, source, standing
-from selfspec.errors import SelfspecError, short
-from selfspec.files import check_writable, files_in
-from selfspec.loading import check_model_name, read_identity, stored_config
-from selfspec.profile import (
-    Identity,
-    Profile,
-    Published,
-    profile_schema,
-    profile_text,
-    shipped_profiles,
-    write_profile,
-)
-from selfspec.published import check_format, published_profile, read_published
+from selfspec.facts.identity import Identity
+from selfspec.model.loading import check_model_name, read_identity, stored_config
+from selfspec.profile.published import check_format, published_profile, read_published
+from selfspec.profile.reading import profile_schema, profile_text, write_profile
+from selfspec.profile.schema import Profile, Published
+from selfspec.profile.shipped import shipped_profiles
 
 
 def show(file: str) -> None:

@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from selfspec import builtin
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import check_writable, write_text
 from selfspec.cli.common import checked_profile, model_for, progress, quiet, set_threads, stderr
 from selfspec.cli.data import DataOptions
 from selfspec.cli.facts import LABELS, facts
 from selfspec.cli.sources import open_study
-from selfspec.errors import SelfspecError
-from selfspec.files import check_writable, write_text
-from selfspec.loading import check_dtype
-from selfspec.profile import Profile
+from selfspec.model.loading import check_dtype
+from selfspec.profile.schema import Profile
 
 if TYPE_CHECKING:
     import pandas as pd
     from markupsafe import Markup
 
-    from selfspec.api import LLM
-    from selfspec.report import Sample, Section, Table
+    from selfspec.llm.llm import LLM
     from selfspec.search.ledger import Ledger
-    from selfspec.text import Prompt
+    from selfspec.show.report import Sample, Section, Table
+    from selfspec.text.prompt import Prompt
 
 _CONDITIONS = ("figures of", "temperature", "of plain's speed", "prompts x tokens", "on")
 _GIVE_PROFILE = "No profile was given: --profile or --study shows what is bypassed, and what is accepted."
@@ -72,7 +72,7 @@ def run(options: ReportOptions) -> None:
     """Check everything that can be checked before the model is loaded, then decode, draw, and write the page."""
     quiet()
     _check(options)
-    from selfspec.frames import read_bench
+    from selfspec.show.tables import read_bench
 
     bench = None if options.bench is None else read_bench(options.bench)
     ledger = None if options.study is None else open_study(options.study, options.storage)
@@ -121,8 +121,8 @@ def _decoded(options: ReportOptions, profile: Profile) -> _Decoded:
     framed = read is not None and read.template is not None
     set_threads(options.threads)
 
-    from selfspec.api import load
-    from selfspec.prompts import check_chat, fitting
+    from selfspec.llm.llm import load
+    from selfspec.llm.prompts import check_chat, fitting
 
     try:
         name = model_for(options.model, profile)
@@ -137,11 +137,11 @@ def _decoded(options: ReportOptions, profile: Profile) -> _Decoded:
 
 
 def _sampled(llm: LLM, profile: Profile, texts: tuple[str, ...] | list[str], prompts: list[Prompt], n: int) -> _Decoded:
-    from selfspec.bench import conditions
-    from selfspec.frames import position_frame
-    from selfspec.markup import legend_html, tokens_html
-    from selfspec.report import Sample
-    from selfspec.stats import Stats
+    from selfspec.facts.stats import Stats
+    from selfspec.measure.timing import conditions
+    from selfspec.show.markup import legend_html, tokens_html
+    from selfspec.show.report import Sample
+    from selfspec.show.tables import position_frame
 
     drafter = llm.drafts_with(profile)
     found = []
@@ -181,7 +181,15 @@ def _page(
     bench: dict[str, Any] | None,
     decoded: _Decoded | None,
 ) -> str:
-    from selfspec.report import Report, Section, acceptance_section, bench_section, render, skip_section, study_section
+    from selfspec.show.report import (
+        Report,
+        Section,
+        acceptance_section,
+        bench_section,
+        render,
+        skip_section,
+        study_section,
+    )
 
     sections = [_conditions(options, profile, ledger, bench, decoded)]
     if profile is None:
@@ -191,7 +199,7 @@ def _page(
     if ledger is None:
         sections.append(Section("search", "The search", notes=(_GIVE_STUDY,)))
     else:
-        from selfspec.search.frames import sensitivity_frame, trials_frame
+        from selfspec.search.trial_tables import sensitivity_frame, trials_frame
 
         sensitivities = None if ledger.gains is None else sensitivity_frame(ledger)
         sections.append(study_section(trials_frame(ledger), sensitivities, ledger.place))
@@ -243,7 +251,7 @@ def _conditions(
     decoded: _Decoded | None,
 ) -> Section:
     """Which model, which profile, and where each figure was measured."""
-    from selfspec.report import Section, Table, facts_table
+    from selfspec.show.report import Section, Table, facts_table
 
     tables: list[Table] = []
     rows: list[tuple[str, ...]] = []

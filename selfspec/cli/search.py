@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import TextColumn
 
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import check_writable
 from selfspec.cli.common import print_json, progress, quiet, set_threads, skip_map, stderr
 from selfspec.cli.data import DataOptions
 from selfspec.controllers import parse_controller
-from selfspec.errors import SelfspecError
-from selfspec.files import check_writable
-from selfspec.loading import DeviceMap, check_dtype, check_model_name
-from selfspec.profile import Profile, write_profile
+from selfspec.model.loading import DeviceMap, check_dtype, check_model_name
+from selfspec.profile.reading import write_profile
+from selfspec.profile.schema import Profile
 
 if TYPE_CHECKING:
-    from selfspec.api import LLM
+    from selfspec.llm.llm import LLM
     from selfspec.search import Trial
 
 
@@ -104,14 +105,14 @@ def run(options: SearchOptions) -> int:
     check_storage(options.kept_in)
     set_threads(options.threads)
 
-    from selfspec.api import load
+    from selfspec.llm.llm import load
     from selfspec.search import AnotherFinishes, find_profile
     from selfspec.search.continuations import Decoding
 
     decoding = Decoding(options.max_new_tokens, options.temperature, options.top_k, options.top_p, rule=options.rule)
     decoding.check()
     if options.data.chat:
-        from selfspec.prompts import check_chat
+        from selfspec.llm.prompts import check_chat
 
         check_chat(options.model)
     console = stderr()

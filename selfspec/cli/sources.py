@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from selfspec.errors import SelfspecError
-from selfspec.files import kind, read_text
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import kind, read_text
 
 if TYPE_CHECKING:
     from selfspec.search.ledger import Ledger

@@ -11,17 +11,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from selfspec.acceptance import Outlook
-from selfspec.errors import SelfspecError
-from selfspec.profile import ControllerSpec
+from selfspec.basics.errors import SelfspecError
+from selfspec.facts.acceptance import Outlook
+from selfspec.facts.controller import ControllerSpec
 
-from .base import K_LIMIT, Controller
+from .base import Controller
 from .rate import RateOptimal
 from .thresholds import AdaptiveThreshold, FixedK, StaticThreshold
 
 __all__ = [
     "CONTROLLERS",
-    "K_LIMIT",
     "AdaptiveThreshold",
     "Controller",
     "FixedK",

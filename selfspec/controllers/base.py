@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self
 
-from selfspec.acceptance import WIDEST_DRAFT
-from selfspec.errors import SelfspecError
-from selfspec.profile import ControllerSpec
-
-K_LIMIT = WIDEST_DRAFT  # the most that any controller may ask for
+from selfspec.basics.errors import SelfspecError
+from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.limits import WIDEST_DRAFT
 
 
 class Controller(Protocol):
@@ -75,8 +73,10 @@ class Options:
 
     def _count(self, option: str) -> None:
         value = getattr(self, option)
-        if value != int(value) or not 1 <= value <= K_LIMIT:
-            raise SelfspecError(f"controller '{self.name}': {option} {value}: want a whole number from 1 to {K_LIMIT}")
+        if value != int(value) or not 1 <= value <= WIDEST_DRAFT:
+            raise SelfspecError(
+                f"controller '{self.name}': {option} {value}: want a whole number from 1 to {WIDEST_DRAFT}"
+            )
         setattr(self, option, int(value))
 
     def _shares(self, *options: str) -> None:

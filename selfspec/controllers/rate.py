@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
-from selfspec.acceptance import MOST_ROWS, Outlook, between
-from selfspec.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError
+from selfspec.facts.acceptance import Outlook, between
+from selfspec.facts.limits import MOST_ROWS
 
 from .base import Options
 

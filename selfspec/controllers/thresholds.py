@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
-from selfspec.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError
 
 from .base import Options
 

@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from selfspec.acceptance import MOST_ROWS, Outlook
-from selfspec.drafters.base import Drafter
-from selfspec.drafts import NO_DRAFT, Draft, Outcome, SequenceState
-from selfspec.runtime import Step
+from selfspec.facts.acceptance import Outlook
+from selfspec.facts.limits import MOST_ROWS
+from selfspec.speculation.drafter import Drafter
+from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome, SequenceState
+from selfspec.speculation.step import Step
 
 SHARE, START = 0.015, 1.65  # of plain decoding's time, and plain steps, that drafting may lose
 FIRST_REST = 1.6  # plain rounds that the first draft's verification is taken to last

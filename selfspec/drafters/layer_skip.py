@@ -8,11 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from selfspec.controllers import K_LIMIT, Controller
-from selfspec.drafts import NO_DRAFT, Draft, Outcome, SequenceState
-from selfspec.errors import SelfspecError
-from selfspec.runtime import Runtime, Step
-from selfspec.skip import SkipSet
+from selfspec.basics.errors import SelfspecError
+from selfspec.controllers import Controller
+from selfspec.facts.limits import WIDEST_DRAFT
+from selfspec.facts.skip import SkipSet
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome, SequenceState
+from selfspec.speculation.step import Step
 
 
 class LayerSkipDrafter:
@@ -38,14 +40,14 @@ class LayerSkipDrafter:
         vocabulary: Sequence[int] | None = None,
     ) -> None:
         skip.check(runtime.layers)
-        if not 1 <= siblings <= K_LIMIT:
-            raise SelfspecError(f"siblings {siblings}: want 1 (the drafted token itself) to {K_LIMIT}")
+        if not 1 <= siblings <= WIDEST_DRAFT:
+            raise SelfspecError(f"siblings {siblings}: want 1 (the drafted token itself) to {WIDEST_DRAFT}")
         self.runtime = runtime
         self.skip = skip
         self.controller = controller
         self.siblings = siblings if vocabulary is None else min(siblings, max(1, len(vocabulary)))
         self._head = None if vocabulary is None else runtime.head_over(vocabulary)
-        self.deepest = K_LIMIT // siblings  # so that all candidates fit into one verification
+        self.deepest = WIDEST_DRAFT // siblings  # so that all candidates fit into one verification
 
     def begin(self, seq: SequenceState, prefill: Step) -> None:
         """Start the controller afresh when the sequence has a seed."""

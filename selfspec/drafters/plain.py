@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfspec.drafts import NO_DRAFT, Draft, Outcome, SequenceState
-from selfspec.runtime import Step
+from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome, SequenceState
+from selfspec.speculation.step import Step
 
 
 class PlainDrafter:

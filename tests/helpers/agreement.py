@@ -11,12 +11,12 @@ from models import run
 from scipy import stats
 from torch import Tensor
 
-from selfspec import verify
-from selfspec.drafters import Drafter
-from selfspec.drafts import Draft
-from selfspec.runtime import Runtime
-from selfspec.sampling import Sampler
-from selfspec.verify import Rule
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation import rules as verify
+from selfspec.speculation.drafter import Drafter
+from selfspec.speculation.drafts import Draft
+from selfspec.speculation.rules import Rule
+from selfspec.speculation.sampling import Sampler
 
 RARE = 10  # outcomes seen less often are counted as one
 

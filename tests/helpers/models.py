@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
 
-from selfspec.decode import decode
-from selfspec.drafters import Drafter, PlainDrafter
-from selfspec.drafts import Outcome, SequenceState
-from selfspec.runtime import Runtime
-from selfspec.sampling import Sampler
-from selfspec.verify import Rule, find_rule
+from selfspec.decoding.loop import decode
+from selfspec.drafters import PlainDrafter
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafter import Drafter
+from selfspec.speculation.drafts import Outcome, SequenceState
+from selfspec.speculation.rules import Rule, find_rule
+from selfspec.speculation.sampling import Sampler
 
 SIZES = {
     "vocab_size": 61,

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from selfspec.controllers import Controller
 from selfspec.drafters import LayerSkipDrafter
-from selfspec.drafts import SequenceState
-from selfspec.runtime import Runtime
-from selfspec.skip import SkipSet
+from selfspec.facts.skip import SkipSet
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafts import SequenceState
 
 
 def pruned(model: Any, skip: SkipSet) -> Any:

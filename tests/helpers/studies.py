@@ -9,9 +9,9 @@ from selfspec.search.objective import Score
 from selfspec.search.space import Space
 from selfspec.search.storage import MEMORY
 
-from selfspec.costs import CostModel
-from selfspec.profile import ControllerSpec
-from selfspec.skip import SkipSet
+from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.costs import CostModel
+from selfspec.facts.skip import SkipSet
 
 # A plain step takes 10 s, and so does a draft step that bypasses nothing; five rows are verified in 15 s.
 COSTS = CostModel(context=9, base=2.0, attention=1.0, mlp=3.0, widths=[1, 5], verify=[10.0, 15.0], round=0.0)

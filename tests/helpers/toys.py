@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from selfspec.drafts import NO_DRAFT, Draft, Outcome, SequenceState
-from selfspec.runtime import Runtime, Step
-from selfspec.sampling import Sampler
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome, SequenceState
+from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.step import Step
 
 
 class Toy:

@@ -26,11 +26,11 @@ from selfspec.search.replay import CANDIDATES, Replay
 
 import selfspec
 from selfspec import builtin
-from selfspec.bench import conditions, interleave, method
 from selfspec.controllers import CONTROLLERS, FixedK
-from selfspec.costing import measure_costs
 from selfspec.drafters import PlainDrafter
-from selfspec.profile import find_profile_file
+from selfspec.measure.cost_fitting import measure_costs
+from selfspec.measure.timing import conditions, interleave, method
+from selfspec.profile.shipped import find_profile_file
 
 PROMPTS, NEW, ROUNDS = 8, 64, 2
 

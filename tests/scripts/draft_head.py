@@ -13,18 +13,19 @@ import argparse
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from selfspec.basics.machine import machine
 from selfspec.controllers import FixedK
-from selfspec.costing import measure_skip_costs
-from selfspec.costs import CostModel
-from selfspec.decode import decode
-from selfspec.drafters import Drafter, LayerSkipDrafter, PlainDrafter
-from selfspec.drafts import SequenceState
-from selfspec.layout import lay_out_
-from selfspec.machine import machine
-from selfspec.runtime import Runtime
-from selfspec.sampling import Sampler
-from selfspec.skip import SkipSet
-from selfspec.verify import find_rule
+from selfspec.decoding.loop import decode
+from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.facts.costs import CostModel
+from selfspec.facts.skip import SkipSet
+from selfspec.measure.cost_fitting import measure_skip_costs
+from selfspec.model.layout import lay_out_
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafter import Drafter
+from selfspec.speculation.drafts import SequenceState
+from selfspec.speculation.rules import find_rule
+from selfspec.speculation.sampling import Sampler
 
 VOCABULARY = 128_256
 

@@ -24,13 +24,14 @@ from transformers import AutoModelForCausalLM
 
 import selfspec
 from selfspec import builtin
-from selfspec.api import LLM
-from selfspec.bench import conditions, interleave, method
 from selfspec.drafters import PlainDrafter
-from selfspec.layout import lay_out_
-from selfspec.options import Options
-from selfspec.profile import ControllerSpec, Profile, Skip
-from selfspec.runtime import Runtime
+from selfspec.facts.controller import ControllerSpec
+from selfspec.llm.llm import LLM
+from selfspec.llm.options import Options
+from selfspec.measure.timing import conditions, interleave, method
+from selfspec.model.layout import lay_out_
+from selfspec.profile.schema import Profile, Skip
+from selfspec.runtime.forward import Runtime
 
 PROMPTS, ROUNDS = 4, {100: 8, 500: 4}
 HALF = Skip(attention=list(range(1, 16, 2)), mlp=list(range(1, 16, 2)))

@@ -17,12 +17,13 @@ import torch
 
 import selfspec
 from selfspec import builtin
-from selfspec.api import LLM
-from selfspec.bench import method
 from selfspec.controllers import FixedK
-from selfspec.drafters import Drafter, LayerSkipDrafter, PlainDrafter
-from selfspec.options import Options
-from selfspec.skip import NOTHING_SKIPPED, SkipSet
+from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.facts.skip import NOTHING_SKIPPED, SkipSet
+from selfspec.llm.llm import LLM
+from selfspec.llm.options import Options
+from selfspec.measure.timing import method
+from selfspec.speculation.drafter import Drafter
 
 DRAFTED, SIBLINGS, START, REPEATS = 4, 3, 100, 3
 EDGES = (128, 256, 384, 512, 640, 768, 896, 1000)

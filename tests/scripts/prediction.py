@@ -19,13 +19,13 @@ from selfspec.search.replay import Replay
 
 import selfspec
 from selfspec import builtin
-from selfspec.bench import interleave, method
+from selfspec.basics.machine import machine
 from selfspec.controllers import StaticThreshold
-from selfspec.costing import measure_costs
 from selfspec.drafters import PlainDrafter
-from selfspec.machine import machine
-from selfspec.profile import Profile, Skip
-from selfspec.skip import SkipSet
+from selfspec.facts.skip import SkipSet
+from selfspec.measure.cost_fitting import measure_costs
+from selfspec.measure.timing import interleave, method
+from selfspec.profile.schema import Profile, Skip
 
 
 def main() -> None:

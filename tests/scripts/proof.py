@@ -22,9 +22,10 @@ import selfspec
 from selfspec import builtin
 from selfspec.controllers import CONTROLLERS
 from selfspec.drafters import PlainDrafter
-from selfspec.profile import ControllerSpec, find_profile_file
-from selfspec.skip import SkipSet
-from selfspec.stats import Stats
+from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.skip import SkipSet
+from selfspec.facts.stats import Stats
+from selfspec.profile.shipped import find_profile_file
 
 TOKENS = 32
 

@@ -14,7 +14,7 @@ import selfspec
 from selfspec import builtin
 from selfspec.controllers import FixedK, StaticThreshold
 from selfspec.drafters import LayerSkipDrafter
-from selfspec.profile import find_profile_file
+from selfspec.profile.shipped import find_profile_file
 
 RULES = ("token", "block", "match")
 

@@ -24,7 +24,7 @@ import selfspec
 from selfspec import builtin
 from selfspec.controllers import StaticThreshold
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.profile import find_profile_file
+from selfspec.profile.shipped import find_profile_file
 
 PROMPT, LENGTH = "def read(self", 6
 SETTINGS = {

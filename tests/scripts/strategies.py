@@ -30,14 +30,14 @@ from selfspec.search.strategies import STRATEGIES, Problem, make_strategy
 from selfspec.search.study import LONGEST_DRAFT, STRATEGY
 
 import selfspec
-from selfspec.bench import interleave, method
+from selfspec.basics.machine import machine
 from selfspec.controllers import make_controller
-from selfspec.costing import measure_costs
-from selfspec.costs import CostModel
 from selfspec.drafters import PlainDrafter
-from selfspec.machine import machine
-from selfspec.profile import ControllerSpec
-from selfspec.skip import SkipSet
+from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.costs import CostModel
+from selfspec.facts.skip import SkipSet
+from selfspec.measure.cost_fitting import measure_costs
+from selfspec.measure.timing import interleave, method
 
 DECODING, PROMPTS = Decoding(64), 8
 

@@ -14,12 +14,12 @@ import time
 
 import torch
 from selfspec.search.replay import Replay
-from selfspec.search.texts import Text
+from selfspec.search.target_text import Text
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from selfspec.basics.machine import machine
 from selfspec.controllers import FixedK
-from selfspec.machine import machine
-from selfspec.skip import SkipSet
+from selfspec.facts.skip import SkipSet
 
 BASE = {"layers": 16, "hidden": 128, "tokens": 512, "k_max": 4}
 PROMPT, PROMPTS = 64, 8

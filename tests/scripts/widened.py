@@ -24,14 +24,15 @@ from selfspec.search.strategies import Problem, make_strategy
 from selfspec.search.warm import cosines, every_second, first_k, programme
 
 import selfspec
-from selfspec.costing import measure_costs
-from selfspec.costs import CostModel
-from selfspec.layout import LAYOUTS, lay_out_
-from selfspec.loading import load_model
-from selfspec.profile import Profile, SearchRecord, Skip, write_profile
-from selfspec.runtime import Runtime
-from selfspec.skip import SkipSet
-from selfspec.widen import widen
+from selfspec.facts.costs import CostModel
+from selfspec.facts.skip import SkipSet
+from selfspec.measure.cost_fitting import measure_costs
+from selfspec.model.layout import LAYOUTS, lay_out_
+from selfspec.model.loading import load_model
+from selfspec.model.widen import widen
+from selfspec.profile.reading import write_profile
+from selfspec.profile.schema import Profile, SearchRecord, Skip
+from selfspec.runtime.forward import Runtime
 
 TEMPERATURES = (0.0, 0.8)
 NEW = 64

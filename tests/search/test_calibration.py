@@ -5,9 +5,10 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from selfspec.search.calibration import Prompts, choose, read_prompts, record
+from selfspec.search.calibration import choose, record
 
-from selfspec.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError
+from selfspec.text.prompt_files import Prompts, read_prompts
 
 
 def write(folder, name, text):

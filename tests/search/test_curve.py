@@ -8,7 +8,7 @@ import pytest
 from selfspec.search.curve import fit_curve
 from selfspec.search.trace import Trace
 
-from selfspec.acceptance import AcceptanceCurve, between
+from selfspec.facts.acceptance import AcceptanceCurve, between
 
 
 def made(starts: int, depth: int = 4, seed: int = 0) -> Trace:

@@ -8,14 +8,14 @@ from selfspec.search import finalists, find_profile, prepare
 from selfspec.search.heads import frequent, with_smaller_heads
 from selfspec.search.objective import Replayed
 from selfspec.search.replay import Replay
-from selfspec.search.texts import Text
+from selfspec.search.target_text import Text
 
 import selfspec
 from selfspec.controllers import FixedK
-from selfspec.costs import CostModel
 from selfspec.drafters import PlainDrafter
-from selfspec.runtime import Runtime
-from selfspec.skip import SkipSet
+from selfspec.facts.costs import CostModel
+from selfspec.facts.skip import SkipSet
+from selfspec.runtime.forward import Runtime
 
 SKIP = SkipSet((1,), (2,))
 

@@ -9,8 +9,8 @@ import torch
 from selfspec.search.law import Uniforms, draft_beside
 from toys import enumerate_outcomes
 
-from selfspec.drafts import Draft
-from selfspec.verify import token as token_rule
+from selfspec.speculation.drafts import Draft
+from selfspec.speculation.rules import token as token_rule
 
 
 class Branching:

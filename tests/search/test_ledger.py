@@ -13,11 +13,11 @@ from selfspec.search.objective import Score
 from selfspec.search.space import Space
 from selfspec.search.storage import open_storage
 
-from selfspec.acceptance import AcceptanceCurve
-from selfspec.costs import CostModel
-from selfspec.errors import SelfspecError
-from selfspec.profile import ControllerSpec
-from selfspec.skip import SkipSet
+from selfspec.basics.errors import SelfspecError
+from selfspec.facts.acceptance import AcceptanceCurve
+from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.costs import CostModel
+from selfspec.facts.skip import SkipSet
 
 COSTS = CostModel(context=9, base=0.1, attention=0.2, mlp=0.3, widths=[1], verify=[1.0], round=0.0)
 CURVE = AcceptanceCurve(confidence=[0.1, 0.5], accepted=[0.3, 0.7], following=[0.5, 0.6], beside=[[0.2, 0.1]])

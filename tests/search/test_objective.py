@@ -4,14 +4,16 @@ import pytest
 from models import plain, run, small
 from selfspec.search.objective import Replayed, controllers_in_play, predict
 from selfspec.search.replay import Replay, deepest
-from selfspec.search.texts import Text
+from selfspec.search.target_text import Text
 
 from selfspec.controllers import FixedK, RateOptimal, StaticThreshold
-from selfspec.costs import CostModel
 from selfspec.drafters import LayerSkipDrafter
-from selfspec.profile import ControllerSpec, Identity, Profile, Skip
-from selfspec.runtime import Runtime
-from selfspec.skip import SkipSet
+from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.costs import CostModel
+from selfspec.facts.identity import Identity
+from selfspec.facts.skip import SkipSet
+from selfspec.profile.schema import Profile, Skip
+from selfspec.runtime.forward import Runtime
 
 COSTS = CostModel(
     context=9, base=0.1, attention=0.1, mlp=0.1, widths=[1, 8], verify=[1.0, 1.7], round=0.05, prefill=0.01

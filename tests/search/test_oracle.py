@@ -12,8 +12,8 @@ from selfspec.search.trace import Trace, walk
 
 from selfspec import builtin
 from selfspec.controllers import FixedK, parse_controller
-from selfspec.costs import CostModel
-from selfspec.profile import Profile, Skip
+from selfspec.facts.costs import CostModel
+from selfspec.profile.schema import Profile, Skip
 
 COSTS = CostModel(context=9, base=0.1, attention=0, mlp=0, widths=[1, 2, 8], verify=[1.0, 1.3, 1.7], round=0.05)
 DRAFT = 0.4

@@ -12,19 +12,21 @@ from selfspec.search import finalists, find_profile, prepare
 from selfspec.search.objective import predict
 from selfspec.search.replay import Replay, deepest
 from selfspec.search.space import Space
-from selfspec.search.texts import Text
+from selfspec.search.target_text import Text
 from selfspec.search.trace import walk
 from selfspec.search.warm import programme
 
 from selfspec import builtin
+from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
-from selfspec.costs import CostModel
 from selfspec.drafters import PlainDrafter
-from selfspec.errors import SelfspecError
-from selfspec.profile import Identity, Profile, Skip, parse_profile, profile_text
-from selfspec.runtime import Runtime
-from selfspec.sampling import Sampler
-from selfspec.skip import SkipSet
+from selfspec.facts.costs import CostModel
+from selfspec.facts.identity import Identity
+from selfspec.facts.skip import SkipSet
+from selfspec.profile.reading import parse_profile, profile_text
+from selfspec.profile.schema import Profile, Skip
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.sampling import Sampler
 
 CONTROLLERS = [
     FixedK(1),

@@ -11,22 +11,22 @@ import torch
 from models import plain, run, small
 from pruned import PrunedModel
 from selfspec.search.replay import Replay, deepest
-from selfspec.search.texts import Text
+from selfspec.search.target_text import Text
 from selfspec.search.trace import walk
 from toys import Enumerating, enumerate_outcomes
 from transformers.generation import RepetitionPenaltyLogitsProcessor
 
 from selfspec import builtin
-from selfspec.acceptance import Outlook
+from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
-from selfspec.decode import decode
+from selfspec.decoding.loop import decode
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.drafts import SequenceState
-from selfspec.errors import SelfspecError
-from selfspec.runtime import Runtime
-from selfspec.sampling import Sampler
-from selfspec.skip import SkipSet
-from selfspec.verify import RULES
+from selfspec.facts.acceptance import Outlook
+from selfspec.facts.skip import SkipSet
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafts import SequenceState
+from selfspec.speculation.rules import RULES
+from selfspec.speculation.sampling import Sampler
 
 CONTROLLERS = [
     FixedK(1),

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from selfspec.search.space import Space, parse_keep
 
-from selfspec.errors import SelfspecError
-from selfspec.skip import SkipSet
+from selfspec.basics.errors import SelfspecError
+from selfspec.facts.skip import SkipSet
 
 
 @given(st.integers(1, 8), st.sampled_from(["sublayer", "layer"]), st.data())

@@ -6,8 +6,8 @@ import pytest
 from selfspec.search.space import Space
 from selfspec.search.strategies import STRATEGIES, Problem, make_strategy
 
-from selfspec.errors import SelfspecError
-from selfspec.skip import SkipSet
+from selfspec.basics.errors import SelfspecError
+from selfspec.facts.skip import SkipSet
 
 SPACE = Space(4)
 BEST = SkipSet((1, 2), (0, 3))

@@ -9,11 +9,13 @@ import selfspec.search
 from selfspec.search import Prompts, finalists, find_profile, objective, prepare, study
 from selfspec.search.calibration import choose, record
 
-from selfspec.costs import CostModel
-from selfspec.errors import SelfspecError
-from selfspec.profile import ControllerSpec, Measurement, parse_profile, profile_text
-from selfspec.skip import SkipSet
-from selfspec.stats import Stats
+from selfspec.basics.errors import SelfspecError
+from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.costs import CostModel
+from selfspec.facts.skip import SkipSet
+from selfspec.facts.stats import Stats
+from selfspec.profile.reading import parse_profile, profile_text
+from selfspec.profile.schema import Measurement
 
 COSTS = CostModel(
     context=60, base=1e-4, attention=4e-5, mlp=4e-5, widths=[1, 2, 8], verify=[1.3e-3, 1.35e-3, 1.5e-3], round=4e-5

@@ -5,12 +5,12 @@ import torch
 from models import plain, small
 from selfspec.search.replay import Replay
 from selfspec.search.space import Space
-from selfspec.search.texts import Text
+from selfspec.search.target_text import Text
 from selfspec.search.warm import cosines, every_second, first_k, programme
 
-from selfspec.costs import CostModel
-from selfspec.runtime import Runtime
-from selfspec.skip import SkipSet
+from selfspec.facts.costs import CostModel
+from selfspec.facts.skip import SkipSet
+from selfspec.runtime.forward import Runtime
 
 COSTS = CostModel(context=9, base=0.1, attention=1.0, mlp=2.0, widths=[1], verify=[1.0], round=0.0)
 LAYERS = 3

@@ -19,9 +19,9 @@ from selfspec.search.objective import Score
 from selfspec.search.storage import open_storage
 from studies import small_study
 
+from selfspec.basics.errors import SelfspecError
 from selfspec.cli import pick
-from selfspec.errors import SelfspecError
-from selfspec.profile import read_profile
+from selfspec.profile.reading import read_profile
 
 SELFSPEC = str(Path(sys.executable).with_name("selfspec"))
 TRIALS = 12

@@ -22,20 +22,14 @@ from transformers import GenerationConfig
 import selfspec
 from selfspec import builtin
 from selfspec.cli import main
-from selfspec.events import TokenEvent
-from selfspec.options import Options
-from selfspec.profile import (
-    ControllerSpec,
-    Identity,
-    Profile,
-    Skip,
-    find_profile_file,
-    parse_profile,
-    profile_schema,
-    read_profile,
-    write_profile,
-)
-from selfspec.verify import RULES
+from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.events import TokenEvent
+from selfspec.facts.identity import Identity
+from selfspec.llm.options import Options
+from selfspec.profile.reading import parse_profile, profile_schema, read_profile, write_profile
+from selfspec.profile.schema import Profile, Skip
+from selfspec.profile.shipped import find_profile_file
+from selfspec.speculation.rules import RULES
 
 SELFSPEC = str(Path(sys.executable).parent / "selfspec")
 PROMPT = "import os\n\ndef main(args):\n    "
@@ -63,7 +57,7 @@ def cli(monkeypatch, capsys, tmp_path):
 @pytest.fixture(autouse=True)
 def brief_costs(monkeypatch):
     """Tests run side by side: the machine is always disturbed, and measuring costs for longer would not help."""
-    monkeypatch.setattr("selfspec.costing.LONGER", 1)
+    monkeypatch.setattr("selfspec.measure.cost_fitting.LONGER", 1)
 
 
 @pytest.fixture
@@ -148,7 +142,7 @@ class TestGenerate:
     def test_a_model_without_a_profile_says_how_to_search(self, cli, llm, tmp_path, capsys):
         folder = tmp_path / "other"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(selfspec.shipped, "shipped_profiles", dict)
+            patch.setattr(selfspec.profile.choosing, "shipped_profiles", dict)
             llm.model.save_pretrained(folder)
             llm.tokenizer.save_pretrained(folder)
             capsys.readouterr()
@@ -854,7 +848,7 @@ def test_wrong_input_is_one_clear_line(cli, tmp_path, monkeypatch, old_trials, n
     shutil.copytree(builtin.model_folder(), tmp_path / "lacking")
     config = json.loads((tmp_path / "lacking" / "config.json").read_text())
     (tmp_path / "lacking" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 17}))
-    from selfspec.runtime import Runtime
+    from selfspec.runtime.forward import Runtime
 
     monkeypatch.setattr(Runtime, "forward", lambda *_, **__: pytest.fail("work was done"))
     args, message = WRONG[name]

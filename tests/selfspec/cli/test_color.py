@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from selfspec.cli.color import colored, legend, show
-from selfspec.events import Origin, TokenEvent
-from selfspec.stats import Stats
+from selfspec.facts.events import Origin, TokenEvent
+from selfspec.facts.stats import Stats
 
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from("\n\t[]/"), max_size=12)

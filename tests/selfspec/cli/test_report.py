@@ -13,7 +13,9 @@ import pytest
 from studies import small_study
 
 from selfspec.cli import main
-from selfspec.profile import ControllerSpec, find_profile_file, write_profile
+from selfspec.facts.controller import ControllerSpec
+from selfspec.profile.reading import write_profile
+from selfspec.profile.shipped import find_profile_file
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench.json"
 SCRIPT = "<script>document.title = 'owned'</script>"

@@ -39,7 +39,7 @@ def cli(monkeypatch, tmp_path):
     def loaded(*_, **__):
         raise ModelLoadedError
 
-    for module in ("api", "benchmark"):
+    for module in ("llm.llm", "measure.bench"):
         monkeypatch.setattr(f"selfspec.{module}.load_model", loaded)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     monkeypatch.setattr("torch.set_num_threads", lambda _: None)

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from models import plain, run, small
 from toys import RandomTree
 
-from selfspec.acceptance import Outlook
 from selfspec.controllers import FixedK
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
-from selfspec.drafts import NO_DRAFT, Draft, Outcome, SequenceState
-from selfspec.runtime import Runtime, Step
-from selfspec.sampling import Sampler
-from selfspec.skip import SkipSet
+from selfspec.facts.acceptance import Outlook
+from selfspec.facts.skip import SkipSet
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome, SequenceState
+from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.step import Step
 
 STEP = Step(None)
 

@@ -1,0 +1,113 @@
+"""Searches watched: strategies against the clock, what each sub-layer matters, predictions beside what was timed."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import optuna
+import pandas as pd
+
+from selfspec.facts.skip import SkipSet
+from selfspec.measure.cost_fitting import measure_skip_costs
+
+from ..ledger import BIT
+from ..objective import predict
+from ..strategies import STRATEGIES, make_strategy
+from .sweep import random_set
+from .workbench import Workbench
+
+
+def race(
+    bench: Workbench, *, strategies: Sequence[str] = tuple(STRATEGIES), trials: int = 40, seeds: Sequence[int] = (0,)
+) -> pd.DataFrame:
+    """Every strategy with the same texts, costs, gains and warm starts; a row for each trial.
+
+    Columns: `strategy`, `seed`, `trial` (from 1), `seconds` since the first was asked for, the strategy's own thinking
+    included, `speedup` (predicted, over plain decoding; of a pruned trial, of the share that was looked at), `pruned`,
+    `best` (the best speedup so far), `skip`.
+    """
+    rows = []
+    for seed in seeds:
+        for name in strategies:
+            objective, strategy = bench.objective(), make_strategy(name, replace(bench.problem, seed=seed))
+            known: dict[SkipSet, tuple[float, float, bool]] = {}
+            best, begun = 0.0, time.perf_counter()
+            for trial in range(1, trials + 1):
+                skip = strategy.ask()
+                if skip not in known:
+                    score = objective.score(skip)
+                    known[skip] = score.tokens_per_second, score.speedup, score.pruned
+                speed, speedup, pruned = known[skip]
+                strategy.tell(skip, speed)
+                best = best if pruned else max(best, speedup)
+                seconds = time.perf_counter() - begun
+                rows.append((name, seed, trial, seconds, speedup, pruned, best, skip))
+    return pd.DataFrame(rows, columns=["strategy", "seed", "trial", "seconds", "speedup", "pruned", "best", "skip"])
+
+
+def importance(bench: Workbench, trials: pd.DataFrame, *, seed: int = 0) -> pd.DataFrame:
+    """How much each sub-layer matters for the speedups of a `race`: Optuna's fANOVA (Hutter et al. 2014).
+
+    Columns: `layer`, `part`, `importance` (all add up to 1), `effect` (mean speedup of the trials that bypassed it less
+    that of those that did not; nothing where all did alike). Every skip set counts once.
+    """
+    distinct = trials.drop_duplicates("skip")
+    bits = pd.DataFrame([bench.space.bits(skip) for skip in distinct["skip"]], columns=list(bench.space.names))
+    study = optuna.create_study(direction="maximize")
+    for speedup, point in zip(distinct["speedup"], bits.astype(int).to_dict("records"), strict=True):
+        study.add_trial(optuna.trial.create_trial(value=speedup, params=point, distributions=dict.fromkeys(point, BIT)))
+    evaluator = optuna.importance.FanovaImportanceEvaluator(seed=seed)
+    found = optuna.importance.get_param_importances(study, evaluator=evaluator)
+    speedups = distinct["speedup"].reset_index(drop=True)
+    rows = []
+    for name in bench.space.names:
+        part, layer = name.split()
+        effect = speedups[bits[name]].mean() - speedups[~bits[name]].mean()
+        rows.append((int(layer), part, found.get(name, 0.0), effect))
+    return pd.DataFrame(rows, columns=["layer", "part", "importance", "effect"])
+
+
+def predictions(bench: Workbench, *, sets: int = 8, rounds: int = 2, seed: int = 0) -> pd.DataFrame:
+    """Random skip sets decoded for real, on the texts that they were predicted on.
+
+    Columns: `temperature`, `skipped`, `predicted` and `measured` (speedup over plain decoding, prompt included),
+    `low` and `high` (95% bootstrap interval over prompts).
+    """
+    profiles = [bench.profile(bench.score(skip)) for skip in random_sets(bench, sets, seed)]
+    rows = [
+        (bench.temperature, len(profile.skip_set), predict(bench.replay, profile).speedup, *measured)
+        for profile, measured in zip(profiles, bench.measure(profiles, bench.prompts, rounds=rounds), strict=True)
+    ]
+    return pd.DataFrame(rows, columns=["temperature", "skipped", "predicted", "measured", "low", "high"])
+
+
+def cost_fit(bench: Workbench, *, sets: int = 8, seed: int = 0) -> pd.DataFrame:
+    """The cost model's draft steps beside timed ones, of random skip sets that it was not fitted to.
+
+    Columns: `attention` and `mlp` (how many of either run), `predicted` and `timed`: a draft step as a share of a plain
+    one, which is timed along with it, as a machine's speed drifts.
+    """
+    rows = []
+    layers, costs = bench.space.layers, bench.costs
+    for skip in random_sets(bench, sets, seed):
+        timed = measure_skip_costs(
+            bench.llm.runtime, skip, context=costs.context, sampler=bench.decoding.sampler(), seed=seed
+        )
+        kept = layers - len(skip.attention), layers - len(skip.mlp)
+        rows.append((*kept, costs.draft_share(skip, layers), timed.base / timed.plain))
+    return pd.DataFrame(rows, columns=["attention", "mlp", "predicted", "timed"])
+
+
+def verification_costs(bench: Workbench) -> pd.DataFrame:
+    """What a pass over several rows costs, as a share of one row's. Columns: `rows`, `share`."""
+    costs = bench.costs
+    return pd.DataFrame({"rows": costs.widths, "share": [v / costs.verify[0] for v in costs.verify]})
+
+
+def random_sets(bench: Workbench, count: int, seed: int) -> list[SkipSet]:
+    """Skip sets of a tenth to six tenths of the sub-layers."""
+    draw, n = random.Random(seed), len(bench.space)
+    return [random_set(bench, draw.randint(max(1, n // 10), 6 * n // 10), draw) for _ in range(count)]

@@ -1,0 +1,117 @@
+"""How drafts go on one trace: thresholds, lengths, acceptance by place and confidence, controllers, candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from selfspec.controllers import CONTROLLERS, Controller, FixedK
+from selfspec.facts.skip import SkipSet
+
+from ..curve import Drafted, drafted
+from ..objective import Replayed
+from ..oracle import oracle_bound
+from ..trace import Trace, steps, walk
+from .workbench import Workbench
+
+Z = 1.96  # of a 95% interval
+
+
+def rounds_frame(traces: Sequence[Trace], controller: Controller, *, siblings: int = 1) -> pd.DataFrame:
+    """The rounds that decoding the texts in order would have; the controller learns from text to text.
+
+    Columns: `text`, `round` (of the text, from 1), `drafted`, `accepted` (of the chain), `candidates`, `leaf` (a
+    candidate was right where the chain broke), `emitted`, `threshold` (after the round; nothing where there is none).
+    """
+    state = controller.fresh()
+    rows = []
+    for text, trace in enumerate(traces):
+        for number, step in enumerate(steps(trace, state, siblings=siblings), 1):
+            threshold = getattr(state, "threshold", None)
+            drafted = len(step.confidences)
+            rows.append((text, number, drafted, step.kept, step.candidates, step.leaf, step.emitted, threshold))
+    columns = ["text", "round", "drafted", "accepted", "candidates", "leaf", "emitted", "threshold"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def drafted_tokens(traces: Sequence[Trace]) -> pd.DataFrame:
+    """Every drafted token of every start all before which in its draft were the text's own.
+
+    Columns: `place` (in the draft, from 1), `confidence`, `accepted`, `rank` (which further candidate was the text's
+    token where the drafted one was not; 0: none that was looked at).
+    """
+    tokens = pd.DataFrame([token for trace in traces for token in drafted(trace)], columns=list(Drafted._fields))
+    return tokens[["place", "confidence", "accepted", "rank"]]
+
+
+def acceptance_by(tokens: pd.DataFrame, column: str, *, bins: int = 12) -> pd.DataFrame:
+    """Acceptance of `drafted_tokens` by `place`, or by `confidence` in bins of as many tokens each.
+
+    Columns: `column` (the bin's mean), `accepted` (the share), `low` and `high` (95%, Wilson 1927), `tokens`.
+    """
+    by = tokens[column]
+    if column != "place":
+        by = pd.qcut(by.rank(method="first"), min(bins, len(tokens)), labels=False)
+    grouped = tokens.groupby(by, sort=True)
+    n, share = grouped.size().to_numpy(), grouped["accepted"].mean().to_numpy()
+    middle = (share + Z**2 / (2 * n)) / (1 + Z**2 / n)
+    half = Z / (1 + Z**2 / n) * np.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
+    return pd.DataFrame(
+        {
+            column: grouped[column].mean().to_numpy(),
+            "accepted": share,
+            "low": np.minimum(middle - half, share),
+            "high": np.maximum(middle + half, share),
+            "tokens": n,
+        }
+    )
+
+
+def best_lengths(bench: Workbench, skips: Sequence[SkipSet], *, most: int = 8) -> pd.DataFrame:
+    """The best fixed draft length and what it brings: by theory at each acceptance, and on the traces of skip sets.
+
+    Theory is Leviathan et al. (2211.17192): every token accepted alike, with the bench's v(w) in place of 1 and the
+    draft cost of the middle one of the sets. Columns: `source` (theory or trace), `acceptance` (the chance that a
+    token is accepted if all before it are), `k` (0: none is drafted), `speedup`.
+    """
+    costs, layers = bench.costs, bench.space.layers
+    typical = float(np.median([costs.draft(skip, layers) for skip in skips]))
+    rows: list[tuple[str, float, int, float]] = []
+    for a in np.linspace(0.02, 0.98, 49):
+        emitted = [sum(a**i for i in range(k + 1)) for k in range(most + 1)]
+        seconds = [costs.round + k * typical + costs.verification(k + 1) for k in range(most + 1)]
+        k = int(np.argmax([e / s for e, s in zip(emitted, seconds, strict=True)]))
+        rows.append(("theory", float(a), k, emitted[k] * costs.plain / seconds[k]))
+    for skip in skips:
+        traces, draft = bench.traces(skip), costs.draft(skip, layers)
+        acceptance = float(drafted_tokens(traces)["accepted"].mean())
+        found = [(0, 1.0), *((k, _speedup(bench, traces, FixedK(k), draft)) for k in range(1, most + 1))]
+        rows.append(("trace", acceptance, *max(found, key=lambda each: each[1])))
+    return pd.DataFrame(rows, columns=["source", "acceptance", "k", "speedup"])
+
+
+def compare_controllers(bench: Workbench, skip: SkipSet) -> pd.DataFrame:
+    """Every kind of controller, its options tuned on the bench's texts, with ever more candidates for each place.
+
+    Columns: `controller`, `candidates` (at most, for each place; 1 is a chain), `speedup` (predicted, over plain
+    decoding), `bound` (of perfect stopping with as many), `acceptance_rate`, `tokens_per_round`, `options`.
+    """
+    draft, traces = bench.costs.draft(skip, bench.space.layers), bench.traces(skip)
+    kinds = {kind: [c for c in bench.controllers if c.spec().name == kind] for kind in CONTROLLERS}
+    rows = []
+    for candidates in range(1, bench.replay.candidates + 1):
+        bound = oracle_bound(traces, bench.costs, draft, siblings=candidates).speedup
+        for kind, playing in kinds.items():
+            score = Replayed(bench.replay, bench.costs, playing, candidates=candidates).score(skip)
+            rates = score.acceptance_rate, score.tokens_per_round
+            rows.append((kind, candidates, score.speedup, bound, *rates, score.controller.options))
+    columns = ["controller", "candidates", "speedup", "bound", "acceptance_rate", "tokens_per_round", "options"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _speedup(bench: Workbench, traces: Sequence[Trace], controller: Controller, draft: float) -> float:
+    walks = walk(traces, controller, seeded=bench.replay.seeded)
+    tokens = sum(done.stats.tokens for done in walks)
+    return tokens * bench.costs.plain / sum(bench.costs.seconds(done.drafts, draft) for done in walks)

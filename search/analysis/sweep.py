@@ -1,0 +1,175 @@
+"""Speedup against the number of bypassed sub-layers: families of skip sets, predicted, bounded and measured."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pandas as pd
+
+from selfspec.facts.costs import CostModel
+from selfspec.facts.skip import SkipSet
+from selfspec.llm.llm import LLM
+from selfspec.text.prompt_files import Prompts
+
+from ..climbing import Greedy
+from ..ledger import Ledger
+from ..objective import Score
+from ..pick import pareto
+from ..study import find_profile
+from ..trial_tables import sensitivity_frame
+from ..warm import every_second
+from .workbench import Workbench
+
+RANDOM, GREEDY, EVERY_SECOND = "random sets", "greedy elimination", "every second layer"
+FRONT, CHOSEN = "search's front", "chosen profile"
+ATTENTION, MLP = "attention alone", "MLP alone"
+
+
+def sweep(bench: Workbench, *, counts: Sequence[int] | None = None, each: int = 2, seed: int = 0) -> pd.DataFrame:
+    """Families of skip sets, a row for each set.
+
+    `counts`: how many sub-layers are bypassed (None: up to three quarters of them, in steps of two); `each`: random
+    sets of each count. Columns: `family`, `temperature`, `skipped`, `attention` and `mlp` (how many of either),
+    `speedup` (predicted, over plain decoding), `acceptance_rate`, `tokens_per_round`, `draft_cost` (a draft step as a
+    share of a plain one), `bound` (the speedup of perfect stopping, of greedy elimination alone, as it takes longest),
+    `score` (the `Score` itself).
+    """
+    counts = range(2, 3 * len(bench.space) // 4 + 1, 2) if counts is None else sorted(counts)
+    sets = _sets(bench, counts, each, seed)
+    return pd.DataFrame([row(bench, family, bench.score(skip), bound=family == GREEDY) for family, skip in sets])
+
+
+def row(bench: Workbench, family: str, score: Score, *, bound: bool = True) -> dict[str, object]:
+    """A row of `sweep` for a set that has been scored."""
+    return {
+        "family": family,
+        "temperature": bench.temperature,
+        "skipped": len(score.skip),
+        "attention": len(score.skip.attention),
+        "mlp": len(score.skip.mlp),
+        "speedup": score.speedup,
+        "acceptance_rate": score.acceptance_rate,
+        "tokens_per_round": score.tokens_per_round,
+        "draft_cost": bench.draft_cost(score.skip),
+        "bound": bench.bound(score.skip).speedup if bound else None,
+        "score": score,
+    }
+
+
+def _sets(bench: Workbench, counts: Sequence[int], each: int, seed: int) -> Iterator[tuple[str, SkipSet]]:
+    space, gains = bench.space, bench.problem.gains
+    draw = random.Random(seed)
+    for count in counts:
+        for _ in range(each):
+            yield RANDOM, random_set(bench, count, draw)
+    yield from ((GREEDY, skip) for skip in elimination(bench, counts))
+    halved = every_second(space)
+    for share in (4, 2, 1):  # every eighth layer, every fourth, every second
+        kept = halved.attention[share - 1 :: share]
+        yield EVERY_SECOND, SkipSet(kept, kept)
+    for family, part in ((ATTENTION, "attention"), (MLP, "mlp")):
+        ranked = sorted((i for i, name in enumerate(space.names) if name.startswith(part)), key=lambda i: -gains[i])
+        for count in counts:
+            if count <= len(ranked):
+                yield family, space.choose(ranked[:count])
+
+
+def random_set(bench: Workbench, count: int, draw: random.Random) -> SkipSet:
+    """A skip set of `count` sub-layers."""
+    return bench.space.choose(draw.sample(range(len(bench.space)), count))
+
+
+def elimination(bench: Workbench, counts: Iterable[int]) -> Iterator[SkipSet]:
+    """Greedy elimination: of `counts` sub-layers, taken one after the other, always the one that costs least speed.
+
+    Lazily (Minoux 1978): what a sub-layer promised before is believed until it is the most promising one.
+    """
+    wanted = set(counts)
+    strategy = Greedy(bench.space, seed=bench.seed, gains=bench.problem.gains)
+    while wanted and not strategy.done:
+        skip = strategy.ask()
+        strategy.tell(skip, bench.score(skip).speedup)
+        if (taken := len(strategy.base)) in wanted:
+            wanted.discard(taken)
+            yield strategy.base
+
+
+def measure_rows(bench: Workbench, rows: pd.DataFrame, *, rounds: int = 2) -> pd.DataFrame:
+    """The rows of a `sweep` with `measured`, `low` and `high`: the median speedup over plain decoding, interleaved.
+
+    Over prompts that were not searched on, with its 95% bootstrap interval.
+    """
+    found = bench.measure([bench.profile(score) for score in rows["score"]], bench.held_out, rounds=rounds)
+    return rows.join(pd.DataFrame(found, columns=["measured", "low", "high"], index=rows.index))
+
+
+def representatives(rows: pd.DataFrame, *, each: int = 3) -> pd.DataFrame:
+    """Rows of every family to be measured: the one predicted fastest, and others spread over the counts."""
+    picked: list[int] = []
+    for _, family in rows.groupby("family", sort=False):
+        ordered = family.sort_values("skipped")
+        spread = [round(i * (len(ordered) - 1) / max(each - 2, 1)) for i in range(each - 1)]
+        picked += [family["speedup"].idxmax(), *ordered.index[spread]]
+    return rows.loc[list(dict.fromkeys(picked))]
+
+
+@dataclass(frozen=True)
+class Speedups:
+    """`rows` as of `sweep`, some measured; `sensitivity` by temperature, as of `frames.sensitivity_frame`."""
+
+    rows: pd.DataFrame
+    sensitivity: dict[float, pd.DataFrame]
+
+
+def speedups(
+    llm: LLM,
+    prompts: Sequence[str] | Prompts | None = None,
+    *,
+    temperatures: Sequence[float] = (0.0, 0.8),
+    count: int = 8,
+    max_new_tokens: int = 64,
+    counts: Sequence[int] | None = None,
+    each: int = 3,
+    trials: int = 60,
+    rounds: int = 2,
+    seed: int = 0,
+    costs: CostModel | None = None,
+) -> Speedups:
+    """Everything that a plot of speedup against bypassed sub-layers shows, at several temperatures.
+
+    A `sweep`, and the Pareto front (acceptance against draft cost) and the profile of a search of `trials` with the
+    same texts; some of every family is measured in `rounds` rounds (0: nothing is). With `costs`, another machine's or
+    model's, nothing is measured or searched: the texts and drafts are this model's, and the seconds theirs.
+    """
+    rows: list[pd.DataFrame] = []
+    sensitivity = {}
+    for temperature in temperatures:
+        how: dict[str, Any] = {
+            "count": count,
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "seed": seed,
+        }
+        profile, front = None, list[SkipSet]()
+        if costs is None and trials:
+            with TemporaryDirectory() as folder:
+                trials_file = Path(folder) / "trials.jsonl"
+                profile = find_profile(llm, prompts, trials=trials, keep_best=True, storage=trials_file, **how)
+                front = [entry.score.skip for entry in pareto(Ledger(trials_file, None).entries)]
+        with Workbench(llm, prompts, costs=costs if profile is None else profile.costs, **how) as bench:
+            found = sweep(bench, counts=counts, each=each, seed=seed)
+            others = [row(bench, FRONT, bench.score(skip), bound=False) for skip in front]
+            if profile is not None:
+                others.append(row(bench, CHOSEN, bench.score(profile.skip_set)))
+            found = pd.concat([found, pd.DataFrame(others)], ignore_index=True) if others else found
+            if rounds and costs is None:
+                measured = measure_rows(bench, representatives(found), rounds=rounds)
+                found = found.join(measured[["measured", "low", "high"]])
+            rows.append(found)
+            sensitivity[temperature] = sensitivity_frame(bench.ledger)
+    return Speedups(pd.concat(rows, ignore_index=True), sensitivity)

@@ -1,0 +1,135 @@
+"""A workbench: one model's texts, replayed, with what decoding costs; what the notebooks' figures are computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.controllers import FixedK
+from selfspec.drafters import PlainDrafter
+from selfspec.facts.acceptance import Outlook
+from selfspec.facts.costs import CostModel
+from selfspec.facts.skip import SkipSet
+from selfspec.llm.llm import LLM
+from selfspec.measure.timing import interleave, method
+from selfspec.profile.schema import Profile
+from selfspec.text.prompt import Prompt
+from selfspec.text.prompt_files import Prompts
+
+from ..calibration import choose
+from ..continuations import Decoding
+from ..curve import fit_curve
+from ..finalists import drafting_as
+from ..ledger import Ledger
+from ..objective import Replayed, Score, controllers_in_play
+from ..oracle import Bound, oracle_bound
+from ..prepare import Search, Silent, replayed
+from ..replay import Replay, deepest
+from ..space import Space
+from ..strategies import Problem
+from ..study import LONGEST_DRAFT
+from ..trace import Trace
+
+
+class Workbench:
+    """What a search knows before its first trial, and the worth of any skip set; a context manager.
+
+    `prompts`: calibration text, what `read_prompts` read, or None for the built-in model's; `count` of them are
+    continued by `max_new_tokens` at `temperature`, and as many others are kept in `held_out` for measuring. The costs
+    are measured, unless given. Sub-layers' gains are in `problem`. Raises `SelfspecError` as `find_profile` does.
+    """
+
+    costs: CostModel
+    replay: Replay
+    problem: Problem
+
+    def __init__(
+        self,
+        llm: LLM,
+        prompts: Sequence[str] | Prompts | None = None,
+        *,
+        count: int = 8,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        seed: int = 0,
+        costs: CostModel | None = None,
+    ) -> None:
+        self.llm = llm
+        self.seed = seed
+        self.decoding = Decoding(max_new_tokens, temperature)
+        self.decoding.check()
+        chosen = choose(prompts, source="prompts", count=count, seed=seed)
+        self.held_out = chosen.measure
+        self.prompts = tuple(llm.check(prompt, max_new_tokens) for prompt in chosen.search)
+        if not self.prompts:
+            raise SelfspecError("there are no prompts to work on")
+        self.space = Space(llm.runtime.layers)
+        self.controllers = controllers_in_play(LONGEST_DRAFT)
+        settings = {"model": llm.identity.model_dump(mode="json"), "keep": [], "granularity": "sublayer"}
+        self.ledger = Ledger(settings=settings)
+        if costs is not None:
+            self.ledger.keep_costs(costs)
+        self._held = ExitStack()
+
+    def __enter__(self) -> Self:
+        search = Search(
+            self.llm, self.space, self.decoding, self.prompts, self.seed, self.ledger, Silent(), float("inf")
+        )
+        try:
+            _, self.problem, self.costs, self.replay = replayed(search, self._held, self.controllers, None, warm=True)
+        except BaseException:
+            self._held.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._held.close()
+
+    @property
+    def temperature(self) -> float:
+        """Of the texts and drafts."""
+        return self.decoding.temperature
+
+    def objective(self) -> Replayed:
+        """The search's objective, as a search begins: nothing is known that another set could be worse than."""
+        return Replayed(self.replay, self.costs, self.controllers)
+
+    def score(self, skip: SkipSet) -> Score:
+        """What a skip set is worth with the best of the controllers, looked at in full."""
+        return self.objective().score(skip)
+
+    def profile(self, score: Score) -> Profile:
+        """A profile that drafts as was scored."""
+        return drafting_as(Profile(model=self.llm.identity, costs=self.costs), score)
+
+    def measure(
+        self, profiles: Sequence[Profile], prompts: Sequence[Prompt], *, rounds: int
+    ) -> list[tuple[float, float, float]]:
+        """Each profile's median speedup over plain decoding, and its 95% bootstrap interval; all interleaved."""
+        options = self.decoding.options()
+        methods = {str(i): method(self.llm, self.llm.drafts_with(p), options) for i, p in enumerate(profiles)}
+        methods = {"plain": method(self.llm, PlainDrafter(), options), **methods}
+        runs = interleave(methods, prompts, rounds=rounds)
+        found = (runs.speedup(str(i), "plain") for i in range(len(profiles)))
+        return [(speedup, low, high) for speedup, (low, high) in found]
+
+    def traces(self, skip: SkipSet) -> list[Trace]:
+        """Drafts under `skip` from every place of the texts, deep enough for any controller."""
+        return self.replay.trace(skip, [FixedK(deepest(self.controllers))])
+
+    def draft_cost(self, skip: SkipSet) -> float:
+        """A draft step as a share of a plain one."""
+        return self.costs.draft_share(skip, self.space.layers)
+
+    def outlook(self, skip: SkipSet) -> Outlook:
+        """What a rate-optimal controller is to know of drafting under `skip`."""
+        curve = fit_curve(self.traces(skip), self.replay.candidates)
+        return Outlook.of(self.costs, skip, self.space.layers, curve)
+
+    def bound(self, skip: SkipSet) -> Bound:
+        """What drafts that end, and are given candidates, exactly where they should would bring."""
+        draft = self.costs.draft(skip, self.space.layers)
+        return oracle_bound(self.traces(skip), self.costs, draft, siblings=self.replay.candidates)

@@ -1,0 +1,97 @@
+"""Tidy data frames of a study: its trials, and what bypassing each sub-layer alone does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.controllers import make_controller
+from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.skip import NOTHING_SKIPPED
+
+from .ledger import Ledger
+from .objective import ALONE
+from .pick import pareto
+from .replay import deepest
+from .space import Space
+
+
+def trials_frame(ledger: Ledger) -> pd.DataFrame:
+    """A row for each trial of a study, in the order they were kept.
+
+    `seconds`: of scoring, this trial's and those before it added up, all workers'. `speedup`: predicted, over plain
+    decoding; `best`: the highest so far, pruned trials left out, whose figures are of a share of the texts. `skipped`,
+    `attention` and `mlp` count bypassed sub-layers; `draft_cost`: of a draft step, in plain steps; NaN where
+    decoding was timed. `on_front`: no other trial beats it in both acceptance and draft cost.
+    """
+    front = {id(entry) for entry in pareto(ledger.entries)}
+    rows = []
+    for number, entry in enumerate(ledger.entries, 1):
+        score = entry.score
+        rows.append(
+            {
+                "trial": number,
+                "seconds": entry.seconds,
+                "speedup": score.speedup,
+                "tokens_per_second": score.tokens_per_second,
+                "acceptance_rate": score.acceptance_rate,
+                "tokens_per_round": score.tokens_per_round,
+                "draft_cost": entry.draft_cost,
+                "skipped": len(score.skip),
+                "attention": len(score.skip.attention),
+                "mlp": len(score.skip.mlp),
+                "pruned": score.pruned,
+                "controller": score.controller.name,
+                "siblings": score.siblings,
+                "on_front": id(entry) in front,
+            }
+        )
+    if not rows:
+        raise SelfspecError(f"{ledger.place}: holds no trials yet")
+    frame = pd.DataFrame(rows).astype({"draft_cost": float})
+    frame["seconds"] = frame["seconds"].cumsum()
+    best = frame["speedup"].where(~frame["pruned"]).cummax().ffill()
+    frame.insert(3, "best", best)
+    return frame
+
+
+def sensitivity_frame(ledger: Ledger) -> pd.DataFrame:
+    """A row for each part that a search may bypass: a layer's `attention`, its `mlp`, or (by layers) both, `layer`.
+
+    `speedup`: predicted, over plain decoding, of always drafting a few tokens (`draft_tokens`) with that part alone
+    bypassed; `gain`: by what share that is more than with nothing bypassed, below 0 where it is less. Both are NaN
+    where the search's time did not suffice. Raises `SelfspecError` where the study holds none of this.
+    """
+    costs, gains = ledger.costs, ledger.gains
+    if gains is None or costs is None:
+        raise SelfspecError(
+            f"{ledger.place}: holds nothing on single sub-layers; a search with --objective replay and warm starts does"
+        )
+    space = _space(ledger)
+    if len(space) != len(gains):
+        raise SelfspecError(f"{ledger.place} is damaged ({len(gains)} gains for {len(space)} parts)")
+    drafted = _drafted(ledger.settings)
+    whole = costs.round + drafted * costs.draft(NOTHING_SKIPPED, space.layers) + costs.verification(drafted + 1)
+    nothing = (drafted + 1) * costs.plain / whole  # with nothing bypassed, every drafted token is right
+    rows = []
+    for name, value in zip(space.names, gains, strict=True):
+        part, _, layer = name.partition(" ")
+        speedup = value or float("nan")
+        rows.append((int(layer), part, speedup, speedup / nothing - 1, drafted))
+    return pd.DataFrame(rows, columns=["layer", "part", "speedup", "gain", "draft_tokens"])
+
+
+def _space(ledger: Ledger) -> Space:
+    said = ledger.settings
+    try:
+        return Space(said["model"]["layers"], tuple(said["keep"]), said["granularity"])
+    except (KeyError, TypeError) as error:
+        raise SelfspecError(f"{ledger.place} is damaged ({type(error).__name__})") from None
+
+
+def _drafted(said: dict[str, Any]) -> int:
+    """How many tokens were always drafted when parts were tried alone."""
+    spec = said.get("controller")
+    return ALONE if spec is None else min(ALONE, deepest([make_controller(ControllerSpec.model_validate(spec))]))

@@ -1,0 +1,133 @@
+"""Reading and writing files with errors a person can act on; writes are atomic. Knows nothing of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+from selfspec.basics.errors import SelfspecError
+
+
+def kind(path: Path) -> Literal["file", "folder", "other", "missing"]:
+    """What stands at `path`. Raises `SelfspecError` when the system cannot say (a name too long, no permission)."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "missing"
+    except (OSError, ValueError) as error:
+        raise SelfspecError(f"{_short(path)}: no such path can be ({_reason(error)})") from None
+    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
+
+
+def check_file(path: Path) -> None:
+    """Raise `SelfspecError` unless a regular file stands at `path`."""
+    match kind(path):
+        case "missing":
+            raise SelfspecError(f"{path}: no such file")
+        case "folder":
+            raise SelfspecError(f"{path} is a folder; want a file")
+        case "other":
+            raise SelfspecError(f"{path} is a device or a pipe; want a regular file")
+
+
+def read_text(path: Path) -> str:
+    """The text of `path`. Raises `SelfspecError` when it is missing, no regular file, unreadable or not UTF-8."""
+    check_file(path)
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise SelfspecError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise SelfspecError(f"{path}: cannot be read ({_reason(error)})") from None
+
+
+def files_in(folder: Path) -> list[Path]:
+    """What a folder holds, sorted by name. Raises `SelfspecError` when it is no folder or cannot be read."""
+    match kind(folder):
+        case "missing":
+            raise SelfspecError(f"{folder}: no such folder")
+        case "file" | "other":
+            raise SelfspecError(f"{folder} is a file; want a folder")
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise SelfspecError(f"{folder}: cannot be read ({_reason(error)})") from None
+
+
+def check_writable(path: Path) -> None:
+    """Raise `SelfspecError` when a file could not be written at `path`; leaves nothing behind."""
+    if kind(path) in ("folder", "other"):
+        raise SelfspecError(f"{path} is a {'folder' if path.is_dir() else 'device or a pipe'}; want a file to write")
+    if kind(path.parent) != "folder":
+        raise SelfspecError(f"{path}: the folder {path.parent} does not exist; make it first")
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".selfspec-"):
+            pass
+    except OSError as error:
+        raise SelfspecError(f"{path}: cannot be written ({_reason(error)})") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` at `path` whole or not at all."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write `data` at `path` whole or not at all (a temporary file, then a rename)."""
+    path = path.resolve()  # through a link, not in place of it
+    check_writable(path)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".selfspec-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+
+
+def cache_folder() -> Path:
+    """Where what can be made again is kept: `SELFSPEC_CACHE`, else `selfspec` in the user's cache folder."""
+    if given := os.environ.get("SELFSPEC_CACHE"):
+        return Path(given)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
+    except RuntimeError:  # no home
+        return Path(tempfile.gettempdir()) / "selfspec"
+
+
+def read_cached(path: Path) -> Any:
+    """What a cached JSON file holds; None where there is none or it cannot be read."""
+    try:
+        return json.loads(read_text(path)) if kind(path) == "file" else None
+    except (SelfspecError, ValueError):
+        return None
+
+
+def write_cached(path: Path, data: Any) -> None:
+    """Keep `data` as JSON at `path`, or do without where that cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(data))
+    except (SelfspecError, OSError):
+        pass
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _short(path: Path) -> str:
+    text = str(path)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,87 @@
+"""What computes: its name, waiting for it, how fast it reads memory, how much it holds. Knows nothing of models."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_LARGEST = 10**9  # bytes: more than processors cache
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def machine(device: torch.device) -> str:
+    """The name of what computes: the GPU's, or the processor's with its number of cores."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
+    name = names[0].split(":", 1)[1].strip() if names else platform.processor() or platform.machine()
+    return f"{name}, {len(names) or 1} cores" if names else name
+
+
+def read_bandwidth(size: int, device: torch.device, *, repeats: int = 5) -> float:
+    """Bytes per second at which `size` bytes, or a gigabyte of them, are read again and again.
+
+    The fastest of a product with a vector, a sum and a maximum of float32 values, with the threads that torch uses.
+    """
+    import torch
+
+    columns = 1024
+    weights = torch.ones((max(1, min(size, _LARGEST) // (4 * columns)), columns), device=device)
+    vector = torch.ones(columns, device=device)
+    ways: tuple[Callable[[], torch.Tensor], ...] = (
+        lambda: torch.mv(weights, vector),
+        lambda: weights.sum(),
+        lambda: weights.max(),
+    )
+    best = float("inf")
+    for _ in range(repeats):
+        for way in ways:
+            synchronise(device)
+            start = time.perf_counter()
+            way()
+            synchronise(device)
+            best = min(best, time.perf_counter() - start)
+    return weights.numel() * 4 / best
+
+
+def process_peak() -> int | None:
+    """Bytes of memory that this process held at most since it began; None where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return held if sys.platform == "darwin" else held * 1024
+
+
+@contextmanager
+def peak_growth(device: torch.device) -> Iterator[list[int]]:
+    """Appends, at the end, by how many bytes torch's memory on a GPU grew at most in between; nothing on a CPU."""
+    found: list[int] = []
+    if device.type != "cuda":
+        yield found
+        return
+    import torch
+
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    yield found
+    found.append(torch.cuda.max_memory_allocated(device) - before)

@@ -1,0 +1,78 @@
+"""What drafting and verifying cost on one machine: plain data, for profiles, controllers and the search.
+
+`selfspec.measure.cost_fitting` measures it. Knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.schema import Data, Positive, Rate, Seconds
+from selfspec.facts.skip import SkipSet
+
+
+class CostModel(Data):
+    """Seconds, measured on one model, device and dtype with `context` keys in the cache.
+
+    A draft step costs `base`, and `attention` and `mlp` for each sub-layer that runs; with other than `context` keys,
+    `attention_per_key` more or less for each. A verification of `widths[i]` rows costs `verify[i]`, with what
+    starting a draft costs included above one row; every round costs `round` beside. `prefill` is per prompt token;
+    `head` is what of a draft step the head takes when it is over the whole vocabulary.
+    `error`: mean relative error of the draft step on skip sets that the fit did not see.
+    """
+
+    context: Positive
+    base: Seconds
+    attention: Seconds
+    mlp: Seconds
+    attention_per_key: Seconds = 0.0
+    widths: Annotated[list[Positive], Field(min_length=1)]
+    verify: Annotated[list[Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
+    round: Seconds
+    prefill: Seconds = 0.0
+    head: Seconds = 0.0
+    error: Rate | None = None
+
+    @model_validator(mode="after")
+    def _table(self) -> Self:
+        if len(self.widths) != len(self.verify):
+            raise SelfspecError(f"costs: {len(self.widths)} widths and {len(self.verify)} verify times; want as many")
+        if self.widths[0] != 1 or any(a >= b for a, b in zip(self.widths, self.widths[1:], strict=False)):
+            raise SelfspecError("costs.widths: want rising numbers of rows from 1 on")
+        return self
+
+    @property
+    def plain(self) -> float:
+        """Seconds of one plain decoding step."""
+        return self.round + self.verify[0]
+
+    def draft(self, skip: SkipSet, layers: int, *, keys: int | None = None, vocabulary: float = 1.0) -> float:
+        """Seconds of one draft step of a model of `layers` layers under `skip`, over `keys` keys.
+
+        `vocabulary`: the share of the vocabulary that its head is over.
+        """
+        attention, mlp = layers - len(skip.attention), layers - len(skip.mlp)
+        further = 0 if keys is None else keys - self.context
+        whole = self.base + attention * max(self.attention + further * self.attention_per_key, 0.0) + mlp * self.mlp
+        return max(whole - (1 - vocabulary) * self.head, 0.0)
+
+    def draft_share(self, skip: SkipSet, layers: int) -> float:
+        """A draft step as a share of a plain decoding step: the literature's c."""
+        return self.draft(skip, layers) / self.plain
+
+    def verification(self, rows: int) -> float:
+        """Seconds of a verification of `rows` rows: between measured widths, and beyond the last two, a line."""
+        if rows <= self.widths[0] or len(self.widths) == 1:
+            return self.verify[0]
+        high = min(bisect_left(self.widths, rows), len(self.widths) - 1)
+        (a, t_a), (b, t_b) = ((self.widths[i], self.verify[i]) for i in (high - 1, high))
+        return max(t_a + (t_b - t_a) * (rows - a) / (b - a), 0.0)
+
+    def seconds(self, drafts: Mapping[tuple[int, int], int], draft: float) -> float:
+        """Seconds of decoding if `drafts[k, w]` rounds drafted k tokens at `draft` seconds and verified w rows."""
+        return sum(times * (self.round + k * draft + self.verification(rows)) for (k, rows), times in drafts.items())

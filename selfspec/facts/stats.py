@@ -1,0 +1,91 @@
+"""What a generation cost and what speculation gave: counts and seconds. Knows nothing of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round: tokens drafted one after the other, how many drafted ones were emitted, all emitted, and seconds.
+
+    The seconds are those since the round before; the first round's hold the prompt's pass. `candidates`: drafted
+    tokens that were verified beside the chain.
+
+    What was drafted, as `drafts.Draft` has it: `proposed` tokens, each below its `parents` (-1: the last token emitted
+    before), the `confidence` in the first of them; and `path`, those that were accepted. `probabilities`: the model's
+    own of each emitted token, where asked for. `events.token_events` makes of it where each token came from.
+    """
+
+    drafted: int
+    accepted: int
+    tokens: int
+    seconds: float
+    candidates: int = 0
+    proposed: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    confidence: tuple[float, ...] = ()
+    path: tuple[int, ...] = ()
+    probabilities: tuple[float, ...] = ()
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts of one generation, filled by the loop round by round.
+
+    `drafted` counts draft steps, `nodes` the rows verified beside the root, `accepted` the drafted tokens that
+    were emitted, `tokens` all that was emitted. `seconds` is wall time, prefill included. `log`: round by round, of
+    one generation.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    nodes: int = 0
+    accepted: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    log: list[Round] = field(default_factory=list)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted draft tokens per draft step; 0 when nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Emitted tokens per full pass; 1 for plain decoding."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens per second of wall time."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def add(self, other: Stats) -> None:
+        """Add the counts and seconds of another generation to these; not its log."""
+        for name in ("rounds", "drafted", "nodes", "accepted", "tokens", "seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @classmethod
+    def total(cls, parts: Iterable[Stats]) -> Stats:
+        """Several generations added up."""
+        total = cls()
+        for part in parts:
+            total.add(part)
+        return total
+
+    def as_dict(self) -> dict[str, float]:
+        """Everything, rates included, ready for JSON."""
+        names = ("rounds", "drafted", "nodes", "accepted", "acceptance_rate", "tokens_per_round")
+        return {name: getattr(self, name) for name in (*names, "seconds", "tokens_per_second")}
+
+
+def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:
+    """For the first, second, ... token of a draft: the share that was emitted, of the drafts that had one."""
+    deepest = max((done.drafted for done in rounds), default=0)
+    shares = []
+    for place in range(1, deepest + 1):
+        drafted = [done for done in rounds if done.drafted >= place]
+        shares.append(sum(done.accepted >= place for done in drafted) / len(drafted))
+    return shares

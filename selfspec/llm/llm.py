@@ -1,0 +1,340 @@
+"""selfspec from Python: load or wrap a model, generate, stream."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig, LogitsProcessor
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.controllers import make_controller, parse_controller
+from selfspec.decoding.loop import decode
+from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
+from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.identity import Identity
+from selfspec.facts.skip import SkipSet
+from selfspec.llm.options import Options, Plan, plan
+from selfspec.llm.stream import Generation, Stream
+from selfspec.model.families import read_skeleton
+from selfspec.model.layout import check_layout, lay_out_
+from selfspec.model.loading import DeviceMap, load_model
+from selfspec.profile.choosing import check_profile, choose_profile
+from selfspec.profile.schema import Profile, Skip
+from selfspec.profile.shipped import find_profile_file
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafter import Drafter
+from selfspec.speculation.drafts import SequenceState
+from selfspec.speculation.sampling import whole
+from selfspec.text.guided import Guide
+from selfspec.text.pieces import TextStream
+from selfspec.text.prompt import Prompt, is_unicode
+
+
+class LLM:
+    """A model, its tokenizer, and the profile it drafts with; made by `load` or `wrap`.
+
+    Without a profile, or with one that skips nothing, it decodes plainly. One stream at a time.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, *, name: str | None = None, profile: Profile | None = None) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.runtime = Runtime(model)
+        self.name = name or self.runtime.skeleton.identity.name or "unnamed"
+        self.layout: str | None = None  # how `load` laid the weights out
+        self.profile: Profile | None = None
+        self.drafter: Drafter = PlainDrafter()
+        if profile is not None:
+            self._use(profile)
+
+    def _use(self, profile: Profile) -> None:
+        check_profile(profile, self.identity)
+        self.profile = profile
+        if len(profile.skip_set):
+            self.drafter = self.guarded(profile)
+
+    @property
+    def identity(self) -> Identity:
+        """Which model this is, as a profile records it."""
+        return self.runtime.skeleton.identity.model_copy(update={"name": self.name})
+
+    def layer_skip(
+        self,
+        skip: SkipSet,
+        controller: ControllerSpec | str | None = None,
+        vocabulary: Sequence[int] | None = None,
+        *,
+        siblings: int = 1,
+    ) -> LayerSkipDrafter:
+        """A drafter that bypasses `skip`; without a controller, the profile's, else the adaptive threshold.
+
+        A controller may be given as text, such as `fixed:k=4`. `vocabulary`: the only tokens that are drafted, for a
+        cheaper head. `siblings`: candidates for each drafted position at most, the one that the draft goes on from
+        counted. Raises `SelfspecError`.
+        """
+        if isinstance(controller, str):
+            controller = parse_controller(controller)
+        own = self.profile
+        if controller is None:
+            controller = own.controller if own is not None else ControllerSpec(name="adaptive")
+        base = own if own is not None and own.skip_set == skip else Profile(model=self.identity)
+        described = {
+            "skip": Skip.of(skip),
+            "controller": controller,
+            "siblings": siblings,
+            "draft_vocabulary": None if vocabulary is None else list(vocabulary),
+        }
+        return self.drafts_with(base.model_copy(update=described))
+
+    def guarded(self, profile: Profile) -> Guard:
+        """The drafter that a profile describes, kept from costing more than the guard's bound. Raises as that does."""
+        return Guard(self.drafts_with(profile), outlook=None if profile.costs is None else profile.outlook)
+
+    def drafts_with(self, profile: Profile) -> LayerSkipDrafter:
+        """The drafter that a profile describes. Raises `SelfspecError` where it does not fit the model."""
+        return LayerSkipDrafter(
+            self.runtime,
+            profile.skip_set,
+            make_controller(profile.controller, profile.outlook),
+            siblings=profile.siblings,
+            vocabulary=profile.draft_vocabulary,
+        )
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, as `tokenizer(prompt)` gives them. Raises `SelfspecError` when empty or wrong."""
+        if isinstance(prompt, str) and not is_unicode(prompt):
+            raise SelfspecError("the prompt is not valid Unicode text; give UTF-8")
+        ids = list(self.tokenizer(prompt).input_ids) if isinstance(prompt, str) else _token_ids(prompt)
+        if not ids:
+            raise SelfspecError("the prompt is empty; give at least one token")
+        vocabulary = self.runtime.skeleton.identity.vocabulary or 0
+        wrong = next((i for i in ids if not 0 <= i < vocabulary), None)
+        if wrong is not None:
+            raise SelfspecError(f"token id {wrong} is not in the model's vocabulary of {vocabulary}")
+        return ids
+
+    def check(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
+        """The token ids of a prompt that leaves room for the new tokens; raises `SelfspecError` otherwise."""
+        ids = self.encode(prompt)
+        self._check_room(len(ids), whole(max_new_tokens, "max_new_tokens", least=1))
+        return ids
+
+    def _check_room(self, n: int, max_new_tokens: int) -> None:
+        s = self.runtime.skeleton
+        if n + max_new_tokens > s.context:
+            fits = f"at most {s.context - n} new tokens fit" if n < s.context else "no new token fits"
+            raise SelfspecError(
+                f"a prompt of {n} tokens and {max_new_tokens} new ones outgrow {s.limit} ({s.context} positions): "
+                f"{fits} after this prompt"
+            )
+
+    def guide(self, *, regex: str | None = None, json_schema: str | Mapping[str, Any] | None = None) -> Guide:
+        """A grammar that generated text must follow: a regular expression of the whole of it, or a JSON schema.
+
+        Needs the optional `llguidance`. Raises `SelfspecError`.
+        """
+        return Guide(self.tokenizer, ends=self.runtime.skeleton.ends, regex=regex, json_schema=json_schema)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        config: GenerationConfig | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        logits_processor: Sequence[LogitsProcessor] = (),
+        guide: Guide | None = None,
+        rule: str | None = None,
+        drafter: Drafter | None = None,
+        probabilities: bool = False,
+    ) -> Generation:
+        """Continue `prompt` (text or token ids), greedily unless told otherwise.
+
+        `config`: a `transformers` `GenerationConfig`, with the meaning it has in `transformers`' generate; what it
+        leaves open comes from the model's own `generation_config` (`llm.model.generation_config` itself will do),
+        then from `transformers`' defaults, such as top-k 50. The other options go before it. Without a config,
+        `temperature` is 0, which is greedy, `top_k` and `top_p` are off, and nothing but the end tokens is taken from
+        the checkpoint, whose end tokens also serve where a config names none. At most `max_new_tokens` come, 128 where
+        nothing says how many.
+
+        With a `seed`, sampling is repeatable, and with rule `match` the text is the same with and without drafting. The
+        text ends before the first of the `stop` strings, which are looked for in the new text, special tokens left out.
+        `logits_processor`: further `transformers` processors, each a function of the tokens so far, which sees the
+        right ones at every drafted position. `guide`: a grammar for the text, from `self.guide`. `rule`: how drafts are
+        verified, one of `verify.RULES`; by default greedy, match with a seed, else block. `drafter` replaces the
+        profile's; `PlainDrafter()` decodes plainly. With `probabilities`, the generation's events hold the model's own
+        of each token, before temperature and processors.
+
+        Raises `SelfspecError` for a wrong option, or when prompt and output outgrow the context; `BusyError` while
+        a stream of this model has not ended.
+        """
+        options = Options(
+            config=config,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop=stop,
+            logits_processor=tuple(logits_processor),
+            guide=guide,
+            rule=rule,
+        )
+        return self.run(prompt, options, drafter=drafter, probabilities=probabilities)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        config: GenerationConfig | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        logits_processor: Sequence[LogitsProcessor] = (),
+        guide: Guide | None = None,
+        rule: str | None = None,
+        drafter: Drafter | None = None,
+        probabilities: bool = False,
+    ) -> Stream:
+        """Like `generate`, but returns at once; iterate over the pieces of text as they come.
+
+        The first token comes as soon as plain decoding's, as the first round drafts nothing. With a seed and rule
+        `token` or `block`, which draw in the order of the rounds, the text is therefore not `generate`'s.
+        """
+        options = Options(
+            config=config,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop=stop,
+            logits_processor=tuple(logits_processor),
+            guide=guide,
+            rule=rule,
+        )
+        return self.start(prompt, options, drafter=drafter, probabilities=probabilities)
+
+    def run(
+        self, prompt: Prompt, options: Options, *, drafter: Drafter | None = None, probabilities: bool = False
+    ) -> Generation:
+        """`generate`, with its options in one object."""
+        stream = self.start(
+            prompt, options, drafter=drafter, first_plain=False, pieces=False, probabilities=probabilities
+        )
+        for _ in stream:
+            pass
+        return stream.result
+
+    def start(
+        self,
+        prompt: Prompt,
+        options: Options,
+        *,
+        drafter: Drafter | None = None,
+        first_plain: bool = True,
+        pieces: bool = True,
+        probabilities: bool = False,
+    ) -> Stream:
+        """`stream`, with its options in one object.
+
+        `first_plain`: the first round drafts nothing. Without `pieces` all text comes at the end.
+        """
+        ids = self.encode(prompt)
+        planned = self._plan(ids, options)
+        text = TextStream(self.tokenizer, ids, planned.stops)
+        seq = SequenceState(ids, planned.max_new_tokens, planned.sampler, planned.ends)
+        rounds = decode(
+            self.runtime,
+            drafter or self.drafter,
+            seq,
+            rule=planned.rule,
+            stop=_timed(text.push, planned.config.max_time),
+            first_plain=first_plain,
+        )
+        return Stream(rounds, text, pieces=pieces, probabilities=probabilities)
+
+    def plan(self, prompt: Prompt, options: Options) -> Plan:
+        """What options come to for a prompt. Raises `SelfspecError` for what cannot be done."""
+        return self._plan(self.encode(prompt), options)
+
+    def _plan(self, ids: Sequence[int], options: Options) -> Plan:
+        planned = plan(self.model, options, ids, ends=self.runtime.skeleton.ends)
+        self._check_room(len(ids), planned.max_new_tokens)
+        return planned
+
+
+def _timed(push: Callable[[int], bool], seconds: float | None) -> Callable[[int], bool]:
+    """`push`, which also says stop when so many seconds have gone by."""
+    if seconds is None:
+        return push
+    deadline = time.perf_counter() + seconds
+    return lambda token: push(token) or time.perf_counter() > deadline
+
+
+def load(
+    model: str = "builtin",
+    *,
+    profile: str | Path | Profile = "auto",
+    device: str | DeviceMap = "auto",
+    dtype: str = "auto",
+    layout: str = "auto",
+    drafting: bool | None = None,
+) -> LLM:
+    """Load `builtin`, a folder, or a hub id, with the profile to draft with.
+
+    `profile`: `auto` (a shipped one measured on these very weights, unless it was slower), `none`, a
+    file, the name of a shipped profile, or a `Profile`. `device`: one, or a `DeviceMap` for a model larger than one.
+    `dtype` `auto`: float32 on a CPU, else the checkpoint's.
+    `layout`: how the weights lie in memory, see `layout.lay_out_`; `auto` is what was measured to be fastest here, for
+    drafting or for plain decoding. `drafting` says for which; by default, for drafting if the profile drafts.
+    Raises `SelfspecError`.
+    """
+    check_layout(layout)
+    named = profile if profile in ("auto", "none") or isinstance(profile, Profile) else find_profile_file(profile)
+    loaded, tokenizer = load_model(model, device=device, dtype=dtype)
+    chosen = choose_profile(read_skeleton(loaded).identity.model_copy(update={"name": model}), named)
+    if drafting is None:
+        drafting = chosen is not None and len(chosen.skip_set) > 0
+    layout = lay_out_(loaded, layout, drafting=drafting)
+    llm = LLM(loaded, tokenizer, name=model, profile=chosen)
+    llm.layout = layout
+    return llm
+
+
+def wrap(model: Any, tokenizer: Any, *, profile: str | Path | Profile = "auto", name: str | None = None) -> LLM:
+    """Use a model that `transformers` has loaded; it is not changed, and can still be used as before.
+
+    Adapters, and hooks on leaf modules, should be in place already; wrap again after moving, casting or replacing
+    weights. `profile` as in `load`. Raises `SelfspecError`.
+    """
+    if isinstance(profile, (str, Path)) and profile not in ("auto", "none"):
+        profile = find_profile_file(profile)
+    llm = LLM(model, tokenizer, name=name)
+    if (chosen := choose_profile(llm.identity, profile)) is not None:
+        llm._use(chosen)
+    return llm
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    """Token ids from any sequence of whole numbers, a tensor or an array `[n]` or `[1, n]` among them."""
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(ids, (list, tuple)) and len(ids) == 1 and isinstance(ids[0], (list, tuple)):
+        ids = ids[0]
+    if not isinstance(ids, Sequence) or isinstance(ids, (bytes, bytearray)) or any(isinstance(i, bool) for i in ids):
+        raise SelfspecError(f"a prompt is a text or token ids; got {type(prompt).__name__}")
+    try:
+        return [operator.index(i) for i in ids]
+    except TypeError:
+        raise SelfspecError("a prompt's token ids are whole numbers; got something else among them") from None

@@ -1,0 +1,129 @@
+"""A generation under way, and what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from selfspec.facts.events import Origin, TokenEvent, origins, token_events
+from selfspec.facts.stats import Round, Stats
+from selfspec.show.markup import legend_html, tokens_html
+from selfspec.speculation.drafts import Outcome
+from selfspec.text.pieces import TextStream
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished (or interrupted) generation: the new text, the new token ids, and what they cost.
+
+    In a notebook it shows its text coloured by `events`.
+    """
+
+    text: str
+    tokens: list[int]
+    stats: Stats
+    _source: TextStream = field(repr=False, compare=False)
+
+    @cached_property
+    def events(self) -> tuple[TokenEvent, ...]:
+        """Where each token came from, made when first asked for; the texts of all, joined, are `text`."""
+        texts = self._source.texts(len(self.tokens), self.text)
+        return token_events(self.tokens, texts, self.stats.log, self._source.text_of)
+
+    def _repr_html_(self) -> str:
+        return tokens_html(self.events) + legend_html(self.events, self.stats)
+
+
+class Stream:
+    """A generation under way: iterate over its pieces of text; `result` is the `Generation` so far.
+
+    `close()` ends it early and frees the model; leaving the iteration and dropping the stream does so too. Without
+    `pieces` all text comes at the end, for less work. With `probabilities` the events hold the model's own.
+    """
+
+    def __init__(
+        self, rounds: Generator[Outcome], text: TextStream, *, pieces: bool = True, probabilities: bool = False
+    ) -> None:
+        self._text = text
+        self._tokens: list[int] = []
+        self._stats = Stats()
+        # The generator knows nothing of this object, so that dropping the stream ends it at once.
+        self._pieces = _pieces(rounds, text, self._tokens, self._stats, pieces, probabilities)
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def spans(self) -> Iterator[tuple[Origin, str]]:
+        """Iterate over the pieces of text as they come, cut where the tokens meet, each with its token's origin."""
+        found: list[Origin] = []
+        rounds = token = shown = 0
+        for piece in self:
+            log, ends = self._stats.log, self._text.ends
+            found += (origin for done in log[rounds:] for origin in origins(done))
+            rounds, start, end = len(log), shown, shown + len(piece)
+            while shown < end:
+                while token < len(found) - 1 and ends[token] <= shown:
+                    token += 1
+                upto = end if token == len(found) - 1 else min(ends[token], end)
+                yield found[token], piece[shown - start : upto - start]
+                shown = upto
+
+    @property
+    def result(self) -> Generation:
+        """Text, tokens and stats so far; final once the iteration has ended."""
+        return Generation(self._text.text, list(self._tokens), self._stats, self._text)
+
+    def close(self) -> None:
+        """End the generation now; what was emitted stays in `result`."""
+        self._pieces.close()
+
+
+def _pieces(
+    rounds: Generator[Outcome],
+    text: TextStream,
+    tokens: list[int],
+    stats: Stats,
+    pieces: bool,
+    probabilities: bool,
+) -> Generator[str]:
+    """Pieces of text as the rounds bring them; `tokens` and `stats` are filled along the way."""
+    start = time.perf_counter()
+    try:
+        for outcome in rounds:
+            seconds = time.perf_counter() - start
+            draft = outcome.draft
+            depth, nodes = draft.depth, len(draft)
+            own = outcome.probabilities() if probabilities else ()
+            done = Round(
+                depth,
+                outcome.accepted,
+                len(outcome.tokens),
+                seconds,
+                nodes - depth,
+                draft.tokens,
+                draft.parents,
+                draft.confidence,
+                outcome.path,
+                own,
+            )
+            stats.log.append(done)
+            stats.rounds += 1
+            stats.drafted += done.drafted
+            stats.nodes += nodes
+            stats.accepted += done.accepted
+            stats.tokens += done.tokens
+            stats.seconds += seconds
+            tokens += outcome.tokens
+            if pieces and (piece := text.take()):
+                yield piece
+            start = time.perf_counter()  # what the reader does in between is not ours
+    finally:
+        rounds.close()
+        text.finish()
+    if piece := text.take():
+        yield piece

@@ -1,0 +1,199 @@
+"""Is it lossless? Finds where outputs first differ from plain decoding's, and tells a near-tie from a bug.
+
+Passes of different widths use different kernels, and below float64 they may round a near-tie differently. A first
+difference is a near-tie when both tokens lie no further below the best one than `TOLERANCE` times the largest
+difference that the widths of passes make on that very prefix; anything else is a bug.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.drafters import PlainDrafter
+from selfspec.facts.stats import Stats
+from selfspec.llm.llm import LLM
+from selfspec.llm.options import Options
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafter import Drafter
+from selfspec.speculation.sampling import Sampler
+from selfspec.text.prompt import Prompt
+
+TOLERANCE = 4.0
+_WIDTHS = (2, 3, 4, 5, 6, 7, 8, 13)  # passes that a verification could have been
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first difference: after how many new tokens, which tokens, and how near the two were.
+
+    `gap`: by how much a pass of one row prefers its best token to the worse of the two; `noise`: the largest difference
+    between passes of one row and wider ones (or the other implementation) on the same prefix. Both in processed logits;
+    when sampling with a seed, in log probabilities with the noise of the place. One output ending before the other has
+    no gap.
+    """
+
+    index: int
+    plain: int | None
+    other: int | None
+    gap: float | None
+    noise: float
+
+    @property
+    def near_tie(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.gap is not None and self.gap <= TOLERANCE * self.noise
+
+    def __str__(self) -> str:
+        """One line for people."""
+        if self.gap is None:
+            return f"one output ends after {self.index} tokens, a BUG, please report it"
+        what = "a near-tie" if self.near_tie else "a BUG, please report it"
+        return (
+            f"a difference after {self.index} tokens, {what} "
+            f"(the logits are {self.gap:.2g} apart, rounding moves them by {self.noise:.2g})"
+        )
+
+
+def first_difference(
+    runtime: Runtime,
+    prompt: Sequence[int],
+    plain: Sequence[int],
+    other: Sequence[int],
+    *,
+    sampler: Sampler | None = None,
+    reference: Tensor | None = None,
+) -> Difference | None:
+    """Where `other` first differs from `plain` (new token ids), or None when they are the same.
+
+    `sampler`: how tokens were chosen, greedily where left out; a sampling one must have tied noise. `reference`:
+    another implementation's logits `[V]` on the common prefix, when `other` came from one. The runtime must not be
+    busy.
+    """
+    if list(plain) == list(other):
+        return None
+    index = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other)))
+    if index >= min(len(plain), len(other)):
+        ends = (plain[index] if index < len(plain) else None, other[index] if index < len(other) else None)
+        return Difference(index, *ends, gap=None, noise=0.0)
+    sampler = sampler or Sampler()
+    prefix = [*prompt, *plain[:index]]
+
+    def merits(logits: Tensor) -> Tensor:
+        return sampler.merits(sampler.scores(logits[None], [prefix])[0], len(prefix))
+
+    narrow = merits(_logits(runtime, prompt, plain[:index], 1))
+    wide = [_logits(runtime, prompt, plain[:index], width) for width in _WIDTHS if width <= index + 1]
+    wide += [_logits(runtime, prefix, (), width) for width in (1, *_WIDTHS) if width <= len(prefix)]
+    others = [merits(logits) for logits in wide]
+    others += [merits(reference.to(narrow))] if reference is not None else []
+    noise = max(_apart(narrow, merit, other[index]) for merit in others)
+    worse = torch.minimum(narrow[plain[index]], narrow[other[index]])
+    return Difference(index, plain[index], other[index], float(narrow.max() - worse), noise)
+
+
+def _apart(a: Tensor, b: Tensor, token: int) -> float:
+    """The largest difference of what both allow; infinite where only one allows `token`."""
+    if a[token].isfinite() != b[token].isfinite():
+        return math.inf
+    both = a.isfinite() & b.isfinite()
+    return float((a - b)[both].abs().max())
+
+
+def _logits(runtime: Runtime, prompt: Sequence[int], new: Sequence[int], width: int) -> Tensor:
+    """The logits `[V]`, at least float32, after `prompt` in one pass and `new` in passes of `width` tokens.
+
+    As when decoding, the last token of the prompt goes with the new ones; the last pass is a full one.
+    """
+    tokens = torch.tensor([[*prompt, *new]], device=runtime.device)
+    end = tokens.shape[1]
+    first = min(len(prompt) - 1, end - width)
+    starts = sorted({first, *range(end - width, first, -width)})
+    with runtime.session(end):
+        if first:
+            runtime.forward(tokens[:, :first], 0, logits=None)
+        for start, stop in zip(starts, [*starts[1:], end], strict=True):
+            step = runtime.forward(tokens[:, start:stop], start, logits="last")
+    assert step.logits is not None
+    logits = step.logits[0, -1]
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+@dataclass(slots=True)
+class Audit:
+    """What an audit found. `tokens`: plain decoding's, each compared; `stats`: of the speculative decoding.
+
+    `differences`: the number of the prompt (from 0), and the difference.
+    """
+
+    prompts: int = 0
+    tokens: int = 0
+    stats: Stats = field(default_factory=Stats)
+    differences: list[tuple[int, Difference]] = field(default_factory=list)
+
+    @property
+    def near_ties(self) -> int:
+        """Differences that rounding explains."""
+        return sum(difference.near_tie for _, difference in self.differences)
+
+    @property
+    def bugs(self) -> int:
+        """Differences that nothing explains."""
+        return len(self.differences) - self.near_ties
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        found = [
+            {"prompt": prompt, **dataclasses.asdict(difference), "near_tie": difference.near_tie}
+            for prompt, difference in self.differences
+        ]
+        counts = {"prompts": self.prompts, "tokens": self.tokens, "near_ties": self.near_ties, "bugs": self.bugs}
+        return {**counts, **self.stats.as_dict(), "differences": found}
+
+
+def audit(
+    llm: LLM,
+    drafter: Drafter,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+    on_prompt: Callable[[Audit], None] | None = None,
+) -> Audit:
+    """Decode every prompt plainly and with `drafter`, and classify every difference.
+
+    After a difference, speculation goes on from plain decoding's own text. `temperature` above 0 samples with `seed`,
+    under which the texts are the same too. `on_prompt` is shown what was found so far, after each prompt. Raises
+    `SelfspecError` for a wrong option or prompt.
+    """
+    found = Audit()
+    options = Options(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed if temperature > 0 else None)
+    if not prompts:
+        raise SelfspecError("no prompts to audit with; give at least one")
+    for number, prompt in enumerate(prompts):
+        ids = llm.encode(prompt)
+        text = llm.run(ids, options, drafter=PlainDrafter()).tokens
+        sampler = llm.plan(ids, options).sampler
+        done = 0
+        while done < len(text):
+            rest = dataclasses.replace(options, max_new_tokens=max_new_tokens - done)
+            other = llm.run([*ids, *text[:done]], rest, drafter=drafter)
+            found.stats.add(other.stats)
+            difference = first_difference(llm.runtime, ids, text, [*text[:done], *other.tokens], sampler=sampler)
+            if difference is None:
+                break
+            found.differences.append((number, difference))
+            done = difference.index + 1
+        found.prompts += 1
+        found.tokens += len(text)
+        if on_prompt is not None:
+            on_prompt(found)
+    return found

@@ -1,0 +1,286 @@
+"""`selfspec bench`: every method on the same prompts, with what costs, theory and the memory bus say beside it."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.machine import peak_growth, process_peak, read_bandwidth
+from selfspec.basics.schema import Json
+from selfspec.drafters import PlainDrafter
+from selfspec.facts.costs import CostModel
+from selfspec.facts.identity import Identity
+from selfspec.facts.stats import Stats
+from selfspec.llm.llm import LLM, wrap
+from selfspec.llm.options import Options
+from selfspec.measure.cost_fitting import forward_seconds, measure_skip_costs
+from selfspec.measure.summary import expected, summary, theory
+from selfspec.measure.timing import Method, conditions, interleave, method, transformers_generate
+from selfspec.model.layout import choose, lay_out_, layout_times, weight_bytes
+from selfspec.model.linears import PackedLinear
+from selfspec.model.loading import load_model
+from selfspec.model.widen import widen
+from selfspec.profile.schema import Profile
+from selfspec.runtime.forward import Runtime
+from selfspec.text.prompt import Prompt
+
+METHODS = ("plain", "skip", "guarded", "hf", "hf-early-exit", "hf-prompt-lookup")
+DRAFTING = {"skip", "guarded"}  # the methods that draft as the task's profile says
+LOOKUP_TOKENS = 10  # that prompt lookup drafts, as in transformers' documentation
+WIDTHS = (1, 2, 3, 4, 6, 8)
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """The models of a benchmark: each method on weights that lie as suits it best, `transformers` on its own.
+
+    `plain` and `skip` share a model where their layouts agree. `identity` is the model's before it was widened.
+    """
+
+    plain: LLM
+    skip: LLM
+    hf: LLM | None
+    layouts: Mapping[str, str]
+    identity: Identity
+    widened: int
+
+    @property
+    def models(self) -> dict[str, LLM]:
+        """Every model once."""
+        found = {"plain": self.plain, "skip": self.skip} | ({} if self.hf is None else {"hf": self.hf})
+        return {name: llm for name, llm in found.items() if name != "skip" or llm is not self.plain}
+
+
+def load_subjects(name: str, methods: Sequence[str], *, widened: int = 1, device: str, dtype: str) -> Subjects:
+    """Load, and perhaps widen, a model, as many times as the methods need. Raises `SelfspecError`."""
+    model, tokenizer = load_model(name, device=device, dtype=dtype)
+    identity = wrap(model, tokenizer, profile="none", name=name).identity
+    if widened > 1:
+        model = widen(model, widened)
+    times = layout_times(model)
+    layouts = {"plain": choose(times, drafting=False), "skip": choose(times, drafting=True)}
+    if DRAFTING.isdisjoint(methods):
+        layouts["skip"] = layouts["plain"]
+
+    def ready(model: Any, layout: str | None) -> LLM:
+        if layout is not None:
+            lay_out_(model, layout)
+        return wrap(model, tokenizer, profile="none", name=name)
+
+    hf = ready(copy.deepcopy(model), None) if any(m.startswith("hf") for m in methods) else None
+    skip = None if layouts["skip"] == layouts["plain"] else ready(copy.deepcopy(model), layouts["skip"])
+    plain = ready(model, layouts["plain"])
+    return Subjects(plain, skip or plain, hf, layouts, identity, widened)
+
+
+def check_methods(methods: Sequence[str]) -> None:
+    """Raise `SelfspecError` unless these are methods, each once, `plain` among them."""
+    for name in methods:
+        if name not in METHODS:
+            raise SelfspecError(f"method '{name}' is not known; known: {', '.join(METHODS)}")
+    if len(set(methods)) < len(methods):
+        raise SelfspecError("a method is named twice")
+    if "plain" not in methods:
+        raise SelfspecError("the methods must have 'plain' among them: everything is compared with it")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is run: `methods` on `prompts`, `rounds` times each; `skip` as `profile` describes it."""
+
+    methods: tuple[str, ...]
+    prompts: Sequence[Prompt]
+    max_new_tokens: int
+    rounds: int
+    profile: Profile
+
+
+@dataclass
+class Watch:
+    """Is told how a benchmark goes: what happens, how long the runs will take, and every run."""
+
+    stage: Callable[[str], None] = lambda name: None
+    estimate: Callable[[float, int], None] = lambda seconds, runs: None
+    run: Callable[[], None] = lambda: None
+
+
+Oracle = Callable[[LLM, Task, CostModel, float], tuple[float, float]]
+
+
+@dataclass
+class Benchmark:
+    """A benchmark under way, temperature by temperature; `conditions` says how and on what.
+
+    `oracle(llm, task, costs, temperature)` gives the bound on the trace: a speedup and tokens per round.
+    """
+
+    subjects: Subjects
+    task: Task
+    oracle: Oracle | None = None
+    watch: Watch = field(default_factory=Watch)
+
+    def conditions(self) -> Json:
+        """The machine, the model and the task, and what can be said without decoding."""
+        s, t = self.subjects, self.task
+        runtime = s.plain.runtime
+        self.watch.stage("reading memory")
+        own, read = weight_bytes(s.plain.model), _bytes_read(s.plain)
+        bandwidth = read_bandwidth(read, runtime.device)
+        self.watch.stage("timing passes")
+        context = self._context()
+        return {
+            "model": s.plain.name,
+            "widened": s.widened,
+            **conditions(runtime),
+            "torch": torch.__version__,
+            "prompts": len(t.prompts),
+            "max_new_tokens": t.max_new_tokens,
+            "rounds": t.rounds,
+            "skipped": len(t.profile.skip_set),
+            "controller": t.profile.controller.model_dump(mode="json"),
+            "siblings": t.profile.siblings,
+            "sub_layers": 2 * runtime.layers,
+            "layouts": dict(s.layouts),
+            "weight_bytes": own,
+            "extra_bytes": weight_bytes(s.skip.model) - own,
+            "bytes_read": read,
+            "read_bandwidth": bandwidth,
+            "roofline": bandwidth / read,
+            "passes": {
+                name: {str(w): seconds for w, seconds in _passes(llm.runtime, context).items()}
+                for name, llm in s.models.items()
+            },
+        }
+
+    def at(self, temperature: float) -> Json:
+        """Every method at a temperature, and what costs, theory and oracle say of `skip` there."""
+        t, watch = self.task, self.watch
+        options = Options(max_new_tokens=t.max_new_tokens, temperature=temperature)
+        methods = self._methods(options)
+        watch.stage("warming up")
+        warm: dict[str, float] = {}
+        growth: dict[str, list[int]] = {}
+
+        def warmed(name: str, run: Method) -> Method:
+            def first(prompt: Prompt) -> Stats:
+                if name in growth:
+                    return run(prompt)
+                with peak_growth(self.subjects.plain.runtime.device) as growth[name]:
+                    return run(prompt)
+
+            return first
+
+        def on_warm(name: str, stats: Stats) -> None:
+            warm[name] = stats.seconds
+            if len(warm) == len(methods):
+                runs = len(t.prompts) * t.rounds
+                watch.estimate(runs * sum(warm.values()), runs * len(methods))
+
+        runs = interleave(
+            {name: warmed(name, run) for name, run in methods.items()},
+            t.prompts,
+            rounds=t.rounds,
+            on_warm=on_warm,
+            on_run=watch.run,
+        )
+        found: Json = {"temperature": temperature, "methods": {}}
+        for name in methods:
+            found["methods"][name] = {
+                **summary(runs, name, bases=[base for base in ("plain", "hf") if base in methods]),
+                "memory_bytes": self._held(name) + sum(growth[name]),
+            }
+        if "skip" in methods:
+            found["skip"] = self._about_skip(options, [run for prompt in runs.stats["skip"] for run in prompt])
+        read = _bytes_read(self.subjects.plain)
+        found["process_peak_bytes"] = process_peak()
+        found["read_bandwidth"] = read_bandwidth(read, self.subjects.plain.runtime.device)
+        step = found["methods"]["plain"]["inter_token_seconds"]["p50"]
+        found["plain_of_roofline"] = None if step is None else read / found["read_bandwidth"] / step
+        return found
+
+    def _methods(self, options: Options) -> dict[str, Method]:
+        s, t = self.subjects, self.task
+        early = max(1, s.plain.runtime.layers // 2)
+        made: dict[str, Callable[[], Method]] = {
+            "plain": lambda: method(s.plain, PlainDrafter(), options, first_plain=True),
+            "skip": lambda: method(s.skip, s.skip.drafts_with(t.profile), options, first_plain=True),
+            "guarded": lambda: method(s.skip, s.skip.guarded(t.profile), options, first_plain=True),
+            "hf": lambda: transformers_generate(self._model("hf"), options),
+            "hf-early-exit": lambda: transformers_generate(self._model("hf"), options, assistant_early_exit=early),
+            "hf-prompt-lookup": lambda: transformers_generate(
+                self._model("hf"), options, prompt_lookup_num_tokens=LOOKUP_TOKENS
+            ),
+        }
+        return {name: made[name]() for name in t.methods}
+
+    def _model(self, name: str) -> LLM:
+        s = self.subjects
+        llm = {"plain": s.plain, "skip": s.skip, "guarded": s.skip}.get(name, s.hf)
+        assert llm is not None
+        return llm
+
+    def _held(self, name: str) -> int:
+        """Bytes of a method's weights, and of its keys and values for the longest text."""
+        llm = self._model(name)
+        if not name.startswith("hf"):
+            return weight_bytes(llm.model) + llm.runtime.cache.bytes
+        s = llm.runtime.skeleton.sizes
+        longest = max(len(llm.encode(prompt)) for prompt in self.task.prompts) + self.task.max_new_tokens
+        keys = 2 * llm.runtime.layers * s.kv_heads * s.head_dim * longest
+        return weight_bytes(llm.model) + keys * s.dtype.itemsize
+
+    def _context(self) -> int:
+        lengths = [len(self.subjects.plain.encode(prompt)) for prompt in self.task.prompts]
+        usual = round(statistics.mean(lengths)) + self.task.max_new_tokens // 2
+        return max(0, min(usual, self.subjects.plain.runtime.skeleton.context - max(WIDTHS)))
+
+    def _about_skip(self, options: Options, runs: Sequence[Stats]) -> Json:
+        s, t = self.subjects, self.task
+        self.watch.stage("measuring costs")
+        planned = s.skip.plan(t.prompts[0], options)
+        context = self._context()
+        costs = measure_skip_costs(
+            s.skip.runtime,
+            t.profile.skip_set,
+            context=context,
+            sampler=planned.sampler,
+            vocabulary=t.profile.draft_vocabulary,
+        )
+        # Everything is told in plain steps as `plain` takes them, on weights that lie as suits it.
+        plain = costs.plain
+        if s.plain is not s.skip:
+            plain = costs.round + forward_seconds(s.plain.runtime, context, repeats=24)
+        rounds = [done for run in runs for done in run.log[1:]]  # the first drafts nothing, as when streaming
+        found: Json = {
+            "c": costs.base / plain,
+            "v": {str(w): costs.verification(w) / plain for w in WIDTHS},
+            "round": costs.round / plain,
+            "theory": theory(rounds, costs) * plain / costs.plain,
+            "costs_of_its_rounds": expected(rounds, costs) * plain / costs.plain,
+        }
+        if self.oracle is not None:
+            self.watch.stage("bounding")
+            speedup, tokens = self.oracle(s.skip, t, costs, options.temperature or 0.0)
+            found["oracle"] = {"speedup": speedup * plain / costs.plain, "tokens_per_round": tokens}
+        return found
+
+
+def _bytes_read(llm: LLM) -> int:
+    """Bytes of weights that a plain step reads: all, but of an embedding that is not the head a row only."""
+    embedding = llm.model.get_input_embeddings().weight
+    head = llm.model.get_output_embeddings()
+    tied = llm.model.config.tie_word_embeddings
+    held = weight_bytes(llm.model)
+    own_head = not tied or isinstance(head, PackedLinear)  # which is there twice
+    return held - (embedding.numel() * embedding.element_size() if own_head else 0)
+
+
+def _passes(runtime: Runtime, context: int) -> dict[int, float]:
+    """Seconds of a pass over so many rows."""
+    return {width: forward_seconds(runtime, context, rows=width, repeats=24) for width in WIDTHS}

@@ -1,0 +1,73 @@
+"""A benchmark's figures from its runs: ratios, latencies, acceptance, and what formulas make of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from selfspec.basics.schema import Json
+from selfspec.facts.costs import CostModel
+from selfspec.facts.stats import Round, acceptance_by_position
+
+if TYPE_CHECKING:
+    from selfspec.measure.timing import Runs
+
+
+def summary(runs: Runs, name: str, *, bases: Sequence[str]) -> Json:
+    """What a method did: speed, ratios to `bases` with intervals, latencies in seconds, what its rounds gave.
+
+    Tokens that are given out together share the time since the emission before: that is their inter-token latency.
+    """
+    total = runs.total(name)
+    each = [run for prompt in runs.stats[name] for run in prompt]
+    ratios = {}
+    for base in bases:
+        ratio, (low, high) = runs.speedup(name, base)
+        ratios[base] = {"median": ratio, "low": low, "high": high}
+    return {
+        "tokens_per_second": total.tokens_per_second,
+        "ratio": ratios,
+        "first_token_seconds": _quantiles([run.log[0].seconds for run in each if run.log]),
+        "inter_token_seconds": _quantiles(
+            [done.seconds / done.tokens for run in each for done in run.log[1:] for _ in range(done.tokens)]
+        ),
+        "emission_seconds": _quantiles([done.seconds for run in each for done in run.log[1:]]),
+        "tokens_per_round": total.tokens_per_round,
+        "accepted_per_round": total.accepted / total.rounds if total.rounds else 0.0,
+        "acceptance_rate": total.acceptance_rate if total.drafted else None,
+        "acceptance_by_position": acceptance_by_position([done for run in each for done in run.log]),
+    }
+
+
+def theory(rounds: Sequence[Round], costs: CostModel) -> float:
+    """Speedup over plain decoding were every drafted token accepted alike and every draft of the mean length.
+
+    E / (g * c + v(g + 1)) with E = (1 - a^(g + 1)) / (1 - a) (Leviathan et al. 2211.17192, with v(w) in place of 1).
+    The chance a is that of a token all before which were accepted.
+    """
+    drafted, n = sum(done.drafted for done in rounds), len(rounds)
+    if not drafted:
+        return 1.0
+    accepted = sum(done.accepted for done in rounds)
+    a = accepted / (accepted + sum(done.accepted < done.drafted for done in rounds))
+    g = drafted / n
+    tokens = g + 1 if a == 1 else (1 - a ** (g + 1)) / (1 - a)
+    low = int(g)
+    verification = (1 - (g - low)) * costs.verification(low + 1) + (g - low) * costs.verification(low + 2)
+    return tokens * costs.plain / (costs.round + g * costs.base + verification)
+
+
+def expected(rounds: Sequence[Round], costs: CostModel) -> float:
+    """Speedup over plain decoding, the prompt's pass left out, if every round cost what was measured for its kind."""
+    tokens = sum(done.tokens for done in rounds)
+    if not tokens:
+        return 1.0
+    drafts = Counter((done.drafted, 1 + done.drafted + done.candidates) for done in rounds)
+    return tokens * costs.plain / costs.seconds(drafts, costs.base)
+
+
+def _quantiles(seconds: Sequence[float]) -> Json:
+    import numpy as np
+
+    return {name: float(np.quantile(seconds, q)) if seconds else None for name, q in (("p50", 0.5), ("p95", 0.95))}

@@ -1,0 +1,309 @@
+"""Honest timing: every method on the same prompts, interleaved, warmed up; ratios, not absolute claims."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import BaseStreamer
+
+from selfspec.basics.machine import machine, synchronise
+from selfspec.drafters import PlainDrafter
+from selfspec.facts.stats import Round, Stats
+from selfspec.llm.llm import LLM
+from selfspec.llm.options import DEFAULT_NEW_TOKENS, Options
+from selfspec.llm.stream import Generation
+from selfspec.measure.audit import Difference, first_difference
+from selfspec.profile.schema import Measurement
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafter import Drafter
+from selfspec.text.prompt import Prompt
+
+Method = Callable[[Prompt], Stats]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What each method did: `stats[name][prompt][round]`."""
+
+    stats: Mapping[str, Sequence[Sequence[Stats]]]
+
+    def total(self, name: str) -> Stats:
+        """All runs of a method added up."""
+        return Stats.total(run for prompt in self.stats[name] for run in prompt)
+
+    def ratios(self, name: str, base: str) -> list[float]:
+        """For each prompt, how many times `base`'s tokens per second; the median over rounds."""
+        pairs = zip(self.stats[name], self.stats[base], strict=True)
+        return [
+            statistics.median(a.tokens_per_second / b.tokens_per_second for a, b in zip(mine, theirs, strict=True))
+            for mine, theirs in pairs
+        ]
+
+    def speedup(self, name: str, base: str) -> tuple[float, tuple[float, float]]:
+        """The median over prompts of `ratios`, and its 95% bootstrap interval."""
+        ratios = self.ratios(name, base)
+        return statistics.median(ratios), interval(ratios)
+
+
+def interleave(
+    methods: Mapping[str, Method],
+    prompts: Sequence[Prompt],
+    *,
+    rounds: int = 3,
+    on_warm: Callable[[str, Stats], None] = lambda name, stats: None,
+    on_run: Callable[[], None] = lambda: None,
+) -> Runs:
+    """Run every method on every prompt, one after the other, `rounds` times; the order turns with every prompt.
+
+    The first prompt is run once by every method beforehand and not counted; `on_warm` is shown that run, and `on_run`
+    is called after every counted one.
+    """
+    names = list(methods)
+    for name in names:
+        on_warm(name, methods[name](prompts[0]))
+    stats: dict[str, list[list[Stats]]] = {name: [[] for _ in prompts] for name in names}
+    for turn in range(rounds):
+        for index, prompt in enumerate(prompts):
+            shift = (turn + index) % len(names)
+            for name in names[shift:] + names[:shift]:
+                stats[name][index].append(methods[name](prompt))
+                on_run()
+    return Runs(stats)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One prompt decoded plainly, with a drafter, and by `transformers`' generate, interleaved.
+
+    `difference` is set when the texts of the first two differ though they should not.
+    """
+
+    plain: Generation
+    draft: Generation
+    plain_tokens_per_second: float
+    tokens_per_second: float
+    transformers_tokens_per_second: float
+    speedup: float
+    rounds: int
+    comparable: bool
+    difference: Difference | None
+
+    @property
+    def identical(self) -> bool | None:
+        """Whether the tokens are the same; None for sampling without a seed, where only the distribution is."""
+        return self.plain.tokens == self.draft.tokens if self.comparable else None
+
+    @property
+    def verdict(self) -> str:
+        """`identical` in words."""
+        if not self.comparable:
+            return "not comparable (sampled other than by rule match: the same distribution, other draws)"
+        return "yes" if self.difference is None else f"no: {self.difference}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the texts, ready for JSON."""
+        return {
+            "identical": self.identical,
+            "speedup": self.speedup,
+            "rounds": self.rounds,
+            "plain_tokens_per_second": self.plain_tokens_per_second,
+            "tokens_per_second": self.tokens_per_second,
+            "transformers_tokens_per_second": self.transformers_tokens_per_second,
+            "plain": self.plain.stats.as_dict(),
+            "difference": None if self.difference is None else dataclasses.asdict(self.difference),
+        }
+
+
+def compare(
+    llm: LLM, prompt: str, drafter: Drafter, options: Options, *, rounds: int, usual: LLM | None = None
+) -> Comparison:
+    """Decode one prompt plainly, with `drafter`, and by `transformers`, `rounds` times each, and compare.
+
+    `usual`: the same model with its weights as `transformers` loads them, for `transformers`, and for plain decoding if
+    those of `llm` are packed, which serves drafting.
+    """
+    last: dict[str, Generation] = {}
+    planned = llm.plan(prompt, options)
+    comparable = planned.sampler.greedy or planned.sampler.tied
+    methods = {
+        "plain": method(
+            usual if usual is not None and llm.layout == "onednn" else llm,
+            PlainDrafter(),
+            options,
+            keep=lambda out: last.update(plain=out),
+        ),
+        "draft": method(llm, drafter, options, keep=lambda out: last.update(draft=out)),
+        "transformers": transformers_generate(usual or llm, options),
+    }
+    runs = interleave(methods, [prompt], rounds=rounds)
+    plain, draft = last["plain"], last["draft"]
+    difference = None
+    if comparable:
+        difference = first_difference(
+            llm.runtime, llm.encode(prompt), plain.tokens, draft.tokens, sampler=planned.sampler
+        )
+    return Comparison(
+        plain=plain,
+        draft=draft,
+        plain_tokens_per_second=runs.total("plain").tokens_per_second,
+        tokens_per_second=runs.total("draft").tokens_per_second,
+        transformers_tokens_per_second=runs.total("transformers").tokens_per_second,
+        speedup=runs.ratios("draft", "plain")[0],
+        rounds=rounds,
+        comparable=comparable,
+        difference=difference,
+    )
+
+
+def method(
+    llm: LLM,
+    drafter: Drafter,
+    options: Options,
+    *,
+    keep: Callable[[Generation], None] | None = None,
+    first_plain: bool = False,
+) -> Method:
+    """Decoding with a drafter, as a method to be timed from prompt to text; `keep` is shown every generation.
+
+    `first_plain`: as when streaming, the first round drafts nothing.
+    """
+
+    def run(prompt: Prompt) -> Stats:
+        begun = time.perf_counter()
+        stream = llm.start(prompt, options, drafter=drafter, first_plain=first_plain, pieces=False)
+        ready = time.perf_counter()
+        for _ in stream:
+            pass
+        generation = stream.result
+        synchronise(llm.runtime.device)
+        stats = generation.stats
+        stats.seconds = time.perf_counter() - begun
+        if stats.log:
+            first = stats.log[0]
+            stats.log[0] = dataclasses.replace(first, seconds=first.seconds + ready - begun)
+        if keep is not None:
+            keep(generation)
+        return stats
+
+    return run
+
+
+class _Clock(BaseStreamer):  # type: ignore[misc]
+    """Notes when `transformers`' generate gives out tokens; the prompt comes first."""
+
+    def __init__(self) -> None:
+        self._prompt, self._last = True, time.perf_counter()
+        self.log: list[Round] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt, then one emission after the other."""
+        if self._prompt:
+            self._prompt = False
+            return
+        now, tokens = time.perf_counter(), value.numel()
+        self.log.append(Round(drafted=0, accepted=tokens - 1, tokens=tokens, seconds=now - self._last))
+        self._last = now
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+
+def transformers_generate(llm: LLM, options: Options, **settings: Any) -> Method:
+    """`transformers`' own `generate` with the same options, as a method to be timed; it has no seed.
+
+    `settings`: further fields of its `GenerationConfig`, such as `prompt_lookup_num_tokens`.
+    """
+    model, tokenizer = copy.copy(llm.model), llm.tokenizer
+    model.generation_config = GenerationConfig()  # or it would fill in what the options leave open
+
+    def run(prompt: Prompt) -> Stats:
+        planned = llm.plan(prompt, options)
+        planned.config.max_length = None  # max_new_tokens says it
+        for name, value in settings.items():
+            setattr(planned.config, name, value)
+        clock = _Clock()
+        start = time.perf_counter()
+        given = llm.encode(prompt)
+        ids = torch.tensor([given], device=llm.runtime.device)
+        extra = [*options.logits_processor]
+        extra += [options.guide.processor(len(given), planned.ends)] if options.guide is not None else []
+        new = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=planned.config,
+            logits_processor=extra,
+            tokenizer=tokenizer,
+            streamer=clock,
+        )[0, len(given) :]
+        tokenizer.decode(new)
+        synchronise(llm.runtime.device)
+        seconds = time.perf_counter() - start
+        accepted = sum(done.accepted for done in clock.log)
+        return Stats(rounds=len(clock.log), accepted=accepted, tokens=len(new), seconds=seconds, log=clock.log)
+
+    return run
+
+
+def measure(
+    llm: LLM,
+    drafter: Drafter,
+    prompts: Sequence[Prompt],
+    options: Options,
+    *,
+    held_out: bool,
+    rounds: int = 3,
+    usual: LLM | None = None,
+) -> Measurement:
+    """Measure a drafter against plain decoding, interleaved, with the conditions written down.
+
+    `usual`: the same model with weights that lie as suits plain decoding.
+    """
+    methods = {"plain": method(usual or llm, PlainDrafter(), options), "draft": method(llm, drafter, options)}
+    runs = interleave(methods, prompts, rounds=rounds)
+    speedup, (low, high) = runs.speedup("draft", "plain")
+    total = runs.total("draft")
+    return Measurement(
+        **conditions(llm.runtime),
+        prompts=len(prompts),
+        held_out=held_out,
+        max_new_tokens=options.max_new_tokens or DEFAULT_NEW_TOKENS,
+        rounds=rounds,
+        temperature=options.temperature or 0.0,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        plain_tokens_per_second=round(runs.total("plain").tokens_per_second, 1),
+        tokens_per_second=round(total.tokens_per_second, 1),
+        speedup=round(speedup, 3),
+        interval=[round(low, 3), round(high, 3)],
+        acceptance_rate=round(total.acceptance_rate, 3),
+        tokens_per_round=round(total.tokens_per_round, 3),
+    )
+
+
+def conditions(runtime: Runtime) -> dict[str, Any]:
+    """What a figure must be told with: machine, device, dtype and threads."""
+    return {
+        "machine": machine(runtime.device),
+        "device": runtime.device.type,
+        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
+    """95% percentile bootstrap interval of the median of `values`; a single value is its own interval."""
+    import numpy as np
+    from scipy.stats import bootstrap
+
+    if len(values) < 2:
+        return values[0], values[0]
+    result = bootstrap((np.asarray(values),), np.median, method="percentile", rng=np.random.default_rng(seed))
+    return float(result.confidence_interval.low), float(result.confidence_interval.high)

@@ -1,0 +1,1 @@
+"""Loaded `transformers` models, made readable: families, weights, how they lie. Knows nothing of caches and drafts."""

@@ -1,0 +1,290 @@
+"""Linear maps as the runtime calls them: without a module call's overhead, and several over one input as one.
+
+The parameters of query, key and value, and of gate and up, can be laid side by side in one tensor each (`join_`), which
+keeps their values and needs no memory; one product then serves all of them. Weights can also be packed in the order
+that oneDNN reads fastest (`PackedLinear`). Knows nothing of caches and prompts.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.model.dispatch import calls_itself
+
+_PACKED_FOR = 16  # rows; the order found for them serves one row and hundreds as well
+Call = Callable[[Tensor], Tensor]
+Into = Callable[[Tensor, Tensor], object]
+Onto = Callable[[Tensor, Tensor], object]
+
+
+def is_plain(module: nn.Module, *, offloaded: bool = False) -> bool:
+    """Whether calling `module` runs its class's own forward and nothing else: no hooks, no parametrisation.
+
+    accelerate's moving of inputs does not count, as they are there already; with `offloaded`, nor do weights that it
+    brings.
+    """
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return not hooks and calls_itself(module, offloaded=offloaded) and not hasattr(module, "parametrizations")
+
+
+def embedding(module: Any) -> Call:
+    """An embedding of token ids `[B, n]`: an exact `nn.Embedding` without a module call's overhead."""
+    exact = type(module) is nn.Embedding and is_plain(module) and not module.weight.is_meta
+    if not exact or module.max_norm is not None:
+        return lambda ids: module(ids)
+    return partial(torch.embedding, module.weight.detach())
+
+
+def linear(module: Any) -> Call:
+    """A linear from `[N, in]` to `[N, out]`: an exact `nn.Linear` without a module call's overhead."""
+    if (packed := _whole_packed([module])) is not None:
+        return packed.product
+    if not is_exact(module):
+        return on_rows(module)
+    return _product(module.weight.detach(), None if module.bias is None else module.bias.detach())
+
+
+def linear_over(module: Any, outputs: Sequence[int]) -> Call | None:
+    """A linear of which only `outputs` are computed; the others are -inf. None where its weight is not at hand.
+
+    It holds a copy of the weight's rows.
+    """
+    if not (is_exact(module) or (type(module) is PackedLinear and is_plain(module))):
+        return None
+    whole = module.weight.detach()
+    at = torch.tensor(outputs, device=whole.device)
+    weight = whole.index_select(0, at).t().contiguous()
+    bias = None if module.bias is None else module.bias.detach().index_select(0, at)
+    product = _product(weight.t(), bias)
+
+    def spread(x: Tensor) -> Tensor:
+        x = x.to(whole.device)
+        return x.new_full((len(x), module.out_features), -torch.inf).index_copy_(1, at, product(x))
+
+    return spread
+
+
+def on_rows(module: Any) -> Call:
+    """A module as a callable on rows `[N, D]`; it sees the three dimensions that it would in its own model."""
+    return lambda x: module(x.unsqueeze(0)).squeeze(0)
+
+
+def linear_onto(module: Any) -> Onto:
+    """A linear whose output for `x` `[N, in]` is added to `base` `[N, out]` in place: `f(base, x)`."""
+    if is_exact(module) and module.bias is None:
+        weight = module.weight.detach().t()
+        return lambda base, x: base.addmm_(x, weight)
+    call = linear(module)
+    return lambda base, x: base.add_(call(x))
+
+
+def side_by_side(modules: Sequence[Any]) -> Into:
+    """Several linears over one input `x` `[N, in]`, whose outputs are written side by side: `f(x, out)`.
+
+    One product where their parameters lie side by side, as `join_` leaves them; otherwise one each. `out` is
+    `[N, sum of outs]`.
+    """
+    if all(map(is_exact, modules)):
+        weight = _whole([module.weight.detach() for module in modules])
+        biases = [module.bias.detach() for module in modules if module.bias is not None]
+        bias = _whole(biases) if len(biases) == len(modules) else None
+        if weight is not None and (bias is not None or not biases):
+            product = _product(weight, bias)
+            return lambda x, out: product(x, out=out)
+    if (packed := _whole_packed(modules)) is not None:
+        multiply = packed.product
+        return lambda x, out: out.copy_(multiply(x))
+    calls = [linear(module) for module in modules]
+    return lambda x, out: torch.cat([call(x) for call in calls], dim=-1, out=out)
+
+
+def _product(weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
+    """The product with `weight` `[out, in]`, made once ready to be multiplied with."""
+    if bias is None:
+        return partial(torch.mm, mat2=weight.t())
+    return partial(torch.addmm, bias, mat2=weight.t())
+
+
+def groups(layer: Any) -> list[list[tuple[Any, str]]]:
+    """Where a decoder layer's linears are, by parent and name, those together that read the same input."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return [
+        [(attention, "q_proj"), (attention, "k_proj"), (attention, "v_proj")],
+        [(attention, "o_proj")],
+        [(mlp, "gate_proj"), (mlp, "up_proj")],
+        [(mlp, "down_proj")],
+    ]
+
+
+@torch.no_grad()
+def join_(model: Any, *, columns: bool = False) -> None:
+    """Lay the parameters that read the same input side by side, layer by layer, in place.
+
+    Every parameter keeps its values, its shape and its identity, and becomes a view of the whole. With `columns`, all
+    linears' weights are stored by columns, so that `weight.t()` is contiguous; a head that is also the embedding keeps
+    its rows. Exact `nn.Linear` of one dtype on one device only; anything else (adapters, quantised or offloaded
+    weights, hooks) stays as it is.
+    """
+    for layer in model.model.layers:
+        join_layer_(layer, columns=columns)
+    if columns:
+        if model.lm_head.weight is not model.model.embed_tokens.weight:
+            _join([model.lm_head], columns)
+        model.register_state_dict_post_hook(_by_rows)
+
+
+def _by_rows(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: dict[str, Any]) -> None:
+    """Lay every weight of a state dictionary out as files hold it."""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and not value.is_contiguous():
+            state[name] = value.contiguous()
+
+
+def join_layer_(layer: Any, *, columns: bool = False) -> None:
+    """`join_` of one decoder layer."""
+    for group in groups(layer):
+        if columns or len(group) > 1:
+            _join([getattr(*where) for where in group], columns)
+
+
+def _join(modules: Sequence[Any], columns: bool) -> None:
+    if not all(map(is_exact, modules)):
+        return
+    for name in ("weight", "bias"):
+        parts = [getattr(module, name) for module in modules]
+        if any(part is None or part.dtype != parts[0].dtype or part.device != parts[0].device for part in parts):
+            continue
+        across = columns and name == "weight"
+        whole = torch.cat([part.data.t() if across else part.data for part in parts], dim=1 if across else 0)
+        whole, row = whole.t() if across else whole, 0
+        for part in parts:
+            part.data = whole.narrow(0, row, len(part))
+            row += len(part)
+
+
+def _whole(parts: Sequence[Tensor]) -> Tensor | None:
+    """The tensor that `parts` are consecutive rows of, stored by rows or by columns; None where they are not."""
+    first, rows = parts[0], sum(len(part) for part in parts)
+    if first.dim() == 2 and first.stride(0) == 1 != first.stride(1):
+        strides: tuple[int, ...] = (1, rows)
+    else:
+        strides = first.stride() if first.is_contiguous() else ()
+    end = first.data_ptr()
+    for part in parts:
+        same = part.dtype == first.dtype and part.device == first.device and part.shape[1:] == first.shape[1:]
+        if not (same and part.stride() == strides and part.data_ptr() == end):
+            return None
+        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        end += len(part) * strides[0] * part.element_size()
+    return first.as_strided((rows, *first.shape[1:]), strides)
+
+
+def _whole_packed(modules: Sequence[Any]) -> Packed | None:
+    """The packed weight that `modules` are all the rows of, in order; None where they are not."""
+    if not all(type(module) is PackedLinear and is_plain(module) for module in modules):
+        return None
+    packed, start = modules[0].packed, 0
+    for module in modules:
+        if module.packed is not packed or module.start != start:
+            return None
+        start += module.out_features
+    return packed if start == packed.tensor.shape[0] else None
+
+
+def is_exact(module: nn.Module) -> bool:
+    """Whether a module is an `nn.Linear` itself, with its weight at hand and without hooks."""
+    return type(module) is nn.Linear and is_plain(module) and not module.weight.is_meta
+
+
+class Packed:
+    """A weight `[out, in]` in the order that oneDNN reads fastest for few rows, where 8 cost little more than 1.
+
+    float32 on the CPU. Raises whatever torch raises where oneDNN cannot pack it.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
+        self.bias = bias
+        self.product: Call = partial(_packed_product, weight=self.tensor, bias=bias)
+
+    @property
+    def bytes(self) -> int:
+        """Memory held."""
+        return sum(t.numel() * t.element_size() for t in (self.tensor, self.bias) if t is not None)
+
+    def unpacked(self) -> Tensor:
+        """The weight as it was, exactly."""
+        weight: Tensor = self.tensor.to_dense()
+        return weight
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Packed:
+        return Packed(self.unpacked(), copy.deepcopy(self.bias, memo))
+
+
+def _packed_product(x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    return product
+
+
+class PackedLinear(nn.Module):
+    """What was an `nn.Linear`: rows `start` on of a packed weight that others may have rows of too.
+
+    `weight` unpacks it each time it is read: it is no parameter. A model with these can be called, copied and saved as
+    before, but neither trained nor moved; its own forward is slower, as each part computes the whole's product.
+    """
+
+    def __init__(self, packed: Packed, start: int, linear: nn.Linear) -> None:
+        super().__init__()
+        self.packed, self.start = packed, start
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = None if packed.bias is None else packed.bias.narrow(0, start, linear.out_features)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight `[out, in]`, unpacked."""
+        return self.packed.unpacked().narrow(0, self.start, self.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product with `x` `[.., in]`."""
+        return self.packed.product(x).narrow(-1, self.start, self.out_features)
+
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = self.weight.contiguous()
+        if self.bias is not None:
+            destination[prefix + "bias"] = self.bias
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
+        moved = fn(torch.zeros(1))
+        if moved.dtype != torch.float32 or moved.device.type != "cpu":
+            raise SelfspecError("packed weights stay float32 on the CPU; load the model anew to move or cast it")
+        return self
+
+
+@torch.no_grad()
+def pack_layer_(layer: Any) -> None:
+    """Put packed linears in the place of one decoder layer's exact ones, those together that read the same input."""
+    for group in groups(layer):
+        pack_(group)
+
+
+@torch.no_grad()
+def pack_(group: Sequence[tuple[Any, str]]) -> None:
+    """Put packed linears in the place of exact ones over one input, each named by its parent and its name there."""
+    modules = [getattr(*where) for where in group]
+    if any((module.bias is None) != (modules[0].bias is None) for module in modules):
+        for where in group:
+            pack_([where])
+        return
+    bias = None if modules[0].bias is None else torch.cat([module.bias.detach() for module in modules])
+    packed, start = Packed(torch.cat([module.weight.detach() for module in modules]), bias), 0
+    for (parent, name), module in zip(group, modules, strict=True):
+        setattr(parent, name, PackedLinear(packed, start, module))
+        start += module.out_features

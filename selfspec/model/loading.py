@@ -1,0 +1,220 @@
+"""Finding and loading models: the built-in one, a folder, or a hub id, all through `from_pretrained`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from selfspec import builtin
+from selfspec.basics.errors import SelfspecError, reason
+from selfspec.basics.files import kind
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import GenerationConfig
+
+    from selfspec.facts.identity import Identity
+
+PLACINGS = ("auto", "balanced", "balanced_low_0", "sequential")
+_MEMORY = re.compile(r"[0-9]+(\.[0-9]+)?[KMGT]i?B")
+DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMap:
+    """Devices for a model larger than one of them, as `transformers`' `from_pretrained` takes them.
+
+    `places`: one of `PLACINGS`, or a device for each module by name. `max_memory`: by device (a GPU's number, or cpu),
+    bytes or a text such as 20GiB; what fits nowhere stays on disk, in the checkpoint or in `offload_folder`, and is
+    read whenever it is used. Raises `SelfspecError`.
+    """
+
+    places: str | Mapping[str, int | str] = "auto"
+    max_memory: Mapping[int | str, int | str] | None = None
+    offload_folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.places, str) and self.places not in PLACINGS:
+            raise SelfspecError(f"device map '{self.places}' is not known; known: {', '.join(PLACINGS)}")
+        for device, memory in (self.max_memory or {}).items():
+            known = device == "cpu" or (isinstance(device, int) and device >= 0)
+            size = memory > 0 if isinstance(memory, int) else _MEMORY.fullmatch(memory) is not None
+            if not known or not size:
+                raise SelfspecError(
+                    f"max memory {device}={memory}: want a GPU's number or cpu, and a size such as 20GiB"
+                )
+        if self.offload_folder is not None and kind(self.offload_folder) not in ("folder", "missing"):
+            raise SelfspecError(f"offload folder {self.offload_folder} is a file; want a folder")
+
+    def options(self) -> dict[str, Any]:
+        """As `from_pretrained` takes it."""
+        named = {"device_map": self.places, "max_memory": self.max_memory, "offload_folder": self.offload_folder}
+        return {name: dict(v) if isinstance(v, Mapping) else v for name, v in named.items() if v is not None}
+
+
+def parse_devices(
+    device: str, device_map: str | None, max_memory: str | None, offload_folder: Path | None
+) -> str | DeviceMap:
+    """What the options of a command come to: `max_memory` as in 0=20GiB,cpu=60GiB. Raises `SelfspecError`."""
+    if device_map is None:
+        for name, value in (("--max-memory", max_memory), ("--offload-folder", offload_folder)):
+            if value is not None:
+                raise SelfspecError(f"{name} is for models spread over devices; want --device-map auto too")
+        return device
+    if device != "auto":
+        raise SelfspecError(f"--device {device} and --device-map: want one of them")
+    memory: dict[int | str, int | str] = {}
+    for part in [] if max_memory is None else " ".join(max_memory.split()).split(","):
+        place, _, size = (text.strip() for text in part.partition("="))
+        key = int(place) if re.fullmatch("[0-9]{1,4}", place) else place
+        if key in memory:
+            raise SelfspecError(f"max memory: {place} is given twice")
+        memory[key] = size
+    return DeviceMap(device_map, memory or None, offload_folder)
+
+
+def check_model_name(name: str) -> None:
+    """Raise `SelfspecError` when `name` can be no model: cheap, before anything heavy is imported."""
+    if name == builtin.NAME:
+        return
+    if not name:
+        raise SelfspecError(f"the model's name is empty; want a folder, a hub id, or '{builtin.NAME}'")
+    path = Path(name)
+    there = kind(path)
+    if there == "folder":
+        if kind(path / "config.json") != "file":
+            raise SelfspecError(f"model {name}: the folder has no config.json; want a model saved by save_pretrained")
+    elif there != "missing":
+        raise SelfspecError(f"model {name} is a file; want a folder, a hub id, or '{builtin.NAME}'")
+    elif not _HUB_ID.fullmatch(name):
+        raise SelfspecError(f"model {name}: no such folder; want a folder, a hub id, or '{builtin.NAME}'")
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise `SelfspecError` when `dtype` is not one of `DTYPES`."""
+    if dtype not in DTYPES:
+        raise SelfspecError(f"dtype '{dtype}' is not known; known: {', '.join(DTYPES)}")
+
+
+def load_model(name: str, *, device: str | DeviceMap = "auto", dtype: str = "auto") -> tuple[Any, Any]:
+    """Model and tokenizer by name, through `from_pretrained`.
+
+    `device` `auto` is CUDA where there is one, else the CPU; a `DeviceMap` spreads the model over several. `dtype`
+    `auto` is the checkpoint's own on an accelerator, and float32 on the CPU, where half precision is slower. Raises
+    `SelfspecError` when they cannot be loaded, with the reason.
+    """
+    check_model_name(name)
+    check_dtype(dtype)
+    spread = device.options() if isinstance(device, DeviceMap) else {}
+    where = _device("auto" if isinstance(device, DeviceMap) else device)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    source = _source(name)
+    shown = logging.is_progress_bar_enabled()
+    if Path(source).is_dir():
+        logging.disable_progress_bar()  # nothing is downloaded
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            source, dtype=_dtype(dtype, where), output_loading_info=True, trust_remote_code=False, **spread
+        )
+        model = model.eval() if spread else model.eval().to(where)
+    except Exception as error:  # a broken checkpoint can raise anything
+        raise SelfspecError(f"model {name} cannot be loaded: {reason(error)}") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    if missing := sorted(loaded["missing_keys"]):
+        raise SelfspecError(f"model {name} cannot be loaded: {len(missing)} weights are missing, such as {missing[0]}")
+    return model, tokenizer
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model by name. Raises `SelfspecError` with the reason."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(_source(name), trust_remote_code=False)
+    except Exception as error:  # a broken checkpoint can raise anything
+        raise SelfspecError(f"its tokenizer cannot be loaded: {reason(error)}") from error
+
+
+def read_identity(name: str) -> Identity:
+    """What a model's configuration says of it, without its weights. Raises `SelfspecError`."""
+    from transformers import AutoConfig
+
+    from selfspec.model.families import check_family
+    from selfspec.model.families import read_identity as read
+
+    try:
+        config = AutoConfig.from_pretrained(_source(name), trust_remote_code=False)
+        check_family(config, name)
+        return read(config)
+    except SelfspecError:
+        raise
+    except Exception as error:  # a broken configuration can raise anything
+        raise SelfspecError(f"model {name} cannot be read: {reason(error)}") from error
+
+
+def stored_config(name: str) -> str | None:
+    """The folder on this machine that holds a model's config.json, found without a network; None where there is none.
+
+    Raises `SelfspecError` when `name` can be no model.
+    """
+    check_model_name(name)
+    source = _source(name)
+    if kind(Path(source)) == "folder":
+        return source
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        file = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        raise SelfspecError(f"model {name}: no such folder, and no hub id is written so") from None
+    return str(Path(file).parent) if isinstance(file, str) else None
+
+
+def read_generation_config(path: Path) -> GenerationConfig:
+    """A `generation_config.json`, named or in the folder named. Raises `SelfspecError`."""
+    from transformers import GenerationConfig
+
+    file = path / "generation_config.json" if kind(path) == "folder" else path
+    if kind(file) != "file":
+        raise SelfspecError(f"generation config {file}: no such file")
+    try:
+        return GenerationConfig.from_pretrained(str(file.parent), config_file_name=file.name)
+    except Exception as error:  # a broken file can raise anything
+        raise SelfspecError(f"generation config {file} cannot be read: {reason(error)}") from error
+
+
+def _source(name: str) -> str:
+    return str(builtin.model_folder()) if name == builtin.NAME else name
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError, ValueError, TypeError) as error:
+        raise SelfspecError(f"device '{name}' cannot be used: {reason(error)}") from None
+    if device.type == "meta":
+        raise SelfspecError("device 'meta' cannot be used: it holds no values; want cpu or cuda")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> Any:
+    import torch
+
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    return getattr(torch, name)

@@ -1,0 +1,20 @@
+"""The sizes of a model that a pass depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a pass's tensors depend on beside its width. `eps` is that of the model's norms."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    dtype: torch.dtype

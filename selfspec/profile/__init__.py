@@ -1,0 +1,16 @@
+"""YAML profiles: what they hold, reading, writing, choosing. Knows nothing of torch."""
+
+from selfspec.profile.reading import parse_profile, profile_schema, profile_text, read_profile, write_profile
+from selfspec.profile.schema import Profile
+from selfspec.profile.shipped import find_profile_file, shipped_profiles
+
+__all__ = [
+    "Profile",
+    "find_profile_file",
+    "parse_profile",
+    "profile_schema",
+    "profile_text",
+    "read_profile",
+    "shipped_profiles",
+    "write_profile",
+]

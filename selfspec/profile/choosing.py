@@ -1,0 +1,41 @@
+"""Which profile a model is used with: one that is given, or one that ships and was made for it."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.facts.identity import Identity
+from selfspec.profile.schema import Profile
+from selfspec.profile.shipped import shipped_profiles
+
+
+def choose_profile(identity: Identity, profile: str | Path | Profile) -> Profile | None:
+    """The profile itself, none, or, for `auto`, a shipped one that was measured to be faster on these weights."""
+    if profile != "auto":
+        return profile if isinstance(profile, Profile) else None
+    return next((p for p in shipped_for(identity).values() if not p.slower), None)
+
+
+def shipped_for(identity: Identity) -> dict[str, Profile]:
+    """The shipped profiles, by name, that were measured on these very weights."""
+    return {name: profile for name, profile in shipped_profiles().items() if _measured_on(profile, identity)}
+
+
+def check_profile(profile: Profile, identity: Identity) -> None:
+    """Raise `SelfspecError` when a profile is of another architecture; warn when of other weights."""
+    if difference := profile.model.mismatch(identity):
+        raise SelfspecError(f"the profile is of another model: {difference}; search one with: selfspec search")
+    if profile.model.other_weights(identity):
+        warnings.warn(
+            "the profile was made for other weights of this architecture; it is lossless all the same, but may be slow",
+            stacklevel=2,
+        )
+
+
+def _measured_on(profile: Profile, identity: Identity) -> bool:
+    theirs = profile.model.fingerprint
+    if not profile.measured or theirs is None or theirs != identity.fingerprint:
+        return False
+    return profile.model.mismatch(identity) is None

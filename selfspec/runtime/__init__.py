@@ -1,0 +1,1 @@
+"""One forward and one cache over a model's own leaf modules. Knows nothing of prompts, tokenizers and profiles."""

@@ -1,0 +1,328 @@
+"""The runtime: one forward and one cache over a loaded `transformers` model's own leaf modules.
+
+It copies no modelling code, patches no class and changes no parameter. It owns the residual loop, the cache and
+the attention call; the loop `decode` drives it. Knows nothing of prompts, tokenizers and profiles.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selfspec.basics.errors import BusyError, SelfspecError
+from selfspec.facts.skip import NOTHING_SKIPPED, SkipSet
+from selfspec.model.families import Block, read_skeleton
+from selfspec.model.linears import Call, linear_over
+from selfspec.runtime.cache import ALL_ROWS, Cache
+from selfspec.runtime.masks import Masks
+from selfspec.runtime.scratch import Scratch, Scratches
+from selfspec.speculation.step import Step
+
+_NARROW = 16  # rows up to which a CPU's small products beat its fused attention and elementwise rope
+_GROWTH = 256  # the cache grows in steps, so that prompts of similar length share one allocation
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a forward's `[B, n]` tokens, N = B * n rows, stand: their rope, what they see and write of the cache.
+
+    `turn`: rope as a matrix for each row `[N, d, d]`, or as cosines and sines `[N, 1, d]`. `keys` and `values` are by
+    layer, as `Cache.seen` gives them when attention is `direct`, else as `Cache.repeated` does. `to` are each layer's
+    slots of keys and values to write `[B, H_kv, n, d]`, or, where slots are scattered, those slots `[B, n]`.
+    """
+
+    turn: Tensor | tuple[Tensor, Tensor]
+    to: tuple[Sequence[Tensor], Sequence[Tensor]] | Tensor
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    mask: Tensor | None  # additive: [1 or B * H_kv, G * n, seen] when direct, else [B * H_kv, 1, n, seen] or [n, seen]
+    direct: bool
+    causal: bool
+    rows: slice
+
+
+class Runtime:
+    """One model, ready to be run with sub-layers bypassed.
+
+    Raises `UnsupportedModelError` for a model it does not serve. `rows` is the number of sequences the cache holds.
+    """
+
+    trees = True
+    cache: Cache
+
+    def __init__(self, model: Any, *, rows: int = 1) -> None:
+        self.model = model
+        self.skeleton = read_skeleton(model)
+        self.rows = rows
+        self.layers = len(self.skeleton.blocks)
+        self.device = self.skeleton.device
+        self.dtype = self.skeleton.sizes.dtype
+        self._scratches = Scratches(self.skeleton.sizes)
+        self._masks = Masks(self.skeleton.sizes, self.device)
+        # Where the order of rounding is ours to choose, queries and keys are scaled as they are turned, half each.
+        exact = self.dtype in (torch.float32, torch.float64)
+        self._turn_scale = self.skeleton.scaling**0.5 if exact else 1.0
+        self._scaling = 1.0 if exact else self.skeleton.scaling
+        self._direct = exact and self.device.type == "cpu"
+        self._plans: dict[SkipSet, tuple[tuple[int, Block, bool, bool], ...]] = {}
+        self._lock = threading.Lock()
+        self._allocate(0)
+
+    # -- the cache's life ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def session(self, slots: int) -> Iterator[None]:
+        """Hold the runtime for one stream that needs `slots` slots a row. Raises `BusyError` while it is held."""
+        if not self._lock.acquire(blocking=False):
+            raise BusyError(
+                "this model is still generating; exhaust or close() the first stream, or load a second model"
+            )
+        try:
+            if slots > self.cache.slots:
+                self._grow(slots)
+            for row in range(self.rows):
+                self.cache.clear(row)
+            self.skeleton.refresh()
+            yield
+        finally:
+            self._lock.release()
+
+    def _grow(self, slots: int) -> None:
+        try:
+            self._allocate(slots)
+        except BaseException as error:
+            self._allocate(0)  # whatever happened, the runtime stays usable
+            if isinstance(error, RuntimeError):  # which is what running out of memory is
+                raise SelfspecError(f"no cache for {slots} positions could be had: {error}") from error
+            raise
+
+    @torch.inference_mode(False)  # commits write to these tensors outside a forward
+    @torch.no_grad()
+    def _allocate(self, slots: int) -> None:
+        s = self.skeleton.sizes
+        self.__dict__.pop("cache", None)  # free the old one before the new one is made
+        slots = -(-slots // _GROWTH) * _GROWTH
+        self.cache = Cache(
+            rows=self.rows,
+            kv_heads=s.kv_heads,
+            group=s.heads // s.kv_heads,
+            slots=slots,
+            head_dim=s.head_dim,
+            dtype=s.dtype,
+            devices=[block.device for block in self.skeleton.blocks],
+        )
+        self._keep = torch.eye(s.head_dim, dtype=s.dtype, device=self.device)
+        self._cos, self._sin = self._rope(min(slots, self.skeleton.context))
+        self._swap = self._keep.roll(s.head_dim // 2, 0)
+
+    def _rope(self, positions: int) -> tuple[Tensor, Tensor]:
+        """The model's own rope as tables `[positions, 1, d]`, both scaled by `_turn_scale`.
+
+        x turned is x * cos + (x, halves swapped) * sin.
+        """
+        d = self.skeleton.sizes.head_dim
+        at = torch.arange(max(positions, 1), device=self.device)[None]
+        cos, sin = (t.to(self.device) for t in self.skeleton.rotary(self._keep, at))  # which may be on another
+        if cos.shape[-1] != d:
+            raise SelfspecError(f"rope covers {cos.shape[-1]} of {d} dimensions; partial rope is not supported")
+        sin = torch.cat((-sin[..., : d // 2], sin[..., d // 2 :]), dim=-1)
+        return cos[0].unsqueeze(1) * self._turn_scale, sin[0].unsqueeze(1) * self._turn_scale
+
+    # -- the one forward -------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: int | Tensor,
+        *,
+        skip: SkipSet = NOTHING_SKIPPED,
+        slots: int | Tensor | None = None,
+        mask: Tensor | None = None,
+        rows: slice = ALL_ROWS,
+        logits: Literal["all", "last"] | None = "all",
+        head: Call | None = None,
+        hidden: Sequence[int] = (),
+        between: Sequence[int] = (),
+    ) -> Step:
+        """Run `tokens` `[B, n]` through the model without the sub-layers in `skip`.
+
+        `positions` and `slots` are `[B, n]`, or an int: a contiguous run from there, the same for every row.
+        Without `slots`, they are the positions. `mask` `[B, n, S]` (true: seen) says which of the first S slots
+        each token sees; the default is causal, slots up to the token's own. Keys and values are written before
+        they are read, so a token may see itself and its pass. `rows` picks cache rows, B of them. `logits` picks
+        the rows that pay for the head, `head` is another head (`head_over`); `hidden` picks the layers whose streams
+        are returned, `between` those whose streams between attention and MLP are.
+
+        A bypassed sub-layer adds nothing to the residual stream, computes nothing and writes no keys.
+        """
+        if rows.indices(self.rows) == (0, self.rows, 1):
+            rows = ALL_ROWS
+        batch, n = tokens.shape
+        place = self._place(batch, n, positions, positions if slots is None else slots, mask, rows)
+        scratch = self._scratches.get(batch, n, self.device)
+        scratch.stream.copy_(self.skeleton.embed(tokens).flatten(0, 1))
+        streams: dict[int, Tensor] = {}
+        halves: dict[int, Tensor] = {}
+        for index, block, attend, expand in self._plan(skip):
+            if index in hidden:
+                streams[index] = _kept(scratch)
+            if scratch.device != block.device:
+                scratch, place = self._moved(scratch, place, block.device)
+            if attend:
+                self._attention(block, index, scratch, place)
+            if index in between:
+                halves[index] = _kept(scratch)
+            if expand:
+                self._mlp(block, scratch)
+        if self.layers in hidden:
+            streams[self.layers] = _kept(scratch)
+        if logits is None:
+            return Step(None, streams, halves)
+        of = slice(None) if logits == "all" or n == 1 else slice(n - 1, None, n)
+        normed = self.skeleton.norm(scratch.stream[of], scratch.longer[of], scratch.normed[of])
+        out = (head or self.skeleton.head)(normed)
+        return Step(out.to(self.device).view(batch, -1, out.shape[-1]), streams, halves)
+
+    @torch.no_grad()
+    def head_over(self, tokens: Sequence[int]) -> Call:
+        """A head for `forward` that computes the logits of these tokens only; the others' are -inf.
+
+        It holds a copy of their weights. Raises `SelfspecError` for tokens that the model does not have, for none or
+        repeated ones, and where the head's weight is not at hand (quantised, adapted, offloaded).
+        """
+        vocabulary = self.skeleton.identity.vocabulary or 0
+        if not tokens or len(set(tokens)) < len(tokens) or not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            raise SelfspecError(f"a draft vocabulary is of one or more different tokens from 0 to {vocabulary - 1}")
+        head = linear_over(self.skeleton.lm_head, tokens)
+        if head is None:
+            raise SelfspecError("a draft vocabulary needs the weight of lm_head itself; draft with the whole head")
+        return head
+
+    @torch.inference_mode()
+    def branch(
+        self,
+        index: int,
+        part: Literal["attention", "mlp"],
+        x: Tensor,
+        positions: int | Tensor,
+        *,
+        slots: int | Tensor | None = None,
+        mask: Tensor | None = None,
+        rows: slice = ALL_ROWS,
+    ) -> Tensor:
+        """What one sub-layer of layer `index` adds to the stream `x` `[B, n, D]`; arguments as in `forward`."""
+        block = self.skeleton.blocks[index]
+        batch, n, _ = x.shape
+        scratch = self._scratches.get(batch, n, block.device)
+        x = x.to(block.device).flatten(0, 1)
+        scratch.stream.copy_(x)
+        if part == "mlp":
+            self._mlp(block, scratch)
+        else:
+            place = self._place(batch, n, positions, positions if slots is None else slots, mask, rows)
+            self._attention(block, index, scratch, _move(place, block.device))
+        return (scratch.stream - x).view(batch, n, -1)
+
+    def _plan(self, skip: SkipSet) -> tuple[tuple[int, Block, bool, bool], ...]:
+        plan = self._plans.get(skip)
+        if plan is None:
+            bits = skip.bits(self.layers)
+            plan = tuple(
+                (i, block, not bits[i], not bits[self.layers + i]) for i, block in enumerate(self.skeleton.blocks)
+            )
+            self._plans[skip] = plan
+        return plan
+
+    def _place(
+        self, batch: int, n: int, positions: int | Tensor, slots: int | Tensor, mask: Tensor | None, rows: slice
+    ) -> _Place:
+        direct = self._direct and batch * n <= _NARROW
+        if isinstance(positions, int):
+            cos, sin = self._cos.narrow(0, positions, n), self._sin.narrow(0, positions, n)
+            if batch > 1:
+                cos, sin = cos.repeat(batch, 1, 1), sin.repeat(batch, 1, 1)
+        else:
+            cos, sin = self._cos[positions].flatten(0, 1), self._sin[positions].flatten(0, 1)  # [N, 1, d]
+        turn = torch.mul(self._keep, cos).addcmul_(self._swap, sin) if direct else (cos, sin)
+        causal, additive = False, None
+        if mask is not None:
+            seen, additive = mask.shape[-1], self._masks.additive(mask)
+        elif isinstance(slots, Tensor):
+            seen = int(slots.max()) + 1
+            additive = self._masks.additive(torch.arange(seen, device=slots.device) <= slots.unsqueeze(-1))
+        else:
+            seen, causal = slots + n, n > 1 and slots == 0 and not direct
+            additive = self._masks.chain(n, seen) if n > 1 and not causal else None
+        if direct and additive is not None:
+            additive = self._masks.grouped(additive)
+        keys, values = self.cache.seen(seen, rows) if direct else self.cache.repeated(seen, rows)
+        to = slots if isinstance(slots, Tensor) else self.cache.run(slots, n, rows)
+        return _Place(turn, to, keys, values, additive, direct, causal, rows)
+
+    def _attention(self, block: Block, index: int, scratch: Scratch, place: _Place) -> None:
+        """Add what a layer's attention gives to the stream, and write its keys and values."""
+        block.qkv(block.input_norm(scratch.stream, scratch.longer, scratch.normed), scratch.qkv)
+        if isinstance(place.turn, Tensor):
+            torch.bmm(scratch.qk, place.turn, out=scratch.turned)
+        else:
+            cos, sin = place.turn
+            swapped = scratch.qk.roll(self.skeleton.sizes.head_dim // 2, -1)
+            torch.mul(scratch.qk, cos, out=scratch.turned).addcmul_(swapped, sin)
+        if isinstance(place.to, Tensor):
+            self.cache.scatter(index, scratch.k, scratch.v, place.to, place.rows)
+        else:
+            place.to[0][index].copy_(scratch.k_to_write)
+            place.to[1][index].copy_(scratch.v_to_write)
+        scratch.gather_q()
+        if place.direct:
+            q, keys = scratch.q_rows, place.keys[index]
+            scores = torch.bmm(q, keys) if place.mask is None else torch.baddbmm(place.mask, q, keys)
+            out = torch.bmm(scores.softmax(-1), place.values[index], out=scratch.out)
+        else:
+            out = F.scaled_dot_product_attention(
+                scratch.q,
+                place.keys[index],
+                place.values[index],
+                attn_mask=place.mask,
+                is_causal=place.causal,
+                scale=self._scaling,
+            )
+        if out is not scratch.out:
+            scratch.take(out)
+        block.o(scratch.stream, scratch.mixed)
+
+    @staticmethod
+    def _mlp(block: Block, scratch: Scratch) -> None:
+        """Add what a layer's MLP gives to the stream."""
+        block.gate_up(block.post_norm(scratch.stream, scratch.longer, scratch.normed), scratch.gate_up)
+        block.down(scratch.stream, torch.mul(block.act(scratch.gate), scratch.up, out=scratch.activated))
+
+    def _moved(self, scratch: Scratch, place: _Place, device: torch.device) -> tuple[Scratch, _Place]:
+        """The stream, and what lies beside the cache, on another device."""
+        there = self._scratches.get(scratch.batch, scratch.n, device)
+        there.stream.copy_(scratch.stream)
+        return there, _move(place, device)
+
+
+def _kept(scratch: Scratch) -> Tensor:
+    """The stream as it is now, `[B, n, D]`."""
+    return scratch.stream.clone().view(scratch.batch, scratch.n, -1)
+
+
+def _move(place: _Place, device: torch.device) -> _Place:
+    """What lies beside the cache, on another device; every layer's keys are on its own already."""
+    turn = place.turn.to(device) if isinstance(place.turn, Tensor) else tuple(t.to(device) for t in place.turn)
+    moved: dict[str, Any] = {"turn": turn}
+    if isinstance(place.to, Tensor):
+        moved["to"] = place.to.to(device)
+    if place.mask is not None:
+        moved["mask"] = place.mask.to(device)
+    return replace(place, **moved)

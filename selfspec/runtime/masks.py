@@ -1,0 +1,36 @@
+"""Additive masks: which slots each token sees. Knows nothing of caches."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selfspec.model.sizes import Sizes
+
+
+class Masks:
+    """Masks of one model on one device, in its dtype: 0 where a slot is seen, -inf where it is not."""
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        self._kv_heads, self._group = sizes.kv_heads, sizes.heads // sizes.kv_heads
+        self._dtype, self._device = sizes.dtype, device
+        self._later = self._triangle(64)
+
+    def _triangle(self, n: int) -> Tensor:
+        return torch.full((n, n), -torch.inf, dtype=self._dtype, device=self._device).triu(1)
+
+    def chain(self, n: int, end: int) -> Tensor:
+        """`[n, end]` of a chain: every slot before the run of n, and the run's own up to itself."""
+        later = self._later if n <= len(self._later) else self._triangle(n)
+        return F.pad(later[:n, :n], (end - n, 0))
+
+    def additive(self, mask: Tensor) -> Tensor:
+        """`[B * H_kv, 1, n, S]` of a mask `[B, n, S]` (true: seen); `[1, 1, n, S]`, for all, if B is 1."""
+        zeros = torch.zeros(mask.shape, dtype=self._dtype, device=self._device)
+        additive = zeros.masked_fill_(mask.logical_not(), -torch.inf)
+        return (additive if len(mask) == 1 else additive.repeat_interleave(self._kv_heads, dim=0)).unsqueeze(1)
+
+    def grouped(self, additive: Tensor) -> Tensor:
+        """`[1 or B * H_kv, G * n, S]`, for all the query heads of a key head, from either of the others."""
+        return additive.view(-1, *additive.shape[-2:]).repeat(1, self._group, 1)

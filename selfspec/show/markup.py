@@ -1,0 +1,102 @@
+"""How tokens look by where they came from, and a generation as HTML with styles of its own. Knows nothing of torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from selfspec.facts.events import Origin, Rejected, TokenEvent, counts
+from selfspec.facts.stats import Stats
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A colour `#rrggbb` that the colour-blind tell apart (Okabe and Ito), and what tells it apart without colour."""
+
+    color: str | None = None
+    bold: bool = False
+    italic: bool = False
+    underline: bool = False
+
+    @property
+    def css(self) -> str:
+        """As an inline style: the colour as a tint, so that text of any colour stays readable on it."""
+        style = []
+        if self.color is not None:
+            red, green, blue = (int(self.color[i : i + 2], 16) for i in (1, 3, 5))
+            style.append(f"background-color:rgba({red},{green},{blue},0.3)")
+        if self.bold:
+            style.append("font-weight:bold")
+        if self.italic:
+            style.append("font-style:italic")
+        if self.underline:
+            style.append("text-decoration:underline")
+        return ";".join(style)
+
+
+LOOKS = {
+    Origin.PLAIN: Look(),
+    Origin.ACCEPTED_DRAFT: Look("#009e73", italic=True),
+    Origin.ACCEPTED_SIBLING: Look("#0072b2", underline=True),
+    Origin.CORRECTED: Look("#d55e00", bold=True),
+    Origin.BONUS: Look("#cc79a7", bold=True, italic=True),
+}
+
+
+def tokens_html(events: Sequence[TokenEvent]) -> str:
+    """The text of a generation, each token coloured by its origin; hovering says what is known of it."""
+    shown = (event for event in events if event.text)
+    return (
+        '<div style="font-family:monospace;line-height:1.5;white-space:pre-wrap;overflow-wrap:anywhere">'
+        + "".join(_span(event.text, LOOKS[event.origin], _title(event)) for event in shown)
+        + "</div>"
+    )
+
+
+def legend_html(events: Sequence[TokenEvent], stats: Stats | None = None) -> str:
+    """How many tokens came from where, as one line; with `stats`, what was accepted of what was drafted too."""
+    parts = [
+        f"{_span(origin, LOOKS[origin], origin.meaning)} {number} ({number / len(events):.0%})"
+        for origin, number in counts(events).items()
+    ]
+    if stats is not None:
+        parts.append(escape(acceptance(stats)))
+    return f'<div style="font-size:smaller;margin-top:0.5em">{" &middot; ".join(parts)}</div>'
+
+
+def acceptance(stats: Stats) -> str:
+    """What was accepted of what was drafted, in words."""
+    if not stats.drafted:
+        return "nothing was drafted"
+    return f"acceptance {stats.acceptance_rate:.0%} ({stats.accepted} of {stats.drafted} drafted)"
+
+
+def _title(event: TokenEvent) -> str:
+    """What is known of a token, in one line."""
+    parts = [str(event.origin), f"round {event.round}"]
+    if event.place is not None:
+        parts.append(f"place {event.place} of the draft")
+    if event.confidence is not None:
+        parts.append(f"the draft's confidence {event.confidence:.3f}")
+    if event.probability is not None:
+        parts.append(f"the model's probability {event.probability:.3f}")
+    if event.rejected:
+        parts.append(f"rejected: {', '.join(map(_quoted, event.rejected))}")
+    return "; ".join(parts)
+
+
+def _quoted(rejected: Rejected) -> str:
+    quoted = json.dumps(rejected.text, ensure_ascii=False)
+    return quoted if rejected.confidence is None else f"{quoted} ({rejected.confidence:.3f})"
+
+
+def _span(text: str, look: Look, title: str) -> str:
+    style = f' style="{look.css}"' if look.css else ""
+    return f'<span{style} title="{_escaped(title)}">{_escaped(text)}</span>'
+
+
+def _escaped(text: str) -> str:
+    """As HTML text that a browser reads as it is: it would make carriage returns newlines, and takes no NUL."""
+    return escape(text).replace("\r", "&#13;").replace("\0", "\ufffd")

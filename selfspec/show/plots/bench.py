@@ -1,0 +1,95 @@
+"""Plots of a benchmark: how fast the methods are, and how far into a draft tokens are accepted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.show.plots.style import DASHES, MARKS, SERIES, WIDTH, reference, styled, subplots
+
+PLAIN = "plain"
+_HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo")
+
+
+def bench_bars(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
+    """Speedup over plain decoding with its interval: a group of bars for each method, one for each temperature.
+
+    Raises `SelfspecError` where nothing but plain decoding was measured.
+    """
+    others = frame[(frame["method"] != PLAIN) & frame["speedup"].notna()]
+    methods, temperatures = list(dict.fromkeys(others["method"])), sorted(set(others["temperature"]))
+    if not methods:
+        raise SelfspecError("the benchmark holds no other method beside plain decoding; see selfspec bench --methods")
+    thick = 0.8 / len(temperatures)
+    with styled():
+        figure, (axes,) = subplots(width=width, height=3.6)
+        for number, temperature in enumerate(temperatures):
+            some = others[others["temperature"] == temperature]
+            places = [methods.index(m) + thick * (number - (len(temperatures) - 1) / 2) for m in some["method"]]
+            look = number % len(_HATCHES)
+            bars = axes.bar(
+                places,
+                some["speedup"],
+                thick * 0.92,
+                yerr=np.abs(np.array([some["speedup"] - some["low"], some["high"] - some["speedup"]])),
+                color=SERIES[look],
+                hatch=_HATCHES[look],
+                edgecolor="white",
+                error_kw={"ecolor": "black", "lw": 1, "capsize": 2.5},
+                label=f"temperature {temperature:g}",
+            )
+            for bar, high, value in zip(bars, some["high"], some["speedup"], strict=True):
+                middle = bar.get_x() + bar.get_width() / 2
+                text = axes.annotate(
+                    f"{value:.2f}", (middle, high), (0, 3), textcoords="offset points", ha="center", fontsize=8
+                )
+                text.set_bbox({"fc": "white", "ec": "none", "pad": 0.6})  # over the line of plain decoding
+        axes.set_xticks(range(len(methods)), methods)
+        axes.tick_params(axis="x", length=0)
+        axes.margins(x=0.02, y=0.12)
+        axes.set_ylabel("times plain decoding's speed\n(95% interval)")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}x"))
+        reference(axes, 1, "plain\ndecoding")
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8.5, borderaxespad=0.2)
+    return figure
+
+
+def acceptance_by_position(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
+    """The share of drafted tokens that were accepted, by their position in the draft; a line for each method.
+
+    Of how many drafts, where there is one line that says so. Raises `SelfspecError` where nothing was drafted.
+    """
+    if frame.empty:
+        raise SelfspecError("nothing was drafted, so that there is no acceptance to draw")
+    groups = list(frame.groupby(["method", "temperature"], sort=False))
+    with styled():
+        figure, (axes,) = subplots(width=width)
+        for number, ((method, temperature), some) in enumerate(groups):
+            look = number % len(SERIES)
+            label = f"{method}, temperature {temperature:g}"
+            axes.plot(
+                some["position"],
+                some["acceptance"],
+                color=SERIES[look],
+                marker=MARKS[look],
+                ls=DASHES[look],
+                label=label,
+            )
+        if len(groups) == 1 and frame["drafts"].notna().all():
+            for place, share, drafts in frame[["position", "acceptance", "drafts"]].itertuples(index=False):
+                axes.annotate(
+                    f"of {drafts:.0f}", (place, share), (0, 6), textcoords="offset points", ha="center", fontsize=7.5
+                )
+        axes.set_xlabel("position in the draft (1: the first drafted token)")
+        axes.set_ylabel("drafts whose token was accepted")
+        axes.set_ylim(-0.02, 1.1)
+        axes.set_yticks(np.linspace(0, 1, 6))
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.legend(
+            loc="lower left", bbox_to_anchor=(0, 1), ncols=3 if len(groups) < 4 else 2, fontsize=8.5, borderaxespad=0.2
+        )
+    return figure

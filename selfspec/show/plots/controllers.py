@@ -1,0 +1,158 @@
+"""How drafts go: thresholds, lengths, acceptance, controllers beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from selfspec.facts.acceptance import AcceptanceCurve
+from selfspec.show.plots.style import BLACK, BLUE, GREY, MARKS, ORANGE, SERIES, reference, series, styled, subplots
+
+FEWEST = 8  # tokens of a place that is drawn
+
+
+def trajectories(runs: Mapping[str, pd.DataFrame]) -> Figure:
+    """The threshold round by round, and what share of each draft was accepted, for several controllers by name.
+
+    Each frame as `selfspec.search.analysis.drafted.rounds_frame` returns it.
+    """
+    with styled():
+        figure, (above, below) = subplots(2, 1, height=2.3, sharex=True)
+        for number, (name, rounds) in enumerate(runs.items()):
+            rounds = rounds.reset_index(drop=True)
+            how = series(number)
+            above.plot(rounds.index + 1, rounds["threshold"], label=name, **how)
+            drafts = rounds[rounds["drafted"] > 0]
+            share = (drafts["accepted"] / drafts["drafted"]).rolling(12, min_periods=1).mean()
+            below.plot(drafts.index + 1, share, **how)
+        first = next(iter(runs.values())).reset_index(drop=True)
+        for start in first.index[first["round"] == 1]:
+            for ax in (above, below):
+                ax.axvline(start + 1, color="#DDDDDD", lw=0.8, zorder=0)
+        above.set(ylabel="threshold", title="the threshold, round by round (vertical lines: a new text)", ylim=(0, 1))
+        below.set(ylabel="accepted share", xlabel="round", title="of each draft, mean of 12 drafts", ylim=(0, 1.02))
+        below.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        above.legend(ncols=2, fontsize=8.5)
+        return figure
+
+
+def draft_lengths(runs: Mapping[str, pd.DataFrame]) -> Figure:
+    """How many tokens the rounds drafted, as shares of the rounds, for several controllers by name."""
+    with styled():
+        figure, axes = subplots(1, len(runs), height=2.7, sharey=True)
+        longest = max(int(rounds["drafted"].max()) for rounds in runs.values())
+        for number, (ax, (name, rounds)) in enumerate(zip(axes, runs.items(), strict=True)):
+            shares = rounds["drafted"].value_counts(normalize=True).reindex(range(longest + 1), fill_value=0.0)
+            ax.bar(shares.index, shares, color=SERIES[number % len(SERIES)], width=0.75)
+            kept = rounds["accepted"].sum() / max(rounds["drafted"].sum(), 1)
+            ax.set_title(f"{name}\nmean {rounds['drafted'].mean():.2f}, {kept:.0%} accepted", fontsize=9)
+            ax.set_xlabel("tokens drafted")
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes[0].set_ylabel("share of the rounds")
+        axes[0].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        return figure
+
+
+def best_lengths(frame: pd.DataFrame) -> Figure:
+    """The best fixed draft length, and its speedup, against acceptance: by theory, and on traces."""
+    theory, traces = (frame[frame["source"] == source] for source in ("theory", "trace"))
+    with styled():
+        figure, (left, right) = subplots(1, 2, height=3.2)
+        left.step(theory["acceptance"], theory["k"], where="mid", color=BLUE, label="theory: every token alike")
+        left.plot(traces["acceptance"], traces["k"], "s", color=ORANGE, mec="black", mew=0.5, label="traces")
+        left.set(ylabel="best number of drafted tokens, K")
+        left.yaxis.set_major_locator(MaxNLocator(integer=True))
+        left.legend(loc="upper left", fontsize=8.5)
+        reference(right, 1, "plain decoding")
+        right.plot(theory["acceptance"], theory["speedup"], color=BLUE)
+        right.plot(traces["acceptance"], traces["speedup"], "s", color=ORANGE, mec="black", mew=0.5)
+        right.set(ylabel="speedup over plain decoding at that K")
+        for ax in (left, right):
+            ax.set_xlabel("acceptance (all before accepted)")
+            ax.set_xlim(0, 1)
+            ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        return figure
+
+
+def acceptance(by_place: pd.DataFrame, by_confidence: pd.DataFrame, curve: AcceptanceCurve | None = None) -> Figure:
+    """Acceptance by place in the draft, and by the draft's confidence: a calibration curve, with 95% intervals.
+
+    Frames as `selfspec.search.analysis.drafted.acceptance_by` returns them; `curve`: the one that a profile carries.
+    """
+    with styled():
+        figure, (left, right) = subplots(1, 2, height=3.2, sharey=True)
+        by_place = by_place[by_place["tokens"] >= FEWEST]
+        _with_intervals(left, by_place, "place")
+        left.set(xlabel="place in the draft", ylabel="accepted, if all before were")
+        left.xaxis.set_major_locator(MaxNLocator(integer=True))
+        for row in by_place.itertuples():
+            left.annotate(
+                f"{row.tokens}", (row.place, 0.02), ha="center", fontsize=7, color="#666666", rotation=90, va="bottom"
+            )
+        right.plot([0, 1], [0, 1], color=GREY, lw=1, ls=(0, (4, 3)), label="confidence = acceptance")
+        _with_intervals(right, by_confidence, "confidence")
+        if curve is not None:
+            right.plot(curve.confidence, curve.accepted, color=ORANGE, label="the profile's curve")
+        right.set(xlabel="the draft's probability of its token", xlim=(0, 1), ylim=(0, 1.02))
+        right.legend(loc="upper left", fontsize=8.5)
+        left.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        left.set_title("by place (number of tokens below)")
+        right.set_title("by confidence")
+        return figure
+
+
+def _with_intervals(ax: Axes, frame: pd.DataFrame, x: str) -> None:
+    spread = [(frame["accepted"] - frame["low"]).clip(lower=0), (frame["high"] - frame["accepted"]).clip(lower=0)]
+    ax.errorbar(frame[x], frame["accepted"], yerr=spread, fmt="o-", color=BLUE, lw=1.4, elinewidth=1, capsize=2)
+
+
+def controllers(frame: pd.DataFrame) -> Figure:
+    """Controllers on one trace, with chains and with the most candidates that were tried; the bounds as lines.
+
+    `frame`: as `selfspec.search.analysis.drafted.compare_controllers` returns it.
+    """
+    kinds = list(dict.fromkeys(frame["controller"]))
+    most = int(frame["candidates"].max())
+    with styled():
+        figure, (ax,) = subplots(1, 1, height=3.2, width=5.6)
+        for number, (candidates, label) in enumerate({1: "chains", most: f"up to {most} candidates a place"}.items()):
+            own = frame[frame["candidates"] == candidates].set_index("controller").loc[kinds]
+            colour = (BLUE, ORANGE)[number]
+            x = np.arange(len(kinds)) + (number - 0.5) * 0.2
+            ax.plot(x, own["speedup"], MARKS[number], color=colour, ms=8, mec="black", mew=0.5, label=label)
+            for at, speedup in zip(x, own["speedup"], strict=True):
+                above = (0, 7) if number else (0, -15)
+                ax.annotate(f"{speedup:.2f}", (at, speedup), above, textcoords="offset points", ha="center", fontsize=8)
+            bound = own["bound"].iloc[0]
+            ax.axhline(bound, color=colour, lw=1, ls=":", label=f"perfect stopping, {label}")
+        reference(ax, 1, "plain decoding")
+        ax.set_xticks(range(len(kinds)), kinds)
+        ax.set(xlim=(-0.6, len(kinds) - 0.4), ylabel="predicted speedup over plain")
+        ax.margins(y=0.12)
+        figure.legend(loc="outside lower center", ncols=2, fontsize=8.5)
+        return figure
+
+
+def candidates(frame: pd.DataFrame) -> Figure:
+    """What further candidates beside each drafted token bring: speedup, and tokens a pass."""
+    with styled():
+        figure, (left, right) = subplots(1, 2, height=3.2)
+        reference(left, 1, "plain decoding")
+        for number, (kind, own) in enumerate(frame.groupby("controller", sort=False)):
+            how = series(number, marked=True)
+            left.plot(own["candidates"], own["speedup"], label=kind, **how)
+            right.plot(own["candidates"], own["tokens_per_round"], **how)
+        bound = frame.groupby("candidates")["bound"].first()
+        left.plot(bound.index, bound, color=BLACK, lw=1, ls=":", label="perfect stopping")
+        left.set(ylabel="predicted speedup over plain")
+        right.set(ylabel="tokens a pass")
+        for ax in (left, right):
+            ax.set_xlabel("candidates for each place, at most")
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        figure.legend(loc="outside lower center", ncols=5, fontsize=8.5)
+        return figure

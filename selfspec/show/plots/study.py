@@ -1,0 +1,130 @@
+"""Plots of a study: what its trials are worth, and what each sub-layer alone does.
+
+The frames are those of `selfspec.search.trial_tables`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import CenteredNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from selfspec.show.plots.grid import Grid
+from selfspec.show.plots.style import BLUE, DIVERGING, GREY, ORANGE, WIDTH, reference, styled, subplots
+
+PLAIN = "plain\ndecoding"
+_WRITTEN = 0.3  # inches of a cell in which its value is written
+
+
+def sensitivity(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
+    """A heat map of `gain`: how much faster drafting is with one sub-layer alone bypassed; what is unknown is grey."""
+    layers = int(frame["layer"].max()) + 1
+    parts = [part for part in ("layer", "attention", "mlp") if part in set(frame["part"])]
+    gains = np.full((len(parts), layers), np.nan)
+    for layer, part, gain in frame[["layer", "part", "gain"]].itertuples(index=False):
+        gains[parts.index(part), layer] = gain
+    limit = float(np.nanmax(np.abs(gains))) if np.isfinite(gains).any() else 0.0
+    with styled():
+        grid = Grid(parts, layers, width=width, beside=0.75)
+        norm = CenteredNorm(0, limit or 0.01)
+        shown = grid.cells(np.ma.masked_invalid(gains), cmap=DIVERGING, norm=norm)
+        for axes in grid.axes:
+            axes.set_facecolor("#DDDDDD")
+        bar = grid.figure.colorbar(shown[0], ax=grid.axes, aspect=8, pad=0.02, format=FuncFormatter(_percent))
+        grid.axes[0].set_title("speed of drafts with one part alone bypassed, against none", fontsize=9.5)
+        bar.outline.set_visible(False)
+        bar.ax.tick_params(labelsize=8)
+        for axes, (first, last) in zip(grid.axes, grid.blocks(), strict=True):
+            _write(axes, gains, first, last, limit, values=grid.cell >= _WRITTEN)
+    return grid.figure
+
+
+def _write(axes: Axes, gains: np.ndarray, first: int, last: int, limit: float, *, values: bool) -> None:
+    """The value of each cell, or where cells are small a dot in those above 0, which grey print cannot tell."""
+    for row, layer in zip(*np.nonzero(np.isfinite(gains[:, first:last])), strict=True):
+        gain = float(gains[row, first + layer])
+        text = _percent(gain, 0) if values else "•" if gain > 0 else ""
+        colour = "white" if abs(gain) > 0.6 * limit else "black"
+        if text:
+            axes.text(first + layer, row, text, ha="center", va="center", fontsize=6.5 if values else 6, color=colour)
+
+
+def pareto(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
+    """Acceptance against draft cost: trials, those that none beats joined, and the fastest."""
+    known = frame[frame["draft_cost"].notna()]
+    front = known[known["on_front"]].sort_values("draft_cost")
+    with styled():
+        figure, (axes,) = subplots(width=width)
+        _trials(axes, known, "draft_cost", "acceptance_rate")
+        axes.plot(front["draft_cost"], front["acceptance_rate"], color=BLUE, marker="o", label="beaten by none")
+        _fastest(axes, known, "draft_cost", "acceptance_rate")
+        axes.set_xlabel("draft cost: a draft step, in plain decoding steps")
+        axes.set_ylabel("drafted tokens accepted")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g}%"))
+        _legend(axes)
+    return figure
+
+
+def speedup_against_skipped(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
+    """Predicted speedup of trials against how many sub-layers they bypass, the best of each number joined."""
+    whole = frame[~frame["pruned"]]
+    best = whole.loc[whole.groupby("skipped")["speedup"].idxmax()].sort_values("skipped")
+    with styled():
+        figure, (axes,) = subplots(width=width)
+        _trials(axes, frame, "skipped", "speedup")
+        axes.plot(best["skipped"], best["speedup"], color=BLUE, marker="o", label="best of its number")
+        _fastest(axes, frame, "skipped", "speedup")
+        axes.set_xlabel("sub-layers bypassed while drafting")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _speedup(axes)
+        _legend(axes)
+    return figure
+
+
+def progress(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
+    """The best predicted speedup so far against the seconds that scoring took, and the trials it came from."""
+    with styled():
+        figure, (axes,) = subplots(width=width)
+        _trials(axes, frame, "seconds", "speedup")
+        best = frame[frame["best"].notna()]
+        axes.step(best["seconds"], best["best"], where="post", color=BLUE, label="best so far")
+        _fastest(axes, frame, "seconds", "speedup")
+        axes.set_xlabel("seconds of scoring, all workers' added up")
+        axes.set_xlim(left=0)
+        _speedup(axes)
+        _legend(axes)
+    return figure
+
+
+def _trials(axes: Axes, frame: pd.DataFrame, x: str, y: str) -> None:
+    for pruned, mark, label in ((False, "o", "trial"), (True, "x", "pruned: of a share of the texts")):
+        some = frame[frame["pruned"] == pruned]
+        if len(some):
+            face, edge = (GREY, None) if pruned else ("white", GREY)
+            axes.scatter(some[x], some[y], s=22, marker=mark, lw=1, c=face, edgecolors=edge, label=label)
+
+
+def _fastest(axes: Axes, frame: pd.DataFrame, x: str, y: str) -> None:
+    whole = frame[~frame["pruned"]]
+    if len(whole):
+        best = whole.loc[whole["tokens_per_second"].idxmax()]
+        axes.scatter(
+            [best[x]], [best[y]], s=130, marker="*", color=ORANGE, ec="black", lw=0.7, zorder=4, label="fastest"
+        )
+
+
+def _speedup(axes: Axes) -> None:
+    axes.set_ylabel("predicted speedup over plain decoding")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}x"))
+    reference(axes, 1, PLAIN)
+
+
+def _legend(axes: Axes) -> None:
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8.5, borderaxespad=0.2, columnspacing=1.2)
+
+
+def _percent(share: float, _: float) -> str:
+    return f"{100 * share:+.0f}%" if round(100 * share) else "0%"

@@ -1,0 +1,133 @@
+"""How every plot looks: colours that the colour-blind tell apart, marks that differ in print, no clutter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html import escape
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import write_bytes
+
+# Okabe and Ito (2008), without the yellow, which white paper swallows.
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK, GREY = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#CC79A7",
+    "#56B4E9",
+    "#000000",
+    "#888888",
+)
+SERIES = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK, GREY)
+MARKS = ("o", "s", "^", "D", "v", "P", "X", "<")
+DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (8, 2, 1, 2)))
+DIVERGING, SEQUENTIAL = "PuOr", "cividis"
+FORMATS = ("png", "svg", "pdf")
+WIDTH = 7.2  # inches; one column of a page
+_RC = {
+    "font.family": ["DejaVu Sans", "sans-serif"],  # the second for who reads an SVG and lacks the first
+    "font.size": 9.5,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": "#E5E5E5",
+    "legend.frameon": False,
+    "lines.linewidth": 1.7,
+    "lines.markersize": 4.5,
+    "figure.facecolor": "white",
+    "savefig.dpi": 150,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "selfspec",  # the same plot is the same file
+}
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Draw in this project's style; what is set elsewhere stays."""
+    with mpl.rc_context(_RC):
+        yield
+
+
+def subplots(
+    rows: int = 1, columns: int = 1, *, height: float = 3.4, width: float = WIDTH, **how: Any
+) -> tuple[Figure, list[Axes]]:
+    """A figure and its axes, row by row; `height` of each row and `width` of all in inches.
+
+    It belongs to no window, so that nothing needs to be closed. `how`: as `Figure.subplots` takes it.
+    """
+    figure = Figure(figsize=(width, height * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, **how)
+    return figure, list(grid.flat)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as its name says: `.png`, `.svg` or `.pdf`, whole or not at all.
+
+    Raises `SelfspecError` for other names and places.
+    """
+    check_format(path)
+    write_bytes(path, _drawn(figure, path.suffix[1:].lower()))
+
+
+def _drawn(figure: Figure, form: str) -> bytes:
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    buffer = BytesIO()
+    with styled():
+        figure.savefig(buffer, format=form, metadata=undated.get(form))
+    return buffer.getvalue()
+
+
+def check_format(path: Path) -> None:
+    """Raise `SelfspecError` where `save` could not tell the format by the name."""
+    if path.suffix[1:].lower() not in FORMATS:
+        raise SelfspecError(f"{path}: want a name that ends with .{', .'.join(FORMATS[:-1])} or .{FORMATS[-1]}")
+
+
+def svg(figure: Figure, *, name: str = "", label: str = "") -> str:
+    """A figure as an `<svg>` element, for a page; what `label` says is read out in its stead.
+
+    `name`, of letters and digits, keeps its ids apart from those of the page's other figures.
+    """
+    text = _drawn(figure, "svg").decode()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, count=1, flags=re.DOTALL)
+    text = re.sub(r"\s*<style.*?</style>", "", text, count=1, flags=re.DOTALL)  # which would rule the whole page
+    if name:
+        text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    said = f' role="img" aria-label="{escape(label)}"' if label else ""
+    return text.replace("<svg ", f'<svg style="stroke-linejoin: round; stroke-linecap: butt"{said} ', 1)
+
+
+def series(number: int, *, marked: bool = False) -> dict[str, Any]:
+    """Colour and dashes of the `number`-th line of a plot, and with `marked` its marks."""
+    how = {"color": SERIES[number % len(SERIES)], "ls": DASHES[number % len(DASHES)]}
+    return {**how, "marker": MARKS[number % len(MARKS)]} if marked else how
+
+
+def reference(axes: Axes, value: float, label: str) -> None:
+    """A line to compare with, such as plain decoding's speed; its label stands on the right of the axes."""
+    axes.axhline(value, color=GREY, lw=1, ls=(0, (4, 3)), zorder=1)
+    axes.annotate(
+        label,
+        (1, value),
+        (4, 0),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        va="center",
+        fontsize=8,
+        color="#555555",
+    )

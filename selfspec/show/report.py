@@ -1,0 +1,188 @@
+"""A page that shows what was found and measured: one HTML file that needs nothing else. Knows nothing of torch.
+
+What came from outside (names, notes, prompts, tokens) is escaped; only what is drawn here stands as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from selfspec.profile.schema import Profile
+from selfspec.show import explanations as reading
+from selfspec.show.plots import bench as bench_plots
+from selfspec.show.plots import profile as profile_plots
+from selfspec.show.plots import study as study_plots
+from selfspec.show.plots.style import svg
+from selfspec.show.tables import bench_frame, bench_position_frame
+
+WIDTH = 7.2  # inches of a plot
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Texts in rows; `heads`: the first cell of each row is its heading."""
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A plot as an `<svg>` element, and how to read it."""
+
+    drawn: Markup
+    reading: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A prompt, and what the model said: its tokens and their legend as HTML."""
+
+    prompt: str
+    tokens: Markup
+    legend: Markup
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the page; `name` is its anchor, `notes` are lines such as which option would give what is missing."""
+
+    name: str
+    title: str
+    intro: str = ""
+    tables: tuple[Table, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The whole page. `versions`: of the packages that made it."""
+
+    title: str
+    summary: str
+    sections: tuple[Section, ...]
+    versions: str
+
+
+def render(report: Report) -> str:
+    """The page's HTML."""
+    environment = Environment(
+        loader=PackageLoader("selfspec.show", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("report.html").render(report=report)
+    return page.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be written
+
+
+def picture(name: str, draw: Callable[..., Any], subject: Any, text: str, label: str) -> Picture:
+    """A plot of a profile or a frame; `label` is read out in its stead, `name` keeps its ids apart."""
+    return Picture(Markup(svg(draw(subject, width=WIDTH), name=name, label=label)), text)
+
+
+def skip_section(profile: Profile) -> Section:
+    """The skip map."""
+    attention, mlp = (", ".join(map(str, part)) or "none" for part in (profile.skip.attention, profile.skip.mlp))
+    label = f"Skip map. Bypassed while drafting: attention of layers {attention}; MLP of layers {mlp}."
+    drawn = picture("skip", profile_plots.skip_map, profile, reading.skip_map(profile), label)
+    return Section("skip-map", "What is bypassed", pictures=(drawn,))
+
+
+def study_section(trials: pd.DataFrame, sensitivities: pd.DataFrame | None, place: str) -> Section:
+    """A search's trials, and its sensitivities where it has any."""
+    drawn, notes = [], []
+    if sensitivities is not None:
+        text = reading.sensitivity(sensitivities)
+        drawn.append(picture("sensitivity", study_plots.sensitivity, sensitivities, text, f"Heat map. {text}"))
+    else:
+        notes.append("What single sub-layers do is known of searches with --objective replay and warm starts.")
+    if trials["draft_cost"].notna().any():
+        text = reading.pareto(trials)
+        drawn.append(picture("pareto", study_plots.pareto, trials, text, f"Acceptance against draft cost. {text}"))
+    else:
+        notes.append("No draft costs are known, as these trials were timed: --objective replay tells them.")
+    for name, draw, read, what in (
+        ("skipped", study_plots.speedup_against_skipped, reading.speedup_against_skipped, "Speedup against bypassed."),
+        ("progress", study_plots.progress, reading.progress, "Best speedup against seconds."),
+    ):
+        text = read(trials)
+        drawn.append(picture(name, draw, trials, text, f"{what} {text}"))
+    intro = f"{len(trials)} trials of {place}."
+    return Section("search", "The search", intro, pictures=tuple(drawn), notes=tuple(notes))
+
+
+def acceptance_section(positions: pd.DataFrame | None, profile: Profile | None, notes: Iterable[str]) -> Section:
+    """Acceptance by position in the draft, as measured for this page, and by confidence, as the profile says."""
+    drawn, notes = [], list(notes)
+    if positions is not None and len(positions):
+        text = reading.acceptance_by_position(positions)
+        label = f"Acceptance by position in the draft. {text}"
+        drawn.append(picture("position", bench_plots.acceptance_by_position, positions, text, label))
+    if profile is not None and profile.acceptance is not None:
+        text = reading.acceptance_by_confidence(profile)
+        label = f"Acceptance by confidence. {text}"
+        drawn.append(picture("confidence", profile_plots.acceptance_by_confidence, profile, text, label))
+    elif profile is not None:
+        notes.append("The profile holds no acceptance by confidence; selfspec search finds profiles that do.")
+    return Section("acceptance", "What is accepted", pictures=tuple(drawn), notes=tuple(notes))
+
+
+def bench_section(bench: dict[str, Any]) -> Section:
+    """A benchmark's bars, its acceptance by position, and its table."""
+    frame, positions = bench_frame(bench), bench_position_frame(bench)
+    drawn, notes = [], []
+    if (frame["speedup"].notna() & (frame["method"] != "plain")).any():
+        text = reading.bench_bars(frame)
+        drawn.append(picture("bars", bench_plots.bench_bars, frame, text, f"Speed of each method. {text}"))
+    else:
+        notes.append("Nothing but plain decoding was measured; see selfspec bench --methods.")
+    if len(positions):
+        text = reading.acceptance_by_position(positions)
+        label = f"Acceptance by position in the benchmark. {text}"
+        drawn.append(picture("benchposition", bench_plots.acceptance_by_position, positions, text, label))
+    wide = f", widened {bench['widened']} times" if bench["widened"] > 1 else ""
+    threads = f"{bench['threads']} thread{'s' * (bench['threads'] > 1)}"
+    task = f"{bench['prompts']} prompts x {bench['max_new_tokens']} tokens x {bench['rounds']} interleaved rounds"
+    intro = (
+        f"{bench['model']}{wide}, on {bench['machine']}, {threads}, {bench['dtype']}, torch {bench['torch']}: {task}; "
+        f"drafts by {bench['source']}."
+    )
+    tables = tuple(_bench_table(some, f"At temperature {at:g}") for at, some in frame.groupby("temperature"))
+    return Section("bench", "The benchmark", intro, tables, tuple(drawn), notes=tuple(notes))
+
+
+def _bench_table(frame: pd.DataFrame, caption: str) -> Table:
+    columns = ("method", "tokens/s", "of plain's speed", "first token", "next token", "tokens a pass")
+    rows = tuple(
+        (
+            str(row.method),
+            f"{row.tokens_per_second:.4g}",
+            "1" if row.method == "plain" else f"{row.speedup:.3g} ({row.low:.3g} to {row.high:.3g})",
+            _known(row.first_token_ms, "{:.3g} ms"),
+            f"{_known(row.next_ms, '{:.3g} ms')} (95%: {_known(row.next_ms_95, '{:.3g}')})",
+            f"{row.tokens_per_round:.2f}",
+            _known(row.acceptance_rate, "{:.0%}"),
+        )
+        for row in frame.itertuples(index=False)
+    )
+    return Table(caption, (*columns, "acceptance"), rows)
+
+
+def _known(value: float, form: str) -> str:
+    return "-" if pd.isna(value) else form.format(value)
+
+
+def facts_table(caption: str, facts: Sequence[tuple[str, str]]) -> Table:
+    """Two columns: of what, and what is said of it."""
+    return Table(caption, (), tuple(facts))

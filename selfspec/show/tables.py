@@ -1,0 +1,169 @@
+"""Tidy data frames of what was found and measured: one row for each observation, for plots and for notebooks.
+
+Knows nothing of torch. Those of a search's trials are `selfspec.search.trial_tables`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from selfspec.basics.errors import SelfspecError, one_line, short
+from selfspec.basics.files import read_text
+from selfspec.basics.schema import Json
+from selfspec.facts.stats import Round, acceptance_by_position
+from selfspec.profile.schema import Profile
+
+Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Read(BaseModel):
+    """What is read of a benchmark's JSON; there is more in it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class _Ratio(_Read):
+    median: Figure
+    low: Figure
+    high: Figure
+
+
+class _Times(_Read):
+    p50: Figure | None
+    p95: Figure | None
+
+
+class _Method(_Read):
+    tokens_per_second: Figure
+    ratio: dict[str, _Ratio]
+    first_token_seconds: _Times
+    inter_token_seconds: _Times
+    tokens_per_round: Figure
+    acceptance_rate: Share | None
+    acceptance_by_position: list[Share]
+
+
+class _Temperature(_Read):
+    temperature: Figure
+    methods: Annotated[dict[str, _Method], Field(min_length=1)]
+
+
+class _Bench(_Read):
+    model: str
+    widened: int
+    machine: str
+    device: str
+    dtype: str
+    threads: int
+    torch: str
+    prompts: int
+    max_new_tokens: int
+    rounds: int
+    skipped: int
+    sub_layers: int
+    source: str
+    temperatures: Annotated[list[_Temperature], Field(min_length=1)]
+
+
+def read_bench(path: Path) -> Json:
+    """What `selfspec bench --out` wrote. Raises `SelfspecError` for anything else."""
+    text = read_text(path)
+    try:
+        found: Json = json.loads(text)
+        check_bench(found)
+    except SelfspecError as error:
+        raise SelfspecError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise SelfspecError(f"{path}: not valid JSON ({one_line(error)})") from None
+    return found
+
+
+def check_bench(bench: Any) -> None:
+    """Raise `SelfspecError` unless this is what `selfspec bench` measured."""
+    try:
+        _Bench.model_validate(bench)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = one_line(".".join(map(str, first["loc"])))
+        got = "" if first["type"] == "missing" else f", got {short(first['input'])}"
+        said = f"{where}: {one_line(first['msg'])}{got}" if where else "no JSON object"
+        raise SelfspecError(f"not what selfspec bench --out writes ({said})") from None
+
+
+def bench_frame(bench: Json) -> pd.DataFrame:
+    """A row for each temperature and method of a benchmark.
+
+    `speedup`: over plain decoding, the median over prompts, `low` to `high` its 95% bootstrap interval;
+    `first_token_ms`, `next_ms` and `next_ms_95`: milliseconds to the first token, and from token to token (median, 95%
+    quantile). Raises `SelfspecError`.
+    """
+    check_bench(bench)
+    rows = []
+    for at in bench["temperatures"]:
+        for name, method in at["methods"].items():
+            ratio = method["ratio"].get("plain", {})
+            rows.append(
+                {
+                    "temperature": float(at["temperature"]),
+                    "method": name,
+                    "tokens_per_second": method["tokens_per_second"],
+                    "speedup": ratio.get("median"),
+                    "low": ratio.get("low"),
+                    "high": ratio.get("high"),
+                    "first_token_ms": _ms(method["first_token_seconds"]["p50"]),
+                    "next_ms": _ms(method["inter_token_seconds"]["p50"]),
+                    "next_ms_95": _ms(method["inter_token_seconds"]["p95"]),
+                    "tokens_per_round": method["tokens_per_round"],
+                    "acceptance_rate": method["acceptance_rate"],
+                }
+            )
+    figures = [column for column in rows[0] if column != "method"]
+    return pd.DataFrame(rows).astype(dict.fromkeys(figures, float))
+
+
+def bench_position_frame(bench: Json) -> pd.DataFrame:
+    """Acceptance by position of the methods of a benchmark that draft, as `position_frame` has it; `drafts` unknown.
+
+    Raises `SelfspecError`.
+    """
+    check_bench(bench)
+    parts = [
+        _positions(method["acceptance_by_position"], name, float(at["temperature"]))
+        for at in bench["temperatures"]
+        for name, method in at["methods"].items()
+    ]
+    return pd.concat(parts, ignore_index=True)
+
+
+def position_frame(rounds: Sequence[Round], *, method: str = "skip", temperature: float = 0.0) -> pd.DataFrame:
+    """For each position in a draft, from 1: the share of tokens there that were accepted, of how many `drafts`."""
+    frame = _positions(acceptance_by_position(rounds), method, temperature)
+    frame["drafts"] = [float(sum(done.drafted >= place for done in rounds)) for place in frame["position"]]
+    return frame
+
+
+def _positions(shares: Sequence[float], method: str, temperature: float) -> pd.DataFrame:
+    places = range(1, len(shares) + 1)
+    rows = [(method, temperature, place, share, None) for place, share in zip(places, shares, strict=True)]
+    frame = pd.DataFrame(rows, columns=["method", "temperature", "position", "acceptance", "drafts"])
+    return frame.astype({"temperature": float, "position": int, "acceptance": float, "drafts": float})
+
+
+def skip_frame(profile: Profile) -> pd.DataFrame:
+    """A row for each sub-layer of a profile's model, layers counted from 0: whether drafting bypasses it."""
+    layers = profile.model.layers
+    bits = profile.skip_set.bits(layers)
+    parts = [("attention", bits[:layers]), ("mlp", bits[layers:])]
+    rows = [(layer, part, bypassed) for part, row in parts for layer, bypassed in enumerate(row)]
+    return pd.DataFrame(rows, columns=["layer", "part", "bypassed"])
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3

@@ -1,0 +1,1 @@
+"""Drafts, sampling, verification rules, one round. Knows nothing of models and caches: it sees them as a checker."""

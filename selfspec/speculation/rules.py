@@ -1,0 +1,231 @@
+"""Verification rules: which drafted tokens the whole model would have emitted, and what comes next.
+
+A rule takes a draft, the whole model's processed scores for the root and each token `[1 + m, V]`, the sampler,
+and the absolute position of the first drafted token. It returns the accepted path (nodes, in order) and the token
+that follows it. Knows nothing of models, caches and drafters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.speculation.drafts import Draft
+from selfspec.speculation.sampling import NO_TOKEN, Sampler
+
+
+class Rule(Protocol):
+    """A verification rule."""
+
+    def __call__(self, draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tuple[tuple[int, ...], int]:
+        """The accepted path and the next token."""
+
+
+def greedy(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tuple[tuple[int, ...], int]:
+    """Keep the deepest path of tokens that are each the whole model's own argmax."""
+    del sampler, position
+    values, best = scores.max(-1)
+    return _follow(draft, [t if v > -math.inf else -1 for t, v in zip(best.tolist(), values.tolist(), strict=True)])
+
+
+def match(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tuple[tuple[int, ...], int]:
+    """Keep the deepest path of tokens that are each what the whole model draws with the noise of their places.
+
+    So the text is plain decoding's with the same seed, whatever was drafted. A draft made with the same noise is
+    accepted with probability (1 - TV) / (1 + TV) at least, TV the total variation between p and q
+    (Daliri et al. 2408.07978).
+    """
+    depths = (0, *draft.depths)
+    return _follow(draft, sampler.draws(sampler.probs(scores), [position + depth for depth in depths]))
+
+
+def _follow(draft: Draft, wanted: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """The deepest path of tokens that are each the one `wanted` after the row before, and the one wanted after it.
+
+    Raises `SelfspecError` where that is -1, none.
+    """
+    deepest, matches = -1, [True]  # matches[0]: the root
+    for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+        matches.append(matches[parent + 1] and token == wanted[parent + 1])
+        if matches[-1] and (deepest < 0 or draft.depths[node] > draft.depths[deepest]):
+            deepest = node
+    if wanted[deepest + 1] < 0:
+        raise SelfspecError(NO_TOKEN)
+    return draft.path_to(deepest), wanted[deepest + 1]
+
+
+def token(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tuple[tuple[int, ...], int]:
+    """Token rejection (Leviathan et al. 2211.17192, Chen et al. 2302.01318), with siblings by recursion.
+
+    A token x drawn from q is accepted with probability min(1, r(x) / q(x)), r starting as the target's p; a
+    rejected one leaves r = norm((r - q)+) and q without x for its next sibling. What is emitted follows p exactly.
+    """
+
+    def judge(spine: Sequence[int], p: Tensor, ratios: Sequence[float]) -> tuple[int, Tensor]:
+        kept = 0
+        while kept < len(spine) and sampler.coin(min(1.0, ratios[kept])):
+            kept += 1
+        if kept == len(spine):
+            return kept, p[kept]
+        return kept, _residual(p[kept], _proposal(draft, spine[kept], (), p[kept]), otherwise=p[kept])
+
+    return _verify(draft, scores, sampler, position, judge)
+
+
+def block(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tuple[tuple[int, ...], int]:
+    """Block verification (Sun et al. 2403.10444): a chain is judged as a whole, never worse than token by token.
+
+        P_0 = 1;  P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i))
+        R_i = sum over x of (P_i p_{i+1}(x) - q_{i+1}(x))+      h_i = R_i / (R_i + 1 - P_i), the last one P_i
+
+    The last i whose own coin of chance h_i falls is how many tokens are kept; the next one follows
+    r = norm((P_i p_{i+1} - q_{i+1})+), or p after the whole chain. In a tree the chains of first children are
+    blocks; where one breaks, the further siblings there are proposals for r, by recursion as in `token`, and below an
+    accepted sibling a fresh block begins.
+    """
+
+    def judge(spine: Sequence[int], p: Tensor, ratios: Sequence[float]) -> tuple[int, Tensor]:
+        weights = [1.0]
+        for ratio in ratios:
+            weights.append(min(1.0, weights[-1] * ratio))
+        q = torch.stack([_proposal(draft, node, (), p[0]) for node in spine])
+        left = (torch.tensor(weights[:-1], dtype=p.dtype, device=p.device)[:, None] * p[:-1] - q).clamp(min=0)
+        kept = _kept(weights, left.sum(-1).tolist(), sampler)
+        return kept, p[kept] if kept == len(spine) else _normalised(left[kept], otherwise=p[kept])
+
+    return _verify(draft, scores, sampler, position, judge)
+
+
+def _verify(
+    draft: Draft,
+    scores: Tensor,
+    sampler: Sampler,
+    position: int,
+    judge: Callable[[Sequence[int], Tensor, Sequence[float]], tuple[int, Tensor]],
+) -> tuple[tuple[int, ...], int]:
+    """Walk down the draft: chains of first children are judged, and where one breaks its siblings are tried.
+
+    `judge(spine, p, ratios)` is given such a chain, p `[1 + len(spine), V]` of the rows from the one above it on, and
+    p / q of its tokens; it says how many are kept, and the law `[V]` of the token after them.
+    """
+    p = sampler.probs(scores)
+    p_of, q_of = _chances(draft, p)
+    path: list[int] = []
+    row, law = 0, p[0]
+    while draft.children[row]:
+        spine, rows = [], [row]  # first children, and the rows that predict them
+        while draft.children[rows[-1]]:
+            spine.append(draft.children[rows[-1]][0])
+            rows.append(spine[-1] + 1)
+        kept, law = judge(spine, p[rows], [_ratio(p_of[node], q_of[node]) for node in spine])
+        path += spine[:kept]
+        row = rows[kept]
+        if kept == len(spine):
+            break
+        node, law = _siblings(draft, row, law, sampler, otherwise=p[row])
+        if node < 0:
+            break
+        path.append(node)
+        row, law = node + 1, p[node + 1]
+    return tuple(path), sampler.draw(law, position + len(path))
+
+
+def _kept(weights: Sequence[float], left: Sequence[float], sampler: Sampler) -> int:
+    """How many tokens of a block are kept: the last whose coin falls."""
+    for i in range(len(left), 0, -1):
+        if i == len(left):
+            chance = weights[i]
+        else:
+            whole = left[i] + 1 - weights[i]
+            chance = min(1.0, left[i] / whole) if whole > 0 else 1.0
+        if sampler.coin(chance):
+            return i
+    return 0
+
+
+def _siblings(draft: Draft, row: int, residual: Tensor, sampler: Sampler, *, otherwise: Tensor) -> tuple[int, Tensor]:
+    """The first further child of `row` that is accepted, or -1; and what is left of `residual` `[V]` without them."""
+    children = draft.children[row]
+    for place in range(1, len(children)):
+        node = children[place]
+        q = _proposal(draft, node, children[:place], residual)
+        x = draft.tokens[node]
+        if sampler.coin(min(1.0, _ratio(float(residual[x]), float(q[x])))):
+            return node, residual
+        residual = _residual(residual, q, otherwise=otherwise)
+    return -1, residual
+
+
+def _ratio(p: float, q: float) -> float:
+    """The ratio p / q; where rounding left q nothing, what p asks for; nothing where p is not a number."""
+    return (p / q if p >= 0 else 0.0) if q > 0 else float(p > 0)
+
+
+def _chances(draft: Draft, p: Tensor) -> tuple[list[float], list[float]]:
+    """P and q of each token under its row, nothing removed; q is 1 where it was chosen deterministically."""
+    if not len(draft):
+        return [], []
+    tokens = torch.tensor(draft.tokens, device=p.device)
+    of_p: list[float] = p[torch.tensor(draft.parents, device=p.device) + 1, tokens].tolist()
+    if draft.q is None:
+        return of_p, [1.0] * len(draft)
+    rows = torch.tensor(draft.q_row, device=draft.q.device)
+    drawn: list[float] = draft.q[rows.clamp(min=0), tokens.to(draft.q.device)].tolist()
+    return of_p, [1.0 if row < 0 else value for row, value in zip(draft.q_row, drawn, strict=True)]
+
+
+def _proposal(draft: Draft, node: int, before: tuple[int, ...], like: Tensor) -> Tensor:
+    """The distribution `[V]` that `node` was drawn from, its siblings `before` it on the same row removed."""
+    row = draft.q_row[node]
+    if row < 0 or draft.q is None:
+        q = torch.zeros_like(like)
+        q[draft.tokens[node]] = 1
+        return q
+    q = draft.q[row]
+    gone = [draft.tokens[i] for i in before if draft.q_row[i] == row]
+    if gone:
+        q = q.clone()
+        q[gone] = 0
+        q = q / q.sum()
+    return q
+
+
+def _residual(r: Tensor, q: Tensor, *, otherwise: Tensor) -> Tensor:
+    """norm((r - q)+); `otherwise` when nothing finite is left, which only rounding can bring about."""
+    return _normalised((r - q).clamp(min=0), otherwise=otherwise)
+
+
+def _normalised(left: Tensor, *, otherwise: Tensor) -> Tensor:
+    total = float(left.sum())
+    return left / total if 0 < total < float("inf") else otherwise
+
+
+RULES: dict[str, Rule] = {"greedy": greedy, "match": match, "block": block, "token": token}
+
+
+def find_rule(name: str | None, sampler: Sampler) -> Rule:
+    """A rule by name, or the default: `greedy` without sampling, `match` with tied noise, else `block`.
+
+    Raises `SelfspecError` for an unknown name, and for a rule that does not fit the sampler: `match` needs noise that
+    is tied to places, which would correlate the coins and draws of `token` and `block`.
+    """
+    fits = ["greedy"] if sampler.greedy else ["match"] if sampler.tied else ["block", "token"]
+    name = fits[0] if name is None else name
+    check_rule(name)
+    if name not in fits:
+        kind = "temperature 0" if sampler.greedy else "sampling with tied noise" if sampler.tied else "untied sampling"
+        if name == "greedy":
+            kind, fits = "sampling", ["match", "block", "token"]
+        raise SelfspecError(f"verification rule '{name}' does not fit {kind}; want {' or '.join(fits)}")
+    return RULES[name]
+
+
+def check_rule(name: str) -> None:
+    """Raise `SelfspecError` when there is no rule of that name."""
+    if name not in RULES:
+        raise SelfspecError(f"verification rule '{name}' is not known; known: {', '.join(RULES)}")

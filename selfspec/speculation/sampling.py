@@ -1,0 +1,189 @@
+"""From logits to tokens, as plain decoding would: `transformers`' own logits processors, and all randomness.
+
+Every random number of a generation, drafters' and verifiers' too, passes through a `Sampler`. Knows nothing of
+models, caches and drafts.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import random
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as hf
+
+from selfspec.basics.errors import SelfspecError
+
+LOWEST_TEMPERATURE = 1e-5  # below, float32 scores overflow, and it is greedy decoding anyway
+_REMEMBERED = 24  # places whose noise is kept: what most drafts have; any other is drawn again, the same
+
+# These read the scores alone, so all rows of a pass can go through them at once.
+_PREFIX_FREE = {
+    hf.TemperatureLogitsWarper,
+    hf.TopKLogitsWarper,
+    hf.TopPLogitsWarper,
+    hf.MinPLogitsWarper,
+    hf.TypicalLogitsWarper,
+    hf.EpsilonLogitsWarper,
+    hf.EtaLogitsWarper,
+    hf.SuppressTokensLogitsProcessor,
+    hf.InfNanRemoveLogitsProcessor,
+    hf.LogitNormalization,
+}
+
+
+NO_TOKEN = (
+    "no token can be chosen: the model's probabilities are not finite (try another dtype, or a higher temperature), or "
+    "the processors and the guide together allow none"
+)
+
+
+class Sampler:
+    """How one sequence's tokens are chosen.
+
+    `temperature` 0 is greedy decoding. `top_k` and `top_p` are off when None and apply to sampling only, as in
+    `transformers`. `processors` are further `transformers` logits processors, applied first, greedy or not.
+
+    `tied`: every draw for an absolute position uses the same noise, which seed and position alone decide, so that
+    drafter and whole model draw the same token where they agree, and the text does not depend on what was drafted.
+    Otherwise all draws and coins follow one stream. Left out: tied when there is a seed. Raises `SelfspecError` for a
+    value out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        tied: bool | None = None,
+        processors: Sequence[hf.LogitsProcessor] = (),
+    ) -> None:
+        check_sampling(temperature, top_k, top_p)
+        if seed is not None:
+            seed = whole(seed, "seed", least=0)
+        self.greedy = temperature == 0
+        self.seeded = seed is not None
+        self.tied = not self.greedy and (self.seeded if tied is None else tied)
+        self._random = random.Random(seed)
+        self._key = random.SystemRandom().getrandbits(64) if seed is None else seed % 2**128
+        self._noise: dict[int, Tensor] = {}
+        self.processors = list(processors)
+        if not self.greedy:
+            if temperature != 1:
+                self.processors.append(hf.TemperatureLogitsWarper(float(temperature)))
+            if top_k is not None:
+                self.processors.append(hf.TopKLogitsWarper(top_k))
+            if top_p is not None and top_p < 1:
+                self.processors.append(hf.TopPLogitsWarper(float(top_p)))
+        dependent = [i for i, p in enumerate(self.processors, 1) if type(p) not in _PREFIX_FREE]
+        self._by_row = self.processors[: max(dependent, default=0)]
+        self._at_once = self.processors[len(self._by_row) :]
+
+    def scores(self, logits: Tensor, prefixes: Iterable[Sequence[int]]) -> Tensor:
+        """Processed scores `[n, V]` of `logits` `[n, V]`, at least float32.
+
+        `prefixes` gives, row by row, the tokens before the one that the row predicts; it is read only when a
+        processor depends on them.
+        """
+        scores = logits if logits.dtype == torch.float64 else logits.float()
+        if self._by_row:
+            scores = torch.cat([self._row(row, prefix) for row, prefix in zip(scores, prefixes, strict=True)])
+        if self._at_once:
+            dummy = torch.zeros((len(scores), 1), dtype=torch.long, device=scores.device)
+            for processor in self._at_once:
+                scores = processor(dummy, scores)
+        return scores
+
+    def _row(self, row: Tensor, prefix: Sequence[int]) -> Tensor:
+        ids = torch.tensor([list(prefix)], device=row.device)
+        scores = row.unsqueeze(0).clone()
+        for processor in self._by_row:
+            scores = processor(ids, scores)
+        return scores
+
+    def possible(self, scores: Tensor) -> bool:
+        """Whether the processors leave any token of `scores` `[V]`; without some that read the prefix, they do."""
+        return not self._by_row or bool(scores.max() > -math.inf)
+
+    def merits(self, scores: Tensor, position: int) -> Tensor:
+        """What the token for `position` maximises `[V]`: processed scores `[V]`, or log p + g with tied noise."""
+        if self.greedy:
+            return scores
+        assert self.tied
+        return scores.log_softmax(-1) - self._noise_at(position, scores).log()
+
+    def probs(self, scores: Tensor) -> Tensor:
+        """Probabilities `[.., V]` of processed scores."""
+        return scores.softmax(-1)
+
+    def draw(self, p: Tensor, position: int) -> int:
+        """A token drawn from `p` `[V]` (non-negative, any sum) for absolute position `position`."""
+        if self.tied:
+            (drawn,) = self.draws(p.unsqueeze(0), [position])
+            if drawn < 0:
+                raise SelfspecError(NO_TOKEN)
+            return drawn
+        cumulative = p.cumsum(0, dtype=torch.float64)
+        total = float(cumulative[-1])
+        if not 0 < total < math.inf:
+            raise SelfspecError(NO_TOKEN)
+        point = cumulative.new_tensor(total * self._random.random())
+        index = int(torch.searchsorted(cumulative, point, right=True))
+        return index if index < len(p) else int(p.nonzero()[-1])
+
+    def draws(self, p: Tensor, positions: Sequence[int]) -> list[int]:
+        """One token for each row of `p` `[n, V]`, with the noise that is tied to each row's position; -1: none can be.
+
+        argmax(log p + g) with Gumbel noise g, written as a race: argmax(p / e) with exponential e = exp(-g).
+        """
+        assert self.tied
+        noise = torch.stack([self._noise_at(position, p) for position in positions])
+        best, tokens = (p / noise).max(-1)
+        return [t if 0 < value < math.inf else -1 for t, value in zip(tokens.tolist(), best.tolist(), strict=True)]
+
+    def _noise_at(self, position: int, p: Tensor) -> Tensor:
+        """Exponential noise `[V]`: a counter-based generator's, so that no two places share any of it."""
+        noise = self._noise.get(position)
+        if noise is None:
+            noise = self._noise[position] = tied_noise(self._key, position, p)
+            if len(self._noise) > _REMEMBERED:
+                del self._noise[next(iter(self._noise))]
+        return noise
+
+    def coin(self, probability: float) -> bool:
+        """True with this probability."""
+        return self._random.random() < probability
+
+
+def tied_noise(seed: int, position: int, like: Tensor) -> Tensor:
+    """The exponential noise `[V]` that a seed ties to an absolute position, for a vocabulary as `like`'s `[.., V]`."""
+    generator = np.random.Generator(np.random.Philox(key=seed % 2**128, counter=position << 64))
+    drawn = np.maximum(generator.standard_exponential(like.shape[-1]), np.finfo(np.float64).tiny)
+    return torch.from_numpy(drawn).to(like.device)
+
+
+def whole(value: object, name: str, *, least: int) -> int:
+    """A whole number of any kind. Raises `SelfspecError` naming it."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise SelfspecError(f"{name} {value}: want a whole number of at least {least}")
+    return number
+
+
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """Raise `SelfspecError` for a value out of range."""
+    if not (math.isfinite(temperature) and (temperature == 0 or temperature >= LOWEST_TEMPERATURE)):
+        raise SelfspecError(f"temperature {temperature}: want 0 (greedy), or {LOWEST_TEMPERATURE} or more")
+    if top_k is not None and top_k < 1:
+        raise SelfspecError(f"top_k {top_k}: want at least 1, or leave it out")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise SelfspecError(f"top_p {top_p}: want more than 0 and at most 1, or leave it out")

@@ -1,0 +1,20 @@
+"""What one forward gives. Knows nothing of models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one forward gives: `logits` `[B, n or 1, V]` or None, and `hidden` by layer, `[B, n, D]`.
+
+    `hidden[l]` is the residual stream that enters layer l; `hidden[L]` the one that leaves the last layer, before
+    the final norm. `between[l]` is the stream of layer l between its attention and its MLP, `[B, n, D]`.
+    """
+
+    logits: Tensor | None
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    between: dict[int, Tensor] = field(default_factory=dict)

@@ -1,0 +1,136 @@
+"""Guided generation: new text that a regular expression or a JSON schema describes, through `llguidance`.
+
+A guide is a logits processor that is a function of the tokens so far, as every processor must be here: its matcher
+follows a draft token by token and rolls back to where the next one leaves it. So it masks p and q alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from selfspec.basics.errors import SelfspecError
+
+_KEPT = 256  # masks that are kept: a draft's tokens are masked when drafted, and again when verified
+
+
+class Guide:
+    """A grammar for the new text: `regex` (of the whole of it) or `json_schema` (a mapping, or JSON text).
+
+    Made once for a tokenizer and used for any number of generations. `ends`: the model's end tokens; the text ends
+    where the grammar does. Raises `SelfspecError` when `llguidance` is not installed, and for a grammar or a
+    tokenizer that it cannot use.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        ends: frozenset[int],
+        regex: str | None = None,
+        json_schema: str | Mapping[str, Any] | None = None,
+    ) -> None:
+        grammar = check_guide(regex=regex, json_schema=json_schema)
+        from llguidance import LLMatcher
+        from llguidance.hf import from_tokenizer
+
+        self.ends = ends
+        if not ends:
+            raise SelfspecError("guided generation needs a model with an end-of-sequence token")
+        try:
+            known = from_tokenizer(tokenizer, eos_token=sorted(ends))
+        except ValueError as error:
+            raise SelfspecError(f"guide: the tokenizer cannot be used: {error}") from error
+        self._matcher = LLMatcher(known, grammar, log_level=0)
+        _raise(self._matcher)
+
+    def processor(self, prompt: int, ends: frozenset[int]) -> LogitsProcessor:
+        """For one generation after a prompt of so many tokens, which ends with one of `ends`.
+
+        Raises `SelfspecError` when generation would not end where the grammar does.
+        """
+        if not ends & self.ends:
+            raise SelfspecError(
+                f"the guide ends with token {sorted(self.ends)}, generation with {sorted(ends)}; want one in common"
+            )
+        return _Guided(self._matcher.deep_copy(), ends, self.ends - ends, prompt)
+
+
+def check_guide(*, regex: str | None = None, json_schema: str | Mapping[str, Any] | None = None) -> str:
+    """The grammar in `llguidance`'s own form. Raises `SelfspecError` for a wrong one, or without `llguidance`."""
+    try:
+        from llguidance import LLMatcher
+    except ImportError:
+        raise SelfspecError(
+            "guided generation needs llguidance; install it with: pip install 'selfspec[guided]'"
+        ) from None
+    if (regex is None) == (json_schema is None):
+        raise SelfspecError("a guide is a regular expression or a JSON schema; want one of them")
+    grammar, what = "", "JSON schema" if regex is None else f"regular expression {regex!r}"
+    try:
+        if regex is not None:
+            grammar = LLMatcher.grammar_from_regex(regex)
+        else:
+            assert json_schema is not None
+            schema = json_schema if isinstance(json_schema, str) else json.dumps(dict(json_schema))
+            grammar = LLMatcher.grammar_from_json_schema(schema)
+        problem = LLMatcher.validate_grammar(grammar)
+    except (ValueError, TypeError) as error:
+        problem = str(error)
+    if problem and not problem.startswith("WARNING"):
+        _, found, reason = problem.rpartition("error:")  # beneath a drawing of where
+        raise SelfspecError(f"{what}: {reason.splitlines()[0].strip() if found else ' '.join(problem.split())}")
+    return grammar
+
+
+def _raise(matcher: Any) -> None:
+    """Raise `SelfspecError` for a matcher that has failed."""
+    if matcher.is_error():
+        raise SelfspecError(f"guide: {matcher.get_error().split('<state>')[0].strip()}")
+
+
+class _Guided(LogitsProcessor):  # type: ignore[misc]
+    """Masks the scores after any prefix, in any order of asking."""
+
+    def __init__(self, matcher: Any, ends: frozenset[int], no_ends: frozenset[int], prompt: int) -> None:
+        self._matcher, self._ends, self._no_ends, self._prompt = matcher, ends, sorted(no_ends), prompt
+        self._path: list[int] = []  # tokens that the matcher has consumed
+        self._masks: dict[tuple[int, ...], Tensor | None] = {}
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        new = tuple(input_ids[0, self._prompt :].tolist())
+        if new not in self._masks:
+            self._masks[new] = self._forbidden(new, scores)
+            if len(self._masks) > _KEPT:
+                del self._masks[next(iter(self._masks))]
+        forbidden = self._masks[new]
+        return scores if forbidden is None else scores.masked_fill(forbidden, -torch.inf)
+
+    def _forbidden(self, new: Sequence[int], scores: Tensor) -> Tensor | None:
+        """The tokens `[V]` that may not follow; None where it makes no difference, as nothing is ever emitted there."""
+        if not self._ends.isdisjoint(new) or not self._follow(list(new)):
+            return None
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        _raise(self._matcher)
+        allowed = np.zeros(scores.shape[-1], dtype=bool)
+        both = min(len(bits), len(allowed))
+        allowed[:both] = bits[:both]
+        allowed[self._no_ends] = False  # the matcher's end tokens that do not end this generation
+        return torch.from_numpy(~allowed).to(scores.device)
+
+    def _follow(self, new: list[int]) -> bool:
+        """Bring the matcher to `new`; false where the grammar does not go there."""
+        same = min(len(new), len(self._path))
+        while new[:same] != self._path[:same]:
+            same -= 1
+        if same < len(self._path):
+            self._matcher.rollback(len(self._path) - same)
+        taken = self._matcher.try_consume_tokens(new[same:])
+        self._path = new[: same + taken]
+        return len(self._path) == len(new)

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.controllers import (
+    CONTROLLERS,
+    AdaptiveThreshold,
+    FixedK,
+    StaticThreshold,
+    make_controller,
+    parse_controller,
+)
+from selfspec.facts.controller import ControllerSpec
+
+
+def drafted(controller, confidences):
+    """How many tokens are drafted when they come with these confidences."""
+    for count in range(1, len(confidences) + 1):
+        if not controller.go_on(confidences[:count]):
+            return count
+    return len(confidences)
+
+
+def test_fixed_drafts_k():
+    assert drafted(FixedK(3), [0.0] * 9) == 3
+
+
+def test_static_keeps_the_token_that_fell_below():
+    assert drafted(StaticThreshold(0.5, 9), [0.9, 0.5, 0.4, 0.9]) == 3
+    assert drafted(StaticThreshold(0.5, 2), [0.9, 0.9, 0.9]) == 2
+
+
+def test_adaptive_follows_the_papers_update():
+    """By hand: m = .5 m + .5 a from the first observation on; the threshold moves by (1 - .9) * step."""
+    controller = AdaptiveThreshold(threshold=0.6, step=0.1, target=0.9)
+    controller.observe([0.9] * 4, 4)  # m = 1
+    assert controller.acceptance == 1.0
+    assert controller.threshold == pytest.approx(0.59)
+    controller.observe([0.9] * 4, 2)  # m = .75
+    assert controller.acceptance == pytest.approx(0.75)
+    assert controller.threshold == pytest.approx(0.60)
+    controller.observe([], 0)
+    assert controller.acceptance == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(("accepted", "limit"), [(0, 0.95), (4, 0.05)])
+def test_adaptive_stays_within_its_clamps(accepted, limit):
+    controller = AdaptiveThreshold()
+    for _ in range(500):
+        controller.observe([0.5] * 4, accepted)
+    assert controller.threshold == limit
+
+
+def test_adaptive_starts_afresh():
+    controller = AdaptiveThreshold(threshold=0.4)
+    controller.observe([0.5], 0)
+    assert controller.threshold != 0.4
+    assert controller.fresh() == AdaptiveThreshold(threshold=0.4)
+
+
+@pytest.mark.parametrize("name", CONTROLLERS)
+def test_every_controller(name):
+    """The conformance suite: it ends every draft, carries its state, and is made again from its spec."""
+    controller = make_controller(ControllerSpec(name=name))
+    for accepted in (3, 0, 1, 2):
+        assert drafted(controller, [1.0] * 1000) <= 64
+        controller.observe([0.9, 0.5, 0.2], accepted)
+        again = make_controller(controller.spec(), getattr(controller, "learnt", lambda: None)())
+        for confidence in (0.0, 0.3, 0.59, 0.6, 0.61, 0.9, 1.0):
+            drafts = [[confidence] * n for n in range(1, 70)]
+            assert [again.go_on(draft) for draft in drafts] == [controller.go_on(draft) for draft in drafts]
+            assert [again.beside(draft, 3) for draft in drafts] == [controller.beside(draft, 3) for draft in drafts]
+            for draft in drafts:
+                assert len(controller.beside(draft, 3)) == len(draft)
+                assert all(0 <= count <= 3 for count in controller.beside(draft, 3))
+                assert not any(controller.beside(draft, 0))
+    assert controller.fresh().spec() == make_controller(ControllerSpec(name=name)).spec()
+
+
+def test_text_form():
+    assert parse_controller("fixed") == ControllerSpec(name="fixed")
+    assert make_controller(parse_controller("fixed:k=6")) == FixedK(6)
+    assert make_controller(parse_controller("adaptive:threshold=.4, k_max=8")).spec().options["k_max"] == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nothing", "controller 'nothing' is not known; known: fixed, static, adaptive, rate"),
+        ("fixed:j=3", "has no option 'j'; it has: k"),
+        ("fixed:k=4,k=9", "k is given twice"),
+        ("fixed:k", "want option=number, got 'k'"),
+        ("fixed:k=x", "want option=number, got 'k=x'"),
+        ("fixed:k=nan", "want option=number"),
+        ("fixed:k=0", "k 0.0: want a whole number from 1 to 64"),
+        ("fixed:k=2.5", "want a whole number"),
+        ("static:threshold=-1", "want a number from 0 to 1"),
+        ("adaptive:threshold=0.99", "is not between floor"),
+        ("rate:rate=0.5", "rate 0.5: want 1"),
+        ("rate:strength=-1", "strength -1.0: want 0 or more rounds"),
+        ("rate:outlook=1", "has no option 'outlook'; it has: rate, k_max, floor, strength, memory"),
+    ],
+)
+def test_wrong_text_is_refused(text, message):
+    with pytest.raises(SelfspecError, match=message):
+        parse_controller(text)
+
+
+@given(st.text("fixedstaicpr:=,.k_0123456789-e ", max_size=30))
+def test_any_text_is_a_controller_or_one_line(text):
+    try:
+        make_controller(parse_controller(text))
+    except SelfspecError as error:
+        assert "\n" not in str(error)
+
+
+@given(st.lists(st.tuples(st.integers(1, 14), st.floats(0, 1)), max_size=60), st.lists(st.integers(0, 6), max_size=60))
+def test_no_controller_goes_on_below_its_lowest(shown, accepted):
+    """Whatever it has learnt: below `lowest` it stops, and at `lowest` it goes on in some state."""
+    for kind in CONTROLLERS.values():
+        controller = kind()
+        for drafted, confidence in shown:
+            assert not controller.go_on([confidence] * drafted) or confidence >= controller.lowest(drafted)
+            for count in accepted[:drafted]:
+                controller.observe([confidence] * 6, count)
+        assert not controller.go_on([1.0] * 64)
+        assert controller.lowest(64) > 1

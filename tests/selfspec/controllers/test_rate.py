@@ -1,0 +1,122 @@
+"""The rate-optimal controller against every way to draft, where that can be computed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from pydantic import ValidationError
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.controllers import RateOptimal
+from selfspec.facts.acceptance import AcceptanceCurve, Outlook, between, guess
+from selfspec.facts.limits import MOST_ROWS
+
+STEPS = (0.0, 1.0, 1.1, 1.15, 1.2, 1.6, 1.65, 1.7, 1.75, 1.8, *([2.2] * (MOST_ROWS - 9)))
+
+
+def flat(chance: float, *beside: float) -> AcceptanceCurve:
+    return AcceptanceCurve(
+        confidence=[0.0, 1.0], accepted=[chance] * 2, following=[chance] * 2, beside=[[b] * 2 for b in beside]
+    )
+
+
+def length(controller: RateOptimal) -> int:
+    n = 1
+    while controller.go_on([0.5] * n):
+        n += 1
+    return n
+
+
+@pytest.mark.parametrize("chance", [0.5, 0.7, 0.8, 0.9, 0.97])
+@pytest.mark.parametrize("draft", [0.05, 0.2, 0.4])
+@pytest.mark.parametrize(
+    "rounds", [STEPS, tuple(1 + 0.02 * (w - 1) for w in range(MOST_ROWS + 1))], ids=["steps", "line"]
+)
+def test_it_drafts_what_theory_says_is_best(chance, draft, rounds):
+    """Every token accepted alike: at the best length's own rate (Leviathan et al.'s formula) it drafts that length."""
+
+    def speed(k: int) -> float:
+        return (1 - chance ** (k + 1)) / (1 - chance) / (k * draft + rounds[k + 1])
+
+    best = max(range(1, 13), key=speed)
+    controller = RateOptimal(rate=max(speed(best), 1.0), floor=0.0, outlook=Outlook(draft, rounds, flat(chance)))
+    if speed(best) > 1:
+        assert speed(length(controller)) == pytest.approx(speed(best), rel=1e-9)
+    else:
+        assert length(controller) == 1
+
+
+def test_candidates_are_the_best_of_all_choices():
+    """By trying every number beside every token."""
+    draw = random.Random(3)
+    for _ in range(40):
+        rows = itertools.accumulate([1.0, *(draw.choice((0.0, 0.01, 0.05, 0.2)) for _ in range(MOST_ROWS))])
+        rounds = (0.0, *rows)[: MOST_ROWS + 1]
+        chances = sorted((draw.random() * 0.3 for _ in range(2)), reverse=True)
+        curve, rate = flat(draw.uniform(0.3, 0.9), *chances), draw.uniform(1, 1.5)
+        controller = RateOptimal(rate=rate, floor=0.0, outlook=Outlook(0.3, rounds, curve))
+        n = draw.randint(1, 4)
+
+        def worth(counts, curve=curve, rate=rate, rounds=rounds, chances=chances, n=n):
+            value = sum(curve.accepted[0] ** i * sum(chances[:count]) for i, count in enumerate(counts))
+            return value - rate * (rounds[1 + n + sum(counts)] - rounds[1 + n])
+
+        found = controller.beside([0.5] * n, 2)
+        assert worth(found) == pytest.approx(max(map(worth, itertools.product(range(3), repeat=n))))
+
+
+def test_it_learns_that_drafts_are_wrong():
+    controller = RateOptimal(rate=1.2, outlook=Outlook(0.2, STEPS, flat(0.9, 0.05)))
+    before = length(controller)
+    for _ in range(200):
+        controller.observe([0.5] * 3, 0, candidates=1)
+    assert length(controller) == 1 < before
+    assert controller.rate == 1.0
+    assert between(controller.learnt().curve.accepted, controller.learnt().curve.place(0.5)) < 0.5
+    assert length(controller.fresh()) == before
+
+
+def test_it_learns_where_drafts_are_right():
+    """Only at the confidences that were seen."""
+    curve = AcceptanceCurve(confidence=[0.1, 0.5, 0.9], accepted=[0.3, 0.3, 0.3], following=[0.3, 0.3, 0.3], beside=[])
+    controller = RateOptimal(outlook=Outlook(0.2, STEPS, curve))
+    for _ in range(300):
+        controller.observe([0.9, 0.9, 0.9], 3)
+    learnt = controller.learnt().curve
+    assert learnt.accepted[2] > 0.6
+    assert learnt.accepted[:2] == [0.3, 0.3]
+
+
+def test_the_rate_follows_what_rounds_bring():
+    """A round of two drafted tokens and one candidate, one accepted: 2 tokens in 2 * .2 + rounds[4]."""
+    controller = RateOptimal(rate=1.0, memory=0.0, outlook=Outlook(0.2, STEPS, flat(0.5)))
+    controller.observe([0.5, 0.5], 1, candidates=1)
+    assert controller.rate == pytest.approx(2 / (0.4 + STEPS[4]))
+    controller.observe([0.5, 0.5], 1, candidates=1, leaf=True)
+    assert controller.rate == pytest.approx(3 / (0.4 + STEPS[4]))
+
+
+def test_between_knots_it_is_a_line():
+    curve = AcceptanceCurve(confidence=[0.2, 0.6], accepted=[0.5, 0.9], following=[0.5, 0.5], beside=[])
+    at = [between(curve.accepted, curve.place(c)) for c in (0.0, 0.2, 0.3, 0.6, 1.0)]
+    assert at == pytest.approx([0.5, 0.5, 0.6, 0.9, 0.9])
+
+
+def test_a_guess_is_cheaper_the_more_is_skipped():
+    assert guess(0.75).draft < guess(0.5).draft < guess(0.0).draft == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"confidence": [0.5, 0.5]}, "want rising numbers"),
+        ({"accepted": [0.1, 0.2, 0.3]}, "accepted: 3 chances for 2 confidences"),
+        ({"beside": [[0.1, 0.2], [0.1, 0.2, 0.3]]}, "beside.1: 3 chances for 2"),
+        ({"accepted": [0.1, 1.2]}, "less than or equal to 1"),
+    ],
+)
+def test_wrong_curves_are_refused(change, message):
+    with pytest.raises((ValidationError, SelfspecError), match=message):
+        AcceptanceCurve(**{**AcceptanceCurve().model_dump(), **change})

@@ -1,0 +1,316 @@
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+from models import CONFIGS, tiny
+
+import selfspec
+from selfspec.basics.errors import BusyError, SelfspecError
+from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
+from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.identity import Identity
+from selfspec.profile.reading import write_profile
+from selfspec.profile.schema import Profile, Skip
+from selfspec.profile.shipped import find_profile_file
+
+PROMPT = "import os\n\ndef main(args):\n    "
+SKIP = selfspec.SkipSet((3, 5, 9), (7, 11))
+
+
+@pytest.fixture(scope="module")
+def drafter(llm):
+    return llm.layer_skip(SKIP)
+
+
+def test_generate_gives_text_tokens_and_stats(llm, drafter):
+    out = llm.generate(PROMPT, max_new_tokens=30, drafter=drafter)
+    assert len(out.tokens) == out.stats.tokens == 30
+    assert PROMPT + out.text == llm.tokenizer.decode([*llm.encode(PROMPT), *out.tokens])
+    s = out.stats
+    assert s.rounds + s.accepted == 30
+    assert s.nodes == s.drafted >= s.accepted > 0
+    assert s.acceptance_rate == s.accepted / s.drafted
+    assert s.tokens_per_round == 30 / s.rounds
+    assert s.seconds > 0
+    assert list(s.as_dict()) == [
+        "rounds",
+        "drafted",
+        "nodes",
+        "accepted",
+        "acceptance_rate",
+        "tokens_per_round",
+        "seconds",
+        "tokens_per_second",
+    ]
+
+
+def test_a_stream_gives_the_same_text(llm, drafter):
+    whole = llm.generate(PROMPT, max_new_tokens=30, drafter=drafter)
+    stream = llm.stream(PROMPT, max_new_tokens=30, drafter=drafter)
+    pieces = list(stream)
+    assert len(pieces) > 5
+    assert "".join(pieces) == whole.text == stream.result.text
+    assert stream.result.tokens == whole.tokens
+
+
+def test_a_streams_first_token_is_not_drafted(llm):
+    """With a seed the text is generate's all the same."""
+
+    class Counting(PlainDrafter):
+        proposed = 0
+
+        def propose(self, seqs):
+            self.proposed += 1
+            return super().propose(seqs)
+
+    counting = Counting()
+    next(llm.stream(PROMPT, max_new_tokens=5, drafter=counting))
+    assert counting.proposed == 0
+    seeded = {"max_new_tokens": 12, "temperature": 1.0, "seed": 1}
+    drafter = llm.layer_skip(SKIP)
+    whole = llm.generate(PROMPT, drafter=drafter, **seeded).text
+    assert "".join(llm.stream(PROMPT, drafter=drafter, **seeded)) == whole
+
+
+def test_a_seeded_stream_is_the_seeded_generation(llm, drafter):
+    options = {"max_new_tokens": 24, "temperature": 0.9, "top_p": 0.95, "seed": 7, "drafter": drafter}
+    stream = llm.stream(PROMPT, **options)
+    assert "".join(stream) == llm.generate(PROMPT, **options).text
+
+
+def test_stop_strings(llm, drafter):
+    whole = llm.generate(PROMPT, max_new_tokens=40)
+    stop = whole.text[20:26]
+    for with_drafter in (drafter, PlainDrafter()):
+        out = llm.generate(PROMPT, max_new_tokens=40, stop=["no such text", stop], drafter=with_drafter)
+        assert out.text == whole.text[: whole.text.index(stop)]
+        assert out.tokens == whole.tokens[: len(out.tokens)]
+        assert stop in llm.tokenizer.decode(out.tokens)
+        assert stop not in llm.tokenizer.decode(out.tokens[:-1])
+
+
+def test_an_abandoned_stream_frees_the_model_at_once(llm):
+    gc.disable()
+    try:
+        for _ in llm.stream(PROMPT, max_new_tokens=20):
+            break
+        llm.generate(PROMPT, max_new_tokens=2)
+    finally:
+        gc.enable()
+    llm.generate(PROMPT, max_new_tokens=2)
+
+
+def test_a_held_stream_is_closed_or_in_the_way(llm):
+    stream = llm.stream(PROMPT, max_new_tokens=20)
+    next(stream)
+    with pytest.raises(BusyError):
+        llm.generate(PROMPT, max_new_tokens=2)
+    stream.close()
+    assert stream.result.tokens == llm.generate(PROMPT, max_new_tokens=1).tokens
+    assert list(stream) == []
+
+
+def test_another_thread_is_refused_not_mixed_up(llm):
+    stream = llm.stream(PROMPT, max_new_tokens=20)
+    next(stream)
+    errors = []
+
+    def other():
+        try:
+            llm.generate(PROMPT, max_new_tokens=2)
+        except BusyError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+    assert "".join(stream) != ""
+    assert stream.result.tokens == llm.generate(PROMPT, max_new_tokens=20).tokens
+
+
+@pytest.mark.parametrize("make", [tuple, torch.tensor, lambda ids: torch.tensor([ids]), lambda ids: [ids]])
+def test_token_ids_in_any_sequence(llm, make):
+    ids = llm.encode(PROMPT)
+    assert llm.encode(make(ids)) == ids
+
+
+def test_the_readers_time_is_not_the_generations(llm):
+    stream = llm.stream(PROMPT, max_new_tokens=8)
+    for _ in stream:
+        time.sleep(0.2)
+    assert stream.result.stats.seconds < 0.8
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        (b"abc", {}, "a prompt is a text or token ids; got bytes"),
+        (None, {}, "a prompt is a text or token ids; got NoneType"),
+        ([1.5], {}, "whole numbers"),
+        ([True], {}, "got list"),
+        (["a"], {}, "whole numbers"),
+        ("\ud800", {}, "not valid Unicode"),
+        (PROMPT, {"max_new_tokens": 3.5}, "max_new_tokens 3.5: want a whole number"),
+        (PROMPT, {"stop": ["\ud800"]}, "a stop string is empty or no text"),
+        ("", {}, "the prompt is empty"),
+        ([], {}, "the prompt is empty"),
+        ([4096], {}, "token id 4096 is not in the model's vocabulary of 4096"),
+        ([-1], {}, "token id -1"),
+        (PROMPT, {"max_new_tokens": 0}, "max_new_tokens 0: want a whole number of at least 1"),
+        (PROMPT, {"max_new_tokens": 1020}, r"\(1024 positions\): at most 1014 new tokens fit"),
+        ([5] * 1024, {"max_new_tokens": 1}, "no new token fits"),
+        (PROMPT, {"temperature": -0.5}, "temperature -0.5"),
+        (PROMPT, {"stop": ["a", ""]}, "a stop string is empty"),
+    ],
+    ids=str,
+)
+def test_wrong_input_is_refused_before_anything_is_generated(llm, monkeypatch, prompt, options, message):
+    monkeypatch.setattr(llm.runtime, "forward", lambda *_, **__: pytest.fail("generated"))
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(SelfspecError, match=message):
+            call(prompt, **options)
+
+
+def test_a_prompt_of_one_token_and_a_full_context(llm, drafter):
+    assert len(llm.generate([5], max_new_tokens=3, drafter=drafter).tokens) == 3
+    ids = llm.encode(PROMPT)
+    ids = (ids * 110)[:1000]
+    out = llm.generate(ids, max_new_tokens=24, drafter=drafter)
+    assert out.tokens == llm.generate(ids, max_new_tokens=24).tokens
+
+
+class TestProfiles:
+    @pytest.mark.parametrize("speedup", [1.2, 0.9])
+    def test_a_shipped_one_is_found_by_its_weights_unless_it_was_slower(self, llm, monkeypatch, speedup):
+        shipped = find_profile_file("stdlib-llama-3.7m")
+        profile = shipped.model_copy(update={"measured": [shipped.measured[0].model_copy(update={"speedup": speedup})]})
+        others = {"other": Profile(model=Identity(layers=3)), "it": profile}
+        monkeypatch.setattr(selfspec.profile.choosing, "shipped_profiles", lambda: others)
+        expected = profile if speedup > 1 else None
+        assert selfspec.wrap(llm.model, llm.tokenizer).profile == expected
+        assert selfspec.load().profile == expected
+
+    def test_another_model_has_none_and_decodes_plainly(self):
+        wrapped = selfspec.wrap(tiny(CONFIGS["llama"]), None)
+        assert wrapped.profile is None
+        assert isinstance(wrapped.drafter, PlainDrafter)
+
+    def test_a_file(self, llm, tmp_path):
+        profile = Profile(
+            model=Identity(layers=16),
+            skip=Skip(attention=[3]),
+            controller=ControllerSpec(name="fixed", options={"k": 2}),
+        )
+        write_profile(profile, tmp_path / "p.yaml")
+        wrapped = selfspec.wrap(llm.model, llm.tokenizer, profile=tmp_path / "p.yaml")
+        assert isinstance(wrapped.drafter, Guard)
+        assert isinstance(wrapped.drafter.drafter, LayerSkipDrafter)
+        assert wrapped.drafter.drafter.skip == selfspec.SkipSet((3,))
+        assert wrapped.drafter.drafter.controller.k == 2
+
+    def test_one_that_skips_nothing_decodes_plainly(self, llm):
+        wrapped = selfspec.wrap(llm.model, llm.tokenizer, profile=Profile(model=Identity(layers=16)))
+        assert isinstance(wrapped.drafter, PlainDrafter)
+
+    def test_of_another_architecture_is_refused(self, llm):
+        profile = Profile(model=Identity(layers=16, hidden=64))
+        with pytest.raises(SelfspecError, match="another model: hidden 64 in the profile, 128 in the model"):
+            selfspec.wrap(llm.model, llm.tokenizer, profile=profile)
+
+    def test_of_other_weights_warns(self, llm):
+        profile = Profile(model=Identity(layers=16, fingerprint="0" * 16))
+        with pytest.warns(UserWarning, match="made for other weights"):
+            selfspec.wrap(llm.model, llm.tokenizer, profile=profile)
+
+
+def test_dtypes(held_out):
+    wrapped = selfspec.load(profile="none", dtype="bfloat16")
+    assert wrapped.runtime.dtype == torch.bfloat16
+    out = wrapped.generate(held_out[0], max_new_tokens=8, drafter=wrapped.layer_skip(SKIP))
+    assert len(out.tokens) == 8
+
+
+def test_a_saved_model_is_loaded_from_its_folder(tmp_path, llm):
+    llm.model.save_pretrained(tmp_path)
+    llm.tokenizer.save_pretrained(tmp_path)
+    loaded = selfspec.load(str(tmp_path), profile="none")
+    assert loaded.generate(PROMPT, max_new_tokens=5).tokens == llm.generate(PROMPT, max_new_tokens=5).tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/no/such/folder", "no such folder"),
+        ("./missing", "no such folder"),
+        ("no-such-org/no-such-model", "cannot be loaded"),
+    ],
+)
+def test_models_that_cannot_be_loaded(name, message):
+    with pytest.raises(SelfspecError, match=message):
+        selfspec.load(name)
+
+
+def test_folders_that_are_no_models(tmp_path):
+    with pytest.raises(SelfspecError, match=r"has no config\.json"):
+        selfspec.load(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SelfspecError, match="cannot be loaded"):
+        selfspec.load(str(tmp_path))
+    with pytest.raises(SelfspecError, match="is a file; want a folder"):
+        selfspec.load(str(tmp_path / "config.json"))
+
+
+def test_devices_and_dtypes_that_cannot_be_used():
+    with pytest.raises(SelfspecError, match="device 'abacus' cannot be used"):
+        selfspec.load(device="abacus")
+    with pytest.raises(SelfspecError, match="dtype 'int3' is not known"):
+        selfspec.load(dtype="int3")
+
+
+def test_threads_that_share_a_model_get_their_own_text_or_a_clear_error(llm, drafter):
+    """Whoever comes while it generates is refused at once; nobody gets another's text."""
+    prompts = [f"def f{i}(x):\n    " for i in range(4)]
+    expected = {prompt: llm.generate(prompt, max_new_tokens=12).tokens for prompt in prompts}
+    done, refused, wrong = [], [], []
+
+    def work(prompt):
+        for _ in range(25):
+            try:
+                tokens = llm.generate(prompt, max_new_tokens=12, drafter=drafter).tokens
+                (done if tokens == expected[prompt] else wrong).append(prompt)
+            except BusyError:
+                refused.append(prompt)
+
+    threads = [threading.Thread(target=work, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(done) + len(refused) == 100
+    assert done
+    assert llm.generate(prompts[0], max_new_tokens=12).tokens == expected[prompts[0]]
+
+
+def test_threads_with_models_of_their_own_do_not_disturb_each_other(llm):
+    """Two wrappers of the same weights, at the same time, with seeds."""
+    others = [selfspec.wrap(llm.model, llm.tokenizer, profile="none") for _ in range(3)]
+    options = {"max_new_tokens": 16, "temperature": 0.9}
+    expected = [llm.generate(PROMPT, seed=i, **options).tokens for i in range(3)]
+    found = {}
+
+    def work(i):
+        mine = others[i].layer_skip(SKIP)
+        found[i] = [others[i].generate(PROMPT, seed=i, drafter=mine, **options).tokens for _ in range(5)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found[i] == [expected[i]] * 5 for i in range(3))

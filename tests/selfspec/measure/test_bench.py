@@ -1,0 +1,106 @@
+"""A benchmark's figures: formulas on rounds written by hand, and what a whole one says of a small model."""
+
+from __future__ import annotations
+
+import pytest
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.facts.costs import CostModel
+from selfspec.facts.stats import Round, Stats, acceptance_by_position
+from selfspec.measure.bench import Benchmark, Task, Watch, check_methods, load_subjects
+from selfspec.measure.summary import expected, summary, theory
+from selfspec.measure.timing import Runs
+from selfspec.profile.schema import Profile, Skip
+
+COSTS = CostModel(context=9, base=0.4, attention=0, mlp=0, widths=[1, 2, 3], verify=[0.9, 1.0, 1.1], round=0.1)
+
+
+def rounds(*pairs):
+    return [Round(drafted, accepted, accepted + 1, 0.5) for drafted, accepted in pairs]
+
+
+def test_acceptance_by_position():
+    assert acceptance_by_position(rounds((2, 2), (2, 1), (1, 0), (0, 0))) == [pytest.approx(2 / 3), 0.5]
+    assert acceptance_by_position([]) == []
+
+
+def test_theory_is_leviathans_formula():
+    done = rounds((2, 2), (2, 1), (2, 0), (2, 1))
+    a = 4 / (4 + 3)  # four accepted, three where all before were
+    assert theory(done, COSTS) == pytest.approx((1 + a + a * a) / (0.1 + 2 * 0.4 + 1.1))
+    assert theory(rounds((1, 1)), COSTS) == pytest.approx(2 / (0.1 + 0.4 + 1.0))
+    assert theory(rounds((0, 0)), COSTS) == 1
+
+
+def test_what_its_rounds_cost():
+    done = rounds((2, 1), (0, 0))
+    assert expected(done, COSTS) == pytest.approx(3 / ((0.1 + 0.8 + 1.1) + (0.1 + 0.9)))
+
+
+def test_a_summary():
+    def run(first, *later):
+        log = [Round(1, 0, 1, first), *(Round(1, 1, 2, s) for s in later)]
+        tokens = sum(done.tokens for done in log)
+        accepted = len(later)
+        return Stats(len(log), len(log), len(log), accepted, tokens, sum(d.seconds for d in log), log)
+
+    runs = Runs({"a": [[run(1.0, 0.5, 0.5)], [run(2.0, 0.25, 0.5)]], "b": [[run(4.0)], [run(1.0, 1.0)]]})
+    found = summary(runs, "a", bases=["b"])
+    assert found["first_token_seconds"]["p50"] == 1.5
+    assert found["emission_seconds"]["p50"] == 0.5
+    assert found["inter_token_seconds"]["p50"] == 0.25
+    assert found["tokens_per_round"] == pytest.approx(10 / 6)
+    assert found["accepted_per_round"] == pytest.approx(4 / 6)
+    assert found["ratio"]["b"]["low"] <= found["ratio"]["b"]["median"] <= found["ratio"]["b"]["high"]
+
+
+def test_methods():
+    check_methods(["plain", "hf"])
+    for wrong, why in ((["hf"], "must have 'plain'"), (["plain", "x"], "not known"), (["plain", "plain"], "twice")):
+        with pytest.raises(SelfspecError, match=why):
+            check_methods(wrong)
+
+
+@pytest.fixture(scope="module")
+def found():
+    subjects = load_subjects("builtin", ["plain", "skip", "hf"], widened=2, device="cpu", dtype="auto")
+    profile = Profile(model=subjects.identity, skip=Skip(attention=[3], mlp=[5]))
+    task = Task(("plain", "skip", "hf"), ["def f(x):\n", "class A:\n"], 6, 1, profile)
+    told = []
+    watch = Watch(told.append, lambda seconds, runs: told.append((seconds, runs)), lambda: told.append("run"))
+    bench = Benchmark(subjects, task, lambda *_: (2.0, 3.0), watch)
+    return subjects, bench.conditions(), bench.at(0.0), told
+
+
+def test_conditions_say_how_it_was_measured(found):
+    subjects, conditions, _, _ = found
+    model = subjects.plain.model
+    assert conditions["widened"] == 2
+    assert model.config.hidden_size == 2 * 128
+    assert conditions["weight_bytes"] == 4 * sum(p.numel() for p in model.parameters())
+    assert conditions["bytes_read"] == conditions["weight_bytes"]  # the head is the embedding
+    assert conditions["roofline"] == conditions["read_bandwidth"] / conditions["bytes_read"]
+    assert set(conditions["passes"]["hf"]) == {"1", "2", "3", "4", "6", "8"}
+    assert conditions["sub_layers"] == 32
+    assert subjects.identity.hidden == 128
+
+
+def test_all_models_are_the_same_one(found):
+    subjects, _, _, _ = found
+    texts = [
+        llm.generate("import os\n", max_new_tokens=8).tokens for llm in (subjects.plain, subjects.skip, subjects.hf)
+    ]
+    assert texts[0] == texts[1] == texts[2]
+    assert subjects.hf.model is not subjects.plain.model
+
+
+def test_a_temperature(found):
+    _, _, at, told = found
+    assert list(at["methods"]) == ["plain", "skip", "hf"]
+    assert at["skip"]["oracle"]["tokens_per_round"] == 3.0
+    assert 0.5 < at["skip"]["oracle"]["speedup"] < 4.0  # 2, in steps of `plain`, whose weights may lie otherwise
+    assert 0 < at["skip"]["c"] < 2
+    assert at["methods"]["plain"]["acceptance_by_position"] == []
+    assert all(m["memory_bytes"] > 0 for m in at["methods"].values())
+    assert told.count("run") == 6
+    assert [entry[1] for entry in told if isinstance(entry, tuple)] == [6]

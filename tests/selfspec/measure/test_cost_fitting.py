@@ -1,0 +1,114 @@
+"""Costs measured: on a machine of known speed (a fake clock), and for real, where only what must hold is tested."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from models import small
+
+from selfspec.facts.skip import NOTHING_SKIPPED, SkipSet
+from selfspec.measure import cost_fitting as costing
+from selfspec.measure.cost_fitting import measure_costs, quiet
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.sampling import Sampler
+
+BASE, ATTENTION, MLP, ROW, LOOP = 5.0, 2.0, 1.0, 3.0, 0.5
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only forwards and rounds move: by what runs, and by the rows of a full pass."""
+    now = [0.0]
+    forward = Runtime.forward
+
+    def timed(self, tokens, positions, *, skip=NOTHING_SKIPPED, **options):
+        n = tokens.shape[1]
+        attention, mlp = self.layers - len(skip.attention), self.layers - len(skip.mlp)
+        now[0] += BASE + attention * ATTENTION + mlp * MLP + ROW * (n - 1)
+        return forward(self, tokens, positions, skip=skip, **options)
+
+    def commit(self, row, path):
+        now[0] += LOOP
+        start = self.length[row] + 1
+        self.length[row] = start + len(path)
+
+    monkeypatch.setattr(Runtime, "forward", timed)
+    monkeypatch.setattr("selfspec.runtime.cache.Cache.commit", commit)
+    monkeypatch.setattr(costing.time, "perf_counter", lambda: now[0])
+    return now
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = small(layers=6)
+    model.config.max_position_embeddings = 1024
+    return model
+
+
+def test_a_machine_of_known_speed_is_found_out(model, clock):
+    costs = measure_costs(Runtime(model), context=40, seconds=0.0)
+    plain = BASE + 6 * (ATTENTION + MLP)
+    assert costs.context == 40
+    assert (costs.base, costs.attention, costs.mlp) == pytest.approx((BASE, ATTENTION, MLP), rel=1e-3)
+    assert costs.error == pytest.approx(0, abs=1e-3)
+    assert costs.round == pytest.approx(LOOP)
+    assert costs.plain == pytest.approx(plain + LOOP)
+    assert costs.widths == [1, 2, 3, 4, 5, 6, 8, 12, 16]
+    for rows in (1, 2, 5, 16):
+        assert costs.verification(rows) == pytest.approx(plain + ROW * (rows - 1), rel=1e-3)
+    assert costs.prefill == pytest.approx((plain + 39 * ROW) / 40)
+    assert costs.attention_per_key == 0
+
+
+def test_disturbances_do_not_count(model, clock, monkeypatch):
+    """A machine that is three times slower in every third draft is measured for longer, and found out all the same."""
+    draw, tick = random.Random(0), costing._Probe.propose
+    turns = itertools.count()
+
+    def disturbed(self, seqs):
+        before = clock[0]
+        drafts = tick(self, seqs)
+        if next(turns) % 3 == 0 and self.length:
+            slow = 2 * (clock[0] - before) * draw.uniform(0.9, 1.1)
+            clock[0] += slow
+            self.seconds += slow
+        return drafts
+
+    monkeypatch.setattr(costing._Probe, "propose", disturbed)
+    costs = measure_costs(Runtime(model), context=40, seconds=2e5)
+    assert (costs.attention, costs.mlp) == pytest.approx((ATTENTION, MLP), rel=0.15)
+    assert costs.draft(SkipSet((1, 2), (3,)), 6) == pytest.approx(BASE + 4 * ATTENTION + 5 * MLP, rel=0.1)
+
+
+def test_quiet_is_the_lower_quartile():
+    assert quiet([5.0]) == 5.0
+    assert quiet([9.0, 1.0, 2.0, 3.0]) == pytest.approx(1.25)
+
+
+@pytest.mark.parametrize("times", [[1.0, 9.0], [9.0, 1.0, 2.0]])
+def test_quiet_is_never_less_than_was_seen(times):
+    assert quiet(times) == 1.0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_real_costs(llm, temperature):
+    """Real clocks: what runs costs something, and more rows cost no less than nothing more."""
+    costs = measure_costs(llm.runtime, context=50, sampler=Sampler(temperature=temperature), seconds=0.0)
+    assert costs.attention > 0
+    assert costs.mlp > 0
+    assert costs.draft(SkipSet(range(10), range(10)), 16) < costs.draft(SkipSet(), 16)
+    assert 0 < costs.error < 1
+    assert costs.verification(16) > costs.verification(1) > 0
+
+
+def test_short_contexts_are_served():
+    """Where the model's context leaves little room, fewer widths are measured."""
+    model = small()
+    model.config.max_position_embeddings = 90
+    costs = measure_costs(Runtime(model), context=200, seconds=0.0)
+    assert costs.context < 90
+    assert costs.widths[0] == 1
+    assert torch.isfinite(torch.tensor(costs.verify)).all()

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from selfspec.basics.machine import machine
+from selfspec.drafters import PlainDrafter
+from selfspec.facts.skip import SkipSet
+from selfspec.facts.stats import Stats
+from selfspec.llm.options import Options
+from selfspec.measure.timing import compare, interleave, interval, measure
+
+
+def test_interleaving_and_ratios():
+    """Every method on every prompt in every round, after one warm-up each; ratios are medians over rounds."""
+    calls = []
+    seconds = {
+        "a": {"x": [9.0, 1.0, 2.0, 3.0], "y": [4.0, 4.0, 4.0]},
+        "b": {"x": [9.0, 2.0, 2.0, 9.0], "y": [8.0, 2.0, 4.0]},
+    }
+
+    def make(name):
+        def run(prompt):
+            calls.append((name, prompt))
+            return Stats(tokens=10, rounds=1, seconds=seconds[name][prompt].pop(0))
+
+        return run
+
+    runs = interleave({"a": make("a"), "b": make("b")}, ["x", "y"], rounds=3)
+    assert calls[:2] == [("a", "x"), ("b", "x")]
+    assert calls[2:6] == [("a", "x"), ("b", "x"), ("b", "y"), ("a", "y")]
+    assert runs.ratios("a", "b") == [2.0, 1.0]
+    assert runs.speedup("a", "b")[0] == 1.5
+    assert runs.total("a").seconds == 18.0
+    assert all(not rest for prompts in seconds.values() for rest in prompts.values())
+
+
+def test_interval_covers_the_median():
+    low, high = interval([1.0, 1.1, 1.2, 1.3, 1.4, 1.5])
+    assert 1.0 <= low < 1.25 < high <= 1.5
+    assert interval([1.1]) == (1.1, 1.1)
+    assert interval([1.1, 1.1]) == (1.1, 1.1)
+
+
+def test_a_measurement_says_how_it_was_made(llm, held_out):
+    measured = measure(
+        llm,
+        llm.layer_skip(SkipSet((3,), (5,))),
+        held_out[:2],
+        Options(max_new_tokens=6),
+        held_out=True,
+        rounds=1,
+    )
+    assert (measured.prompts, measured.rounds, measured.max_new_tokens) == (2, 1, 6)
+    assert (measured.device, measured.dtype, measured.threads) == ("cpu", "float32", 1)
+    assert measured.interval[0] <= measured.speedup <= measured.interval[1]
+    assert measured.machine == machine(torch.device("cpu")) != ""
+
+
+@pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (0.7, 1), (0.7, None)])
+def test_comparing_one_prompt(llm, held_out, temperature, seed):
+    options = Options(max_new_tokens=8, temperature=temperature, seed=seed)
+    result = compare(llm, held_out[0], llm.layer_skip(SkipSet((3,), (5,))), options, rounds=1)
+    if temperature == 0 or seed is not None:
+        assert result.identical == (result.difference is None)
+        assert result.verdict == "yes" or result.difference.near_tie
+    else:
+        assert result.identical is None
+        assert "not comparable (sampled" in result.verdict
+    assert result.plain.stats.drafted == 0
+    assert result.draft.stats.drafted > 0
+    assert result.as_dict()["rounds"] == 1
+
+
+def test_the_plain_drafter_compared_with_itself_is_identical(llm, held_out):
+    assert compare(llm, held_out[0], PlainDrafter(), Options(max_new_tokens=8), rounds=1).verdict == "yes"

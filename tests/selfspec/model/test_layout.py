@@ -1,0 +1,146 @@
+"""How a loaded model's weights lie: every layout is the same model, and which one is taken is what was measured."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from models import CONFIGS, plain, tiny
+
+import selfspec
+from selfspec.basics.errors import SelfspecError
+from selfspec.model import layout
+from selfspec.model.layout import LAYOUTS, choose, lay_out_, measure_layouts, weight_bytes
+from selfspec.model.linears import PackedLinear
+from selfspec.runtime.forward import Runtime
+
+IDS = torch.tensor([[3, 1, 4, 1, 5]])
+NAMES = ["llama", "llama-mqa-tied", "llama-biases", "qwen2"]
+
+
+def single(name):
+    return tiny(CONFIGS[name], dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("to", LAYOUTS)
+def test_a_layout_changes_nothing_that_the_model_says(name, to):
+    model, other = single(name), single(name)
+    assert lay_out_(model, to, drafting=True) == to
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, other(IDS).logits, atol=1e-3, rtol=1e-4)
+    assert plain(Runtime(model), [3, 1, 4], 12) == plain(Runtime(other), [3, 1, 4], 12)
+    state = model.state_dict()
+    assert list(state) == list(other.state_dict())
+    assert all(torch.equal(weight, state[name]) for name, weight in other.state_dict().items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("to", LAYOUTS)
+def test_only_a_head_that_is_the_embedding_too_is_there_twice(name, to):
+    model = single(name)
+    before = weight_bytes(model)
+    lay_out_(model, to, drafting=True)
+    head = model.model.embed_tokens.weight
+    twice = to == "onednn" and model.config.tie_word_embeddings
+    assert weight_bytes(model) == before + (head.numel() * 4 if twice else 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("to", LAYOUTS)
+def test_a_model_can_be_saved_and_copied_in_any_layout(name, to, tmp_path):
+    model, other = single(name), single(name)
+    lay_out_(model, to, drafting=True)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in other.state_dict().items())
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        assert torch.equal(twin(IDS).logits, model(IDS).logits)
+
+
+def test_packed_weights_of_one_input_are_one_product():
+    model = single("llama-biases")
+    lay_out_(model, "onednn", drafting=True)
+    attention = model.model.layers[0].self_attn
+    assert isinstance(attention.q_proj, PackedLinear)
+    assert attention.q_proj.packed is attention.k_proj.packed is attention.v_proj.packed
+    assert attention.o_proj.packed is not attention.q_proj.packed
+
+
+def test_packed_weights_are_not_cast():
+    model = single("llama")
+    lay_out_(model, "onednn", drafting=True)
+    with pytest.raises(SelfspecError, match="float32 on the CPU"):
+        model.double()
+    model.float()
+    with torch.no_grad():
+        model(IDS)
+
+
+def test_what_cannot_be_packed_is_said():
+    with pytest.raises(SelfspecError, match="float32"):
+        lay_out_(tiny(CONFIGS["llama"]), "onednn", drafting=True)
+    with pytest.raises(SelfspecError, match="known: auto, rows, columns, onednn"):
+        selfspec.load(layout="best")
+
+
+def test_half_and_double_precision_keep_their_rows():
+    model = tiny(CONFIGS["llama"])
+    assert lay_out_(model, drafting=True) == "rows"
+
+
+def times(**by_layout):
+    return {name: dict(zip(layout.WIDTHS, row, strict=True)) for name, row in by_layout.items()}
+
+
+def test_what_is_chosen():
+    measured = times(
+        rows=(50, 52, 90, 95, 130, 300), columns=(46, 75, 88, 90, 127, 300), onednn=(47, 55, 54, 54, 66, 300)
+    )
+    assert choose(measured, drafting=False) == "columns"
+    assert choose(measured, drafting=True) == "onednn"
+    dear = {**measured, "onednn": {**measured["onednn"], 1: 50}}  # to read one row, when drafts are wrong
+    assert choose(dear, drafting=True) == "columns"
+    slow = {"rows": measured["rows"], "columns": {**measured["columns"], 128: 500}}  # to read a prompt
+    assert choose(slow, drafting=False) == "rows"
+    near = times(rows=(50, 52, 90, 95, 130, 1), columns=(49, 52, 90, 94, 129, 1))
+    assert choose(near, drafting=False) == "rows"  # not clearly
+    flat = times(
+        rows=(50, 51, 52, 104, 150, 300), columns=(49, 98, 98, 101, 107, 300), onednn=(51, 56, 56, 56, 75, 300)
+    )
+    assert choose(flat, drafting=True) == "rows"  # three rows suffice where they cost what one does
+    assert choose(times(rows=(1, 1, 1, 1, 1, 1)), drafting=True) == "rows"
+    assert choose({}, drafting=True) == "rows"
+
+
+def test_layouts_are_measured_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    seen = []
+    real = measure_layouts
+    monkeypatch.setattr(layout, "measure_layouts", lambda model: seen.append(1) or real(model))
+    first = lay_out_(single("llama"), drafting=True)
+    assert lay_out_(single("llama"), drafting=True) == first
+    assert len(seen) == 1
+    (kept,) = (tmp_path / "layouts").iterdir()
+    assert set(json.loads(kept.read_text())) <= set(LAYOUTS)
+    for broken in ("", "{}", "[1]", '{"rows": {"1": "a"}}', '{"rows": {"1": 1, "2": 1, "4": 1, "8": 1, "128": -1}}'):
+        kept.write_text(broken)
+        lay_out_(single("llama"), drafting=True)
+    assert len(seen) == 6
+
+
+def test_a_layout_whose_products_are_wrong_is_left_out(monkeypatch):
+    real = torch.ops.mkldnn._reorder_linear_weight
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda weight, rows: real(weight * 1.001, rows))
+    assert set(measure_layouts(single("llama"))) == {"rows", "columns"}
+
+
+def test_a_layout_that_is_not_to_be_had_is_left_out(monkeypatch):
+    def refuse(weight, rows):
+        raise RuntimeError("not built with it")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse)
+    assert set(measure_layouts(single("llama"))) == {"rows", "columns"}

@@ -1,0 +1,101 @@
+"""Data frames of benchmarks, rounds and profiles, number by number."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.facts.identity import Identity
+from selfspec.facts.stats import Round
+from selfspec.profile.schema import Profile, Skip
+from selfspec.show.tables import bench_frame, bench_position_frame, position_frame, read_bench, skip_frame
+
+REAL = Path(__file__).parents[2] / "scripts" / "bench.json"
+
+
+@pytest.fixture
+def bench():
+    return json.loads(REAL.read_text())
+
+
+def test_bench(bench):
+    frame = bench_frame(bench)
+    methods = ["plain", "skip", "guarded", "hf", "hf-early-exit", "hf-prompt-lookup"]
+    assert list(zip(frame["temperature"], frame["method"], strict=True)) == [(t, m) for t in (0, 0.8) for m in methods]
+    skip = frame.iloc[1]
+    said = bench["temperatures"][0]["methods"]["skip"]
+    assert skip["speedup"] == said["ratio"]["plain"]["median"] == pytest.approx(0.935, abs=1e-3)
+    assert (skip["low"], skip["high"]) == (said["ratio"]["plain"]["low"], said["ratio"]["plain"]["high"])
+    assert skip["next_ms"] == pytest.approx(1e3 * said["inter_token_seconds"]["p50"])
+    assert skip["next_ms_95"] == pytest.approx(1e3 * said["inter_token_seconds"]["p95"])
+    assert skip["first_token_ms"] == pytest.approx(1e3 * said["first_token_seconds"]["p50"])
+    assert skip["acceptance_rate"] == said["acceptance_rate"]
+    assert math.isnan(frame.iloc[0]["acceptance_rate"]), "plain decoding drafts nothing"
+
+
+def test_bench_positions(bench):
+    frame = bench_position_frame(bench)
+    assert set(frame["method"]) == {"skip", "guarded"}
+    mine = frame[(frame["method"] == "skip") & (frame["temperature"] == 0.8)]
+    assert mine["acceptance"].tolist() == bench["temperatures"][1]["methods"]["skip"]["acceptance_by_position"]
+    assert mine["position"].tolist() == list(range(1, len(mine) + 1))
+    assert mine["drafts"].isna().all()
+
+
+def test_positions_of_rounds():
+    rounds = [Round(2, 2, 3, 0.1), Round(2, 1, 2, 0.1), Round(1, 0, 1, 0.1), Round(0, 0, 1, 0.1)]
+    frame = position_frame(rounds)
+    assert frame["position"].tolist() == [1, 2]
+    assert frame["acceptance"].tolist() == pytest.approx([2 / 3, 1 / 2])
+    assert frame["drafts"].tolist() == [3, 2]
+    assert position_frame([Round(0, 0, 1, 0.1)]).empty
+
+
+def test_skip():
+    frame = skip_frame(Profile(model=Identity(layers=2), skip=Skip(attention=[1], mlp=[0])))
+    rows = [("attention", 0, False), ("attention", 1, True), ("mlp", 0, True), ("mlp", 1, False)]
+    assert list(frame[["part", "layer", "bypassed"]].itertuples(index=False, name=None)) == rows
+
+
+WRONG = {
+    "no methods": (lambda b: b["temperatures"][0].pop("methods"), r"temperatures\.0\.methods: Field required"),
+    "a word": (lambda b: b.update(threads="many"), "threads: .* integer.*, got 'many'"),
+    "no number": (
+        lambda b: b["temperatures"][0]["methods"]["skip"].update(acceptance_by_position=[0.5, 1.5]),
+        r"temperatures\.0\..*\.acceptance_by_position\.1: .* got 1\.5",
+    ),
+    "no method": (lambda b: b["temperatures"][1].update(methods={}), r"temperatures\.1\.methods: .*"),
+    "nothing measured": (lambda b: b.update(temperatures=[]), "temperatures: .*"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "said"), WRONG.values(), ids=WRONG)
+def test_a_wrong_benchmark_is_one_clear_line(bench, tmp_path, spoil, said):
+    spoil(spoiled := copy.deepcopy(bench))
+    with pytest.raises(SelfspecError, match=said):
+        bench_frame(spoiled)
+    (tmp_path / "b.json").write_text(json.dumps(spoiled))
+    with pytest.raises(SelfspecError, match=rf"b\.json: not what selfspec bench --out writes \({said}\)"):
+        read_bench(tmp_path / "b.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", "[" * 100_000], ids=["empty", "cut", "list", "null", "deep"])
+def test_no_benchmark_at_all(tmp_path, text):
+    (tmp_path / "b.json").write_text(text)
+    with pytest.raises(SelfspecError, match=r"b\.json: not ") as error:
+        read_bench(tmp_path / "b.json")
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_plotted_without_a_model_imports_no_torch():
+    code = "import selfspec.show.tables, sys\nfrom selfspec.show.plots import bench, profile, study"
+    assert (
+        subprocess.run([sys.executable, "-c", f"{code}\nsys.exit('torch' in sys.modules)"], check=False).returncode == 0
+    )

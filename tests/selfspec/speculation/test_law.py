@@ -1,0 +1,257 @@
+"""The law of what sampling emits, by enumeration: every path through the coins and draws of the shipped loop and rules.
+
+Several rounds over a vocabulary of three, against the whole model's own probabilities; and bugs known from elsewhere,
+planted, each of which the same harness must see.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from models import run, small
+from toys import Enumerating, HiddenHead, RandomTree, Reusing, Scripted, TinyModel, enumerate_outcomes
+from transformers.generation import logits_process as hf
+
+from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
+from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
+from selfspec.facts.acceptance import AcceptanceCurve, Outlook
+from selfspec.facts.limits import MOST_ROWS
+from selfspec.facts.skip import SkipSet
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation import rules as verify
+from selfspec.speculation.drafts import Draft
+
+VOCABULARY, PROMPT = 3, [0, 2, 1]
+EXACT, SEEN = 1e-9, 1e-3
+# By which how many candidates stand beside a token, and whether another is drafted, depends on its confidence.
+UNSURE = Outlook(
+    0.2,
+    tuple(1 + 0.5 * rows for rows in range(MOST_ROWS + 1)),
+    AcceptanceCurve(accepted=[0.6, 1.0], following=[0.6, 1.0], beside=[[0.9, 0.0], [0.8, 0.0]]),
+)
+DRAFTERS = {
+    "plain": lambda runtime: PlainDrafter(),
+    "chain": lambda runtime: RandomTree(VOCABULARY, (1, 1)),
+    "long chain": lambda runtime: RandomTree(VOCABULARY, (1, 1, 1)),
+    "siblings": lambda runtime: RandomTree(VOCABULARY, (2,)),
+    "all siblings": lambda runtime: RandomTree(VOCABULARY, (3,)),
+    "chain with siblings": lambda runtime: RandomTree(VOCABULARY, (2, 1)),
+    "siblings below": lambda runtime: RandomTree(VOCABULARY, (1, 2)),
+    "one-hot": lambda runtime: Scripted(lambda tokens: [sum(tokens) % 3, len(tokens) % 3], 2),
+    "hidden head": HiddenHead,
+    "tiny model": lambda runtime: TinyModel(Runtime(small(VOCABULARY, 1, seed=9)), 2),
+    "layer skip, fixed": lambda runtime: LayerSkipDrafter(runtime, SkipSet((0,), (1,)), FixedK(2)),
+    "layer skip, static": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (1,)), StaticThreshold(0.4, 3)),
+    "layer skip, siblings": lambda runtime: LayerSkipDrafter(
+        runtime, SkipSet((1,), (1,)), StaticThreshold(0.4, 2), siblings=2
+    ),
+    "layer skip, draft vocabulary": lambda runtime: LayerSkipDrafter(
+        runtime, SkipSet((0,), (1,)), FixedK(2), vocabulary=[0, 2]
+    ),
+    "layer skip, adaptive": lambda runtime: LayerSkipDrafter(
+        runtime, SkipSet((0,), (0,)), AdaptiveThreshold(threshold=0.5, step=1.0, k_max=2)
+    ),
+    "layer skip, rate": lambda runtime: LayerSkipDrafter(
+        runtime, SkipSet((1,), (1,)), RateOptimal(floor=0.0, k_max=2, outlook=UNSURE), siblings=3
+    ),
+    "guarded": lambda runtime: Guard(RandomTree(VOCABULARY, (1, 1)), clock=itertools.count().__next__),
+}
+SETTINGS = {
+    "temperature": lambda: [hf.TemperatureLogitsWarper(0.5)],
+    "penalty, top-k": lambda: [hf.RepetitionPenaltyLogitsProcessor(1.5), hf.TopKLogitsWarper(2)],
+    "no repeat, top-p": lambda: [hf.NoRepeatNGramLogitsProcessor(3), hf.TopPLogitsWarper(0.8)],
+}
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    return Runtime(small(VOCABULARY, 2, seed=4))
+
+
+def target_joint(runtime, n, sampler):
+    """p of every continuation of `n` tokens, from a full forward of each prefix."""
+    joint = {(): 1.0}
+    for _ in range(n):
+        longer = {}
+        for text, chance in joint.items():
+            tokens = [*PROMPT, *text]
+            with runtime.session(len(tokens)):
+                logits = runtime.forward(torch.tensor([tokens]), 0, logits="last").logits
+            p = sampler.probs(sampler.scores(logits[0], iter([tokens])))[0]
+            longer.update({(*text, i): chance * value for i, value in enumerate(p.tolist())})
+        joint = longer
+    return joint
+
+
+def deviation(runtime, make, room, *, rule, kind=Enumerating, processors=()):
+    """The largest difference between the law of `room` emitted tokens and the target's."""
+    joint = {}
+
+    def once(sampler):
+        return tuple(run(runtime, make(runtime), PROMPT, room, sampler=sampler, rule=rule)[0])
+
+    for text, weight in enumerate_outcomes(once, kind, processors):
+        joint[text] = joint.get(text, 0.0) + weight
+    expected = target_joint(runtime, room, Enumerating(processors=processors))
+    assert joint.keys() <= expected.keys()
+    return max(abs(joint.get(text, 0.0) - chance) for text, chance in expected.items())
+
+
+# Two and three tokens cover what would be a hundred thousand paths over four.
+MANY = ("all siblings", "chain with siblings", "siblings below", "layer skip, siblings", "layer skip, rate")
+CASES = [(name, room) for name in DRAFTERS for room in (2, 3, 4) if name not in MANY or room < 4]
+
+
+@pytest.mark.parametrize(("name", "room"), CASES)
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_what_is_emitted_follows_the_target_exactly(runtime, rule, name, room):
+    assert deviation(runtime, DRAFTERS[name], room, rule=rule) < EXACT
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", ["chain", "siblings", "layer skip, static"])
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_processed_scores_are_followed_exactly(runtime, rule, name, settings):
+    assert deviation(runtime, DRAFTERS[name], 3, rule=rule, processors=SETTINGS[settings]()) < EXACT
+
+
+def test_candidates_depend_on_confidence(runtime):
+    """So that the law above is that of counts which differ from draft to draft."""
+    counts = set()
+
+    def once(sampler):
+        _, outcomes = run(runtime, DRAFTERS["layer skip, rate"](runtime), PROMPT, 3, sampler=sampler, rule="token")
+        counts.update((len(o.draft.confidence), len(o.draft)) for o in outcomes)
+
+    for _ in enumerate_outcomes(once):
+        pass
+    assert counts >= {(1, 1), (1, 2), (1, 3)}
+
+
+class WrongTemperature(RandomTree):
+    """Draws from q and says that it was q at temperature .5."""
+
+    def draft(self, seq):
+        draft = super().draft(seq)
+        q = None if draft.q is None else draft.q**2 / (draft.q**2).sum(-1, keepdim=True)
+        return Draft(draft.tokens, draft.parents, q, draft.q_row)
+
+
+class Withholding(RandomTree):
+    """Leaves a drawn token out when its own probability is low, and what would have come after it."""
+
+    def draft(self, seq):
+        draft = super().draft(seq)
+        sure = [float(draft.q[i, token]) >= 0.4 for i, token in enumerate(draft.tokens)]
+        n = sure.index(False) if False in sure else len(sure)
+        return Draft.chain(draft.tokens[:n], q=draft.q[:n] if n else None)
+
+
+class Merging(RandomTree):
+    """A deterministic proposal, which is removed from q before a second candidate is drawn from it."""
+
+    def draft(self, seq):
+        if seq.room < 2:
+            return Draft()
+        guess = sum(seq.tokens) % VOCABULARY
+        q = self.q(seq.tokens)
+        q[guess] = 0
+        return Draft((guess, seq.sampler.draw(q, len(seq.tokens))), (-1, -1), (q / q.sum())[None], (-1, 0))
+
+
+class Deduplicating(RandomTree):
+    """A deterministic proposal, and a drawn candidate that is left out where it is the same token."""
+
+    def draft(self, seq):
+        if seq.room < 2:
+            return Draft()
+        guess = sum(seq.tokens) % VOCABULARY
+        q = self.q(seq.tokens)
+        q = q / q.sum()
+        drawn = seq.sampler.draw(q, len(seq.tokens))
+        return Draft.chain([guess]) if drawn == guess else Draft((guess, drawn), (-1, -1), q[None], (-1, 0))
+
+
+def following_from(change):
+    """A rule whose token after a wholly accepted draft follows `change(scores)` in place of p."""
+
+    def plant(rule):
+        def wrong(draft, scores, sampler, position):
+            path, following = rule(draft, scores, sampler, position)
+            row = path[-1] + 1 if path else 0
+            if not draft.children[row]:
+                following = sampler.draw(change(scores)[row].softmax(-1), position + len(path))
+            return path, following
+
+        return wrong
+
+    return plant
+
+
+def each_round(rule):
+    """Tells a `Reusing` sampler that a round begins."""
+
+    def wrong(draft, scores, sampler, position):
+        sampler.new_round()
+        return rule(draft, scores, sampler, position)
+
+    return wrong
+
+
+RULES = {"token": verify.token, "block": verify.block}
+CHAIN, SIBLINGS = DRAFTERS["chain"], DRAFTERS["chain with siblings"]
+WRONG_DRAFTERS = {
+    "q of another temperature": (lambda runtime: WrongTemperature(VOCABULARY, (1, 1)), CHAIN),
+    "a low-confidence token withheld": (lambda runtime: Withholding(VOCABULARY, (1, 1)), CHAIN),
+    "a drawn duplicate removed": (
+        lambda runtime: Deduplicating(VOCABULARY),
+        lambda runtime: Merging(VOCABULARY),
+    ),
+}
+WARM = [hf.TemperatureLogitsWarper(0.5)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", WRONG_DRAFTERS)
+def test_a_wrong_drafter_is_seen(runtime, name, rule):
+    wrong, right = WRONG_DRAFTERS[name]
+    assert deviation(runtime, right, 3, rule=rule) < EXACT
+    assert deviation(runtime, wrong, 3, rule=rule) > SEEN
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_bonus_from_raw_logits_is_seen(runtime, rule):
+    wrong = following_from(lambda scores: scores * 0.5)(RULES[rule])
+    assert deviation(runtime, CHAIN, 3, rule=rule, processors=WARM) < EXACT
+    assert deviation(runtime, CHAIN, 3, rule=wrong, processors=WARM) > SEEN
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_bonus_from_the_wrong_row_is_seen(runtime, rule):
+    wrong = following_from(lambda scores: scores[[0] * len(scores)])(RULES[rule])
+    assert deviation(runtime, CHAIN, 3, rule=wrong) > SEEN
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_noise_reused_between_rounds_is_seen(runtime, rule):
+    wrong = each_round(RULES[rule])
+    assert deviation(runtime, CHAIN, 3, rule=rule) < EXACT
+    assert deviation(runtime, CHAIN, 3, rule=wrong, kind=Reusing) > SEEN
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_residual_that_is_not_renormalised_is_seen(runtime, rule, monkeypatch):
+    monkeypatch.setattr(verify, "_normalised", lambda left, *, otherwise: left if left.sum() > 0 else otherwise)
+    assert deviation(runtime, SIBLINGS, 3, rule=rule) > SEEN
+
+
+def test_a_block_without_its_weight_is_seen(runtime, monkeypatch):
+    """h_i of a stopped block, as if nothing were left to make up for it."""
+    monkeypatch.setattr(verify, "_kept", lambda weights, left, sampler: _by_weights(weights, sampler))
+    assert deviation(runtime, CHAIN, 3, rule="block") > SEEN
+
+
+def _by_weights(weights, sampler):
+    return next((i for i in range(len(weights) - 1, 0, -1) if sampler.coin(weights[i])), 0)

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from models import CONFIGS, run, tiny
+from scipy import stats as scipy_stats
+from toys import RandomTree
+from transformers import LogitsProcessor
+from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.controllers import FixedK
+from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.facts.skip import SkipSet
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.sampling import Sampler
+
+
+def hf_distribution(model, tokens, **options):
+    """The distribution that `transformers`' own generate samples the next token from."""
+    out = model.generate(
+        tokens, do_sample=True, max_new_tokens=1, output_scores=True, return_dict_in_generate=True, **options
+    )
+    return out.scores[0].softmax(-1)[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.7},
+        {"temperature": 1.3, "top_k": 5},
+        {"temperature": 0.8, "top_p": 0.6},
+        {"temperature": 2.0, "top_k": 20, "top_p": 0.9},
+    ],
+    ids=str,
+)
+def test_probabilities_are_those_of_transformers(options):
+    model = tiny(CONFIGS["llama"], dtype=torch.float32)
+    tokens = torch.tensor([[5, 9, 2]])
+    theirs = hf_distribution(model, tokens, **{"top_k": 0, **options})
+    sampler = Sampler(**options)
+    with torch.no_grad():
+        logits = model(tokens).logits[0, -1:]
+    ours = sampler.probs(sampler.scores(logits, iter([])))[0]
+    torch.testing.assert_close(ours, theirs)
+
+
+class Recording(LogitsProcessor):
+    """Notes every prefix it is shown."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, input_ids, scores):
+        self.seen += [tuple(row) for row in input_ids.tolist()]
+        return scores
+
+
+def test_processors_see_the_right_prefix_at_every_position():
+    runtime = Runtime(tiny(CONFIGS["llama"]))
+    prompt = [3, 1, 4]
+    for drafter in (RandomTree(61, (2, 2, 1)), LayerSkipDrafter(runtime, SkipSet((1,), (1,)), FixedK(3))):
+        recording = Recording()
+        tokens, outcomes = run(runtime, drafter, prompt, 8, sampler=Sampler(processors=[recording]))
+        emitted = list(prompt)
+        wanted = set()
+        for outcome in outcomes:
+            wanted |= {tuple(prefix) for prefix in outcome.draft.prefixes(emitted)}
+            emitted += outcome.tokens
+        assert emitted == prompt + tokens
+        assert wanted == set(recording.seen)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: [NoRepeatNGramLogitsProcessor(2)], lambda: [RepetitionPenaltyLogitsProcessor(1.7)]],
+    ids=["no-repeat", "penalty"],
+)
+def test_prefix_dependent_processors_give_transformers_greedy_text(make):
+    model = tiny(CONFIGS["llama"], dtype=torch.float32)
+    runtime = Runtime(model)
+    prompt = [3, 1, 4]
+    theirs = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=30, logits_processor=make())
+    for drafter in (
+        PlainDrafter(),
+        RandomTree(61, (3, 1)),
+        LayerSkipDrafter(runtime, SkipSet((2,), (1,)), FixedK(3)),
+    ):
+        ours, _ = run(runtime, drafter, prompt, 30, sampler=Sampler(processors=make()))
+        assert ours == theirs[0, len(prompt) :].tolist()
+
+
+def test_draws_follow_p():
+    p = torch.tensor([0.0, 0.1, 0.25, 0.0, 0.6, 0.05, 0.0])
+    sampler = Sampler(temperature=1.0, seed=0, tied=False)
+    counts = torch.bincount(torch.tensor([sampler.draw(p * 3, 0) for _ in range(20000)]), minlength=7)
+    assert counts[p == 0].sum() == 0
+    kept = p > 0
+    assert scipy_stats.chisquare(counts[kept], 20000 * p[kept].double() / p[kept].double().sum()).pvalue > 1e-4
+
+
+def test_a_draw_at_the_very_end_of_the_sum_has_probability(monkeypatch):
+    sampler = Sampler(temperature=1.0, seed=0, tied=False)
+    monkeypatch.setattr(sampler._random, "random", lambda: 1.0)  # beyond what it can return
+    assert sampler.draw(torch.tensor([0.5, 0.5, 0.0]), 0) == 1
+
+
+def test_probabilities_that_are_not_finite_are_an_error():
+    with pytest.raises(SelfspecError, match="not finite"):
+        Sampler(temperature=1.0).draw(torch.tensor([0.5, float("nan")]), 0)
+
+
+def test_coins_are_certain_at_the_ends():
+    sampler = Sampler(temperature=1.0, seed=0)
+    assert all(sampler.coin(1.0) and not sampler.coin(0.0) for _ in range(1000))
+    assert 4800 < sum(sampler.coin(0.5) for _ in range(10000)) < 5200
+
+
+def test_float64_scores_stay_float64_and_half_becomes_float32():
+    sampler = Sampler()
+    assert sampler.scores(torch.zeros(1, 3, dtype=torch.float64), iter([])).dtype == torch.float64
+    assert sampler.scores(torch.zeros(1, 3, dtype=torch.bfloat16), iter([])).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1}, "temperature -1: want 0"),
+        ({"temperature": 1e-38}, "temperature 1e-38: want 0 .*, or 1e-05 or more"),
+        ({"seed": -1}, "seed -1: want a whole number of at least 0"),
+        ({"temperature": float("nan")}, "temperature nan"),
+        ({"temperature": float("inf")}, "temperature inf"),
+        ({"top_k": 0}, "top_k 0: want at least 1"),
+        ({"top_p": 0.0}, "top_p 0.0: want more than 0"),
+        ({"top_p": 1.1}, "top_p 1.1: want"),
+    ],
+)
+def test_wrong_values_are_refused(options, message):
+    with pytest.raises(SelfspecError, match=message):
+        Sampler(**options)

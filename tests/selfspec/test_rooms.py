@@ -1,0 +1,119 @@
+"""The rooms of the house: who may import whom, read from the sources; no circles inside a room."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = {  # each with the rooms that it may import
+    "basics": "",
+    "builtin": "",
+    "facts": "basics",
+    "profile": "basics facts",
+    "text": "basics",
+    "show": "basics facts profile",
+    "speculation": "basics",
+    "controllers": "basics facts",
+    "model": "basics builtin facts",
+    "runtime": "basics facts model speculation",
+    "drafters": "basics facts speculation controllers runtime",
+    "decoding": "facts speculation runtime",
+    "llm": "basics facts profile show text speculation controllers model runtime drafters decoding",
+    "measure": "basics facts profile text speculation controllers model runtime drafters decoding llm",
+    "search": "basics builtin facts profile text speculation controllers model runtime drafters llm measure",
+    "cli": "basics builtin facts profile show text speculation controllers model llm measure search",
+}
+ALLOWED = {room: set(names.split()) for room, names in ROOMS.items()}
+WITHOUT_TORCH = ("basics", "facts", "profile", "controllers", "show.tables", "show.explanations")
+
+
+def modules():
+    """Every module of ours with its dotted name."""
+    for path in sorted([*ROOT.glob("selfspec/**/*.py"), *ROOT.glob("search/**/*.py")]):
+        parts = list(path.relative_to(ROOT).with_suffix("").parts)
+        parts = ["selfspec", *parts] if parts[0] == "search" else parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+MODULES = dict(modules())
+
+
+def imports(name):
+    """Modules of ours that one imports, type checking and lazy imports included."""
+    path = MODULES[name]
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("selfspec"))
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            if base.split(".")[0] == "selfspec":
+                found = (f"{base}.{alias.name}" for alias in node.names)
+                yield from (full if full in MODULES else base for full in found)
+
+
+def room(name):
+    return name.split(".")[1] if "." in name else None
+
+
+def test_the_table_is_without_circles():
+    list(TopologicalSorter(ALLOWED).static_order())
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "selfspec"])
+def test_imports_follow_the_table(name):
+    mine = room(name)
+    assert mine in ALLOWED, f"{name} is in no room"
+    for imported in imports(name):
+        theirs = room(imported)
+        if theirs is not None and theirs != mine:
+            assert theirs in ALLOWED[mine], f"{name} imports {imported}; {mine} may import: {ROOMS[mine] or 'nothing'}"
+
+
+def test_every_allowed_edge_is_used():
+    used = {(room(name), room(imported)) for name in MODULES for imported in imports(name) if name != "selfspec"}
+    assert {(a, b) for a, names in ALLOWED.items() for b in names} - used == set()
+
+
+@pytest.mark.parametrize("mine", ALLOWED)
+def test_no_circles_inside_a_room(mine):
+    inside = {name for name in MODULES if room(name) == mine}
+    graph = {name: {other for other in imports(name) if other in inside and other != name} for name in inside}
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"a circle: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("mine", ALLOWED)
+def test_every_room_says_in_a_line_what_it_is(mine):
+    docstring = ast.get_docstring(ast.parse(MODULES[f"selfspec.{mine}"].read_text()))
+    assert docstring
+    assert "nows nothing of" in docstring or mine in ("builtin", "cli", "search")
+
+
+@pytest.mark.parametrize("name", ["selfspec", *(f"selfspec.{name}" for name in WITHOUT_TORCH), "selfspec.cli.app"])
+def test_no_torch_at_import(name):
+    names = [name, *(module for module in MODULES if room(module) == room(name) and name.count(".") == 1)]
+    names = [name] if name == "selfspec" else names
+    code = f"import {', '.join(names)}, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_package_is_in_the_wheel():
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    named = {tool["package-dir"].get(name, name.replace(".", "/")) for name in tool["packages"]}
+    tree = {path.parent.relative_to(ROOT) for top in ("selfspec", "search") for path in (ROOT / top).rglob("*.py")}
+    assert {str(folder) for folder in tree} == named - {"profiles"}
+
+
+def test_no_file_is_longer_than_a_sitting():
+    assert {name: n for name, path in MODULES.items() if (n := len(path.read_text().splitlines())) > 340} == {}
