@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import NOTHING_SKIPPED, SkipSet
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
@@ -35,10 +36,11 @@ class Committed:
         if skip == self._held:
             return
         self.forget()
+        path = self._runtime.compile(DraftPath(skip))
         for row, text in enumerate(self._texts):
             own, end = slice(row, row + 1), len(text.tokens) - 1  # nothing sees the last token's keys
             if end:
-                self._runtime.forward(self.tokens[own, :end], 0, skip=skip, rows=own, logits=None)
+                self._runtime.forward(self.tokens[own, :end], 0, path=path, rows=own, logits=None)
         self._held = skip
 
     def forget(self) -> None:

@@ -17,6 +17,7 @@ from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import CostModel
 from selfspec.facts.skip import SkipSet
 from selfspec.facts.stats import Stats
+from selfspec.facts.work import DRAFT_STEP, Work
 from selfspec.llm.llm import LLM
 from selfspec.measure.timing import method
 from selfspec.profile.schema import Prediction, Profile
@@ -206,7 +207,7 @@ class Replayed:
 
     def _priced(self, plan: _Plan, traces: Sequence[Trace], draft: float) -> _Value:
         walks = walk(traces, plan.controller, siblings=plan.siblings, seeded=self._replay.seeded)
-        seconds = tuple(self._costs.seconds(w.drafts, draft) for w in walks)
+        seconds = tuple(self._costs.seconds(w.rounds, {DRAFT_STEP: draft}) for w in walks)
         return _Value(plan, tuple(w.stats for w in walks), seconds)
 
     def _as_score(self, skip: SkipSet, value: _Value, speed: float, *, pruned: bool) -> Score:
@@ -238,10 +239,10 @@ def predict(replay: Replay, profile: Profile) -> Prediction:
     traces = replay.trace(profile.skip_set, [controller], vocabulary=profile.draft_vocabulary or ())
     walks = walk(traces, controller, siblings=profile.siblings, seeded=replay.seeded)
     total = Stats.total(done.stats for done in walks)
-    drafts = sum((done.drafts for done in walks), Counter[tuple[int, int]]())
+    rounds = sum((done.rounds for done in walks), Counter[tuple[Work, int]]())
     prefill = costs.prefill * sum(text.prompt for text in replay.texts)
     draft = costs.draft(profile.skip_set, replay.layers, vocabulary=profile.draft_share)
-    seconds = prefill + costs.seconds(drafts, draft)
+    seconds = prefill + costs.seconds(rounds, {DRAFT_STEP: draft})
     if replay.own_keys:
         seconds += prefill * draft / costs.plain
     return Prediction(

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from selfspec.controllers import Controller
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import NOTHING_SKIPPED, SkipSet
-from selfspec.model.linears import Call
 from selfspec.runtime.forward import Runtime
+from selfspec.runtime.paths import CompiledPath
 from selfspec.speculation.sampling import Sampler
 
 from .committed import Committed
@@ -83,7 +84,6 @@ class Replay:
             self._first.append(self._first[-1] + text.new)
         self._numbers: dict[int, Tensor] = {}
         self._targets: Tensor | None = None
-        self._head: Call | None = None
         self._held = ExitStack()
 
     def __enter__(self) -> Self:
@@ -165,7 +165,7 @@ class Replay:
         `known`: traces of a smaller share, made with the same skip set and controllers, to be lengthened.
         `vocabulary`: the only tokens that are drafted; none means all.
         """
-        self._head = self._runtime.head_over(vocabulary) if vocabulary else None
+        path = self._runtime.compile(DraftPath(skip, tuple(vocabulary) or None))
         if self.own_keys:
             self._committed.hold(skip)
         low = [len(trace.runs) for trace in known] or [0] * len(self.texts)
@@ -175,13 +175,13 @@ class Replay:
             group = range(first, min(first + self._group, len(self.texts)))
             for step in range(0, max(int(high[i]) - low[i] for i in group), self._each):
                 window = [(low[i] + step, min(low[i] + step + self._each, int(high[i]))) for i in group]
-                self._replay(skip, controllers, slice(group.start, group.stop), window, record)
+                self._replay(path, controllers, slice(group.start, group.stop), window, record)
         fresh = [self._read(record, i, low[i], int(high[i])) for i in range(len(self.texts))]
         return [a.then(b) for a, b in zip(known, fresh, strict=True)] if known else fresh
 
     def _replay(
         self,
-        skip: SkipSet,
+        path: CompiledPath,
         controllers: Sequence[Controller],
         group: slice,
         window: Sequence[tuple[int, int]],
@@ -191,7 +191,7 @@ class Replay:
         live = self._rows(group, window)
         used = self._longest
         for step in range(self.depth if live.real.any() else 0):
-            scores, used = self._forward(live, skip, group, used, step)
+            scores, used = self._forward(live, path, group, used, step)
             token, confidence, match, rank = self._choose(live, scores, group, step)
             going = self._note(live, record, controllers, step, token, confidence, match, rank)
             width = int(going.sum(1).max())
@@ -223,14 +223,12 @@ class Replay:
             drafted=torch.zeros((*real.shape, 0), dtype=torch.long, device=device),
         )
 
-    def _forward(self, live: Rows, skip: SkipSet, group: slice, used: int, step: int) -> tuple[Tensor, int]:
+    def _forward(self, live: Rows, path: CompiledPath, group: slice, used: int, step: int) -> tuple[Tensor, int]:
         """Processed scores `[B, n, V]` of one draft step, and the scratch used now."""
         width = live.real.shape[1]
         mask = self._see(live)
         positions = (live.start + step).clamp(max=self._runtime.skeleton.context - 1)  # padding may run past the end
-        out = self._runtime.forward(
-            live.token, positions, skip=skip, slots=used, mask=mask, rows=group, head=self._head
-        )
+        out = self._runtime.forward(live.token, positions, path=path, slots=used, mask=mask, rows=group)
         assert out.logits is not None
         scores = self.sampler.scores(out.logits.flatten(0, 1), self._prefixes(live, group))
         return scores.view(*live.start.shape, -1), used + width

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from selfspec.controllers import Controller
 from selfspec.facts.limits import WIDEST_DRAFT
 from selfspec.facts.stats import Stats
+from selfspec.facts.work import Work, steps_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,10 @@ class Trace:
 
 @dataclass(slots=True)
 class Walk:
-    """What decoding one text takes: counts, and how many rounds drafted so many tokens and verified so many rows."""
+    """What decoding one text takes: counts, and how many rounds drafted with this work and verified so many rows."""
 
     stats: Stats = field(default_factory=Stats)
-    drafts: Counter[tuple[int, int]] = field(default_factory=Counter)
+    rounds: Counter[tuple[Work, int]] = field(default_factory=Counter)
 
 
 class Step(NamedTuple):
@@ -79,7 +80,7 @@ def _walk(trace: Trace, controller: Controller, siblings: int) -> Walk:
     stats = done.stats
     for confidences, kept, candidates, leaf, emitted in steps(trace, controller, siblings=siblings):
         drafted = len(confidences)
-        done.drafts[drafted, 1 + drafted + candidates] += 1
+        done.rounds[steps_of(drafted), 1 + drafted + candidates] += 1
         stats.rounds += 1
         stats.drafted += drafted
         stats.nodes += drafted + candidates

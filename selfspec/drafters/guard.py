@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from selfspec.facts.acceptance import Outlook
-from selfspec.facts.limits import MOST_ROWS
-from selfspec.speculation.drafter import Drafter
-from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome, SequenceState
+from selfspec.facts.work import Part, Work
+from selfspec.speculation.drafter import Drafter, Limit
+from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
+from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.step import Step
 
 SHARE, START = 0.015, 1.65  # of plain decoding's time, and plain steps, that drafting may lose
@@ -22,41 +23,59 @@ PROBE = 128  # tokens after which a plain round is due
 CHANGED = 0.25  # of what verifying took, after which the machine is taken to be another
 
 
+NOTHING = Limit(0, 0)
+UNNAMED: Work = ((Part("draft"), 1),)  # what a draft took whose drafter does not say
+
+
 @dataclass(slots=True)
 class _Account:
-    """Of one sequence: seconds that drafting has gained (or lost) with its share, and the round under way, if any."""
+    """Of one sequence: seconds that drafting has gained (or lost) with its share; tokens since a plain round."""
 
     slack: float = 0.0
     since_plain: int = 0
-    begun: float | None = None
+
+
+@dataclass(slots=True)
+class _Round:
+    """The round under way: whose accounts are still to be settled, and what it has taken so far."""
+
+    begun: float
+    prices: _Prices
+    left: set[SequenceState]
     drafting: float = 0.0  # seconds
+    work: Work | None = None  # of all drafts; None: nothing was drafted
+    took: float | None = None  # seconds, known once the first sequence is observed
 
 
 @dataclass(slots=True)
 class _Prices:
-    """Seconds of a plain round, and of what drafted rounds took for each draft step and beside, as they were lately."""
+    """Seconds of a plain round, and what drafted rounds took for each part of their work and for the rest, lately."""
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    usual: float = 0.0  # a plain round, by the median
-    steps: deque[float] = field(default_factory=lambda: deque(maxlen=DRAFTED))
+    step: float = 0.0  # a plain round, by the median
+    parts: dict[Part, deque[float]] = field(default_factory=dict)
     rest: deque[float] = field(default_factory=lambda: deque(maxlen=DRAFTED))
     then: float | None = None  # what verifying took about the last plain round
 
     def see_plain(self, seconds: float) -> None:
         """A plain round took so long."""
         self.plain.append(seconds)
-        self.usual = statistics.median_low(self.plain)
+        self.step = statistics.median_low(self.plain)
         self.then = None
 
-    def see_drafted(self, steps: int, drafting: float, rest: float) -> None:
-        """A round drafted so many tokens and took so long, for drafting and beside.
+    def see_drafted(self, work: Work, drafting: float, rest: float) -> None:
+        """Making a round's drafts took so long for this work, and the rest of the round so long.
 
-        Where verifying takes longer or shorter than it did, or less than a plain round, which has fewer rows, what a
-        plain round took is no longer known.
+        Several parts share the time as their prices so far say. Where verifying takes longer or shorter than it did, or
+        less than a plain round, which has fewer rows, what a plain round took is no longer known.
         """
-        self.steps.append(drafting / steps)
+        shares = {part: self.part(part) for part, _ in work}
+        expected = sum(calls * shares[part] for part, calls in work)
+        for part, calls in work:
+            share = shares[part] / expected if expected > 0 else 1 / (calls * len(work))
+            self.parts.setdefault(part, deque(maxlen=DRAFTED)).append(drafting * share)
         self.rest.append(rest)
-        if rest < self.usual:
+        if rest < self.step:
             self.plain.clear()
         if len(self.rest) >= LATELY:
             now = statistics.median_low(list(self.rest)[-LATELY:])
@@ -64,14 +83,22 @@ class _Prices:
             if not 1 / (1 + CHANGED) < now / self.then < 1 + CHANGED:
                 self.plain.clear()
 
-    def deepest(self, seconds: float) -> int:
-        """The most draft steps of a round that is to take no longer than `seconds`; before the first, a guess."""
-        step, rest = (_dear(self.steps), _dear(self.rest)) if self.steps else (self.usual, FIRST_REST * self.usual)
-        return int((seconds - rest) / step) if step > 0 and seconds > rest else 0
+    def part(self, part: Part) -> float:
+        """Seconds of one call of a part; before the first, a guess."""
+        known = self.parts.get(part)
+        return _dear(known) if known else self.step
+
+    def draft(self, work: Work) -> float:
+        """Seconds of a draft that takes this work."""
+        return sum(calls * self.part(part) for part, calls in work)
+
+    def beside_drafts(self) -> float:
+        """Seconds of a drafted round without its drafts; before the first, a guess."""
+        return _dear(self.rest) if self.rest else FIRST_REST * self.step
 
 
 class Guard:
-    """Lets `drafter` draft, and as deep, only while that cannot cost more than the bound.
+    """Lets `drafter` draft, and as much, only while that cannot cost more than the bound.
 
         seconds lost to drafting + this round's dearest cost - t <= 1.65 t + 0.015 t (tokens + 1),   t a plain round's
 
@@ -79,11 +106,12 @@ class Guard:
     are; what is spared of that is for a round that is dearer than those before it, and for the guard itself. What
     drafting loses in a round is what the round took less t for each of its tokens; a plain round loses nothing. t is
     the median of recent plain rounds: the first two rounds, one after 128 tokens without, those that the bound forces,
-    and two where verifying takes longer or shorter than it did, or less than t. A draft is judged by the second dearest
-    of the recent ones. Of a machine that changes its speed, t is that of its slower times.
+    and two where verifying takes longer or shorter than it did, or less than t. A draft is judged by what its work
+    costs, each part at the second dearest of its recent calls. Of a machine that changes its speed, t is that of its
+    slower times. Of sequences that take rounds together each keeps the bound, against plain rounds of as many.
 
-    With a seeded sampler nothing depends on `clock`: rounds cost what `outlook` says, and without one nothing is
-    bounded. Everything else is the drafter's own.
+    With a seeded sampler nothing depends on `clock`: rounds cost what `outlook` says, for every row that is verified,
+    and without one nothing is bounded. Everything else is the drafter's own.
     """
 
     def __init__(
@@ -92,83 +120,139 @@ class Guard:
         self.drafter = drafter
         self.outlook = outlook
         self._clock = clock
-        self._prices = _Prices()
-        self._accounts: dict[int, _Account] = {}
+        self._prices: dict[int, _Prices] = {}  # by how many sequences take rounds together
+        self._accounts: dict[SequenceState, _Account] = {}
+        self._round: _Round | None = None
 
     @property
     def hidden(self) -> Sequence[int]:
         """The layers whose streams the drafter reads."""
         return self.drafter.hidden
 
+    @property
+    def drafts(self) -> bool:
+        """Whether the drafter ever proposes anything."""
+        return self.drafter.drafts
+
     def begin(self, seq: SequenceState, prefill: Step) -> None:
         """A new account."""
-        self._accounts[id(seq)] = _Account()
+        self._accounts[seq] = _Account()
         self.drafter.begin(seq, prefill)
 
-    def propose(self, seqs: Sequence[SequenceState]) -> list[Draft]:
-        """The drafter's, no deeper than the bound allows; none where it allows none."""
-        return [self._draft(seq) for seq in seqs]
+    def dearest(self, limit: Limit) -> Work:
+        """The drafter's own."""
+        return self.drafter.dearest(limit)
 
-    def _draft(self, seq: SequenceState) -> Draft:
-        account = self._accounts[id(seq)]
-        account.begun = self._clock()
-        deepest = self._deepest(seq, account)
-        if deepest < 1:
-            return NO_DRAFT
-        room = seq.room
-        seq.room = min(room, deepest + 1)
-        try:
-            (draft,) = self.drafter.propose([seq])
-        finally:
-            seq.room = room
-        account.drafting = self._clock() - account.begun
-        return draft
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
+        """The drafter's, no larger than the bound allows; none where it allows none."""
+        timed = {seq for seq in self._accounts if not seq.sampler.seeded}
+        self._round = _Round(self._clock(), self.prices, timed) if timed else None
+        seconds = self._to_spend(timed) / max(1, len(timed.intersection(seqs)))
+        allowed = [
+            self._by_outlook(self._accounts[seq], limit) if seq.sampler.seeded else self._by_clock(seconds, limit)
+            for seq, limit in zip(seqs, limits, strict=True)
+        ]
+        may = [i for i, limit in enumerate(allowed) if limit.depth > 0]
+        drafts = [NO_DRAFT] * len(seqs)
+        if may:
+            found = self.drafter.propose([seqs[i] for i in may], [allowed[i] for i in may])
+            for i, draft in zip(may, found, strict=True):
+                drafts[i] = draft
+        if self._round is not None:
+            self._round.drafting = self._clock() - self._round.begun
+            self._round.work = _sum([draft for draft in drafts if len(draft)])
+        return drafts
 
-    def _deepest(self, seq: SequenceState, account: _Account) -> int:
-        if seq.sampler.seeded:
-            return self._by_outlook(account, seq.room)
-        if len(self._prices.plain) < KNOWN or account.since_plain >= PROBE:
-            return 0
-        usual = self._prices.usual
-        return self._prices.deepest(account.slack + (1 + SHARE + START) * usual)
+    @property
+    def prices(self) -> _Prices:
+        """What rounds of as many sequences as there are now have taken."""
+        return self._prices.setdefault(len(self._accounts), _Prices())
 
-    def _by_outlook(self, account: _Account, room: int) -> int:
-        if self.outlook is None:
-            return room
+    def _to_spend(self, timed: set[SequenceState]) -> float:
+        """Seconds that drafting may take in this round, so that each of the sequences keeps its bound."""
+        if not timed:
+            return 0.0
+        prices, accounts = self.prices, [self._accounts[seq] for seq in timed]
+        if len(prices.plain) < KNOWN or any(account.since_plain >= PROBE for account in accounts):
+            return 0.0
+        left = min(account.slack for account in accounts)
+        return left + (1 + SHARE + START) * prices.step - prices.beside_drafts()
+
+    def _by_clock(self, seconds: float, limit: Limit) -> Limit:
+        prices = self.prices
+
+        def fits(depth: int) -> bool:
+            work = self.drafter.dearest(Limit(depth, limit.nodes)) or UNNAMED
+            return prices.draft(work) <= seconds
+
+        return Limit(_most(fits, limit.depth), limit.nodes) if seconds > 0 else NOTHING
+
+    def _by_outlook(self, account: _Account, limit: Limit) -> Limit:
+        outlook = self.outlook
+        if outlook is None:
+            return limit
         left = account.slack + 1 + SHARE + START
-        rounds, deepest = self.outlook.rounds, 0
-        while deepest + 2 <= MOST_ROWS and (deepest + 1) * self.outlook.draft + rounds[deepest + 2] <= left:
-            deepest += 1
-        return deepest
+
+        def fits(depth: int, nodes: int) -> bool:
+            work = self.drafter.dearest(Limit(depth, nodes)) or UNNAMED
+            return outlook.price(work) + outlook.rounds[1 + nodes] <= left
+
+        depth = _most(lambda n: fits(n, n), min(limit.depth, limit.nodes))
+        return Limit(depth, depth + _most(lambda n: fits(depth, depth + n), limit.nodes - depth)) if depth else NOTHING
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Settle the round's account."""
-        account, steps, tokens = self._accounts[id(seq)], outcome.draft.depth, len(outcome.tokens)
+        """Settle the sequence's account of the round."""
+        account, draft, tokens = self._accounts[seq], outcome.draft, len(outcome.tokens)
         if seq.sampler.seeded:
             if self.outlook is not None:
-                took = steps * self.outlook.draft + self.outlook.rounds[1 + len(outcome.draft)]
-                account.slack += (1 + SHARE) * tokens - took
-        elif account.begun is not None:  # else the loop asked for no draft
-            self._settle(account, steps, tokens, self._clock() - account.begun)
-        account.begun = None
+                took = self.outlook.price(draft.work or UNNAMED) if len(draft) else 0.0
+                account.slack += (1 + SHARE) * tokens - took - self.outlook.rounds[1 + len(draft)]
+        elif self._round is not None and seq in self._round.left:  # else the loop asked for no draft
+            self._settle(account, self._round, tokens)
+            self._round.left.discard(seq)
         self.drafter.observe(seq, outcome)
 
-    def _settle(self, account: _Account, steps: int, tokens: int, took: float) -> None:
-        prices = self._prices
-        if not steps:
-            prices.see_plain(took)
-            account.slack += SHARE * prices.usual
+    def _settle(self, account: _Account, now: _Round, tokens: int) -> None:
+        prices, first = now.prices, now.took is None
+        took = now.took = self._clock() - now.begun if now.took is None else now.took
+        if now.work is None:
+            if first:
+                prices.see_plain(took)
+            account.slack += SHARE * prices.step
             account.since_plain = 0
             return
-        rest = took - account.drafting
-        account.slack += (1 + SHARE) * tokens * min(prices.usual, rest) - took
+        rest = took - now.drafting
+        account.slack += (1 + SHARE) * tokens * min(prices.step, rest) - took
         account.since_plain += tokens
-        prices.see_drafted(steps, account.drafting, rest)
+        if first:
+            prices.see_drafted(now.work, now.drafting, rest)
 
     def end(self, seq: SequenceState) -> None:
         """Close the account."""
-        self._accounts.pop(id(seq), None)
+        self._accounts.pop(seq, None)
         self.drafter.end(seq)
+
+
+def _sum(drafts: Sequence[Draft]) -> Work | None:
+    """The work of all drafts together; None where there is no draft."""
+    if len(drafts) < 2:
+        return (drafts[0].work or UNNAMED) if drafts else None
+    total: dict[Part, int] = {}
+    for draft in drafts:
+        for part, calls in draft.work or UNNAMED:
+            total[part] = total.get(part, 0) + calls
+    return tuple(total.items())
+
+
+def _most(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number from 0 to `limit` that fits, where whatever is smaller than one that fits does too."""
+    if limit < 1 or fits(limit):
+        return max(limit, 0)
+    low = 0
+    while limit - low > 1:
+        middle = (low + limit) // 2
+        low, limit = (middle, limit) if fits(middle) else (low, middle)
+    return low
 
 
 def _dear(seconds: deque[float]) -> float:

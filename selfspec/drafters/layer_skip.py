@@ -1,130 +1,169 @@
-"""Layer-skip self-drafting (Draft & Verify, Zhang et al. 2309.08168): the model itself, some sub-layers bypassed."""
+"""Layer-skip self-drafting (Draft & Verify, Zhang et al. 2309.08168): the model itself, along a cheaper path."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller
+from selfspec.controllers.play import Play
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.limits import WIDEST_DRAFT
 from selfspec.facts.skip import SkipSet
+from selfspec.facts.work import Work, steps_of
 from selfspec.runtime.forward import Runtime
-from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome, SequenceState
+from selfspec.speculation.drafter import Limit
+from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
+from selfspec.speculation.passes import Placed, lay_out
+from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.step import Step
 
 
-class LayerSkipDrafter:
-    """Drafts with the sub-layers in `skip` bypassed, on the model's own keys and values.
+@dataclass(slots=True)
+class _Chain:
+    """One sequence's draft under way. `rows`: scores of its tokens `[V]`, or what they were drawn from."""
 
-    Its own keys go to the slots that verification then overwrites. `controller` ends a draft; with a seeded
-    sampler it starts each sequence afresh, otherwise it keeps what it learnt. `siblings`: candidates for each
-    position, the one that the draft goes on from counted; 1 drafts a chain. `vocabulary`: the only tokens that are
-    ever drafted, which makes the draft's head as much cheaper; it holds a copy of their weights. Raises
-    `SelfspecError` when `skip` names a layer that the model does not have, for no candidate or more than a
-    verification holds, and for a vocabulary that `Runtime.head_over` refuses.
+    seq: SequenceState
+    play: Play
+    tokens: list[int] = field(default_factory=list)
+    rows: list[Tensor] = field(default_factory=list)
+
+
+class LayerSkipDrafter:
+    """Drafts along `path`, with the model's own keys and values of all that is committed.
+
+    Its own keys go to the slots that verification then overwrites. `path`: a draft path, or the sub-layers that it
+    bypasses. `controller` ends a draft: each sequence with a seed starts it afresh, all others share what it learns.
+    `candidates`: the most for each place, the token that the draft goes on from counted; 1 drafts a chain. Sequences
+    draft in lockstep. Raises `SelfspecError` for a path that the model does not have (`Runtime.compile`), and for no
+    candidate or more than a verification holds.
     """
 
     hidden: Sequence[int] = ()
+    drafts = True
 
     def __init__(
-        self,
-        runtime: Runtime,
-        skip: SkipSet,
-        controller: Controller,
-        *,
-        siblings: int = 1,
-        vocabulary: Sequence[int] | None = None,
+        self, runtime: Runtime, path: DraftPath | SkipSet, controller: Controller, *, candidates: int = 1
     ) -> None:
-        skip.check(runtime.layers)
-        if not 1 <= siblings <= WIDEST_DRAFT:
-            raise SelfspecError(f"siblings {siblings}: want 1 (the drafted token itself) to {WIDEST_DRAFT}")
+        if not 1 <= candidates <= WIDEST_DRAFT:
+            raise SelfspecError(f"candidates {candidates}: want 1 (the drafted token itself) to {WIDEST_DRAFT}")
         self.runtime = runtime
-        self.skip = skip
+        self.path = DraftPath(path) if isinstance(path, SkipSet) else path
         self.controller = controller
-        self.siblings = siblings if vocabulary is None else min(siblings, max(1, len(vocabulary)))
-        self._head = None if vocabulary is None else runtime.head_over(vocabulary)
-        self.deepest = WIDEST_DRAFT // siblings  # so that all candidates fit into one verification
+        words = self.path.vocabulary
+        self.candidates = candidates if words is None else min(candidates, len(words))
+        self._way = runtime.compile(self.path)
+        self._deepest = WIDEST_DRAFT // candidates  # so that all candidates fit into one verification
+        self._own: dict[SequenceState, Controller] = {}
 
     def begin(self, seq: SequenceState, prefill: Step) -> None:
-        """Start the controller afresh when the sequence has a seed."""
+        """A sequence with a seed starts the controller afresh."""
         if seq.sampler.seeded:
-            self.controller = self.controller.fresh()
+            self._own[seq] = self.controller.fresh()
 
-    def propose(self, seqs: Sequence[SequenceState]) -> list[Draft]:
-        """A chain for each sequence, with leaves beside it where siblings were asked for."""
-        return [self._draft(seq) for seq in seqs]
+    def end(self, seq: SequenceState) -> None:
+        """Forget the sequence; the scratch slots are the runtime's."""
+        self._own.pop(seq, None)
+
+    def dearest(self, limit: Limit) -> Work:
+        """As many draft steps as the draft may be deep."""
+        return steps_of(min(limit.depth, limit.nodes, self._deepest))
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Tell the controller what was accepted of the chain, and whether a candidate beside it was."""
+        """Tell the controller what was accepted of the chain, and whether another candidate was."""
         draft, path = outcome.draft, outcome.path
         drafted = len(draft.confidence)
         leaf = bool(path) and path[-1] >= drafted
-        self.controller.observe(draft.confidence, len(path) - leaf, candidates=len(draft) - drafted, leaf=leaf)
+        self.controller_of(seq).observe(draft.confidence, len(path) - leaf, candidates=len(draft) - drafted, leaf=leaf)
 
-    def end(self, seq: SequenceState) -> None:
-        """Nothing to clean up: the scratch slots are the runtime's."""
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
+        """A chain for each sequence, with further candidates where they were asked for."""
+        chains = [
+            _Chain(seq, Play(self.controller_of(seq), depth=min(limit.depth, limit.nodes, self._deepest)))
+            for seq, limit in zip(seqs, limits, strict=True)
+        ]
+        while live := [chain for chain in chains if chain.play.wants]:
+            for chain, logits in zip(live, self._logits(live), strict=True):
+                self._draft(chain, logits)
+        return [self._drafted(chain, limit.nodes) for chain, limit in zip(chains, limits, strict=True)]
 
-    def _draft(self, seq: SequenceState) -> Draft:
-        tokens: list[int] = []
-        rows: list[Tensor] = []
-        confidences: list[float] = []
-        last, position = seq.tokens[-1], len(seq.tokens) - 1
-        while len(tokens) < min(seq.room - 1, self.deepest):
-            row = self._row(seq, tokens, last, position + len(tokens))
-            if not seq.sampler.possible(row) or (self._head is not None and not float(row.max()) > -math.inf):
-                break
-            q = seq.sampler.probs(row)
-            last = int(row.argmax()) if seq.sampler.greedy else seq.sampler.draw(q, position + len(tokens) + 1)
-            tokens.append(last)
-            rows.append(row if seq.sampler.greedy else q)
-            confidences.append(float(q[last]))
-            if last in seq.ends or not self.controller.go_on(confidences):
-                break
+    def controller_of(self, seq: SequenceState) -> Controller:
+        """The controller that plays a sequence's drafts."""
+        return self._own.get(seq, self.controller)
+
+    def _logits(self, chains: Sequence[_Chain]) -> list[Tensor]:
+        """Raw logits `[1, V]` after each chain's last token, from one pass along the path."""
+        placed = [
+            Placed(c.seq.row, c.tokens[-1] if c.tokens else c.seq.tokens[-1], len(c.seq.tokens) - 1 + len(c.tokens))
+            for c in chains
+        ]
+        laid = lay_out(placed, spare=self.runtime.cache.spare, device=self.runtime.device)
+        logits = self.runtime.forward(
+            laid.tokens, laid.positions, path=self._way, slots=laid.slots, mask=laid.mask, rows=laid.rows
+        ).logits
+        assert logits is not None
+        return [logits[at] for at in laid.at]
+
+    def _draft(self, chain: _Chain, logits: Tensor) -> None:
+        """Draft the chain's next token, unless none can be."""
+        seq, sampler = chain.seq, chain.seq.sampler
+        row = self._scores(chain, logits)
+        if not sampler.possible(row) or (self.path.vocabulary is not None and not float(row.max()) > -math.inf):
+            chain.play.wants = False
+            return
+        q = sampler.probs(row)
+        token = int(row.argmax()) if sampler.greedy else sampler.draw(q, len(seq.tokens) + len(chain.tokens))
+        chain.tokens.append(token)
+        chain.rows.append(row if sampler.greedy else q)
+        chain.play.see(float(q[token]), last=token in seq.ends)
+
+    @staticmethod
+    def _scores(chain: _Chain, logits: Tensor) -> Tensor:
+        """Processed scores `[V]` of the chain's next token."""
+        prefix = ([*chain.seq.tokens, *chain.tokens] for _ in range(1))  # made only if a processor reads it
+        return chain.seq.sampler.scores(logits, prefix)[0]
+
+    def _drafted(self, chain: _Chain, nodes: int) -> Draft:
+        """The draft that a chain has come to, with at most `nodes` tokens."""
+        sampler, tokens, rows = chain.seq.sampler, chain.tokens, chain.rows
         if not tokens:
             return NO_DRAFT
-        chain = Draft.chain(tokens, q=None if seq.sampler.greedy else torch.stack(rows), confidence=confidences)
-        counts = self.controller.beside(confidences, self.siblings - 1) if self.siblings > 1 else ()
-        if not any(counts):
-            return chain
-        if seq.sampler.greedy:
-            return chain.with_leaves(_likeliest(rows, tokens, counts))
-        places = range(position + 1, position + 1 + len(tokens))
-        drawn = [self._drawn(seq, *one) for one in zip(rows, tokens, counts, places, strict=True)]
-        return chain.with_leaves(drawn)
-
-    def _drawn(self, seq: SequenceState, q: Tensor, token: int, count: int, position: int) -> list[int]:
-        """Tokens drawn from `q` `[V]` one after the other without replacement, after `token`."""
-        drawn = [token]
-        while len(drawn) <= count:
-            left = q.index_fill(0, torch.tensor(drawn, device=q.device), 0)
-            if not float(left.sum()) > 0:
-                break
-            drawn.append(seq.sampler.draw(left, position))
-        return drawn[1:]
-
-    def _row(self, seq: SequenceState, drafted: Sequence[int], last: int, position: int) -> Tensor:
-        """Processed scores `[V]` of the token after `last`."""
-        step = self.runtime.forward(
-            torch.tensor([[last]], device=self.runtime.device),
-            position,
-            skip=self.skip,
-            rows=slice(seq.row, seq.row + 1),
-            head=self._head,
+        q = None if sampler.greedy else torch.stack(rows)
+        draft = Draft.chain(tokens, q=q, confidence=chain.play.confidences, work=steps_of(len(tokens)))
+        counts = chain.play.candidates(self.candidates, nodes=nodes) if self.candidates > 1 else ()
+        if all(count == 1 for count in counts):
+            return draft
+        if sampler.greedy:
+            return draft.with_candidates(_likeliest(rows, tokens, counts))
+        first = len(chain.seq.tokens)
+        others = (
+            _drawn(sampler_row, token, count, chain.seq, first + i)
+            for i, (sampler_row, token, count) in enumerate(zip(rows, tokens, counts, strict=True))
         )
-        assert step.logits is not None
-        prefix = ([*seq.tokens, *drafted] for _ in range(1))  # made only if a processor reads it
-        return seq.sampler.scores(step.logits[0], prefix)[0]
+        return draft.with_candidates(list(others))
+
+
+def _drawn(q: Tensor, token: int, count: int, seq: SequenceState, position: int) -> list[int]:
+    """Tokens drawn from `q` `[V]` one after the other without replacement, after `token`, to `count` with it."""
+    drawn = [token]
+    while len(drawn) < count:
+        left = q.index_fill(0, torch.tensor(drawn, device=q.device), 0)
+        if not float(left.sum()) > 0:
+            break
+        drawn.append(seq.sampler.draw(left, position))
+    return drawn[1:]
 
 
 def _likeliest(rows: Sequence[Tensor], tokens: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """For each row of scores `[V]`, so many tokens of the highest beside the one drafted."""
-    most = min(max(counts) + 1, len(rows[0]))
+    """For each row of scores `[V]`, the tokens with the highest but the one drafted, `count` of them with it."""
+    most = min(max(counts), len(rows[0]))
     best = torch.stack(list(rows)).topk(most).indices.tolist()
     return [
-        [other for other in row if other != token][:count]
+        [other for other in row if other != token][: count - 1]
         for row, token, count in zip(best, tokens, counts, strict=True)
     ]

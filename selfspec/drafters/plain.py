@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome, SequenceState
+from selfspec.facts.work import NO_WORK, Work
+from selfspec.speculation.drafter import Limit
+from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
+from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.step import Step
 
 
@@ -12,13 +15,18 @@ class PlainDrafter:
     """Proposes nothing, so that every round is one full pass over one token."""
 
     hidden: Sequence[int] = ()
+    drafts = False
 
     def begin(self, seq: SequenceState, prefill: Step) -> None:
         """Nothing to prepare."""
 
-    def propose(self, seqs: Sequence[SequenceState]) -> list[Draft]:
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """No drafts."""
         return [NO_DRAFT] * len(seqs)
+
+    def dearest(self, limit: Limit) -> Work:
+        """Nothing."""
+        return NO_WORK
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Nothing to learn."""

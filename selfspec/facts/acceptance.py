@@ -17,6 +17,7 @@ from selfspec.basics.schema import Data
 from selfspec.facts.costs import CostModel
 from selfspec.facts.limits import MOST_ROWS
 from selfspec.facts.skip import SkipSet
+from selfspec.facts.work import DRAFT_STEP, Work
 
 Chance = Annotated[float, Field(ge=0, le=1)]
 Chances = Annotated[list[Chance], Field(min_length=2)]
@@ -78,6 +79,10 @@ class Outlook:
         """By a cost model; `vocabulary` is the share of it that drafts are from."""
         rounds = ((costs.round + costs.verification(rows)) / costs.plain for rows in range(MOST_ROWS + 1))
         return cls(costs.draft(skip, layers, vocabulary=vocabulary) / costs.plain, tuple(rounds), curve)
+
+    def price(self, work: Work) -> float:
+        """Plain decoding steps that this work takes; a part that nobody has priced counts as one for each call."""
+        return sum(calls * (self.draft if part == DRAFT_STEP else 1.0) for part, calls in work)
 
 
 def guess(skipped: float, curve: AcceptanceCurve | None = None) -> Outlook:

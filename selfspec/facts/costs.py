@@ -14,16 +14,17 @@ from pydantic import Field, model_validator
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.schema import Data, Positive, Rate, Seconds
 from selfspec.facts.skip import SkipSet
+from selfspec.facts.work import Part, Work
 
 
 class CostModel(Data):
     """Seconds, measured on one model, device and dtype with `context` keys in the cache.
 
-    A draft step costs `base`, and `attention` and `mlp` for each sub-layer that runs; with other than `context` keys,
-    `attention_per_key` more or less for each. A verification of `widths[i]` rows costs `verify[i]`, with what
-    starting a draft costs included above one row; every round costs `round` beside. `prefill` is per prompt token;
-    `head` is what of a draft step the head takes when it is over the whole vocabulary.
-    `error`: mean relative error of the draft step on skip sets that the fit did not see.
+    A draft step takes `base`, and `attention` and `mlp` for each sub-layer of the kind that runs; each attention takes
+    `attention_per_key` more for every key in the cache beyond `context`, or less. A verification of `widths[i]` rows
+    takes `verify[i]`; for more than one row that includes the fixed cost of starting a draft. Every round takes `round`
+    on top. `prefill` is per prompt token; `head` is the part of a draft step that the head over the whole vocabulary
+    takes. `error`: mean relative error of the draft step on skip sets that the fit did not see.
     """
 
     context: Positive
@@ -73,6 +74,12 @@ class CostModel(Data):
         (a, t_a), (b, t_b) = ((self.widths[i], self.verify[i]) for i in (high - 1, high))
         return max(t_a + (t_b - t_a) * (rows - a) / (b - a), 0.0)
 
-    def seconds(self, drafts: Mapping[tuple[int, int], int], draft: float) -> float:
-        """Seconds of decoding if `drafts[k, w]` rounds drafted k tokens at `draft` seconds and verified w rows."""
-        return sum(times * (self.round + k * draft + self.verification(rows)) for (k, rows), times in drafts.items())
+    def seconds(self, rounds: Mapping[tuple[Work, int], int], prices: Mapping[Part, float]) -> float:
+        """Seconds of decoding in which `rounds[work, w]` rounds drafted with this work and verified w rows.
+
+        `prices`: seconds of one call of each part of the work.
+        """
+        return sum(
+            times * (self.round + sum(calls * prices[part] for part, calls in work) + self.verification(rows))
+            for (work, rows), times in rounds.items()
+        )

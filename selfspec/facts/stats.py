@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from selfspec.facts.work import NO_WORK, Part, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +19,8 @@ class Round:
 
     What was drafted, as `drafts.Draft` has it: `proposed` tokens, each below its `parents` (-1: the last token emitted
     before), the `confidence` in the first of them; and `path`, those that were accepted. `probabilities`: the model's
-    own of each emitted token, where asked for. `events.token_events` makes of it where each token came from.
+    own of each emitted token, where asked for. `events.token_events` makes of it where each token came from. `work`:
+    what making the draft took.
     """
 
     drafted: int
@@ -28,6 +33,7 @@ class Round:
     confidence: tuple[float, ...] = ()
     path: tuple[int, ...] = ()
     probabilities: tuple[float, ...] = ()
+    work: Work = NO_WORK
 
 
 @dataclass(slots=True)
@@ -35,8 +41,8 @@ class Stats:
     """Counts of one generation, filled by the loop round by round.
 
     `drafted` counts draft steps, `nodes` the rows verified beside the root, `accepted` the drafted tokens that
-    were emitted, `tokens` all that was emitted. `seconds` is wall time, prefill included. `log`: round by round, of
-    one generation.
+    were emitted, `tokens` all that was emitted. `seconds` is wall time, prefill included. `work`: how often each part
+    of drafting was called. `log`: round by round, of one generation.
     """
 
     rounds: int = 0
@@ -45,6 +51,7 @@ class Stats:
     accepted: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    work: Counter[Part] = field(default_factory=Counter)
     log: list[Round] = field(default_factory=list)
 
     @property
@@ -66,6 +73,7 @@ class Stats:
         """Add the counts and seconds of another generation to these; not its log."""
         for name in ("rounds", "drafted", "nodes", "accepted", "tokens", "seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.work.update(other.work)
 
     @classmethod
     def total(cls, parts: Iterable[Stats]) -> Stats:
@@ -75,10 +83,11 @@ class Stats:
             total.add(part)
         return total
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, Any]:
         """Everything, rates included, ready for JSON."""
         names = ("rounds", "drafted", "nodes", "accepted", "acceptance_rate", "tokens_per_round")
-        return {name: getattr(self, name) for name in (*names, "seconds", "tokens_per_second")}
+        figures = {name: getattr(self, name) for name in (*names, "seconds", "tokens_per_second")}
+        return {**figures, "work": {str(part): calls for part, calls in self.work.items()}}
 
 
 def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:

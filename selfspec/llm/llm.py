@@ -15,6 +15,7 @@ from selfspec.controllers import make_controller, parse_controller
 from selfspec.decoding.loop import decode
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.options import Options, Plan, plan
@@ -27,8 +28,8 @@ from selfspec.profile.schema import Profile, Skip
 from selfspec.profile.shipped import find_profile_file
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
-from selfspec.speculation.drafts import SequenceState
 from selfspec.speculation.sampling import whole
+from selfspec.speculation.sequence import SequenceState
 from selfspec.text.guided import Guide
 from selfspec.text.pieces import TextStream
 from selfspec.text.prompt import Prompt, is_unicode
@@ -68,13 +69,13 @@ class LLM:
         controller: ControllerSpec | str | None = None,
         vocabulary: Sequence[int] | None = None,
         *,
-        siblings: int = 1,
+        candidates: int = 1,
     ) -> LayerSkipDrafter:
         """A drafter that bypasses `skip`; without a controller, the profile's, else the adaptive threshold.
 
         A controller may be given as text, such as `fixed:k=4`. `vocabulary`: the only tokens that are drafted, for a
-        cheaper head. `siblings`: candidates for each drafted position at most, the one that the draft goes on from
-        counted. Raises `SelfspecError`.
+        cheaper head. `candidates`: the most for each place, the token that the draft goes on from counted. Raises
+        `SelfspecError`.
         """
         if isinstance(controller, str):
             controller = parse_controller(controller)
@@ -85,7 +86,7 @@ class LLM:
         described = {
             "skip": Skip.of(skip),
             "controller": controller,
-            "siblings": siblings,
+            "siblings": candidates,
             "draft_vocabulary": None if vocabulary is None else list(vocabulary),
         }
         return self.drafts_with(base.model_copy(update=described))
@@ -98,10 +99,9 @@ class LLM:
         """The drafter that a profile describes. Raises `SelfspecError` where it does not fit the model."""
         return LayerSkipDrafter(
             self.runtime,
-            profile.skip_set,
+            DraftPath(profile.skip_set, None if profile.draft_vocabulary is None else tuple(profile.draft_vocabulary)),
             make_controller(profile.controller, profile.outlook),
-            siblings=profile.siblings,
-            vocabulary=profile.draft_vocabulary,
+            candidates=profile.siblings,
         )
 
     def encode(self, prompt: Prompt) -> list[int]:

@@ -110,6 +110,7 @@ def _pieces(
                 draft.confidence,
                 outcome.path,
                 own,
+                draft.work,
             )
             stats.log.append(done)
             stats.rounds += 1
@@ -118,6 +119,8 @@ def _pieces(
             stats.accepted += done.accepted
             stats.tokens += done.tokens
             stats.seconds += seconds
+            for part, calls in draft.work:
+                stats.work[part] += calls
             tokens += outcome.tokens
             if pieces and (piece := text.take()):
                 yield piece

@@ -20,11 +20,15 @@ from selfspec.controllers import FixedK
 from selfspec.decoding.loop import decode
 from selfspec.drafters import LayerSkipDrafter
 from selfspec.facts.costs import CostModel
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
+from selfspec.facts.work import Work
 from selfspec.runtime.forward import Runtime
-from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome, SequenceState
+from selfspec.speculation.drafter import Limit
+from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.rules import find_rule
 from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.step import Step
 
 # Drafted tokens, and how often in one decoding: short drafts are common when decoding, and caches settle accordingly.
@@ -48,6 +52,7 @@ class _Probe:
     """Drafts as it is told, and times itself."""
 
     hidden: Sequence[int] = ()
+    drafts = True
 
     def __init__(self, drafter: LayerSkipDrafter) -> None:
         self.drafter = drafter
@@ -56,16 +61,20 @@ class _Probe:
     def begin(self, seq: SequenceState, prefill: Step) -> None:
         """Nothing to prepare."""
 
-    def propose(self, seqs: Sequence[SequenceState]) -> list[Draft]:
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """A chain of `length` tokens."""
         start = time.perf_counter()
         drafts = [NO_DRAFT] * len(seqs)
         if self.length:
             self.drafter.controller = FixedK(self.length)
-            drafts = self.drafter.propose(seqs)
+            drafts = self.drafter.propose(seqs, limits)
         synchronise(self.drafter.runtime.device)
         self.seconds = time.perf_counter() - start
         return drafts
+
+    def dearest(self, limit: Limit) -> Work:
+        """The drafter's own."""
+        return self.drafter.dearest(limit)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Nothing to learn."""
@@ -159,7 +168,7 @@ def measure_skip_costs(
     context, lengths = _fitting(runtime, context)
     samples: list[_Sample] = []
     plain: list[list[float]] = []
-    drafter = LayerSkipDrafter(runtime, skip, FixedK(1), vocabulary=vocabulary)
+    drafter = LayerSkipDrafter(runtime, DraftPath(skip, None if vocabulary is None else tuple(vocabulary)), FixedK(1))
     for _ in range(decodings):
         _sweep(runtime, context, sampler, [drafter], lengths, draw, samples, plain)
     drafts = {k: t for (_, k), t in _quiet_drafts(samples).items()}
@@ -288,7 +297,7 @@ def _rounds(
             synchronise(runtime.device)
             whole = time.perf_counter() - start
             if number:
-                samples.append(_Sample(drafter.skip, probe.length, probe.seconds, whole - probe.seconds))
+                samples.append(_Sample(drafter.path.skip, probe.length, probe.seconds, whole - probe.seconds))
     finally:
         rounds.close()
     return samples

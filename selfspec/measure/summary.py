@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from selfspec.basics.schema import Json
 from selfspec.facts.costs import CostModel
 from selfspec.facts.stats import Round, acceptance_by_position
+from selfspec.facts.work import DRAFT_STEP
 
 if TYPE_CHECKING:
     from selfspec.measure.timing import Runs
@@ -63,8 +64,8 @@ def expected(rounds: Sequence[Round], costs: CostModel) -> float:
     tokens = sum(done.tokens for done in rounds)
     if not tokens:
         return 1.0
-    drafts = Counter((done.drafted, 1 + done.drafted + done.candidates) for done in rounds)
-    return tokens * costs.plain / costs.seconds(drafts, costs.base)
+    counted = Counter((done.work, 1 + done.drafted + done.candidates) for done in rounds)
+    return tokens * costs.plain / costs.seconds(counted, {DRAFT_STEP: costs.base})
 
 
 def _quantiles(seconds: Sequence[float]) -> Json:

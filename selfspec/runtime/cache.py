@@ -100,6 +100,14 @@ class Cache:
         self.keys[index][rows][row, :, slots] = k
         self.values[index][rows][row, :, slots] = v
 
+    def take(self, other: Cache) -> None:
+        """Take over what is committed in a smaller cache of the same model and rows."""
+        longest = max(other.length)
+        for mine, theirs in zip(self._whole, other._whole, strict=True):
+            for t, old in zip(mine, theirs, strict=True):
+                t.narrow(3, 0, longest).copy_(old.narrow(3, 0, longest))
+        self.length = list(other.length)
+
     def clear(self, row: int) -> None:
         """Forget a row."""
         self.length[row] = 0

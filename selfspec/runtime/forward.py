@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec.basics.errors import BusyError, SelfspecError
-from selfspec.facts.skip import NOTHING_SKIPPED, SkipSet
+from selfspec.facts.draft_path import FULL, DraftPath
 from selfspec.model.families import Block, read_skeleton
-from selfspec.model.linears import Call, linear_over
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.masks import Masks
+from selfspec.runtime.paths import CompiledPath, Paths
 from selfspec.runtime.scratch import Scratch, Scratches
 from selfspec.speculation.step import Step
 
@@ -49,7 +49,7 @@ class _Place:
 
 
 class Runtime:
-    """One model, ready to be run with sub-layers bypassed.
+    """One model, ready to be run in full or along draft paths.
 
     Raises `UnsupportedModelError` for a model it does not serve. `rows` is the number of sequences the cache holds.
     """
@@ -71,7 +71,8 @@ class Runtime:
         self._turn_scale = self.skeleton.scaling**0.5 if exact else 1.0
         self._scaling = 1.0 if exact else self.skeleton.scaling
         self._direct = exact and self.device.type == "cpu"
-        self._plans: dict[SkipSet, tuple[tuple[int, Block, bool, bool], ...]] = {}
+        self._paths = Paths(self.skeleton)
+        self._full = self.compile(FULL)
         self._lock = threading.Lock()
         self._allocate(0)
 
@@ -85,23 +86,34 @@ class Runtime:
                 "this model is still generating; exhaust or close() the first stream, or load a second model"
             )
         try:
-            if slots > self.cache.slots:
-                self._grow(slots)
             for row in range(self.rows):
                 self.cache.clear(row)
+            self.reserve(slots)
             self.skeleton.refresh()
             yield
         finally:
             self._lock.release()
 
-    def _grow(self, slots: int) -> None:
+    def reserve(self, slots: int) -> None:
+        """Make the cache hold `slots` slots a row at least; what is committed stays. Call within a session.
+
+        Raises `SelfspecError` when there is not the memory for it; the cache is then as it was.
+        """
+        if slots <= self.cache.slots:
+            return
+        kept = self.cache if any(self.cache.length) else None
         try:
             self._allocate(slots)
         except BaseException as error:
-            self._allocate(0)  # whatever happened, the runtime stays usable
+            if kept is None:
+                self._allocate(0)  # whatever happened, the runtime stays usable
+            else:
+                self.cache = kept
             if isinstance(error, RuntimeError):  # which is what running out of memory is
                 raise SelfspecError(f"no cache for {slots} positions could be had: {error}") from error
             raise
+        if kept is not None:
+            self.cache.take(kept)
 
     @torch.inference_mode(False)  # commits write to these tensors outside a forward
     @torch.no_grad()
@@ -143,23 +155,22 @@ class Runtime:
         tokens: Tensor,
         positions: int | Tensor,
         *,
-        skip: SkipSet = NOTHING_SKIPPED,
+        path: CompiledPath | None = None,
         slots: int | Tensor | None = None,
         mask: Tensor | None = None,
         rows: slice = ALL_ROWS,
         logits: Literal["all", "last"] | None = "all",
-        head: Call | None = None,
         hidden: Sequence[int] = (),
         between: Sequence[int] = (),
     ) -> Step:
-        """Run `tokens` `[B, n]` through the model without the sub-layers in `skip`.
+        """Run `tokens` `[B, n]` through the model, or through a draft `path` of it that `compile` made.
 
         `positions` and `slots` are `[B, n]`, or an int: a contiguous run from there, the same for every row.
         Without `slots`, they are the positions. `mask` `[B, n, S]` (true: seen) says which of the first S slots
         each token sees; the default is causal, slots up to the token's own. Keys and values are written before
         they are read, so a token may see itself and its pass. `rows` picks cache rows, B of them. `logits` picks
-        the rows that pay for the head, `head` is another head (`head_over`); `hidden` picks the layers whose streams
-        are returned, `between` those whose streams between attention and MLP are.
+        the rows that pay for the head; `hidden` picks the layers whose streams are returned, `between` those whose
+        streams between attention and MLP are.
 
         A bypassed sub-layer adds nothing to the residual stream, computes nothing and writes no keys.
         """
@@ -171,7 +182,8 @@ class Runtime:
         scratch.stream.copy_(self.skeleton.embed(tokens).flatten(0, 1))
         streams: dict[int, Tensor] = {}
         halves: dict[int, Tensor] = {}
-        for index, block, attend, expand in self._plan(skip):
+        way = self._full if path is None else path
+        for index, block, attend, expand in way.blocks:
             if index in hidden:
                 streams[index] = _kept(scratch)
             if scratch.device != block.device:
@@ -188,23 +200,16 @@ class Runtime:
             return Step(None, streams, halves)
         of = slice(None) if logits == "all" or n == 1 else slice(n - 1, None, n)
         normed = self.skeleton.norm(scratch.stream[of], scratch.longer[of], scratch.normed[of])
-        out = (head or self.skeleton.head)(normed)
+        out = way.head(normed)
         return Step(out.to(self.device).view(batch, -1, out.shape[-1]), streams, halves)
 
-    @torch.no_grad()
-    def head_over(self, tokens: Sequence[int]) -> Call:
-        """A head for `forward` that computes the logits of these tokens only; the others' are -inf.
+    def compile(self, path: DraftPath) -> CompiledPath:
+        """A draft path as `forward` takes it, made once; a head over some tokens holds a copy of their weights.
 
-        It holds a copy of their weights. Raises `SelfspecError` for tokens that the model does not have, for none or
-        repeated ones, and where the head's weight is not at hand (quantised, adapted, offloaded).
+        Raises `SelfspecError` for layers and tokens that the model does not have, and where the head's weight is not at
+        hand (quantised, adapted, offloaded) though only some tokens are to be drafted.
         """
-        vocabulary = self.skeleton.identity.vocabulary or 0
-        if not tokens or len(set(tokens)) < len(tokens) or not 0 <= min(tokens) <= max(tokens) < vocabulary:
-            raise SelfspecError(f"a draft vocabulary is of one or more different tokens from 0 to {vocabulary - 1}")
-        head = linear_over(self.skeleton.lm_head, tokens)
-        if head is None:
-            raise SelfspecError("a draft vocabulary needs the weight of lm_head itself; draft with the whole head")
-        return head
+        return self._paths.get(path)
 
     @torch.inference_mode()
     def branch(
@@ -230,16 +235,6 @@ class Runtime:
             place = self._place(batch, n, positions, positions if slots is None else slots, mask, rows)
             self._attention(block, index, scratch, _move(place, block.device))
         return (scratch.stream - x).view(batch, n, -1)
-
-    def _plan(self, skip: SkipSet) -> tuple[tuple[int, Block, bool, bool], ...]:
-        plan = self._plans.get(skip)
-        if plan is None:
-            bits = skip.bits(self.layers)
-            plan = tuple(
-                (i, block, not bits[i], not bits[self.layers + i]) for i, block in enumerate(self.skeleton.blocks)
-            )
-            self._plans[skip] = plan
-        return plan
 
     def _place(
         self, batch: int, n: int, positions: int | Tensor, slots: int | Tensor, mask: Tensor | None, rows: slice

@@ -1,4 +1,4 @@
-"""What travels between drafters, verifiers and the loop: sequences, drafts (chains and trees) and outcomes."""
+"""What travels between drafters, checkers and rules: drafts (chains and trees) and outcomes."""
 
 from __future__ import annotations
 
@@ -9,33 +9,18 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from selfspec.speculation.sampling import Sampler
+from selfspec.facts.work import NO_WORK, Work
 from selfspec.speculation.step import Step
-
-
-@dataclass(slots=True)
-class SequenceState:
-    """One sequence while it is decoded. Only the loop changes it.
-
-    `tokens`: prompt and emitted tokens. `room`: tokens it may still emit, at least 1 while it runs; a draft is at
-    most `room - 1` deep. `row`: its cache row. `ends`: end-of-sequence tokens.
-    """
-
-    tokens: list[int]
-    room: int
-    sampler: Sampler
-    ends: frozenset[int] = frozenset()
-    row: int = 0
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens: a tree whose root is the last committed token; a chain is a tree without siblings.
+    """Proposed tokens: a tree whose root is the last committed token; a chain has one candidate for each place.
 
-    `tokens[i]` hangs below `parents[i]` (-1: the root; parents come first). `q_row[i]` names the row of `q`
-    `[m, V]` it was drawn from; -1: chosen deterministically. Siblings on one row were drawn in order, without
-    replacement; siblings are verified in order, and deterministic ones come first. `confidence[i]`, of the first
-    nodes at least, is optional.
+    `tokens[i]` hangs below `parents[i]` (-1: the root; parents come first); tokens with one parent are the candidates
+    for one place. `q_row[i]` names the row of `q` `[m, V]` it was drawn from; -1: chosen deterministically. Candidates
+    from one row were drawn in order, without replacement; candidates are verified in order, and deterministic ones
+    come first. `confidence[i]`, of the first nodes at least, is optional. `work`: what making the draft took.
     """
 
     tokens: tuple[int, ...] = ()
@@ -43,6 +28,7 @@ class Draft:
     q: Tensor | None = None
     q_row: tuple[int, ...] = ()
     confidence: tuple[float, ...] = ()
+    work: Work = NO_WORK
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.parents) == len(self.q_row):
@@ -53,24 +39,32 @@ class Draft:
             raise ValueError("a draft's q_row names a row that q does not have")
 
     @classmethod
-    def chain(cls, tokens: Sequence[int], *, q: Tensor | None = None, confidence: Sequence[float] = ()) -> Draft:
+    def chain(
+        cls,
+        tokens: Sequence[int],
+        *,
+        q: Tensor | None = None,
+        confidence: Sequence[float] = (),
+        work: Work = NO_WORK,
+    ) -> Draft:
         """A chain: with `q` `[n, V]`, token i was drawn from row i; without, chosen deterministically."""
         n = len(tokens)
         rows = tuple(range(n)) if q is not None else (-1,) * n
-        return cls(tuple(tokens), tuple(range(-1, n - 1)), q, rows, tuple(confidence))
+        return cls(tuple(tokens), tuple(range(-1, n - 1)), q, rows, tuple(confidence), work)
 
-    def with_leaves(self, leaves: Sequence[Sequence[int]]) -> Draft:
-        """This chain with further candidates `leaves[i]` beside its token i, drawn from the same row, or chosen alike.
+    def with_candidates(self, others: Sequence[Sequence[int]]) -> Draft:
+        """This chain with further candidates `others[i]` for the place of its token i, drawn or chosen as it was.
 
         The chain's tokens stay the first nodes.
         """
-        beside = [(i, token) for i, tokens in enumerate(leaves) for token in tokens]
+        added = [(i, token) for i, tokens in enumerate(others) for token in tokens]
         return Draft(
-            (*self.tokens, *(token for _, token in beside)),
-            (*self.parents, *(self.parents[i] for i, _ in beside)),
+            (*self.tokens, *(token for _, token in added)),
+            (*self.parents, *(self.parents[i] for i, _ in added)),
             self.q,
-            (*self.q_row, *(self.q_row[i] for i, _ in beside)),
+            (*self.q_row, *(self.q_row[i] for i, _ in added)),
             self.confidence,
+            self.work,
         )
 
     def __len__(self) -> int:
@@ -78,7 +72,7 @@ class Draft:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether no token has a sibling."""
+        """Whether each place has one candidate."""
         return self.parents == tuple(range(-1, len(self) - 1))
 
     @cached_property
@@ -131,25 +125,8 @@ class Draft:
             self.q,
             tuple(self.q_row[i] for i in pick),
             tuple(self.confidence[i] for i in pick if i < len(self.confidence)),
+            self.work,
         )
-
-    def layout(self, root: int, start: int, *, device: torch.device) -> tuple[Tensor, int | Tensor, Tensor | None]:
-        """Tokens `[1, n]`, positions and mask `[1, n, S]` of the pass that verifies this draft below token `root`.
-
-        The root stands at position and slot `start`, token i at slot `start + 1 + i`. A chain needs no mask.
-        """
-        tokens = torch.tensor([[root, *self.tokens]], device=device)
-        if self.is_chain:
-            return tokens, start, None
-        positions = torch.tensor([[start, *(start + depth for depth in self.depths)]], device=device)
-        above = [[False] * len(self)]  # for the root, then each token: which tokens it sees
-        for node, parent in enumerate(self.parents):
-            seen = list(above[parent + 1])
-            seen[node] = True
-            above.append(seen)
-        mask = torch.ones((1, 1 + len(self), start + 1 + len(self)), dtype=torch.bool)
-        mask[0, :, start + 1 :] = torch.tensor(above)
-        return tokens, positions, mask.to(device)
 
 
 NO_DRAFT = Draft()
@@ -160,13 +137,19 @@ class Outcome:
     """What verification made of a draft: the accepted nodes in order, and the tokens emitted (accepted and next).
 
     `step` holds the logits and hidden rows of all of the pass (the root's row, then each token's), rejected ones
-    too.
+    too. `p` `[1 + m, V]`: the checker's probabilities in these rows; None in greedy decoding.
     """
 
     draft: Draft
     path: tuple[int, ...]
     tokens: tuple[int, ...]
     step: Step
+    p: Tensor | None = None
+
+    @property
+    def laws(self) -> Tensor | None:
+        """The laws `[len(path) + 1, V]` that the path's tokens and the next one follow: p, before any residual."""
+        return None if self.p is None else self.p[[0, *(node + 1 for node in self.path)]]
 
     @property
     def accepted(self) -> int:

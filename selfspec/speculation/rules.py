@@ -1,15 +1,14 @@
 """Verification rules: which drafted tokens the whole model would have emitted, and what comes next.
 
 A rule takes a draft, the whole model's processed scores for the root and each token `[1 + m, V]`, the sampler,
-and the absolute position of the first drafted token. It returns the accepted path (nodes, in order) and the token
-that follows it. Knows nothing of models, caches and drafters.
+and the absolute position of the first drafted token. Knows nothing of models, caches and drafters.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,21 +18,33 @@ from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sampling import NO_TOKEN, Sampler
 
 
+class Verdict(NamedTuple):
+    """What a rule makes of a draft: the accepted nodes in order, the next token, and p.
+
+    `p` `[1 + m, V]`: the checker's probabilities in the rows of the root and of each token, before any residual was
+    taken; None where they were not needed.
+    """
+
+    path: tuple[int, ...]
+    token: int
+    p: Tensor | None = None
+
+
 class Rule(Protocol):
     """A verification rule."""
 
-    def __call__(self, draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tuple[tuple[int, ...], int]:
+    def __call__(self, draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verdict:
         """The accepted path and the next token."""
 
 
-def greedy(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tuple[tuple[int, ...], int]:
+def greedy(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verdict:
     """Keep the deepest path of tokens that are each the whole model's own argmax."""
     del sampler, position
     values, best = scores.max(-1)
     return _follow(draft, [t if v > -math.inf else -1 for t, v in zip(best.tolist(), values.tolist(), strict=True)])
 
 
-def match(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tuple[tuple[int, ...], int]:
+def match(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verdict:
     """Keep the deepest path of tokens that are each what the whole model draws with the noise of their places.
 
     So the text is plain decoding's with the same seed, whatever was drafted. A draft made with the same noise is
@@ -41,10 +52,11 @@ def match(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tupl
     (Daliri et al. 2408.07978).
     """
     depths = (0, *draft.depths)
-    return _follow(draft, sampler.draws(sampler.probs(scores), [position + depth for depth in depths]))
+    p = sampler.probs(scores)
+    return _follow(draft, sampler.draws(p, [position + depth for depth in depths]), p)
 
 
-def _follow(draft: Draft, wanted: Sequence[int]) -> tuple[tuple[int, ...], int]:
+def _follow(draft: Draft, wanted: Sequence[int], p: Tensor | None = None) -> Verdict:
     """The deepest path of tokens that are each the one `wanted` after the row before, and the one wanted after it.
 
     Raises `SelfspecError` where that is -1, none.
@@ -56,14 +68,14 @@ def _follow(draft: Draft, wanted: Sequence[int]) -> tuple[tuple[int, ...], int]:
             deepest = node
     if wanted[deepest + 1] < 0:
         raise SelfspecError(NO_TOKEN)
-    return draft.path_to(deepest), wanted[deepest + 1]
+    return Verdict(draft.path_to(deepest), wanted[deepest + 1], p)
 
 
-def token(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tuple[tuple[int, ...], int]:
-    """Token rejection (Leviathan et al. 2211.17192, Chen et al. 2302.01318), with siblings by recursion.
+def token(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verdict:
+    """Token rejection (Leviathan et al. 2211.17192, Chen et al. 2302.01318), with further candidates by recursion.
 
     A token x drawn from q is accepted with probability min(1, r(x) / q(x)), r starting as the target's p; a
-    rejected one leaves r = norm((r - q)+) and q without x for its next sibling. What is emitted follows p exactly.
+    rejected one leaves r = norm((r - q)+) and q without x for the next candidate. What is emitted follows p exactly.
     """
 
     def judge(spine: Sequence[int], p: Tensor, ratios: Sequence[float]) -> tuple[int, Tensor]:
@@ -77,7 +89,7 @@ def token(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tupl
     return _verify(draft, scores, sampler, position, judge)
 
 
-def block(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tuple[tuple[int, ...], int]:
+def block(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verdict:
     """Block verification (Sun et al. 2403.10444): a chain is judged as a whole, never worse than token by token.
 
         P_0 = 1;  P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i))
@@ -85,8 +97,8 @@ def block(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tupl
 
     The last i whose own coin of chance h_i falls is how many tokens are kept; the next one follows
     r = norm((P_i p_{i+1} - q_{i+1})+), or p after the whole chain. In a tree the chains of first children are
-    blocks; where one breaks, the further siblings there are proposals for r, by recursion as in `token`, and below an
-    accepted sibling a fresh block begins.
+    blocks; where one breaks, the further candidates there are proposals for r, by recursion as in `token`, and below an
+    accepted one a fresh block begins.
     """
 
     def judge(spine: Sequence[int], p: Tensor, ratios: Sequence[float]) -> tuple[int, Tensor]:
@@ -107,8 +119,8 @@ def _verify(
     sampler: Sampler,
     position: int,
     judge: Callable[[Sequence[int], Tensor, Sequence[float]], tuple[int, Tensor]],
-) -> tuple[tuple[int, ...], int]:
-    """Walk down the draft: chains of first children are judged, and where one breaks its siblings are tried.
+) -> Verdict:
+    """Walk down the draft: chains of first children are judged, and where one breaks its other candidates are tried.
 
     `judge(spine, p, ratios)` is given such a chain, p `[1 + len(spine), V]` of the rows from the one above it on, and
     p / q of its tokens; it says how many are kept, and the law `[V]` of the token after them.
@@ -127,12 +139,12 @@ def _verify(
         row = rows[kept]
         if kept == len(spine):
             break
-        node, law = _siblings(draft, row, law, sampler, otherwise=p[row])
+        node, law = _candidates(draft, row, law, sampler, otherwise=p[row])
         if node < 0:
             break
         path.append(node)
         row, law = node + 1, p[node + 1]
-    return tuple(path), sampler.draw(law, position + len(path))
+    return Verdict(tuple(path), sampler.draw(law, position + len(path)), p)
 
 
 def _kept(weights: Sequence[float], left: Sequence[float], sampler: Sampler) -> int:
@@ -148,8 +160,8 @@ def _kept(weights: Sequence[float], left: Sequence[float], sampler: Sampler) -> 
     return 0
 
 
-def _siblings(draft: Draft, row: int, residual: Tensor, sampler: Sampler, *, otherwise: Tensor) -> tuple[int, Tensor]:
-    """The first further child of `row` that is accepted, or -1; and what is left of `residual` `[V]` without them."""
+def _candidates(draft: Draft, row: int, residual: Tensor, sampler: Sampler, *, otherwise: Tensor) -> tuple[int, Tensor]:
+    """The accepted one of the candidates after the first, or -1; and what is left of `residual` `[V]`."""
     children = draft.children[row]
     for place in range(1, len(children)):
         node = children[place]
@@ -180,7 +192,7 @@ def _chances(draft: Draft, p: Tensor) -> tuple[list[float], list[float]]:
 
 
 def _proposal(draft: Draft, node: int, before: tuple[int, ...], like: Tensor) -> Tensor:
-    """The distribution `[V]` that `node` was drawn from, its siblings `before` it on the same row removed."""
+    """The distribution `[V]` that `node` was drawn from, the candidates `before` it from the same row removed."""
     row = draft.q_row[node]
     if row < 0 or draft.q is None:
         q = torch.zeros_like(like)

@@ -13,9 +13,10 @@ from selfspec.decoding.loop import decode
 from selfspec.drafters import PlainDrafter
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
-from selfspec.speculation.drafts import Outcome, SequenceState
+from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.rules import Rule, find_rule
 from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
 
 SIZES = {
     "vocab_size": 61,
@@ -103,7 +104,7 @@ def run(
     """Decode to the end: new tokens and outcomes."""
     sampler = sampler or Sampler()
     seq = SequenceState(list(prompt), room, sampler, ends)
-    rule = find_rule(rule, sampler) if rule is None or isinstance(rule, str) else rule
+    rule = find_rule(rule, sampler) if isinstance(rule, str) else rule
     outcomes = list(decode(runtime, drafter, seq, rule=rule, **options))
     return seq.tokens[len(prompt) :], outcomes
 

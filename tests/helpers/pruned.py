@@ -14,7 +14,6 @@ from selfspec.controllers import Controller
 from selfspec.drafters import LayerSkipDrafter
 from selfspec.facts.skip import SkipSet
 from selfspec.runtime.forward import Runtime
-from selfspec.speculation.drafts import SequenceState
 
 
 def pruned(model: Any, skip: SkipSet) -> Any:
@@ -31,14 +30,16 @@ def pruned(model: Any, skip: SkipSet) -> Any:
 class PrunedModel(LayerSkipDrafter):
     """Drafts by the pruned model's own forward in `transformers` over all tokens, each time from the first one on."""
 
-    def __init__(self, runtime: Runtime, skip: SkipSet, controller: Controller, *, siblings: int = 1) -> None:
-        super().__init__(runtime, skip, controller, siblings=siblings)
+    def __init__(self, runtime: Runtime, skip: SkipSet, controller: Controller, *, candidates: int = 1) -> None:
+        super().__init__(runtime, skip, controller, candidates=candidates)
         self._model = pruned(runtime.model, skip)
         self._known: dict[tuple[int, ...], Tensor] = {}
 
-    def _row(self, seq: SequenceState, drafted: Sequence[int], last: int, position: int) -> Tensor:
-        tokens = (*seq.tokens, *drafted)
+    def _logits(self, chains: Sequence[Any]) -> list[Tensor]:
+        return [self._after((*chain.seq.tokens, *chain.tokens)) for chain in chains]
+
+    def _after(self, tokens: tuple[int, ...]) -> Tensor:
         if tokens not in self._known:
             with torch.no_grad():
                 self._known[tokens] = self._model(torch.tensor([tokens])).logits[0, -1:]
-        return seq.sampler.scores(self._known[tokens], [tokens])[0]
+        return self._known[tokens]

@@ -10,20 +10,38 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from selfspec.facts.draft_path import DraftPath
+from selfspec.facts.skip import SkipSet
+from selfspec.facts.work import Work, steps_of
 from selfspec.runtime.forward import Runtime
-from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome, SequenceState
+from selfspec.speculation.drafter import Limit
+from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
+from selfspec.speculation.passes import Placed, lay_out
 from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.step import Step
 
 
 class Toy:
     hidden: Sequence[int] = ()
+    drafts = True
 
     def begin(self, seq: SequenceState, prefill: Step) -> None:
         pass
 
-    def propose(self, seqs: Sequence[SequenceState]) -> list[Draft]:
-        return [self.draft(seq) for seq in seqs]
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
+        return [self.within(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+
+    def within(self, seq: SequenceState, limit: Limit) -> Draft:
+        """`draft`, told by the sequence's room how deep it may be."""
+        room, seq.room = seq.room, min(seq.room, limit.depth + 1)
+        try:
+            return self.draft(seq)
+        finally:
+            seq.room = room
+
+    def dearest(self, limit: Limit) -> Work:
+        return steps_of(limit.depth)
 
     def draft(self, seq: SequenceState) -> Draft:
         raise NotImplementedError
@@ -79,22 +97,26 @@ class HiddenHead(Toy):
         generator = torch.Generator().manual_seed(5)
         shape = (identity.hidden or 0, identity.vocabulary or 0)
         self.head = torch.randn(shape, generator=generator, dtype=runtime.dtype)
-        self.state: Tensor | None = None
+        self.state: dict[SequenceState, Tensor] = {}
 
     def begin(self, seq: SequenceState, prefill: Step) -> None:
-        self.state = prefill.hidden[self.hidden[0]][0, -1] if prefill.hidden else None
+        if prefill.hidden:
+            self.state[seq] = prefill.hidden[self.hidden[0]][0, -1]
+
+    def end(self, seq: SequenceState) -> None:
+        self.state.pop(seq, None)
 
     def draft(self, seq: SequenceState) -> Draft:
-        if self.state is None or seq.room < 2:
+        if seq not in self.state or seq.room < 2:
             return NO_DRAFT
-        q = (self.state @ self.head).softmax(-1)
+        q = (self.state[seq] @ self.head).softmax(-1)
         if seq.sampler.greedy:
             return Draft.chain([int(q.argmax())])
         return Draft.chain([seq.sampler.draw(q, len(seq.tokens))], q=q[None])
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         last = outcome.path[-1] + 1 if outcome.path else 0
-        self.state = outcome.step.hidden[self.hidden[0]][0, last]
+        self.state[seq] = outcome.step.hidden[self.hidden[0]][0, last]
 
 
 class TinyModel(Toy):
@@ -102,34 +124,70 @@ class TinyModel(Toy):
 
     def __init__(self, runtime: Runtime, k: int = 3) -> None:
         self.runtime, self.k = runtime, k
-        self.known = 0  # tokens whose keys its own cache holds
+        self.known: dict[SequenceState, int] = {}  # tokens whose keys its own cache holds
         self._held = ExitStack()
 
     def begin(self, seq: SequenceState, prefill: Step) -> None:
-        self.known = 0
-        self._held.enter_context(self.runtime.session(len(seq.tokens) + seq.room + self.k))
+        if not self.known:
+            self._held.enter_context(self.runtime.session(0))
+        self.known[seq] = 0
+        self.runtime.cache.clear(seq.row)
+        self.runtime.reserve(len(seq.tokens) + seq.room + self.k)
 
     def end(self, seq: SequenceState) -> None:
-        self._held.close()
+        self.known.pop(seq, None)
+        if not self.known:
+            self._held.close()
 
     def draft(self, seq: SequenceState) -> Draft:
         tokens, rows = list(seq.tokens), []
         while len(tokens) - len(seq.tokens) < min(self.k, seq.room - 1):
-            new = torch.tensor([tokens[self.known :]])
-            logits = self.runtime.forward(new, self.known, logits="last").logits
+            new, own = torch.tensor([tokens[self.known[seq] :]]), slice(seq.row, seq.row + 1)
+            logits = self.runtime.forward(new, self.known[seq], rows=own, logits="last").logits
             assert logits is not None
-            self.known = len(tokens)
+            self.known[seq] = self.runtime.cache.length[seq.row] = len(tokens)
             q = logits[0, -1].softmax(-1)
             rows.append(q)
             tokens.append(int(q.argmax()) if seq.sampler.greedy else seq.sampler.draw(q, len(tokens)))
             if tokens[-1] in seq.ends:
                 break
-        self.start = len(seq.tokens)
-        drafted = tokens[self.start :]
+        drafted = tokens[len(seq.tokens) :]
         return Draft.chain(drafted, q=torch.stack(rows) if rows and not seq.sampler.greedy else None)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        self.known = min(self.known, len(seq.tokens) - len(outcome.tokens) + len(outcome.path))
+        self.known[seq] = min(self.known[seq], len(seq.tokens) - len(outcome.tokens) + len(outcome.path))
+
+
+class Lockstep(Toy):
+    """The model itself, two tokens ahead for all sequences in two passes along a path, whatever is asked of it."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime, self.path = runtime, runtime.compile(DraftPath(SkipSet((0,), (0,))))
+
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
+        tokens: list[list[int]] = [[] for _ in seqs]
+        rows: list[list[Tensor]] = [[] for _ in seqs]
+        for _ in range(2):
+            placed = [
+                Placed(seq.row, [*seq.tokens, *new][-1], len(seq.tokens) + len(new) - 1)
+                for seq, new in zip(seqs, tokens, strict=True)
+            ]
+            laid = lay_out(placed, spare=self.runtime.cache.spare, device=self.runtime.device)
+            logits = self.runtime.forward(
+                laid.tokens, laid.positions, path=self.path, slots=laid.slots, mask=laid.mask, rows=laid.rows
+            ).logits
+            assert logits is not None
+            for i, seq in enumerate(seqs):
+                if len(tokens[i]) < limits[i].depth and not (tokens[i] and tokens[i][-1] in seq.ends):
+                    place = len(seq.tokens) + len(tokens[i])
+                    prefix = ([*seq.tokens, *tokens[i]],)
+                    q = seq.sampler.probs(seq.sampler.scores(logits[laid.at[i]], prefix)[0])
+                    tokens[i].append(int(q.argmax()) if seq.sampler.greedy else seq.sampler.draw(q, place))
+                    rows[i].append(q)
+        return [
+            Draft.chain(new, q=None if seq.sampler.greedy else torch.stack(q)) if new else NO_DRAFT
+            for seq, new, q in zip(seqs, tokens, rows, strict=True)
+        ]
 
 
 class Scripted(Toy):

@@ -18,14 +18,15 @@ from selfspec.controllers import FixedK
 from selfspec.decoding.loop import decode
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.facts.costs import CostModel
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.measure.cost_fitting import measure_skip_costs
 from selfspec.model.layout import lay_out_
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
-from selfspec.speculation.drafts import SequenceState
 from selfspec.speculation.rules import find_rule
 from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
 
 VOCABULARY = 128_256
 
@@ -73,7 +74,7 @@ def main() -> None:
     print("|---|---|---|")
     for size in (VOCABULARY, VOCABULARY // 4, VOCABULARY // 16):
         tokens = None if size == VOCABULARY else sorted({*range(size), *plain[::2]})
-        drafter = LayerSkipDrafter(runtime, skip, FixedK(3), vocabulary=tokens)
+        drafter = LayerSkipDrafter(runtime, DraftPath(skip, tuple(tokens)), FixedK(3))
         assert text(runtime, drafter) == plain
         costs = measure_skip_costs(runtime, skip, vocabulary=tokens, decodings=2)
         print(row(f"{size:,} tokens", costs))

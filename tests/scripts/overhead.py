@@ -70,7 +70,7 @@ def main() -> None:
     llm = selfspec.load(profile="none", drafting=True)
     llm.runtime.forward = Timed(llm)  # type: ignore[method-assign]
     half = tuple(range(1, 16, 2))
-    drafter = LayerSkipDrafter(llm.runtime, SkipSet(half, half), FixedK(DRAFTED), siblings=SIBLINGS)
+    drafter = LayerSkipDrafter(llm.runtime, SkipSet(half, half), FixedK(DRAFTED), candidates=SIBLINGS)
     seen = {"plain": rounds(llm, PlainDrafter(), 0), "draft": rounds(llm, drafter, DRAFTED)}
     for low, high in itertools.pairwise(EDGES):
         line = f"{low:5} to {high:4} keys:"

@@ -39,7 +39,7 @@ def main() -> None:
     print("|---|---|" + "---|" * len(RULES))
     for temperature in (0.8, 1.0):
         for kind, (controller, siblings) in kinds.items():
-            drafter = LayerSkipDrafter(llm.runtime, skip, controller, siblings=siblings)
+            drafter = LayerSkipDrafter(llm.runtime, skip, controller, candidates=siblings)
             cells = []
             for rule in RULES:
                 sampling = {"temperature": temperature, "rule": rule, "max_new_tokens": options.max_new_tokens}

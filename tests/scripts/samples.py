@@ -52,7 +52,7 @@ def arm(job):
     drafter = PlainDrafter()
     if siblings:
         skip = find_profile_file(builtin.PROFILE).skip_set
-        drafter = LayerSkipDrafter(llm.runtime, skip, StaticThreshold(0.3, 4), siblings=siblings)
+        drafter = LayerSkipDrafter(llm.runtime, skip, StaticThreshold(0.3, 4), candidates=siblings)
     seeds = range(number * count, (number + 1) * count)
     return draw(llm.runtime, drafter, llm.encode(PROMPT), LENGTH, seeds, rule=rule, **SETTINGS[setting])
 

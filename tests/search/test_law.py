@@ -57,9 +57,9 @@ def test_the_joint_law_is_that_of_a_real_round(case, candidates):
             drawn.append(sampler.draw(left, 0))
             left[drawn[-1]] = 0
         chain = Draft.chain(drawn[:1], q=q[None])
-        draft = chain.with_leaves([drawn[1:]])
+        draft = chain.with_candidates([drawn[1:]])
         scores = p.log().expand(1 + len(draft), -1)
-        path, following = token_rule(draft, scores, sampler, 0)
+        path, following, _ = token_rule(draft, scores, sampler, 0)
         text = draft.tokens[path[0]] if path else following
         return text, drawn[0], path == (0,), path[0] if path else 0
 

@@ -49,7 +49,7 @@ def skips(n, layers=3, *, seed=0):
 
 
 def rounds(outcomes):
-    return sorted((o.draft.depth, 1 + len(o.draft)) for o in outcomes)
+    return sorted((o.draft.work, 1 + len(o.draft)) for o in outcomes)
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +86,13 @@ def test_counts_are_those_of_a_draft_model_with_a_cache_of_its_own(model, runtim
             differ += replay.trace(skip, CONTROLLERS) != traces
         for controller in CONTROLLERS:
             for siblings in (1, 3):
-                drafter.controller, drafter.siblings = controller.fresh(), siblings
+                drafter.controller, drafter.candidates = controller.fresh(), siblings
                 walks = walk(traces, controller, siblings=siblings)
                 for prompt, text, walked in zip(PROMPTS, texts, walks, strict=True):
                     new, outcomes = run(runtime, drafter, prompt, ROOM)
                     assert (*prompt, *new) == text.tokens
                     assert walked.stats.accepted == sum(o.accepted for o in outcomes)
-                    assert sorted(walked.drafts.elements()) == rounds(outcomes)
+                    assert sorted(walked.rounds.elements()) == rounds(outcomes)
     assert differ > 2
 
 
@@ -140,7 +140,7 @@ def test_rounds_are_those_of_an_engine_with_a_draft_model(model, texts):
 def test_counts_under_shared_noise(model, runtime, siblings):
     texts = texts_of(runtime, temperature=0.9)
     for skip in skips(2, seed=1):
-        drafter = PrunedModel(runtime, skip, CONTROLLERS[0], siblings=siblings)
+        drafter = PrunedModel(runtime, skip, CONTROLLERS[0], candidates=siblings)
         options = {"sampler": Sampler(temperature=0.9), "rule": "match", "depth": DEPTH, "own_keys": True}
         with Replay(model, texts, **options) as replay:
             traces = replay.trace(skip, CONTROLLERS)
@@ -151,7 +151,7 @@ def test_counts_under_shared_noise(model, runtime, siblings):
                 sampler = Sampler(temperature=0.9, seed=text.seed)
                 _, outcomes = run(runtime, drafter, prompt, ROOM, sampler=sampler, rule="match")
                 assert walked.stats.accepted == sum(o.accepted for o in outcomes)
-                assert sorted(walked.drafts.elements()) == rounds(outcomes)
+                assert sorted(walked.rounds.elements()) == rounds(outcomes)
 
 
 def test_a_longer_share_and_the_streams_disturb_nothing(model, texts):

@@ -22,11 +22,12 @@ from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticT
 from selfspec.decoding.loop import decode
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.facts.acceptance import Outlook
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.runtime.forward import Runtime
-from selfspec.speculation.drafts import SequenceState
 from selfspec.speculation.rules import RULES
 from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
 
 CONTROLLERS = [
     FixedK(1),
@@ -66,7 +67,7 @@ def real(llm64, texts):
     for skip in random_skips(3, 16):
         for controller in CONTROLLERS:
             for siblings in (1, 3):
-                drafter = LayerSkipDrafter(llm64.runtime, skip, controller.fresh(), siblings=siblings)
+                drafter = LayerSkipDrafter(llm64.runtime, skip, controller.fresh(), candidates=siblings)
                 found[skip, controller.spec().model_dump_json(), siblings] = [
                     counts(llm64.generate(text.tokens[: text.prompt], max_new_tokens=NEW, drafter=drafter).stats)
                     for text in texts
@@ -124,14 +125,14 @@ def test_texts_that_end_by_themselves(siblings):
         with Replay(model, texts, depth=DEPTH, chunk=9) as replay:
             traces = replay.trace(skip, CONTROLLERS)
         for controller in CONTROLLERS:
-            drafter = LayerSkipDrafter(runtime, skip, controller.fresh(), siblings=siblings)
+            drafter = LayerSkipDrafter(runtime, skip, controller.fresh(), candidates=siblings)
             for prompt, walked in zip(PROMPTS, walk(traces, controller, siblings=siblings), strict=True):
                 new, outcomes = run(runtime, drafter, prompt, 20, ends=runtime.skeleton.ends)
                 assert walked.stats.tokens == len(new)
                 assert walked.stats.rounds == len(outcomes)
                 assert walked.stats.drafted == sum(o.draft.depth for o in outcomes)
                 assert walked.stats.accepted == sum(o.accepted for o in outcomes)
-                assert sorted(walked.drafts.elements()) == sorted((o.draft.depth, 1 + len(o.draft)) for o in outcomes)
+                assert sorted(walked.rounds.elements()) == sorted((o.draft.work, 1 + len(o.draft)) for o in outcomes)
                 ended += any(token in runtime.skeleton.ends for o in outcomes for token in o.draft.tokens)
     assert ended > 20
 
@@ -150,7 +151,7 @@ def test_processors_see_the_drafted_prefix():
             drafter = LayerSkipDrafter(runtime, skip, controller.fresh())
             for prompt, walked in zip(PROMPTS, walk(traces, controller), strict=True):
                 _, outcomes = run(runtime, drafter, prompt, 12, sampler=sampler())
-                assert sorted(walked.drafts.elements()) == sorted((o.draft.depth, 1 + len(o.draft)) for o in outcomes)
+                assert sorted(walked.rounds.elements()) == sorted((o.draft.work, 1 + len(o.draft)) for o in outcomes)
 
 
 class Branching:
@@ -183,7 +184,7 @@ def test_a_sampled_round_has_the_joint_law_of_a_real_one(candidates, kind, skip,
     model = small(vocabulary=3, layers=2)
     runtime, prompt, room = Runtime(model), [1, 2], 3
     controller = StaticThreshold(0.4, 2)
-    drafter = kind(runtime, skip, controller, siblings=candidates)
+    drafter = kind(runtime, skip, controller, candidates=candidates)
 
     def shown(confidences):
         rounded = tuple(round(c, 9) for c in confidences)
@@ -245,13 +246,13 @@ def test_counts_under_shared_noise_are_those_of_real_decoding(siblings):
             traces = replay.trace(skip, CONTROLLERS)
         for controller in CONTROLLERS:
             walks = walk(traces, controller, siblings=siblings, seeded=True)
-            drafter = LayerSkipDrafter(runtime, skip, controller.fresh(), siblings=siblings)
+            drafter = LayerSkipDrafter(runtime, skip, controller.fresh(), candidates=siblings)
             for seed, (prompt, walked) in enumerate(zip(PROMPTS, walks, strict=True)):
                 sampler = Sampler(temperature=0.9, seed=seed)
                 new, outcomes = run(runtime, drafter, prompt, 16, sampler=sampler, rule=RULES["match"])
                 assert new == list(texts[seed].tokens[len(prompt) :])
                 assert walked.stats.accepted == sum(o.accepted for o in outcomes)
-                assert sorted(walked.drafts.elements()) == sorted((o.draft.depth, 1 + len(o.draft)) for o in outcomes)
+                assert sorted(walked.rounds.elements()) == sorted((o.draft.work, 1 + len(o.draft)) for o in outcomes)
                 accepted += walked.stats.accepted
     assert accepted > 100
 
@@ -268,7 +269,7 @@ def test_sampled_means_agree_on_the_built_in_model(llm, siblings, rule):
     skip, controller, new, repeats = SkipSet((9, 11, 13), (6, 11, 12, 13)), StaticThreshold(0.4, 4), 24, 8
     options = {"temperature": 0.8, "top_p": 0.95}
     found = {"real": [], "replay": []}
-    drafter = LayerSkipDrafter(llm.runtime, skip, controller, siblings=siblings)
+    drafter = LayerSkipDrafter(llm.runtime, skip, controller, candidates=siblings)
     for repeat in range(repeats):
         stats = [
             llm.generate(p, max_new_tokens=new, drafter=drafter, seed=100 * repeat + i, rule=rule, **options).stats
@@ -311,7 +312,7 @@ def test_a_draft_vocabulary_is_replayed_as_it_is_decoded(llm64, texts):
             whole = replay.trace(skip, CONTROLLERS)
         assert [t.runs for t in traces] != [t.runs for t in whole]
         for controller in CONTROLLERS:
-            drafter = LayerSkipDrafter(llm64.runtime, skip, controller.fresh(), vocabulary=seen)
+            drafter = LayerSkipDrafter(llm64.runtime, DraftPath(skip, tuple(seen)), controller.fresh())
             real = [
                 counts(llm64.generate(text.tokens[: text.prompt], max_new_tokens=NEW, drafter=drafter).stats)
                 for text in texts

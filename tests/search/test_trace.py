@@ -6,6 +6,7 @@ import pytest
 from selfspec.search.trace import Trace, walk
 
 from selfspec.controllers import AdaptiveThreshold, FixedK, StaticThreshold
+from selfspec.facts.work import NO_WORK, steps_of
 
 
 def trace(runs, *, confidence=0.9, depth=3, room=None, ranks=None, unfinished=False):
@@ -24,13 +25,13 @@ def counts(walk):
 def test_a_draft_that_is_always_right():
     (only,) = walk([trace([3, 3, 3, 3, 3, 2, 1, 0])], FixedK(3))
     assert counts(only) == (2, 6, 6, 6, 8)
-    assert only.drafts == {(3, 4): 2}
+    assert only.rounds == {(steps_of(3), 4): 2}
 
 
 def test_a_draft_that_is_always_wrong():
     (only,) = walk([trace([0] * 4)], FixedK(2))
     assert counts(only) == (4, 2 + 2 + 1 + 0, 5, 0, 4)
-    assert only.drafts == {(2, 3): 2, (1, 2): 1, (0, 1): 1}
+    assert only.rounds == {(steps_of(2), 3): 2, (steps_of(1), 2): 1, (NO_WORK, 1): 1}
 
 
 def test_the_controller_ends_the_draft():

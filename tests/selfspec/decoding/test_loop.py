@@ -13,11 +13,12 @@ from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticT
 from selfspec.decoding.loop import decode
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.facts.acceptance import Outlook
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.runtime.forward import Runtime
-from selfspec.speculation.drafts import SequenceState
 from selfspec.speculation.rules import find_rule, greedy
 from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
 
 VOCABULARY = 11
 PROMPTS = [[1, 4, 2, 9], [7], [3, 3, 3, 0, 5, 10, 8], [6, 2]]
@@ -34,15 +35,15 @@ DRAFTERS = {
     "layer skip, fixed": lambda runtime, prompt: LayerSkipDrafter(runtime, SKIP, FixedK(3)),
     "layer skip, static": lambda runtime, prompt: LayerSkipDrafter(runtime, SKIP, StaticThreshold(0.3, 5)),
     "layer skip, siblings": lambda runtime, prompt: LayerSkipDrafter(
-        runtime, SKIP, StaticThreshold(0.3, 4), siblings=3
+        runtime, SKIP, StaticThreshold(0.3, 4), candidates=3
     ),
     "layer skip, draft vocabulary": lambda runtime, prompt: LayerSkipDrafter(
-        runtime, SKIP, FixedK(3), vocabulary=[1, 2, 4, 5, 8, 9]
+        runtime, DraftPath(SKIP, (1, 2, 4, 5, 8, 9)), FixedK(3)
     ),
     "layer skip, rate": lambda runtime, prompt: LayerSkipDrafter(
-        runtime, SKIP, RateOptimal(floor=0.1, outlook=Outlook(0.2)), siblings=4
+        runtime, SKIP, RateOptimal(floor=0.1, outlook=Outlook(0.2)), candidates=4
     ),
-    "guarded": lambda runtime, prompt: Guard(LayerSkipDrafter(runtime, SKIP, FixedK(3), siblings=2)),
+    "guarded": lambda runtime, prompt: Guard(LayerSkipDrafter(runtime, SKIP, FixedK(3), candidates=2)),
     "layer skip, adaptive": lambda runtime, prompt: LayerSkipDrafter(runtime, SKIP, AdaptiveThreshold(k_max=6)),
 }
 
@@ -300,7 +301,7 @@ def test_rules_are_looked_up_by_the_sampler(runtime):
 def test_a_draft_vocabulary_of_which_no_token_is_possible_drafts_nothing(runtime):
     only = [1, 3]
     sampler = Sampler(processors=[SuppressTokensLogitsProcessor(only)])
-    drafter = LayerSkipDrafter(runtime, SKIP, FixedK(3), vocabulary=only)
+    drafter = LayerSkipDrafter(runtime, DraftPath(SKIP, tuple(only)), FixedK(3))
     tokens, outcomes = run(runtime, drafter, PROMPTS[0], 12, sampler=sampler)
     assert tokens == run(runtime, PlainDrafter(), PROMPTS[0], 12, sampler=sampler)[0]
     assert not any(len(outcome.draft) for outcome in outcomes)
@@ -308,7 +309,7 @@ def test_a_draft_vocabulary_of_which_no_token_is_possible_drafts_nothing(runtime
 
 def test_nothing_else_is_drafted_than_the_draft_vocabulary(runtime):
     only = [1, 3, 9]
-    drafter = LayerSkipDrafter(runtime, SKIP, FixedK(3), vocabulary=only)
+    drafter = LayerSkipDrafter(runtime, DraftPath(SKIP, tuple(only)), FixedK(3))
     for sampler in (Sampler(), Sampler(temperature=1.0)):
         _, outcomes = run(runtime, drafter, PROMPTS[0], 12, sampler=sampler)
         assert {token for outcome in outcomes for token in outcome.draft.tokens} <= set(only)

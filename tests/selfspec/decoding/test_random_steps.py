@@ -10,9 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from models import small
 
 from selfspec.basics.errors import BusyError
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafts import Draft
+from selfspec.speculation.passes import Placed, lay_out
 
 VOCABULARY, LAYERS, SLOTS = 11, 3, 120
 MODEL = small(VOCABULARY, LAYERS, seed=2)
@@ -47,8 +49,9 @@ class Steps(RuleBasedStateMachine):
     def draft(self, attention, mlp, depth):
         """Scratch slots are written, with any sub-layers bypassed; nothing is committed."""
         last, place = self.committed[-1], len(self.committed) - 1
+        path = self.runtime.compile(DraftPath(SkipSet(attention, mlp)))
         for step in range(depth):
-            out = self.runtime.forward(torch.tensor([[last]]), place + step, skip=SkipSet(attention, mlp))
+            out = self.runtime.forward(torch.tensor([[last]]), place + step, path=path)
             last = int(out.logits[0, -1].argmax())
 
     @precondition(room)
@@ -61,8 +64,8 @@ class Steps(RuleBasedStateMachine):
             drafted.append(data.draw(tokens, label="token"))
         draft = Draft(tuple(drafted), tuple(parents), None, (-1,) * len(parents))
         place = len(self.committed) - 1
-        ids, positions, mask = draft.layout(self.committed[-1], place, device=self.runtime.device)
-        step = self.runtime.forward(ids, positions, slots=place, mask=mask)
+        laid = lay_out([Placed(0, self.committed[-1], place, draft)], spare=SLOTS, device=self.runtime.device)
+        step = self.runtime.forward(laid.tokens, laid.positions, slots=laid.slots, mask=laid.mask)
         for row, prefix in enumerate(draft.prefixes(self.committed)):
             torch.testing.assert_close(step.logits[0, row], logits_after(prefix), atol=1e-9, rtol=1e-9)
         path = draft.path_to(data.draw(st.integers(-1, len(draft) - 1), label="accepted"))

@@ -14,8 +14,9 @@ from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.facts.acceptance import Outlook
 from selfspec.facts.skip import SkipSet
 from selfspec.runtime.forward import Runtime
-from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome, SequenceState
+from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.step import Step
 
 STEP = Step(None)

@@ -45,7 +45,9 @@ def test_generate_gives_text_tokens_and_stats(llm, drafter):
         "tokens_per_round",
         "seconds",
         "tokens_per_second",
+        "work",
     ]
+    assert s.as_dict()["work"] == {"draft step": s.drafted}
 
 
 def test_a_stream_gives_the_same_text(llm, drafter):
@@ -210,7 +212,7 @@ class TestProfiles:
         wrapped = selfspec.wrap(llm.model, llm.tokenizer, profile=tmp_path / "p.yaml")
         assert isinstance(wrapped.drafter, Guard)
         assert isinstance(wrapped.drafter.drafter, LayerSkipDrafter)
-        assert wrapped.drafter.drafter.skip == selfspec.SkipSet((3,))
+        assert wrapped.drafter.drafter.path.skip == selfspec.SkipSet((3,))
         assert wrapped.drafter.drafter.controller.k == 2
 
     def test_one_that_skips_nothing_decodes_plainly(self, llm):

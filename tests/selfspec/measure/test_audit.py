@@ -12,7 +12,7 @@ from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
 from selfspec.measure.audit import audit, first_difference
 from selfspec.runtime.forward import Runtime
-from selfspec.speculation.rules import RULES
+from selfspec.speculation.rules import RULES, Verdict
 from selfspec.speculation.sampling import Sampler
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -92,11 +92,11 @@ class TestAudit:
         right, wrong_at = RULES[rule], []
 
         def wrong(draft, scores, sampler, position):
-            path, following = right(draft, scores, sampler, position)
+            path, following, p = right(draft, scores, sampler, position)
             if len(draft) and (position + len(path)) % 4 == 0:
                 wrong_at.append(position + len(path) - len(PROMPT))
                 following = (following + 1) % 61
-            return path, following
+            return Verdict(path, following, p)
 
         monkeypatch.setitem(RULES, rule, wrong)
         drafter = tiny_llm.layer_skip(SkipSet((1,), (2,)), "fixed:k=4")

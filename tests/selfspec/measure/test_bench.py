@@ -7,6 +7,7 @@ import pytest
 from selfspec.basics.errors import SelfspecError
 from selfspec.facts.costs import CostModel
 from selfspec.facts.stats import Round, Stats, acceptance_by_position
+from selfspec.facts.work import steps_of
 from selfspec.measure.bench import Benchmark, Task, Watch, check_methods, load_subjects
 from selfspec.measure.summary import expected, summary, theory
 from selfspec.measure.timing import Runs
@@ -16,7 +17,7 @@ COSTS = CostModel(context=9, base=0.4, attention=0, mlp=0, widths=[1, 2, 3], ver
 
 
 def rounds(*pairs):
-    return [Round(drafted, accepted, accepted + 1, 0.5) for drafted, accepted in pairs]
+    return [Round(drafted, accepted, accepted + 1, 0.5, work=steps_of(drafted)) for drafted, accepted in pairs]
 
 
 def test_acceptance_by_position():

@@ -9,7 +9,8 @@ import pytest
 import torch
 from models import small
 
-from selfspec.facts.skip import NOTHING_SKIPPED, SkipSet
+from selfspec.facts.draft_path import FULL
+from selfspec.facts.skip import SkipSet
 from selfspec.measure import cost_fitting as costing
 from selfspec.measure.cost_fitting import measure_costs, quiet
 from selfspec.runtime.forward import Runtime
@@ -24,11 +25,11 @@ def clock(monkeypatch):
     now = [0.0]
     forward = Runtime.forward
 
-    def timed(self, tokens, positions, *, skip=NOTHING_SKIPPED, **options):
-        n = tokens.shape[1]
-        attention, mlp = self.layers - len(skip.attention), self.layers - len(skip.mlp)
+    def timed(self, tokens, positions, *, path=None, **options):
+        n, runs = tokens.shape[1], (path or self.compile(FULL)).blocks
+        attention, mlp = (sum(block[part] for block in runs) for part in (2, 3))
         now[0] += BASE + attention * ATTENTION + mlp * MLP + ROW * (n - 1)
-        return forward(self, tokens, positions, skip=skip, **options)
+        return forward(self, tokens, positions, path=path, **options)
 
     def commit(self, row, path):
         now[0] += LOOP

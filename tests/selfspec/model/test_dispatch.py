@@ -165,6 +165,7 @@ from models import CONFIGS
 from transformers import AutoModelForCausalLM
 from selfspec.model import families
 from selfspec.runtime.forward import Runtime
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 
 add_device("fake")
@@ -186,8 +187,9 @@ with FakeTensorMode():
         for n, skip in ((1, SkipSet((1,), (2,))), (20, SkipSet((2, 3), (2, 3)))):
             tokens = torch.zeros((1, n), dtype=torch.long, device="fake:0")
             mask = torch.ones((1, n, 50), dtype=torch.bool, device="fake:0")
+            path = runtime.compile(DraftPath(skip))
             for options in ({}, {"slots": 5, "mask": mask}, {"slots": tokens, "mask": mask}):
-                step = runtime.forward(tokens, tokens if options else 3, skip=skip, **options)
+                step = runtime.forward(tokens, tokens if options else 3, path=path, **options)
                 assert step.logits.device == runtime.device
         runtime.cache.commit(0, [1, 2])
 """

@@ -9,6 +9,7 @@ from models import CONFIGS, exact_norms, tiny
 from torch import nn
 
 from selfspec.basics.errors import BusyError, SelfspecError
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.runtime.forward import Runtime
 
@@ -65,7 +66,9 @@ def test_hidden_streams_and_logit_rows():
     runtime = Runtime(model)
     with runtime.session(N):
         step = runtime.forward(tokens, 0, logits="last", hidden=(0, 2, runtime.layers), between=(1,))
-        half = runtime.forward(tokens, 0, skip=SkipSet((), (1,)), logits=None, hidden=(2,)).hidden[2]
+        half = runtime.forward(
+            tokens, 0, path=runtime.compile(DraftPath(SkipSet((), (1,)))), logits=None, hidden=(2,)
+        ).hidden[2]
         assert list(step.between) == [1]
         torch.testing.assert_close(step.between[1], half)  # what leaves the layer without its MLP
         assert sorted(step.hidden) == [0, 2, runtime.layers]
@@ -100,8 +103,9 @@ def test_skipping_is_a_model_whose_sub_layers_add_nothing(name, skip):
     model = tiny(CONFIGS[name])
     tokens = tokens_for(model)
     runtime = Runtime(model)
+    path = runtime.compile(DraftPath(skip))
     with runtime.session(N):
-        ours = [runtime.forward(tokens[:, i : i + 1], i, skip=skip).logits for i in range(N)]
+        ours = [runtime.forward(tokens[:, i : i + 1], i, path=path).logits for i in range(N)]
     torch.testing.assert_close(
         torch.cat(ours, 1), reference(silenced(model, skip), tokens).logits, atol=1e-10, rtol=1e-10
     )
@@ -115,7 +119,7 @@ def test_a_skipped_sub_layer_is_not_called_and_writes_no_keys():
         layer.mlp.up_proj.register_forward_hook(lambda *_, i=i: called.append(("mlp", i)))
     runtime = Runtime(model)
     with runtime.session(N):
-        runtime.forward(tokens_for(model), 0, skip=SkipSet((1, 2), (0, 2, 3)))
+        runtime.forward(tokens_for(model), 0, path=runtime.compile(DraftPath(SkipSet((1, 2), (0, 2, 3)))))
         assert called == [("attention", 0), ("mlp", 1), ("attention", 3)]
         written = [bool(keys[:, :, :N].any()) for keys in runtime.cache.keys]
     assert written == [True, False, False, True]
@@ -277,16 +281,16 @@ def test_a_head_over_some_tokens():
     some = [5, 0, 60, 17]
     with runtime.session(N):
         whole = runtime.forward(tokens, 0).logits
-        part = runtime.forward(tokens, 0, head=runtime.head_over(some)).logits
+        part = runtime.forward(tokens, 0, path=runtime.compile(DraftPath(vocabulary=tuple(some)))).logits
     assert part.shape == whole.shape
     torch.testing.assert_close(part[..., some], whole[..., some])
     assert int(torch.isfinite(part[0, 0]).sum()) == 4
     for wrong in ([], [61], [-1], [3, 3]):
         with pytest.raises(SelfspecError, match="different tokens from 0 to 60"):
-            runtime.head_over(wrong)
+            runtime.compile(DraftPath(vocabulary=tuple(wrong)))
     model.lm_head = nn.Sequential(model.lm_head)
     with pytest.raises(SelfspecError, match="weight of lm_head itself"):
-        Runtime(model).head_over(some)
+        Runtime(model).compile(DraftPath(vocabulary=tuple(some)))
 
 
 def test_norms_trained_after_wrapping_count():

@@ -32,25 +32,6 @@ def test_the_backbone_is_the_chain_of_first_children():
     assert backbone.confidence == (0.9, 0.7, 0.6)
 
 
-def test_layout_of_a_chain_needs_no_mask():
-    tokens, positions, mask = Draft.chain([4, 5]).layout(9, 3, device=torch.device("cpu"))
-    assert tokens.tolist() == [[9, 4, 5]]
-    assert (positions, mask) == (3, None)
-
-
-def test_layout_of_a_tree():
-    tokens, positions, mask = TREE.layout(9, 2, device=torch.device("cpu"))
-    assert tokens.tolist() == [[9, 5, 6, 7, 8]]
-    assert positions.tolist() == [[2, 3, 3, 4, 5]]
-    assert mask[0].int().tolist() == [
-        [1, 1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 1, 0, 0],
-        [1, 1, 1, 1, 0, 1, 0],
-        [1, 1, 1, 1, 0, 1, 1],
-    ]
-
-
 def test_accepted_tokens_are_those_that_were_emitted():
     chain = Draft.chain([4, 5, 6])
     assert Outcome(chain, (0, 1, 2), (4, 5, 6, 7), Step(None)).accepted == 3
@@ -74,7 +55,7 @@ def test_a_wrong_draft_is_refused(wrong):
 
 
 def test_leaves_hang_beside_a_chain_whose_tokens_stay_first():
-    draft = Draft.chain([5, 6], q=torch.eye(2, 9), confidence=[0.5, 0.25]).with_leaves([[7, 8], [4]])
+    draft = Draft.chain([5, 6], q=torch.eye(2, 9), confidence=[0.5, 0.25]).with_candidates([[7, 8], [4]])
     assert draft.tokens == (5, 6, 7, 8, 4)
     assert draft.children == ((0, 2, 3), (1, 4), (), (), (), ())
     assert draft.q_row == (0, 1, 0, 0, 1)

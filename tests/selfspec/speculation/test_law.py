@@ -17,11 +17,13 @@ from transformers.generation import logits_process as hf
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.facts.acceptance import AcceptanceCurve, Outlook
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.limits import MOST_ROWS
 from selfspec.facts.skip import SkipSet
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation import rules as verify
 from selfspec.speculation.drafts import Draft
+from selfspec.speculation.rules import Verdict
 
 VOCABULARY, PROMPT = 3, [0, 2, 1]
 EXACT, SEEN = 1e-9, 1e-3
@@ -45,16 +47,16 @@ DRAFTERS = {
     "layer skip, fixed": lambda runtime: LayerSkipDrafter(runtime, SkipSet((0,), (1,)), FixedK(2)),
     "layer skip, static": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (1,)), StaticThreshold(0.4, 3)),
     "layer skip, siblings": lambda runtime: LayerSkipDrafter(
-        runtime, SkipSet((1,), (1,)), StaticThreshold(0.4, 2), siblings=2
+        runtime, SkipSet((1,), (1,)), StaticThreshold(0.4, 2), candidates=2
     ),
     "layer skip, draft vocabulary": lambda runtime: LayerSkipDrafter(
-        runtime, SkipSet((0,), (1,)), FixedK(2), vocabulary=[0, 2]
+        runtime, DraftPath(SkipSet((0,), (1,)), (0, 2)), FixedK(2)
     ),
     "layer skip, adaptive": lambda runtime: LayerSkipDrafter(
         runtime, SkipSet((0,), (0,)), AdaptiveThreshold(threshold=0.5, step=1.0, k_max=2)
     ),
     "layer skip, rate": lambda runtime: LayerSkipDrafter(
-        runtime, SkipSet((1,), (1,)), RateOptimal(floor=0.0, k_max=2, outlook=UNSURE), siblings=3
+        runtime, SkipSet((1,), (1,)), RateOptimal(floor=0.0, k_max=2, outlook=UNSURE), candidates=3
     ),
     "guarded": lambda runtime: Guard(RandomTree(VOCABULARY, (1, 1)), clock=itertools.count().__next__),
 }
@@ -179,11 +181,11 @@ def following_from(change):
 
     def plant(rule):
         def wrong(draft, scores, sampler, position):
-            path, following = rule(draft, scores, sampler, position)
+            path, following, p = rule(draft, scores, sampler, position)
             row = path[-1] + 1 if path else 0
             if not draft.children[row]:
                 following = sampler.draw(change(scores)[row].softmax(-1), position + len(path))
-            return path, following
+            return Verdict(path, following, p)
 
         return wrong
 

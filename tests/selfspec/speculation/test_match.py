@@ -11,6 +11,7 @@ from toys import HiddenHead, RandomTree, Scripted, TinyModel, Toy
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafts import Draft
@@ -48,9 +49,9 @@ DRAFTERS = {
     "hidden head": HiddenHead,
     "tiny model": lambda runtime: TinyModel(Runtime(small(VOCABULARY, 1, seed=9)), 3),
     "layer skip": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (0,)), FixedK(3)),
-    "layer skip, siblings": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (0,)), FixedK(3), siblings=3),
+    "layer skip, siblings": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (0,)), FixedK(3), candidates=3),
     "layer skip, draft vocabulary": lambda runtime: LayerSkipDrafter(
-        runtime, SkipSet((1,), (0,)), FixedK(3), vocabulary=[0, 3, 4, 6]
+        runtime, DraftPath(SkipSet((1,), (0,)), (0, 3, 4, 6)), FixedK(3)
     ),
     "layer skip, adaptive": lambda runtime: LayerSkipDrafter(runtime, SkipSet((0,), (0,)), AdaptiveThreshold(k_max=5)),
 }
@@ -161,7 +162,7 @@ def test_candidates_under_tied_noise_are_the_next_best(runtime):
     """Siblings are what the noise ranks next: without replacement, in one order."""
     sampler = Sampler(temperature=1.0, seed=2)
     seq = type("Seq", (), {"sampler": sampler})()
-    drafter = LayerSkipDrafter(runtime, SkipSet((1,)), FixedK(1), siblings=3)
+    drafter = LayerSkipDrafter(runtime, SkipSet((1,)), FixedK(1), candidates=3)
     first, *others = sampler.merits(P.log(), 9).topk(3).indices.tolist()
     assert drafter._drawn(seq, P, first, 2, 9) == others
 

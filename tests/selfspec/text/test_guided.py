@@ -38,7 +38,7 @@ def drafters(llm, layer_skip):
     """Layer skip, which drafts under the mask, and two that know nothing of the grammar."""
     return {
         "layer skip": layer_skip,
-        "draft vocabulary": llm.layer_skip(layer_skip.skip, "fixed:k=3", range(0, 4096, 3)),
+        "draft vocabulary": llm.layer_skip(layer_skip.path.skip, "fixed:k=3", range(0, 4096, 3)),
         "random tree": RandomTree(4096, (2, 2)),
         "script": Scripted(lambda tokens: llm.encode(" read(self, size):\n")[len(tokens) % 3 :], 4),
     }
@@ -84,9 +84,9 @@ def test_json(llm, layer_skip, schema):
 class Unmasked(LayerSkipDrafter):
     """Drafts as if there were no grammar."""
 
-    def _row(self, seq, drafted, last, position):
-        token = torch.tensor([[last]])
-        return self.runtime.forward(token, position, skip=self.skip).logits[0, 0].float()
+    @staticmethod
+    def _scores(chain, logits):
+        return logits[0].float()
 
 
 def rate(llm, drafter, prompts, **options):
@@ -106,7 +106,7 @@ def test_a_grammar_of_everything_changes_nothing(llm, layer_skip, held_out):
 def test_masking_the_draft_keeps_acceptance_up(llm, layer_skip, held_out):
     """With q masked like p, as much is accepted as without a grammar; with q as it was, much less."""
     guide = llm.guide(regex=r"( *(self|cls)\.[a-z_]+ = [a-z_.]+\n)+")
-    unmasked = Unmasked(llm.runtime, layer_skip.skip, layer_skip.controller)
+    unmasked = Unmasked(llm.runtime, layer_skip.path, layer_skip.controller)
     masked, blind = (rate(llm, drafter, held_out[:12], guide=guide) for drafter in (layer_skip, unmasked))
     free = rate(llm, layer_skip, held_out[:12])
     print(f"acceptance {masked:.2f} masked, {blind:.2f} not masked, {free:.2f} without a grammar")

@@ -1,0 +1,50 @@
+"""One round: draft, check, verify, keep, learn. Plain decoding is the drafter that proposes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.speculation.checker import Checker
+from selfspec.speculation.drafter import Drafter, Limit
+from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
+from selfspec.speculation.sequence import SequenceState
+
+
+def one_round(
+    checker: Checker, drafter: Drafter, seqs: Sequence[SequenceState], limits: Sequence[Limit]
+) -> list[Outcome]:
+    """One round of every sequence, each of which has room; the drafts within `limits`, none for a depth of 0.
+
+    Raises `SelfspecError` for a draft beyond its limit, and what drafters, processors and rules raise; nothing has been
+    kept or emitted then.
+    """
+    drafts = [draft if checker.trees else draft.backbone() for draft in _proposed(drafter, seqs, limits)]
+    scored = checker.score(seqs, drafts, hidden=drafter.hidden)
+    verdicts = [
+        seq.verification_rule()(draft, one.scores, seq.sampler, len(seq.tokens))
+        for seq, draft, one in zip(seqs, drafts, scored, strict=True)
+    ]
+    checker.keep(seqs, [verdict.path for verdict in verdicts])
+    outcomes = []
+    for seq, draft, one, verdict in zip(seqs, drafts, scored, verdicts, strict=True):
+        emitted = seq.emit([*(draft.tokens[node] for node in verdict.path), verdict.token])
+        outcomes.append(Outcome(draft, verdict.path, emitted, one.step, verdict.p))
+        drafter.observe(seq, outcomes[-1])
+    return outcomes
+
+
+def _proposed(drafter: Drafter, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
+    """A draft for each sequence, from one call of the drafter for all that may draft."""
+    may = [i for i, limit in enumerate(limits) if limit.depth > 0]
+    drafts = [NO_DRAFT] * len(seqs)
+    if may:
+        found = drafter.propose([seqs[i] for i in may], [limits[i] for i in may])
+        for i, draft in zip(may, found, strict=True):
+            if len(draft) > limits[i].nodes or draft.depth > limits[i].depth:
+                raise SelfspecError(
+                    f"{type(drafter).__name__} drafted {len(draft)} tokens, {draft.depth} deep; there is room for "
+                    f"{limits[i].nodes}, {limits[i].depth} deep, and a drafter must keep to its limits"
+                )
+            drafts[i] = draft
+    return drafts
