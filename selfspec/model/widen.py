@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.model.families import check_family
+from selfspec.model.families import Parts, find_family
 
 
 @torch.no_grad()
@@ -27,33 +27,33 @@ def widen(model: Any, factor: int, *, seed: int = 0) -> Any:
     """
     if factor < 1:
         raise SelfspecError(f"widening factor {factor}: want at least 1")
-    check_family(model.config, type(model).__name__)
+    family = find_family(model.config, type(model).__name__)
+    narrow = family.parts(model)
     config = copy.deepcopy(model.config)
-    config.head_dim = model.model.layers[0].self_attn.head_dim
+    config.head_dim = narrow.head_dim
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
         setattr(config, name, getattr(config, name) * factor)
     config.rms_norm_eps = config.rms_norm_eps / factor
-    weight = model.lm_head.weight
+    weight = narrow.head.module.weight
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        wide = type(model)(config).to(weight.dtype).to(weight.device).eval()
-    wide.generation_config = copy.deepcopy(model.generation_config)
-    _fill(wide.model.embed_tokens.weight, model.model.embed_tokens.weight, clear=True)
+        widened = type(model)(config).to(weight.dtype).to(weight.device).eval()
+    widened.generation_config = copy.deepcopy(model.generation_config)
+    wide = family.parts(widened)
+    _fill(wide.embedding.weight, narrow.embedding.weight, clear=True)
     if not config.tie_word_embeddings:
-        _fill(wide.lm_head.weight, weight)
-    for new, old in zip(_norms(wide), _norms(model), strict=True):
+        _fill(wide.head.module.weight, weight)
+    for new, old in zip(_norms(wide), _norms(narrow), strict=True):
         new.weight[: len(old.weight)] = old.weight * factor**-0.5
-    for new, old in zip(wide.model.layers, model.model.layers, strict=True):
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            _linear(getattr(new.self_attn, name), getattr(old.self_attn, name), writes=name == "o_proj")
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            _linear(getattr(new.mlp, name), getattr(old.mlp, name), writes=name == "down_proj")
-    return wide
+    for group, source in zip(wide.groups(), narrow.groups(), strict=True):
+        for new, old in zip(group.modules, source.modules, strict=True):
+            _linear(new, old, writes=group.writes)
+    return widened
 
 
-def _norms(model: Any) -> list[Any]:
-    layers = model.model.layers
-    return [model.model.norm, *(n for layer in layers for n in (layer.input_layernorm, layer.post_attention_layernorm))]
+def _norms(parts: Parts) -> list[Any]:
+    """The norms of the stream."""
+    return [parts.norm, *(norm for layer in parts.layers for norm in layer.norms)]
 
 
 def _linear(new: nn.Linear, old: nn.Linear, *, writes: bool) -> None:

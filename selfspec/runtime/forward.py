@@ -18,8 +18,9 @@ from torch import Tensor
 
 from selfspec.basics.errors import BusyError, SelfspecError
 from selfspec.facts.skip import NOTHING_SKIPPED, SkipSet
-from selfspec.model.families import Block, read_skeleton
-from selfspec.model.linears import Call, linear_over
+from selfspec.model.families.base import Attention, Mlp
+from selfspec.model.linears import Call
+from selfspec.model.skeleton import read_skeleton
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.masks import Masks
 from selfspec.runtime.scratch import Scratch, Scratches
@@ -27,6 +28,7 @@ from selfspec.speculation.step import Step
 
 _NARROW = 16  # rows up to which a CPU's small products beat its fused attention and elementwise rope
 _GROWTH = 256  # the cache grows in steps, so that prompts of similar length share one allocation
+_Planned = tuple[int, torch.device, Attention | None, Mlp | None]  # a layer's index, place, and what runs of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Runtime:
         self._turn_scale = self.skeleton.scaling**0.5 if exact else 1.0
         self._scaling = 1.0 if exact else self.skeleton.scaling
         self._direct = exact and self.device.type == "cpu"
-        self._plans: dict[SkipSet, tuple[tuple[int, Block, bool, bool], ...]] = {}
+        self._plans: dict[SkipSet, tuple[_Planned, ...]] = {}
         self._lock = threading.Lock()
         self._allocate(0)
 
@@ -171,17 +173,17 @@ class Runtime:
         scratch.stream.copy_(self.skeleton.embed(tokens).flatten(0, 1))
         streams: dict[int, Tensor] = {}
         halves: dict[int, Tensor] = {}
-        for index, block, attend, expand in self._plan(skip):
+        for index, device, attention, mlp in self._plan(skip):
             if index in hidden:
                 streams[index] = _kept(scratch)
-            if scratch.device != block.device:
-                scratch, place = self._moved(scratch, place, block.device)
-            if attend:
-                self._attention(block, index, scratch, place)
+            if scratch.device != device:
+                scratch, place = self._moved(scratch, place, device)
+            if attention is not None:
+                self._attention(attention, index, scratch, place)
             if index in between:
                 halves[index] = _kept(scratch)
-            if expand:
-                self._mlp(block, scratch)
+            if mlp is not None:
+                mlp.run(scratch)
         if self.layers in hidden:
             streams[self.layers] = _kept(scratch)
         if logits is None:
@@ -201,7 +203,7 @@ class Runtime:
         vocabulary = self.skeleton.identity.vocabulary or 0
         if not tokens or len(set(tokens)) < len(tokens) or not 0 <= min(tokens) <= max(tokens) < vocabulary:
             raise SelfspecError(f"a draft vocabulary is of one or more different tokens from 0 to {vocabulary - 1}")
-        head = linear_over(self.skeleton.lm_head, tokens)
+        head = self.skeleton.head_over(tokens)
         if head is None:
             raise SelfspecError("a draft vocabulary needs the weight of lm_head itself; draft with the whole head")
         return head
@@ -225,18 +227,19 @@ class Runtime:
         x = x.to(block.device).flatten(0, 1)
         scratch.stream.copy_(x)
         if part == "mlp":
-            self._mlp(block, scratch)
+            block.mlp.run(scratch)
         else:
             place = self._place(batch, n, positions, positions if slots is None else slots, mask, rows)
-            self._attention(block, index, scratch, _move(place, block.device))
+            self._attention(block.attention, index, scratch, _move(place, block.device))
         return (scratch.stream - x).view(batch, n, -1)
 
-    def _plan(self, skip: SkipSet) -> tuple[tuple[int, Block, bool, bool], ...]:
+    def _plan(self, skip: SkipSet) -> tuple[_Planned, ...]:
         plan = self._plans.get(skip)
         if plan is None:
             bits = skip.bits(self.layers)
             plan = tuple(
-                (i, block, not bits[i], not bits[self.layers + i]) for i, block in enumerate(self.skeleton.blocks)
+                (i, block.device, *block.running(attention=not bits[i], mlp=not bits[self.layers + i]))
+                for i, block in enumerate(self.skeleton.blocks)
             )
             self._plans[skip] = plan
         return plan
@@ -267,9 +270,9 @@ class Runtime:
         to = slots if isinstance(slots, Tensor) else self.cache.run(slots, n, rows)
         return _Place(turn, to, keys, values, additive, direct, causal, rows)
 
-    def _attention(self, block: Block, index: int, scratch: Scratch, place: _Place) -> None:
+    def _attention(self, attention: Attention, index: int, scratch: Scratch, place: _Place) -> None:
         """Add what a layer's attention gives to the stream, and write its keys and values."""
-        block.qkv(block.input_norm(scratch.stream, scratch.longer, scratch.normed), scratch.qkv)
+        attention.qkv(attention.norm(scratch.stream, scratch.longer, scratch.normed), scratch.qkv)
         if isinstance(place.turn, Tensor):
             torch.bmm(scratch.qk, place.turn, out=scratch.turned)
         else:
@@ -297,13 +300,7 @@ class Runtime:
             )
         if out is not scratch.out:
             scratch.take(out)
-        block.o(scratch.stream, scratch.mixed)
-
-    @staticmethod
-    def _mlp(block: Block, scratch: Scratch) -> None:
-        """Add what a layer's MLP gives to the stream."""
-        block.gate_up(block.post_norm(scratch.stream, scratch.longer, scratch.normed), scratch.gate_up)
-        block.down(scratch.stream, torch.mul(block.act(scratch.gate), scratch.up, out=scratch.activated))
+        attention.add(scratch.stream, scratch.mixed)
 
     def _moved(self, scratch: Scratch, place: _Place, device: torch.device) -> tuple[Scratch, _Place]:
         """The stream, and what lies beside the cache, on another device."""
