@@ -12,13 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from selfspec.basics.errors import UnsupportedModelError
 from selfspec.facts.identity import Identity
 from selfspec.model.dispatch import check_hooks, check_places, containers, device_of, weight_of
 from selfspec.model.families import Parts, find_family
-from selfspec.model.families.base import Block
+from selfspec.model.families.base import Block, Rotary
 from selfspec.model.linears import Call
 from selfspec.model.norms import Norm, Norms
 from selfspec.model.sizes import Sizes
@@ -33,10 +32,10 @@ class Skeleton:
     """A model as the runtime sees it.
 
     `embed` turns token ids `[B, n]` into the residual stream `[B, n, D]`, `blocks` are its layers, `norm` and `head`
-    make logits of its rows, `head_over` makes a head of which only some tokens' logits are computed,
-    if its weight is at hand. `scaling` multiplies the products of
-    queries and keys. `context` is the number of positions that can be served, `limit` says why. `ends` are the tokens
-    after which nothing is emitted. `device` is where tokens come in and logits go out.
+    make logits of its rows, `head_over` makes a head that computes some tokens' logits only, if its weight is at hand.
+    `rotary` gives rope's cosines and sines, `scaling` multiplies the products of queries and keys. `context` is the
+    number of positions that can be served, `limit` says why. `ends` are the tokens after which nothing is emitted.
+    `device` is where tokens come in and logits go out. `norms` keeps the stream's norms up to date.
     """
 
     embed: Call
@@ -44,7 +43,7 @@ class Skeleton:
     norm: Norm
     head: Call
     head_over: Callable[[Sequence[int]], Call | None]
-    rotary: nn.Module
+    rotary: Rotary
     scaling: float
     identity: Identity
     sizes: Sizes

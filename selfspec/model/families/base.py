@@ -9,7 +9,7 @@ experts into an `Mlp` of their own. Knows nothing of caches, prompts and drafts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,16 +19,21 @@ from torch import Tensor, nn
 from selfspec.model.linears import Call, Group, Into, Onto
 from selfspec.model.norms import Norm, Norms
 
+Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""`rotary(x, positions)`: rope's cosines and sines `[B, n, d]`, of the dtype of `x`, at `positions` `[B, n]`.
+
+A head `[d]` is turned as Llama's are: x * cos + (-x2, x1) * sin, where x1 and x2 are its halves. Where a family pairs
+dimensions otherwise, or turns a part of them, its `Attention.qkv` brings queries and keys into this order, which does
+not change their products; cosines of dimensions that are not turned are 1, sines 0.
+"""
+
 
 class Workspace(Protocol):
-    """The tensors of one pass over N rows that a sub-layer computes in, made before the pass; its own to overwrite.
+    """The residual stream of a pass over N rows, and tensors to compute in, which whoever comes next overwrites."""
 
-    All but `stream` and the column that `longer` has beyond it: those are the residual stream.
-    """
-
-    stream: Tensor  # [N, D], the residual stream, added to in place
-    longer: Tensor  # [N, D + 1], the same memory and one constant column, see `Norm`
-    normed: Tensor  # [N, D]
+    stream: Tensor  # [N, D], the residual stream: added to in place, otherwise only read
+    longer: Tensor  # [N, D + 1], the stream and one more column, see `Norm`
+    normed: Tensor  # [N, D], overwritten by nothing but norms
     gate_up: Tensor  # [N, 2 * I], I units of the MLP: gate and up side by side
     gate: Tensor  # [N, I], a view of `gate_up`
     up: Tensor  # [N, I], a view of `gate_up`
@@ -104,15 +109,15 @@ class Layer:
 class Parts:
     """Where a model keeps its modules, and the numbers that its configuration need not say.
 
-    `norm` is the last one, before `head`. `rotary(x, positions)` gives rope's cosines and sines `[B, n, d]`. `scaling`
-    multiplies the products of queries and keys. `eps` is that of the stream's norms.
+    `norm` is the last one, before `head`. `scaling` multiplies the products of queries and keys. `eps` is that of the
+    stream's norms.
     """
 
     embedding: Any
     layers: tuple[Layer, ...]
     norm: Any
     head: Group
-    rotary: nn.Module
+    rotary: Rotary
     head_dim: int
     scaling: float
     eps: float
@@ -123,8 +128,8 @@ class Parts:
             yield from layer.groups
 
     def called(self) -> Iterator[nn.Module]:
-        """The modules that the runtime calls or reads in place of calling the model."""
-        yield from (self.embedding, self.norm, self.rotary, self.head.module)
+        """The modules that are called one by one, or whose weights are read, instead of calling the model."""
+        yield from (self.embedding, self.norm, self.head.module)
         for layer in self.layers:
             yield from layer.norms
             for group in layer.groups:

@@ -45,16 +45,16 @@ class Llama:
 
     def layer(self, layer: Any) -> Layer:
         """Where one decoder layer keeps its modules."""
-        attention, mlp = layer.self_attn, layer.mlp
-        return Layer(
-            module=layer,
-            groups=(
-                Group(attention, ("q_proj", "k_proj", "v_proj")),
-                Group(attention, ("o_proj",), writes=True),
-                Group(mlp, ("gate_proj", "up_proj")),
-                Group(mlp, ("down_proj",), writes=True),
-            ),
-            norms=(layer.input_layernorm, layer.post_attention_layernorm),
+        norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        return Layer(layer, self.groups(layer.self_attn, layer.mlp), norms)
+
+    def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
+        """The linears of a layer's attention and MLP."""
+        return (
+            Group(attention, ("q_proj", "k_proj", "v_proj")),
+            Group(attention, ("o_proj",), writes=True),
+            Group(mlp, ("gate_proj", "up_proj")),
+            Group(mlp, ("down_proj",), writes=True),
         )
 
     def block(self, layer: Layer, norms: Norms) -> Block:
