@@ -20,9 +20,10 @@ from selfspec.basics.errors import UnsupportedModelError
 
 
 def calls_itself(module: nn.Module, *, offloaded: bool = False) -> bool:
-    """Whether calling a module runs its class's own forward: nothing replaces it but accelerate's moving of inputs.
+    """Whether calling a module runs its class's own forward.
 
-    `offloaded`: or its bringing of weights.
+    accelerate puts a forward of its own around it. That does not count where it only moves inputs to the module's
+    device; with `offloaded`, nor where it brings the weights.
     """
     forward = module.__dict__.get("forward")
     if forward is None:

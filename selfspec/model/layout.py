@@ -43,7 +43,7 @@ Times = dict[str, dict[int, float]]
 
 
 def check_layout(layout: str) -> None:
-    """Raise `SelfspecError` when `layout` is none."""
+    """Raise `SelfspecError` when `layout` is not the name of a layout."""
     if layout not in ("auto", *LAYOUTS):
         raise SelfspecError(f"layout '{layout}' is not known; known: auto, {', '.join(LAYOUTS)}")
 
@@ -94,7 +94,7 @@ def _by_rows(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata:
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of all parameters and packed weights, each counted once."""
+    """Bytes of all parameters and packed weights; memory that several share counts once, meta tensors not at all."""
     storages = [p.untyped_storage() for p in model.parameters() if not p.is_meta]
     held: dict[int, int] = {storage.data_ptr(): storage.nbytes() for storage in storages}
     packed = {id(m.packed): m.packed for m in model.modules() if isinstance(m, PackedLinear)}

@@ -28,8 +28,8 @@ Onto = Callable[[Tensor, Tensor], object]  # f(base, x): adds what x gives to ba
 def is_plain(module: nn.Module, *, offloaded: bool = False) -> bool:
     """Whether calling `module` runs its class's own forward and nothing else: no hooks, no parametrisation.
 
-    accelerate's moving of inputs does not count, as they are there already; with `offloaded`, nor do weights that it
-    brings.
+    accelerate's moving of inputs does not count, as the runtime has them on the module's device already; with
+    `offloaded`, nor does its bringing of weights.
     """
     hooks = module._forward_hooks or module._forward_pre_hooks
     return not hooks and calls_itself(module, offloaded=offloaded) and not hasattr(module, "parametrizations")
@@ -131,7 +131,7 @@ class Group:
 
     @property
     def module(self) -> Any:
-        """The only one of them."""
+        """The linear of a group of one."""
         (module,) = self.modules
         return module
 
@@ -190,7 +190,7 @@ def _whole_packed(modules: Sequence[Any]) -> Packed | None:
 
 
 def is_exact(module: nn.Module) -> bool:
-    """Whether a module is an `nn.Linear` itself, with its weight at hand and without hooks."""
+    """Whether a module is an `nn.Linear`, no subclass, without hooks and with its weight loaded."""
     return type(module) is nn.Linear and is_plain(module) and not module.weight.is_meta
 
 
@@ -262,7 +262,7 @@ class PackedLinear(nn.Module):
 
 @torch.no_grad()
 def pack_(group: Group) -> None:
-    """Put packed linears in the place of a group's exact ones, as parts of one packed weight where biases allow it."""
+    """Replace a group's exact linears by `PackedLinear`: parts of one packed weight, unless only some have a bias."""
     modules = group.modules
     if any((module.bias is None) != (modules[0].bias is None) for module in modules):
         for name in group.names:

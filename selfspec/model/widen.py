@@ -1,7 +1,8 @@
 """Function-preserving widening: a small model's text at a large model's cost. An instrument for benchmarks.
 
-The stream is padded with zeros; attention heads and MLP units are added that read it with random weights and write
-nothing. Knows nothing of prompts and profiles.
+The residual stream is padded with channels of zeros. Attention heads and MLP units are added, which read the stream
+with random weights and whose output has zero weights. That keeps the logits of RMSNorm models with separate projections
+and no other weights, as the families served have them. Knows nothing of caches, prompts and drafts.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _norms(parts: Parts) -> list[Any]:
 
 
 def _linear(new: nn.Linear, old: nn.Linear, *, writes: bool) -> None:
-    """`writes`: to the stream, and so nothing but what the old one wrote."""
+    """Fill `new` from `old`. One that `writes` to the stream writes what the old one wrote and nothing else."""
     _fill(new.weight, old.weight, clear=writes)
     if old.bias is not None:
         _fill(new.bias, old.bias, clear=True)

@@ -70,7 +70,7 @@ class GatedMlp:
     down: Onto
 
     def run(self, work: Workspace) -> None:
-        """Add it to the stream."""
+        """Add that to the stream."""
         self.gate_up(self.norm(work.stream, work.longer, work.normed), work.gate_up)
         self.down(work.stream, torch.mul(self.act(work.gate), work.up, out=work.activated))
 
@@ -86,8 +86,9 @@ class Block:
     def running(self, *, attention: bool, mlp: bool) -> tuple[Attention | None, Mlp | None]:
         """The sub-layers as they run when only these do; None: bypassed.
 
-        A layer whose sub-layers both read the stream as it enters the layer (a parallel residual) gives here, where
-        both run, an MLP that reads what attention's norm has left in the workspace.
+        In a family whose sub-layers both read the stream as it enters the layer (parallel residual), the MLP must not
+        read what attention has just added: where both run, the MLP given here takes the normed rows that attention's
+        norm has left in `Workspace.normed`.
         """
         return self.attention if attention else None, self.mlp if mlp else None
 
@@ -96,8 +97,8 @@ class Block:
 class Layer:
     """Where a decoder layer keeps its modules.
 
-    `groups` are all its linears, those together that read the same input, in the order of their use; `norms` are those
-    of the residual stream, the layer's first first.
+    `module` is the layer itself. `groups` are its linears in the order of their use, those together that read the same
+    input. `norms` are those over the width of the residual stream, in the order of their use.
     """
 
     module: Any
@@ -107,7 +108,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Where a model keeps its modules, and the numbers that its configuration need not say.
+    """Where a model keeps its modules, and numbers that not every family's configuration has, or has by one name.
 
     `norm` is the last one, before `head`. `scaling` multiplies the products of queries and keys. `eps` is that of the
     stream's norms.

@@ -21,10 +21,10 @@ from selfspec.model.norms import Norms
 
 
 class Llama:
-    """See `Family`."""
+    """The `Family` of models with the module tree of `LlamaForCausalLM`."""
 
     def parts(self, model: Any) -> Parts:
-        """Where a `LlamaForCausalLM` and its like keep their modules."""
+        """Where a model keeps its modules."""
         name = type(model).__name__
         if not hasattr(model, "lm_head"):
             raise UnsupportedModelError(f"{name} has no language-model head; want a causal language model")
