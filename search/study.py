@@ -20,7 +20,6 @@ from selfspec.facts.costs import CostModel
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
 from selfspec.llm.prompts import encode, fit
-from selfspec.model.linears import linear_over
 from selfspec.profile.schema import Profile, SearchRecord
 from selfspec.text.prompt_files import Prompts
 
@@ -177,7 +176,7 @@ def find_profile(
             controllers = [fixed] if fixed is not None else controllers_in_play(LONGEST_DRAFT)
             priced, problem, costs, replay = replayed(search, held, controllers, context, warm)
             worth: Objective = priced
-            if kv == "shared" and linear_over(llm.runtime.skeleton.lm_head, [0]) is not None:  # whose weight is at hand
+            if kv == "shared" and llm.runtime.skeleton.head_over([0]) is not None:  # whose weight is at hand
                 seen = chain((text.tokens for text in replay.texts), _encoded(llm, chosen.rest, chat=chat))
                 smaller_heads = partial(with_smaller_heads, priced, texts=seen, size=llm.identity.vocabulary or 0)
         else:

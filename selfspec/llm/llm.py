@@ -20,9 +20,9 @@ from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.options import Options, Plan, plan
 from selfspec.llm.stream import Generation, Stream
-from selfspec.model.families import read_skeleton
 from selfspec.model.layout import check_layout, lay_out_
 from selfspec.model.loading import DeviceMap, load_model
+from selfspec.model.skeleton import read_skeleton
 from selfspec.profile.choosing import check_profile, choose_profile
 from selfspec.profile.schema import Profile, Skip
 from selfspec.profile.shipped import find_profile_file

@@ -17,7 +17,7 @@ from transformers.generation.configuration_utils import WatermarkingConfig
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.model.dispatch import device_of
-from selfspec.model.families import end_tokens
+from selfspec.model.skeleton import end_tokens
 from selfspec.speculation.rules import Rule, check_rule, find_rule
 from selfspec.speculation.sampling import Sampler, check_sampling, whole
 from selfspec.text.guided import Guide

@@ -1,12 +1,13 @@
 """Models that accelerate has dispatched: parts on several devices, weights on the CPU or on disk until they are used.
 
-accelerate hooks every module. The runtime calls leaf modules, whose hooks then bring their inputs and weights; hooks on
-what contains them never run. Knows nothing of families and caches.
+accelerate hooks every module. The runtime calls a model's norms, linears and head one by one, whose hooks then bring
+their inputs and weights; it never calls the modules that contain those (*containers*: the model, its layers), whose
+hooks therefore never run. Knows nothing of families and caches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,9 +20,10 @@ from selfspec.basics.errors import UnsupportedModelError
 
 
 def calls_itself(module: nn.Module, *, offloaded: bool = False) -> bool:
-    """Whether calling a module runs its class's own forward: nothing replaces it but accelerate's moving of inputs.
+    """Whether calling a module runs its class's own forward.
 
-    `offloaded`: or its bringing of weights.
+    accelerate puts a forward of its own around it. That does not count where it only moves inputs to the module's
+    device; with `offloaded`, nor where it brings the weights.
     """
     forward = module.__dict__.get("forward")
     if forward is None:
@@ -54,12 +56,28 @@ def weight_of(module: nn.Module) -> Tensor | None:
     return None
 
 
-def check_hooks(model: Any) -> None:
-    """Raise `UnsupportedModelError` for a hook on a module that is never called, since it would be ignored.
+def containers(model: nn.Module, called: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """The modules that contain those `called`, by name (`model`'s own is empty).
+
+    Lists of modules are left out: nothing calls them in any case.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    found: dict[str, nn.Module] = {"": model}
+    for module in called:
+        name = names[id(module)]
+        while name:
+            name = name.rpartition(".")[0]
+            found[name] = model.get_submodule(name)
+    return {name: module for name, module in found.items() if not isinstance(module, nn.ModuleList)}
+
+
+def check_hooks(containers: Mapping[str, nn.Module]) -> None:
+    """Raise `UnsupportedModelError` for a hook on a container, by name, since it would be ignored.
 
     accelerate's own hooks that only move inputs are not missed, and transformers' only record.
     """
-    for name, module in _containers(model):
+    for path, module in containers.items():
+        name = f"module '{path}'" if path else "the model"
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         foreign = [h for h in hooks if not str(getattr(h, "__module__", "")).startswith("transformers.")]
         if not foreign and calls_itself(module):
@@ -75,7 +93,7 @@ def check_hooks(model: Any) -> None:
         )
 
 
-def check_places(model: Any) -> None:
+def check_places(model: nn.Module, layers: Sequence[nn.Module], containers: Mapping[str, nn.Module]) -> None:
     """Raise `UnsupportedModelError` for weights that nothing will bring, and for a layer on more than one device."""
     for name, module in model.named_modules():
         offloaded = any(getattr(hook, "offload", False) for hook in _hooks(module))
@@ -84,28 +102,20 @@ def check_places(model: Any) -> None:
                 f"module '{name}' has no weights (they are on the device 'meta'); load them, or load the model with a "
                 "device_map"
             )
-    for number, layer in enumerate(model.model.layers):
-        inside = (layer.self_attn, layer.mlp)
-        parts = [pair for owner in (layer, *inside) for pair in owner.named_children() if pair[1] not in inside]
-        places = {name: device_of(part) for name, part in parts if next(part.parameters(), None) is not None}
-        first = device_of(layer.input_layernorm)
-        other = next((name for name, device in places.items() if device != first), None)
-        if other is not None:
-            raise UnsupportedModelError(
-                f"layer {number} is on two devices (input_layernorm on {first}, {other} on {places[other]}); give each "
-                "layer one device, as device_map='auto' does"
-            )
-
-
-def _containers(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """What the runtime looks into and never calls."""
-    yield "the model", model
-    yield "module 'model'", model.model
-    for number, layer in enumerate(model.model.layers):
-        name = f"model.layers.{number}"
-        yield f"module '{name}'", layer
-        yield f"module '{name}.self_attn'", layer.self_attn
-        yield f"module '{name}.mlp'", layer.mlp
+    owners = set(containers.values())
+    for number, layer in enumerate(layers):
+        parts = [pair for owner in layer.modules() if owner in owners for pair in owner.named_children()]
+        (first, where), *others = (
+            (name, device_of(part))
+            for name, part in parts
+            if part not in owners and next(part.parameters(), None) is not None
+        )
+        for name, device in others:
+            if device != where:
+                raise UnsupportedModelError(
+                    f"layer {number} is on two devices ({first} on {where}, {name} on {device}); give each "
+                    "layer one device, as device_map='auto' does"
+                )
 
 
 def _hooks(module: nn.Module) -> list[Any]:

@@ -1,7 +1,8 @@
-"""How the weights of a model that selfspec loaded lie in memory: what reads them fastest on this machine.
+"""In which order the weights of a model that selfspec loaded lie in memory (their *layout*).
 
-Decoding reads every weight for one row; verification does so for a few. Which order of the weights makes that cheap
-depends on processor and sizes, so it is measured once for each kind of model, on its own weights, and remembered.
+A plain decoding step multiplies every weight with one row, a verification with a few. Which layout makes that fastest
+depends on the processor and the sizes, so it is measured on the model's own weights, once for each kind of model, and
+remembered.
 """
 
 from __future__ import annotations
@@ -22,84 +23,96 @@ from torch import Tensor, nn
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import cache_folder, read_cached, write_cached
 from selfspec.basics.machine import machine
-from selfspec.model.linears import (
-    PackedLinear,
-    groups,
-    is_exact,
-    join_,
-    join_layer_,
-    linear,
-    pack_,
-    pack_layer_,
-    side_by_side,
-)
+from selfspec.model.families import Parts, parts_of
+from selfspec.model.linears import Group, PackedLinear, is_exact, join_, linear, pack_, side_by_side
 
 LAYOUTS = ("rows", "columns", "onednn")
-WIDTHS = (1, 2, 3, 4, 8, 128)  # rows: a decoding step, verifications, a prompt
-_SAMPLE = 512 * 2**20  # bytes of weights that are tried, if there are as many: more than processors cache
-_BUDGET = 1.5  # seconds for trying, but every layout is tried twice
-_AS_RIGHT = 8  # times the error of torch's own product that another's may be
-_CLEARLY = 0.97
-_NO_DEARER = 1.03
-_STEP = 0.35  # of a pass over one row: a draft step
-# Draft steps, rows and tokens of usual rounds: of ten drafted tokens six are right, and one has its mending beside it.
+WIDTHS = (1, 2, 3, 4, 8, 128)  # rows that are timed: a decoding step, verifications, a prompt
+_SAMPLE = 512 * 2**20  # bytes of weights that are timed, where the model has as many: more than processors cache
+_BUDGET = 1.5  # seconds of timing; every layout is timed at least twice
+_ERROR = 8  # times the error of the products by `rows` that those of another layout may have
+_CLEARLY = 0.97  # of what `rows` costs: another layout that costs less is taken
+_NO_DEARER = 1.03  # of what plain decoding's layout needs for one row: a layout for drafting needs no more
+_STEP = 0.35  # what a draft step costs, in passes of the whole model over one row
+# Rounds to choose a layout for: draft steps, rows verified, tokens emitted on average. A drafted token is accepted 6
+# times of 10; where more rows than drafted tokens and the last committed one are verified, they are further candidates.
 _ROUNDS = ((1, 2, 1.65), (1, 3, 1.78), (2, 4, 2.13), (3, 8, 2.6))
 
 Times = dict[str, dict[int, float]]
+"""Seconds by layout and by number of rows."""
 
 
 def check_layout(layout: str) -> None:
-    """Raise `SelfspecError` when `layout` is none."""
+    """Raise `SelfspecError` when `layout` is not the name of a layout."""
     if layout not in ("auto", *LAYOUTS):
         raise SelfspecError(f"layout '{layout}' is not known; known: auto, {', '.join(LAYOUTS)}")
 
 
 def lay_out_(model: Any, layout: str = "auto", *, drafting: bool = False) -> str:
-    """Change how the linears' weights of a model lie in memory, and say how they lie now.
+    """Change the layout of the weights of a model's linears in place, and return the one that they have now.
 
-    `rows`: as they came, those that read the same input side by side. `columns`: so, but by columns. `onednn`: packed
-    (`PackedLinear`), float32 on a CPU only; the packed weights take the place of the others, but for a head that is
-    also the embedding, which is then there twice. `auto` measures: with `drafting` what serves drafts and their
-    verification best, else what one row reads fastest. Raises `SelfspecError` for a layout that cannot be had.
+    `rows`: by rows, as they were loaded, those of linears that read the same input side by side in one tensor.
+    `columns`: the same by columns. `onednn`: packed (`PackedLinear`), for float32 on a CPU only; no other copy is kept,
+    except that a head that is also the embedding is then held twice. `auto`: the layout that was measured to be fastest
+    on this machine, with `drafting` for drafting and verifying, else for plain decoding. Raises `SelfspecError` for an
+    unknown layout, one that this model cannot have, and a model that is not served.
     """
     check_layout(layout)
     if layout == "auto":
         layout = choose(layout_times(model), drafting=drafting)
     if layout != "onednn":
-        join_(model, columns=layout == "columns")
+        join_all_(model, columns=layout == "columns")
         return layout
-    if not _packable(model):
+    parts = parts_of(model)
+    if not _packable(parts):
         raise SelfspecError("layout 'onednn' is for float32 weights on a CPU with oneDNN; want auto, rows or columns")
-    for layer in model.model.layers:
-        pack_layer_(layer)
-    pack_([(model, "lm_head")])
+    for group in (*parts.groups(), parts.head):
+        pack_(group)
     return layout
 
 
+def join_all_(model: Any, *, columns: bool = False) -> None:
+    """Lay the parameters of linears that read the same input side by side (`join_`) throughout a model, in place.
+
+    With `columns`, all linears' weights are stored by columns, and still written to files by rows; a head that is also
+    the embedding keeps its rows, which the embedding reads.
+    """
+    parts = parts_of(model)
+    for group in parts.groups():
+        join_(group, columns=columns)
+    if columns:
+        if parts.head.module.weight is not parts.embedding.weight:
+            join_(parts.head, columns=True)
+        model.register_state_dict_post_hook(_by_rows)
+
+
+def _by_rows(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: dict[str, Any]) -> None:
+    """Store every weight of a state dictionary by rows, as files hold it."""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and not value.is_contiguous():
+            state[name] = value.contiguous()
+
+
 def weight_bytes(model: Any) -> int:
-    """Bytes of all parameters and packed weights, each counted once."""
+    """Bytes of all parameters and packed weights; memory that several share counts once, meta tensors not at all."""
     storages = [p.untyped_storage() for p in model.parameters() if not p.is_meta]
     held: dict[int, int] = {storage.data_ptr(): storage.nbytes() for storage in storages}
     packed = {id(m.packed): m.packed for m in model.modules() if isinstance(m, PackedLinear)}
     return sum([*held.values(), *(p.bytes for p in packed.values())])
 
 
-def _linears(model: Any) -> list[tuple[Any, str]]:
-    """Where the linears of the layers and the head are."""
-    return [(model, "lm_head"), *(where for layer in model.model.layers for group in groups(layer) for where in group)]
-
-
-def _packable(model: Any) -> bool:
-    modules = [getattr(*where) for where in _linears(model)]
+def _packable(parts: Parts) -> bool:
+    modules = [module for group in (parts.head, *parts.groups()) for module in group.modules]
     exact = all(is_exact(m) and m.weight.device.type == "cpu" and m.weight.dtype == torch.float32 for m in modules)
     return exact and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def layout_times(model: Any) -> Times:
-    """`measure_layouts`, or what it gave before for this kind of model; nothing where there is nothing to choose."""
-    if not _packable(model):
+    """`measure_layouts`, or what it gave before for this kind of model; empty where only `rows` can be had."""
+    parts = parts_of(model)
+    if not _packable(parts):
         return {}
-    path = _path(model)
+    path = _path(parts)
     times = _sound(read_cached(path))
     if times is None:
         times = measure_layouts(model)
@@ -109,11 +122,11 @@ def layout_times(model: Any) -> Times:
 
 
 def choose(times: Times, *, drafting: bool) -> str:
-    """The layout that serves best by `times[layout][width]` in seconds; `rows` unless another is clearly faster.
+    """The fastest layout by `times` for a prompt of 128 tokens and 64 new ones; `rows` unless another clearly is.
 
-    For a prompt of 128 tokens and 64 new ones: plain decoding reads one row 64 times; drafting is taken to have the
-    rounds that are cheapest a token. A layout that reads one row more slowly than plain decoding's is not for drafting
-    either: where drafts are wrong, decoding in it would be slower than plain decoding, whatever the guard does.
+    Plain decoding takes 64 passes over one row. Drafting is taken to go in those of `_ROUNDS` that cost least a token,
+    and never gets a layout in which one row takes longer than in plain decoding's: where drafts are wrong, decoding
+    would be slower than plain decoding, whatever is drafted.
     """
     if not times:
         return "rows"
@@ -139,122 +152,124 @@ def _clearest(cost: Callable[[str], float], times: Times) -> str:
 
 @torch.inference_mode()
 def measure_layouts(model: Any) -> Times:
-    """Seconds that the linears of a sample of the model's layers take, by layout and number of rows.
+    """Seconds that the linears of some of the model's layers (`_SAMPLE`) take, by layout and number of rows.
 
-    A layout that cannot be had, or whose products are not right, is left out; nothing where even rows cannot be tried.
+    A layout that cannot be had, or whose products are wrong, is left out; empty where not even `rows` can be timed.
     """
-    layers, held = [], 0
-    for layer in model.model.layers:
+    layers: list[tuple[Group, ...]] = []
+    held = 0
+    for layer in parts_of(model).layers:
         if held < _SAMPLE:
-            layers.append(layer)
-            held += sum(p.numel() * p.element_size() for p in layer.parameters())
-    tried = {layout: calls for layout in LAYOUTS if (calls := _calls(layers, layout))}
+            layers.append(layer.groups)
+            held += sum(p.numel() * p.element_size() for p in layer.module.parameters())
+    tried = {layout: products for layout in LAYOUTS if (products := _products(layers, layout))}
     if "rows" not in tried:
         return {}
-    wrong = [name for name, calls in tried.items() if name != "rows" and not _right(calls, tried["rows"])]
+    first = len(layers[0])
+    by_rows = tried["rows"][:first]
+    wrong = [name for name in tried if name != "rows" and not _right(tried[name][:first], by_rows)]
     for layout in wrong:
         del tried[layout]
     times: Times = {layout: dict.fromkeys(WIDTHS, float("inf")) for layout in tried}
     start, sweeps = time.perf_counter(), 0
     while sweeps < 2 or (sweeps < 8 and time.perf_counter() - start < _BUDGET):
         for width in WIDTHS:
-            for layout, calls in tried.items():
-                for seconds in _timed(calls, width), _timed(calls, width):  # once more, with what caches then hold
+            for layout, products in tried.items():
+                for seconds in _timed(products, width), _timed(products, width):  # the second with warm caches
                     times[layout][width] = min(times[layout][width], seconds)
         sweeps += 1
     return times
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """The product of `modules` that read the same input: `run(x)` of `x` `[n, in]`; one `x`, of the most rows."""
+class _Product:
+    """The product of `modules` that read the same input: `run(x)` of `x` `[n, in]`; `x` has rows for all `WIDTHS`."""
 
     x: Tensor
     run: Callable[[Tensor], Tensor]
     modules: Sequence[Any]
 
 
-def _timed(calls: Sequence[_Call], width: int) -> float:
+def _timed(products: Sequence[_Product], width: int) -> float:
     start = time.perf_counter()
-    for call in calls:
-        call.run(call.x[:width])
+    for product in products:
+        product.run(product.x[:width])
     return time.perf_counter() - start
 
 
-def _calls(layers: Sequence[Any], layout: str) -> list[_Call]:
-    """The products of copies of `layers` in a layout; none where that is not to be had."""
+def _products(layers: Sequence[Sequence[Group]], layout: str) -> list[_Product]:
+    """The products of copies of the layers' linears in a layout, in order; none where that is not to be had."""
     try:
-        copies = [_copy(layer) for layer in layers]
-        for layer in copies:
+        groups = [_copy(group) for layer in layers for group in layer]
+        for group in groups:
             if layout == "onednn":
-                pack_layer_(layer)
+                pack_(group)
             else:
-                join_layer_(layer, columns=layout == "columns")
-        calls = [_call([getattr(*where) for where in group]) for layer in copies for group in groups(layer)]
-        for call in calls[:4]:
-            call.run(call.x)
+                join_(group, columns=layout == "columns")
+        products = [_product(group.modules) for group in groups]
+        for product in products[: len(layers[0])]:
+            product.run(product.x)
     except (RuntimeError, AttributeError):
         return []
-    return calls
+    return products
 
 
-def _call(modules: Sequence[Any]) -> _Call:
+def _product(modules: Sequence[Any]) -> _Product:
     x = torch.randn(max(WIDTHS), modules[0].in_features, generator=torch.Generator().manual_seed(0))
     if len(modules) == 1:
-        return _Call(x, linear(modules[0]), modules)
+        return _Product(x, linear(modules[0]), modules)
     into, out = side_by_side(modules), torch.empty(len(x), sum(m.out_features for m in modules))
 
     def run(x: Tensor) -> Tensor:
         into(x, out[: len(x)])
         return out[: len(x)]
 
-    return _Call(x, run, modules)
+    return _Product(x, run, modules)
 
 
-def _right(calls: Sequence[_Call], usual: Sequence[_Call]) -> bool:
-    """Whether the first layer's products are as near to the exact ones as the usual ones are, nearly."""
-    for mine, theirs in zip(calls[:4], usual[:4], strict=True):
+def _right(products: Sequence[_Product], by_rows: Sequence[_Product]) -> bool:
+    """Whether no product's largest error is above `_ERROR` times that of the same product `by_rows`."""
+    for mine, theirs in zip(products, by_rows, strict=True):
         weight = torch.cat([m.weight for m in theirs.modules]).double()
         bias = [m.bias for m in theirs.modules if m.bias is not None]
         exact = mine.x.double() @ weight.t() + (torch.cat(bias).double() if bias else 0)
-        errors = [float((call.run(call.x) - exact).abs().max()) for call in (mine, theirs)]
-        if not errors[0] <= _AS_RIGHT * errors[1]:
+        errors = [float((product.run(product.x) - exact).abs().max()) for product in (mine, theirs)]
+        if not errors[0] <= _ERROR * errors[1]:
             return False
     return True
 
 
-def _copy(layer: Any) -> Any:
-    """A layer's linears in modules of their own, over the same weights; nothing else of it."""
-    fake = SimpleNamespace(self_attn=SimpleNamespace(), mlp=SimpleNamespace())
-    for mine, theirs in zip(groups(fake), groups(layer), strict=True):
-        for (to, name), where in zip(mine, theirs, strict=True):
-            old = getattr(*where)
-            new = nn.Linear(old.in_features, old.out_features, bias=False, device="meta")
-            new.weight = nn.Parameter(old.weight.detach(), requires_grad=False)
-            if old.bias is not None:
-                new.bias = nn.Parameter(old.bias.detach(), requires_grad=False)
-            setattr(to, name, new)
-    return fake
+def _copy(group: Group) -> Group:
+    """The same linears as modules of their own, over the same weights."""
+    copies = {name: _linear_like(module) for name, module in zip(group.names, group.modules, strict=True)}
+    return Group(SimpleNamespace(**copies), group.names)
 
 
-def _path(model: Any) -> Path:
+def _linear_like(module: Any) -> nn.Linear:
+    new = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+    new.weight = nn.Parameter(module.weight.detach(), requires_grad=False)
+    if module.bias is not None:
+        new.bias = nn.Parameter(module.bias.detach(), requires_grad=False)
+    return new
+
+
+def _path(parts: Parts) -> Path:
     """Where the times for this kind of model, with these threads, on this machine, are kept."""
-    layer = model.model.layers[0]
-    shapes = [tuple(getattr(*where).weight.shape) for group in groups(layer) for where in group]
+    shapes = [tuple(module.weight.shape) for group in parts.layers[0].groups for module in group.modules]
     settings = [os.environ.get(name) for name in ("THP_MEM_ALLOC_ENABLE", "ONEDNN_MAX_CPU_ISA")]
     what = [
         *settings,
         machine(torch.device("cpu")),
         torch.get_num_threads(),
         torch.__version__,
-        len(model.model.layers),
+        len(parts.layers),
         shapes,
     ]
     return cache_folder() / "layouts" / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]}.json"
 
 
 def _sound(data: Any) -> Times | None:
-    """Times read back: widths are text in JSON."""
+    """Times read from JSON, whose keys are text; None where they are not what `measure_layouts` gives."""
     try:
         times = {str(layout): {int(w): float(t) for w, t in row.items()} for layout, row in data.items()}
     except (AttributeError, TypeError, ValueError):

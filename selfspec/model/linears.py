@@ -1,14 +1,15 @@
 """Linear maps as the runtime calls them: without a module call's overhead, and several over one input as one.
 
-The parameters of query, key and value, and of gate and up, can be laid side by side in one tensor each (`join_`), which
-keeps their values and needs no memory; one product then serves all of them. Weights can also be packed in the order
-that oneDNN reads fastest (`PackedLinear`). Knows nothing of caches and prompts.
+The parameters of linears that read the same input (a `Group`: query, key and value, for one) can be laid side by side
+in one tensor (`join_`), which keeps their values and needs no memory; one product then serves all of them. Weights can
+also be packed in the order that oneDNN reads fastest (`PackedLinear`). Knows nothing of families and caches.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,17 +19,17 @@ from torch import Tensor, nn
 from selfspec.basics.errors import SelfspecError
 from selfspec.model.dispatch import calls_itself
 
-_PACKED_FOR = 16  # rows; the order found for them serves one row and hundreds as well
+_PACKED_FOR = 16  # rows that oneDNN is told to expect; the order that it then chooses suits one row and hundreds too
 Call = Callable[[Tensor], Tensor]
-Into = Callable[[Tensor, Tensor], object]
-Onto = Callable[[Tensor, Tensor], object]
+Into = Callable[[Tensor, Tensor], object]  # f(x, out): writes what x gives to out
+Onto = Callable[[Tensor, Tensor], object]  # f(base, x): adds what x gives to base, in place
 
 
 def is_plain(module: nn.Module, *, offloaded: bool = False) -> bool:
     """Whether calling `module` runs its class's own forward and nothing else: no hooks, no parametrisation.
 
-    accelerate's moving of inputs does not count, as they are there already; with `offloaded`, nor do weights that it
-    brings.
+    accelerate's moving of inputs does not count, as the runtime has them on the module's device already; with
+    `offloaded`, nor does its bringing of weights.
     """
     hooks = module._forward_hooks or module._forward_pre_hooks
     return not hooks and calls_itself(module, offloaded=offloaded) and not hasattr(module, "parametrizations")
@@ -52,9 +53,9 @@ def linear(module: Any) -> Call:
 
 
 def linear_over(module: Any, outputs: Sequence[int]) -> Call | None:
-    """A linear of which only `outputs` are computed; the others are -inf. None where its weight is not at hand.
+    """A linear from `[N, in]` to `[N, out]` of which only `outputs` are computed; the others are -inf.
 
-    It holds a copy of the weight's rows.
+    It holds a copy of the weight's rows. None where the weight is not at hand (quantised, adapted, offloaded).
     """
     if not (is_exact(module) or (type(module) is PackedLinear and is_plain(module))):
         return None
@@ -106,56 +107,45 @@ def side_by_side(modules: Sequence[Any]) -> Into:
 
 
 def _product(weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
-    """The product with `weight` `[out, in]`, made once ready to be multiplied with."""
+    """The function x @ weight.t() + bias of x, the weight `[out, in]` transposed once and not at each call."""
     if bias is None:
         return partial(torch.mm, mat2=weight.t())
     return partial(torch.addmm, bias, mat2=weight.t())
 
 
-def groups(layer: Any) -> list[list[tuple[Any, str]]]:
-    """Where a decoder layer's linears are, by parent and name, those together that read the same input."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return [
-        [(attention, "q_proj"), (attention, "k_proj"), (attention, "v_proj")],
-        [(attention, "o_proj")],
-        [(mlp, "gate_proj"), (mlp, "up_proj")],
-        [(mlp, "down_proj")],
-    ]
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Linears that read the same input: the attributes `names` of `parent`.
+
+    `writes`: what they give is added to the residual stream.
+    """
+
+    parent: Any
+    names: tuple[str, ...]
+    writes: bool = False
+
+    @property
+    def modules(self) -> list[Any]:
+        """The linears, as they are now."""
+        return [getattr(self.parent, name) for name in self.names]
+
+    @property
+    def module(self) -> Any:
+        """The linear of a group of one."""
+        (module,) = self.modules
+        return module
 
 
 @torch.no_grad()
-def join_(model: Any, *, columns: bool = False) -> None:
-    """Lay the parameters that read the same input side by side, layer by layer, in place.
+def join_(group: Group, *, columns: bool = False) -> None:
+    """Lay the parameters of a group side by side in one tensor, in place.
 
-    Every parameter keeps its values, its shape and its identity, and becomes a view of the whole. With `columns`, all
-    linears' weights are stored by columns, so that `weight.t()` is contiguous; a head that is also the embedding keeps
-    its rows. Exact `nn.Linear` of one dtype on one device only; anything else (adapters, quantised or offloaded
-    weights, hooks) stays as it is.
+    Every parameter keeps its values, its shape and its identity, and becomes a view of the whole. With `columns`,
+    weights are stored by columns, so that `weight.t()` is contiguous. Exact `nn.Linear` of one dtype on one device
+    only; anything else (adapters, quantised or offloaded weights, hooks) stays as it is.
     """
-    for layer in model.model.layers:
-        join_layer_(layer, columns=columns)
-    if columns:
-        if model.lm_head.weight is not model.model.embed_tokens.weight:
-            _join([model.lm_head], columns)
-        model.register_state_dict_post_hook(_by_rows)
-
-
-def _by_rows(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: dict[str, Any]) -> None:
-    """Lay every weight of a state dictionary out as files hold it."""
-    for name, value in state.items():
-        if isinstance(value, Tensor) and not value.is_contiguous():
-            state[name] = value.contiguous()
-
-
-def join_layer_(layer: Any, *, columns: bool = False) -> None:
-    """`join_` of one decoder layer."""
-    for group in groups(layer):
-        if columns or len(group) > 1:
-            _join([getattr(*where) for where in group], columns)
-
-
-def _join(modules: Sequence[Any], columns: bool) -> None:
-    if not all(map(is_exact, modules)):
+    modules = group.modules
+    if not (columns or len(modules) > 1) or not all(map(is_exact, modules)):
         return
     for name in ("weight", "bias"):
         parts = [getattr(module, name) for module in modules]
@@ -200,12 +190,12 @@ def _whole_packed(modules: Sequence[Any]) -> Packed | None:
 
 
 def is_exact(module: nn.Module) -> bool:
-    """Whether a module is an `nn.Linear` itself, with its weight at hand and without hooks."""
+    """Whether a module is an `nn.Linear`, no subclass, without hooks and with its weight loaded."""
     return type(module) is nn.Linear and is_plain(module) and not module.weight.is_meta
 
 
 class Packed:
-    """A weight `[out, in]` in the order that oneDNN reads fastest for few rows, where 8 cost little more than 1.
+    """A weight `[out, in]` in an order of oneDNN's, which makes products with 8 rows little dearer than with one.
 
     float32 on the CPU. Raises whatever torch raises where oneDNN cannot pack it.
     """
@@ -235,10 +225,12 @@ def _packed_product(x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 class PackedLinear(nn.Module):
-    """What was an `nn.Linear`: rows `start` on of a packed weight that others may have rows of too.
+    """Takes the place of an `nn.Linear` whose weight has been packed, alone or together with others' over its input.
 
-    `weight` unpacks it each time it is read: it is no parameter. A model with these can be called, copied and saved as
-    before, but neither trained nor moved; its own forward is slower, as each part computes the whole's product.
+    Its own weight is the rows from `start` on of the packed one, as many as it has outputs. `weight` unpacks them each
+    time it is read: it is no parameter. A model with these can be called, copied and saved as before, but neither
+    trained nor moved. Its own forward, which calls these one by one, is slower: each computes the whole packed product
+    and returns its part of it.
     """
 
     def __init__(self, packed: Packed, start: int, linear: nn.Linear) -> None:
@@ -269,22 +261,15 @@ class PackedLinear(nn.Module):
 
 
 @torch.no_grad()
-def pack_layer_(layer: Any) -> None:
-    """Put packed linears in the place of one decoder layer's exact ones, those together that read the same input."""
-    for group in groups(layer):
-        pack_(group)
-
-
-@torch.no_grad()
-def pack_(group: Sequence[tuple[Any, str]]) -> None:
-    """Put packed linears in the place of exact ones over one input, each named by its parent and its name there."""
-    modules = [getattr(*where) for where in group]
+def pack_(group: Group) -> None:
+    """Replace a group's exact linears by `PackedLinear`: parts of one packed weight, unless only some have a bias."""
+    modules = group.modules
     if any((module.bias is None) != (modules[0].bias is None) for module in modules):
-        for where in group:
-            pack_([where])
+        for name in group.names:
+            pack_(Group(group.parent, (name,)))
         return
     bias = None if modules[0].bias is None else torch.cat([module.bias.detach() for module in modules])
     packed, start = Packed(torch.cat([module.weight.detach() for module in modules]), bias), 0
-    for (parent, name), module in zip(group, modules, strict=True):
-        setattr(parent, name, PackedLinear(packed, start, module))
+    for name, module in zip(group.names, modules, strict=True):
+        setattr(group.parent, name, PackedLinear(packed, start, module))
         start += module.out_features

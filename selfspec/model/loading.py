@@ -148,12 +148,12 @@ def read_identity(name: str) -> Identity:
     """What a model's configuration says of it, without its weights. Raises `SelfspecError`."""
     from transformers import AutoConfig
 
-    from selfspec.model.families import check_family
-    from selfspec.model.families import read_identity as read
+    from selfspec.model.families import find_family
+    from selfspec.model.skeleton import read_identity as read
 
     try:
         config = AutoConfig.from_pretrained(_source(name), trust_remote_code=False)
-        check_family(config, name)
+        find_family(config, name)
         return read(config)
     except SelfspecError:
         raise

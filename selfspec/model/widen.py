@@ -1,7 +1,8 @@
 """Function-preserving widening: a small model's text at a large model's cost. An instrument for benchmarks.
 
-The stream is padded with zeros; attention heads and MLP units are added that read it with random weights and write
-nothing. Knows nothing of prompts and profiles.
+The residual stream is padded with channels of zeros. Attention heads and MLP units are added, which read the stream
+with random weights and whose output has zero weights. That keeps the logits of RMSNorm models with separate projections
+and no other weights, as the families served have them. Knows nothing of caches, prompts and drafts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.model.families import check_family
+from selfspec.model.families import Parts, find_family
 
 
 @torch.no_grad()
@@ -27,37 +28,37 @@ def widen(model: Any, factor: int, *, seed: int = 0) -> Any:
     """
     if factor < 1:
         raise SelfspecError(f"widening factor {factor}: want at least 1")
-    check_family(model.config, type(model).__name__)
+    family = find_family(model.config, type(model).__name__)
+    narrow = family.parts(model)
     config = copy.deepcopy(model.config)
-    config.head_dim = model.model.layers[0].self_attn.head_dim
+    config.head_dim = narrow.head_dim
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
         setattr(config, name, getattr(config, name) * factor)
     config.rms_norm_eps = config.rms_norm_eps / factor
-    weight = model.lm_head.weight
+    weight = narrow.head.module.weight
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        wide = type(model)(config).to(weight.dtype).to(weight.device).eval()
-    wide.generation_config = copy.deepcopy(model.generation_config)
-    _fill(wide.model.embed_tokens.weight, model.model.embed_tokens.weight, clear=True)
+        widened = type(model)(config).to(weight.dtype).to(weight.device).eval()
+    widened.generation_config = copy.deepcopy(model.generation_config)
+    wide = family.parts(widened)
+    _fill(wide.embedding.weight, narrow.embedding.weight, clear=True)
     if not config.tie_word_embeddings:
-        _fill(wide.lm_head.weight, weight)
-    for new, old in zip(_norms(wide), _norms(model), strict=True):
+        _fill(wide.head.module.weight, weight)
+    for new, old in zip(_norms(wide), _norms(narrow), strict=True):
         new.weight[: len(old.weight)] = old.weight * factor**-0.5
-    for new, old in zip(wide.model.layers, model.model.layers, strict=True):
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            _linear(getattr(new.self_attn, name), getattr(old.self_attn, name), writes=name == "o_proj")
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            _linear(getattr(new.mlp, name), getattr(old.mlp, name), writes=name == "down_proj")
-    return wide
+    for group, source in zip(wide.groups(), narrow.groups(), strict=True):
+        for new, old in zip(group.modules, source.modules, strict=True):
+            _linear(new, old, writes=group.writes)
+    return widened
 
 
-def _norms(model: Any) -> list[Any]:
-    layers = model.model.layers
-    return [model.model.norm, *(n for layer in layers for n in (layer.input_layernorm, layer.post_attention_layernorm))]
+def _norms(parts: Parts) -> list[Any]:
+    """The norms of the stream."""
+    return [parts.norm, *(norm for layer in parts.layers for norm in layer.norms)]
 
 
 def _linear(new: nn.Linear, old: nn.Linear, *, writes: bool) -> None:
-    """`writes`: to the stream, and so nothing but what the old one wrote."""
+    """Fill `new` from `old`. One that `writes` to the stream writes what the old one wrote and nothing else."""
     _fill(new.weight, old.weight, clear=writes)
     if old.bias is not None:
         _fill(new.bias, old.bias, clear=True)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from selfspec.basics.errors import BusyError, SelfspecError
 from selfspec.facts.draft_path import FULL, DraftPath
-from selfspec.model.families import Block, read_skeleton
+from selfspec.model.families.base import Attention
+from selfspec.model.skeleton import read_skeleton
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.masks import Masks
 from selfspec.runtime.paths import CompiledPath, Paths
@@ -183,17 +184,17 @@ class Runtime:
         streams: dict[int, Tensor] = {}
         halves: dict[int, Tensor] = {}
         way = self._full if path is None else path
-        for index, block, attend, expand in way.blocks:
+        for index, device, attention, mlp in way.blocks:
             if index in hidden:
                 streams[index] = _kept(scratch)
-            if scratch.device != block.device:
-                scratch, place = self._moved(scratch, place, block.device)
-            if attend:
-                self._attention(block, index, scratch, place)
+            if scratch.device != device:
+                scratch, place = self._moved(scratch, place, device)
+            if attention is not None:
+                self._attention(attention, index, scratch, place)
             if index in between:
                 halves[index] = _kept(scratch)
-            if expand:
-                self._mlp(block, scratch)
+            if mlp is not None:
+                mlp.run(scratch)
         if self.layers in hidden:
             streams[self.layers] = _kept(scratch)
         if logits is None:
@@ -230,10 +231,10 @@ class Runtime:
         x = x.to(block.device).flatten(0, 1)
         scratch.stream.copy_(x)
         if part == "mlp":
-            self._mlp(block, scratch)
+            block.mlp.run(scratch)
         else:
             place = self._place(batch, n, positions, positions if slots is None else slots, mask, rows)
-            self._attention(block, index, scratch, _move(place, block.device))
+            self._attention(block.attention, index, scratch, _move(place, block.device))
         return (scratch.stream - x).view(batch, n, -1)
 
     def _place(
@@ -262,9 +263,9 @@ class Runtime:
         to = slots if isinstance(slots, Tensor) else self.cache.run(slots, n, rows)
         return _Place(turn, to, keys, values, additive, direct, causal, rows)
 
-    def _attention(self, block: Block, index: int, scratch: Scratch, place: _Place) -> None:
+    def _attention(self, attention: Attention, index: int, scratch: Scratch, place: _Place) -> None:
         """Add what a layer's attention gives to the stream, and write its keys and values."""
-        block.qkv(block.input_norm(scratch.stream, scratch.longer, scratch.normed), scratch.qkv)
+        attention.qkv(attention.norm(scratch.stream, scratch.longer, scratch.normed), scratch.qkv)
         if isinstance(place.turn, Tensor):
             torch.bmm(scratch.qk, place.turn, out=scratch.turned)
         else:
@@ -292,13 +293,7 @@ class Runtime:
             )
         if out is not scratch.out:
             scratch.take(out)
-        block.o(scratch.stream, scratch.mixed)
-
-    @staticmethod
-    def _mlp(block: Block, scratch: Scratch) -> None:
-        """Add what a layer's MLP gives to the stream."""
-        block.gate_up(block.post_norm(scratch.stream, scratch.longer, scratch.normed), scratch.gate_up)
-        block.down(scratch.stream, torch.mul(block.act(scratch.gate), scratch.up, out=scratch.activated))
+        attention.add(scratch.stream, scratch.mixed)
 
     def _moved(self, scratch: Scratch, place: _Place, device: torch.device) -> tuple[Scratch, _Place]:
         """The stream, and what lies beside the cache, on another device."""

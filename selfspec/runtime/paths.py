@@ -10,15 +10,16 @@ import torch
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.facts.draft_path import DraftPath
-from selfspec.model.families import Block, Skeleton
-from selfspec.model.linears import Call, linear_over
+from selfspec.model.families.base import Attention, Mlp
+from selfspec.model.linears import Call
+from selfspec.model.skeleton import Skeleton
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class CompiledPath:
-    """A draft path of one model: for each layer its number, its block, and whether its attention and its MLP run."""
+    """A draft path of one model: for each layer its number, its device, and its attention and MLP; None: bypassed."""
 
-    blocks: tuple[tuple[int, Block, bool, bool], ...]
+    blocks: tuple[tuple[int, torch.device, Attention | None, Mlp | None], ...]
     head: Call
 
 
@@ -36,7 +37,10 @@ class Paths:
         if found is None:
             blocks, layers = self._skeleton.blocks, len(self._skeleton.blocks)
             skipped = path.skip.bits(layers)
-            runs = tuple((i, block, not skipped[i], not skipped[layers + i]) for i, block in enumerate(blocks))
+            runs = tuple(
+                (i, block.device, *block.running(attention=not skipped[i], mlp=not skipped[layers + i]))
+                for i, block in enumerate(blocks)
+            )
             head = self._skeleton.head if path.vocabulary is None else self._head_over(path.vocabulary)
             found = self._paths[path] = CompiledPath(runs, head)
         return found
@@ -47,8 +51,8 @@ class Paths:
         vocabulary = self._skeleton.identity.vocabulary or 0
         if max(tokens) >= vocabulary:
             raise SelfspecError(f"a draft vocabulary is of one or more different tokens from 0 to {vocabulary - 1}")
-        head = self._heads.get(tokens) or linear_over(self._skeleton.lm_head, tokens)
+        head = self._heads.get(tokens) or self._skeleton.head_over(tokens)
         if head is None:
-            raise SelfspecError("a draft vocabulary needs the weight of lm_head itself; draft with the whole head")
+            raise SelfspecError("a draft vocabulary needs the head's own weight; draft with the whole head")
         self._heads[tokens] = head
         return head

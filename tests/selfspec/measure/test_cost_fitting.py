@@ -27,7 +27,7 @@ def clock(monkeypatch):
 
     def timed(self, tokens, positions, *, path=None, **options):
         n, runs = tokens.shape[1], (path or self.compile(FULL)).blocks
-        attention, mlp = (sum(block[part] for block in runs) for part in (2, 3))
+        attention, mlp = (sum(block[part] is not None for block in runs) for part in (2, 3))
         now[0] += BASE + attention * ATTENTION + mlp * MLP + ROW * (n - 1)
         return forward(self, tokens, positions, path=path, **options)
 

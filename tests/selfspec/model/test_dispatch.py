@@ -163,13 +163,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as add_device
 from models import CONFIGS
 from transformers import AutoModelForCausalLM
-from selfspec.model import families
+from selfspec.model import skeleton
 from selfspec.runtime.forward import Runtime
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 
 add_device("fake")
-families._fingerprint = lambda model: None  # there are no values
+skeleton._fingerprint = lambda model: None  # there are no values
 PLACES = {"embed_tokens": 0, "layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1, "norm": 1, "rotary_emb": 1}
 with FakeTensorMode():
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["llama"])).eval()

@@ -8,7 +8,8 @@ from models import CONFIGS, plain, tiny
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from selfspec.model.linears import PackedLinear, join_, linear, linear_onto, linear_over, pack_, side_by_side
+from selfspec.model.layout import join_all_
+from selfspec.model.linears import Group, PackedLinear, linear, linear_onto, linear_over, pack_, side_by_side
 from selfspec.runtime.forward import Runtime
 
 X = torch.randn(6, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -35,7 +36,7 @@ def together(modules, x=X):
 def test_joining_changes_nothing_but_where_parameters_lie(name, columns):
     model, other = tiny(CONFIGS[name]), tiny(CONFIGS[name])
     parameters = dict(model.named_parameters())
-    join_(model, columns=columns)
+    join_all_(model, columns=columns)
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
     assert all(torch.equal(weight, other.state_dict()[name]) for name, weight in model.state_dict().items())
     bytes_held = {
@@ -67,7 +68,7 @@ def test_joined_parameters_are_one_product(name, columns):
     expected = separately(parts(model))
     with Products() as before:
         torch.testing.assert_close(together(parts(model)), expected)
-    join_(model, columns=columns)
+    join_all_(model, columns=columns)
     with Products() as after:
         torch.testing.assert_close(together(parts(model)), expected)
     assert len(before.shapes) == 3
@@ -81,7 +82,7 @@ def test_what_is_not_an_exact_linear_stays_as_it_is():
     heard = []
     model.model.layers[2].self_attn.v_proj.register_forward_hook(lambda *_: heard.append(1))
     weights = [parameter.data_ptr() for parameter in model.model.layers[1].self_attn.parameters()]
-    join_(model)
+    join_all_(model)
     assert [parameter.data_ptr() for parameter in model.model.layers[1].self_attn.parameters()] == weights
     torch.testing.assert_close(together(parts(model)), separately(parts(model)))
     plain(Runtime(model), [3, 1, 4], 4)
@@ -90,7 +91,7 @@ def test_what_is_not_an_exact_linear_stays_as_it_is():
 
 def test_weights_changed_in_place_are_seen_and_replaced_ones_are_not_mistaken():
     model = tiny(CONFIGS["llama"])
-    join_(model)
+    join_all_(model)
     joined, out = side_by_side(parts(model)), torch.empty(6, 64, dtype=torch.float64)
     with torch.no_grad():
         parts(model)[1].weight.mul_(2)
@@ -102,7 +103,7 @@ def test_weights_changed_in_place_are_seen_and_replaced_ones_are_not_mistaken():
 
 def test_a_joined_model_can_be_saved_and_loaded(tmp_path):
     model = tiny(CONFIGS["llama"])
-    join_(model)
+    join_all_(model)
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path, dtype=torch.float64)
     assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in model.state_dict().items())
@@ -136,7 +137,7 @@ def test_a_linear_over_some_outputs(bias, packed):
     whole = holder.head(X.float())
     if packed:
         with torch.no_grad():
-            pack_([(holder, "head")])
+            pack_(Group(holder, ("head",)))
         assert isinstance(holder.head, PackedLinear)
     outputs = [7, 0, 4]
     with torch.no_grad():

@@ -1,0 +1,156 @@
+"""What a family says of its models: where their modules are (`Parts`), and how their sub-layers compute (`Block`).
+
+The runtime's loop is the same for all families: the embedding starts the residual stream; each layer's attention and
+MLP sub-layer read the stream and add to it; the last norm and the head make logits of it. What differs goes into the
+callables: a norm of queries and keys into `Attention.qkv`, a norm or a multiplier of what a sub-layer gives into
+`Attention.add` and the MLP's `run`, multipliers of the embedding and the logits into `Family.embed` and `Family.head`,
+experts into an `Mlp` of their own. Knows nothing of caches, prompts and drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.model.linears import Call, Group, Into, Onto
+from selfspec.model.norms import Norm, Norms
+
+Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""`rotary(x, positions)`: rope's cosines and sines `[B, n, d]`, of the dtype of `x`, at `positions` `[B, n]`.
+
+A head `[d]` is turned as Llama's are: x * cos + (-x2, x1) * sin, where x1 and x2 are its halves. Where a family pairs
+dimensions otherwise, or turns a part of them, its `Attention.qkv` brings queries and keys into this order, which does
+not change their products; cosines of dimensions that are not turned are 1, sines 0.
+"""
+
+
+class Workspace(Protocol):
+    """The residual stream of a pass over N rows, and tensors to compute in, which whoever comes next overwrites."""
+
+    stream: Tensor  # [N, D], the residual stream: added to in place, otherwise only read
+    longer: Tensor  # [N, D + 1], the stream and one more column, see `Norm`
+    normed: Tensor  # [N, D], overwritten by nothing but norms
+    gate_up: Tensor  # [N, 2 * I], I units of the MLP: gate and up side by side
+    gate: Tensor  # [N, I], a view of `gate_up`
+    up: Tensor  # [N, I], a view of `gate_up`
+    activated: Tensor  # [N, I]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What a family computes of an attention sub-layer. Rope, cache and attention itself are the runtime's.
+
+    `norm` gives what is read of the stream. `qkv` writes its queries, keys and values before rope, side by side,
+    `[N, (H + 2 * H_kv) * d]`. `add` adds to the stream what the heads' outputs `[N, H * d]` come to.
+    """
+
+    norm: Norm
+    qkv: Into
+    add: Onto
+
+
+class Mlp(Protocol):
+    """An MLP sub-layer."""
+
+    def run(self, work: Workspace) -> None:
+        """Add to the stream what the MLP makes of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """down(act(gate(x)) * up(x)) of the normed stream x."""
+
+    norm: Norm
+    gate_up: Into
+    act: Call
+    down: Onto
+
+    def run(self, work: Workspace) -> None:
+        """Add that to the stream."""
+        self.gate_up(self.norm(work.stream, work.longer, work.normed), work.gate_up)
+        self.down(work.stream, torch.mul(self.act(work.gate), work.up, out=work.activated))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A decoder layer: an attention and an MLP sub-layer on `device`, the second reading what the first has added."""
+
+    attention: Attention
+    mlp: Mlp
+    device: torch.device
+
+    def running(self, *, attention: bool, mlp: bool) -> tuple[Attention | None, Mlp | None]:
+        """The sub-layers as they run when only these do; None: bypassed.
+
+        In a family whose sub-layers both read the stream as it enters the layer (parallel residual), the MLP must not
+        read what attention has just added: where both run, the MLP given here takes the normed rows that attention's
+        norm has left in `Workspace.normed`.
+        """
+        return self.attention if attention else None, self.mlp if mlp else None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Where a decoder layer keeps its modules.
+
+    `module` is the layer itself. `groups` are its linears in the order of their use, those together that read the same
+    input. `norms` are those over the width of the residual stream, in the order of their use.
+    """
+
+    module: Any
+    groups: tuple[Group, ...]
+    norms: tuple[nn.Module, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Where a model keeps its modules, and numbers that not every family's configuration has, or has by one name.
+
+    `norm` is the last one, before `head`. `scaling` multiplies the products of queries and keys. `eps` is that of the
+    stream's norms.
+    """
+
+    embedding: Any
+    layers: tuple[Layer, ...]
+    norm: Any
+    head: Group
+    rotary: Rotary
+    head_dim: int
+    scaling: float
+    eps: float
+
+    def groups(self) -> Iterator[Group]:
+        """The linears of all layers, those together that read the same input."""
+        for layer in self.layers:
+            yield from layer.groups
+
+    def called(self) -> Iterator[nn.Module]:
+        """The modules that are called one by one, or whose weights are read, instead of calling the model."""
+        yield from (self.embedding, self.norm, self.head.module)
+        for layer in self.layers:
+            yield from layer.norms
+            for group in layer.groups:
+                yield from group.modules
+
+
+class Family(Protocol):
+    """Models with one module tree. It holds no state: one instance serves all models of the family."""
+
+    def parts(self, model: Any) -> Parts:
+        """Where `model` keeps its modules. Raises `UnsupportedModelError` for one without a head or without layers."""
+
+    def block(self, layer: Layer, norms: Norms) -> Block:
+        """How a layer computes; norms of the stream are read through `norms`, which keeps them up to date."""
+
+    def embed(self, parts: Parts) -> Call:
+        """From token ids `[B, n]` to the stream `[B, n, D]` that enters the first layer."""
+
+    def head(self, parts: Parts) -> Call:
+        """From normed rows `[N, D]` to logits `[N, V]`."""
+
+    def head_over(self, parts: Parts, tokens: Sequence[int]) -> Call | None:
+        """As `head`, computing these tokens' logits only; the others are -inf. None without the weight at hand."""
