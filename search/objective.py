@@ -30,7 +30,7 @@ from .trace import Trace, walk
 
 FIRST_SHARE = 0.25  # of the starts, replayed first
 LOWEST_THRESHOLD, LONGEST_FIXED = 0.05, 3
-WITH_SIBLINGS = 3  # controllers that are also tried with further candidates
+WITH_CANDIDATES = 3  # controllers that are also tried with several candidates for each place
 ALONE = 4  # tokens that are always drafted where sub-layers are looked at one by one
 DINKELBACH, RATE_KNOWN = 8, 1e-3  # tries at most, and how well the rate is to be known
 
@@ -40,8 +40,8 @@ class Score:
     """What a skip set is worth, with the best of the controllers. `pruned`: only a share was looked at.
 
     `tokens_per_second` counts decoding alone under replay, and the prompt's pass too when decoding was timed.
-    `siblings`: candidates for each position at most; `acceptance`: the curve that the controller rests on;
-    `vocabulary`: the only tokens that are drafted, none means all.
+    `candidates`: for each place at most, the drafted token counted; `acceptance`: the curve that the controller rests
+    on; `vocabulary`: the only tokens that are drafted, none means all.
     """
 
     skip: SkipSet
@@ -52,7 +52,7 @@ class Score:
     controller: ControllerSpec
     pruned: bool = False
     vocabulary: tuple[int, ...] = ()
-    siblings: int = 1
+    candidates: int = 1
     acceptance: AcceptanceCurve | None = None
 
 
@@ -89,10 +89,10 @@ def decode_all(llm: LLM, drafter: Drafter, prompts: Sequence[Prompt], decoding: 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How drafts are ended, and how many candidates each position may have."""
+    """How drafts are ended, and how many candidates each place may have."""
 
     controller: Controller
-    siblings: int = 1
+    candidates: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +121,10 @@ class _Incumbent:
 class Replayed:
     """Predicted tokens per second of decoding the replay's texts: best over `controllers`, tuned on the trace.
 
-    The best few controllers are also tried with further candidates beside each token; a rate-optimal one is fitted to
-    the trace. A set is first looked at on a share of the starts and pruned there when it is worse than the best set
-    known, text by text, by more than two standard errors of the mean difference. `candidates`: for each position,
-    the most that are tried; those that the replay answers for when left out.
+    The best few controllers are also tried with several candidates for each place; those that ask for an outlook are
+    told the trace's. A set is first looked at on a share of the starts and pruned there when it is worse than the best
+    set known, text by text, by more than two standard errors of the mean difference. `candidates`: for each place, the
+    most that are tried; those that the replay answers for when left out.
     """
 
     def __init__(
@@ -179,23 +179,23 @@ class Replayed:
             return sorted(values, key=lambda value: value.speed, reverse=True)[:count]
 
         found: list[_Value] = []
-        if simple := [c for c in self._controllers if not isinstance(c, RateOptimal)]:
-            found = best(map(_Plan, simple), WITH_SIBLINGS)
-            widths = range(2, self._candidates + 1)
-            found += best(_Plan(value.plan.controller, n) for value in found for n in widths)
-        for controller in self._controllers:
-            if isinstance(controller, RateOptimal):
-                curve = fit_curve(traces, self._candidates)
-                outlook = Outlook.of(self._costs, skip, self._replay.layers, curve, vocabulary=share)
-                found.append(self._at_its_rate(controller, outlook, traces, draft))
+        asking = [c for c in self._controllers if c.asks_outlook]
+        if others := [c for c in self._controllers if not c.asks_outlook]:
+            found = best(map(_Plan, others), WITH_CANDIDATES)
+            counts = range(2, self._candidates + 1)
+            found += best(_Plan(value.plan.controller, n) for value in found for n in counts)
+        if asking:
+            curve = fit_curve(traces, self._candidates)
+            outlook = Outlook.of(self._costs, skip, self._replay.layers, curve, vocabulary=share)
+            found += [self._at_its_rate(controller, outlook, traces, draft) for controller in asking]
         return max(found, key=lambda value: value.speed)
 
-    def _at_its_rate(self, controller: RateOptimal, outlook: Outlook, traces: Sequence[Trace], draft: float) -> _Value:
-        """A rate-optimal controller that starts at the rate that it brings about (Dinkelbach 1967)."""
+    def _at_its_rate(self, controller: Controller, outlook: Outlook, traces: Sequence[Trace], draft: float) -> _Value:
+        """A controller that is told this outlook, and starts at the rate that it brings about (Dinkelbach 1967)."""
         best: _Value | None = None
         rate = 1.0
         for _ in range(DINKELBACH):
-            plan = _Plan(replace(controller, outlook=outlook, rate=rate), self._candidates)
+            plan = _Plan(controller.told(outlook, rate=rate), self._candidates)
             value = self._priced(plan, traces, draft)
             best = value if best is None or value.speed > best.speed else best
             before, rate = rate, max(1.0, value.speed * self._costs.plain)
@@ -205,13 +205,14 @@ class Replayed:
         return best
 
     def _priced(self, plan: _Plan, traces: Sequence[Trace], draft: float) -> _Value:
-        walks = walk(traces, plan.controller, siblings=plan.siblings, seeded=self._replay.seeded)
+        walks = walk(traces, plan.controller, candidates=plan.candidates, seeded=self._replay.seeded)
         seconds = tuple(self._costs.seconds(w.drafts, draft) for w in walks)
         return _Value(plan, tuple(w.stats for w in walks), seconds)
 
     def _as_score(self, skip: SkipSet, value: _Value, speed: float, *, pruned: bool) -> Score:
         total = Stats.total(value.stats)
         controller = value.plan.controller
+        outlook = controller.learnt()
         return Score(
             skip,
             speed,
@@ -220,8 +221,8 @@ class Replayed:
             total.tokens_per_round,
             controller.spec(),
             pruned,
-            siblings=value.plan.siblings,
-            acceptance=controller.outlook.curve if isinstance(controller, RateOptimal) else None,
+            candidates=value.plan.candidates,
+            acceptance=None if outlook is None else outlook.curve,
         )
 
 
@@ -236,7 +237,7 @@ def predict(replay: Replay, profile: Profile) -> Prediction:
         raise SelfspecError("a prediction needs a profile with costs")
     controller = make_controller(profile.controller, profile.outlook)
     traces = replay.trace(profile.skip_set, [controller], vocabulary=profile.draft_vocabulary or ())
-    walks = walk(traces, controller, siblings=profile.siblings, seeded=replay.seeded)
+    walks = walk(traces, controller, candidates=profile.siblings, seeded=replay.seeded)
     total = Stats.total(done.stats for done in walks)
     drafts = sum((done.drafts for done in walks), Counter[tuple[int, int]]())
     prefill = costs.prefill * sum(text.prompt for text in replay.texts)

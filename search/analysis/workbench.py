@@ -132,4 +132,4 @@ class Workbench:
     def bound(self, skip: SkipSet) -> Bound:
         """What drafts that end, and are given candidates, exactly where they should would bring."""
         draft = self.costs.draft(skip, self.space.layers)
-        return oracle_bound(self.traces(skip), self.costs, draft, siblings=self.replay.candidates)
+        return oracle_bound(self.traces(skip), self.costs, draft, candidates=self.replay.candidates)

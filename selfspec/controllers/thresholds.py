@@ -10,11 +10,11 @@ from typing import ClassVar, Self
 
 from selfspec.basics.errors import SelfspecError
 
-from .base import Options
+from .base import Controller
 
 
 @dataclass
-class FixedK(Options):
+class FixedK(Controller):
     """Always draft `k` tokens (Leviathan et al. 2211.17192)."""
 
     name: ClassVar[str] = "fixed"
@@ -33,7 +33,7 @@ class FixedK(Options):
 
 
 @dataclass
-class StaticThreshold(Options):
+class StaticThreshold(Controller):
     """Draft until a token's confidence is below `threshold`, at most `k_max` tokens."""
 
     name: ClassVar[str] = "static"
@@ -54,7 +54,7 @@ class StaticThreshold(Options):
 
 
 @dataclass
-class AdaptiveThreshold(Options):
+class AdaptiveThreshold(Controller):
     """Draft & Verify's adaptive draft-exiting threshold (2309.08168, section 3.3), its flaws mended.
 
     After each verified draft, with a = accepted / drafted:
@@ -97,7 +97,9 @@ class AdaptiveThreshold(Options):
         """The floor of the threshold."""
         return self.floor if drafted < self.k_max else math.inf
 
-    def observe(self, confidences: Sequence[float], accepted: int, *, candidates: int = 0, leaf: bool = False) -> None:
+    def observe(
+        self, confidences: Sequence[float], accepted: int, *, candidates: int | None = None, other: bool = False
+    ) -> None:
         """Update the acceptance estimate and the threshold."""
         if not confidences:
             return
@@ -108,6 +110,6 @@ class AdaptiveThreshold(Options):
         threshold = self.inertia * self.threshold + (1 - self.inertia) * moved
         self.threshold = min(max(threshold, self.floor), self.ceiling)
 
-    def fresh(self) -> Self:
+    def start(self) -> Self:
         """A copy whose threshold is where this one's began."""
         return dataclasses.replace(self, threshold=self._start)

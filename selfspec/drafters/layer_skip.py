@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.controllers import Controller
+from selfspec.controllers import Controller, Play
 from selfspec.facts.limits import WIDEST_DRAFT
 from selfspec.facts.skip import SkipSet
 from selfspec.runtime.forward import Runtime
@@ -52,18 +52,18 @@ class LayerSkipDrafter:
     def begin(self, seq: SequenceState, prefill: Step) -> None:
         """Start the controller afresh when the sequence has a seed."""
         if seq.sampler.seeded:
-            self.controller = self.controller.fresh()
+            self.controller = self.controller.start()
 
     def propose(self, seqs: Sequence[SequenceState]) -> list[Draft]:
-        """A chain for each sequence, with leaves beside it where siblings were asked for."""
+        """A chain for each sequence, with further candidates for its places where they were asked for."""
         return [self._draft(seq) for seq in seqs]
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Tell the controller what was accepted of the chain, and whether a candidate beside it was."""
+        """Tell the controller what was accepted of the chain, and whether another candidate was."""
         draft, path = outcome.draft, outcome.path
         drafted = len(draft.confidence)
-        leaf = bool(path) and path[-1] >= drafted
-        self.controller.observe(draft.confidence, len(path) - leaf, candidates=len(draft) - drafted, leaf=leaf)
+        other = bool(path) and path[-1] >= drafted
+        self.controller.observe(draft.confidence, len(path) - other, candidates=len(draft), other=other)
 
     def end(self, seq: SequenceState) -> None:
         """Nothing to clean up: the scratch slots are the runtime's."""
@@ -71,9 +71,9 @@ class LayerSkipDrafter:
     def _draft(self, seq: SequenceState) -> Draft:
         tokens: list[int] = []
         rows: list[Tensor] = []
-        confidences: list[float] = []
         last, position = seq.tokens[-1], len(seq.tokens) - 1
-        while len(tokens) < min(seq.room - 1, self.deepest):
+        play = Play(self.controller, depth=min(seq.room - 1, self.deepest))
+        while play.wants:
             row = self._row(seq, tokens, last, position + len(tokens))
             if not seq.sampler.possible(row) or (self._head is not None and not float(row.max()) > -math.inf):
                 break
@@ -81,14 +81,12 @@ class LayerSkipDrafter:
             last = int(row.argmax()) if seq.sampler.greedy else seq.sampler.draw(q, position + len(tokens) + 1)
             tokens.append(last)
             rows.append(row if seq.sampler.greedy else q)
-            confidences.append(float(q[last]))
-            if last in seq.ends or not self.controller.go_on(confidences):
-                break
+            play.see(float(q[last]), last=last in seq.ends)
         if not tokens:
             return NO_DRAFT
-        chain = Draft.chain(tokens, q=None if seq.sampler.greedy else torch.stack(rows), confidence=confidences)
-        counts = self.controller.beside(confidences, self.siblings - 1) if self.siblings > 1 else ()
-        if not any(counts):
+        chain = Draft.chain(tokens, q=None if seq.sampler.greedy else torch.stack(rows), confidence=play.confidences)
+        counts = play.candidates(self.siblings, nodes=WIDEST_DRAFT)
+        if max(counts) == 1:
             return chain
         if seq.sampler.greedy:
             return chain.with_leaves(_likeliest(rows, tokens, counts))
@@ -97,9 +95,9 @@ class LayerSkipDrafter:
         return chain.with_leaves(drawn)
 
     def _drawn(self, seq: SequenceState, q: Tensor, token: int, count: int, position: int) -> list[int]:
-        """Tokens drawn from `q` `[V]` one after the other without replacement, after `token`."""
+        """The other candidates, `count` with `token`, the first: drawn from `q` `[V]` in order, without replacement."""
         drawn = [token]
-        while len(drawn) <= count:
+        while len(drawn) < count:
             left = q.index_fill(0, torch.tensor(drawn, device=q.device), 0)
             if not float(left.sum()) > 0:
                 break
@@ -121,10 +119,10 @@ class LayerSkipDrafter:
 
 
 def _likeliest(rows: Sequence[Tensor], tokens: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """For each row of scores `[V]`, so many tokens of the highest beside the one drafted."""
-    most = min(max(counts) + 1, len(rows[0]))
+    """For each row of scores `[V]`, its best tokens other than the drafted one; with it they are `counts`."""
+    most = min(max(counts), len(rows[0]))
     best = torch.stack(list(rows)).topk(most).indices.tolist()
     return [
-        [other for other in row if other != token][:count]
+        [other for other in row if other != token][: count - 1]
         for row, token, count in zip(best, tokens, counts, strict=True)
     ]
