@@ -28,11 +28,11 @@ from .curve import fit_curve
 from .replay import Replay
 from .trace import Trace, walk
 
-FIRST_SHARE = 0.25  # of the starts, replayed first
-LOWEST_THRESHOLD, LONGEST_FIXED = 0.05, 3
+FIRST_SHARE = 0.25  # of each text's places, replayed first
+LOWEST_THRESHOLD, LONGEST_FIXED = 0.05, 3  # of the controllers in play
 WITH_CANDIDATES = 3  # controllers that are also tried with several candidates for each place
-ALONE = 4  # tokens that are always drafted where sub-layers are looked at one by one
-DINKELBACH, RATE_KNOWN = 8, 1e-3  # tries at most, and how well the rate is to be known
+ALONE = 4  # tokens of every draft where sub-layers are bypassed one at a time, to see what each matters
+DINKELBACH, RATE_KNOWN = 8, 1e-3  # iterations at most; they end when the rate changes by less
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def decode_all(llm: LLM, drafter: Drafter, prompts: Sequence[Prompt], decoding: 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How drafts are ended, and how many candidates each place may have."""
+    """The controller that ends drafts, and how many candidates each place may have."""
 
     controller: Controller
     candidates: int = 1
@@ -111,7 +111,7 @@ class _Value:
 
 @dataclass(frozen=True, slots=True)
 class _Incumbent:
-    """The best set known, its traces of the first share of the starts, and what it is worth on all."""
+    """The best set known, its traces of the first share of each text, and what it is worth on all of them."""
 
     skip: SkipSet
     share: list[Trace]
@@ -162,7 +162,8 @@ class Replayed:
     def gain(self, skip: SkipSet, *, draft: int = ALONE) -> float:
         """The speedup over plain decoding of always drafting `draft` tokens under `skip`, on a share of the starts.
 
-        Always drafting as many tells sub-layers apart that the best controller would hardly draft with.
+        The number is fixed because the best controller would hardly draft under poor skip sets, which would not tell
+        which of them is poorer.
         """
         controller = FixedK(min(draft, self._replay.depth))
         traces = self._replay.trace(skip, [controller], share=FIRST_SHARE)
@@ -229,8 +230,8 @@ class Replayed:
 def predict(replay: Replay, profile: Profile) -> Prediction:
     """What decoding the replay's texts with a profile is predicted to give, prefill included as a measurement has it.
 
-    A draft with keys of its own reads the prompts too, at what its steps cost beside the whole model's. Raises
-    `SelfspecError` for a profile without costs.
+    Where the replay's drafts have keys of their own, the draft model reads the prompts too, as much faster than the
+    whole model as its steps are. Raises `SelfspecError` for a profile without costs.
     """
     costs = profile.costs
     if costs is None:
@@ -268,7 +269,8 @@ def _clearly_worse(mine: _Value, theirs: _Value) -> bool:
 def controllers_in_play(depth: int) -> list[Controller]:
     """Fixed lengths, thresholds, adaptive thresholds and the rate-optimal rule, all drafting at most `depth` tokens.
 
-    Long drafts only with a threshold: always drafting many tokens makes every start of a replay as deep.
+    Fixed lengths are short ones: a replay drafts as deep as a fixed length says from every place, while thresholds end
+    most drafts early.
     """
     lengths = sorted({min(k, depth) for k in (1, 2, 3, 4, 6, 8, 12)})
     thresholds = (LOWEST_THRESHOLD, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8)

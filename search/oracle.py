@@ -54,7 +54,7 @@ def oracle_bound(traces: Sequence[Trace], costs: CostModel, draft: float, *, can
 def oracle(
     llm: LLM, profile: Profile, costs: CostModel, prompts: Sequence[Prompt], decoding: Decoding, *, seed: int = 0
 ) -> Bound:
-    """`oracle_bound` of a profile's drafts on the model's own continuations of `prompts`, as deep as it drafts.
+    """The `oracle_bound` of a profile on the model's own continuations of `prompts`, for drafts as long as it allows.
 
     Sampled drafts are accepted by rule `block`.
     """

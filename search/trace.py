@@ -17,9 +17,10 @@ from selfspec.facts.stats import Stats
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Drafts from the starts of one text: start i has emitted i of its `tokens` new tokens and may emit `room` - i.
+    """What a drafter proposes at each place of one text of `tokens` new tokens, of which `room` were allowed.
 
-    The first of its starts are there, perhaps not all: a walk ends where they end.
+    Start i is the place where i of the text's tokens are emitted; it may emit `room` - i more. A trace may hold the
+    first starts only; a walk then ends where they end.
     `confidences[i]` are those of the tokens drafted from start i; the first `runs[i]` of them are the text's own.
     `ranks[i]`: which candidate for the place after those is the text's token (1 for the second; the drafted token,
     the first, is not; 0: none of them). `unfinished[i]`: the draft ended because no controller in play would have gone
@@ -42,7 +43,7 @@ class Trace:
 
 @dataclass(slots=True)
 class Walk:
-    """What decoding one text takes: counts, and how many rounds drafted so many tokens and verified so many rows."""
+    """What decoding one text takes: counts, and in `drafts[d, r]` its rounds of d draft steps and r rows verified."""
 
     stats: Stats = field(default_factory=Stats)
     drafts: Counter[tuple[int, int]] = field(default_factory=Counter)

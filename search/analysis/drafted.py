@@ -73,9 +73,9 @@ def acceptance_by(tokens: pd.DataFrame, column: str, *, bins: int = 12) -> pd.Da
 def best_lengths(bench: Workbench, skips: Sequence[SkipSet], *, most: int = 8) -> pd.DataFrame:
     """The best fixed draft length and what it brings: by theory at each acceptance, and on the traces of skip sets.
 
-    Theory is Leviathan et al. (2211.17192): every token accepted alike, with the bench's v(w) in place of 1 and the
-    draft cost of the middle one of the sets. Columns: `source` (theory or trace), `acceptance` (the chance that a
-    token is accepted if all before it are), `k` (0: none is drafted), `speedup`.
+    Theory is Leviathan et al. (2211.17192): every token is accepted with the same chance; a verification takes what the
+    bench's costs say for its rows, a draft step the median of the sets'. Columns: `source` (theory or trace),
+    `acceptance` (the chance that a token is accepted if all before it are), `k` (0: none is drafted), `speedup`.
     """
     costs, layers = bench.costs, bench.space.layers
     typical = float(np.median([costs.draft(skip, layers) for skip in skips]))
@@ -100,7 +100,7 @@ def compare_controllers(bench: Workbench, skip: SkipSet) -> pd.DataFrame:
     decoding), `bound` (of perfect stopping with as many), `acceptance_rate`, `tokens_per_round`, `options`.
     """
     draft, traces = bench.costs.draft(skip, bench.space.layers), bench.traces(skip)
-    kinds = {kind: [c for c in bench.controllers if c.spec().name == kind] for kind in CONTROLLERS}
+    kinds = {kind: [c for c in bench.controllers if c.name == kind] for kind in CONTROLLERS}
     rows = []
     for candidates in range(1, bench.replay.candidates + 1):
         bound = oracle_bound(traces, bench.costs, draft, candidates=candidates).speedup

@@ -55,7 +55,7 @@ class StaticThreshold(Controller):
 
 @dataclass
 class AdaptiveThreshold(Controller):
-    """Draft & Verify's adaptive draft-exiting threshold (2309.08168, section 3.3), its flaws mended.
+    """Draft & Verify's adaptive draft-exiting threshold (2309.08168, section 3.3), with its flaws corrected.
 
     After each verified draft, with a = accepted / drafted:
 
@@ -63,8 +63,8 @@ class AdaptiveThreshold(Controller):
         threshold' = threshold + step  if m < target  else  threshold - step
         threshold <- inertia * threshold + (1 - inertia) * threshold'
 
-    Mended: m starts from the first observation, not from 0; the threshold stays within `floor` and `ceiling`; the
-    step is ten times the published one, so that a prompt's worth of rounds can move it; a draft of full length
+    Other than published: m starts from the first observation, not from 0; the threshold stays within `floor` and
+    `ceiling`; the step is ten times as large, so that the rounds of one prompt can move it; a draft of `k_max` tokens
     counts like any other; and a round that drafted nothing changes nothing.
     """
 
@@ -94,7 +94,7 @@ class AdaptiveThreshold(Controller):
         return len(confidences) < self.k_max and confidences[-1] >= self.threshold
 
     def lowest(self, drafted: int) -> float:
-        """The floor of the threshold."""
+        """The floor, below which the threshold never falls."""
         return self.floor if drafted < self.k_max else math.inf
 
     def observe(
