@@ -20,10 +20,11 @@ Floats = NDArray[np.float64]
 
 
 class Drafted(NamedTuple):
-    """A drafted token all before which in its draft were the text's own, and that lies within the text.
+    """A drafted token within the text whose draft was the text's own up to it.
 
-    `rank`: which candidate was the text's token where it was not itself (0: none that was looked at). `following`:
-    whether the token drafted after it was the text's (-1: there is none). `place`: in its draft, from 1.
+    `accepted`: whether it was the text's, too. `rank`: which candidate was, where it was not (1 for the second; 0: it
+    was itself, or none that was looked at). `following`: whether the token drafted after it was the text's (-1: there
+    is none). `place`: in its draft, from 1.
     """
 
     confidence: float
@@ -34,9 +35,9 @@ class Drafted(NamedTuple):
 
 
 def fit_curve(traces: Sequence[Trace], candidates: int) -> AcceptanceCurve:
-    """Isotonic, by drafted tokens all before which were the text's, `candidates - 1` further ones for each place.
+    """The curve of a trace, by isotonic regression, with `candidates` for each place, the drafted token counted.
 
-    Without such tokens it is the default curve, a guess.
+    Only drafted tokens count whose draft was the text's own up to them. Without any it is the default curve, a guess.
     """
     seen = sorted(token for trace in traces for token in drafted(trace))
     if not seen:
@@ -63,12 +64,12 @@ def fit_curve(traces: Sequence[Trace], candidates: int) -> AcceptanceCurve:
         confidence=knots.tolist(),
         accepted=at_knots(c, hit, rising=True),
         following=at_knots(c[going], following[going], rising=True),
-        beside=[at_knots(c, (rank == r).astype(float), rising=False) for r in range(1, candidates)],
+        candidates=[at_knots(c, (rank == r).astype(float), rising=False) for r in range(1, candidates)],
     )
 
 
 def drafted(trace: Trace) -> Iterator[Drafted]:
-    """Every such token, from every start."""
+    """The drafted tokens of every start that tell how often drafts are right."""
     for start, (confidences, run, rank) in enumerate(zip(trace.confidences, trace.runs, trace.ranks, strict=True)):
         within = min(len(confidences), trace.tokens - start)
         for i in range(min(run + 1, within)):

@@ -83,7 +83,7 @@ def drafting_as(base: Profile, score: Score) -> Profile:
         update={
             "skip": Skip.of(score.skip),
             "controller": make_controller(score.controller).spec(),
-            "siblings": score.siblings,
+            "siblings": score.candidates,
             "acceptance": score.acceptance,
             "draft_vocabulary": list(score.vocabulary) or None,
         }

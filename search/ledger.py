@@ -226,6 +226,8 @@ def _score(data: Mapping[str, Any]) -> Score:
     trial["skip"] = SkipSet(*map(tuple, trial["skip"]))
     trial["controller"] = ControllerSpec.model_validate(trial["controller"])
     trial["vocabulary"] = tuple(trial["vocabulary"])
+    if "siblings" in trial:  # as the first trials kept them
+        trial["candidates"] = trial.pop("siblings")
     if trial["acceptance"] is not None:
         trial["acceptance"] = AcceptanceCurve.model_validate(trial["acceptance"])
     return Score(**trial)

@@ -29,11 +29,11 @@ from .curve import fit_curve
 from .replay import Replay
 from .trace import Trace, walk
 
-FIRST_SHARE = 0.25  # of the starts, replayed first
-LOWEST_THRESHOLD, LONGEST_FIXED = 0.05, 3
-WITH_SIBLINGS = 3  # controllers that are also tried with further candidates
-ALONE = 4  # tokens that are always drafted where sub-layers are looked at one by one
-DINKELBACH, RATE_KNOWN = 8, 1e-3  # tries at most, and how well the rate is to be known
+FIRST_SHARE = 0.25  # of each text's places, replayed first
+LOWEST_THRESHOLD, LONGEST_FIXED = 0.05, 3  # of the controllers in play
+WITH_CANDIDATES = 3  # controllers that are also tried with several candidates for each place
+ALONE = 4  # tokens of every draft where sub-layers are bypassed one at a time, to see what each matters
+DINKELBACH, RATE_KNOWN = 8, 1e-3  # iterations at most; they end when the rate changes by less
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Score:
     """What a skip set is worth, with the best of the controllers. `pruned`: only a share was looked at.
 
     `tokens_per_second` counts decoding alone under replay, and the prompt's pass too when decoding was timed.
-    `siblings`: candidates for each position at most; `acceptance`: the curve that the controller rests on;
-    `vocabulary`: the only tokens that are drafted, none means all.
+    `candidates`: for each place at most, the drafted token counted; `acceptance`: the curve that the controller rests
+    on; `vocabulary`: the only tokens that are drafted, none means all.
     """
 
     skip: SkipSet
@@ -53,7 +53,7 @@ class Score:
     controller: ControllerSpec
     pruned: bool = False
     vocabulary: tuple[int, ...] = ()
-    siblings: int = 1
+    candidates: int = 1
     acceptance: AcceptanceCurve | None = None
 
 
@@ -90,10 +90,10 @@ def decode_all(llm: LLM, drafter: Drafter, prompts: Sequence[Prompt], decoding: 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How drafts are ended, and how many candidates each position may have."""
+    """The controller that ends drafts, and how many candidates each place may have."""
 
     controller: Controller
-    siblings: int = 1
+    candidates: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class _Value:
 
 @dataclass(frozen=True, slots=True)
 class _Incumbent:
-    """The best set known, its traces of the first share of the starts, and what it is worth on all."""
+    """The best set known, its traces of the first share of each text, and what it is worth on all of them."""
 
     skip: SkipSet
     share: list[Trace]
@@ -122,10 +122,10 @@ class _Incumbent:
 class Replayed:
     """Predicted tokens per second of decoding the replay's texts: best over `controllers`, tuned on the trace.
 
-    The best few controllers are also tried with further candidates beside each token; a rate-optimal one is fitted to
-    the trace. A set is first looked at on a share of the starts and pruned there when it is worse than the best set
-    known, text by text, by more than two standard errors of the mean difference. `candidates`: for each position,
-    the most that are tried; those that the replay answers for when left out.
+    The best few controllers are also tried with several candidates for each place; those that ask for an outlook are
+    told the trace's. A set is first looked at on a share of the starts and pruned there when it is worse than the best
+    set known, text by text, by more than two standard errors of the mean difference. `candidates`: for each place, the
+    most that are tried; those that the replay answers for when left out.
     """
 
     def __init__(
@@ -163,7 +163,8 @@ class Replayed:
     def gain(self, skip: SkipSet, *, draft: int = ALONE) -> float:
         """The speedup over plain decoding of always drafting `draft` tokens under `skip`, on a share of the starts.
 
-        Always drafting as many tells sub-layers apart that the best controller would hardly draft with.
+        The number is fixed because the best controller would hardly draft under poor skip sets, which would not tell
+        which of them is poorer.
         """
         controller = FixedK(min(draft, self._replay.depth))
         traces = self._replay.trace(skip, [controller], share=FIRST_SHARE)
@@ -180,23 +181,23 @@ class Replayed:
             return sorted(values, key=lambda value: value.speed, reverse=True)[:count]
 
         found: list[_Value] = []
-        if simple := [c for c in self._controllers if not isinstance(c, RateOptimal)]:
-            found = best(map(_Plan, simple), WITH_SIBLINGS)
-            widths = range(2, self._candidates + 1)
-            found += best(_Plan(value.plan.controller, n) for value in found for n in widths)
-        for controller in self._controllers:
-            if isinstance(controller, RateOptimal):
-                curve = fit_curve(traces, self._candidates)
-                outlook = Outlook.of(self._costs, skip, self._replay.layers, curve, vocabulary=share)
-                found.append(self._at_its_rate(controller, outlook, traces, draft))
+        asking = [c for c in self._controllers if c.asks_outlook]
+        if others := [c for c in self._controllers if not c.asks_outlook]:
+            found = best(map(_Plan, others), WITH_CANDIDATES)
+            counts = range(2, self._candidates + 1)
+            found += best(_Plan(value.plan.controller, n) for value in found for n in counts)
+        if asking:
+            curve = fit_curve(traces, self._candidates)
+            outlook = Outlook.of(self._costs, skip, self._replay.layers, curve, vocabulary=share)
+            found += [self._at_its_rate(controller, outlook, traces, draft) for controller in asking]
         return max(found, key=lambda value: value.speed)
 
-    def _at_its_rate(self, controller: RateOptimal, outlook: Outlook, traces: Sequence[Trace], draft: float) -> _Value:
-        """A rate-optimal controller that starts at the rate that it brings about (Dinkelbach 1967)."""
+    def _at_its_rate(self, controller: Controller, outlook: Outlook, traces: Sequence[Trace], draft: float) -> _Value:
+        """A controller that is told this outlook, and starts at the rate that it brings about (Dinkelbach 1967)."""
         best: _Value | None = None
         rate = 1.0
         for _ in range(DINKELBACH):
-            plan = _Plan(replace(controller, outlook=outlook, rate=rate), self._candidates)
+            plan = _Plan(controller.told(outlook, rate=rate), self._candidates)
             value = self._priced(plan, traces, draft)
             best = value if best is None or value.speed > best.speed else best
             before, rate = rate, max(1.0, value.speed * self._costs.plain)
@@ -206,13 +207,14 @@ class Replayed:
         return best
 
     def _priced(self, plan: _Plan, traces: Sequence[Trace], draft: float) -> _Value:
-        walks = walk(traces, plan.controller, siblings=plan.siblings, seeded=self._replay.seeded)
+        walks = walk(traces, plan.controller, candidates=plan.candidates, seeded=self._replay.seeded)
         seconds = tuple(self._costs.seconds(w.rounds, {DRAFT_STEP: draft}) for w in walks)
         return _Value(plan, tuple(w.stats for w in walks), seconds)
 
     def _as_score(self, skip: SkipSet, value: _Value, speed: float, *, pruned: bool) -> Score:
         total = Stats.total(value.stats)
         controller = value.plan.controller
+        outlook = controller.learnt()
         return Score(
             skip,
             speed,
@@ -221,23 +223,23 @@ class Replayed:
             total.tokens_per_round,
             controller.spec(),
             pruned,
-            siblings=value.plan.siblings,
-            acceptance=controller.outlook.curve if isinstance(controller, RateOptimal) else None,
+            candidates=value.plan.candidates,
+            acceptance=None if outlook is None else outlook.curve,
         )
 
 
 def predict(replay: Replay, profile: Profile) -> Prediction:
     """What decoding the replay's texts with a profile is predicted to give, prefill included as a measurement has it.
 
-    A draft with keys of its own reads the prompts too, at what its steps cost beside the whole model's. Raises
-    `SelfspecError` for a profile without costs.
+    Where the replay's drafts have keys of their own, the draft model reads the prompts too, as much faster than the
+    whole model as its steps are. Raises `SelfspecError` for a profile without costs.
     """
     costs = profile.costs
     if costs is None:
         raise SelfspecError("a prediction needs a profile with costs")
     controller = make_controller(profile.controller, profile.outlook)
     traces = replay.trace(profile.skip_set, [controller], vocabulary=profile.draft_vocabulary or ())
-    walks = walk(traces, controller, siblings=profile.siblings, seeded=replay.seeded)
+    walks = walk(traces, controller, candidates=profile.siblings, seeded=replay.seeded)
     total = Stats.total(done.stats for done in walks)
     rounds = sum((done.rounds for done in walks), Counter[tuple[Work, int]]())
     prefill = costs.prefill * sum(text.prompt for text in replay.texts)
@@ -268,7 +270,8 @@ def _clearly_worse(mine: _Value, theirs: _Value) -> bool:
 def controllers_in_play(depth: int) -> list[Controller]:
     """Fixed lengths, thresholds, adaptive thresholds and the rate-optimal rule, all drafting at most `depth` tokens.
 
-    Long drafts only with a threshold: always drafting many tokens makes every start of a replay as deep.
+    Fixed lengths are short ones: a replay drafts as deep as a fixed length says from every place, while thresholds end
+    most drafts early.
     """
     lengths = sorted({min(k, depth) for k in (1, 2, 3, 4, 6, 8, 12)})
     thresholds = (LOWEST_THRESHOLD, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8)

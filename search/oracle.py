@@ -24,12 +24,12 @@ class Bound:
     tokens_per_round: float
 
 
-def oracle_bound(traces: Sequence[Trace], costs: CostModel, draft: float, *, siblings: int = 1) -> Bound:
+def oracle_bound(traces: Sequence[Trace], costs: CostModel, draft: float, *, candidates: int = 1) -> Bound:
     """The least time in which drafts at `draft` seconds a token decode the texts, by dynamic programming.
 
-    From every start the draft may end after any of its tokens; those that a longer one would lose are never drafted.
-    Where the first wrong token has the right one among `siblings` candidates, that draft may be verified with the
-    candidates up to it, and with none elsewhere. The prompt's pass is left out.
+    From every start the draft may end after any of its tokens; wrong ones, which would only be lost, are not drafted.
+    But where the right token is among the `candidates` for the first wrong one's place (the drafted one counted), the
+    draft may also go that far, with the candidates up to the right one. The prompt's pass is left out.
     """
     tokens = rounds = 0
     seconds = 0.0
@@ -38,7 +38,7 @@ def oracle_bound(traces: Sequence[Trace], costs: CostModel, draft: float, *, sib
         for start in reversed(range(len(trace.runs))):
             run, rank = trace.runs[start], trace.ranks[start]
             ways = [(k, k + 1, k + 1) for k in range(min(run, trace.tokens - start) + 1)]  # drafted, rows, tokens
-            if 1 <= rank < siblings:
+            if 1 <= rank < candidates:
                 ways.append((run + 1, 2 + run + rank, run + 2))
             options = []
             for drafted, rows, emitted in ways:
@@ -54,7 +54,7 @@ def oracle_bound(traces: Sequence[Trace], costs: CostModel, draft: float, *, sib
 def oracle(
     llm: LLM, profile: Profile, costs: CostModel, prompts: Sequence[Prompt], decoding: Decoding, *, seed: int = 0
 ) -> Bound:
-    """`oracle_bound` of a profile's drafts on the model's own continuations of `prompts`, as deep as it drafts.
+    """The `oracle_bound` of a profile on the model's own continuations of `prompts`, for drafts as long as it allows.
 
     Sampled drafts are accepted by rule `block`.
     """
@@ -62,8 +62,8 @@ def oracle(
         llm, [llm.check(prompt, decoding.max_new_tokens) for prompt in prompts], decoding, seed=seed
     )
     depth = deepest([make_controller(profile.controller, profile.outlook)])
-    siblings, vocabulary = profile.siblings, profile.draft_vocabulary or ()
-    with Replay(llm.model, texts, sampler=decoding.sampler(), depth=depth, candidates=siblings, seed=seed) as replay:
+    candidates, vocabulary = profile.siblings, profile.draft_vocabulary or ()
+    with Replay(llm.model, texts, sampler=decoding.sampler(), depth=depth, candidates=candidates, seed=seed) as replay:
         traces = replay.trace(profile.skip_set, [FixedK(depth)], vocabulary=vocabulary)
     draft = costs.draft(profile.skip_set, llm.runtime.layers)
-    return oracle_bound(traces, costs, draft, siblings=siblings)
+    return oracle_bound(traces, costs, draft, candidates=candidates)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from selfspec.controllers import Controller
+from selfspec.controllers import Controller, Play
 from selfspec.facts.limits import WIDEST_DRAFT
 from selfspec.facts.stats import Stats
 from selfspec.facts.work import Work, steps_of
@@ -18,12 +18,14 @@ from selfspec.facts.work import Work, steps_of
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Drafts from the starts of one text: start i has emitted i of its `tokens` new tokens and may emit `room` - i.
+    """What a drafter proposes at each place of one text of `tokens` new tokens, of which `room` were allowed.
 
-    The first of its starts are there, perhaps not all: a walk ends where they end.
+    Start i is the place where i of the text's tokens are emitted; it may emit `room` - i more. A trace may hold the
+    first starts only; a walk then ends where they end.
     `confidences[i]` are those of the tokens drafted from start i; the first `runs[i]` of them are the text's own.
-    `ranks[i]`: which candidate the text's next token was where the first drafted token was not (0: none of them).
-    `unfinished[i]`: the draft ended because no controller in play would have gone on, not because it had to.
+    `ranks[i]`: which candidate for the place after those is the text's token (1 for the second; the drafted token,
+    the first, is not; 0: none of them). `unfinished[i]`: the draft ended because no controller in play would have gone
+    on, not because it had to.
     """
 
     tokens: int
@@ -51,66 +53,67 @@ class Walk:
 class Step(NamedTuple):
     """One round of a walk: the confidences of what was drafted, and how many of these tokens were the text's own.
 
-    `candidates` stood beside them; `leaf`: one of those was right where the chain broke. `emitted`: tokens.
+    `candidates`: how many tokens were verified at all places together, the drafted ones counted; `other`: whether
+    another candidate was right where the drafted token was not. `emitted`: tokens.
     """
 
     confidences: Sequence[float]
     kept: int
     candidates: int
-    leaf: bool
+    other: bool
     emitted: int
 
 
-def walk(traces: Iterable[Trace], controller: Controller, *, siblings: int = 1, seeded: bool = False) -> list[Walk]:
+def walk(traces: Iterable[Trace], controller: Controller, *, candidates: int = 1, seeded: bool = False) -> list[Walk]:
     """Decode the texts on their traces, in order: the rounds that real decoding would have, without decoding.
 
-    `siblings`: candidates for each position at most, the drafted token counted. `seeded`: the controller starts afresh
-    with each text. `controller` itself is left as it is. Raises `ValueError` when the trace ends before the controller.
+    `candidates`: for each place at most, the drafted token counted. `seeded`: the controller starts anew with each
+    text. `controller` itself is left as it is. Raises `ValueError` where a trace's drafts end before the controller's.
     """
-    state = controller.fresh()
+    state = controller.start()
     walks = []
     for trace in traces:
-        state = state.fresh() if seeded else state
-        walks.append(_walk(trace, state, siblings))
+        state = state.start() if seeded else state
+        walks.append(_walk(trace, state, candidates))
     return walks
 
 
-def _walk(trace: Trace, controller: Controller, siblings: int) -> Walk:
+def _walk(trace: Trace, controller: Controller, most: int) -> Walk:
     done = Walk()
     stats = done.stats
-    for confidences, kept, candidates, leaf, emitted in steps(trace, controller, siblings=siblings):
+    for confidences, kept, candidates, other, emitted in steps(trace, controller, candidates=most):
         drafted = len(confidences)
-        done.rounds[steps_of(drafted), 1 + drafted + candidates] += 1
+        done.rounds[steps_of(drafted), 1 + candidates] += 1
         stats.rounds += 1
         stats.drafted += drafted
-        stats.nodes += drafted + candidates
-        stats.accepted += min(kept + leaf, emitted)
+        stats.nodes += candidates
+        stats.accepted += min(kept + other, emitted)
         stats.tokens += emitted
     return done
 
 
-def steps(trace: Trace, controller: Controller, *, siblings: int = 1) -> Iterator[Step]:
+def steps(trace: Trace, controller: Controller, *, candidates: int = 1) -> Iterator[Step]:
     """The rounds of decoding one text, in order; `controller` has observed each when it is given out."""
-    start, deepest = 0, WIDEST_DRAFT // siblings
+    start, deepest = 0, WIDEST_DRAFT // candidates
     while start < len(trace.runs):
-        confidences = _drafted(trace, start, controller, deepest)
-        drafted, run = len(confidences), trace.runs[start]
-        beside = controller.beside(confidences, siblings - 1) if siblings > 1 and drafted else [0] * drafted
-        leaf = run < drafted and 1 <= trace.ranks[start] <= beside[run]
-        kept, candidates = min(run, drafted), sum(beside)
-        emitted = min(kept + leaf + 1, trace.tokens - start)
-        controller.observe(confidences, kept, candidates=candidates, leaf=leaf)
-        yield Step(confidences, kept, candidates, leaf, emitted)
+        play = _played(trace, start, controller, deepest)
+        counts, run = play.candidates(candidates, nodes=WIDEST_DRAFT), trace.runs[start]
+        drafted, verified = len(counts), sum(counts)
+        other = run < drafted and 1 <= trace.ranks[start] < counts[run]
+        kept = min(run, drafted)
+        emitted = min(kept + other + 1, trace.tokens - start)
+        controller.observe(play.confidences, kept, candidates=verified, other=other)
+        yield Step(play.confidences, kept, verified, other, emitted)
         start += emitted
 
 
-def _drafted(trace: Trace, start: int, controller: Controller, deepest: int) -> Sequence[float]:
-    """Confidences of the tokens that `controller` has drafted from `start`."""
-    confidences = trace.confidences[start]
-    limit = min(len(confidences), deepest)
-    for drafted in range(1, limit + 1):
-        if not controller.go_on(confidences[:drafted]):
-            return confidences[:drafted]
-    if limit < deepest and trace.unfinished[start]:
+def _played(trace: Trace, start: int, controller: Controller, deepest: int) -> Play:
+    """The draft from `start` as `controller` plays it."""
+    play = Play(controller, depth=min(trace.room - start - 1, deepest))
+    for confidence in trace.confidences[start]:
+        if not play.wants:
+            return play
+        play.see(confidence)
+    if play.wants and trace.unfinished[start]:
         raise ValueError("the trace is too short for this controller; replay with it in play")
-    return confidences[:limit]
+    return play

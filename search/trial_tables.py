@@ -44,7 +44,7 @@ def trials_frame(ledger: Ledger) -> pd.DataFrame:
                 "mlp": len(score.skip.mlp),
                 "pruned": score.pruned,
                 "controller": score.controller.name,
-                "siblings": score.siblings,
+                "candidates": score.candidates,
                 "on_front": id(entry) in front,
             }
         )

@@ -20,28 +20,29 @@ from .workbench import Workbench
 Z = 1.96  # of a 95% interval
 
 
-def rounds_frame(traces: Sequence[Trace], controller: Controller, *, siblings: int = 1) -> pd.DataFrame:
+def rounds_frame(traces: Sequence[Trace], controller: Controller, *, candidates: int = 1) -> pd.DataFrame:
     """The rounds that decoding the texts in order would have; the controller learns from text to text.
 
-    Columns: `text`, `round` (of the text, from 1), `drafted`, `accepted` (of the chain), `candidates`, `leaf` (a
-    candidate was right where the chain broke), `emitted`, `threshold` (after the round; nothing where there is none).
+    Columns: `text`, `round` (of the text, from 1), `drafted`, `accepted` (of these tokens), `candidates` (verified at
+    all places together, the drafted tokens counted), `other` (another candidate was right where the drafted token was
+    not), `emitted`, `threshold` (after the round; nothing where there is none).
     """
-    state = controller.fresh()
+    state = controller.start()
     rows = []
     for text, trace in enumerate(traces):
-        for number, step in enumerate(steps(trace, state, siblings=siblings), 1):
-            threshold = getattr(state, "threshold", None)
+        for number, step in enumerate(steps(trace, state, candidates=candidates), 1):
+            threshold = state.spec().options.get("threshold")
             drafted = len(step.confidences)
-            rows.append((text, number, drafted, step.kept, step.candidates, step.leaf, step.emitted, threshold))
-    columns = ["text", "round", "drafted", "accepted", "candidates", "leaf", "emitted", "threshold"]
+            rows.append((text, number, drafted, step.kept, step.candidates, step.other, step.emitted, threshold))
+    columns = ["text", "round", "drafted", "accepted", "candidates", "other", "emitted", "threshold"]
     return pd.DataFrame(rows, columns=columns)
 
 
 def drafted_tokens(traces: Sequence[Trace]) -> pd.DataFrame:
-    """Every drafted token of every start all before which in its draft were the text's own.
+    """Every drafted token, from every start, whose draft was the text's own up to it.
 
-    Columns: `place` (in the draft, from 1), `confidence`, `accepted`, `rank` (which further candidate was the text's
-    token where the drafted one was not; 0: none that was looked at).
+    Columns: `place` (in the draft, from 1), `confidence`, `accepted`, `rank` (which candidate was the text's token
+    where the drafted one was not: 1 for the second; 0: none that was looked at).
     """
     tokens = pd.DataFrame([token for trace in traces for token in drafted(trace)], columns=list(Drafted._fields))
     return tokens[["place", "confidence", "accepted", "rank"]]
@@ -73,9 +74,9 @@ def acceptance_by(tokens: pd.DataFrame, column: str, *, bins: int = 12) -> pd.Da
 def best_lengths(bench: Workbench, skips: Sequence[SkipSet], *, most: int = 8) -> pd.DataFrame:
     """The best fixed draft length and what it brings: by theory at each acceptance, and on the traces of skip sets.
 
-    Theory is Leviathan et al. (2211.17192): every token accepted alike, with the bench's v(w) in place of 1 and the
-    draft cost of the middle one of the sets. Columns: `source` (theory or trace), `acceptance` (the chance that a
-    token is accepted if all before it are), `k` (0: none is drafted), `speedup`.
+    Theory is Leviathan et al. (2211.17192): every token is accepted with the same chance; a verification takes what the
+    bench's costs say for its rows, a draft step the median of the sets'. Columns: `source` (theory or trace),
+    `acceptance` (the chance that a token is accepted if all before it are), `k` (0: none is drafted), `speedup`.
     """
     costs, layers = bench.costs, bench.space.layers
     typical = float(np.median([costs.draft(skip, layers) for skip in skips]))
@@ -100,10 +101,10 @@ def compare_controllers(bench: Workbench, skip: SkipSet) -> pd.DataFrame:
     decoding), `bound` (of perfect stopping with as many), `acceptance_rate`, `tokens_per_round`, `options`.
     """
     draft, traces = bench.costs.draft(skip, bench.space.layers), bench.traces(skip)
-    kinds = {kind: [c for c in bench.controllers if c.spec().name == kind] for kind in CONTROLLERS}
+    kinds = {kind: [c for c in bench.controllers if c.name == kind] for kind in CONTROLLERS}
     rows = []
     for candidates in range(1, bench.replay.candidates + 1):
-        bound = oracle_bound(traces, bench.costs, draft, siblings=candidates).speedup
+        bound = oracle_bound(traces, bench.costs, draft, candidates=candidates).speedup
         for kind, playing in kinds.items():
             score = Replayed(bench.replay, bench.costs, playing, candidates=candidates).score(skip)
             rates = score.acceptance_rate, score.tokens_per_round

@@ -85,9 +85,9 @@ def random_set(bench: Workbench, count: int, draw: random.Random) -> SkipSet:
 
 
 def elimination(bench: Workbench, counts: Iterable[int]) -> Iterator[SkipSet]:
-    """Greedy elimination: of `counts` sub-layers, taken one after the other, always the one that costs least speed.
+    """A skip set of each of `counts` by greedy elimination: the next sub-layer is the one that leaves most speed.
 
-    Lazily (Minoux 1978): what a sub-layer promised before is believed until it is the most promising one.
+    Lazily (Minoux 1978): a sub-layer is scored again only when its last score makes it the most promising one.
     """
     wanted = set(counts)
     strategy = Greedy(bench.space, seed=bench.seed, gains=bench.problem.gains)
@@ -120,7 +120,7 @@ def representatives(rows: pd.DataFrame, *, each: int = 3) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Speedups:
-    """`rows` as of `sweep`, some measured; `sensitivity` by temperature, as of `frames.sensitivity_frame`."""
+    """`rows` as of `sweep`, some measured; `sensitivity` by temperature, as of `sensitivity_frame`."""
 
     rows: pd.DataFrame
     sensitivity: dict[float, pd.DataFrame]

@@ -94,7 +94,7 @@ class Workbench:
         return self.decoding.temperature
 
     def objective(self) -> Replayed:
-        """The search's objective, as a search begins: nothing is known that another set could be worse than."""
+        """The search's objective as it is before the first trial: no best set is known, so that none is pruned."""
         return Replayed(self.replay, self.costs, self.controllers)
 
     def score(self, skip: SkipSet) -> Score:
@@ -117,7 +117,7 @@ class Workbench:
         return [(speedup, low, high) for speedup, (low, high) in found]
 
     def traces(self, skip: SkipSet) -> list[Trace]:
-        """Drafts under `skip` from every place of the texts, deep enough for any controller."""
+        """Drafts under `skip` from every place of the texts, as long as any of the controllers' may be."""
         return self.replay.trace(skip, [FixedK(deepest(self.controllers))])
 
     def draft_cost(self, skip: SkipSet) -> float:
@@ -130,6 +130,6 @@ class Workbench:
         return Outlook.of(self.costs, skip, self.space.layers, curve)
 
     def bound(self, skip: SkipSet) -> Bound:
-        """What drafts that end, and are given candidates, exactly where they should would bring."""
+        """What drafting under `skip` would bring if every draft ended, and had candidates, exactly where it should."""
         draft = self.costs.draft(skip, self.space.layers)
-        return oracle_bound(self.traces(skip), self.costs, draft, siblings=self.replay.candidates)
+        return oracle_bound(self.traces(skip), self.costs, draft, candidates=self.replay.candidates)

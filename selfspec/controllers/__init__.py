@@ -2,7 +2,7 @@
 
 A controller sees the confidence of each drafted token and, after verification, how many were accepted. It may end
 a draft after any token, but never withhold the token it was just shown: that would change the distribution of
-what is emitted. Pure Python: knows nothing of models and tensors.
+what is emitted. `Play` is one draft that a controller plays. Pure Python: knows nothing of models and tensors.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from selfspec.facts.acceptance import Outlook
 from selfspec.facts.controller import ControllerSpec
 
 from .base import Controller
+from .play import Play
 from .rate import RateOptimal
 from .thresholds import AdaptiveThreshold, FixedK, StaticThreshold
 
@@ -24,18 +25,19 @@ __all__ = [
     "AdaptiveThreshold",
     "Controller",
     "FixedK",
+    "Play",
     "RateOptimal",
     "StaticThreshold",
     "make_controller",
     "parse_controller",
 ]
 
-Kind = type[FixedK] | type[StaticThreshold] | type[AdaptiveThreshold] | type[RateOptimal]
-CONTROLLERS: dict[str, Kind] = {kind.name: kind for kind in (FixedK, StaticThreshold, AdaptiveThreshold, RateOptimal)}
+KINDS: tuple[type[Controller], ...] = (FixedK, StaticThreshold, AdaptiveThreshold, RateOptimal)
+CONTROLLERS = {kind.name: kind for kind in KINDS}
 
 
 def make_controller(spec: ControllerSpec, outlook: Outlook | None = None) -> Controller:
-    """The controller that `spec` names; `outlook` is what a rate-optimal one is told, else it starts from a guess.
+    """The controller that `spec` names, told `outlook` if it asks for one; without, it starts from a guess.
 
     Raises `SelfspecError` for an unknown name or option, or a bad value.
     """
@@ -47,7 +49,8 @@ def make_controller(spec: ControllerSpec, outlook: Outlook | None = None) -> Con
         if option not in known:
             raise SelfspecError(f"controller '{spec.name}' has no option '{option}'; it has: {', '.join(known)}")
     options: Mapping[str, Any] = spec.options
-    return RateOptimal(**options, outlook=outlook or Outlook()) if kind is RateOptimal else kind(**options)
+    controller = kind(**options)
+    return controller if outlook is None else controller.told(outlook)
 
 
 def parse_controller(text: str) -> ControllerSpec:

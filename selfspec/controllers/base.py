@@ -1,69 +1,68 @@
-"""What every controller is: the protocol, and how one is made of its options."""
+"""What every controller is, and how one is made of its options."""
 
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Self
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.facts.acceptance import Outlook
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.limits import WIDEST_DRAFT
 
 
-class Controller(Protocol):
-    """Decides, token by token, whether drafting goes on, and then how many candidates stand beside each token.
-
-    What is drafted is a function of the confidences (draft probabilities of the drafted tokens) and of what was
-    observed before, so that a replay decides as real decoding does.
-    """
-
-    def go_on(self, confidences: Sequence[float]) -> bool:
-        """Whether to draft another token after those with these confidences (one at least)."""
-
-    def beside(self, confidences: Sequence[float], most: int) -> Sequence[int]:
-        """How many further candidates are to stand beside each drafted token, `most` each."""
-
-    def lowest(self, drafted: int) -> float:
-        """The lowest confidence of the `drafted`-th token after which it may go on; infinite where it never does."""
-
-    def observe(self, confidences: Sequence[float], accepted: int, *, candidates: int = 0, leaf: bool = False) -> None:
-        """Learn from a verified draft: each token's confidence, and how many from the first on were accepted.
-
-        `candidates`: how many further ones stood beside them; `leaf`: whether one of those was right where the chain
-        broke.
-        """
-
-    def fresh(self) -> Controller:
-        """A copy in the state this controller was made in."""
-
-    def spec(self) -> ControllerSpec:
-        """Name and options as they now stand (a learnt threshold included), for `make_controller`."""
-
-
 @dataclass
-class Options:
-    """What the controllers share: they are made of their options, which are their dataclass fields.
+class Controller(ABC):
+    """Decides after each drafted token whether another is drafted, and how many candidates each place then has.
 
-    A field with `metadata={"option": False}` is none.
+    What it decides follows from the confidences alone (the draft's probabilities of the tokens that it drafted) and
+    from what it observed before, so a replay decides as real decoding does. A controller is the state that one
+    sequence carries: `start` gives a sequence one of its own. Its options are its dataclass fields, but for those with
+    `metadata={"option": False}`. `asks_outlook`: whether it decides by an `Outlook`, to be `told` before it is used.
     """
 
     name: ClassVar[str]
+    asks_outlook: ClassVar[bool] = False
 
-    def beside(self, confidences: Sequence[float], most: int) -> Sequence[int]:
-        """As many as there may be."""
+    @abstractmethod
+    def go_on(self, confidences: Sequence[float]) -> bool:
+        """Whether to draft another token after those with these confidences (one at least)."""
+
+    @abstractmethod
+    def lowest(self, drafted: int) -> float:
+        """The least confidence of the `drafted`-th token at which it may ever go on; infinite where it never does."""
+
+    def candidates(self, confidences: Sequence[float], most: int) -> Sequence[int]:
+        """How many candidates each place is to have, the drafted token counted: 1 to `most` each; here, `most`."""
         return [most] * len(confidences)
 
-    def observe(self, confidences: Sequence[float], accepted: int, *, candidates: int = 0, leaf: bool = False) -> None:
-        """Learn nothing."""
+    def observe(  # noqa: B027 (a controller need not learn)
+        self, confidences: Sequence[float], accepted: int, *, candidates: int | None = None, other: bool = False
+    ) -> None:
+        """Learn from a verified draft; here, nothing.
 
-    def fresh(self) -> Self:
-        """A copy in the state this controller was made in."""
+        `confidences`: of the drafted tokens, of which the first `accepted` were accepted. `candidates`: how many were
+        verified at all places together (None: the drafted tokens alone). `other`: whether at the first place whose
+        drafted token was wrong another candidate was accepted.
+        """
+
+    def told(self, outlook: Outlook, *, rate: float | None = None) -> Self:
+        """A controller that rests on `outlook`, and starts at `rate` if given; itself where it asks for none."""
+        return self
+
+    def learnt(self) -> Outlook | None:
+        """The outlook it rests on, with what it has observed; None where it asks for none."""
+        return None
+
+    def start(self) -> Self:
+        """A copy in the state that this controller was made in."""
         return dataclasses.replace(self)
 
     def spec(self) -> ControllerSpec:
-        """Name and options, as they now stand."""
+        """Name and options as they now stand (a learnt threshold included), for `make_controller`."""
         return ControllerSpec(name=self.name, options={name: getattr(self, name) for name in self.known()})
 
     @classmethod

@@ -1,4 +1,7 @@
-"""One draft as a controller plays it: the same for drafting and for replay. Knows nothing of tensors."""
+"""One draft as a controller plays it: the same rules for real drafting and for the search's replay.
+
+Pure Python: knows nothing of models and tensors.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +11,42 @@ from .base import Controller
 
 
 class Play:
-    """One draft, token by token: a function of the confidences alone.
+    """A draft under way, token by token; what it decides follows from the confidences and the controller alone.
 
-    `depth`: the most tokens of the chain. `wants`: whether another token is to be drafted.
+    Whoever drafts does so while it `wants` another token, shows each one's confidence to `see`, and asks at the end
+    for the `candidates`. `depth`: the most tokens that may be drafted one after the other.
     """
 
     __slots__ = ("_controller", "_depth", "confidences", "wants")
 
+    confidences: list[float]
+    wants: bool
+
     def __init__(self, controller: Controller, *, depth: int) -> None:
         self._controller, self._depth = controller, depth
-        self.confidences: list[float] = []
+        self.confidences = []
         self.wants = depth > 0
 
     def see(self, confidence: float, *, last: bool = False) -> bool:
-        """A token was drafted, the last one that can be; whether another is wanted."""
+        """A token was drafted; whether another is wanted. `last`: nothing can follow it (end of sequence)."""
         self.confidences.append(confidence)
         self.wants = not last and len(self.confidences) < self._depth and self._controller.go_on(self.confidences)
         return self.wants
 
     def candidates(self, most: int, *, nodes: int) -> Sequence[int]:
-        """How many candidates each place has, the drafted token counted; in all at most `nodes`."""
-        counts = [1] * len(self.confidences)
-        if most > 1 and counts:
-            counts = [1 + n for n in self._controller.beside(self.confidences, most - 1)]
-            surplus = sum(counts) - nodes
-            for i in range(len(counts) - 1, -1, -1):
-                if surplus <= 0:
-                    break
-                dropped = min(counts[i] - 1, surplus)
-                counts[i] -= dropped
-                surplus -= dropped
+        """How many candidates the place of each drafted token has, the drafted one counted: 1 to `most` each.
+
+        Together they are at most `nodes`, or the drafted tokens alone where those are more: the last places give up
+        theirs first.
+        """
+        drafted = len(self.confidences)
+        if most <= 1 or not drafted:
+            return [1] * drafted
+        wanted = self._controller.candidates(self.confidences, most)
+        if sum(wanted) <= nodes:
+            return wanted
+        counts, spare = [], max(nodes - drafted, 0)
+        for count in wanted:
+            counts.append(1 + min(count - 1, spare))
+            spare -= counts[-1] - 1
         return counts

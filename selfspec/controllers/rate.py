@@ -1,4 +1,7 @@
-"""The rate-optimal controller: drafts on, and adds candidates, while that is to raise the tokens per second."""
+"""The rate-optimal controller: drafts on, and adds candidates, while that is to raise the tokens per second.
+
+Pure Python: knows nothing of models and tensors.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,17 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.facts.acceptance import Outlook, between
 from selfspec.facts.limits import MOST_ROWS
 
-from .base import Options
+from .base import Controller
 
-ROUNDS_KEPT = 200.0  # plain steps' time of what `rate` is taken to rest on when it starts
+STEPS_KNOWN = 200.0  # `rate` counts at the start as if it were known from so many plain decoding steps' time
 
 
 class _Learnt:
-    """Chances at a curve's knots, mended by what is seen: it counts at the two knots around it, the older the less."""
+    """The chances at an acceptance curve's knots, corrected by what verification shows.
+
+    What is seen at a confidence between two knots counts at both, the more the nearer. The curve's own value counts
+    for `strength` observations, and each observation for `memory` times as much when the next one comes.
+    """
 
     def __init__(self, base: Sequence[float], strength: float, memory: float) -> None:
         self._base, self._strength, self._memory = base, strength, memory
@@ -27,7 +34,7 @@ class _Learnt:
         self._hits = [0.0] * len(base)
 
     def see(self, place: tuple[int, float], hit: bool) -> None:
-        """Count a hit or a miss."""
+        """Count a hit or a miss at a place of the curve."""
         for i, weight in ((place[0], 1 - place[1]), (place[0] + 1, place[1])):
             if weight:
                 kept = self._memory**weight
@@ -38,22 +45,29 @@ class _Learnt:
 
 
 @dataclass
-class RateOptimal(Options):
-    """Maximises the tokens per second, Dinkelbach's way: goes on while what that brings is worth its time at the rate.
+class RateOptimal(Controller):
+    """Maximises the tokens per second: more is drafted where the tokens expected of it are worth their time.
 
-    P, the chance that all drafted so far is accepted, is the product of a(c) over their confidences c. With n tokens
-    drafted, the next j are expected to bring P * following(c_n) * (1 + l + .. + l^(j-1)) tokens, l the mean chance
-    that a draft goes on as it should, and take j draft steps and a verification of j more rows. It goes on where some
-    j brings more than `rate` times what it takes; more than the next token counts because a verification's time has
-    steps. The further candidates of a place whose tokens before are accepted with chance P bring P * beside_r(c) each:
-    the likeliest are added, as many as bring most beyond `rate` times the rows they add.
+    Dinkelbach's way (1967): whatever takes t plain decoding steps' time is worth it where it is expected to bring more
+    than `rate` * t tokens, `rate` being the tokens that decoding brings in the time of a plain step.
 
-    `rate`: tokens in the time of a plain decoding step, 1 at least. It never goes on below `floor`, nor beyond `k_max`
-    tokens. `strength`: rounds that the `outlook`'s curve counts for beside what is seen; `memory`: what a round
-    counts for when the next is seen.
+    Another token: P, the chance that all tokens drafted so far are accepted, is the product of the outlook's curve
+    `accepted` at their confidences. The next token is then accepted with chance P * following(c), c the confidence of
+    the last one, and each later one with chance l if the one before it is, l the mean of `following`. So j more tokens
+    bring P * following(c) * (1 + l + ... + l^(j-1)), and take j draft steps and j more rows to verify. Any j may be
+    the one that pays, as the time of a verification rises in steps: a dear row may be followed by cheap ones.
+
+    Candidates: where all tokens before a place are accepted with chance P, its second candidate brings
+    P * candidates[0](c) tokens, the third P * candidates[1](c), and so on. The likeliest of all places are taken, as
+    many as bring most after `rate` times the time of their rows is taken off.
+
+    `rate` is 1 at least, and is updated by what rounds bring. It never goes on below the confidence `floor`, nor
+    beyond `k_max` tokens. `strength`: how many observations the outlook's curve counts for; `memory`: what an
+    observation still counts for when the next is made.
     """
 
     name: ClassVar[str] = "rate"
+    asks_outlook: ClassVar[bool] = True
     rate: float = 1.0
     k_max: int = 12
     floor: float = 0.05
@@ -68,42 +82,42 @@ class RateOptimal(Options):
             raise SelfspecError(f"controller 'rate': rate {self.rate}: want 1 (as fast as plain decoding) or more")
         if not 0 <= self.strength < math.inf:
             raise SelfspecError(f"controller 'rate': strength {self.strength}: want 0 or more rounds, and finite")
-        self._start, self._curve = (self.rate, self.outlook), self.outlook.curve
+        self._first_rate, self._curve = self.rate, self.outlook.curve
         self._accepted = _Learnt(self._curve.accepted, self.strength, self.memory)
         self._following = _Learnt(self._curve.following, self.strength, self.memory)
-        self._time, self._tokens = ROUNDS_KEPT, ROUNDS_KEPT * self.rate
+        self._time, self._tokens = STEPS_KNOWN, STEPS_KNOWN * self.rate
         self._prices = _prices(self.outlook, self.k_max)
 
     def go_on(self, confidences: Sequence[float]) -> bool:
-        """Whether some further tokens are expected to be worth their time."""
+        """Whether some number of further tokens is expected to be worth its time."""
         n, last = len(confidences), confidences[-1]
         if n >= self.k_max or last < self.floor:
             return False
-        gain = between(self._following.values, self._curve.place(last))
+        next_accepted = between(self._following.values, self._curve.place(last))
         for confidence in confidences:
-            gain *= between(self._accepted.values, self._curve.place(confidence))
-        return gain > self.rate * self._prices[n]
+            next_accepted *= between(self._accepted.values, self._curve.place(confidence))
+        return next_accepted > self.rate * self._prices[n]
 
-    def beside(self, confidences: Sequence[float], most: int) -> Sequence[int]:
-        """The number for each that together are expected to bring most for their time."""
-        counts = [0] * len(confidences)
-        candidates: list[tuple[float, int]] = []
+    def candidates(self, confidences: Sequence[float], most: int) -> Sequence[int]:
+        """The numbers, 1 to `most` at each place, that together are expected to bring most for their time."""
+        counts = [1] * len(confidences)
+        further: list[tuple[float, int]] = []  # of each candidate but the drafted ones: its chance, and its place
         before = 1.0
         for i, confidence in enumerate(confidences):
             place, chance = self._curve.place(confidence), 1.0
-            for r in range(min(most, len(self._curve.beside))):
-                chance = min(chance, between(self._curve.beside[r], place))
-                candidates.append((before * chance, i))
+            for chances in self._curve.candidates[: most - 1]:
+                chance = min(chance, between(chances, place))
+                further.append((before * chance, i))
             before *= between(self._accepted.values, place)
-        candidates.sort(key=lambda candidate: -candidate[0])
+        further.sort(key=lambda candidate: -candidate[0])
         rows, rounds = 1 + len(confidences), self.outlook.rounds
         best, taken, value = 0.0, 0, 0.0
-        for number, (chance, _) in enumerate(candidates[: max(MOST_ROWS - rows, 0)], start=1):
+        for number, (chance, _) in enumerate(further[: max(MOST_ROWS - rows, 0)], start=1):
             value += chance
             worth = value - self.rate * (rounds[rows + number] - rounds[rows])
             if worth > best:
                 best, taken = worth, number
-        for _, i in candidates[:taken]:
+        for _, i in further[:taken]:
             counts[i] += 1
         return counts
 
@@ -111,8 +125,10 @@ class RateOptimal(Options):
         """The floor."""
         return self.floor if drafted < self.k_max else math.inf
 
-    def observe(self, confidences: Sequence[float], accepted: int, *, candidates: int = 0, leaf: bool = False) -> None:
-        """Mend the curve where it was tried, and the rate by what the round brought and is known to take."""
+    def observe(
+        self, confidences: Sequence[float], accepted: int, *, candidates: int | None = None, other: bool = False
+    ) -> None:
+        """Correct the curve where it was tried, and the rate by the tokens and the expected time of the round."""
         drafted = len(confidences)
         if not drafted:
             return
@@ -123,32 +139,41 @@ class RateOptimal(Options):
             if before is not None:
                 self._following.see(before, i < accepted)
             before = place
-        took = drafted * self.outlook.draft + self.outlook.rounds[1 + drafted + candidates]
+        rows = 1 + (drafted if candidates is None else candidates)
+        took = drafted * self.outlook.draft + self.outlook.rounds[rows]
         self._time = self.memory * self._time + took
-        self._tokens = self.memory * self._tokens + accepted + leaf + 1
+        self._tokens = self.memory * self._tokens + accepted + other + 1
         self.rate = max(1.0, self._tokens / self._time)
 
+    def told(self, outlook: Outlook, *, rate: float | None = None) -> Self:
+        """A controller with these options that rests on `outlook`, and starts at `rate` if given."""
+        return dataclasses.replace(self, outlook=outlook, rate=self.rate if rate is None else rate)
+
     def learnt(self) -> Outlook:
-        """The outlook as it now stands."""
+        """The outlook, its curve corrected by what was observed."""
         seen = {"accepted": list(self._accepted.values), "following": list(self._following.values)}
         return dataclasses.replace(self.outlook, curve=self._curve.model_copy(update=seen))
 
-    def fresh(self) -> Self:
-        """A copy that has learnt nothing."""
-        rate, outlook = self._start
-        return dataclasses.replace(self, rate=rate, outlook=outlook)
+    def start(self) -> Self:
+        """A copy that has observed nothing."""
+        return dataclasses.replace(self, rate=self._first_rate)
 
 
 def _prices(outlook: Outlook, k_max: int) -> list[float]:
-    """For n drafted tokens, the least time, in plain steps, of the next j for each that is as likely as the next."""
+    """After n drafted tokens, n from 0: what going on takes for each token it brings, were the next one sure.
+
+    In plain decoding steps. Drafting j more tokens takes j draft steps and a verification of j more rows; if the first
+    of them is right they bring 1 + l + ... + l^(j-1) tokens, l the mean chance that a token is right where the one
+    before it is. The price is that of the best j.
+    """
     following = outlook.curve.following
     later = min(sum(following) / len(following), 1.0)
     prices = []
     for n in range(k_max):
-        ways, reach = [], 0.0
+        ways, tokens = [], 0.0
         for j in range(1, k_max - n + 1):
-            reach += later ** (j - 1)
+            tokens += later ** (j - 1)
             time = j * outlook.draft + outlook.rounds[1 + n + j] - outlook.rounds[1 + n]
-            ways.append(time / reach)
+            ways.append(time / tokens)
         prices.append(max(min(ways), 0.0))
     return prices

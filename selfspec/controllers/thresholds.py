@@ -10,11 +10,11 @@ from typing import ClassVar, Self
 
 from selfspec.basics.errors import SelfspecError
 
-from .base import Options
+from .base import Controller
 
 
 @dataclass
-class FixedK(Options):
+class FixedK(Controller):
     """Always draft `k` tokens (Leviathan et al. 2211.17192)."""
 
     name: ClassVar[str] = "fixed"
@@ -33,7 +33,7 @@ class FixedK(Options):
 
 
 @dataclass
-class StaticThreshold(Options):
+class StaticThreshold(Controller):
     """Draft until a token's confidence is below `threshold`, at most `k_max` tokens."""
 
     name: ClassVar[str] = "static"
@@ -54,8 +54,8 @@ class StaticThreshold(Options):
 
 
 @dataclass
-class AdaptiveThreshold(Options):
-    """Draft & Verify's adaptive draft-exiting threshold (2309.08168, section 3.3), its flaws mended.
+class AdaptiveThreshold(Controller):
+    """Draft & Verify's adaptive draft-exiting threshold (2309.08168, section 3.3), with its flaws corrected.
 
     After each verified draft, with a = accepted / drafted:
 
@@ -63,8 +63,8 @@ class AdaptiveThreshold(Options):
         threshold' = threshold + step  if m < target  else  threshold - step
         threshold <- inertia * threshold + (1 - inertia) * threshold'
 
-    Mended: m starts from the first observation, not from 0; the threshold stays within `floor` and `ceiling`; the
-    step is ten times the published one, so that a prompt's worth of rounds can move it; a draft of full length
+    Other than published: m starts from the first observation, not from 0; the threshold stays within `floor` and
+    `ceiling`; the step is ten times as large, so that the rounds of one prompt can move it; a draft of `k_max` tokens
     counts like any other; and a round that drafted nothing changes nothing.
     """
 
@@ -94,10 +94,12 @@ class AdaptiveThreshold(Options):
         return len(confidences) < self.k_max and confidences[-1] >= self.threshold
 
     def lowest(self, drafted: int) -> float:
-        """The floor of the threshold."""
+        """The floor, below which the threshold never falls."""
         return self.floor if drafted < self.k_max else math.inf
 
-    def observe(self, confidences: Sequence[float], accepted: int, *, candidates: int = 0, leaf: bool = False) -> None:
+    def observe(
+        self, confidences: Sequence[float], accepted: int, *, candidates: int | None = None, other: bool = False
+    ) -> None:
         """Update the acceptance estimate and the threshold."""
         if not confidences:
             return
@@ -108,6 +110,6 @@ class AdaptiveThreshold(Options):
         threshold = self.inertia * self.threshold + (1 - self.inertia) * moved
         self.threshold = min(max(threshold, self.floor), self.ceiling)
 
-    def fresh(self) -> Self:
+    def start(self) -> Self:
         """A copy whose threshold is where this one's began."""
         return dataclasses.replace(self, threshold=self._start)

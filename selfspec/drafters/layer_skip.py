@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.controllers import Controller
-from selfspec.controllers.play import Play
+from selfspec.controllers import Controller, Play
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.limits import WIDEST_DRAFT
 from selfspec.facts.skip import SkipSet
@@ -64,7 +63,7 @@ class LayerSkipDrafter:
     def begin(self, seq: SequenceState, prefill: Step) -> None:
         """A sequence with a seed starts the controller afresh."""
         if seq.sampler.seeded:
-            self._own[seq] = self.controller.fresh()
+            self._own[seq] = self.controller.start()
 
     def end(self, seq: SequenceState) -> None:
         """Forget the sequence; the scratch slots are the runtime's."""
@@ -78,8 +77,8 @@ class LayerSkipDrafter:
         """Tell the controller what was accepted of the chain, and whether another candidate was."""
         draft, path = outcome.draft, outcome.path
         drafted = len(draft.confidence)
-        leaf = bool(path) and path[-1] >= drafted
-        self.controller_of(seq).observe(draft.confidence, len(path) - leaf, candidates=len(draft) - drafted, leaf=leaf)
+        other = bool(path) and path[-1] >= drafted
+        self.controller_of(seq).observe(draft.confidence, len(path) - other, candidates=len(draft), other=other)
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """A chain for each sequence, with further candidates where they were asked for."""

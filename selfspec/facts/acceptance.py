@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -24,48 +24,58 @@ Chances = Annotated[list[Chance], Field(min_length=2)]
 
 
 class AcceptanceCurve(Data):
-    """Chances at rising confidences c of a drafted token, all before it in its draft accepted; in between, linear.
+    """How often a drafted token is right, by its confidence c, where all tokens before it in its draft are right.
 
-    `accepted`: that it is accepted (a). `following`: that the token drafted after it is, should it be itself (the
-    mean a of what comes next). `beside[r]`: that the r-th further candidate at its place is the right one in its
-    stead (r from 0).
+    Each list holds a value for each `confidence`, in rising order; between two of them the curve is a line.
+
+    `accepted`: the chance that the token is accepted. `following`: that the token drafted after it is, if it is
+    accepted itself. `candidates[0]`: that not it but the second candidate for its place is the right token,
+    `candidates[1]` the third, and so on; the drafted token is the first.
     """
 
     confidence: Chances = [0.0, 1.0]
     accepted: Chances = [0.0, 1.0]
     following: Chances = [0.5, 0.9]
-    beside: list[Chances] = [[0.3, 0.0], [0.1, 0.0]]
+    candidates: list[Chances] = [[0.3, 0.0], [0.1, 0.0]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_version_1_named_it(cls, data: Any) -> Any:
+        """What was saved with `candidates` under its earlier name `beside`."""
+        if isinstance(data, Mapping) and "beside" in data and "candidates" not in data:
+            return {"candidates" if key == "beside" else key: value for key, value in data.items()}
+        return data
 
     @model_validator(mode="after")
     def _same_knots(self) -> Self:
         n = len(self.confidence)
         if any(a >= b for a, b in zip(self.confidence, self.confidence[1:], strict=False)):
             raise SelfspecError("acceptance.confidence: want rising numbers from 0 to 1")
-        candidates = ((f"beside.{r}", values) for r, values in enumerate(self.beside))
+        candidates = ((f"candidates.{r}", values) for r, values in enumerate(self.candidates))
         for name, values in (("accepted", self.accepted), ("following", self.following), *candidates):
             if len(values) != n:
                 raise SelfspecError(f"acceptance.{name}: {len(values)} chances for {n} confidences; want as many")
         return self
 
     def place(self, confidence: float) -> tuple[int, float]:
-        """The last knot at or below a confidence (but one, at most), and how far it lies towards the next, 0 to 1."""
+        """Where a confidence lies: the number of the knot before it, and its way to the next knot, 0 to 1."""
         knots = self.confidence
         i = min(max(bisect_right(knots, confidence) - 1, 0), len(knots) - 2)
         return i, min(max((confidence - knots[i]) / (knots[i + 1] - knots[i]), 0.0), 1.0)
 
 
 def between(values: Sequence[float], place: tuple[int, float]) -> float:
-    """The value at a `place`, by a line between two knots."""
+    """The value at a `place` of a curve whose knots have these values."""
     i, share = place
     return values[i] + share * (values[i + 1] - values[i])
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What drafting under one skip set costs and brings, as a rate-optimal controller is to know it.
+    """What drafting costs and brings, as a rate-optimal controller is to know it: times in plain decoding steps.
 
-    `draft`: a draft step; `rounds[w]`: a round whose verification has w rows, beside its draft steps; both in plain
-    decoding steps. `rounds[0]` is never read.
+    `draft`: of one draft step; `rounds[w]`: of a round whose verification has w rows, its draft steps left out
+    (`rounds[0]` is never read); `curve`: how often drafted tokens are right.
     """
 
     draft: float = 0.5
@@ -76,7 +86,7 @@ class Outlook:
     def of(
         cls, costs: CostModel, skip: SkipSet, layers: int, curve: AcceptanceCurve, *, vocabulary: float = 1.0
     ) -> Outlook:
-        """By a cost model; `vocabulary` is the share of it that drafts are from."""
+        """Of drafting under `skip`, by a cost model; `vocabulary`: the share of all tokens that may be drafted."""
         rounds = ((costs.round + costs.verification(rows)) / costs.plain for rows in range(MOST_ROWS + 1))
         return cls(costs.draft(skip, layers, vocabulary=vocabulary) / costs.plain, tuple(rounds), curve)
 

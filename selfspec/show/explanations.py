@@ -26,10 +26,10 @@ def acceptance_by_confidence(profile: Profile) -> str:
     assert curve is not None
     low, high = (f"{curve.accepted[i]:.0%} at {curve.confidence[i]:.2g}" for i in (0, -1))
     further = ""
-    if curve.beside:
+    if curve.candidates:
         further = (
-            f" The falling lines are the {len(curve.beside)} next-best candidates: where the draft is unsure, the "
-            f"second is the right one {curve.beside[0][0]:.0%} of the time, and can be verified beside the first."
+            f" The falling lines are the {len(curve.candidates)} next-best candidates: where the draft is unsure, the "
+            f"second is the right one {curve.candidates[0][0]:.0%} of the time, and can be verified beside the first."
         )
     return (
         "How often drafted tokens were right, by the probability that the draft gave them, on the search's texts: "

@@ -46,7 +46,7 @@ def small_study(where: str | Path = MEMORY, study: str = "selfspec", **settings:
     for attention, mlp, speedup, acceptance, cost, pruned in TRIALS:
         controller = ControllerSpec(name="fixed", options={"k": 2})
         score = Score(
-            SkipSet(attention, mlp), speedup / 10, speedup, acceptance, 1 + acceptance, controller, pruned, siblings=3
+            SkipSet(attention, mlp), speedup / 10, speedup, acceptance, 1 + acceptance, controller, pruned, candidates=3
         )
         ledger.keep_score(score, Space(2), draft_cost=cost, seconds=2.0)
     return ledger

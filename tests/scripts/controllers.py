@@ -76,14 +76,14 @@ def main() -> None:
                     predicted = predict(other, profiles[name])
                     rows[name] = {
                         "controller": score.controller.model_dump(mode="json"),
-                        "candidates": score.siblings,
+                        "candidates": score.candidates,
                         "tuned": score.speedup,
                         "predicted": predicted.speedup,
                         "tokens_per_round": predicted.tokens_per_round,
                     }
             traces = fresh[1].trace(base.skip_set, [FixedK(fresh[1].depth)])
             draft = costs.draft(base.skip_set, llm.runtime.layers)
-            bounds = {n: oracle_bound(traces, costs, draft, siblings=n).speedup for n in (1, CANDIDATES)}
+            bounds = {n: oracle_bound(traces, costs, draft, candidates=n).speedup for n in (1, CANDIDATES)}
         if given.profile is None:
             options = decoding.options()
             methods = {name: method(llm, llm.drafts_with(profile), options) for name, profile in profiles.items()}

@@ -96,7 +96,7 @@ def main() -> None:
         model=llm.identity,
         skip=Skip.of(skip),
         controller=last.controller,
-        siblings=last.siblings,
+        siblings=last.candidates,
         acceptance=last.acceptance,
         calibration=record("builtin", prompts),
         costs=costs,

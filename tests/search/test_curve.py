@@ -29,11 +29,11 @@ def test_it_finds_the_law():
     for c in (0.1, 0.3, 0.5, 0.7, 0.9):
         place = curve.place(c)
         assert between(curve.accepted, place) == pytest.approx(c, abs=0.06)
-        assert between(curve.beside[0], place) == pytest.approx((1 - c) / 2, abs=0.05)
-        assert between(curve.beside[1], place) == 0
+        assert between(curve.candidates[0], place) == pytest.approx((1 - c) / 2, abs=0.05)
+        assert between(curve.candidates[1], place) == 0
         assert between(curve.following, place) == pytest.approx(0.5, abs=0.1)  # which does not depend on this one's
     assert curve.accepted == sorted(curve.accepted)
-    assert len(curve.beside) == 2
+    assert len(curve.candidates) == 2
 
 
 def test_only_what_was_on_the_text_counts():

@@ -20,7 +20,7 @@ from selfspec.facts.costs import CostModel
 from selfspec.facts.skip import SkipSet
 
 COSTS = CostModel(context=9, base=0.1, attention=0.2, mlp=0.3, widths=[1], verify=[1.0], round=0.0)
-CURVE = AcceptanceCurve(confidence=[0.1, 0.5], accepted=[0.3, 0.7], following=[0.5, 0.6], beside=[[0.2, 0.1]])
+CURVE = AcceptanceCurve(confidence=[0.1, 0.5], accepted=[0.3, 0.7], following=[0.5, 0.6], candidates=[[0.2, 0.1]])
 SETTINGS = {"name": "here/model", "seed": 1, "objective": "replay", "context": None}
 SPACE = Space(4)
 
@@ -62,6 +62,16 @@ def test_a_file_may_be_named_by_its_path_as_text(written):
     written.write_text(content.replace('"draft_cost"', '"dearness"', 1))
     with pytest.raises(SelfspecError, match=r"trials\.jsonl is damaged \(KeyError\)"):
         Ledger(str(written), settings=SETTINGS)
+
+
+def test_trials_as_they_were_kept_before(written):
+    """With candidates under the names that they had: `siblings`, and `beside` in the curve."""
+    content = written.read_text()
+    assert content.count('"candidates"') == 6
+    content = content.replace('"candidates":1', '"siblings":1').replace('"candidates":[', '"beside":[')
+    assert '"candidates"' not in content
+    written.write_text(content)
+    assert list(Ledger(written, settings=SETTINGS).scores.values()) == [score(), score(1), score(1, 2)]
 
 
 def test_trials_are_an_optuna_study(written):

@@ -98,10 +98,10 @@ def test_the_controllers_in_play():
 def test_candidates_are_added_where_they_pay(model, texts):
     """With rows for nothing, as many as there may be; with dear ones, none."""
     skip = SkipSet((0, 2), (1,))
-    for verify, siblings in ((1.0, {2, 3, 4}), (9.0, {1})):
+    for verify, counts in ((1.0, {2, 3, 4}), (9.0, {1})):
         costs = COSTS.model_copy(update={"verify": [1.0, verify]})
         with Replay(model, texts, depth=2) as replay:
-            assert Replayed(replay, costs, [FixedK(2)]).score(skip).siblings in siblings
+            assert Replayed(replay, costs, [FixedK(2)]).score(skip).candidates in counts
 
 
 def test_a_profile_made_of_a_score_predicts_the_same(model, texts):
@@ -110,7 +110,7 @@ def test_a_profile_made_of_a_score_predicts_the_same(model, texts):
     with Replay(model, texts, depth=4) as replay:
         score = Replayed(replay, COSTS, [RateOptimal(k_max=4, floor=0.0, strength=1e9)]).score(skip)
         found = profile(skip, "rate", **score.controller.options).model_copy(
-            update={"acceptance": score.acceptance, "siblings": score.siblings}
+            update={"acceptance": score.acceptance, "siblings": score.candidates}
         )
         predicted = predict(replay, found)
     assert predicted.tokens_per_round == pytest.approx(score.tokens_per_round, abs=1e-3)

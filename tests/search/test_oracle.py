@@ -80,9 +80,9 @@ def test_candidates_raise_the_bound_where_the_right_one_is_among_them():
     runs = [draw.randint(0, min(2, 29 - i)) for i in range(30)]
     ranks = [draw.randint(0, 3) if i + run < 29 else 0 for i, run in enumerate(runs)]
     trace = Trace(30, 30, [[0.5] * min(4, 29 - i) for i in range(30)], runs, ranks, [False] * 30)
-    bounds = [oracle_bound([trace], COSTS, 0.1, siblings=n).speedup for n in (1, 2, 3, 4)]
+    bounds = [oracle_bound([trace], COSTS, 0.1, candidates=n).speedup for n in (1, 2, 3, 4)]
     assert bounds == sorted(bounds)
     assert bounds[0] < bounds[-1]
     for n in (1, 2, 4):
-        (done,) = walk([trace], FixedK(3), siblings=n)
+        (done,) = walk([trace], FixedK(3), candidates=n)
         assert done.stats.tokens * COSTS.plain / COSTS.seconds(done.drafts, 0.1) <= bounds[n - 1]

@@ -86,8 +86,8 @@ def test_counts_are_those_of_a_draft_model_with_a_cache_of_its_own(model, runtim
             differ += replay.trace(skip, CONTROLLERS) != traces
         for controller in CONTROLLERS:
             for siblings in (1, 3):
-                drafter.controller, drafter.candidates = controller.fresh(), siblings
-                walks = walk(traces, controller, siblings=siblings)
+                drafter.controller, drafter.candidates = controller.start(), siblings
+                walks = walk(traces, controller, candidates=siblings)
                 for prompt, text, walked in zip(PROMPTS, texts, walks, strict=True):
                     new, outcomes = run(runtime, drafter, prompt, ROOM)
                     assert (*prompt, *new) == text.tokens
@@ -145,8 +145,8 @@ def test_counts_under_shared_noise(model, runtime, siblings):
         with Replay(model, texts, **options) as replay:
             traces = replay.trace(skip, CONTROLLERS)
         for controller in CONTROLLERS:
-            drafter.controller = controller.fresh()
-            walks = walk(traces, controller, siblings=siblings, seeded=True)
+            drafter.controller = controller.start()
+            walks = walk(traces, controller, candidates=siblings, seeded=True)
             for prompt, text, walked in zip(PROMPTS, texts, walks, strict=True):
                 sampler = Sampler(temperature=0.9, seed=text.seed)
                 _, outcomes = run(runtime, drafter, prompt, ROOM, sampler=sampler, rule="match")

@@ -67,7 +67,7 @@ def real(llm64, texts):
     for skip in random_skips(3, 16):
         for controller in CONTROLLERS:
             for siblings in (1, 3):
-                drafter = LayerSkipDrafter(llm64.runtime, skip, controller.fresh(), candidates=siblings)
+                drafter = LayerSkipDrafter(llm64.runtime, skip, controller.start(), candidates=siblings)
                 found[skip, controller.spec().model_dump_json(), siblings] = [
                     counts(llm64.generate(text.tokens[: text.prompt], max_new_tokens=NEW, drafter=drafter).stats)
                     for text in texts
@@ -82,7 +82,7 @@ def test_counts_are_those_of_real_decoding(llm64, texts, real, chunk):
             traces = replay.trace(skip, CONTROLLERS)
             for controller in CONTROLLERS:
                 for siblings in (1, 3):
-                    walked = [counts(w.stats) for w in walk(traces, controller, siblings=siblings)]
+                    walked = [counts(w.stats) for w in walk(traces, controller, candidates=siblings)]
                     assert walked == real[skip, controller.spec().model_dump_json(), siblings]
 
 
@@ -125,8 +125,8 @@ def test_texts_that_end_by_themselves(siblings):
         with Replay(model, texts, depth=DEPTH, chunk=9) as replay:
             traces = replay.trace(skip, CONTROLLERS)
         for controller in CONTROLLERS:
-            drafter = LayerSkipDrafter(runtime, skip, controller.fresh(), candidates=siblings)
-            for prompt, walked in zip(PROMPTS, walk(traces, controller, siblings=siblings), strict=True):
+            drafter = LayerSkipDrafter(runtime, skip, controller.start(), candidates=siblings)
+            for prompt, walked in zip(PROMPTS, walk(traces, controller, candidates=siblings), strict=True):
                 new, outcomes = run(runtime, drafter, prompt, 20, ends=runtime.skeleton.ends)
                 assert walked.stats.tokens == len(new)
                 assert walked.stats.rounds == len(outcomes)
@@ -148,7 +148,7 @@ def test_processors_see_the_drafted_prefix():
         with Replay(model, texts, sampler=sampler(), depth=DEPTH, chunk=5) as replay:
             traces = replay.trace(skip, CONTROLLERS)
         for controller in CONTROLLERS:
-            drafter = LayerSkipDrafter(runtime, skip, controller.fresh())
+            drafter = LayerSkipDrafter(runtime, skip, controller.start())
             for prompt, walked in zip(PROMPTS, walk(traces, controller), strict=True):
                 _, outcomes = run(runtime, drafter, prompt, 12, sampler=sampler())
                 assert sorted(walked.rounds.elements()) == sorted((o.draft.work, 1 + len(o.draft)) for o in outcomes)
@@ -191,7 +191,7 @@ def test_a_sampled_round_has_the_joint_law_of_a_real_one(candidates, kind, skip,
         return rounded if rule == "token" else (rounded[:1], len(rounded))
 
     def real(sampler):
-        drafter.controller = controller.fresh()
+        drafter.controller = controller.start()
         seq = SequenceState(list(prompt), room, sampler)
         rounds = decode(runtime, drafter, seq, rule=RULES[rule])
         outcome = next(rounds)
@@ -220,7 +220,7 @@ def test_a_sampled_round_has_the_joint_law_of_a_real_one(candidates, kind, skip,
             )
             with replay:
                 (trace,) = replay.trace(skip, [controller], share=0.3)
-            (walked,) = walk([trace], controller, siblings=candidates)
+            (walked,) = walk([trace], controller, candidates=candidates)
             emitted = new[: walked.stats.tokens]
             return emitted, walked.stats.accepted, shown(trace.confidences[0])
 
@@ -245,8 +245,8 @@ def test_counts_under_shared_noise_are_those_of_real_decoding(siblings):
         with Replay(model, texts, sampler=Sampler(temperature=0.9), rule="match", depth=DEPTH, chunk=9) as replay:
             traces = replay.trace(skip, CONTROLLERS)
         for controller in CONTROLLERS:
-            walks = walk(traces, controller, siblings=siblings, seeded=True)
-            drafter = LayerSkipDrafter(runtime, skip, controller.fresh(), candidates=siblings)
+            walks = walk(traces, controller, candidates=siblings, seeded=True)
+            drafter = LayerSkipDrafter(runtime, skip, controller.start(), candidates=siblings)
             for seed, (prompt, walked) in enumerate(zip(PROMPTS, walks, strict=True)):
                 sampler = Sampler(temperature=0.9, seed=seed)
                 new, outcomes = run(runtime, drafter, prompt, 16, sampler=sampler, rule=RULES["match"])
@@ -283,7 +283,7 @@ def test_sampled_means_agree_on_the_built_in_model(llm, siblings, rule):
             texts.append(Text((*p, *tokens), len(p), new))
         with Replay(llm.model, texts, sampler=Sampler(**options), rule=rule, depth=4, seed=repeat) as replay:
             found["replay"].append(
-                [w.stats for w in walk(replay.trace(skip, [controller]), controller, siblings=siblings)]
+                [w.stats for w in walk(replay.trace(skip, [controller]), controller, candidates=siblings)]
             )
     for measure in (
         lambda runs: sum(s.tokens for s in runs) / sum(s.rounds for s in runs),
@@ -312,7 +312,7 @@ def test_a_draft_vocabulary_is_replayed_as_it_is_decoded(llm64, texts):
             whole = replay.trace(skip, CONTROLLERS)
         assert [t.runs for t in traces] != [t.runs for t in whole]
         for controller in CONTROLLERS:
-            drafter = LayerSkipDrafter(llm64.runtime, DraftPath(skip, tuple(seen)), controller.fresh())
+            drafter = LayerSkipDrafter(llm64.runtime, DraftPath(skip, tuple(seen)), controller.start())
             real = [
                 counts(llm64.generate(text.tokens[: text.prompt], max_new_tokens=NEW, drafter=drafter).stats)
                 for text in texts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from selfspec.search.trace import Trace, walk
+from selfspec.search.trace import Step, Trace, steps, walk
 
 from selfspec.controllers import AdaptiveThreshold, FixedK, StaticThreshold
 from selfspec.facts.work import NO_WORK, steps_of
@@ -40,10 +40,23 @@ def test_the_controller_ends_the_draft():
     assert counts(only) == (4, 4, 4, 4, 8)
 
 
-def test_a_leaf_is_gained_where_the_text_is_among_the_siblings():
+def test_one_more_token_is_gained_where_the_text_is_among_the_candidates():
     right = {"runs": [0] * 6, "ranks": [2] * 6, "room": 20}
-    assert counts(walk([trace(**right)], FixedK(2), siblings=2)[0]) == (6, 12, 24, 0, 6)
-    assert counts(walk([trace(**right)], FixedK(2), siblings=3)[0]) == (3, 6, 18, 3, 6)
+    assert counts(walk([trace(**right)], FixedK(2), candidates=2)[0]) == (6, 12, 24, 0, 6)
+    assert counts(walk([trace(**right)], FixedK(2), candidates=3)[0]) == (3, 6, 18, 3, 6)
+
+
+def test_no_more_tokens_are_verified_than_fit_into_one_pass():
+    """64, at 16 candidates for each place: 4 places, although 9 are drafted where each has one."""
+    only = trace([0] * 3, room=20, depth=9)
+    assert walk([only], FixedK(9))[0].drafts == {(9, 10): 3}
+    assert walk([only], FixedK(9), candidates=16)[0].drafts == {(4, 65): 3}
+
+
+def test_a_round_says_what_it_verified():
+    controller = AdaptiveThreshold()
+    found = list(steps(trace([1, 0, 0, 1], ranks=[1, 0, 0, 0], room=9, depth=2), controller, candidates=2))
+    assert found == [Step([0.9, 0.9], 1, 4, True, 3), Step([0.9, 0.9], 1, 4, False, 1)]
 
 
 def test_nothing_is_counted_after_the_end_of_the_text():

@@ -31,7 +31,7 @@ def test_trials():
         "mlp": [0, 0, 1, 1],
         "pruned": [False, False, False, True],
         "controller": ["fixed"] * 4,
-        "siblings": [3] * 4,
+        "candidates": [3] * 4,
         "on_front": [True, True, True, False],
     }
 

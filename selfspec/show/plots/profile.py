@@ -34,7 +34,7 @@ def skip_map(profile: Profile, *, width: float = WIDTH) -> Figure:
 
 
 def acceptance_by_confidence(profile: Profile, *, width: float = WIDTH) -> Figure:
-    """The profile's acceptance curve: of a drafted token, of the one after it, and of the candidates beside it.
+    """The profile's acceptance curve: of a drafted token, of the one after it, of other candidates for its place.
 
     Raises `SelfspecError` where the profile has none.
     """
@@ -44,7 +44,7 @@ def acceptance_by_confidence(profile: Profile, *, width: float = WIDTH) -> Figur
             "the profile holds no acceptance curve; one that selfspec search found with candidates does"
         )
     lines = {"the drafted token is right": curve.accepted, "then the next one is right, too": curve.following}
-    for rank, chances in enumerate(curve.beside[:_FURTHER], 2):
+    for rank, chances in enumerate(curve.candidates[:_FURTHER], 2):
         lines[f"candidate {rank} is right in its stead"] = chances
     with styled():
         figure, (axes,) = subplots(width=width)

@@ -13,6 +13,7 @@ from selfspec.controllers import (
     make_controller,
     parse_controller,
 )
+from selfspec.facts.acceptance import Outlook
 from selfspec.facts.controller import ControllerSpec
 
 
@@ -58,7 +59,7 @@ def test_adaptive_starts_afresh():
     controller = AdaptiveThreshold(threshold=0.4)
     controller.observe([0.5], 0)
     assert controller.threshold != 0.4
-    assert controller.fresh() == AdaptiveThreshold(threshold=0.4)
+    assert controller.start() == AdaptiveThreshold(threshold=0.4)
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)
@@ -68,16 +69,25 @@ def test_every_controller(name):
     for accepted in (3, 0, 1, 2):
         assert drafted(controller, [1.0] * 1000) <= 64
         controller.observe([0.9, 0.5, 0.2], accepted)
-        again = make_controller(controller.spec(), getattr(controller, "learnt", lambda: None)())
+        again = make_controller(controller.spec(), controller.learnt())
         for confidence in (0.0, 0.3, 0.59, 0.6, 0.61, 0.9, 1.0):
             drafts = [[confidence] * n for n in range(1, 70)]
             assert [again.go_on(draft) for draft in drafts] == [controller.go_on(draft) for draft in drafts]
-            assert [again.beside(draft, 3) for draft in drafts] == [controller.beside(draft, 3) for draft in drafts]
-            for draft in drafts:
-                assert len(controller.beside(draft, 3)) == len(draft)
-                assert all(0 <= count <= 3 for count in controller.beside(draft, 3))
-                assert not any(controller.beside(draft, 0))
-    assert controller.fresh().spec() == make_controller(ControllerSpec(name=name)).spec()
+            counts = [controller.candidates(draft, 3) for draft in drafts]
+            assert [again.candidates(draft, 3) for draft in drafts] == counts
+            for draft, count in zip(drafts, counts, strict=True):
+                assert len(count) == len(draft)
+                assert set(count) <= {1, 2, 3}
+                assert controller.candidates(draft, 1) == [1] * len(draft)
+    assert (controller.learnt() is not None) == controller.asks_outlook
+    assert controller.start().spec() == make_controller(ControllerSpec(name=name)).spec()
+
+
+@pytest.mark.parametrize("controller", [FixedK(3), StaticThreshold(0.5), AdaptiveThreshold(0.4)])
+def test_most_controllers_ask_for_no_outlook(controller):
+    assert not controller.asks_outlook
+    assert controller.told(Outlook(), rate=2.0) is controller
+    assert controller.learnt() is None
 
 
 def test_text_form():

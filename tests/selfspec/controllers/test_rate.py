@@ -16,10 +16,9 @@ from selfspec.facts.limits import MOST_ROWS
 STEPS = (0.0, 1.0, 1.1, 1.15, 1.2, 1.6, 1.65, 1.7, 1.75, 1.8, *([2.2] * (MOST_ROWS - 9)))
 
 
-def flat(chance: float, *beside: float) -> AcceptanceCurve:
-    return AcceptanceCurve(
-        confidence=[0.0, 1.0], accepted=[chance] * 2, following=[chance] * 2, beside=[[b] * 2 for b in beside]
-    )
+def flat(chance: float, *others: float) -> AcceptanceCurve:
+    candidates = [[other] * 2 for other in others]
+    return AcceptanceCurve(confidence=[0.0, 1.0], accepted=[chance] * 2, following=[chance] * 2, candidates=candidates)
 
 
 def length(controller: RateOptimal) -> int:
@@ -49,7 +48,7 @@ def test_it_drafts_what_theory_says_is_best(chance, draft, rounds):
 
 
 def test_candidates_are_the_best_of_all_choices():
-    """By trying every number beside every token."""
+    """By trying every number for every place."""
     draw = random.Random(3)
     for _ in range(40):
         rows = itertools.accumulate([1.0, *(draw.choice((0.0, 0.01, 0.05, 0.2)) for _ in range(MOST_ROWS))])
@@ -60,27 +59,29 @@ def test_candidates_are_the_best_of_all_choices():
         n = draw.randint(1, 4)
 
         def worth(counts, curve=curve, rate=rate, rounds=rounds, chances=chances, n=n):
-            value = sum(curve.accepted[0] ** i * sum(chances[:count]) for i, count in enumerate(counts))
-            return value - rate * (rounds[1 + n + sum(counts)] - rounds[1 + n])
+            value = sum(curve.accepted[0] ** i * sum(chances[: count - 1]) for i, count in enumerate(counts))
+            return value - rate * (rounds[1 + sum(counts)] - rounds[1 + n])
 
-        found = controller.beside([0.5] * n, 2)
-        assert worth(found) == pytest.approx(max(map(worth, itertools.product(range(3), repeat=n))))
+        found = controller.candidates([0.5] * n, 3)
+        assert worth(found) == pytest.approx(max(map(worth, itertools.product(range(1, 4), repeat=n))))
 
 
 def test_it_learns_that_drafts_are_wrong():
     controller = RateOptimal(rate=1.2, outlook=Outlook(0.2, STEPS, flat(0.9, 0.05)))
     before = length(controller)
     for _ in range(200):
-        controller.observe([0.5] * 3, 0, candidates=1)
+        controller.observe([0.5] * 3, 0, candidates=4)
     assert length(controller) == 1 < before
     assert controller.rate == 1.0
     assert between(controller.learnt().curve.accepted, controller.learnt().curve.place(0.5)) < 0.5
-    assert length(controller.fresh()) == before
+    assert length(controller.start()) == before
 
 
 def test_it_learns_where_drafts_are_right():
     """Only at the confidences that were seen."""
-    curve = AcceptanceCurve(confidence=[0.1, 0.5, 0.9], accepted=[0.3, 0.3, 0.3], following=[0.3, 0.3, 0.3], beside=[])
+    curve = AcceptanceCurve(
+        confidence=[0.1, 0.5, 0.9], accepted=[0.3, 0.3, 0.3], following=[0.3, 0.3, 0.3], candidates=[]
+    )
     controller = RateOptimal(outlook=Outlook(0.2, STEPS, curve))
     for _ in range(300):
         controller.observe([0.9, 0.9, 0.9], 3)
@@ -90,16 +91,16 @@ def test_it_learns_where_drafts_are_right():
 
 
 def test_the_rate_follows_what_rounds_bring():
-    """A round of two drafted tokens and one candidate, one accepted: 2 tokens in 2 * .2 + rounds[4]."""
+    """A round of two drafted tokens and one more candidate, one accepted: 2 tokens in 2 * .2 + rounds[4]."""
     controller = RateOptimal(rate=1.0, memory=0.0, outlook=Outlook(0.2, STEPS, flat(0.5)))
-    controller.observe([0.5, 0.5], 1, candidates=1)
+    controller.observe([0.5, 0.5], 1, candidates=3)
     assert controller.rate == pytest.approx(2 / (0.4 + STEPS[4]))
-    controller.observe([0.5, 0.5], 1, candidates=1, leaf=True)
+    controller.observe([0.5, 0.5], 1, candidates=3, other=True)
     assert controller.rate == pytest.approx(3 / (0.4 + STEPS[4]))
 
 
 def test_between_knots_it_is_a_line():
-    curve = AcceptanceCurve(confidence=[0.2, 0.6], accepted=[0.5, 0.9], following=[0.5, 0.5], beside=[])
+    curve = AcceptanceCurve(confidence=[0.2, 0.6], accepted=[0.5, 0.9], following=[0.5, 0.5], candidates=[])
     at = [between(curve.accepted, curve.place(c)) for c in (0.0, 0.2, 0.3, 0.6, 1.0)]
     assert at == pytest.approx([0.5, 0.5, 0.6, 0.9, 0.9])
 
@@ -108,12 +109,33 @@ def test_a_guess_is_cheaper_the_more_is_skipped():
     assert guess(0.75).draft < guess(0.5).draft < guess(0.0).draft == 1
 
 
+def test_it_rests_on_what_it_is_told():
+    controller = RateOptimal(k_max=5, outlook=Outlook(0.2, STEPS, flat(0.9)))
+    outlook = Outlook(0.3, STEPS, flat(0.4))
+    assert controller.told(outlook) == RateOptimal(k_max=5, outlook=outlook)
+    told = controller.told(outlook, rate=1.5)
+    assert told == RateOptimal(k_max=5, rate=1.5, outlook=outlook)
+    assert told.learnt() == outlook
+    told.observe([0.5], 0)
+    assert told.learnt() != outlook
+    assert told.start().learnt() == outlook
+    assert told.start().rate == 1.5
+
+
+def test_a_curve_as_it_was_saved_before():
+    """Under the key `beside`, which is read, and never written."""
+    saved = {"confidence": [0.1, 0.5], "accepted": [0.3, 0.7], "following": [0.5, 0.6], "beside": [[0.2, 0.1]]}
+    curve = AcceptanceCurve.model_validate(saved)
+    assert curve.model_dump() == {**{k: v for k, v in saved.items() if k != "beside"}, "candidates": [[0.2, 0.1]]}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"confidence": [0.5, 0.5]}, "want rising numbers"),
         ({"accepted": [0.1, 0.2, 0.3]}, "accepted: 3 chances for 2 confidences"),
-        ({"beside": [[0.1, 0.2], [0.1, 0.2, 0.3]]}, "beside.1: 3 chances for 2"),
+        ({"candidates": [[0.1, 0.2], [0.1, 0.2, 0.3]]}, "candidates.1: 3 chances for 2"),
+        ({"beside": [[0.1, 0.2]]}, "beside\n  Extra inputs"),
         ({"accepted": [0.1, 1.2]}, "less than or equal to 1"),
     ],
 )

@@ -13,7 +13,7 @@ from selfspec.profile.schema import Profile, Skip
 from selfspec.show import explanations as reading
 from selfspec.show.tables import position_frame
 
-CURVE = AcceptanceCurve(confidence=[0.1, 0.5], accepted=[0.3, 0.7], following=[0.5, 0.6], beside=[[0.2, 0.1]])
+CURVE = AcceptanceCurve(confidence=[0.1, 0.5], accepted=[0.3, 0.7], following=[0.5, 0.6], candidates=[[0.2, 0.1]])
 
 
 def test_skip_map():

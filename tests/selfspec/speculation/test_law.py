@@ -31,7 +31,7 @@ EXACT, SEEN = 1e-9, 1e-3
 UNSURE = Outlook(
     0.2,
     tuple(1 + 0.5 * rows for rows in range(MOST_ROWS + 1)),
-    AcceptanceCurve(accepted=[0.6, 1.0], following=[0.6, 1.0], beside=[[0.9, 0.0], [0.8, 0.0]]),
+    AcceptanceCurve(accepted=[0.6, 1.0], following=[0.6, 1.0], candidates=[[0.9, 0.0], [0.8, 0.0]]),
 )
 DRAFTERS = {
     "plain": lambda runtime: PlainDrafter(),

@@ -159,12 +159,12 @@ def test_two_distributions_agree_as_often_as_promised():
 
 
 def test_candidates_under_tied_noise_are_the_next_best(runtime):
-    """Siblings are what the noise ranks next: without replacement, in one order."""
+    """Candidates are what the noise ranks next: without replacement, in one order."""
     sampler = Sampler(temperature=1.0, seed=2)
     seq = type("Seq", (), {"sampler": sampler})()
     drafter = LayerSkipDrafter(runtime, SkipSet((1,)), FixedK(1), candidates=3)
     first, *others = sampler.merits(P.log(), 9).topk(3).indices.tolist()
-    assert drafter._drawn(seq, P, first, 2, 9) == others
+    assert drafter._drawn(seq, P, first, 3, 9) == others
 
 
 def test_probabilities_that_are_not_finite_are_an_error():

@@ -75,7 +75,7 @@ def test_a_map_of_very_many_layers_can_be_drawn(tmp_path):
 
 
 def test_acceptance_by_confidence():
-    curve = AcceptanceCurve(confidence=[0.1, 0.5], accepted=[0.3, 0.7], following=[0.5, 0.6], beside=[[0.2, 0.1]])
+    curve = AcceptanceCurve(confidence=[0.1, 0.5], accepted=[0.3, 0.7], following=[0.5, 0.6], candidates=[[0.2, 0.1]])
     axes = acceptance_by_confidence(profile(acceptance=curve)).axes[0]
     assert line(axes, "the drafted token is right") == [(0.1, 0.3), (0.5, 0.7)]
     assert line(axes, "then the next one is right, too") == [(0.1, 0.5), (0.5, 0.6)]
