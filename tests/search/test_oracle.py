@@ -13,6 +13,7 @@ from selfspec.search.trace import Trace, walk
 from selfspec import builtin
 from selfspec.controllers import FixedK, parse_controller
 from selfspec.facts.costs import CostModel
+from selfspec.facts.work import DRAFT_STEP
 from selfspec.profile.schema import Profile, Skip
 
 COSTS = CostModel(context=9, base=0.1, attention=0, mlp=0, widths=[1, 2, 8], verify=[1.0, 1.3, 1.7], round=0.05)
@@ -72,7 +73,7 @@ def test_walking_is_never_faster_than_the_bound():
     bound = oracle_bound([trace], COSTS, DRAFT).speedup
     for k in (1, 2, 3, 4):
         (done,) = walk([trace], FixedK(k))
-        assert done.stats.tokens * COSTS.plain / COSTS.seconds(done.drafts, DRAFT) <= bound
+        assert done.stats.tokens * COSTS.plain / COSTS.seconds(done.rounds, {DRAFT_STEP: DRAFT}) <= bound
 
 
 def test_candidates_raise_the_bound_where_the_right_one_is_among_them():
@@ -85,4 +86,4 @@ def test_candidates_raise_the_bound_where_the_right_one_is_among_them():
     assert bounds[0] < bounds[-1]
     for n in (1, 2, 4):
         (done,) = walk([trace], FixedK(3), candidates=n)
-        assert done.stats.tokens * COSTS.plain / COSTS.seconds(done.drafts, 0.1) <= bounds[n - 1]
+        assert done.stats.tokens * COSTS.plain / COSTS.seconds(done.rounds, {DRAFT_STEP: 0.1}) <= bounds[n - 1]

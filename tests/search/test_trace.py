@@ -49,8 +49,8 @@ def test_one_more_token_is_gained_where_the_text_is_among_the_candidates():
 def test_no_more_tokens_are_verified_than_fit_into_one_pass():
     """64, at 16 candidates for each place: 4 places, although 9 are drafted where each has one."""
     only = trace([0] * 3, room=20, depth=9)
-    assert walk([only], FixedK(9))[0].drafts == {(9, 10): 3}
-    assert walk([only], FixedK(9), candidates=16)[0].drafts == {(4, 65): 3}
+    assert walk([only], FixedK(9))[0].rounds == {(steps_of(9), 10): 3}
+    assert walk([only], FixedK(9), candidates=16)[0].rounds == {(steps_of(4), 65): 3}
 
 
 def test_a_round_says_what_it_verified():

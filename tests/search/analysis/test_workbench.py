@@ -12,6 +12,7 @@ from selfspec.search.trace import Trace, walk
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK
 from selfspec.facts.costs import CostModel
+from selfspec.facts.work import DRAFT_STEP
 
 CHEAP = CostModel(context=60, base=0.1, attention=0.03, mlp=0.03, widths=[1, 16], verify=[1.0, 1.5], round=0.02)
 COUNTS = (2, 4)
@@ -150,10 +151,10 @@ class TestDrafts:
         assert (theory["speedup"] >= 1).all()
         (trace,) = found[found["source"] == "trace"].itertuples()
         traces = bench.traces(best(rows).skip)
-        draft = CHEAP.draft(best(rows).skip, 16)
+        prices = {DRAFT_STEP: CHEAP.draft(best(rows).skip, 16)}
         fixed = [walk(traces, FixedK(k)) for k in range(1, 5)]
         speeds = [
-            sum(w.stats.tokens for w in walks) * CHEAP.plain / sum(CHEAP.seconds(w.drafts, draft) for w in walks)
+            sum(w.stats.tokens for w in walks) * CHEAP.plain / sum(CHEAP.seconds(w.rounds, prices) for w in walks)
             for walks in fixed
         ]
         assert trace.speedup == pytest.approx(max(1.0, *speeds))

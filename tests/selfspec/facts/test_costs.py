@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from selfspec.facts.costs import CostModel
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
+from selfspec.facts.work import DRAFT_STEP, NO_WORK, Part, steps_of
 from selfspec.profile.reading import parse_profile, profile_text
 from selfspec.profile.schema import Profile
 
@@ -41,9 +42,18 @@ def test_widths_between_and_beyond_the_measured_ones():
 
 
 def test_seconds_of_rounds():
-    """Two plain rounds, and three that drafted two tokens at 4 s each; with siblings, five rows in place of three."""
-    assert COSTS.seconds({(0, 1): 2, (2, 3): 3}, 4.0) == 2 * 12 + 3 * (2 + 8 + 16)
-    assert COSTS.seconds({(2, 5): 1}, 4.0) == 2 + 8 + 24
+    """Two plain rounds, and three that drafted two tokens at 4 s each; with candidates, five rows in place of three."""
+    prices = {DRAFT_STEP: 4.0}
+    assert COSTS.seconds({(NO_WORK, 1): 2, (steps_of(2), 3): 3}, prices) == 2 * 12 + 3 * (2 + 8 + 16)
+    assert COSTS.seconds({(steps_of(2), 5): 1}, prices) == 2 + 8 + 24
+
+
+def test_every_part_has_its_price():
+    """A lookup, and one draft step over three tokens of the sequence at once."""
+    lookup, wide = Part("lookup"), Part("draft step", 3)
+    rounds = {(((lookup, 1), (wide, 2)), 3): 1}
+    assert COSTS.seconds(rounds, {lookup: 0.5, wide: 6.0}) == 2 + 0.5 + 12 + 16
+    assert [str(lookup), str(wide)] == ["lookup", "draft step of 3 rows"]
 
 
 @given(st.lists(st.floats(1e-6, 10), min_size=3, max_size=3), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))

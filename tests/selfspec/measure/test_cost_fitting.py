@@ -69,9 +69,9 @@ def test_disturbances_do_not_count(model, clock, monkeypatch):
     draw, tick = random.Random(0), costing._Probe.propose
     turns = itertools.count()
 
-    def disturbed(self, seqs):
+    def disturbed(self, seqs, limits):
         before = clock[0]
-        drafts = tick(self, seqs)
+        drafts = tick(self, seqs, limits)
         if next(turns) % 3 == 0 and self.length:
             slow = 2 * (clock[0] - before) * draw.uniform(0.9, 1.1)
             clock[0] += slow

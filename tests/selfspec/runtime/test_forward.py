@@ -286,7 +286,7 @@ def test_a_head_over_some_tokens():
     torch.testing.assert_close(part[..., some], whole[..., some])
     assert int(torch.isfinite(part[0, 0]).sum()) == 4
     for wrong in ([], [61], [-1], [3, 3]):
-        with pytest.raises(SelfspecError, match="different tokens from 0 to 60"):
+        with pytest.raises(SelfspecError, match="different tokens from 0"):
             runtime.compile(DraftPath(vocabulary=tuple(wrong)))
     model.lm_head = nn.Sequential(model.lm_head)
     with pytest.raises(SelfspecError, match="head's own weight"):

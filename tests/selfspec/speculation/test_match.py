@@ -11,6 +11,7 @@ from toys import HiddenHead, RandomTree, Scripted, TinyModel, Toy
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.drafters.layer_skip import _drawn
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.runtime.forward import Runtime
@@ -162,9 +163,8 @@ def test_candidates_under_tied_noise_are_the_next_best(runtime):
     """Candidates are what the noise ranks next: without replacement, in one order."""
     sampler = Sampler(temperature=1.0, seed=2)
     seq = type("Seq", (), {"sampler": sampler})()
-    drafter = LayerSkipDrafter(runtime, SkipSet((1,)), FixedK(1), candidates=3)
     first, *others = sampler.merits(P.log(), 9).topk(3).indices.tolist()
-    assert drafter._drawn(seq, P, first, 3, 9) == others
+    assert _drawn(P, first, 3, seq, 9) == others
 
 
 def test_probabilities_that_are_not_finite_are_an_error():
