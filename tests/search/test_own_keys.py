@@ -23,8 +23,9 @@ from selfspec.drafters import PlainDrafter
 from selfspec.facts.costs import CostModel
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
+from selfspec.profile.draft import LayerSkipSpec, PlainSpec
 from selfspec.profile.reading import parse_profile, profile_text
-from selfspec.profile.schema import Profile, Skip
+from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
 
@@ -194,7 +195,7 @@ def test_the_streams_are_of_the_texts_from_their_first_token_on(model, texts):
 
 def test_a_prediction_includes_what_the_draft_reads(model, texts):
     skip, controller = SkipSet((1,), (2,)), FixedK(3)
-    profile = Profile(model=Identity(layers=3), skip=Skip.of(skip), controller=controller.spec(), costs=COSTS)
+    profile = Profile(model=Identity(layers=3), draft=LayerSkipSpec.of(skip, controller.spec()), costs=COSTS)
     with Replay(model, texts, depth=3, own_keys=True) as replay:
         predicted = predict(replay, profile)
     drafter = PrunedModel(Runtime(model), skip, controller)
@@ -213,7 +214,8 @@ def test_a_search_for_such_drafts(llm, monkeypatch, tmp_path):
         monkeypatch.setattr(finalists, measuring, None)
     options = {"trials": 3, "count": 2, "max_new_tokens": 8, "granularity": "layer"}
     profile = find_profile(llm, kv="own", storage=tmp_path / "trials", **options)
-    assert (profile.search.kv, profile.siblings, profile.draft_vocabulary, profile.measured) == ("own", 1, None, [])
+    assert (profile.search.kv, profile.measured) == ("own", [])
+    assert (profile.draft.candidates, profile.draft.vocabulary) == (1, None)
     assert len(profile.skip_set) > 0
     assert profile.predicted.speedup > 1
     assert profile.note == "for a draft model with a cache of its own, whose speed is predicted, not measured"
@@ -223,7 +225,7 @@ def test_a_search_for_such_drafts(llm, monkeypatch, tmp_path):
     dear = costs.model_copy(update={"base": 5.0})
     monkeypatch.setattr(prepare, "measure_costs", lambda *_, **__: dear)
     nothing = find_profile(llm, kv="own", warm=False, **options)
-    assert len(nothing.skip_set) == 0
+    assert nothing.draft == PlainSpec()
     assert "nothing is predicted to beat plain decoding: the best set found (attention" in nothing.note
     kept = find_profile(llm, kv="own", warm=False, keep_best=True, **options)
     assert len(kept.skip_set) > 0

@@ -23,7 +23,7 @@ ROOMS = {  # each with the rooms that it may import
     "controllers": "basics facts",
     "model": "basics builtin facts",
     "runtime": "basics facts model speculation",
-    "drafters": "basics facts speculation controllers runtime",
+    "drafters": "basics facts profile speculation controllers runtime",
     "decoding": "facts speculation runtime",
     "llm": "basics facts profile show text speculation controllers model runtime drafters decoding",
     "measure": "basics facts profile text speculation controllers model runtime drafters decoding llm",

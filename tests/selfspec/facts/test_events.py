@@ -158,7 +158,7 @@ class TestCounts:
         ],
     )
     def test_they_agree_with_the_stats(self, llm, how):
-        drafter = llm.layer_skip(SKIP, "fixed:k=3", siblings=3)
+        drafter = llm.layer_skip(SKIP, "fixed:k=3", candidates=3)
         out = llm.generate(PROMPT, max_new_tokens=24, drafter=drafter, **how)
         found = counts(out.events)
         accepted = found.get(DRAFT, 0) + found.get(SIBLING, 0)
@@ -172,7 +172,7 @@ class TestCounts:
         assert "".join(event.text for event in out.events) == out.text
 
     def test_no_tensor_is_kept(self, llm):
-        out = llm.generate(PROMPT, max_new_tokens=12, drafter=llm.layer_skip(SKIP, "fixed:k=2", siblings=2))
+        out = llm.generate(PROMPT, max_new_tokens=12, drafter=llm.layer_skip(SKIP, "fixed:k=2", candidates=2))
         kept = itertools.chain.from_iterable(
             value if isinstance(value, tuple) else (value,) for done in out.stats.log for value in astuple(done)
         )
@@ -182,7 +182,7 @@ class TestCounts:
 class TestProbabilities:
     def test_the_models_own(self, llm64, ids):
         """Temperature and processors are left out; the rows are those of the path, siblings' too."""
-        drafter = llm64.layer_skip(SKIP, "fixed:k=3", siblings=3)
+        drafter = llm64.layer_skip(SKIP, "fixed:k=3", candidates=3)
         how = {"temperature": 0.7, "top_k": 3, "seed": 2, "max_new_tokens": 24, "drafter": drafter}
         out = llm64.generate(PROMPT, probabilities=True, **how)
         assert {DRAFT, SIBLING, BONUS} <= {*of(out)}
@@ -324,7 +324,7 @@ class TestStreaming:
 
 
 def test_html_has_the_text(llm, ids):
-    out = llm.generate(PROMPT, max_new_tokens=24, drafter=llm.layer_skip(SKIP, "fixed:k=3", siblings=2))
+    out = llm.generate(PROMPT, max_new_tokens=24, drafter=llm.layer_skip(SKIP, "fixed:k=3", candidates=2))
     page = Read(out._repr_html_())
     legend = " · ".join(f"{origin} {n} ({n / 24:.0%})" for origin, n in counts(out.events).items())
     accepted = f"{out.stats.accepted} of {out.stats.drafted} drafted"
