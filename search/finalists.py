@@ -10,7 +10,8 @@ from selfspec.controllers import make_controller
 from selfspec.drafters import PlainDrafter
 from selfspec.llm.llm import LLM
 from selfspec.measure.timing import interleave, measure, method
-from selfspec.profile.schema import Measurement, Profile, SearchRecord, Skip
+from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.schema import Measurement, Profile, SearchRecord
 from selfspec.text.prompt import Prompt
 
 from .continuations import Decoding
@@ -62,10 +63,8 @@ def finish(
     except KeyboardInterrupt:
         search = search.model_copy(update={"interrupted": True})
     kept = keep_best or (best.speedup if measured is None else measured.speedup) > 1
-    found = drafting_as(base, best)
+    found = drafting_as(base, best) if kept else base
     predicted = predict(replay, found) if kept and replay is not None and base.costs is not None else None
-    if not kept:
-        found = base.model_copy(update={"controller": found.controller})
     return found.model_copy(
         update={
             "search": search,
@@ -79,15 +78,13 @@ def finish(
 
 def drafting_as(base: Profile, score: Score) -> Profile:
     """A profile that drafts as was scored, with every option of its controller written out."""
-    return base.model_copy(
-        update={
-            "skip": Skip.of(score.skip),
-            "controller": make_controller(score.controller).spec(),
-            "siblings": score.candidates,
-            "acceptance": score.acceptance,
-            "draft_vocabulary": list(score.vocabulary) or None,
-        }
+    draft = LayerSkipSpec.of(
+        score.skip,
+        make_controller(score.controller).spec(),
+        candidates=score.candidates,
+        vocabulary=score.vocabulary or None,
     )
+    return base.model_copy(update={"draft": draft, "acceptance": score.acceptance})
 
 
 def _best(llm: LLM, base: Profile, finalists: Sequence[Score], prompts: Sequence[Prompt], decoding: Decoding) -> Score:

@@ -237,9 +237,10 @@ def predict(replay: Replay, profile: Profile) -> Prediction:
     costs = profile.costs
     if costs is None:
         raise SelfspecError("a prediction needs a profile with costs")
-    controller = make_controller(profile.controller, profile.outlook)
-    traces = replay.trace(profile.skip_set, [controller], vocabulary=profile.draft_vocabulary or ())
-    walks = walk(traces, controller, candidates=profile.siblings, seeded=replay.seeded)
+    described = profile.layer_skip
+    controller = make_controller(described.controller, profile.outlook)
+    traces = replay.trace(profile.skip_set, [controller], vocabulary=described.vocabulary or ())
+    walks = walk(traces, controller, candidates=described.candidates, seeded=replay.seeded)
     total = Stats.total(done.stats for done in walks)
     rounds = sum((done.rounds for done in walks), Counter[tuple[Work, int]]())
     prefill = costs.prefill * sum(text.prompt for text in replay.texts)

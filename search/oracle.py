@@ -61,8 +61,9 @@ def oracle(
     texts = continue_prompts(
         llm, [llm.check(prompt, decoding.max_new_tokens) for prompt in prompts], decoding, seed=seed
     )
-    depth = deepest([make_controller(profile.controller, profile.outlook)])
-    candidates, vocabulary = profile.siblings, profile.draft_vocabulary or ()
+    described = profile.layer_skip
+    depth = deepest([make_controller(described.controller, profile.outlook)])
+    candidates, vocabulary = described.candidates, described.vocabulary or ()
     with Replay(llm.model, texts, sampler=decoding.sampler(), depth=depth, candidates=candidates, seed=seed) as replay:
         traces = replay.trace(profile.skip_set, [FixedK(depth)], vocabulary=vocabulary)
     draft = costs.draft(profile.skip_set, llm.runtime.layers)

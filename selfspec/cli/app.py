@@ -11,6 +11,7 @@ from selfspec.cli.data import KINDS, Chat, Column, DataOptions, Template
 from selfspec.cli.devices import Device, Dtype, MaxMemory, Offload, Spread, Threads
 from selfspec.cli.profile_app import Json, profile_app
 from selfspec.cli.see_app import see_app
+from selfspec.measure.bench_methods import methods_help
 from selfspec.model.loading import parse_devices
 
 app = typer.Typer(
@@ -270,7 +271,7 @@ def bench(
     model: ModelOption = None,
     profile: DraftingProfile = "auto",
     methods: Annotated[
-        str, typer.Option(help="Of plain, skip, guarded, hf, hf-early-exit, hf-prompt-lookup, separated by commas.")
+        str, typer.Option(help=f"Which are run, separated by commas: {methods_help()}.")
     ] = "plain,skip,hf,hf-early-exit,hf-prompt-lookup",
     widen: Annotated[
         int, typer.Option(min=1, max=64, help="Times wider, with the same output: a large model's cost.")

@@ -14,6 +14,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, write_text
 from selfspec.cli.common import Drafting, chosen, drafted_with, print_json, progress, quiet, set_threads, stderr, stdout
 from selfspec.cli.data import DataOptions
+from selfspec.measure.bench_methods import any_drafts, check_methods
 from selfspec.model.loading import read_identity
 from selfspec.profile.schema import Profile
 
@@ -66,11 +67,11 @@ def run(options: BenchOptions) -> int:
     set_threads(options.threads)
 
     from selfspec.llm.prompts import check_chat, fitting
-    from selfspec.measure.bench import DRAFTING, Benchmark, Task, check_methods, load_subjects
+    from selfspec.measure.bench import Benchmark, Task, load_subjects
     from selfspec.speculation.sampling import check_sampling
 
     check_methods(methods)
-    drafts = not DRAFTING.isdisjoint(methods)
+    drafts = any_drafts(methods)
     for temperature in temperatures:
         check_sampling(temperature, None, None)
     if drafts:
@@ -163,10 +164,11 @@ def _duration(seconds: float) -> str:
 def _report(found: dict[str, Any], console: Console) -> None:
     wide = f" widened {found['widened']} times" if found["widened"] > 1 else ""
     threads = "1 thread" if found["threads"] == 1 else f"{found['threads']} threads"
+    bypassed = f"{found['skipped']} of {found['sub_layers']} sub-layers bypassed"
     lines = [
         f"{found['model']}{wide}; {found['machine']}; {threads}; {found['dtype']}; {found['prompts']} prompts x "
         f"{found['max_new_tokens']} tokens x {found['rounds']} rounds",
-        f"skip: {found['skipped']} of {found['sub_layers']} sub-layers bypassed ({found['source']})",
+        f"skip: {bypassed} ({found['source']})" if found["skipped"] else f"skip: {found['source']}",
         f"weights: {_size(found['weight_bytes'])}, {found['layouts']['plain']} for plain decoding, "
         f"{found['layouts']['skip']} for drafting ({_size(found['extra_bytes'])} more)",
     ]

@@ -25,7 +25,7 @@ _CONTROLS = {
 # For terminals of 16 colours, whose nearest to the others would be two alike, and white.
 _BASIC = {
     Origin.ACCEPTED_DRAFT: "cyan",
-    Origin.ACCEPTED_SIBLING: "blue",
+    Origin.ACCEPTED_CANDIDATE: "blue",
     Origin.CORRECTED: "red",
     Origin.BONUS: "magenta",
 }

@@ -21,7 +21,8 @@ from selfspec.controllers import make_controller, parse_controller
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.identity import Identity
 from selfspec.model.loading import check_dtype, check_model_name
-from selfspec.profile.schema import Profile, Skip
+from selfspec.profile.draft import LayerSkipSpec, Skip
+from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 
 SEARCH_HINT = "no profile known to be faster: decoding plainly. Search one with: selfspec search --model {model}"
@@ -41,7 +42,7 @@ def checked_profile(name: str) -> Profile:
     """A profile by file or name, its controller checked too. Raises `SelfspecError` naming the file."""
     profile = find_profile_file(name)
     try:
-        make_controller(profile.controller)
+        make_controller(profile.layer_skip.controller)
     except SelfspecError as error:
         raise SelfspecError(f"{name}: {error}") from None
     return profile
@@ -82,7 +83,7 @@ def drafted_with(
     """What to draft with, and perhaps another controller than the profile's.
 
     A profile, by its name, or one that ships for this model, or every second layer. Raises `SelfspecError` for a
-    profile of another model, or one that skips nothing.
+    profile of another model, or one that drafts nothing.
     """
     from selfspec.profile.choosing import check_profile, shipped_for
 
@@ -92,14 +93,14 @@ def drafted_with(
         name, profile = next(iter(shipped_for(identity).items()), ("", None))
     if profile is None:
         half = list(range(1, identity.layers, 2))
-        profile = Profile(model=identity, skip=Skip(attention=half, mlp=half))
+        profile = Profile(model=identity, draft=LayerSkipSpec(skip=Skip(attention=half, mlp=half)))
         source = "every second layer, as there is no profile"
-    elif not len(profile.skip_set):
-        raise SelfspecError(f"profile {name} skips nothing, so there is nothing to draft with; want another")
+    elif not profile.drafts:
+        raise SelfspecError(f"profile {name} drafts nothing; want another")
     else:
-        source = f"profile {name}, {len(profile.skip_set)} sub-layers"
+        source = f"profile {name}, {profile.draft.said}"
     if controller is not None:
-        profile = profile.model_copy(update={"controller": controller})
+        profile = profile.controlled_by(controller)
     return Drafting(profile, source)
 
 

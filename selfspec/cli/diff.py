@@ -11,7 +11,7 @@ from rich.text import Text
 
 from selfspec.basics.errors import short
 from selfspec.cli.common import LayerMap, checked_profile, print_json, printable, skip_map, stdout
-from selfspec.cli.facts import LABELS, facts
+from selfspec.cli.facts import facts, label
 from selfspec.profile.schema import Profile
 
 BY_BOTH, BY_NONE, BY_A, BY_B = ".", "#", "A", "B"
@@ -24,7 +24,7 @@ def run(a: str, b: str, *, as_json: bool) -> int:
     one, other = checked_profile(a), checked_profile(b)
     found = list(_differences(one.model_dump(mode="json"), other.model_dump(mode="json")))
     if as_json:
-        print_json(_as_json(a, b, found))
+        print_json(_as_json({"a": a, "b": b}, one, other, found))
     elif found:
         _print(stdout(), {"A": a, "B": b}, one, other, found)
     else:
@@ -47,16 +47,22 @@ def _records(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
 
 
-def _as_json(a: str, b: str, found: list[Difference]) -> dict[str, Any]:
-    parts = {where.removeprefix("skip."): (x, y) for where, x, y in found if where.startswith("skip.")}
-    alone = {part: tuple(map(set, parts.get(part, ((), ())))) for part in ("attention", "mlp")}
+def _as_json(names: dict[str, str], a: Profile, b: Profile, found: list[Difference]) -> dict[str, Any]:
     return {
         "equal": not found,
-        "a": a,
-        "b": b,
-        "skipped_by_a_alone": {part: sorted(x - y) for part, (x, y) in alone.items()},
-        "skipped_by_b_alone": {part: sorted(y - x) for part, (x, y) in alone.items()},
+        **names,
+        "skipped_by_a_alone": _alone(a, b),
+        "skipped_by_b_alone": _alone(b, a),
         "differences": [{"key": where, "a": x, "b": y} for where, x, y in found],
+    }
+
+
+def _alone(a: Profile, b: Profile) -> dict[str, list[int]]:
+    """The layers of each part that `a` skips and `b` does not."""
+    mine, theirs = a.skip_set, b.skip_set
+    return {
+        "attention": sorted(set(mine.attention) - set(theirs.attention)),
+        "mlp": sorted(set(mine.mlp) - set(theirs.mlp)),
     }
 
 
@@ -71,7 +77,7 @@ def _print(console: Console, names: dict[str, str], a: Profile, b: Profile, foun
         by_a, by_b, by_both = ("".join(rows.values()).count(mark) for mark in (BY_A, BY_B, BY_BOTH))
         legend = f"bypassed: {by_a} by A alone, {by_b} by B alone, {by_both} by both (.); # runs in both"
         console.print(Text(legend, style="dim"))
-    rest = [difference for difference in found if not difference[0].startswith("skip.")]
+    rest = [difference for difference in found if not f"{difference[0]}.".startswith("draft.skip.")]
     if rest:
         console.print(_table(a, b, rest))
 
@@ -86,14 +92,12 @@ def _table(a: Profile, b: Profile, found: list[Difference]) -> Table:
     """Each field that differs, as `show` puts it; what it would not show, by its key in the file."""
     table = Table("", "A", "B", box=None, padding=(0, 2, 0, 0), header_style="bold")
     one, other = facts(a), facts(b)
-    for field in Profile.model_fields:
-        mine, theirs = one.get(field, []), other.get(field, [])
-        inner = [difference for difference in found if difference[0].split(".")[0] == field]
-        if mine != theirs:
-            table.add_row(LABELS.get(field, field), _lines(mine), _lines(theirs))
-        else:
-            for where, x, y in inner:
-                table.add_row(printable(where), _value(x), _value(y))
+    told = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+    for key in told:
+        table.add_row(printable(label(key)), _lines(one.get(key, [])), _lines(other.get(key, [])))
+    for where, x, y in found:
+        if not any(f"{where}.".startswith(f"{key}.") for key in told):
+            table.add_row(printable(where), _value(x), _value(y))
     return table
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import CostModel
+from selfspec.profile.draft import DraftSpec
 from selfspec.profile.schema import Calibration, Measurement, Prediction, Profile, Published, SearchRecord
 
-LABELS = {"siblings": "candidates", "draft_vocabulary": "drafted from", "acceptance": "accepted"}
+LABELS = {"draft.kind": "draft", "draft.vocabulary": "drafted from", "acceptance": "accepted"}
 
 
 def facts(profile: Profile) -> dict[str, list[str]]:
-    """The lines on each field of a profile but the skip set, by the field's name; none where it says nothing."""
+    """The lines on each field of a profile but the skip set, by its key in the file; none where it says nothing."""
     some = {
         "model": _model(profile),
-        "controller": [_controller(profile)],
-        "siblings": [f"{profile.siblings} for each drafted position at most"] if profile.siblings > 1 else [],
-        "draft_vocabulary": [f"{len(profile.draft_vocabulary)} tokens"] if profile.draft_vocabulary is not None else [],
+        **_draft(profile.draft),
+        "parts": [f"{name}: {part.file}" for name, part in profile.parts.items()],
         "acceptance": _acceptance(profile),
         "published": _published(profile.published) if profile.published else [],
         "calibration": _calibration(profile.calibration) if profile.calibration else [],
@@ -25,6 +29,11 @@ def facts(profile: Profile) -> dict[str, list[str]]:
         "note": [profile.note] if profile.note else [],
     }
     return {field: lines for field, lines in some.items() if lines}
+
+
+def label(key: str) -> str:
+    """What the lines on a field are headed with."""
+    return LABELS.get(key, key.removeprefix("draft."))
 
 
 def standing(profile: Profile) -> str:
@@ -52,9 +61,32 @@ def _model(profile: Profile) -> list[str]:
     ]
 
 
-def _controller(profile: Profile) -> str:
-    options = ", ".join(f"{name} {value:g}" for name, value in profile.controller.options.items())
-    return f"{profile.controller.name}{f' ({options})' if options else ''}"
+def _draft(draft: DraftSpec) -> dict[str, list[str]]:
+    """The lines on each field of what drafts but the skip set, which is drawn."""
+    fields = [name for name in type(draft).model_fields if name != "skip"]
+    told = {name: getattr(draft, name) for name in fields if getattr(draft, name) is not None}
+    return {f"draft.{name}": [_TOLD.get(name, str)(value)] for name, value in told.items()}
+
+
+def _controller(controller: ControllerSpec) -> str:
+    options = ", ".join(f"{name} {value:g}" for name, value in controller.options.items())
+    return f"{controller.name}{f' ({options})' if options else ''}"
+
+
+def _candidates(count: int) -> str:
+    return "1, a chain" if count == 1 else f"{count} for each drafted place at most"
+
+
+def _vocabulary(tokens: Sequence[int]) -> str:
+    return f"{len(tokens)} tokens"
+
+
+# How a field of what drafts is told; others as they are.
+_TOLD: dict[str, Callable[[Any], str]] = {
+    "controller": _controller,
+    "candidates": _candidates,
+    "vocabulary": _vocabulary,
+}
 
 
 def _acceptance(profile: Profile) -> list[str]:

@@ -101,10 +101,10 @@ def run(options: GenerateOptions) -> None:
         stderr().print(SEARCH_HINT.format(model=model), markup=False, soft_wrap=True)
     drafter = llm.drafter
     if spec is not None:
-        if llm.profile is not None and len(llm.profile.skip_set):
-            drafter = llm.guarded(llm.profile.model_copy(update={"controller": spec}))
+        if llm.profile is not None and llm.profile.drafts:
+            drafter = llm.guarded(llm.profile.controlled_by(spec))
         else:
-            stderr().print("--controller has no effect: without a profile that skips something, nothing is drafted")
+            stderr().print("--controller has no effect: without a profile that drafts, nothing is drafted")
     if options.compare:
         usual = llm
         if llm.layout != "rows":

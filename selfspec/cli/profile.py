@@ -14,7 +14,7 @@ from rich.text import Text
 from selfspec.basics.errors import SelfspecError, short
 from selfspec.basics.files import check_writable, files_in
 from selfspec.cli.common import checked_profile, print_json, printable, quiet, skip_map, stderr, stdout
-from selfspec.cli.facts import LABELS, facts, source, standing
+from selfspec.cli.facts import facts, label, source, standing
 from selfspec.facts.identity import Identity
 from selfspec.model.loading import check_model_name, read_identity, stored_config
 from selfspec.profile.published import check_format, published_profile, read_published
@@ -27,11 +27,12 @@ def show(file: str) -> None:
     """Print a profile for people."""
     profile = checked_profile(file)
     console = stdout()
-    console.print(skip_map(profile))
+    if len(profile.skip_set):
+        console.print(skip_map(profile))
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for field, lines in facts(profile).items():
-        for label, line in zip((LABELS.get(field, field), *[""] * len(lines)), lines, strict=False):
-            table.add_row(label, Text(printable(line)))
+    for key, lines in facts(profile).items():
+        for head, line in zip((label(key), *[""] * len(lines)), lines, strict=False):
+            table.add_row(printable(head), Text(printable(line)))
     console.print(table)
 
 
@@ -45,8 +46,7 @@ def validate(file: str, model: str | None) -> None:
             raise SelfspecError(f"{file}: is of another model than {model}: {difference}")
     fits = f", fits {model}" if model else ""
     only = f", {standing(profile)}" if profile.published and not profile.measured else ""
-    bypassed = f"{len(profile.skip_set)} sub-layers bypassed"
-    stdout().print(f"{file}: valid, {bypassed}{fits}{only}", markup=False, soft_wrap=True)
+    stdout().print(f"{file}: valid, {profile.draft.said}{fits}{only}", markup=False, soft_wrap=True)
 
 
 def list_profiles(folder: Path | None, *, as_json: bool) -> None:
@@ -128,7 +128,7 @@ def _table(profiles: Mapping[str, Profile]) -> Table:
         table.add_row(
             Text(printable(name) + "\n  " + printable(profile.model.name or "any of this size")),
             str(profile.model.layers),
-            f"{len(skip.attention)} + {len(skip.mlp)}",
+            f"{len(skip.attention)} + {len(skip.mlp)}" if len(skip) or not profile.drafts else profile.draft.kind,
             Text("\n".join(map(printable, filter(None, [*measured, source(profile)])))),
         )
     table.caption = "skipped: attention + MLP sub-layers"
@@ -142,6 +142,7 @@ def _summary(name: str, profile: Profile) -> dict[str, Any]:
         "name": name,
         "model": model.name,
         "layers": model.layers,
+        "draft": profile.draft.kind,
         "skipped": {"attention": len(skip.attention), "mlp": len(skip.mlp)},
         "standing": standing(profile),
         "measured": [

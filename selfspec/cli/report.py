@@ -16,7 +16,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, write_text
 from selfspec.cli.common import checked_profile, model_for, progress, quiet, set_threads, stderr
 from selfspec.cli.data import DataOptions
-from selfspec.cli.facts import LABELS, facts
+from selfspec.cli.facts import facts, label
 from selfspec.cli.sources import open_study
 from selfspec.model.loading import check_dtype
 from selfspec.profile.schema import Profile
@@ -78,7 +78,7 @@ def run(options: ReportOptions) -> None:
     ledger = None if options.study is None else open_study(options.study, options.storage)
     profile = _profile(options, ledger)
     decoded = None
-    if options.sample and profile is not None and len(profile.skip_set):
+    if options.sample and profile is not None and profile.drafts:
         decoded = _decoded(options, profile)
     page = _page(options, profile, ledger, bench, decoded)
     write_text(options.out, page)
@@ -221,16 +221,18 @@ def _page(
 def _no_sample(profile: Profile | None) -> tuple[str, ...]:
     if profile is None:
         return (_GIVE_PROFILE,)
-    if not len(profile.skip_set):
-        return ("The profile skips nothing, so that nothing is drafted: there is no acceptance to show.",)
+    if not profile.drafts:
+        return ("The profile drafts nothing: there is no acceptance to show.",)
     return ("The model was not loaded: without --no-sample, a few prompts are decoded, and what is accepted is shown.",)
 
 
 def _summary(profile: Profile | None) -> str:
     if profile is None:
         return "What a benchmark measured."
-    size = 2 * profile.model.layers
-    said = f"While drafting, {len(profile.skip_set)} of the model's {size} attention and MLP sub-layers are bypassed"
+    size, skipped = 2 * profile.model.layers, len(profile.skip_set)
+    said = f"The profile {profile.draft.said}"
+    if skipped:
+        said = f"While drafting, {skipped} of the model's {size} attention and MLP sub-layers are bypassed"
     if profile.measured:
         fastest = max(profile.measured, key=lambda m: m.speedup)
         low, high = fastest.interval
@@ -256,8 +258,8 @@ def _conditions(
     tables: list[Table] = []
     rows: list[tuple[str, ...]] = []
     if profile is not None:
-        lines = {label: told for label, told in facts(profile).items() if label != "measured" or not profile.measured}
-        said = [(LABELS.get(label, label), "\n".join(told)) for label, told in lines.items()]
+        lines = {key: told for key, told in facts(profile).items() if key != "measured" or not profile.measured}
+        said = [(label(key), "\n".join(told)) for key, told in lines.items()]
         made = ", ".join(f"{name} {number}" for name, number in profile.versions.items())
         title = f"The profile: {options.profile or (ledger.place if ledger is not None else builtin.PROFILE)}"
         tables.append(facts_table(title, said + ([("versions", made)] if made else [])))

@@ -1,8 +1,9 @@
-"""Drafters: who proposes tokens; one interface, one file each. Knows nothing of the loop."""
+"""Drafters: who proposes tokens; one interface, one file each, a registry of kinds. Knows nothing of the loop."""
 
 from selfspec.drafters.guard import Guard
 from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.drafters.plain import PlainDrafter
-from selfspec.speculation.drafter import Drafter
+from selfspec.drafters.registry import make_drafter, register
+from selfspec.speculation.drafter import Drafter, Limit
 
-__all__ = ["Drafter", "Guard", "LayerSkipDrafter", "PlainDrafter"]
+__all__ = ["Drafter", "Guard", "LayerSkipDrafter", "Limit", "PlainDrafter", "make_drafter", "register"]

@@ -16,7 +16,7 @@ class Origin(StrEnum):
 
     PLAIN = "plain"
     ACCEPTED_DRAFT = "accepted draft"
-    ACCEPTED_SIBLING = "accepted sibling"
+    ACCEPTED_CANDIDATE = "accepted candidate"
     CORRECTED = "corrected"
     BONUS = "bonus"
 
@@ -29,7 +29,7 @@ class Origin(StrEnum):
 _MEANINGS = {
     Origin.PLAIN: "the model's own, nothing was drafted",
     Origin.ACCEPTED_DRAFT: "drafted, and accepted",
-    Origin.ACCEPTED_SIBLING: "drafted beside the chain, and accepted",
+    Origin.ACCEPTED_CANDIDATE: "another candidate than the chain's token, and accepted",
     Origin.CORRECTED: "the model's own, for a rejected one",
     Origin.BONUS: "the model's own, after a whole draft",
 }
@@ -50,10 +50,10 @@ class TokenEvent:
 
     `text`: what it added to the generation's text: '' for special tokens, for all but the last of the tokens that share
     a character, and from a stop string on. `round`: from 1. `place`: of a drafted token, how deep in its draft, from 1.
-    `confidence`: the draft's probability of it; None where it was not drafted, and for siblings, of which none is
-    known. `probability`: the model's own, the softmax of its raw logits, temperature and processors left out; None
-    unless `probabilities` were asked for. `rejected`: what was drafted at this place and rejected before this token was
-    taken: the chain's token first, then its siblings.
+    `confidence`: the draft's probability of it; None where it was not drafted, and for a place's other candidates, of
+    which none is known. `probability`: the model's own, the softmax of its raw logits, temperature and processors left
+    out; None unless `probabilities` were asked for. `rejected`: what was drafted at this place and rejected before this token was
+    taken: the chain's token first, then the other candidates.
     """
 
     token: int
@@ -78,7 +78,7 @@ def origins(done: Round) -> list[Origin]:
     for node, parent in enumerate(done.parents):
         first.setdefault(parent, node)
     found = [
-        Origin.ACCEPTED_DRAFT if first[done.parents[node]] == node else Origin.ACCEPTED_SIBLING for node in done.path
+        Origin.ACCEPTED_DRAFT if first[done.parents[node]] == node else Origin.ACCEPTED_CANDIDATE for node in done.path
     ]
     found.append(Origin.CORRECTED if _last(done.path) in first else Origin.BONUS)
     return found[: done.tokens]

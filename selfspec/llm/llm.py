@@ -11,11 +11,11 @@ from typing import Any
 from transformers import GenerationConfig, LogitsProcessor
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.controllers import make_controller, parse_controller
+from selfspec.controllers import parse_controller
 from selfspec.decoding.loop import decode
-from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
+from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter, make_drafter
+from selfspec.drafters.registry import make_layer_skip
 from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.options import Options, Plan, plan
@@ -24,7 +24,8 @@ from selfspec.model.layout import check_layout, lay_out_
 from selfspec.model.loading import DeviceMap, load_model
 from selfspec.model.skeleton import read_skeleton
 from selfspec.profile.choosing import check_profile, choose_profile
-from selfspec.profile.schema import Profile, Skip
+from selfspec.profile.draft import LayerSkipSpec, Skip
+from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
@@ -38,7 +39,7 @@ from selfspec.text.prompt import Prompt, is_unicode
 class LLM:
     """A model, its tokenizer, and the profile it drafts with; made by `load` or `wrap`.
 
-    Without a profile, or with one that skips nothing, it decodes plainly. One stream at a time.
+    Without a profile, or with one that drafts nothing, it decodes plainly. One stream at a time.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, name: str | None = None, profile: Profile | None = None) -> None:
@@ -55,7 +56,7 @@ class LLM:
     def _use(self, profile: Profile) -> None:
         check_profile(profile, self.identity)
         self.profile = profile
-        if len(profile.skip_set):
+        if profile.drafts:
             self.drafter = self.guarded(profile)
 
     @property
@@ -74,35 +75,31 @@ class LLM:
         """A drafter that bypasses `skip`; without a controller, the profile's, else the adaptive threshold.
 
         A controller may be given as text, such as `fixed:k=4`. `vocabulary`: the only tokens that are drafted, for a
-        cheaper head. `candidates`: the most for each place, the token that the draft goes on from counted. Raises
+        cheaper head. `candidates`: tokens proposed for each place at most, the drafted one counted. Raises
         `SelfspecError`.
         """
         if isinstance(controller, str):
             controller = parse_controller(controller)
         own = self.profile
         if controller is None:
-            controller = own.controller if own is not None else ControllerSpec(name="adaptive")
+            controller = LayerSkipSpec().controller if own is None else own.layer_skip.controller
         base = own if own is not None and own.skip_set == skip else Profile(model=self.identity)
         described = {
             "skip": Skip.of(skip),
             "controller": controller,
-            "siblings": candidates,
-            "draft_vocabulary": None if vocabulary is None else list(vocabulary),
+            "candidates": candidates,
+            "vocabulary": None if vocabulary is None else list(vocabulary),
         }
-        return self.drafts_with(base.model_copy(update=described))
+        draft = LayerSkipSpec().model_copy(update=described)  # which the drafter checks
+        return make_layer_skip(self.runtime, draft, base.model_copy(update={"draft": draft}))
 
     def guarded(self, profile: Profile) -> Guard:
         """The drafter that a profile describes, kept from costing more than the guard's bound. Raises as that does."""
         return Guard(self.drafts_with(profile), outlook=None if profile.costs is None else profile.outlook)
 
-    def drafts_with(self, profile: Profile) -> LayerSkipDrafter:
+    def drafts_with(self, profile: Profile) -> Drafter:
         """The drafter that a profile describes. Raises `SelfspecError` where it does not fit the model."""
-        return LayerSkipDrafter(
-            self.runtime,
-            DraftPath(profile.skip_set, None if profile.draft_vocabulary is None else tuple(profile.draft_vocabulary)),
-            make_controller(profile.controller, profile.outlook),
-            candidates=profile.siblings,
-        )
+        return make_drafter(self.runtime, profile)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, as `tokenizer(prompt)` gives them. Raises `SelfspecError` when empty or wrong."""
@@ -306,7 +303,7 @@ def load(
     loaded, tokenizer = load_model(model, device=device, dtype=dtype)
     chosen = choose_profile(read_skeleton(loaded).identity.model_copy(update={"name": model}), named)
     if drafting is None:
-        drafting = chosen is not None and len(chosen.skip_set) > 0
+        drafting = chosen is not None and chosen.drafts
     layout = lay_out_(loaded, layout, drafting=drafting)
     llm = LLM(loaded, tokenizer, name=model, profile=chosen)
     llm.layout = layout

@@ -10,18 +10,17 @@ from typing import Any
 
 import torch
 
-from selfspec.basics.errors import SelfspecError
 from selfspec.basics.machine import peak_growth, process_peak, read_bandwidth
 from selfspec.basics.schema import Json
-from selfspec.drafters import PlainDrafter
 from selfspec.facts.costs import CostModel
 from selfspec.facts.identity import Identity
 from selfspec.facts.stats import Stats
 from selfspec.llm.llm import LLM, wrap
 from selfspec.llm.options import Options
+from selfspec.measure.bench_methods import METHODS, Weights, any_drafts, weights_of
 from selfspec.measure.cost_fitting import forward_seconds, measure_skip_costs
 from selfspec.measure.summary import expected, summary, theory
-from selfspec.measure.timing import Method, conditions, interleave, method, transformers_generate
+from selfspec.measure.timing import Method, conditions, interleave
 from selfspec.model.layout import choose, lay_out_, layout_times, weight_bytes
 from selfspec.model.linears import PackedLinear
 from selfspec.model.loading import load_model
@@ -30,9 +29,6 @@ from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 from selfspec.text.prompt import Prompt
 
-METHODS = ("plain", "skip", "guarded", "hf", "hf-early-exit", "hf-prompt-lookup")
-DRAFTING = {"skip", "guarded"}  # the methods that draft as the task's profile says
-LOOKUP_TOKENS = 10  # that prompt lookup drafts, as in transformers' documentation
 WIDTHS = (1, 2, 3, 4, 6, 8)
 
 
@@ -50,6 +46,13 @@ class Subjects:
     identity: Identity
     widened: int
 
+    def on(self, weights: Weights) -> LLM:
+        """The model that methods on such weights run. Raises `ValueError` for one that was not loaded."""
+        llm = {"plain": self.plain, "skip": self.skip, "hf": self.hf}[weights]
+        if llm is None:
+            raise ValueError(f"no model was loaded for {weights}; name its methods to load_subjects")
+        return llm
+
     @property
     def models(self) -> dict[str, LLM]:
         """Every model once."""
@@ -65,7 +68,7 @@ def load_subjects(name: str, methods: Sequence[str], *, widened: int = 1, device
         model = widen(model, widened)
     times = layout_times(model)
     layouts = {"plain": choose(times, drafting=False), "skip": choose(times, drafting=True)}
-    if DRAFTING.isdisjoint(methods):
+    if not any_drafts(methods):
         layouts["skip"] = layouts["plain"]
 
     def ready(model: Any, layout: str | None) -> LLM:
@@ -73,21 +76,10 @@ def load_subjects(name: str, methods: Sequence[str], *, widened: int = 1, device
             lay_out_(model, layout)
         return wrap(model, tokenizer, profile="none", name=name)
 
-    hf = ready(copy.deepcopy(model), None) if any(m.startswith("hf") for m in methods) else None
+    hf = ready(copy.deepcopy(model), None) if "hf" in weights_of(methods) else None
     skip = None if layouts["skip"] == layouts["plain"] else ready(copy.deepcopy(model), layouts["skip"])
     plain = ready(model, layouts["plain"])
     return Subjects(plain, skip or plain, hf, layouts, identity, widened)
-
-
-def check_methods(methods: Sequence[str]) -> None:
-    """Raise `SelfspecError` unless these are methods, each once, `plain` among them."""
-    for name in methods:
-        if name not in METHODS:
-            raise SelfspecError(f"method '{name}' is not known; known: {', '.join(METHODS)}")
-    if len(set(methods)) < len(methods):
-        raise SelfspecError("a method is named twice")
-    if "plain" not in methods:
-        raise SelfspecError("the methods must have 'plain' among them: everything is compared with it")
 
 
 @dataclass(frozen=True)
@@ -143,8 +135,7 @@ class Benchmark:
             "max_new_tokens": t.max_new_tokens,
             "rounds": t.rounds,
             "skipped": len(t.profile.skip_set),
-            "controller": t.profile.controller.model_dump(mode="json"),
-            "siblings": t.profile.siblings,
+            "draft": t.profile.draft.model_dump(mode="json", exclude_none=True),
             "sub_layers": 2 * runtime.layers,
             "layouts": dict(s.layouts),
             "weight_bytes": own,
@@ -159,7 +150,7 @@ class Benchmark:
         }
 
     def at(self, temperature: float) -> Json:
-        """Every method at a temperature, and what costs, theory and oracle say of `skip` there."""
+        """Every method at a temperature, and of a layer skip what costs, theory and oracle say."""
         t, watch = self.task, self.watch
         options = Options(max_new_tokens=t.max_new_tokens, temperature=temperature)
         methods = self._methods(options)
@@ -195,7 +186,7 @@ class Benchmark:
                 **summary(runs, name, bases=[base for base in ("plain", "hf") if base in methods]),
                 "memory_bytes": self._held(name) + sum(growth[name]),
             }
-        if "skip" in methods:
+        if "skip" in methods and len(t.profile.skip_set):
             found["skip"] = self._about_skip(options, [run for prompt in runs.stats["skip"] for run in prompt])
         read = _bytes_read(self.subjects.plain)
         found["process_peak_bytes"] = process_peak()
@@ -205,30 +196,17 @@ class Benchmark:
         return found
 
     def _methods(self, options: Options) -> dict[str, Method]:
-        s, t = self.subjects, self.task
-        early = max(1, s.plain.runtime.layers // 2)
-        made: dict[str, Callable[[], Method]] = {
-            "plain": lambda: method(s.plain, PlainDrafter(), options, first_plain=True),
-            "skip": lambda: method(s.skip, s.skip.drafts_with(t.profile), options, first_plain=True),
-            "guarded": lambda: method(s.skip, s.skip.guarded(t.profile), options, first_plain=True),
-            "hf": lambda: transformers_generate(self._model("hf"), options),
-            "hf-early-exit": lambda: transformers_generate(self._model("hf"), options, assistant_early_exit=early),
-            "hf-prompt-lookup": lambda: transformers_generate(
-                self._model("hf"), options, prompt_lookup_num_tokens=LOOKUP_TOKENS
-            ),
-        }
-        return {name: made[name]() for name in t.methods}
-
-    def _model(self, name: str) -> LLM:
-        s = self.subjects
-        llm = {"plain": s.plain, "skip": s.skip, "guarded": s.skip}.get(name, s.hf)
-        assert llm is not None
-        return llm
+        made = {}
+        for name in self.task.methods:
+            known = METHODS[name]
+            made[name] = known.make(self.subjects.on(known.weights), self.task.profile, options)
+        return made
 
     def _held(self, name: str) -> int:
         """Bytes of a method's weights, and of its keys and values for the longest text."""
-        llm = self._model(name)
-        if not name.startswith("hf"):
+        weights = METHODS[name].weights
+        llm = self.subjects.on(weights)
+        if weights != "hf":
             return weight_bytes(llm.model) + llm.runtime.cache.bytes
         s = llm.runtime.skeleton.sizes
         longest = max(len(llm.encode(prompt)) for prompt in self.task.prompts) + self.task.max_new_tokens
@@ -250,7 +228,7 @@ class Benchmark:
             t.profile.skip_set,
             context=context,
             sampler=planned.sampler,
-            vocabulary=t.profile.draft_vocabulary,
+            vocabulary=t.profile.layer_skip.vocabulary,
         )
         # Everything is told in plain steps as `plain` takes them, on weights that lie as suits it.
         plain = costs.plain

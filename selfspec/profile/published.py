@@ -16,7 +16,8 @@ from selfspec.basics.files import read_text
 from selfspec.facts.identity import Identity
 from selfspec.facts.limits import MOST_LAYERS
 from selfspec.facts.skip import SkipSet
-from selfspec.profile.schema import Profile, Published, Skip
+from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.schema import Profile, Published
 
 PARTS = ("attention", "mlp")
 NOTE = "published, not measured here; the controller is selfspec's default, not part of what was published"
@@ -64,7 +65,7 @@ def read_published(path: Path, key: str | None = None, *, format_name: str = "dr
 def published_profile(skip: SkipSet, model: Identity, published: Published) -> Profile:
     """A profile of a published skip set, with the default controller. Raises `SelfspecError` where it does not fit."""
     skip.check(model.layers)
-    return Profile(model=model, skip=Skip.of(skip), published=published, note=NOTE)
+    return Profile(model=model, draft=LayerSkipSpec.of(skip), published=published, note=NOTE)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
 from selfspec.basics.errors import SelfspecError, one_line, short
 from selfspec.basics.files import read_text, write_text
+from selfspec.profile.draft import PlainSpec, draft_kinds
+from selfspec.profile.parts import check_parts
 from selfspec.profile.schema import Profile
+from selfspec.profile.versions import NEW_KEYS, Version1, latest
 
 
 class _Loader(yaml.SafeLoader):
@@ -28,12 +33,16 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_profile(path: Path) -> Profile:
-    """Read and check a profile. Raises `SelfspecError` naming the file and the key that is wrong."""
-    return parse_profile(read_text(path), source=str(path))
+    """Read and check a profile, and the parts beside it. Raises `SelfspecError` naming the file and what is wrong."""
+    profile = parse_profile(read_text(path), source=str(path))
+    try:
+        return profile.read_from(path.parent)
+    except SelfspecError as error:
+        raise SelfspecError(f"{path}: {error}") from None
 
 
 def parse_profile(text: str, *, source: str) -> Profile:
-    """Check a profile's YAML; `source` names it in errors. Raises `SelfspecError`, and nothing else."""
+    """Check a profile's YAML, of any version; `source` names it in errors. Raises `SelfspecError`, and nothing else."""
     try:
         data = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -42,30 +51,51 @@ def parse_profile(text: str, *, source: str) -> Profile:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise SelfspecError(f"{source}: not valid YAML ({one_line(error)})") from None
     if not isinstance(data, dict):
-        raise SelfspecError(f"{source}: want a profile (a mapping with 'model' and 'skip'), got {_kind(data)}")
+        raise SelfspecError(f"{source}: want a profile (a mapping with 'model' and 'draft'), got {_kind(data)}")
     try:
-        return Profile.model_validate(data)
+        return Profile.model_validate(latest(data))
     except ValidationError as error:
         raise SelfspecError(f"{source}: {_explain(error)}") from None
+    except SelfspecError as error:
+        raise SelfspecError(f"{source}: {one_line(error)}") from None
     except RecursionError:
         raise SelfspecError(f"{source}: the YAML refers to itself; write the values out") from None
 
 
 def profile_text(profile: Profile) -> str:
     """The YAML of a profile; reading it back gives an equal profile."""
-    data = profile.model_dump(mode="json", exclude_none=True)
+    data = profile.model_dump(mode="json", exclude_none=True, exclude=None if profile.parts else {"parts"})
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=110)
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write a profile atomically. Raises `SelfspecError` when the place cannot be written."""
+    """Write a profile atomically. Raises `SelfspecError` when the place cannot be written, or lacks a part of it."""
+    check_parts(profile.parts, path.parent)
     write_text(path, profile_text(profile))
 
 
 def profile_schema() -> dict[str, Any]:
-    """The JSON schema of a profile, for editors; `parse_profile` checks more, such as that each layer exists."""
-    schema = Profile.model_json_schema(schema_generator=_Schema)
-    return {"$schema": _Schema.schema_dialect, **schema, "title": "selfspec profile"}
+    """The JSON schema of a profile, of either version, for editors.
+
+    `parse_profile` checks more, such as that each layer exists.
+    """
+    kinds: Any = functools.reduce(operator.or_, draft_kinds().values())
+    draft: Any = Annotated[kinds, Field(discriminator="kind", description="What drafts, by its kind.")]
+    made = create_model("Profile", __base__=Profile, __doc__=Profile.__doc__, draft=(draft, PlainSpec()))
+    now, before = (model.model_json_schema(schema_generator=_Schema) for model in (made, Version1))
+    definitions = {**now.pop("$defs"), **before["$defs"]}
+    kept = {key: value for key, value in now["properties"].items() if key not in NEW_KEYS}
+    first = {"version": {"const": 1, "default": 1, "description": "Of the format."}}
+    now["required"] = ["version", *now["required"]]
+    old = {**now, "description": before["description"], "required": ["model"]}
+    old["properties"] = {**first, "model": kept.pop("model"), **before["properties"], **kept, **first}
+    return {
+        "$schema": _Schema.schema_dialect,
+        "title": "selfspec profile",
+        "description": "A profile of version 2, or of version 1.",
+        "oneOf": [{"$ref": "#/$defs/Profile"}, {"$ref": "#/$defs/Version1"}],
+        "$defs": {**definitions, "Profile": now, "Version1": {**old, "title": "Version1"}},
+    }
 
 
 class _Schema(GenerateJsonSchema):
@@ -83,6 +113,8 @@ def _explain(error: ValidationError) -> str:
         return one_line(cause)
     if first["type"] == "extra_forbidden":
         return f"unknown key '{one_line(where)}'"
+    if first["type"] == "missing":
+        return f"{one_line(where)}: {one_line(first['msg'])}"
     return f"{one_line(where)}: {one_line(first['msg'])}, got {short(first['input'])}"
 
 

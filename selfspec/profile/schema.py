@@ -1,4 +1,4 @@
-"""Profiles: which sub-layers of which model to bypass, how it was found, what was measured. Knows nothing of torch.
+"""Profiles: what drafts for which model, how it was found, what was measured. Knows nothing of torch.
 
 A profile is a YAML file. It is read in one place, `read_profile`; unknown keys, wrong types and out-of-range
 values are refused with the key's path. A published skip set without measurements is a valid profile. What is a
@@ -7,34 +7,20 @@ profile is also told as a JSON schema, `profile_schema`, for editors.
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, SerializeAsAny, model_validator
 
-from selfspec.basics.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError, short
 from selfspec.basics.schema import Count, Data, Positive, Rate, Seconds
 from selfspec.facts.acceptance import AcceptanceCurve, Outlook, guess
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import CostModel
 from selfspec.facts.identity import Identity
-from selfspec.facts.limits import WIDEST_DRAFT
 from selfspec.facts.skip import SkipSet
-
-
-class Skip(Data):
-    """The sub-layers that drafting bypasses."""
-
-    attention: list[Count] = Field([], description="Layers whose attention is bypassed, counted from 0.")
-    mlp: list[Count] = Field([], description="Layers whose MLP is bypassed, counted from 0.")
-
-    @classmethod
-    def of(cls, skip: SkipSet) -> Self:
-        """A skip set as it stands in a file."""
-        return cls(attention=list(skip.attention), mlp=list(skip.mlp))
-
-    def skip_set(self) -> SkipSet:
-        """As a `SkipSet`. Raises `SelfspecError` for a repeated index."""
-        return SkipSet(tuple(self.attention), tuple(self.mlp))
+from selfspec.profile.draft import DraftSpec, LayerSkipSpec, PlainSpec, parse_draft
+from selfspec.profile.parts import Part, check_parts
 
 
 class Published(Data):
@@ -112,21 +98,17 @@ class Measurement(Data):
 
 
 class Profile(Data):
-    """A skip set for one model, with what is known about it.
+    """What drafts for one model, with what is known about it.
 
-    `siblings`: candidates for each drafted position at most, the one that the draft goes on from counted.
-    `draft_vocabulary`: the only tokens that are drafted. `acceptance`: how often drafted tokens were right.
-    `published`: where it is from, if others published it.
+    `draft`: what drafts, by its kind; plain decoding when left out. `parts`: trained weights that lie beside the
+    file, by name. `acceptance`: how often drafted tokens were right. `published`: where it is from, if others
+    published it.
     """
 
-    version: Annotated[int, Field(ge=1, le=1, description="Of the format.")] = 1
+    version: Literal[2] = Field(2, description="Of the format.")
     model: Identity
-    skip: Skip = Skip()
-    controller: ControllerSpec = ControllerSpec(name="adaptive")
-    siblings: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(1, description="Candidates for each position.")
-    draft_vocabulary: Annotated[list[Count], Field(min_length=1)] | None = Field(
-        None, description="Tokens to draft from."
-    )
+    draft: Annotated[SerializeAsAny[DraftSpec], BeforeValidator(parse_draft)] = PlainSpec()
+    parts: dict[str, Part] = Field({}, description="Trained weights beside this file, by name.")
     published: Published | None = None
     calibration: Calibration | None = None
     search: SearchRecord | None = None
@@ -137,26 +119,33 @@ class Profile(Data):
     versions: dict[str, str] = Field({}, description="The packages that it was made with.")
     note: str | None = Field(None, description="Anything else that a reader should know.")
 
+    _folder: Path | None = PrivateAttr(None)
+
     @model_validator(mode="after")
-    def _indices_exist(self) -> Self:
-        self.skip.skip_set().check(self.model.layers)
-        tokens, vocabulary = self.draft_vocabulary or [], self.model.vocabulary
-        if len(set(tokens)) < len(tokens):
-            raise SelfspecError("draft_vocabulary: a token is named twice")
-        if vocabulary is not None and max(tokens, default=0) >= vocabulary:
-            raise SelfspecError(f"draft_vocabulary: token {max(tokens)} is not in the vocabulary of {vocabulary}")
+    def _draft_fits(self) -> Self:
+        self.draft.check(self.model)
         return self
 
     @property
+    def drafts(self) -> bool:
+        """Whether anything is ever drafted."""
+        return self.draft.drafts
+
+    @property
+    def layer_skip(self) -> LayerSkipSpec:
+        """How drafts bypass sub-layers: for a kind of draft that bypasses none, one that skips nothing."""
+        return self.draft if isinstance(self.draft, LayerSkipSpec) else LayerSkipSpec()
+
+    @property
     def skip_set(self) -> SkipSet:
-        """The sub-layers to bypass."""
-        return self.skip.skip_set()
+        """The sub-layers that drafts bypass."""
+        return self.layer_skip.skip.skip_set()
 
     @property
     def draft_share(self) -> float:
         """The share of the vocabulary that drafts are from."""
-        size = self.model.vocabulary
-        return 1.0 if self.draft_vocabulary is None or not size else len(self.draft_vocabulary) / size
+        size, vocabulary = self.model.vocabulary, self.layer_skip.vocabulary
+        return 1.0 if vocabulary is None or not size else len(vocabulary) / size
 
     @property
     def outlook(self) -> Outlook:
@@ -166,6 +155,29 @@ class Profile(Data):
             return guess(len(self.skip_set) / (2 * layers), self.acceptance)
         curve = self.acceptance or AcceptanceCurve()
         return Outlook.of(self.costs, self.skip_set, layers, curve, vocabulary=self.draft_share)
+
+    def controlled_by(self, controller: ControllerSpec) -> Self:
+        """The same with another controller. Raises `SelfspecError` where what drafts has none."""
+        if "controller" not in type(self.draft).model_fields:
+            raise SelfspecError(f"a draft of kind '{self.draft.kind}' has no controller to replace; leave it out")
+        return self.model_copy(update={"draft": self.draft.model_copy(update={"controller": controller})})
+
+    def part_path(self, name: str) -> Path:
+        """Where a part's file is. Raises `SelfspecError` for a part not named, and where no file was read."""
+        if name not in self.parts:
+            raise SelfspecError(f"the profile has no part {short(name)}; it has: {', '.join(self.parts) or 'none'}")
+        if self._folder is None:
+            raise SelfspecError(f"part {short(name)}: the profile was not read from a file; its parts lie beside one")
+        return self._folder / self.parts[name].file
+
+    def read_from(self, folder: Path) -> Self:
+        """The same, its parts found in `folder`. Raises `SelfspecError` where one is missing or another file."""
+        check_parts(self.parts, folder)
+        if not self.parts:
+            return self
+        found = self.model_copy()
+        found._folder = folder
+        return found
 
     @property
     def slower(self) -> bool:

@@ -39,7 +39,7 @@ class Look:
 LOOKS = {
     Origin.PLAIN: Look(),
     Origin.ACCEPTED_DRAFT: Look("#009e73", italic=True),
-    Origin.ACCEPTED_SIBLING: Look("#0072b2", underline=True),
+    Origin.ACCEPTED_CANDIDATE: Look("#0072b2", underline=True),
     Origin.CORRECTED: Look("#d55e00", bold=True),
     Origin.BONUS: Look("#cc79a7", bold=True, italic=True),
 }

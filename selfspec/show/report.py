@@ -93,7 +93,9 @@ def picture(name: str, draw: Callable[..., Any], subject: Any, text: str, label:
 
 def skip_section(profile: Profile) -> Section:
     """The skip map."""
-    attention, mlp = (", ".join(map(str, part)) or "none" for part in (profile.skip.attention, profile.skip.mlp))
+    attention, mlp = (
+        ", ".join(map(str, part)) or "none" for part in (profile.skip_set.attention, profile.skip_set.mlp)
+    )
     label = f"Skip map. Bypassed while drafting: attention of layers {attention}; MLP of layers {mlp}."
     drawn = picture("skip", profile_plots.skip_map, profile, reading.skip_map(profile), label)
     return Section("skip-map", "What is bypassed", pictures=(drawn,))

@@ -26,15 +26,17 @@ import selfspec
 from selfspec import builtin
 from selfspec.drafters import PlainDrafter
 from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
 from selfspec.measure.timing import conditions, interleave, method
 from selfspec.model.layout import lay_out_
-from selfspec.profile.schema import Profile, Skip
+from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 
 PROMPTS, ROUNDS = 4, {100: 8, 500: 4}
-HALF = Skip(attention=list(range(1, 16, 2)), mlp=list(range(1, 16, 2)))
+HALF = SkipSet(tuple(range(1, 16, 2)), tuple(range(1, 16, 2)))
 
 
 def random_weights(llm: LLM) -> tuple[LLM, Profile]:
@@ -43,17 +45,17 @@ def random_weights(llm: LLM) -> tuple[LLM, Profile]:
     model = AutoModelForCausalLM.from_config(llm.model.config).eval()
     lay_out_(model, llm.layout or "rows")
     other = selfspec.wrap(model, llm.tokenizer, profile="none", name="random")
-    return other, Profile(model=other.identity, skip=HALF, controller=_fixed(6))
+    return other, Profile(model=other.identity, draft=LayerSkipSpec.of(HALF, _fixed(6)))
 
 
 def never_right(llm: LLM) -> tuple[LLM, Profile]:
     """Drafts of one token that texts do not have."""
-    return llm, Profile(model=llm.identity, skip=HALF, controller=_fixed(6), draft_vocabulary=[1])
+    return llm, Profile(model=llm.identity, draft=LayerSkipSpec.of(HALF, _fixed(6), vocabulary=[1]))
 
 
 def slowed(llm: LLM) -> tuple[LLM, Profile]:
     """Drafts that are often right, on a machine that gets slower."""
-    return llm, Profile(model=llm.identity, skip=HALF, controller=_fixed(3))
+    return llm, Profile(model=llm.identity, draft=LayerSkipSpec.of(HALF, _fixed(3)))
 
 
 def _fixed(k: int) -> ControllerSpec:

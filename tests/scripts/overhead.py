@@ -25,7 +25,7 @@ from selfspec.llm.options import Options
 from selfspec.measure.timing import method
 from selfspec.speculation.drafter import Drafter
 
-DRAFTED, SIBLINGS, START, REPEATS = 4, 3, 100, 3
+DRAFTED, CANDIDATES, START, REPEATS = 4, 3, 100, 3
 EDGES = (128, 256, 384, 512, 640, 768, 896, 1000)
 
 
@@ -70,7 +70,7 @@ def main() -> None:
     llm = selfspec.load(profile="none", drafting=True)
     llm.runtime.forward = Timed(llm)  # type: ignore[method-assign]
     half = tuple(range(1, 16, 2))
-    drafter = LayerSkipDrafter(llm.runtime, SkipSet(half, half), FixedK(DRAFTED), candidates=SIBLINGS)
+    drafter = LayerSkipDrafter(llm.runtime, SkipSet(half, half), FixedK(DRAFTED), candidates=CANDIDATES)
     seen = {"plain": rounds(llm, PlainDrafter(), 0), "draft": rounds(llm, drafter, DRAFTED)}
     for low, high in itertools.pairwise(EDGES):
         line = f"{low:5} to {high:4} keys:"

@@ -25,7 +25,8 @@ from selfspec.drafters import PlainDrafter
 from selfspec.facts.skip import SkipSet
 from selfspec.measure.cost_fitting import measure_costs
 from selfspec.measure.timing import interleave, method
-from selfspec.profile.schema import Profile, Skip
+from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.schema import Profile
 
 
 def main() -> None:
@@ -62,7 +63,7 @@ def main() -> None:
     ratios = []
     with Replay(llm.model, texts, sampler=decoding.sampler(), depth=controller.k_max, seed=options.seed) as replay:
         for i, skip in enumerate(skips):
-            profile = Profile(model=llm.identity, skip=Skip.of(skip), controller=controller.spec())
+            profile = Profile(model=llm.identity, draft=LayerSkipSpec.of(skip, controller.spec()))
             both = [predict(replay, profile.model_copy(update={"costs": c})) for c in costs]
             predicted = statistics.mean(p.speedup for p in both)
             total, base = runs.total(str(i)), runs.total("plain")

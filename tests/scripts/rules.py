@@ -38,8 +38,8 @@ def main() -> None:
     print("| temperature | drafts | " + " | ".join(RULES) + " |")
     print("|---|---|" + "---|" * len(RULES))
     for temperature in (0.8, 1.0):
-        for kind, (controller, siblings) in kinds.items():
-            drafter = LayerSkipDrafter(llm.runtime, skip, controller, candidates=siblings)
+        for kind, (controller, candidates) in kinds.items():
+            drafter = LayerSkipDrafter(llm.runtime, skip, controller, candidates=candidates)
             cells = []
             for rule in RULES:
                 sampling = {"temperature": temperature, "rule": rule, "max_new_tokens": options.max_new_tokens}

@@ -48,11 +48,11 @@ def arm(job):
     setting, name, number, count = job
     torch.set_num_threads(1)
     llm = selfspec.load(profile="none")
-    siblings, rule = ARMS[name]
+    candidates, rule = ARMS[name]
     drafter = PlainDrafter()
-    if siblings:
+    if candidates:
         skip = find_profile_file(builtin.PROFILE).skip_set
-        drafter = LayerSkipDrafter(llm.runtime, skip, StaticThreshold(0.3, 4), candidates=siblings)
+        drafter = LayerSkipDrafter(llm.runtime, skip, StaticThreshold(0.3, 4), candidates=candidates)
     seeds = range(number * count, (number + 1) * count)
     return draw(llm.runtime, drafter, llm.encode(PROMPT), LENGTH, seeds, rule=rule, **SETTINGS[setting])
 

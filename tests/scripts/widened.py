@@ -30,8 +30,9 @@ from selfspec.measure.cost_fitting import measure_costs
 from selfspec.model.layout import LAYOUTS, lay_out_
 from selfspec.model.loading import load_model
 from selfspec.model.widen import widen
+from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.reading import write_profile
-from selfspec.profile.schema import Profile, SearchRecord, Skip
+from selfspec.profile.schema import Profile, SearchRecord
 from selfspec.runtime.forward import Runtime
 
 TEMPERATURES = (0.0, 0.8)
@@ -94,9 +95,7 @@ def main() -> None:
     last = scores[skip][-1]
     profile = Profile(
         model=llm.identity,
-        skip=Skip.of(skip),
-        controller=last.controller,
-        siblings=last.candidates,
+        draft=LayerSkipSpec.of(skip, last.controller, candidates=last.candidates),
         acceptance=last.acceptance,
         calibration=record("builtin", prompts),
         costs=costs,

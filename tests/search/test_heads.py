@@ -80,8 +80,8 @@ def test_a_search_may_find_one(llm, monkeypatch, tmp_path):
         finalists, "_best", lambda llm, base, scores, *_: max(scores, key=lambda s: s.tokens_per_second)
     )
     profile = find_profile(llm, trials=2, count=2, max_new_tokens=8, keep_best=True)
-    assert profile.draft_vocabulary is not None
-    assert len(profile.draft_vocabulary) in (4096 // 4, 4096 // 16)
+    assert profile.draft.vocabulary is not None
+    assert len(profile.draft.vocabulary) in (4096 // 4, 4096 // 16)
     drafting = selfspec.wrap(llm.model, llm.tokenizer, profile=profile)
     prompt = "def main():\n"
     out = drafting.generate(prompt, max_new_tokens=16)

@@ -12,7 +12,8 @@ from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import CostModel
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
-from selfspec.profile.schema import Profile, Skip
+from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 
 COSTS = CostModel(
@@ -21,13 +22,9 @@ COSTS = CostModel(
 PROMPTS = [[1, 2, 3], [4, 5], [7], [3, 3, 9, 1, 0, 2]]
 
 
-def profile(skip, name, **options):
-    return Profile(
-        model=Identity(layers=3),
-        skip=Skip.of(skip),
-        controller=ControllerSpec(name=name, options=options),
-        costs=COSTS,
-    )
+def profile(skip, name, candidates=1, **options):
+    draft = LayerSkipSpec.of(skip, ControllerSpec(name=name, options=options), candidates=candidates)
+    return Profile(model=Identity(layers=3), draft=draft, costs=COSTS)
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +106,8 @@ def test_a_profile_made_of_a_score_predicts_the_same(model, texts):
     skip = SkipSet((1,), (2,))
     with Replay(model, texts, depth=4) as replay:
         score = Replayed(replay, COSTS, [RateOptimal(k_max=4, floor=0.0, strength=1e9)]).score(skip)
-        found = profile(skip, "rate", **score.controller.options).model_copy(
-            update={"acceptance": score.acceptance, "siblings": score.candidates}
+        found = profile(skip, "rate", score.candidates, **score.controller.options).model_copy(
+            update={"acceptance": score.acceptance}
         )
         predicted = predict(replay, found)
     assert predicted.tokens_per_round == pytest.approx(score.tokens_per_round, abs=1e-3)

@@ -13,8 +13,10 @@ from selfspec.search.trace import Trace, walk
 from selfspec import builtin
 from selfspec.controllers import FixedK, parse_controller
 from selfspec.facts.costs import CostModel
+from selfspec.facts.skip import SkipSet
 from selfspec.facts.work import DRAFT_STEP
-from selfspec.profile.schema import Profile, Skip
+from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.schema import Profile
 
 COSTS = CostModel(context=9, base=0.1, attention=0, mlp=0, widths=[1, 2, 8], verify=[1.0, 1.3, 1.7], round=0.05)
 DRAFT = 0.4
@@ -55,12 +57,8 @@ def test_it_bounds_every_controller(llm, temperature):
     """On the same texts, at the same costs."""
     decoding = Decoding(8, temperature)
     prompts = builtin.prompts("heldout")[:2]
-    profile = Profile(
-        model=llm.identity,
-        skip=Skip(attention=[5, 9], mlp=[4, 7]),
-        controller=parse_controller("fixed:k=4"),
-        siblings=2,
-    )
+    draft = LayerSkipSpec.of(SkipSet((5, 9), (4, 7)), parse_controller("fixed:k=4"), candidates=2)
+    profile = Profile(model=llm.identity, draft=draft)
     bound = oracle(llm, profile, COSTS, prompts, decoding)
     assert bound.speedup >= 1
     assert 1 <= bound.tokens_per_round <= 8

@@ -23,8 +23,9 @@ from selfspec.drafters import PlainDrafter
 from selfspec.facts.costs import CostModel
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
+from selfspec.profile.draft import LayerSkipSpec, PlainSpec
 from selfspec.profile.reading import parse_profile, profile_text
-from selfspec.profile.schema import Profile, Skip
+from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
 
@@ -85,9 +86,9 @@ def test_counts_are_those_of_a_draft_model_with_a_cache_of_its_own(model, runtim
         with Replay(model, texts, depth=DEPTH) as replay:
             differ += replay.trace(skip, CONTROLLERS) != traces
         for controller in CONTROLLERS:
-            for siblings in (1, 3):
-                drafter.controller, drafter.candidates = controller.start(), siblings
-                walks = walk(traces, controller, candidates=siblings)
+            for candidates in (1, 3):
+                drafter.controller, drafter.candidates = controller.start(), candidates
+                walks = walk(traces, controller, candidates=candidates)
                 for prompt, text, walked in zip(PROMPTS, texts, walks, strict=True):
                     new, outcomes = run(runtime, drafter, prompt, ROOM)
                     assert (*prompt, *new) == text.tokens
@@ -136,17 +137,17 @@ def test_rounds_are_those_of_an_engine_with_a_draft_model(model, texts):
             assert len(passes) == walked.stats.rounds
 
 
-@pytest.mark.parametrize("siblings", [1, 3])
-def test_counts_under_shared_noise(model, runtime, siblings):
+@pytest.mark.parametrize("candidates", [1, 3])
+def test_counts_under_shared_noise(model, runtime, candidates):
     texts = texts_of(runtime, temperature=0.9)
     for skip in skips(2, seed=1):
-        drafter = PrunedModel(runtime, skip, CONTROLLERS[0], candidates=siblings)
+        drafter = PrunedModel(runtime, skip, CONTROLLERS[0], candidates=candidates)
         options = {"sampler": Sampler(temperature=0.9), "rule": "match", "depth": DEPTH, "own_keys": True}
         with Replay(model, texts, **options) as replay:
             traces = replay.trace(skip, CONTROLLERS)
         for controller in CONTROLLERS:
             drafter.controller = controller.start()
-            walks = walk(traces, controller, candidates=siblings, seeded=True)
+            walks = walk(traces, controller, candidates=candidates, seeded=True)
             for prompt, text, walked in zip(PROMPTS, texts, walks, strict=True):
                 sampler = Sampler(temperature=0.9, seed=text.seed)
                 _, outcomes = run(runtime, drafter, prompt, ROOM, sampler=sampler, rule="match")
@@ -194,7 +195,7 @@ def test_the_streams_are_of_the_texts_from_their_first_token_on(model, texts):
 
 def test_a_prediction_includes_what_the_draft_reads(model, texts):
     skip, controller = SkipSet((1,), (2,)), FixedK(3)
-    profile = Profile(model=Identity(layers=3), skip=Skip.of(skip), controller=controller.spec(), costs=COSTS)
+    profile = Profile(model=Identity(layers=3), draft=LayerSkipSpec.of(skip, controller.spec()), costs=COSTS)
     with Replay(model, texts, depth=3, own_keys=True) as replay:
         predicted = predict(replay, profile)
     drafter = PrunedModel(Runtime(model), skip, controller)
@@ -213,7 +214,8 @@ def test_a_search_for_such_drafts(llm, monkeypatch, tmp_path):
         monkeypatch.setattr(finalists, measuring, None)
     options = {"trials": 3, "count": 2, "max_new_tokens": 8, "granularity": "layer"}
     profile = find_profile(llm, kv="own", storage=tmp_path / "trials", **options)
-    assert (profile.search.kv, profile.siblings, profile.draft_vocabulary, profile.measured) == ("own", 1, None, [])
+    assert (profile.search.kv, profile.measured) == ("own", [])
+    assert (profile.draft.candidates, profile.draft.vocabulary) == (1, None)
     assert len(profile.skip_set) > 0
     assert profile.predicted.speedup > 1
     assert profile.note == "for a draft model with a cache of its own, whose speed is predicted, not measured"
@@ -223,7 +225,7 @@ def test_a_search_for_such_drafts(llm, monkeypatch, tmp_path):
     dear = costs.model_copy(update={"base": 5.0})
     monkeypatch.setattr(prepare, "measure_costs", lambda *_, **__: dear)
     nothing = find_profile(llm, kv="own", warm=False, **options)
-    assert len(nothing.skip_set) == 0
+    assert nothing.draft == PlainSpec()
     assert "nothing is predicted to beat plain decoding: the best set found (attention" in nothing.note
     kept = find_profile(llm, kv="own", warm=False, keep_best=True, **options)
     assert len(kept.skip_set) > 0

@@ -62,13 +62,13 @@ def texts(llm64):
 
 @pytest.fixture(scope="module")
 def real(llm64, texts):
-    """What real decoding counts, for every skip set, controller and number of siblings, prompt by prompt."""
+    """What real decoding counts, for every skip set, controller and number of candidates, prompt by prompt."""
     found = {}
     for skip in random_skips(3, 16):
         for controller in CONTROLLERS:
-            for siblings in (1, 3):
-                drafter = LayerSkipDrafter(llm64.runtime, skip, controller.start(), candidates=siblings)
-                found[skip, controller.spec().model_dump_json(), siblings] = [
+            for candidates in (1, 3):
+                drafter = LayerSkipDrafter(llm64.runtime, skip, controller.start(), candidates=candidates)
+                found[skip, controller.spec().model_dump_json(), candidates] = [
                     counts(llm64.generate(text.tokens[: text.prompt], max_new_tokens=NEW, drafter=drafter).stats)
                     for text in texts
                 ]
@@ -81,9 +81,9 @@ def test_counts_are_those_of_real_decoding(llm64, texts, real, chunk):
         for skip in random_skips(3, 16):
             traces = replay.trace(skip, CONTROLLERS)
             for controller in CONTROLLERS:
-                for siblings in (1, 3):
-                    walked = [counts(w.stats) for w in walk(traces, controller, candidates=siblings)]
-                    assert walked == real[skip, controller.spec().model_dump_json(), siblings]
+                for candidates in (1, 3):
+                    walked = [counts(w.stats) for w in walk(traces, controller, candidates=candidates)]
+                    assert walked == real[skip, controller.spec().model_dump_json(), candidates]
 
 
 def test_a_share_is_the_beginning_of_the_whole(llm64, texts):
@@ -112,9 +112,9 @@ def small_texts(model, prompts, room, **options):
 PROMPTS = [[1, 2, 3], [4, 5], [7], [3, 3, 9, 1, 0, 2]]
 
 
-@pytest.mark.parametrize("siblings", [1, 2, 4])
-def test_texts_that_end_by_themselves(siblings):
-    """End-of-sequence tokens among the text's, the draft's and the siblings'."""
+@pytest.mark.parametrize("candidates", [1, 2, 4])
+def test_texts_that_end_by_themselves(candidates):
+    """End-of-sequence tokens among the text's, the draft's and the candidates'."""
     model = small()
     text = plain(Runtime(model), PROMPTS[0], 20)
     model.generation_config.eos_token_id = [text[9], text[14]]
@@ -125,8 +125,8 @@ def test_texts_that_end_by_themselves(siblings):
         with Replay(model, texts, depth=DEPTH, chunk=9) as replay:
             traces = replay.trace(skip, CONTROLLERS)
         for controller in CONTROLLERS:
-            drafter = LayerSkipDrafter(runtime, skip, controller.start(), candidates=siblings)
-            for prompt, walked in zip(PROMPTS, walk(traces, controller, candidates=siblings), strict=True):
+            drafter = LayerSkipDrafter(runtime, skip, controller.start(), candidates=candidates)
+            for prompt, walked in zip(PROMPTS, walk(traces, controller, candidates=candidates), strict=True):
                 new, outcomes = run(runtime, drafter, prompt, 20, ends=runtime.skeleton.ends)
                 assert walked.stats.tokens == len(new)
                 assert walked.stats.rounds == len(outcomes)
@@ -231,8 +231,8 @@ def test_a_sampled_round_has_the_joint_law_of_a_real_one(candidates, kind, skip,
         assert found[outcome] == pytest.approx(expected[outcome], abs=1e-9), outcome
 
 
-@pytest.mark.parametrize("siblings", [1, 3])
-def test_counts_under_shared_noise_are_those_of_real_decoding(siblings):
+@pytest.mark.parametrize("candidates", [1, 3])
+def test_counts_under_shared_noise_are_those_of_real_decoding(candidates):
     """Rule match, in float64, with seeds: round by round."""
     model = small(vocabulary=40)
     runtime = Runtime(model)
@@ -245,8 +245,8 @@ def test_counts_under_shared_noise_are_those_of_real_decoding(siblings):
         with Replay(model, texts, sampler=Sampler(temperature=0.9), rule="match", depth=DEPTH, chunk=9) as replay:
             traces = replay.trace(skip, CONTROLLERS)
         for controller in CONTROLLERS:
-            walks = walk(traces, controller, candidates=siblings, seeded=True)
-            drafter = LayerSkipDrafter(runtime, skip, controller.start(), candidates=siblings)
+            walks = walk(traces, controller, candidates=candidates, seeded=True)
+            drafter = LayerSkipDrafter(runtime, skip, controller.start(), candidates=candidates)
             for seed, (prompt, walked) in enumerate(zip(PROMPTS, walks, strict=True)):
                 sampler = Sampler(temperature=0.9, seed=seed)
                 new, outcomes = run(runtime, drafter, prompt, 16, sampler=sampler, rule=RULES["match"])
@@ -262,14 +262,14 @@ def test_shared_noise_needs_seeds():
         Replay(small(), [Text((1, 2, 3), 1, 4)], sampler=Sampler(temperature=1.0), rule="match")
 
 
-@pytest.mark.parametrize(("siblings", "rule"), [(1, "token"), (3, "block")])
-def test_sampled_means_agree_on_the_built_in_model(llm, siblings, rule):
+@pytest.mark.parametrize(("candidates", "rule"), [(1, "token"), (3, "block")])
+def test_sampled_means_agree_on_the_built_in_model(llm, candidates, rule):
     """Tokens a round and the share accepted, within three standard errors of the difference."""
     prompts = [llm.encode(p) for p in builtin.prompts("heldout")[:6]]
     skip, controller, new, repeats = SkipSet((9, 11, 13), (6, 11, 12, 13)), StaticThreshold(0.4, 4), 24, 8
     options = {"temperature": 0.8, "top_p": 0.95}
     found = {"real": [], "replay": []}
-    drafter = LayerSkipDrafter(llm.runtime, skip, controller, candidates=siblings)
+    drafter = LayerSkipDrafter(llm.runtime, skip, controller, candidates=candidates)
     for repeat in range(repeats):
         stats = [
             llm.generate(p, max_new_tokens=new, drafter=drafter, seed=100 * repeat + i, rule=rule, **options).stats
@@ -283,7 +283,7 @@ def test_sampled_means_agree_on_the_built_in_model(llm, siblings, rule):
             texts.append(Text((*p, *tokens), len(p), new))
         with Replay(llm.model, texts, sampler=Sampler(**options), rule=rule, depth=4, seed=repeat) as replay:
             found["replay"].append(
-                [w.stats for w in walk(replay.trace(skip, [controller]), controller, candidates=siblings)]
+                [w.stats for w in walk(replay.trace(skip, [controller]), controller, candidates=candidates)]
             )
     for measure in (
         lambda runs: sum(s.tokens for s in runs) / sum(s.rounds for s in runs),

@@ -14,6 +14,7 @@ from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import CostModel
 from selfspec.facts.skip import SkipSet
 from selfspec.facts.stats import Stats
+from selfspec.profile.draft import PlainSpec
 from selfspec.profile.reading import parse_profile, profile_text
 from selfspec.profile.schema import Measurement
 
@@ -102,7 +103,7 @@ def test_a_search_saves_what_it_found(llm, clockless):
     profile = search(llm, watch=watch)
     best = max((t.score for t in watch.trials if not t.score.pruned), key=lambda s: s.tokens_per_second)
     assert profile.skip_set == best.skip
-    assert profile.controller.name == best.controller.name
+    assert profile.draft.controller.name == best.controller.name
     assert profile.costs == COSTS
     assert profile.predicted.draft_cost == pytest.approx(COSTS.draft_share(best.skip, 16), abs=1e-3)
     assert profile.predicted.acceptance_rate == pytest.approx(best.acceptance_rate, abs=1e-3)
@@ -209,7 +210,7 @@ def test_the_papers_objective(llm, scored, strategy):
     top = max(watch.trials, key=lambda t: t.score.tokens_per_second)
     worth = 100 + len(profile.skip_set.mlp) - len(profile.skip_set.attention)
     assert worth == top.score.tokens_per_second == max(t.score.tokens_per_second for t in watch.trials)
-    assert (profile.search.objective, profile.controller.name) == ("wallclock", "adaptive")
+    assert (profile.search.objective, profile.draft.controller.name) == ("wallclock", "adaptive")
     assert (profile.costs, profile.predicted) == (None, None)
     assert [len(skip) for skip in watch.skips[:5]] == [8, 12, 16, 20, 14]  # shares of 32, then every second layer
 
@@ -217,7 +218,7 @@ def test_the_papers_objective(llm, scored, strategy):
 def test_when_nothing_beats_plain_decoding_the_profile_says_so(llm, clockless, monkeypatch):
     monkeypatch.setattr(finalists, "measure", fixed_measure(0.9))
     profile = search(llm, trials=3)
-    assert len(profile.skip_set) == 0
+    assert profile.draft == PlainSpec()
     assert (profile.measured, profile.predicted) == ([], None)
     assert "nothing beat plain decoding" in profile.note
     assert "0.9 times" in profile.note

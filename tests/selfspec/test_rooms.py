@@ -23,11 +23,11 @@ ROOMS = {  # each with the rooms that it may import
     "controllers": "basics facts",
     "model": "basics builtin facts",
     "runtime": "basics facts model speculation",
-    "drafters": "basics facts speculation controllers runtime",
+    "drafters": "basics facts profile speculation controllers runtime",
     "decoding": "basics facts speculation runtime",
     "llm": "basics facts profile show text speculation controllers model runtime drafters decoding",
     "measure": "basics facts profile text speculation controllers model runtime drafters decoding llm",
-    "search": "basics builtin facts profile text speculation controllers model runtime drafters llm measure",
+    "search": "basics builtin facts profile text speculation controllers runtime drafters llm measure",
     "cli": "basics builtin facts profile show text speculation controllers model llm measure search",
 }
 ALLOWED = {room: set(names.split()) for room, names in ROOMS.items()}

@@ -25,9 +25,11 @@ from selfspec.cli import main
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.events import TokenEvent
 from selfspec.facts.identity import Identity
+from selfspec.facts.skip import SkipSet
 from selfspec.llm.options import Options
+from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.reading import parse_profile, profile_schema, read_profile, write_profile
-from selfspec.profile.schema import Profile, Skip
+from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 from selfspec.speculation.rules import RULES
 
@@ -64,8 +66,7 @@ def brief_costs(monkeypatch):
 def profile_file(tmp_path):
     profile = Profile(
         model=Identity(layers=16, name="builtin"),
-        skip=Skip(attention=[3, 5, 9], mlp=[7, 11]),
-        controller=ControllerSpec(name="fixed", options={"k": 3}),
+        draft=LayerSkipSpec.of(SkipSet((3, 5, 9), (7, 11)), ControllerSpec(name="fixed", options={"k": 3})),
     )
     write_profile(profile, tmp_path / "p.yaml")
     return tmp_path / "p.yaml"
@@ -381,10 +382,10 @@ class TestSearch:
         args += ("--temperature", 0.8, "--top-p", 0.9, "--controller", "static:threshold=0.4,k_max=3")
         assert cli(*args, "--strategy", "tpe")[0] == 0
         profile = read_profile(tmp_path / "profile.yaml")
-        assert profile.skip.attention == profile.skip.mlp
-        assert not {0, 15} & {*profile.skip.mlp}
+        assert profile.skip_set.attention == profile.skip_set.mlp
+        assert not {0, 15} & {*profile.skip_set.mlp}
         assert profile.costs.context == 40
-        assert profile.controller.options["threshold"] == 0.4
+        assert profile.draft.controller.options["threshold"] == 0.4
         assert (profile.measured[0].temperature, profile.measured[0].top_p) == (0.8, 0.9)
         code, out, _ = cli("profile", "show", "profile.yaml")
         assert code == 0
@@ -480,6 +481,7 @@ class TestProfile:
         assert listed[PUBLISHED] == {
             "model": "meta-llama/Llama-2-13b-hf",
             "layers": 40,
+            "draft": "layer-skip",
             "skipped": {"attention": 20, "mlp": 14},
             "standing": "published, not measured here",
             "measured": [],
@@ -504,14 +506,15 @@ class TestProfile:
             "",
         )
         profile = read_profile(profile_file)
-        changed = {"skip": Skip(attention=[3, 4, 9], mlp=[7]), "siblings": 2, "versions": {"torch": "3"}}
+        draft = LayerSkipSpec.of(SkipSet((3, 4, 9), (7,)), profile.draft.controller, candidates=2)
+        changed = {"draft": draft, "versions": {"torch": "3"}}
         write_profile(profile.model_copy(update=changed), tmp_path / "q.yaml")
         code, out, _ = cli("profile", "diff", "p.yaml", "q.yaml")
         assert code == 1
         assert "A: p.yaml\nB: q.yaml\n" in out
         assert "attention  ###.BA###.######\nmlp        #######.###A####\n" in out
         assert "bypassed: 2 by A alone, 1 by B alone, 3 by both (.)" in out
-        assert re.search(r"candidates +- +2 for each drafted position", out)
+        assert re.search(r"candidates +1, a chain +2 for each drafted place at most", out)
         assert re.search(r"versions\.torch +- +'3'", out)
         assert "controller" not in out
         code, out, _ = cli("profile", "diff", "p.yaml", "q.yaml", "--json")
@@ -519,7 +522,7 @@ class TestProfile:
         assert code == 1
         assert data["skipped_by_a_alone"] == {"attention": [5], "mlp": [11]}
         assert data["skipped_by_b_alone"] == {"attention": [4], "mlp": []}
-        assert {"key": "siblings", "a": 1, "b": 2} in data["differences"]
+        assert {"key": "draft.candidates", "a": 1, "b": 2} in data["differences"]
 
     def test_diff_of_measurements_and_of_other_models(self, cli, tmp_path):
         own = find_profile_file("stdlib-llama-3.7m")
@@ -732,7 +735,7 @@ WRONG = {
     "two guides": (["generate", "x", "--regex", "a", "--json-schema", "key.json"], "want one of them"),
     "no schema": (["generate", "x", "--json-schema", "no.json"], "no.json: no such file"),
     "no schema's text": (["generate", "x", "--json-schema", "empty.txt"], "JSON schema"),
-    "audit nothing": (["audit", "--profile", "index2.yaml"], "skips nothing, so there is nothing to draft with"),
+    "audit nothing": (["audit", "--profile", "index2.yaml"], "profile index2.yaml drafts nothing; want another"),
     "audit no prompts": (["audit", "--prompts", "no.jsonl"], "no.jsonl: no such file"),
     "audit outgrows": (["audit", "--max-new-tokens", "1024"], "outgrow the model's context"),
     "audit's profile": (["audit", "--profile", "other.yaml"], "of another model: layers 4 in the profile, 16"),

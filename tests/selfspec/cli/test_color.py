@@ -69,13 +69,13 @@ def test_each_origin_is_told_apart():
 
 
 def test_the_legend_in_narrow_and_wide_terminals():
-    given = events(*[Origin.ACCEPTED_DRAFT] * 6, Origin.ACCEPTED_SIBLING, Origin.CORRECTED)
+    given = events(*[Origin.ACCEPTED_DRAFT] * 6, Origin.ACCEPTED_CANDIDATE, Origin.CORRECTED)
     console, written = terminal(40)
     legend(console, given, Stats(drafted=11, accepted=7))
     narrow = ESCAPES.sub("", written()).splitlines()
     assert [line.rstrip() for line in narrow] == [
         "accepted draft    6  75%",
-        "accepted sibling  1  12%",
+        "accepted candidate  1  12%",
         "corrected         1  12%",
         "acceptance 64% (7 of 11 drafted)",
     ]

@@ -28,7 +28,7 @@ def files(folder: Path) -> None:
     small_study(folder / "trials.jsonl")
     shutil.copy(BENCH, folder / "b.json")
     fixed = ControllerSpec(name="fixed", options={"k": 3})
-    profile = find_profile_file("stdlib-llama-3.7m").model_copy(update={"note": SCRIPT, "controller": fixed})
+    profile = find_profile_file("stdlib-llama-3.7m").controlled_by(fixed).model_copy(update={"note": SCRIPT})
     write_profile(profile, folder / "p.yaml")
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
 
@@ -203,7 +203,7 @@ def test_a_profile_that_skips_nothing_is_not_decoded_with(cli, tmp_path):
     (tmp_path / "none.yaml").write_text("model: {layers: 16, name: builtin}\n")
     code, _, page = cli("--profile", "none.yaml")
     assert code == 0
-    assert "The profile skips nothing" in page
+    assert "The profile drafts nothing" in page
 
 
 WRONG = {

@@ -248,6 +248,12 @@ RIGHT = {
     "controller": {"name": "static", "options": {"threshold": 0.5}},
     "note": "right",
 }
+RIGHT_2 = {
+    "version": 2,
+    "model": RIGHT["model"],
+    "draft": {"kind": "layer-skip", "skip": RIGHT["skip"], "controller": RIGHT["controller"], "candidates": 2},
+    "note": "right",
+}
 FIELDS = {
     "model": json_like.filter(lambda v: not (isinstance(v, dict) and type(v.get("layers")) is int)),
     "skip": json_like.filter(lambda v: v != {}),
@@ -259,13 +265,17 @@ FIELDS = {
     "version": json_like.filter(lambda v: v != 1 or v is True),
     "other": json_like,
 }
-wrong_profiles = st.sampled_from(sorted(FIELDS)).flatmap(
-    lambda name: FIELDS[name].map(lambda value: yaml.safe_dump({**RIGHT, name: value}))
+FIELDS_2 = {**FIELDS, "draft": json_like, "version": FIELDS["version"].filter(lambda v: v != 2), "siblings": json_like}
+wrong_profiles = st.sampled_from([(RIGHT, FIELDS), (RIGHT_2, FIELDS_2)]).flatmap(
+    lambda both: st.sampled_from(sorted(both[1])).flatmap(
+        lambda name: both[1][name].map(lambda value: yaml.safe_dump({**both[0], name: value}))
+    )
 )
 
 
-def test_the_profile_that_is_made_wrong_is_right(cli, tmp_path):
-    (tmp_path / "p.yaml").write_text(yaml.safe_dump(RIGHT))
+@pytest.mark.parametrize("right", [RIGHT, RIGHT_2])
+def test_the_profile_that_is_made_wrong_is_right(cli, tmp_path, right):
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(right))
     assert cli("profile", "validate", "p.yaml")[0] == 0
 
 

@@ -34,7 +34,7 @@ DRAFTERS = {
     "always right": lambda runtime, prompt: oracle(prompt, plain(runtime, prompt, 20)),
     "layer skip, fixed": lambda runtime, prompt: LayerSkipDrafter(runtime, SKIP, FixedK(3)),
     "layer skip, static": lambda runtime, prompt: LayerSkipDrafter(runtime, SKIP, StaticThreshold(0.3, 5)),
-    "layer skip, siblings": lambda runtime, prompt: LayerSkipDrafter(
+    "layer skip, candidates": lambda runtime, prompt: LayerSkipDrafter(
         runtime, SKIP, StaticThreshold(0.3, 4), candidates=3
     ),
     "layer skip, draft vocabulary": lambda runtime, prompt: LayerSkipDrafter(

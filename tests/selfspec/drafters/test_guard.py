@@ -13,7 +13,9 @@ from selfspec.controllers import FixedK
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.facts.acceptance import Outlook
 from selfspec.facts.skip import SkipSet
+from selfspec.facts.work import steps_of
 from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
@@ -33,20 +35,24 @@ class Chain:
     """Drafts as many tokens as it may, `seconds` each."""
 
     hidden = ()
+    drafts = True
 
     def __init__(self, clock, seconds, longest=12):
         self.clock, self.seconds, self.longest = clock, seconds, longest
-        self.drafts = 0
+        self.made = 0
 
     def begin(self, seq, prefill):
         pass
 
-    def propose(self, seqs):
-        (seq,) = seqs
-        n = min(self.longest, seq.room - 1)
+    def propose(self, seqs, limits):
+        (limit,) = limits
+        n = min(self.longest, limit.depth)
         self.clock.now += n * self.seconds
-        self.drafts += n > 0
-        return [Draft.chain([0] * n, confidence=[0.5] * n)] if n else [NO_DRAFT]
+        self.made += n > 0
+        return [Draft.chain([0] * n, confidence=[0.5] * n, work=steps_of(n))] if n else [NO_DRAFT]
+
+    def dearest(self, limit):
+        return steps_of(limit.depth)
 
     def observe(self, seq, outcome):
         pass
@@ -66,7 +72,7 @@ def decode(guard, clock, tokens, *, accepted, plain=1.0, wide=1.3, row=0.03, sam
     while seq.room:
         at = len(seq.tokens) - 1
         drafter.seconds = base * speed(at)
-        (draft,) = guard.propose([seq])
+        (draft,) = guard.propose([seq], [Limit(seq.room - 1)]) if seq.room > 1 else (NO_DRAFT,)
         clock.now += speed(at) * (plain if not len(draft) else wide + row * len(draft))
         kept = min(accepted(at), len(draft), seq.room - 1)
         emitted = (0,) * (kept + 1)
@@ -86,7 +92,7 @@ def test_a_draft_that_is_never_right_costs_little(seconds, tokens, share):
     drafter = Chain(clock, seconds)
     took, usual, _ = decode(Guard(drafter, clock=clock), clock, tokens, accepted=lambda n: 0)
     assert usual < took <= share * usual
-    assert drafter.drafts >= 2  # it is tried again, as far as the bound allows
+    assert drafter.made >= 2  # it is tried again, as far as the bound allows
     clock = Clock()
     alone, _, _ = decode(Chain(clock, seconds), clock, tokens, accepted=lambda n: 0)
     assert alone > 1.3 * usual
@@ -151,7 +157,7 @@ def test_one_disturbed_round_does_not_end_drafting():
     clock = Clock()
     drafter = Chain(clock, 0.3, 4)
     decode(Guard(drafter, clock=clock), clock, 300, accepted=lambda n: 4, speed=lambda n: 30.0 if n == 52 else 1.0)
-    assert drafter.drafts > 30
+    assert drafter.made > 30
 
 
 def test_what_it_knows_of_the_machine_outlasts_a_sequence():
@@ -160,7 +166,7 @@ def test_what_it_knows_of_the_machine_outlasts_a_sequence():
     guard = Guard(drafter, clock=clock)
     for _ in range(3):
         decode(guard, clock, 3, accepted=lambda n: 4)
-    assert drafter.drafts == 2  # the first two rounds ever are plain
+    assert drafter.made == 2  # the first two rounds ever are plain
 
 
 def test_with_a_seed_the_clock_is_not_read():
@@ -180,7 +186,7 @@ def test_with_a_seed_the_clock_is_not_read():
         drafter = Chain(clock, 0.3, 4)
         guard = Guard(drafter, outlook=Outlook(0.3), clock=clock)
         decode(guard, clock, 100, accepted=lambda n: n % 3, sampler=seeded, speed=lambda n, s=speed: s)
-        results.append(drafter.drafts)
+        results.append(drafter.made)
     assert results[0] == results[1] > 0
 
 
@@ -212,17 +218,17 @@ def test_room_is_given_back():
     """Also where drafting fails."""
 
     class Broken(Chain):
-        def propose(self, seqs):
+        def propose(self, seqs, limits):
             raise RuntimeError("broken")
 
     clock = Clock()
     guard = Guard(Broken(clock, 0.1), clock=clock)
-    for _ in range(2):
-        guard._prices.see_plain(1.0)
     seq = SequenceState([0], 50, Sampler())
     guard.begin(seq, STEP)
+    for _ in range(2):
+        guard.prices.see_plain(1.0)
     with pytest.raises(RuntimeError, match="broken"):
-        guard.propose([seq])
+        guard.propose([seq], [Limit(49)])
     assert seq.room == 50
 
 

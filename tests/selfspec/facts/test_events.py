@@ -23,7 +23,7 @@ from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.step import Step
 from selfspec.text.pieces import TextStream
 
-PLAIN, DRAFT, SIBLING, CORRECTED, BONUS = Origin
+PLAIN, DRAFT, CANDIDATE, CORRECTED, BONUS = Origin
 PROMPT = "import os\n\ndef main(args):\n    "
 SKIP = SkipSet(attention=(3, 5, 9), mlp=(7, 11))
 TOKENIZER = AutoTokenizer.from_pretrained(model_folder())
@@ -106,23 +106,23 @@ class TestOrigins:
         rejected = wrong(text[2])
         assert out.events[2].rejected == (Rejected(rejected, TOKENIZER.decode([rejected]), 0.7),)
 
-    def test_a_sibling_is_followed_by_a_bonus(self, llm64, ids, text):
+    def test_a_candidate_is_followed_by_a_bonus(self, llm64, ids, text):
         """The chain's first token is right, and of its second place the second leaf."""
         drafter = Leaves(
             len(ids), text, lambda left: ([left[0], wrong(left[1])], [[wrong(left[0])], [wrong(left[1], 2), left[1]]])
         )
         out = llm64.generate(PROMPT, max_new_tokens=6, drafter=drafter)
-        assert of(out) == [DRAFT, SIBLING, BONUS] * 2
-        drafted, sibling, bonus = out.events[:3]
+        assert of(out) == [DRAFT, CANDIDATE, BONUS] * 2
+        drafted, candidate, bonus = out.events[:3]
         assert (drafted.place, drafted.confidence, drafted.rejected) == (1, 0.5, ())
-        assert (sibling.place, sibling.confidence) == (2, None)
-        assert [(one.token, one.confidence) for one in sibling.rejected] == [
+        assert (candidate.place, candidate.confidence) == (2, None)
+        assert [(one.token, one.confidence) for one in candidate.rejected] == [
             (wrong(text[1]), 0.5),
             (wrong(text[1], 2), None),
         ]
         assert (bonus.place, bonus.rejected) == (None, ())
 
-    def test_the_chain_and_its_siblings_rejected(self, llm64, ids, text):
+    def test_the_chain_and_its_candidates_rejected(self, llm64, ids, text):
         drafter = Leaves(
             len(ids),
             text,
@@ -141,7 +141,7 @@ class TestOrigins:
     def test_the_rounds_alone_tell(self):
         tree = {"proposed": (5, 6, 7), "parents": (-1, 0, 0)}
         assert origins(Round(2, 2, 3, 0.1, 1, **tree, path=(0, 1))) == [DRAFT, DRAFT, BONUS]
-        assert origins(Round(2, 2, 3, 0.1, 1, **tree, path=(0, 2))) == [DRAFT, SIBLING, BONUS]
+        assert origins(Round(2, 2, 3, 0.1, 1, **tree, path=(0, 2))) == [DRAFT, CANDIDATE, BONUS]
         assert origins(Round(2, 1, 2, 0.1, 1, **tree, path=(0,))) == [DRAFT, CORRECTED]
         assert origins(Round(2, 1, 1, 0.1, 1, **tree, path=(0, 2))) == [DRAFT]  # ended within the draft
         assert origins(Round(0, 0, 1, 0.1)) == [PLAIN]
@@ -161,14 +161,14 @@ class TestCounts:
         drafter = llm.layer_skip(SKIP, "fixed:k=3", candidates=3)
         out = llm.generate(PROMPT, max_new_tokens=24, drafter=drafter, **how)
         found = counts(out.events)
-        accepted = found.get(DRAFT, 0) + found.get(SIBLING, 0)
+        accepted = found.get(DRAFT, 0) + found.get(CANDIDATE, 0)
         assert accepted == out.stats.accepted > 0
         assert sum(found.values()) == out.stats.tokens == len(out.tokens)
         assert Counter(event.round for event in out.events) == Counter(
             {number: done.tokens for number, done in enumerate(out.stats.log, 1)}
         )
         assert all(event.confidence is not None for event in out.events if event.origin == DRAFT)
-        assert all(event.rejected for event in out.events if event.origin in (CORRECTED, SIBLING))
+        assert all(event.rejected for event in out.events if event.origin in (CORRECTED, CANDIDATE))
         assert "".join(event.text for event in out.events) == out.text
 
     def test_no_tensor_is_kept(self, llm):
@@ -183,11 +183,11 @@ class TestCounts:
 
 class TestProbabilities:
     def test_the_models_own(self, llm64, ids):
-        """Temperature and processors are left out; the rows are those of the path, siblings' too."""
+        """Temperature and processors are left out; the rows are those of the path, candidates' too."""
         drafter = llm64.layer_skip(SKIP, "fixed:k=3", candidates=3)
         how = {"temperature": 0.7, "top_k": 3, "seed": 2, "max_new_tokens": 24, "drafter": drafter}
         out = llm64.generate(PROMPT, probabilities=True, **how)
-        assert {DRAFT, SIBLING, BONUS} <= {*of(out)}
+        assert {DRAFT, CANDIDATE, BONUS} <= {*of(out)}
         with torch.inference_mode():
             p = llm64.model(torch.tensor([ids + out.tokens])).logits[0].softmax(-1)
         own = [float(p[len(ids) - 1 + i, token]) for i, token in enumerate(out.tokens)]

@@ -13,8 +13,9 @@ from selfspec.basics.errors import BusyError, SelfspecError
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.identity import Identity
+from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.reading import write_profile
-from selfspec.profile.schema import Profile, Skip
+from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 
 PROMPT = "import os\n\ndef main(args):\n    "
@@ -65,9 +66,9 @@ def test_a_streams_first_token_is_not_drafted(llm):
     class Counting(PlainDrafter):
         proposed = 0
 
-        def propose(self, seqs):
+        def propose(self, seqs, limits):
             self.proposed += 1
-            return super().propose(seqs)
+            return super().propose(seqs, limits)
 
     counting = Counting()
     next(llm.stream(PROMPT, max_new_tokens=5, drafter=counting))
@@ -203,11 +204,8 @@ class TestProfiles:
         assert isinstance(wrapped.drafter, PlainDrafter)
 
     def test_a_file(self, llm, tmp_path):
-        profile = Profile(
-            model=Identity(layers=16),
-            skip=Skip(attention=[3]),
-            controller=ControllerSpec(name="fixed", options={"k": 2}),
-        )
+        fixed = ControllerSpec(name="fixed", options={"k": 2})
+        profile = Profile(model=Identity(layers=16), draft=LayerSkipSpec.of(selfspec.SkipSet((3,)), fixed))
         write_profile(profile, tmp_path / "p.yaml")
         wrapped = selfspec.wrap(llm.model, llm.tokenizer, profile=tmp_path / "p.yaml")
         assert isinstance(wrapped.drafter, Guard)

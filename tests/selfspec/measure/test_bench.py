@@ -6,12 +6,15 @@ import pytest
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.facts.costs import CostModel
+from selfspec.facts.skip import SkipSet
 from selfspec.facts.stats import Round, Stats, acceptance_by_position
 from selfspec.facts.work import steps_of
-from selfspec.measure.bench import Benchmark, Task, Watch, check_methods, load_subjects
+from selfspec.measure.bench import Benchmark, Task, Watch, load_subjects
+from selfspec.measure.bench_methods import METHODS, check_methods, methods_help, weights_of
 from selfspec.measure.summary import expected, summary, theory
 from selfspec.measure.timing import Runs
-from selfspec.profile.schema import Profile, Skip
+from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.schema import Profile
 
 COSTS = CostModel(context=9, base=0.4, attention=0, mlp=0, widths=[1, 2, 3], verify=[0.9, 1.0, 1.1], round=0.1)
 
@@ -62,10 +65,23 @@ def test_methods():
             check_methods(wrong)
 
 
+def test_each_method_says_what_it_is_and_on_which_weights_it_runs():
+    assert {name: known.weights for name, known in METHODS.items()} == {
+        "plain": "plain",
+        "skip": "skip",
+        "guarded": "skip",
+        "hf": "hf",
+        "hf-early-exit": "hf",
+        "hf-prompt-lookup": "hf",
+    }
+    assert methods_help().startswith("plain (nothing drafted), skip (the profile's drafter), guarded (")
+    assert weights_of(["plain", "hf-prompt-lookup", "hf"]) == {"plain", "hf"}
+
+
 @pytest.fixture(scope="module")
 def found():
     subjects = load_subjects("builtin", ["plain", "skip", "hf"], widened=2, device="cpu", dtype="auto")
-    profile = Profile(model=subjects.identity, skip=Skip(attention=[3], mlp=[5]))
+    profile = Profile(model=subjects.identity, draft=LayerSkipSpec.of(SkipSet((3,), (5,))))
     task = Task(("plain", "skip", "hf"), ["def f(x):\n", "class A:\n"], 6, 1, profile)
     told = []
     watch = Watch(told.append, lambda seconds, runs: told.append((seconds, runs)), lambda: told.append("run"))

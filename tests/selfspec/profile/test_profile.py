@@ -1,30 +1,49 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import jsonschema
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.identity import Identity
+from selfspec.facts.skip import SkipSet
+from selfspec.profile.draft import LayerSkipSpec, PlainSpec, Skip
+from selfspec.profile.parts import Part
 from selfspec.profile.reading import parse_profile, profile_schema, profile_text, read_profile, write_profile
-from selfspec.profile.schema import Calibration, Profile, Published, SearchRecord, Skip
+from selfspec.profile.schema import Calibration, Profile, Published, SearchRecord
 from selfspec.profile.shipped import find_profile_file, shipped_profiles
 
 indices = st.lists(st.integers(0, 9), unique=True).map(sorted)
 names = st.text(st.characters(blacklist_categories=["Cs"]), min_size=1, max_size=20)
+controllers = st.builds(
+    ControllerSpec,
+    name=names,
+    options=st.dictionaries(names, st.integers(0, 64) | st.floats(allow_nan=False, allow_infinity=False)),
+)
+vocabularies = st.none() | st.lists(st.integers(0, 10**6), min_size=1, unique=True, max_size=200)
+layer_skips = st.builds(
+    LayerSkipSpec,
+    skip=st.builds(Skip, attention=indices, mlp=indices),
+    controller=controllers,
+    candidates=st.integers(1, 64),
+    vocabulary=vocabularies,
+)
+parts = st.builds(
+    Part,
+    file=st.from_regex(r"[a-z0-9 ]{1,8}(/[a-z]{1,4})?\.safetensors", fullmatch=True),
+    sha256=st.from_regex("[0-9a-f]{64}", fullmatch=True),
+)
 profiles = st.builds(
     Profile,
     model=st.builds(Identity, layers=st.integers(10, 99), name=names, hidden=st.none() | st.integers(1, 9999)),
-    skip=st.builds(Skip, attention=indices, mlp=indices),
-    controller=st.builds(
-        ControllerSpec,
-        name=names,
-        options=st.dictionaries(names, st.integers(0, 64) | st.floats(allow_nan=False, allow_infinity=False)),
-    ),
-    draft_vocabulary=st.none() | st.lists(st.integers(0, 10**6), min_size=1, unique=True, max_size=200),
+    draft=st.just(PlainSpec()) | layer_skips,
+    parts=st.dictionaries(names, parts, max_size=2),
     published=st.none() | st.builds(Published, **{name: st.none() | names for name in Published.model_fields}),
     calibration=st.none()
     | st.builds(
@@ -56,7 +75,76 @@ profiles = st.builds(
 
 @given(profiles)
 def test_writing_and_reading_gives_an_equal_profile(profile):
-    assert parse_profile(profile_text(profile), source="p") == profile
+    text = profile_text(profile)
+    assert parse_profile(text, source="p") == profile
+    assert text.startswith("version: 2\n")
+
+
+def as_version_1(profile):
+    """What a layer skip's profile was written as in version 1."""
+    data = yaml.safe_load(profile_text(profile))
+    draft = data.pop("draft")
+    data |= {"version": 1, "skip": draft["skip"], "controller": draft["controller"], "siblings": draft["candidates"]}
+    return data | ({"draft_vocabulary": draft["vocabulary"]} if "vocabulary" in draft else {})
+
+
+version_1 = st.tuples(profiles, layer_skips).map(
+    lambda both: both[0].model_copy(update={"draft": both[1], "parts": {}})
+)
+
+
+@given(version_1, st.booleans())
+def test_version_1_reads_as_what_it_meant(profile, numbered):
+    data = as_version_1(profile)
+    if not numbered:
+        del data["version"]
+    assert parse_profile(yaml.safe_dump(data), source="p") == profile
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "skip": st.fixed_dictionaries({}, optional={"attention": indices, "mlp": indices}),
+            "controller": st.just({"name": "fixed"}),
+            "siblings": st.integers(1, 64),
+            "draft_vocabulary": vocabularies.filter(bool),
+        },
+    )
+)
+def test_what_version_1_leaves_out_is_as_it_was(said):
+    profile = parse_profile(yaml.safe_dump({"model": {"layers": 10}, **said}), source="p")
+    skip = said.get("skip", {})
+    assert profile.draft.skip == Skip(attention=skip.get("attention", []), mlp=skip.get("mlp", []))
+    assert profile.draft.controller == ControllerSpec(name="fixed" if "controller" in said else "adaptive")
+    assert profile.draft.candidates == said.get("siblings", 1)
+    assert profile.draft.vocabulary == said.get("draft_vocabulary")
+    assert profile.drafts == (len(profile.skip_set) > 0)
+
+
+VERSION_1 = sorted((Path(__file__).parent / "version-1").glob("*.yaml"))
+
+
+def test_every_profile_that_ships_shipped_in_version_1():
+    assert {file.stem for file in VERSION_1} <= shipped_profiles().keys()
+    assert len(VERSION_1) == 10
+
+
+@pytest.mark.parametrize("file", VERSION_1, ids=lambda file: file.stem)
+def test_what_shipped_in_version_1_is_what_ships(file):
+    profile = read_profile(file)
+    assert profile == find_profile_file(file.stem)
+    assert "\nsiblings: " in file.read_text()
+    assert profile_text(profile) == profile_text(find_profile_file(file.stem))
+
+
+def test_the_built_in_models_drafts_as_in_version_1():
+    (file,) = (file for file in VERSION_1 if file.stem == builtin.PROFILE)
+    draft = read_profile(file).draft
+    assert draft.skip == Skip(attention=[2, 3, 6, 8, 10, 11, 12, 13, 14], mlp=[1, 3, 4, 5, 7, 10, 11, 12, 13, 14])
+    options = {"rate": 1.0, "k_max": 12, "floor": 0.05, "strength": 16.0, "memory": 0.99}
+    assert draft.controller == ControllerSpec(name="rate", options=options)
+    assert (draft.candidates, draft.vocabulary) == (4, None)
 
 
 json_like = st.recursive(
@@ -65,7 +153,19 @@ json_like = st.recursive(
     max_leaves=12,
 )
 keys = st.sampled_from(
-    ["model", "skip", "controller", "version", "measured", "search", "calibration", "published", "note"]
+    [
+        "model",
+        "skip",
+        "controller",
+        "draft",
+        "parts",
+        "version",
+        "measured",
+        "search",
+        "calibration",
+        "published",
+        "note",
+    ]
 )
 
 
@@ -97,6 +197,9 @@ def _one_line_or_valid(text):
         assert str(error).startswith("p.yaml")
 
 
+V2 = "model: {layers: 4}\nversion: 2\n"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -110,7 +213,25 @@ def _one_line_or_valid(text):
         ("model: {layers: 4}\nskip: {mlp: [1, 1]}", "skip.mlp: layer 1 is listed twice"),
         ("model: {layers: 4}\nskip: {mlp: [-1]}", "skip.mlp.0: .* greater than or equal to 0, got -1"),
         ("model: {layers: 4}\nskip: {mlp: ['1']}", "skip.mlp.0: .* integer, got '1'"),
-        ("model: {layers: 4}\nversion: 2", "version: .* got 2"),
+        ("model: {layers: 4}\nversion: 3", "p.yaml: version: want 1 or 2, got 3"),
+        ("model: {layers: 4}\nversion: true", "version: want 1 or 2, got True"),
+        ("model: {layers: 4}\nsiblings: 0", "p.yaml: siblings: .* greater than or equal to 1, got 0"),
+        (f"{V2}skip: {{}}", "'skip' is version 1's; in version 2 it is draft.skip"),
+        (f"{V2}siblings: 2\ndraft: {{kind: plain}}", "'siblings' is version 1's; in version 2 it is draft.candidates"),
+        ("model: {layers: 4}\nversion: 1\ndraft: {kind: plain}", "'draft' is version 2's; say 'version: 2'"),
+        ("model: {layers: 4}\ndraft: {kind: plain}", "'draft' is version 2's; say 'version: 2'"),
+        ("model: {layers: 4}\nparts: {}", "'parts' is version 2's; say 'version: 2'"),
+        (f"{V2}draft: {{kind: magic}}", "draft.kind: 'magic' is not known; known: plain, layer-skip"),
+        (f"{V2}draft: {{skip: {{}}}}", "draft.kind: it is left out; known: plain, layer-skip"),
+        (f"{V2}draft: {{kind: [plain]}}", r"draft.kind: \['plain'\] is not known; known: plain, layer-skip"),
+        (f"{V2}draft: plain", r"draft: want a mapping with 'kind' \(plain, layer-skip\), got 'plain'"),
+        (f"{V2}draft: {{kind: plain, skip: {{}}}}", "unknown key 'draft.skip'"),
+        (f"{V2}draft: {{kind: layer-skip, siblings: 2}}", "unknown key 'draft.siblings'"),
+        (f"{V2}draft: {{kind: layer-skip, skip: {{mlp: [4]}}}}", "skip.mlp: layer 4 does not exist; the model has 4"),
+        (f"{V2}draft: {{kind: layer-skip, skip: {{mlp: ['1']}}}}", "draft.skip.mlp.0: .* integer, got '1'"),
+        (f"{V2}draft: {{kind: layer-skip, candidates: 65}}", "draft.candidates: .* or equal to 64, got 65"),
+        (f"{V2}parts: {{a: {{file: a.safetensors}}}}", "parts.a.sha256: Field required"),
+        (f"{V2}parts: {{a: {{file: a.safetensors, sha256: '0'}}}}", "parts.a.sha256: .* got '0'"),
         ("model: {layers: 4\nskip: ]", "line 2: not valid YAML"),
         ("a: !!python/object:os.system x", "not valid YAML"),
         ("model: {layers: 4}\nskip: {mlp: [1]}\nskip: {}", "line 3: not valid YAML .'skip' is given twice"),
@@ -142,7 +263,7 @@ def test_identity_compares_what_is_present():
 
 
 def test_files(tmp_path):
-    profile = Profile(model=Identity(layers=4), skip=Skip(attention=[1]))
+    profile = Profile(model=Identity(layers=4), draft=LayerSkipSpec.of(SkipSet((1,))))
     path = tmp_path / "p.yaml"
     write_profile(profile, path)
     assert read_profile(path) == find_profile_file(path) == profile
@@ -166,7 +287,7 @@ def test_shipped_profiles_are_valid_and_found_by_name():
     shipped = shipped_profiles()
     assert "stdlib-llama-3.7m" in shipped
     for name, profile in shipped.items():
-        make_controller(profile.controller)
+        make_controller(profile.draft.controller)
         assert find_profile_file(name) == profile
     with pytest.raises(
         SelfspecError, match=r"no such file, and no shipped profile of that name; they are listed by: sel"
@@ -180,11 +301,13 @@ def test_shipped_profiles_are_valid_and_found_by_name():
 
 @pytest.mark.parametrize(
     ("tokens", "why"),
-    [("[]", "draft_vocabulary"), ("[1, 1]", "named twice"), ("[5, 64]", "token 64 is not in"), ("[-1]", "draft_voc")],
+    [("[]", "vocabulary"), ("[1, 1]", "named twice"), ("[5, 64]", "token 64 is not among"), ("[-1]", "vocabulary.0")],
 )
 def test_a_wrong_draft_vocabulary(tokens, why):
-    with pytest.raises(SelfspecError, match=why):
-        parse_profile(f"model: {{layers: 4, vocabulary: 64}}\ndraft_vocabulary: {tokens}\n", source="p")
+    model = "model: {layers: 4, vocabulary: 64}"
+    for draft in (f"draft_vocabulary: {tokens}", f"version: 2\ndraft: {{kind: layer-skip, vocabulary: {tokens}}}"):
+        with pytest.raises(SelfspecError, match=why):
+            parse_profile(f"{model}\n{draft}\n", source="p")
 
 
 class TestSchema:
@@ -202,6 +325,19 @@ class TestSchema:
 
         check()
 
+    def test_so_is_version_1(self, validator):
+        @settings(max_examples=50)
+        @given(version_1, st.booleans())
+        def check(profile, numbered):
+            data = as_version_1(profile)
+            validator.validate(data if numbered else {k: v for k, v in data.items() if k != "version"})
+
+        check()
+
+    @pytest.mark.parametrize("file", VERSION_1, ids=lambda file: file.stem)
+    def test_so_is_what_shipped(self, validator, file):
+        validator.validate(yaml.safe_load(file.read_text()))
+
     @pytest.mark.parametrize("name", shipped_profiles())
     def test_so_is_what_ships(self, validator, name):
         validator.validate(yaml.safe_load(profile_text(find_profile_file(name))))
@@ -215,7 +351,15 @@ class TestSchema:
             "model: {layers: 4, width: 3}",
             "model: {layers: 4}\nskip: {mlp: [-1]}",
             "model: {layers: 4}\nskip: {mlp: ['1']}",
-            "model: {layers: 4}\nversion: 2",
+            "model: {layers: 4}\nversion: 3",
+            "model: {layers: 4}\ndraft: {kind: plain}",
+            "model: {layers: 4}\nversion: 1\nparts: {}",
+            f"{V2}siblings: 2",
+            f"{V2}draft: {{kind: magic}}",
+            f"{V2}draft: {{kind: plain, skip: {{}}}}",
+            f"{V2}draft: {{kind: layer-skip, skip: {{mlp: [-1]}}}}",
+            f"{V2}draft: {{kind: layer-skip, candidates: 0}}",
+            f"{V2}parts: {{a: {{file: a.safetensors, sha256: '0'}}}}",
             "model: {layers: 4}\ncontroller: {options: {}}",
             "model: {layers: 4}\npublished: {papers: x}",
         ],
@@ -227,6 +371,7 @@ class TestSchema:
 
     def test_every_record_is_described_and_no_title_repeats_a_name(self):
         schema = profile_schema()
-        records = [schema, *schema["$defs"].values()]
+        records = list(schema["$defs"].values())
+        assert schema["description"]
         assert all(record["description"] for record in records)
         assert not [field for record in records for field in record["properties"].values() if "title" in field]

@@ -217,13 +217,13 @@ def test_all_that_ship_are_here():
 @pytest.mark.parametrize(("name", "model", "n", "attention", "mlp", "checksum", "key", "calibration"), SHIPPED)
 def test_a_shipped_set_is_the_published_one(name, model, n, attention, mlp, checksum, key, calibration):
     profile = shipped_profiles()[name]
-    skip = profile.skip
+    skip = profile.draft.skip
     assert profile.model == Identity(name=model, layers=n)
     assert (len(skip.attention), len(skip.mlp)) == (attention, mlp)
     assert hashlib.sha256(f"{skip.attention}{skip.mlp}".encode()).hexdigest()[:12] == checksum
     origin = DRAFT_VERIFY if name.endswith("draft-verify") else SWIFT
     assert profile.published == Published(**origin, file="skip_layers.json", key=key, calibration=calibration)
-    assert profile.controller == ControllerSpec(name="adaptive")
+    assert profile.draft.controller == ControllerSpec(name="adaptive")
     assert "not measured here" in profile.note
     untold = (profile.calibration, profile.search, profile.costs, profile.acceptance, profile.predicted)
     assert (untold, profile.measured) == ((None,) * 5, [])

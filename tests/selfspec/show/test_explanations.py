@@ -8,8 +8,10 @@ from studies import small_study
 
 from selfspec.facts.acceptance import AcceptanceCurve
 from selfspec.facts.identity import Identity
+from selfspec.facts.skip import SkipSet
 from selfspec.facts.stats import Round
-from selfspec.profile.schema import Profile, Skip
+from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.schema import Profile
 from selfspec.show import explanations as reading
 from selfspec.show.tables import position_frame
 
@@ -17,7 +19,7 @@ CURVE = AcceptanceCurve(confidence=[0.1, 0.5], accepted=[0.3, 0.7], following=[0
 
 
 def test_skip_map():
-    text = reading.skip_map(Profile(model=Identity(layers=4), skip=Skip(attention=[1, 2], mlp=[0])))
+    text = reading.skip_map(Profile(model=Identity(layers=4), draft=LayerSkipSpec.of(SkipSet((1, 2), (0,)))))
     assert "2 of 4 attentions and 1 of 4 MLPs, 38% of all" in text
 
 

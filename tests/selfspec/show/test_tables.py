@@ -13,8 +13,10 @@ import pytest
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.facts.identity import Identity
+from selfspec.facts.skip import SkipSet
 from selfspec.facts.stats import Round
-from selfspec.profile.schema import Profile, Skip
+from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.schema import Profile
 from selfspec.show.tables import bench_frame, bench_position_frame, position_frame, read_bench, skip_frame
 
 REAL = Path(__file__).parents[2] / "scripts" / "bench.json"
@@ -59,7 +61,7 @@ def test_positions_of_rounds():
 
 
 def test_skip():
-    frame = skip_frame(Profile(model=Identity(layers=2), skip=Skip(attention=[1], mlp=[0])))
+    frame = skip_frame(Profile(model=Identity(layers=2), draft=LayerSkipSpec.of(SkipSet((1,), (0,)))))
     rows = [("attention", 0, False), ("attention", 1, True), ("mlp", 0, True), ("mlp", 1, False)]
     assert list(frame[["part", "layer", "bypassed"]].itertuples(index=False, name=None)) == rows
 

@@ -37,16 +37,16 @@ DRAFTERS = {
     "plain": lambda runtime: PlainDrafter(),
     "chain": lambda runtime: RandomTree(VOCABULARY, (1, 1)),
     "long chain": lambda runtime: RandomTree(VOCABULARY, (1, 1, 1)),
-    "siblings": lambda runtime: RandomTree(VOCABULARY, (2,)),
-    "all siblings": lambda runtime: RandomTree(VOCABULARY, (3,)),
-    "chain with siblings": lambda runtime: RandomTree(VOCABULARY, (2, 1)),
-    "siblings below": lambda runtime: RandomTree(VOCABULARY, (1, 2)),
+    "candidates": lambda runtime: RandomTree(VOCABULARY, (2,)),
+    "all candidates": lambda runtime: RandomTree(VOCABULARY, (3,)),
+    "chain with candidates": lambda runtime: RandomTree(VOCABULARY, (2, 1)),
+    "candidates below": lambda runtime: RandomTree(VOCABULARY, (1, 2)),
     "one-hot": lambda runtime: Scripted(lambda tokens: [sum(tokens) % 3, len(tokens) % 3], 2),
     "hidden head": HiddenHead,
     "tiny model": lambda runtime: TinyModel(Runtime(small(VOCABULARY, 1, seed=9)), 2),
     "layer skip, fixed": lambda runtime: LayerSkipDrafter(runtime, SkipSet((0,), (1,)), FixedK(2)),
     "layer skip, static": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (1,)), StaticThreshold(0.4, 3)),
-    "layer skip, siblings": lambda runtime: LayerSkipDrafter(
+    "layer skip, candidates": lambda runtime: LayerSkipDrafter(
         runtime, SkipSet((1,), (1,)), StaticThreshold(0.4, 2), candidates=2
     ),
     "layer skip, draft vocabulary": lambda runtime: LayerSkipDrafter(
@@ -102,7 +102,7 @@ def deviation(runtime, make, room, *, rule, kind=Enumerating, processors=()):
 
 
 # Two and three tokens cover what would be a hundred thousand paths over four.
-MANY = ("all siblings", "chain with siblings", "siblings below", "layer skip, siblings", "layer skip, rate")
+MANY = ("all candidates", "chain with candidates", "candidates below", "layer skip, candidates", "layer skip, rate")
 CASES = [(name, room) for name in DRAFTERS for room in (2, 3, 4) if name not in MANY or room < 4]
 
 
@@ -113,7 +113,7 @@ def test_what_is_emitted_follows_the_target_exactly(runtime, rule, name, room):
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", ["chain", "siblings", "layer skip, static"])
+@pytest.mark.parametrize("name", ["chain", "candidates", "layer skip, static"])
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_processed_scores_are_followed_exactly(runtime, rule, name, settings):
     assert deviation(runtime, DRAFTERS[name], 3, rule=rule, processors=SETTINGS[settings]()) < EXACT
@@ -203,7 +203,7 @@ def each_round(rule):
 
 
 RULES = {"token": verify.token, "block": verify.block}
-CHAIN, SIBLINGS = DRAFTERS["chain"], DRAFTERS["chain with siblings"]
+CHAIN, CANDIDATES = DRAFTERS["chain"], DRAFTERS["chain with candidates"]
 WRONG_DRAFTERS = {
     "q of another temperature": (lambda runtime: WrongTemperature(VOCABULARY, (1, 1)), CHAIN),
     "a low-confidence token withheld": (lambda runtime: Withholding(VOCABULARY, (1, 1)), CHAIN),
@@ -246,7 +246,7 @@ def test_noise_reused_between_rounds_is_seen(runtime, rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_a_residual_that_is_not_renormalised_is_seen(runtime, rule, monkeypatch):
     monkeypatch.setattr(verify, "_normalised", lambda left, *, otherwise: left if left.sum() > 0 else otherwise)
-    assert deviation(runtime, SIBLINGS, 3, rule=rule) > SEEN
+    assert deviation(runtime, CANDIDATES, 3, rule=rule) > SEEN
 
 
 def test_a_block_without_its_weight_is_seen(runtime, monkeypatch):

@@ -50,7 +50,7 @@ DRAFTERS = {
     "hidden head": HiddenHead,
     "tiny model": lambda runtime: TinyModel(Runtime(small(VOCABULARY, 1, seed=9)), 3),
     "layer skip": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (0,)), FixedK(3)),
-    "layer skip, siblings": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (0,)), FixedK(3), candidates=3),
+    "layer skip, candidates": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (0,)), FixedK(3), candidates=3),
     "layer skip, draft vocabulary": lambda runtime: LayerSkipDrafter(
         runtime, DraftPath(SkipSet((1,), (0,)), (0, 3, 4, 6)), FixedK(3)
     ),

@@ -94,7 +94,7 @@ class TestBlock:
         assert block(Draft.chain([1]), TARGET[:2], sampler, 0) == ((), 2)  # p without token 1 is (.1, 0, .2)
         assert sampler.chances == [pytest.approx(0.7)]
 
-    def test_below_an_accepted_sibling_a_block_begins_afresh(self):
+    def test_below_an_accepted_candidate_a_block_begins_afresh(self):
         q = torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]], dtype=torch.float64)
         draft = Draft((0, 1, 0), (-1, -1, 1), q, (0, 0, 1))
         sampler = Coins(False, True, True)
@@ -111,7 +111,7 @@ class TestMatch:
         assert match(Draft.chain([drawn[0], (drawn[1] + 1) % 3]), TARGET, sampler, 5) == ((0,), drawn[1])
         assert match(Draft.chain([(drawn[0] + 1) % 3, drawn[1]]), TARGET, sampler, 5) == ((), drawn[0])
 
-    def test_siblings_are_matched_too(self):
+    def test_candidates_are_matched_too(self):
         sampler = Sampler(temperature=1.0, seed=3)
         (first,) = sampler.draws(TARGET[:1].softmax(-1), [5])
         draft = Draft(tuple((first + i) % 3 for i in (1, 2, 0)), (-1, -1, -1), None, (-1,) * 3)
@@ -145,7 +145,7 @@ class TestToken:
         assert sampler.chances == [pytest.approx(0.7)]
         assert (path, following) == ((), 2)  # p without token 1 is (.1, 0, .2)
 
-    def test_siblings_are_removed_from_q_and_r(self):
+    def test_candidates_are_removed_from_q_and_r(self):
         q = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64)
         draft = Draft((0, 2), (-1, -1), q, (0, 0))
         sampler = Coins(False, False)

@@ -28,7 +28,7 @@ def plain(runtime):
 
 DRAFTERS = {
     "layer skip": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (0,)), StaticThreshold(0.3, 3)),
-    "siblings": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (0,)), StaticThreshold(0.3, 2), candidates=3),
+    "candidates": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (0,)), StaticThreshold(0.3, 2), candidates=3),
     "random tree": lambda runtime: RandomTree(11, (2, 1, 1)),
 }
 

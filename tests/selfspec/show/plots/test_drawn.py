@@ -13,7 +13,8 @@ from matplotlib.collections import PathCollection, QuadMesh
 from selfspec.basics.errors import SelfspecError
 from selfspec.facts.acceptance import AcceptanceCurve
 from selfspec.facts.identity import Identity
-from selfspec.profile.schema import Profile, Skip
+from selfspec.profile.draft import LayerSkipSpec, Skip
+from selfspec.profile.schema import Profile
 from selfspec.show.plots.bench import acceptance_by_position, bench_bars
 from selfspec.show.plots.profile import acceptance_by_confidence, skip_map
 from selfspec.show.plots.study import pareto, progress, sensitivity, speedup_against_skipped
@@ -36,7 +37,7 @@ TRIALS = pd.DataFrame(
 
 def profile(layers=4, **fields):
     skip = Skip(attention=[1, 2], mlp=[layers - 1])
-    return Profile(model=Identity(layers=layers), skip=skip, **fields)
+    return Profile(model=Identity(layers=layers), draft=LayerSkipSpec(skip=skip), **fields)
 
 
 def line(axes, label):

@@ -1,0 +1,51 @@
+"""Which drafter each kind of draft in a profile is made into. A new kind is one file and one line: `register(...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.controllers import make_controller
+from selfspec.drafters.layer_skip import LayerSkipDrafter
+from selfspec.drafters.plain import PlainDrafter
+from selfspec.facts.draft_path import DraftPath
+from selfspec.profile.draft import DraftSpec, LayerSkipSpec, PlainSpec, register_spec
+from selfspec.profile.schema import Profile
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafter import Drafter
+
+Spec = TypeVar("Spec", bound=DraftSpec)
+
+_MAKERS: dict[str, Callable[[Runtime, Any, Profile], Drafter]] = {}
+
+
+def register(spec: type[Spec], make: Callable[[Runtime, Spec, Profile], Drafter]) -> None:
+    """Let profiles say `draft: {kind: ...}` of the kind that `spec` describes; `make` gives the drafter for one.
+
+    `make(runtime, described, profile)` raises `SelfspecError` where that does not fit the model. Raises
+    `SelfspecError` for a class that does not say its kind, and for a kind that another class holds.
+    """
+    _MAKERS[register_spec(spec)] = make
+
+
+def make_drafter(runtime: Runtime, profile: Profile) -> Drafter:
+    """The drafter that a profile describes. Raises `SelfspecError` where it does not fit the model."""
+    kind = profile.draft.kind
+    if kind not in _MAKERS:
+        raise SelfspecError(f"kind '{kind}' of drafts has no drafter; register it with one")
+    return _MAKERS[kind](runtime, profile.draft, profile)
+
+
+def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> LayerSkipDrafter:
+    """The model itself, some sub-layers bypassed. Raises `SelfspecError` where that does not fit the model."""
+    return LayerSkipDrafter(
+        runtime,
+        DraftPath(spec.skip.skip_set(), None if spec.vocabulary is None else tuple(spec.vocabulary)),
+        make_controller(spec.controller, profile.outlook),
+        candidates=spec.candidates,
+    )
+
+
+register(PlainSpec, lambda runtime, spec, profile: PlainDrafter())
+register(LayerSkipSpec, make_layer_skip)

@@ -1,0 +1,102 @@
+"""What `selfspec bench` can run: each method by its name, in a registry. Imports torch only when one is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+from selfspec.basics.errors import SelfspecError
+
+if TYPE_CHECKING:
+    from selfspec.llm.llm import LLM
+    from selfspec.llm.options import Options
+    from selfspec.measure.timing import Method
+    from selfspec.profile.schema import Profile
+    from selfspec.speculation.drafter import Drafter
+
+LOOKUP_TOKENS = 10  # that prompt lookup drafts, as in transformers' documentation
+
+Weights = Literal["plain", "skip", "hf"]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchMethod:
+    """One way of decoding that a benchmark compares.
+
+    `about`: a few words for help. `weights`: which copy of the model it runs on; `plain` and `skip` lie in memory as
+    suits plain decoding and drafting, `hf` as loaded, for `transformers` itself. `make(llm, profile, options)` gives
+    what is timed, where `llm` is that copy and `profile` says what drafts.
+    """
+
+    about: str
+    weights: Weights
+    make: Callable[[LLM, Profile, Options], Method]
+
+
+def _ours(llm: LLM, options: Options, drafter: Drafter | None = None) -> Method:
+    """Our decoding, plainly or with a drafter."""
+    from selfspec.drafters import PlainDrafter
+    from selfspec.measure.timing import method
+
+    return method(llm, drafter or PlainDrafter(), options, first_plain=True)
+
+
+def _theirs(llm: LLM, options: Options, settings: Mapping[str, int] = MappingProxyType({})) -> Method:
+    """Decoding by transformers, with further settings of its `generate`."""
+    from selfspec.measure.timing import transformers_generate
+
+    return transformers_generate(llm, options, **settings)
+
+
+METHODS = {
+    "plain": BenchMethod("nothing drafted", "plain", lambda llm, profile, options: _ours(llm, options)),
+    "skip": BenchMethod(
+        "the profile's drafter",
+        "skip",
+        lambda llm, profile, options: _ours(llm, options, llm.drafts_with(profile)),
+    ),
+    "guarded": BenchMethod(
+        "the same, guarded",
+        "skip",
+        lambda llm, profile, options: _ours(llm, options, llm.guarded(profile)),
+    ),
+    "hf": BenchMethod("transformers", "hf", lambda llm, profile, options: _theirs(llm, options)),
+    "hf-early-exit": BenchMethod(
+        "transformers, drafting with the first half of the layers",
+        "hf",
+        lambda llm, profile, options: _theirs(llm, options, {"assistant_early_exit": max(1, llm.runtime.layers // 2)}),
+    ),
+    "hf-prompt-lookup": BenchMethod(
+        "transformers, drafting from the prompt",
+        "hf",
+        lambda llm, profile, options: _theirs(llm, options, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
+    ),
+}
+
+
+def methods_help() -> str:
+    """Every method and what it is, in a line."""
+    return ", ".join(f"{name} ({known.about})" for name, known in METHODS.items())
+
+
+def check_methods(methods: Sequence[str]) -> None:
+    """Raise `SelfspecError` unless these are methods, each once, `plain` among them."""
+    for name in methods:
+        if name not in METHODS:
+            raise SelfspecError(f"method '{name}' is not known; known: {', '.join(METHODS)}")
+    if len(set(methods)) < len(methods):
+        raise SelfspecError("a method is named twice")
+    if "plain" not in methods:
+        raise SelfspecError("the methods must have 'plain' among them: everything is compared with it")
+
+
+def weights_of(methods: Sequence[str]) -> set[Weights]:
+    """The copies of the model that methods run on."""
+    return {METHODS[name].weights for name in methods}
+
+
+def any_drafts(methods: Sequence[str]) -> bool:
+    """Whether any of them drafts as the profile says."""
+    return "skip" in weights_of(methods)

@@ -1,0 +1,59 @@
+"""Earlier versions of the profile's format, read as what they meant. Knows nothing of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from selfspec.basics.errors import SelfspecError, short
+from selfspec.basics.schema import Count, Data
+from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.limits import WIDEST_DRAFT
+from selfspec.profile.draft import LayerSkipSpec, Skip
+
+NEW_KEYS = ("draft", "parts")
+NOW = {  # where version 2 says what version 1 said at the top
+    "skip": "draft.skip",
+    "controller": "draft.controller",
+    "siblings": "draft.candidates",
+    "draft_vocabulary": "draft.vocabulary",
+}
+
+
+class Version1(Data):
+    """What version 1 of the format says of drafting, which is always by layer skip. It is read, and not written."""
+
+    skip: Skip = Skip()
+    controller: ControllerSpec = ControllerSpec(name="adaptive")
+    siblings: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(1, description="Candidates for each position.")
+    draft_vocabulary: Annotated[list[Count], Field(min_length=1)] | None = Field(
+        None, description="The only tokens that are drafted."
+    )
+
+    def draft(self) -> LayerSkipSpec:
+        """The same in the words of version 2."""
+        return LayerSkipSpec(
+            skip=self.skip, controller=self.controller, candidates=self.siblings, vocabulary=self.draft_vocabulary
+        )
+
+
+def latest(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a file of any version says, in the words of version 2. A file that says no version is of version 1.
+
+    Raises `SelfspecError` for another version, or for keys of one version in a file of the other; pydantic's error
+    for what version 1 would not hold.
+    """
+    version = data.get("version", 1)
+    if type(version) is not int or version not in (1, 2):
+        raise SelfspecError(f"version: want 1 or 2, got {short(version)}")
+    if version == 2:
+        for key in (old for old in NOW if old in data):
+            raise SelfspecError(f"'{key}' is version 1's; in version 2 it is {NOW[key]}")
+        return data
+    for key in (new for new in NEW_KEYS if new in data):
+        raise SelfspecError(f"'{key}' is version 2's; say 'version: 2', where what drafts is said under 'draft'")
+    said = Version1.model_validate({key: value for key, value in data.items() if key in NOW})
+    rest = {key: value for key, value in data.items() if key not in NOW}
+    return {**rest, "version": 2, "draft": said.draft()}

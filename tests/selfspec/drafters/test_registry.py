@@ -1,0 +1,156 @@
+"""Kinds of drafts: what a person's own one is, from its registration to decoding with it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jsonschema
+import pytest
+import yaml
+
+import selfspec
+from selfspec.basics.errors import SelfspecError
+from selfspec.controllers import FixedK
+from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter, make_drafter, register
+from selfspec.drafters import registry as makers
+from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.identity import Identity
+from selfspec.facts.skip import SkipSet
+from selfspec.profile import draft as kinds
+from selfspec.profile.draft import DraftSpec, LayerSkipSpec, PlainSpec
+from selfspec.profile.reading import parse_profile, profile_schema, profile_text
+from selfspec.profile.schema import Profile
+from selfspec.speculation.drafts import Draft
+
+PROMPT = [3, 1, 4]
+
+
+class EchoSpec(DraftSpec):
+    """Drafts the last token again."""
+
+    kind: Literal["echo"] = "echo"
+    times: int = 2
+
+
+class EchoDrafter(PlainDrafter):
+    def __init__(self, times):
+        self.times = times
+
+    drafts = True
+
+    def propose(self, seqs, limits):
+        return [
+            Draft.chain([seq.tokens[-1]] * min(self.times, limit.depth))
+            for seq, limit in zip(seqs, limits, strict=True)
+        ]
+
+
+def make_echo(runtime, spec, profile):
+    if spec.times > 8:
+        raise SelfspecError(f"times {spec.times}: want 8 at most")
+    return EchoDrafter(spec.times)
+
+
+@pytest.fixture
+def echo(monkeypatch):
+    """Registered for one test."""
+    monkeypatch.setattr(kinds, "_KINDS", dict(kinds._KINDS))
+    monkeypatch.setattr(makers, "_MAKERS", dict(makers._MAKERS))
+    register(EchoSpec, make_echo)
+
+
+def parsed(draft):
+    return parse_profile(f"version: 2\nmodel: {{layers: 16, name: builtin}}\ndraft: {draft}\n", source="p")
+
+
+def test_a_kind_of_ones_own_is_read_checked_and_written(echo):
+    profile = parsed("{kind: echo, times: 3}")
+    assert profile.draft == EchoSpec(times=3)
+    assert parse_profile(profile_text(profile), source="p") == profile
+    assert parsed("{kind: echo}").draft.times == 2
+    assert (profile.drafts, profile.skip_set, profile.draft_share) == (True, SkipSet(), 1.0)
+    for draft, why in (
+        ("{kind: echo, time: 3}", "p: unknown key 'draft.time'"),
+        ("{kind: echo, times: '3'}", "p: draft.times: .* integer, got '3'"),
+        ("{kind: other}", "p: draft.kind: 'other' is not known; known: plain, layer-skip, echo"),
+    ):
+        with pytest.raises(SelfspecError, match=why):
+            parsed(draft)
+
+
+def test_it_is_in_the_json_schema(echo):
+    validator = jsonschema.Draft202012Validator(profile_schema())
+    for draft, valid in (({"kind": "echo", "times": 3}, True), ({"kind": "echo", "time": 3}, False)):
+        assert validator.is_valid({"version": 2, "model": {"layers": 4}, "draft": draft}) == valid
+
+
+def test_it_drafts(echo, llm):
+    wrapped = selfspec.wrap(llm.model, llm.tokenizer, profile=parsed("{kind: echo, times: 3}"))
+    assert isinstance(wrapped.drafter, Guard)
+    assert isinstance(wrapped.drafter.drafter, EchoDrafter)
+    out = wrapped.generate(PROMPT, max_new_tokens=12, drafter=wrapped.drafts_with(wrapped.profile))
+    assert [done.drafted for done in out.stats.log][:2] == [3, 3]
+    assert out.tokens == llm.generate(PROMPT, max_new_tokens=12, drafter=PlainDrafter()).tokens
+    with pytest.raises(SelfspecError, match="times 9: want 8 at most"):
+        selfspec.wrap(llm.model, llm.tokenizer, profile=parsed("{kind: echo, times: 9}"))
+
+
+def test_it_has_no_controller_to_replace(echo):
+    with pytest.raises(SelfspecError, match="a draft of kind 'echo' has no controller to replace"):
+        parsed("{kind: echo}").controlled_by(ControllerSpec(name="fixed"))
+    replaced = parsed("{kind: layer-skip, skip: {mlp: [3]}}").controlled_by(ControllerSpec(name="fixed"))
+    assert replaced.draft == LayerSkipSpec.of(SkipSet((), (3,)), ControllerSpec(name="fixed"))
+
+
+def test_a_kind_is_registered_once(echo):
+    register(EchoSpec, make_echo)  # a notebook's cell is run again
+
+    class Another(DraftSpec):
+        kind: Literal["echo"] = "echo"
+
+    class Unsaid(DraftSpec):
+        pass
+
+    with pytest.raises(SelfspecError, match="kind 'echo' of drafts is .*EchoSpec; want another name"):
+        register(Another, make_echo)
+    with pytest.raises(SelfspecError, match="Unsaid: its kind is not said"):
+        register(Unsaid, make_echo)
+
+
+def test_what_is_built_in(llm):
+    assert isinstance(make_drafter(llm.runtime, Profile(model=llm.identity)), PlainDrafter)
+    draft = LayerSkipSpec.of(
+        SkipSet((3,), (5,)), ControllerSpec(name="fixed", options={"k": 3}), candidates=2, vocabulary=range(9)
+    )
+    made = make_drafter(llm.runtime, Profile(model=llm.identity, draft=draft))
+    assert isinstance(made, LayerSkipDrafter)
+    assert (made.path.skip, made.controller, made.candidates) == (SkipSet((3,), (5,)), FixedK(3), 2)
+
+
+@pytest.mark.parametrize(
+    ("draft", "drafts"),
+    [
+        (PlainSpec(), False),
+        (LayerSkipSpec(), False),
+        (LayerSkipSpec(vocabulary=[1]), False),
+        (LayerSkipSpec.of(SkipSet((1,))), True),
+        (EchoSpec(), True),
+    ],
+)
+def test_whether_it_drafts_is_what_drafts_word(draft, drafts):
+    assert Profile(model=Identity(layers=4), draft=draft).drafts == drafts
+
+
+def test_what_is_registered_without_a_drafter_says_so(monkeypatch, llm):
+    monkeypatch.setattr(kinds, "_KINDS", dict(kinds._KINDS))
+    kinds.register_spec(EchoSpec)
+    with pytest.raises(SelfspecError, match="kind 'echo' of drafts has no drafter"):
+        make_drafter(llm.runtime, parsed("{kind: echo}"))
+
+
+def test_a_draft_is_written_in_its_own_words():
+    profile = Profile(model=Identity(layers=4), draft=LayerSkipSpec.of(SkipSet((1,))))
+    said = {"kind": "layer-skip", "skip": {"attention": [1], "mlp": []}}
+    said |= {"controller": {"name": "adaptive", "options": {}}, "candidates": 1}
+    assert yaml.safe_load(profile_text(profile))["draft"] == said
+    assert yaml.safe_load(profile_text(Profile(model=Identity(layers=4))))["draft"] == {"kind": "plain"}
