@@ -128,7 +128,11 @@ class BenchCommand:
 
     drafting: DraftingOptions
     methods: Annotated[
-        str, typer.Option(help="Of plain, skip, guarded, hf, hf-early-exit, hf-prompt-lookup, separated by commas.")
+        str,
+        typer.Option(
+            show_default="all but guarded",
+            help="Of plain, skip, guarded, hf, hf-early-exit, hf-prompt-lookup, separated by commas.",
+        ),
     ] = "plain,skip,hf,hf-early-exit,hf-prompt-lookup"
     data: PromptOptions
     limit: Annotated[
