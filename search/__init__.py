@@ -7,20 +7,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from selfspec.text.prompt_files import Prompts, read_prompts
 
-    from .prepare import Trial, Watch
-    from .study import AnotherFinishes, find_profile
+    from .options import SearchOptions
+    from .study import AnotherFinishes, find_profile, run_search
+    from .watch import Trial, Watch
 
-__all__ = ["AnotherFinishes", "Prompts", "Trial", "Watch", "find_profile", "read_prompts"]
+__all__ = [
+    "AnotherFinishes",
+    "Prompts",
+    "SearchOptions",
+    "Trial",
+    "Watch",
+    "find_profile",
+    "read_prompts",
+    "run_search",
+]
+
+_WHERE = {
+    **dict.fromkeys(("Prompts", "read_prompts"), "selfspec.text.prompt_files"),
+    **dict.fromkeys(("AnotherFinishes", "find_profile", "run_search"), "selfspec.search.study"),
+    **dict.fromkeys(("Trial", "Watch"), "selfspec.search.watch"),
+    "SearchOptions": "selfspec.search.options",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import torch and the model code only when a search is run."""
-    if name in ("Prompts", "read_prompts"):
-        from selfspec.text import prompt_files
+    if name in _WHERE:
+        from importlib import import_module
 
-        return getattr(prompt_files, name)
-    if name in __all__:
-        from . import prepare, study
-
-        return getattr(prepare if name in ("Trial", "Watch") else study, name)
+        return getattr(import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'selfspec.search' has no attribute '{name}'")

@@ -23,10 +23,10 @@ from selfspec.facts.costs import CostModel
 from selfspec.facts.skip import SkipSet
 
 from .objective import Score
+from .options import STUDY
 from .space import Space
 from .storage import MEMORY, is_database, named, open_storage, place, storage_errors
 
-STUDY = "selfspec"
 PATIENCE = 10.0  # times the longest trial (and a minute) after which a worker's claim is taken for dead
 BIT = IntDistribution(0, 1)
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
 
 from selfspec.controllers import Controller
 from selfspec.facts.controller import ControllerSpec
@@ -17,49 +16,15 @@ from selfspec.measure.cost_fitting import measure_costs
 
 from .continuations import Decoding, continue_prompts
 from .ledger import Ledger
-from .objective import Objective, Replayed, Score, WallClock
+from .objective import Objective, Replayed, WallClock
 from .replay import CANDIDATES, Replay, deepest
 from .space import Space
 from .strategies import Problem
 from .target_text import Text
 from .warm import cosines, every_second, first_k, programme
+from .watch import Watch
 
 PLACES = 6  # of each text, whose streams are looked at
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One skip set, and what it is worth. `known`: it had been scored before, or by another worker."""
-
-    number: int
-    score: Score
-    known: bool
-
-
-class Watch(Protocol):
-    """Is told how a search goes."""
-
-    def stage(self, name: str, total: int | None) -> None:
-        """What happens next, and in how many steps if that is known."""
-
-    def step(self, done: int) -> None:
-        """How many steps of the stage are done."""
-
-    def trial(self, trial: Trial) -> None:
-        """A trial is done."""
-
-
-class Silent:
-    """Tells nobody."""
-
-    def stage(self, name: str, total: int | None) -> None:
-        """Nothing."""
-
-    def step(self, done: int) -> None:
-        """Nothing."""
-
-    def trial(self, trial: Trial) -> None:
-        """Nothing."""
 
 
 @dataclass(frozen=True)

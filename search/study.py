@@ -2,136 +2,123 @@
 
 from __future__ import annotations
 
-import operator
+import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
-
-from transformers import LogitsProcessor
+from typing import Annotated, Any, Concatenate, ParamSpec, get_args, get_origin
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import make_controller
-from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import CostModel
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
 from selfspec.llm.prompts import encode, fit
-from selfspec.profile.schema import Profile, SearchRecord
-from selfspec.text.prompt_files import Prompts
+from selfspec.profile.schema import Calibration, Profile, SearchRecord
 
-from .calibration import choose, record
-from .checks import check_options
-from .continuations import Decoding
+from .calibration import PromptSet, choose, record
 from .finalists import finish
 from .heads import with_smaller_heads
-from .ledger import STUDY, Ledger
+from .ledger import Ledger
 from .objective import Objective, Score, controllers_in_play
-from .prepare import Search, Silent, Trial, Watch, replayed, timed
+from .options import SearchOptions
+from .prepare import Search, replayed, timed
 from .replay import Replay
 from .space import Space
 from .storage import MEMORY
-from .strategies import Strategy, make_strategy
+from .strategies import Problem, Strategy, make_strategy
+from .watch import Silent, Trial
 
-STRATEGY = "climb"
+P = ParamSpec("P")
 LONGEST_DRAFT = 12  # tokens that the controllers in play may draft
+RECORDED = ("strategy", "objective", "seed", "max_new_tokens", "temperature", "kv")  # options that the profile tells
 
 
 class AnotherFinishes(SelfspecError):  # noqa: N818 - nothing went wrong
     """The search is over, and another of the workers that share it measures what was found."""
 
 
-def find_profile(
-    llm: LLM,
-    prompts: Sequence[str] | Prompts | None = None,
-    *,
-    source: str = "prompts",
-    chat: bool = False,
-    objective: str = "replay",
-    strategy: str = STRATEGY,
-    trials: int = 60,
-    minutes: float | None = None,
-    seed: int = 0,
-    count: int = 8,
-    max_new_tokens: int = 64,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    logits_processor: Sequence[LogitsProcessor] = (),
-    rule: str | None = None,
-    context: int | None = None,
-    controller: ControllerSpec | None = None,
-    keep: Sequence[int] = (),
-    granularity: str = "sublayer",
-    max_draft_cost: float | None = None,
-    warm: bool = True,
-    keep_best: bool = False,
-    kv: str = "shared",
-    storage: str | Path = MEMORY,
-    study: str = STUDY,
-    watch: Watch | None = None,
-    usual: Callable[[], LLM] | None = None,
-) -> Profile:
+def run_search(llm: LLM, options: SearchOptions) -> Profile:
     """Search which sub-layers of `llm` to bypass, and measure what was found on prompts not searched on.
 
-    `prompts`: calibration text, None for the built-in model's, or what `read_prompts` read; with `chat`, each becomes a
-    user's message by the tokenizer's chat template. `count` of them, drawn by `seed`, are searched on and as many
-    others are measured on, `max_new_tokens` for each, chosen as `temperature`, `top_k`, `top_p` and
-    `logits_processor` say, drafts verified by `rule` (None: as without a seed). `objective` "replay" predicts tokens
-    per second from a parallel replay and a cost model measured at `context` keys (None: what the prompts come to);
-    "wallclock" decodes for every trial, as the paper does. The controller is tuned with the skip set, unless one is
-    given, and so are further candidates beside drafted tokens. Where the head is a tenth or more of a draft step,
-    heads over the most frequent quarter and sixteenth of the vocabulary are tried too (replay only).
-
-    `keep`: layers never skipped; `granularity` "layer" skips whole layers only; `max_draft_cost`: the most that a
-    draft step may cost as a share of a plain one. `warm`: try likely sets first. The search ends after `trials`, or
-    `minutes`, or at an interrupt (Ctrl-C), after which the best so far is returned without being measured.
-
-    `storage` keeps every trial in a `study` as soon as it is made: a file (Optuna's journal), the URL of a PostgreSQL
-    or MySQL database, or `memory`. A search with the same options resumes from it, also after a kill. Several workers
-    with the same options share a study: each scores what no other does, the trials of all are counted, and the first
-    to end measures the best; the others raise `AnotherFinishes`.
-
-    `kv`: whose keys and values drafts read of what is committed. "shared": the target's, as selfspec's drafts do.
-    "own": the draft's, prompt included, as in an engine that runs what is left of the model as a draft model; each
-    trial costs one more pass of that model over the texts (replay only). What is then found is for export: chains over
-    the whole vocabulary, predicted at the costs of selfspec's own steps, and not measured, as no decoding here is such.
-
-    `usual` gives the same model with weights that lie as suits plain decoding, where those of `llm` suit drafting; it
-    is called once, and what was found is measured against it. If nothing beats plain decoding, the profile skips
-    nothing and its note says so; with `keep_best` it holds the best set all the same. Raises `SelfspecError` for a
-    wrong option, no prompts, or a model without room for `max_new_tokens`.
+    `objective` "replay" predicts tokens per second from a parallel replay and a cost model measured at `context` keys
+    (None: what the prompts come to); "wallclock" decodes for every trial, as the paper does. The search ends after
+    `trials`, or `minutes`, or at an interrupt (Ctrl-C), after which the best so far is returned without being measured.
+    If nothing beats plain decoding, the profile skips nothing and its note says so; with `keep_best` it holds the best
+    set all the same. Raises `SelfspecError` for options that do not fit the model, no prompts, or no room for
+    `max_new_tokens`; `AnotherFinishes` in a worker whose study another completes.
     """
-    if isinstance(prompts, str):
-        raise SelfspecError("prompts is one text; want a list of them")
-    trials, count, seed, max_new_tokens = map(operator.index, (trials, count, seed, max_new_tokens))
-    check_options(
-        objective=objective,
-        strategy=strategy,
-        granularity=granularity,
-        kv=kv,
-        trials=trials,
-        count=count,
-        seed=seed,
-        minutes=minutes,
-        context=context,
-        max_draft_cost=max_draft_cost,
-    )
-    fixed = None if controller is None else make_controller(controller)
-    space = Space(llm.runtime.layers, tuple(sorted({operator.index(layer) for layer in keep})), granularity)
-    decoding = Decoding(max_new_tokens, temperature, top_k, top_p, tuple(logits_processor), rule)
+    space = Space(llm.runtime.layers, options.kept_layers, options.granularity)
+    decoding = options.decoding
     decoding.check()
-    chosen = choose(prompts, source=source, count=count, seed=seed)
-    framed = chat or chosen.template is not None
-    texts, others = (
-        tuple(_fit(llm, part, max_new_tokens, chat=chat, framed=framed)) for part in (chosen.search, chosen.measure)
-    )
+    chosen = choose(options.prompts, source=options.source, count=options.count, seed=options.seed)
+    texts, others = (_fitted(llm, part, options, template=chosen.template) for part in (chosen.search, chosen.measure))
     if not texts:
-        raise SelfspecError(f"{source}: holds no prompts")
-    calibration = record(
+        raise SelfspecError(f"{options.source}: holds no prompts")
+    calibration = _calibration(chosen, texts, chat=options.chat)
+    ledger = _ledger(llm, options, calibration)
+    start = time.perf_counter()
+    deadline = float("inf") if options.minutes is None else start + 60 * options.minutes
+    watch, own_keys = options.watch or Silent(), options.kv == "own"
+    search = Search(llm, space, decoding, texts, options.seed, ledger, watch, deadline, own_keys=own_keys)
+    with ExitStack() as held:
+        known = _known_beforehand(search, options, held, chosen.rest)
+        bounded = _Bounded(known.worth, known.costs, space, options.max_draft_cost)
+        propose = partial(make_strategy, options.strategy, known.problem)
+        interrupted = _run_trials(search, bounded, propose, options.trials)
+        if not interrupted and not ledger.finishes():
+            raise AnotherFinishes(f"{ledger.place}: another worker measures the best and saves the profile")
+        searched = SearchRecord(
+            **{name: getattr(options, name) for name in RECORDED},
+            trials=len(ledger.scores),
+            seconds=round(time.perf_counter() - start, 1),
+            interrupted=interrupted,
+        )
+        return finish(
+            llm,
+            Profile(model=llm.identity, calibration=calibration, search=searched, costs=known.costs),
+            list(ledger.scores.values()),
+            others,
+            decoding,
+            chosen.held_out,
+            known.replay,
+            options.keep_best,
+            search.watch.stage,
+            known.smaller_heads,
+            options.plain_llm,
+        )
+
+
+def _with_keywords(options: Callable[P, SearchOptions]) -> Callable[Concatenate[LLM, P], Profile]:
+    """`run_search` whose options are arguments: those that `options` takes, with its types and defaults."""
+
+    def find_profile(llm: LLM, /, *given: P.args, **named: P.kwargs) -> Profile:
+        """`run_search`, with the fields of `SearchOptions` as arguments."""
+        return run_search(llm, options(*given, **named))
+
+    model = inspect.Parameter("llm", inspect.Parameter.POSITIONAL_ONLY, annotation=LLM)
+    taken = inspect.signature(options)
+    plain = [p.replace(annotation=_without_help(p.annotation)) for p in taken.parameters.values()]
+    shown = taken.replace(parameters=[model, *plain], return_annotation=Profile)
+    find_profile.__signature__ = shown  # type: ignore[attr-defined]
+    return find_profile
+
+
+def _without_help(annotation: Any) -> Any:
+    """The type alone of an option of the command line."""
+    kind = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    return getattr(kind, "__forward_arg__", kind)
+
+
+find_profile = _with_keywords(SearchOptions)
+
+
+def _calibration(chosen: PromptSet, texts: Sequence[Sequence[int]], *, chat: bool) -> Calibration:
+    """What the profile says of the prompts searched on."""
+    return record(
         chosen.source,
         texts,
         column=chosen.column,
@@ -139,88 +126,55 @@ def find_profile(
         chat=chat,
         drawn_from=chosen.available,
     )
-    ledger = Ledger(
-        storage,
-        study,
-        {
-            "name": llm.name,
-            "model": llm.identity.model_dump(mode="json", exclude={"name"}),
-            "dtype": str(llm.runtime.dtype),
-            "calibration text": calibration.model_dump(mode="json"),
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "logits processors": len(decoding.logits_processor),
-            "rule": decoding.verified_by,
-            "objective": objective,
-            "strategy": strategy,
-            "seed": seed,
-            "context": context,
-            "max_draft_cost": max_draft_cost,
-            "warm starts": warm,
-            "keep": list(space.keep),
-            "granularity": granularity,
-            "kv": kv,
-            "controller": None if controller is None else controller.model_dump(mode="json"),
-        },
-    )
-    start = time.perf_counter()
-    deadline = float("inf") if minutes is None else start + 60 * minutes
-    search = Search(llm, space, decoding, texts, seed, ledger, watch or Silent(), deadline, own_keys=kv == "own")
+
+
+def _ledger(llm: LLM, options: SearchOptions, calibration: Calibration) -> Ledger:
+    """The study's trials. Raises `SelfspecError` where they are another search's."""
+    model = {
+        "name": llm.name,
+        "model": llm.identity.model_dump(mode="json", exclude={"name"}),
+        "dtype": str(llm.runtime.dtype),
+        "calibration text": calibration.model_dump(mode="json"),
+    }
+    where = MEMORY if options.storage is None else options.storage
+    return Ledger(where, options.study, model | options.settings())
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known before the first trial: what sets are worth, what strategies start from, and, by replay, costs.
+
+    `smaller_heads` scores sets again with smaller draft vocabularies, where that can pay.
+    """
+
+    worth: Objective
+    problem: Problem
     costs: CostModel | None = None
     replay: Replay | None = None
     smaller_heads: Callable[[Sequence[Score]], list[Score]] | None = None
-    with ExitStack() as held:
-        if objective == "replay":
-            controllers = [fixed] if fixed is not None else controllers_in_play(LONGEST_DRAFT)
-            priced, problem, costs, replay = replayed(search, held, controllers, context, warm)
-            worth: Objective = priced
-            if kv == "shared" and llm.runtime.skeleton.head_over([0]) is not None:  # whose weight is at hand
-                seen = chain((text.tokens for text in replay.texts), _encoded(llm, chosen.rest, chat=chat))
-                smaller_heads = partial(with_smaller_heads, priced, texts=seen, size=llm.identity.vocabulary or 0)
-        else:
-            worth, problem = timed(search, controller, warm)
-        bounded = _Bounded(worth, costs, space, max_draft_cost)
-        interrupted = _run_trials(search, bounded, lambda: make_strategy(strategy, problem), trials)
-        if not interrupted and not ledger.finishes():
-            raise AnotherFinishes(f"{ledger.place}: another worker measures the best and saves the profile")
-        searched = SearchRecord(
-            strategy=strategy,
-            objective=objective,
-            trials=len(ledger.scores),
-            seed=seed,
-            seconds=round(time.perf_counter() - start, 1),
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            kv=kv,
-            interrupted=interrupted,
-        )
-        base = Profile(model=llm.identity, calibration=calibration, search=searched, costs=costs)
-        return finish(
-            llm,
-            base,
-            list(ledger.scores.values()),
-            others,
-            decoding,
-            chosen.held_out,
-            replay,
-            keep_best,
-            search.watch.stage,
-            smaller_heads,
-            usual,
-        )
 
 
-def _fit(llm: LLM, prompts: Sequence[str], max_new_tokens: int, *, chat: bool, framed: bool) -> list[list[int]]:
+def _known_beforehand(search: Search, options: SearchOptions, held: ExitStack, unused: Sequence[str]) -> _Known:
+    """Make the objective, kept open in `held`; tokens of `unused` prompts are counted for smaller heads."""
+    llm, fixed = search.llm, options.fixed
+    if options.objective == "wallclock":
+        return _Known(*timed(search, fixed, options.warm))
+    controllers = controllers_in_play(LONGEST_DRAFT) if fixed is None else [make_controller(fixed)]
+    worth, problem, costs, replay = replayed(search, held, controllers, options.context, options.warm)
+    smaller_heads = None
+    if options.kv == "shared" and llm.runtime.skeleton.head_over([0]) is not None:  # whose weight is at hand
+        seen = chain((text.tokens for text in replay.texts), _encoded(llm, unused, chat=options.chat))
+        smaller_heads = partial(with_smaller_heads, worth, texts=seen, size=llm.identity.vocabulary or 0)
+    return _Known(worth, problem, costs, replay, smaller_heads)
+
+
+def _fitted(llm: LLM, prompts: Sequence[str], options: SearchOptions, *, template: str | None) -> tuple[list[int], ...]:
     """The prompts as token ids, cut where they would not leave room for the new tokens."""
-    room = llm.runtime.skeleton.context - max_new_tokens
-    if max_new_tokens < 1 or room < 1:
-        raise SelfspecError(
-            f"max_new_tokens {max_new_tokens}: want 1 to {llm.runtime.skeleton.context - 1}, "
-            "what the context leaves beside a prompt"
-        )
-    return [fit(encode(llm, prompt, chat=chat), room, framed=framed) for prompt in prompts]
+    context, new = llm.runtime.skeleton.context, options.max_new_tokens
+    if not 1 <= new < context:
+        raise SelfspecError(f"max_new_tokens {new}: want 1 to {context - 1}, what the context leaves beside a prompt")
+    framed = options.chat or template is not None
+    return tuple(fit(encode(llm, prompt, chat=options.chat), context - new, framed=framed) for prompt in prompts)
 
 
 def _encoded(llm: LLM, prompts: Iterable[str], *, chat: bool) -> Iterator[list[int]]:

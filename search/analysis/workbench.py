@@ -26,12 +26,13 @@ from ..finalists import drafting_as
 from ..ledger import Ledger
 from ..objective import Replayed, Score, controllers_in_play
 from ..oracle import Bound, oracle_bound
-from ..prepare import Search, Silent, replayed
+from ..prepare import Search, replayed
 from ..replay import Replay, deepest
 from ..space import Space
 from ..strategies import Problem
 from ..study import LONGEST_DRAFT
 from ..trace import Trace
+from ..watch import Silent
 
 
 class Workbench:

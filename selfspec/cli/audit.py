@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from selfspec import builtin
@@ -17,41 +16,20 @@ from selfspec.cli.common import (
     stderr,
     stdout,
 )
-from selfspec.cli.data import DataOptions
-from selfspec.model.loading import DeviceMap
+from selfspec.cli.options import AuditCommand
 
 if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
     from selfspec.measure.audit import Audit, Difference
 
 
-@dataclass(frozen=True, slots=True)
-class AuditOptions:
-    """The command's options, as given."""
-
-    model: str | None
-    profile: str
-    data: DataOptions
-    limit: int
-    max_new_tokens: int
-    temperature: float
-    seed: int
-    controller: str | None
-    device: str | DeviceMap
-    dtype: str
-    threads: int | None
-    json: bool
-
-
-def run(options: AuditOptions) -> int:
+def run(options: AuditCommand) -> int:
     """Check everything that can be checked before the model is loaded, then audit. 1 when a bug was found."""
     quiet()
-    model, profile, spec = chosen(
-        model=options.model, profile=options.profile, dtype=options.dtype, controller=options.controller
-    )
+    model, profile, spec = chosen(options.drafting)
     read = options.data.read(held_out=True)
     texts = (builtin.prompts("heldout") if read is None else read.texts)[: options.limit]
-    set_threads(options.threads)
+    set_threads(options.where.threads)
 
     from selfspec.basics.machine import machine
     from selfspec.llm.llm import load
@@ -62,8 +40,8 @@ def run(options: AuditOptions) -> int:
     Options(temperature=options.temperature).check()
     if options.data.chat:
         check_chat(model)
-    llm = load(model, profile="none", device=options.device, dtype=options.dtype, drafting=True)
-    drafting = drafted_with(llm.identity, profile, options.profile, spec)
+    llm = load(model, profile="none", device=options.where.place, dtype=options.where.dtype, drafting=True)
+    drafting = drafted_with(llm.identity, profile, options.drafting.profile, spec)
     drafter = llm.drafts_with(drafting.profile)
     framed = read is not None and read.template is not None
     prompts = [fitting(llm, t, options.max_new_tokens, chat=options.data.chat, framed=framed) for t in texts]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -13,7 +11,7 @@ from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, write_text
 from selfspec.cli.common import Drafting, chosen, drafted_with, print_json, progress, quiet, set_threads, stderr, stdout
-from selfspec.cli.data import DataOptions
+from selfspec.cli.options import BenchCommand
 from selfspec.measure.bench_methods import any_drafts, check_methods
 from selfspec.model.loading import read_identity
 from selfspec.profile.schema import Profile
@@ -28,43 +26,22 @@ if TYPE_CHECKING:
 PROMPTS, TOKENS, ROUNDS = (12, 6), (96, 64), (5, 3)  # as it is, widened
 
 
-@dataclass(frozen=True, slots=True)
-class BenchOptions:
-    """The command's options, as given."""
-
-    model: str | None
-    profile: str
-    methods: str
-    widen: int
-    data: DataOptions
-    limit: int | None
-    temperature: str
-    max_new_tokens: int | None
-    rounds: int | None
-    controller: str | None
-    out: Path | None
-    device: str
-    dtype: str
-    threads: int | None
-    json: bool
-
-
-def run(options: BenchOptions) -> int:
+def run(options: BenchCommand) -> int:
     """Check everything that can be checked before the model is loaded, then measure. 130 after an interrupt."""
     quiet()
-    name, profile, spec = chosen(
-        model=options.model, profile=options.profile, dtype=options.dtype, controller=options.controller
-    )
+    name, profile, spec = chosen(options.drafting)
     methods = tuple(part.strip() for part in options.methods.split(","))
     temperatures = _temperatures(options.temperature)
     if options.out is not None:
         check_writable(options.out)
         options.data.check_not_written(options.out, f"--out {options.out}")
     wide = options.widen > 1
+    if wide and options.where.device_map is not None:
+        raise SelfspecError("--widen and --device-map: a widened model is made on one device; want one of them")
     read = options.data.read(held_out=True)
     limit = options.limit or (PROMPTS[wide] if read is None or options.data.preset else len(read.texts))
     texts = builtin.prompts("heldout")[-limit:] if read is None else read.texts[:limit]
-    set_threads(options.threads)
+    set_threads(options.where.threads)
 
     from selfspec.llm.prompts import check_chat, fitting
     from selfspec.measure.bench import Benchmark, Task, load_subjects
@@ -75,14 +52,16 @@ def run(options: BenchOptions) -> int:
     for temperature in temperatures:
         check_sampling(temperature, None, None)
     if drafts:
-        drafted_with(read_identity(name), profile, options.profile, spec)
+        drafted_with(read_identity(name), profile, options.drafting.profile, spec)
     if options.data.chat:
         check_chat(name)
     console = stderr()
-    subjects = load_subjects(name, methods, widened=options.widen, device=options.device, dtype=options.dtype)
+    subjects = load_subjects(
+        name, methods, widened=options.widen, device=options.where.place, dtype=options.where.dtype
+    )
     drafting = Drafting(Profile(model=subjects.identity), "not drafting")
     if drafts:
-        drafting = drafted_with(subjects.identity, profile, options.profile, spec)
+        drafting = drafted_with(subjects.identity, profile, options.drafting.profile, spec)
     tokens, framed = options.max_new_tokens or TOKENS[wide], read is not None and read.template is not None
     prompts = [fitting(subjects.plain, t, tokens, chat=options.data.chat, framed=framed) for t in texts]
     task = Task(methods, prompts, tokens, options.rounds or ROUNDS[wide], drafting.profile)

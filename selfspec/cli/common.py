@@ -17,10 +17,11 @@ from rich.text import Text
 
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
+from selfspec.cli.options import DraftingOptions
 from selfspec.controllers import make_controller, parse_controller
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.identity import Identity
-from selfspec.model.loading import check_dtype, check_model_name
+from selfspec.model.loading import check_model_name
 from selfspec.profile.draft import LayerSkipSpec, Skip
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
@@ -48,17 +49,14 @@ def checked_profile(name: str) -> Profile:
     return profile
 
 
-def chosen(
-    *, model: str | None, profile: str, dtype: str, controller: str | None
-) -> tuple[str, Profile | None, ControllerSpec | None]:
+def chosen(given: DraftingOptions) -> tuple[str, Profile | None, ControllerSpec | None]:
     """The model's name, the profile (None: `auto`) and the controller of a command that drafts, each checked.
 
     Raises `SelfspecError`.
     """
-    found = None if profile == "auto" else checked_profile(profile)
-    name = model_for(model, found)
-    check_dtype(dtype)
-    return name, found, None if controller is None else parse_controller(controller)
+    found = None if given.profile == "auto" else checked_profile(given.profile)
+    name = model_for(given.model, found)
+    return name, found, None if given.controller is None else parse_controller(given.controller)
 
 
 def model_for(model: str | None, profile: Profile | None) -> str:

@@ -1,6 +1,4 @@
-"""What `search`, `audit` and `bench` share: the options that say which prompts, and reading them."""
-
-from __future__ import annotations
+"""The options that say which prompts a command uses, and reading them. Annotations are kept as values, for `flat`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,24 +12,33 @@ from selfspec.basics.files import kind
 if TYPE_CHECKING:
     from selfspec.text.prompt_files import Prompts
 
-KINDS = ".jsonl, .txt or .parquet file, a folder of texts, or one of cnn_dailymail, xsum, gsm8k, humaneval, mt_bench"
-Column = Annotated[str | None, typer.Option(help="Column of the prompts; 'prompt', else 'text', when left out.")]
-Template = Annotated[
-    str | None, typer.Option(help="Prompts made of columns, as 'Q: {question}\\nA:'; \\n is a new line.")
-]
-Chat = Annotated[bool, typer.Option("--chat", help="Each prompt is a user's message, by the model's chat template.")]
+_KINDS = ".jsonl, .txt or .parquet file, a folder of texts, or one of cnn_dailymail, xsum, gsm8k, humaneval, mt_bench"
+_PANEL = "Prompts"
 
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
     """Which prompts, as given; `source` None: the built-in ones."""
 
-    source: str | None
-    column: str | None = None
-    template: str | None = None
-    chat: bool = False
+    source: Annotated[str | None, typer.Option("--data", help=f"Calibration prompts: a {_KINDS}.")] = None
+    column: Annotated[
+        str | None,
+        typer.Option(help="Column of the prompts; 'prompt', else 'text', when left out.", rich_help_panel=_PANEL),
+    ] = None
+    template: Annotated[
+        str | None,
+        typer.Option(
+            help="Prompts made of columns, as 'Q: {question}\\nA:'; \\n is a new line.", rich_help_panel=_PANEL
+        ),
+    ] = None
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Each prompt is a user's message, by the model's chat template.", rich_help_panel=_PANEL
+        ),
+    ] = False
 
-    def read(self, *, held_out: bool = False) -> Prompts | None:
+    def read(self, *, held_out: bool = False) -> "Prompts | None":
         r"""The prompts, None for the built-in ones; `held_out`: not those that searches draw from.
 
         In the template `\n`, as a shell leaves it, is a new line. Raises `SelfspecError`.
@@ -62,3 +69,12 @@ class DataOptions:
         read = text_files(data) if kind(data) == "folder" else [data]
         if place.resolve() in {file.resolve() for file in read}:
             raise SelfspecError(f"{option} would write over the data file; want another place")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions(DataOptions):
+    """Which prompts to decode, as given; `source` None: the built-in held-out ones."""
+
+    source: Annotated[
+        str | None, typer.Option("--prompts", help=f"A {_KINDS}; built-in held-out ones when left out.")
+    ] = None

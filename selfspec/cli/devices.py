@@ -1,18 +1,53 @@
-"""The options that say on what a command runs."""
+"""The options that say on what a command runs. Annotations are kept as values, for `flat`."""
 
-from __future__ import annotations
-
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
-Spread = Annotated[
-    str | None,
-    typer.Option("--device-map", help="For models larger than one device: auto, balanced, balanced_low_0, sequential."),
-]
-MaxMemory = Annotated[str | None, typer.Option(help="What --device-map may use of each, such as 0=20GiB,cpu=60GiB.")]
-Offload = Annotated[Path | None, typer.Option("--offload-folder", help="Where --device-map may keep weights on disk.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, float64, bfloat16, float16. auto: float32 on a CPU.")]
-Threads = Annotated[int | None, typer.Option(min=1, max=4096, help="CPU threads; PyTorch's choice when left out.")]
+from selfspec.model.loading import DeviceMap, check_dtype, parse_devices
+
+_PANEL = "Device"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOptions:
+    """On what to run: one device, or several for a model larger than one. Raises `SelfspecError` for what cannot be."""
+
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=_PANEL)] = "auto"
+    dtype: Annotated[
+        str,
+        typer.Option(help="auto (float32 on a CPU), float32, float64, bfloat16, float16.", rich_help_panel=_PANEL),
+    ] = "auto"
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=4096, metavar="N", help="CPU threads; PyTorch's choice when left out.", rich_help_panel=_PANEL
+        ),
+    ] = None
+    device_map: Annotated[
+        str | None,
+        typer.Option(
+            help="For models larger than one device: auto, balanced, balanced_low_0, sequential.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="What --device-map may use of each device, such as 0=20GiB,cpu=60GiB.", rich_help_panel=_PANEL
+        ),
+    ] = None
+    offload_folder: Annotated[
+        Path | None, typer.Option(help="Where --device-map may keep weights on disk.", rich_help_panel=_PANEL)
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+        _ = self.place
+
+    @property
+    def place(self) -> str | DeviceMap:
+        """The device, or how the model is spread over several."""
+        return parse_devices(self.device, self.device_map, self.max_memory, self.offload_folder)

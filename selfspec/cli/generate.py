@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,69 +15,43 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import read_text
 from selfspec.cli.color import colored, legend, show
 from selfspec.cli.common import SEARCH_HINT, checked_profile, model_for, print_json, quiet, set_threads, stderr, stdout
+from selfspec.cli.options import GenerateCommand
 from selfspec.controllers import parse_controller
-from selfspec.model.loading import DeviceMap, check_dtype
 from selfspec.profile.schema import Profile
 from selfspec.text.prompt import is_unicode
 
 if TYPE_CHECKING:
+    from selfspec.facts.controller import ControllerSpec
     from selfspec.llm.llm import LLM
     from selfspec.llm.options import Options
     from selfspec.llm.stream import Generation
     from selfspec.measure.timing import Comparison
     from selfspec.speculation.drafter import Drafter
+    from selfspec.text.prompt import Prompt
 
 COMPARE_ROUNDS = 3
 OWN_CONFIG = "model"  # --generation-config: the checkpoint's own
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateOptions:
-    """The command's options, as given."""
-
-    prompt: str | None
-    model: str | None
-    profile: str
-    max_new_tokens: int | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    seed: int | None
-    stop: tuple[str, ...]
-    generation_config: str | None
-    settings: tuple[str, ...]
-    regex: str | None
-    json_schema: Path | None
-    rule: str | None
-    controller: str | None
-    stats: bool
-    compare: bool
-    color: bool
-    device: str | DeviceMap
-    dtype: str
-    threads: int | None
-    json: bool
-
-
-def run(options: GenerateOptions) -> None:
+def run(options: GenerateCommand) -> None:
     """Check everything that can be checked before the model is loaded, then generate."""
     quiet()
     profile: str | Profile = options.profile
     if options.profile not in ("auto", "none"):
         profile = checked_profile(options.profile)
     model = model_for(options.model, profile if isinstance(profile, Profile) else None)
-    check_dtype(options.dtype)
     spec = None if options.controller is None else parse_controller(options.controller)
-    for stop in options.stop:
+    for stop in options.stop or ():
         if not stop or not is_unicode(stop):
             raise SelfspecError(
                 f"--stop: the text is {'no valid Unicode' if stop else 'empty'}; want at least one character"
             )
-    prompt = _prompt(options)
+    text = _text(options)
     schema = None if options.json_schema is None else read_text(options.json_schema)
-    set_threads(options.threads)
+    set_threads(options.where.threads)
 
     from selfspec.llm.llm import load
+    from selfspec.llm.prompts import check_chat, encode
     from selfspec.text.guided import check_guide
 
     how = _how(options)
@@ -85,30 +59,21 @@ def run(options: GenerateOptions) -> None:
     guided = options.regex is not None or schema is not None
     if guided:
         check_guide(regex=options.regex, json_schema=schema)
-    llm = load(model, profile=profile, device=options.device, dtype=options.dtype)
+    if options.chat:
+        check_chat(model)
+    load_model = partial(load, model, device=options.where.place, dtype=options.where.dtype)
+    llm = load_model(profile=profile)
+    prompt = encode(llm, text, chat=True) if options.chat else text
     if options.generation_config == OWN_CONFIG:
-        how = dataclasses.replace(how, config=llm.model.generation_config)
+        how = replace(how, config=llm.model.generation_config)
     if guided:
-        how = dataclasses.replace(how, guide=llm.guide(regex=options.regex, json_schema=schema))
-    planned = llm.plan(prompt, how)
-    given = {"--seed": options.seed, "--top-k": options.top_k, "--top-p": options.top_p}
-    idle = [name for name, value in given.items() if value is not None]
-    if planned.sampler.greedy and idle:
-        stderr().print(
-            f"{', '.join(idle)}: no effect on greedy decoding; --temperature above 0 samples", soft_wrap=True
-        )
+        how = replace(how, guide=llm.guide(regex=options.regex, json_schema=schema))
+    _say_what_is_idle(options, greedy=llm.plan(prompt, how).sampler.greedy)
     if llm.profile is None and options.profile == "auto":
         stderr().print(SEARCH_HINT.format(model=model), markup=False, soft_wrap=True)
-    drafter = llm.drafter
-    if spec is not None:
-        if llm.profile is not None and llm.profile.drafts:
-            drafter = llm.guarded(llm.profile.controlled_by(spec))
-        else:
-            stderr().print("--controller has no effect: without a profile that drafts, nothing is drafted")
+    drafter = _drafter(llm, spec)
     if options.compare:
-        usual = llm
-        if llm.layout != "rows":
-            usual = load(model, profile="none", device=options.device, dtype=options.dtype, layout="rows")
+        usual = llm if llm.layout == "rows" else load_model(profile="none", layout="rows")
         _compare(llm, usual, prompt, drafter, how, as_json=options.json, color=options.color)
     elif options.json:
         generation = llm.run(prompt, how, drafter=drafter, probabilities=options.color)
@@ -117,7 +82,27 @@ def run(options: GenerateOptions) -> None:
         _stream(llm, prompt, drafter, how, stats=options.stats, color=options.color)
 
 
-def _prompt(options: GenerateOptions) -> str:
+def _say_what_is_idle(options: GenerateCommand, *, greedy: bool) -> None:
+    """Name the options that say how to sample, where nothing is sampled."""
+    given = {"--seed": options.how.seed, "--top-k": options.how.top_k, "--top-p": options.how.top_p}
+    idle = [name for name, value in given.items() if value is not None]
+    if greedy and idle:
+        stderr().print(
+            f"{', '.join(idle)}: no effect on greedy decoding; --temperature above 0 samples", soft_wrap=True
+        )
+
+
+def _drafter(llm: LLM, spec: ControllerSpec | None) -> Drafter:
+    """The profile's drafter, perhaps with another controller."""
+    if spec is None:
+        return llm.drafter
+    if llm.profile is None or not llm.profile.drafts:
+        stderr().print("--controller has no effect: without a profile that drafts, nothing is drafted")
+        return llm.drafter
+    return llm.guarded(llm.profile.controlled_by(spec))
+
+
+def _text(options: GenerateCommand) -> str:
     if options.prompt is not None:
         prompt = options.prompt
     elif sys.stdin is None or sys.stdin.isatty():
@@ -134,22 +119,16 @@ def _prompt(options: GenerateOptions) -> str:
     return prompt
 
 
-def _how(options: GenerateOptions) -> Options:
+def _how(options: GenerateCommand) -> Options:
     """The options of decoding, but for what needs the model."""
-    from selfspec.llm.options import Options
     from selfspec.model.loading import read_generation_config
 
     named = options.generation_config
-    return Options(
+    return replace(
+        options.how,
         config=None if named is None or named == OWN_CONFIG else read_generation_config(Path(named)),
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        stop=options.stop,
-        rule=options.rule,
-        settings=dict(_setting(text) for text in options.settings),
+        stop=tuple(options.stop or ()),
+        settings=dict(_setting(text) for text in options.settings or ()),
     )
 
 
@@ -173,7 +152,7 @@ def _as_json(generation: Generation, *, events: bool) -> dict[str, Any]:
     return {**data, "events": [event.as_dict() for event in generation.events]} if events else data
 
 
-def _stream(llm: LLM, prompt: str, drafter: Drafter, how: Options, *, stats: bool, color: bool) -> None:
+def _stream(llm: LLM, prompt: Prompt, drafter: Drafter, how: Options, *, stats: bool, color: bool) -> None:
     stream = llm.start(prompt, how, drafter=drafter)
     console = stdout()
     try:
@@ -204,7 +183,9 @@ def _print_stats(generation: Generation) -> None:
     )
 
 
-def _compare(llm: LLM, usual: LLM, prompt: str, drafter: Drafter, how: Options, *, as_json: bool, color: bool) -> None:
+def _compare(
+    llm: LLM, usual: LLM, prompt: Prompt, drafter: Drafter, how: Options, *, as_json: bool, color: bool
+) -> None:
     from selfspec.measure.timing import compare
 
     result = compare(llm, prompt, drafter, how, rounds=COMPARE_ROUNDS, usual=usual)

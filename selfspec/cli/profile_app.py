@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from selfspec.cli.options import Json
+
 profile_app = typer.Typer(no_args_is_help=True, help="List profiles, look at them, check, compare and import them.")
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, all else on standard error.")]
 Profile = Annotated[str, typer.Argument(help="A file, or the name of a shipped profile.")]
 
 

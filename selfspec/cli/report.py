@@ -15,10 +15,9 @@ from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, write_text
 from selfspec.cli.common import checked_profile, model_for, progress, quiet, set_threads, stderr
-from selfspec.cli.data import DataOptions
 from selfspec.cli.facts import facts, label
+from selfspec.cli.options import ReportCommand
 from selfspec.cli.sources import open_study
-from selfspec.model.loading import check_dtype
 from selfspec.profile.schema import Profile
 
 if TYPE_CHECKING:
@@ -39,25 +38,6 @@ _GIVE_STUDY = (
 _GIVE_BENCH = "No benchmark was given: --bench FILE (written by selfspec bench --out FILE) shows measured speeds."
 
 
-@dataclass(frozen=True, slots=True)
-class ReportOptions:
-    """The command's options, as given."""
-
-    out: Path
-    profile: str | None
-    study: str | None
-    storage: str | None
-    bench: Path | None
-    model: str | None
-    data: DataOptions
-    limit: int
-    max_new_tokens: int
-    sample: bool
-    device: str
-    dtype: str
-    threads: int | None
-
-
 @dataclass(frozen=True)
 class _Decoded:
     """What was decoded for the page: the texts, and acceptance by position; `conditions`: a row of that table."""
@@ -68,7 +48,7 @@ class _Decoded:
     conditions: tuple[str, ...]
 
 
-def run(options: ReportOptions) -> None:
+def run(options: ReportCommand) -> None:
     """Check everything that can be checked before the model is loaded, then decode, draw, and write the page."""
     quiet()
     _check(options)
@@ -78,16 +58,15 @@ def run(options: ReportOptions) -> None:
     ledger = None if options.study is None else open_study(options.study, options.storage)
     profile = _profile(options, ledger)
     decoded = None
-    if options.sample and profile is not None and profile.drafts:
+    if not options.no_sample and profile is not None and profile.drafts:
         decoded = _decoded(options, profile)
     page = _page(options, profile, ledger, bench, decoded)
     write_text(options.out, page)
     stderr().print(f"saved {options.out}", markup=False, soft_wrap=True)
 
 
-def _check(options: ReportOptions) -> None:
+def _check(options: ReportCommand) -> None:
     check_writable(options.out)
-    check_dtype(options.dtype)
     if options.storage is not None and options.study is None:
         raise SelfspecError("--storage holds studies; say which with --study")
     read = (options.profile, options.study, options.storage, options.bench)
@@ -96,7 +75,7 @@ def _check(options: ReportOptions) -> None:
     options.data.check_not_written(options.out, f"--out {options.out}")
 
 
-def _profile(options: ReportOptions, ledger: Ledger | None) -> Profile | None:
+def _profile(options: ReportCommand, ledger: Ledger | None) -> Profile | None:
     """The profile named, else that of the study's best trial, else, where nothing is shown yet, the shipped one."""
     if options.profile is not None:
         return checked_profile(options.profile)
@@ -114,12 +93,12 @@ def _profile(options: ReportOptions, ledger: Ledger | None) -> Profile | None:
     return checked_profile(builtin.PROFILE) if options.bench is None or options.model is not None else None
 
 
-def _decoded(options: ReportOptions, profile: Profile) -> _Decoded:
+def _decoded(options: ReportCommand, profile: Profile) -> _Decoded:
     """Decode a few held-out prompts with the profile's drafter, greedily and without the guard."""
     read = options.data.read(held_out=True)
     texts = (builtin.prompts("heldout") if read is None else read.texts)[: options.limit]
     framed = read is not None and read.template is not None
-    set_threads(options.threads)
+    set_threads(options.where.threads)
 
     from selfspec.llm.llm import load
     from selfspec.llm.prompts import check_chat, fitting
@@ -128,7 +107,7 @@ def _decoded(options: ReportOptions, profile: Profile) -> _Decoded:
         name = model_for(options.model, profile)
         if options.data.chat:
             check_chat(name)
-        llm = load(name, profile=profile, device=options.device, dtype=options.dtype)
+        llm = load(name, profile=profile, device=options.where.place, dtype=options.where.dtype)
     except SelfspecError as error:
         raise SelfspecError(f"{error}; --no-sample makes the page without the model") from None
     tokens = options.max_new_tokens
@@ -175,7 +154,7 @@ def _hovered(html: str) -> Markup:
 
 
 def _page(
-    options: ReportOptions,
+    options: ReportCommand,
     profile: Profile | None,
     ledger: Ledger | None,
     bench: dict[str, Any] | None,
@@ -246,7 +225,7 @@ def _summary(profile: Profile | None) -> str:
 
 
 def _conditions(
-    options: ReportOptions,
+    options: ReportCommand,
     profile: Profile | None,
     ledger: Ledger | None,
     bench: dict[str, Any] | None,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,156 +16,76 @@ from rich.progress import TextColumn
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable
 from selfspec.cli.common import print_json, progress, quiet, set_threads, skip_map, stderr
-from selfspec.cli.data import DataOptions
-from selfspec.controllers import parse_controller
-from selfspec.model.loading import DeviceMap, check_dtype, check_model_name
+from selfspec.cli.options import SearchCommand
+from selfspec.model.loading import check_model_name
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
 
 if TYPE_CHECKING:
-    from selfspec.llm.llm import LLM
     from selfspec.search import Trial
 
 
-@dataclass(frozen=True, slots=True)
-class SearchOptions:
-    """The command's options, as given."""
-
-    model: str
-    data: DataOptions
-    objective: str
-    strategy: str
-    trials: int
-    minutes: float | None
-    prompts: int
-    seed: int
-    out: Path
-    max_new_tokens: int
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    rule: str | None
-    context: int | None
-    controller: str | None
-    keep: str
-    granularity: str
-    max_draft_cost: float | None
-    device: str | DeviceMap
-    dtype: str
-    threads: int | None
-    keep_best: bool
-    kv: str
-    warm_starts: bool
-    storage: str | None
-    study: str
-    json: bool
-
-    @property
-    def kept_in(self) -> str | Path:
-        """Where the trials are kept: a file, `memory` or a database."""
-        from selfspec.search.storage import place
-
-        beside = self.out.parent / f"{self.out.name}.trials.jsonl"
-        kept: str | Path = place(beside if self.storage is None else self.storage)
-        return kept
-
-
-def run(options: SearchOptions) -> int:
+def run(given: SearchCommand) -> int:
     """Check everything that can be checked before the model is loaded, then search. 130 after an interrupt."""
     quiet()
-    check_model_name(options.model)
-    check_dtype(options.dtype)
-    spec = None if options.controller is None else parse_controller(options.controller)
-    from selfspec.search.checks import check_options
-    from selfspec.search.space import parse_keep
-    from selfspec.search.storage import check_storage
-
-    keep = parse_keep(options.keep)
-    check_options(
-        objective=options.objective,
-        strategy=options.strategy,
-        granularity=options.granularity,
-        kv=options.kv,
-        trials=options.trials,
-        count=options.prompts,
-        seed=options.seed,
-        minutes=options.minutes,
-        context=options.context,
-        max_draft_cost=options.max_draft_cost,
-    )
-    prompts = options.data.read()
-    as_out, as_storage = f"--out {options.out}", f"--storage {options.storage}"
-    places = {options.out: as_out}
-    if isinstance(options.kept_in, Path):
-        if options.kept_in.resolve() == options.out.resolve():
-            raise SelfspecError(f"{as_storage} is where the profile goes; want another place")
-        places[options.kept_in] = as_out if options.storage is None else as_storage
-    for place, option in places.items():
-        check_writable(place)
-        options.data.check_not_written(place, option)
-    check_storage(options.kept_in)
-    set_threads(options.threads)
+    check_model_name(given.model)
+    prompts = given.data.read()
+    _check_places(given)
+    set_threads(given.where.threads)
 
     from selfspec.llm.llm import load
-    from selfspec.search import AnotherFinishes, find_profile
-    from selfspec.search.continuations import Decoding
+    from selfspec.search import AnotherFinishes, run_search
 
-    decoding = Decoding(options.max_new_tokens, options.temperature, options.top_k, options.top_p, rule=options.rule)
-    decoding.check()
-    if options.data.chat:
+    given.how.decoding.check()
+    if given.data.chat:
         from selfspec.llm.prompts import check_chat
 
-        check_chat(options.model)
+        check_chat(given.model)
     console = stderr()
-    llm = load(options.model, profile="none", device=options.device, dtype=options.dtype, drafting=True)
-
-    def plainly() -> LLM:
-        return load(options.model, profile="none", device=options.device, dtype=options.dtype, drafting=False)
-
+    load_for = partial(load, given.model, profile="none", device=given.where.place, dtype=given.where.dtype)
+    llm = load_for(drafting=True)
     try:
         with _Watch(console) as watch:
-            profile = find_profile(
-                llm,
-                prompts,
-                chat=options.data.chat,
-                objective=options.objective,
-                strategy=options.strategy,
-                trials=options.trials,
-                minutes=options.minutes,
-                seed=options.seed,
-                count=options.prompts,
-                max_new_tokens=options.max_new_tokens,
-                temperature=options.temperature,
-                top_k=options.top_k,
-                top_p=options.top_p,
-                rule=options.rule,
-                context=options.context,
-                controller=spec,
-                keep=keep,
-                granularity=options.granularity,
-                max_draft_cost=options.max_draft_cost,
-                warm=options.warm_starts,
-                keep_best=options.keep_best,
-                kv=options.kv,
-                storage=options.kept_in,
-                study=options.study,
+            options = replace(
+                given.how,
+                prompts=prompts,
+                chat=given.data.chat,
+                storage=given.kept_in,
                 watch=watch,
-                usual=plainly if llm.layout == "onednn" else None,
+                plain_llm=partial(load_for, drafting=False) if llm.layout == "onednn" else None,
             )
+            profile = run_search(llm, options)
     except AnotherFinishes as over:
         console.print(str(over), markup=False, soft_wrap=True)
         return 0
-    write_profile(profile, options.out)
-    _report(profile, options, console)
-    if options.json:
-        print_json({"out": str(options.out), "profile": profile.model_dump(mode="json", exclude_none=True)})
+    write_profile(profile, given.out)
+    _report(profile, given.out, console)
+    if given.json:
+        print_json({"out": str(given.out), "profile": profile.model_dump(mode="json", exclude_none=True)})
     if profile.search is not None and profile.search.interrupted:
         again = shlex.join(["selfspec", *sys.argv[1:]])
         console.print(f"to resume the search, run the same command again: {again}", markup=False, soft_wrap=True)
         return 130
-    if options.storage is None and isinstance(options.kept_in, Path):
-        options.kept_in.unlink(missing_ok=True)
+    if given.how.storage is None and isinstance(given.kept_in, Path):
+        given.kept_in.unlink(missing_ok=True)
     return 0
+
+
+def _check_places(given: SearchCommand) -> None:
+    """Raise `SelfspecError` where the profile or the trials cannot be written, or would be over something else."""
+    from selfspec.search.storage import check_storage
+
+    out, kept_in, storage = given.out, given.kept_in, given.how.storage
+    as_out, as_storage = f"--out {out}", f"--storage {storage}"
+    places = {out: as_out}
+    if isinstance(kept_in, Path):
+        if kept_in.resolve() == out.resolve():
+            raise SelfspecError(f"{as_storage} is where the profile goes; want another place")
+        places[kept_in] = as_out if storage is None else as_storage
+    for place, option in places.items():
+        check_writable(place)
+        given.data.check_not_written(place, option)
+    check_storage(kept_in)
 
 
 class _Watch:
@@ -208,7 +129,7 @@ class _Watch:
         self._bar.update(self._task, completed=trial.number + 1, best=best)
 
 
-def _report(profile: Profile, options: SearchOptions, console: Console) -> None:
+def _report(profile: Profile, out: Path, console: Console) -> None:
     console.print(skip_map(profile))
     if profile.costs is not None:
         c = profile.costs
@@ -233,5 +154,5 @@ def _report(profile: Profile, options: SearchOptions, console: Console) -> None:
         )
     if profile.note:
         console.print(profile.note, markup=False)
-    command = f"selfspec generate --profile {shlex.quote(str(options.out))} 'your prompt'"
-    console.print(f"saved {options.out}; use it with: {command}", markup=False, soft_wrap=True)
+    command = f"selfspec generate --profile {shlex.quote(str(out))} 'your prompt'"
+    console.print(f"saved {out}; use it with: {command}", markup=False, soft_wrap=True)

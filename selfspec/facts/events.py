@@ -52,8 +52,8 @@ class TokenEvent:
     a character, and from a stop string on. `round`: from 1. `place`: of a drafted token, how deep in its draft, from 1.
     `confidence`: the draft's probability of it; None where it was not drafted, and for a place's other candidates, of
     which none is known. `probability`: the model's own, the softmax of its raw logits, temperature and processors left
-    out; None unless `probabilities` were asked for. `rejected`: what was drafted at this place and rejected before this token was
-    taken: the chain's token first, then the other candidates.
+    out; None unless `probabilities` were asked for. `rejected`: what was drafted at this place and rejected before this
+    token was taken: the chain's token first, then the other candidates.
     """
 
     token: int

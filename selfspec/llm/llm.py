@@ -18,7 +18,8 @@ from selfspec.drafters.registry import make_layer_skip
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
-from selfspec.llm.options import Options, Plan, plan
+from selfspec.llm.options import Options
+from selfspec.llm.plan import Plan, plan
 from selfspec.llm.stream import Generation, Stream
 from selfspec.model.layout import check_layout, lay_out_
 from selfspec.model.loading import DeviceMap, load_model
@@ -166,7 +167,7 @@ class LLM:
         text ends before the first of the `stop` strings, which are looked for in the new text, special tokens left out.
         `logits_processor`: further `transformers` processors, each a function of the tokens so far, which sees the
         right ones at every drafted position. `guide`: a grammar for the text, from `self.guide`. `rule`: how drafts are
-        verified, one of `verify.RULES`; by default greedy, match with a seed, else block. `drafter` replaces the
+        verified, one of `rules.RULES`; by default greedy, match with a seed, else block. `drafter` replaces the
         profile's; `PlainDrafter()` decodes plainly. With `probabilities`, the generation's events hold the model's own
         of each token, before temperature and processors.
 
@@ -291,12 +292,11 @@ def load(
 ) -> LLM:
     """Load `builtin`, a folder, or a hub id, with the profile to draft with.
 
-    `profile`: `auto` (a shipped one measured on these very weights, unless it was slower), `none`, a
-    file, the name of a shipped profile, or a `Profile`. `device`: one, or a `DeviceMap` for a model larger than one.
-    `dtype` `auto`: float32 on a CPU, else the checkpoint's.
-    `layout`: how the weights lie in memory, see `layout.lay_out_`; `auto` is what was measured to be fastest here, for
-    drafting or for plain decoding. `drafting` says for which; by default, for drafting if the profile drafts.
-    Raises `SelfspecError`.
+    `profile`: `auto` (a shipped one measured on these very weights, unless it was slower), `none`, a file, the name of
+    a shipped profile, or a `Profile`. `device`: one, or a `DeviceMap` for a model larger than one. `dtype` `auto`:
+    float32 on a CPU, else the checkpoint's. `layout`: how the weights lie in memory, see `layout.lay_out_`; `auto` is
+    what was measured to be fastest here, for drafting or for plain decoding. `drafting` says for which; by default, for
+    drafting if the profile drafts. Raises `SelfspecError`.
     """
     check_layout(layout)
     named = profile if profile in ("auto", "none") or isinstance(profile, Profile) else find_profile_file(profile)

@@ -1,51 +1,38 @@
-"""How to decode: selfspec's options and `transformers`' `GenerationConfig`, with the meaning it has there.
+"""What decoding can be told, written once: `LLM.run` takes it, and the command line's options follow from it.
 
-One sequence, greedily or by sampling; what else a configuration can ask for is refused by name.
+Imports nothing heavy, as the command line reads it to show its help; for the same reason annotations are kept as
+values, not as text, and what they name need not be there.
 """
 
-from __future__ import annotations
-
-import copy
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
-from transformers import GenerationConfig, LogitsProcessor
-from transformers.generation.configuration_utils import WatermarkingConfig
+import typer
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.model.dispatch import device_of
-from selfspec.model.skeleton import end_tokens
-from selfspec.speculation.rules import Rule, check_rule, find_rule
-from selfspec.speculation.sampling import Sampler, check_sampling, whole
-from selfspec.text.guided import Guide
 from selfspec.text.prompt import is_unicode
 
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessor
+
+    from selfspec.text.guided import Guide
+
 DEFAULT_NEW_TOKENS = 128
-_ALONE = {  # what is not decoding one sequence from one model's own scores, and the values that ask for nothing
-    "num_beams": (None, 1),
-    "num_return_sequences": (None, 1),
-    "guidance_scale": (None, 1),
-    "token_healing": (None, False),
-    "penalty_alpha": (None, 0),
-    "dola_layers": (None,),
-    "constraints": (None,),
-    "force_words_ids": (None,),
-    "prompt_lookup_num_tokens": (None,),
-    "assistant_early_exit": (None,),
-    "use_mtp": (None, False),
-    "is_assistant": (None, False),
-}
-_TOKENS = (
-    "eos_token_id",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "bad_words_ids",
-)
+_SAMPLING = "Sampling"
+TopK = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Draw from the N most probable tokens alone.", rich_help_panel=_SAMPLING),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        help="Draw from the most probable tokens that make up X of all probability.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +45,43 @@ class Options:
     of a `GenerationConfig`, which go before the config's and need none.
     """
 
-    config: GenerationConfig | None = None
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
+    config: "GenerationConfig | None" = None
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="128 where nothing says how many.")] = (
+        None
+    )
+    temperature: Annotated[
+        float | None, typer.Option(min=0, metavar="X", help="0, the default, is greedy decoding.")
+    ] = None
+    top_k: TopK = None
+    top_p: TopP = None
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Makes sampling repeatable, and the same with and without drafting.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
     stop: str | Sequence[str] = ()
-    logits_processor: Sequence[LogitsProcessor] = ()
-    guide: Guide | None = None
-    rule: str | None = None
+    logits_processor: "Sequence[LogitsProcessor]" = ()
+    guide: "Guide | None" = None
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            help="How drafts are verified: greedy; match (default with a seed), block (default), token.",
+            rich_help_panel="Drafting",
+        ),
+    ] = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raise `SelfspecError` for an option that no model could use."""
+        from transformers import GenerationConfig
+
+        from selfspec.speculation.rules import check_rule
+        from selfspec.speculation.sampling import check_sampling, whole
+
         if self.max_new_tokens is not None:
             whole(self.max_new_tokens, "max_new_tokens", least=1)
         check_sampling(self.temperature or 0.0, self.top_k, self.top_p)
@@ -85,157 +95,10 @@ class Options:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise SelfspecError(f"GenerationConfig has no field '{name}'{hint}")
-        _texts(self.stop)
+        stop_texts(self.stop)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Options resolved for one prompt. `config` asks a model without a `generation_config` of its own for the same."""
-
-    config: GenerationConfig
-    max_new_tokens: int
-    sampler: Sampler
-    rule: Rule
-    ends: frozenset[int]
-    stops: tuple[str, ...]
-
-
-def plan(model: Any, options: Options, prompt: Sequence[int], *, ends: frozenset[int]) -> Plan:
-    """What `options` mean for this model and prompt (token ids). Raises `SelfspecError` for what cannot be done.
-
-    `ends`: the model's end tokens, where the configuration names none.
-    """
-    options.check()
-    try:
-        return _plan(model, options, prompt, ends)
-    except SelfspecError:
-        raise
-    except Exception as error:  # a field of the wrong kind can raise anything, anywhere in transformers
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise SelfspecError(f"generation config: {kind}{error}") from error
-
-
-def _plan(model: Any, options: Options, prompt: Sequence[int], ends: frozenset[int]) -> Plan:
-    config = _complete(model, options, len(prompt), ends)
-    found = end_tokens(config.eos_token_id)
-    device = device_of(model.get_input_embeddings())  # `model.device` is "meta" where they are offloaded
-    ids = torch.tensor([list(prompt)], device=device)
-    processors: list[LogitsProcessor] = [*options.logits_processor]
-    if options.guide is not None:
-        processors.append(options.guide.processor(len(prompt), found))
-    ready = copy.copy(config)  # which cannot be saved any more
-    model._prepare_special_tokens(ready, device=device)
-    processors = model._get_logits_processor(
-        ready,
-        input_ids_seq_length=len(prompt),
-        encoder_input_ids=ids,
-        logits_processor=processors,
-        device=device,
-    )
-    rule, seed = options.rule, options.seed
-    tied = rule == "match" if rule is not None else seed is not None
-    sampler = Sampler(temperature=float(bool(config.do_sample)), seed=seed, tied=tied, processors=processors)
-    # A field that transformers' own processors cannot use shows before any work is done.
-    scores = torch.zeros((1, model.config.vocab_size), device=device)
-    for processor in processors:
-        scores = scores if processor in options.logits_processor else processor(ids, scores)
-    assert config.max_new_tokens is not None
-    stops = _texts(config.stop_strings)
-    return Plan(config, config.max_new_tokens, sampler, find_rule(rule, sampler), found, stops)
-
-
-def _complete(model: Any, options: Options, prompt: int, ends: frozenset[int]) -> GenerationConfig:
-    """A configuration with nothing left open, and nothing in it that cannot be had."""
-    given = options.config
-    if given is None:
-        config = GenerationConfig(eos_token_id=sorted(ends) or None, pad_token_id=min(ends, default=None))
-        config.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
-        config.top_k = 0 if options.temperature else config.top_k  # which greedy decoding does not read
-    else:
-        config, _ = model._prepare_generation_config(given)
-    for name, value in options.settings.items():
-        is_watermark = name == "watermarking_config" and isinstance(value, Mapping)
-        setattr(config, name, WatermarkingConfig.from_dict(dict(value)) if is_watermark else value)
-    if options.temperature is not None:
-        config.do_sample = options.temperature > 0
-        config.temperature = options.temperature or 1.0
-    config.top_k = config.top_k if options.top_k is None else options.top_k
-    config.top_p = config.top_p if options.top_p is None else options.top_p
-    config.max_new_tokens = _length(model, options, prompt)
-    config.max_length = prompt + config.max_new_tokens
-    config.stop_strings = list(_texts(options.stop) or _texts(config.stop_strings, "generation config: ")) or None
-    config.return_dict_in_generate = config.output_scores = config.output_logits = False
-    if config.min_new_tokens is not None:
-        config.min_length = prompt + whole(config.min_new_tokens, "min_new_tokens", least=0)
-    if config.eos_token_id is None:
-        config.eos_token_id = sorted(ends) or None
-    _check(config, model.config.vocab_size)
-    return config
-
-
-def _length(model: Any, options: Options, prompt: int) -> int:
-    """As `transformers` does: a number of new tokens goes before a length in all, wherever either comes from."""
-    if options.max_new_tokens is not None:
-        return whole(options.max_new_tokens, "max_new_tokens", least=1)
-    sources = [options.settings]
-    if options.config is not None:
-        sources += [vars(options.config), vars(model.generation_config)]
-    new, length = (
-        next((source[name] for source in sources if source.get(name) is not None), None)
-        for name in ("max_new_tokens", "max_length")
-    )
-    if new is not None:
-        return whole(new, "max_new_tokens", least=1)
-    if length is None:
-        return DEFAULT_NEW_TOKENS
-    if whole(length, "max_length", least=1) <= prompt:
-        raise SelfspecError(
-            f"max_length {length} leaves no room after a prompt of {prompt} tokens; want more, or max_new_tokens"
-        )
-    return int(length) - prompt
-
-
-def _check(config: GenerationConfig, vocabulary: int) -> None:
-    """Raise `SelfspecError` for what is not served, and for values that would fail late or in silence."""
-    for name, harmless in _ALONE.items():
-        value = getattr(config, name, None)
-        if value not in harmless:
-            raise SelfspecError(
-                f"generation config: {name} {value} is not served; selfspec decodes one sequence, greedily or sampled"
-            )
-    if not isinstance(config.do_sample, bool | None):
-        raise SelfspecError(f"generation config: do_sample {config.do_sample}: want true or false")
-    if not isinstance(config.max_time, int | float | None):
-        raise SelfspecError(f"generation config: max_time {config.max_time}: want seconds")
-    decay = config.exponential_decay_length_penalty
-    if decay is not None and not (len(decay) == 2 and all(isinstance(number, int | float) for number in decay)):
-        raise SelfspecError(
-            f"generation config: exponential_decay_length_penalty {decay}: want where from, and a factor"
-        )
-    for name in _TOKENS:
-        for token in _numbers(getattr(config, name)):
-            if not isinstance(token, int) or isinstance(token, bool) or token >= vocabulary:
-                raise SelfspecError(
-                    f"generation config: {name}: token {token} is not in the vocabulary of {vocabulary}"
-                )
-    watermark = config.watermarking_config
-    if watermark is not None and not isinstance(watermark, WatermarkingConfig):
-        raise SelfspecError(
-            f"generation config: {type(watermark).__name__} keeps a state from token to token, which drafts would "
-            "disturb; want WatermarkingConfig"
-        )
-
-
-def _numbers(value: Any) -> list[Any]:
-    """The token ids of a field: one, several, or lists of them."""
-    if isinstance(value, torch.Tensor):
-        value = value.tolist()
-    if isinstance(value, list | tuple | set):
-        return [number for part in value for number in _numbers(part)]
-    return [] if value is None else [value]
-
-
-def _texts(stop: str | Sequence[str] | None, where: str = "") -> tuple[str, ...]:
+def stop_texts(stop: str | Sequence[str] | None, where: str = "") -> tuple[str, ...]:
     """Stop strings: one, several or none. Raises `SelfspecError` for what is no text."""
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if not all(isinstance(text, str) and text and is_unicode(text) for text in stops):

@@ -23,7 +23,7 @@ from selfspec.measure.summary import expected, summary, theory
 from selfspec.measure.timing import Method, conditions, interleave
 from selfspec.model.layout import choose, lay_out_, layout_times, weight_bytes
 from selfspec.model.linears import PackedLinear
-from selfspec.model.loading import load_model
+from selfspec.model.loading import DeviceMap, load_model
 from selfspec.model.widen import widen
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
@@ -60,7 +60,9 @@ class Subjects:
         return {name: llm for name, llm in found.items() if name != "skip" or llm is not self.plain}
 
 
-def load_subjects(name: str, methods: Sequence[str], *, widened: int = 1, device: str, dtype: str) -> Subjects:
+def load_subjects(
+    name: str, methods: Sequence[str], *, widened: int = 1, device: str | DeviceMap, dtype: str
+) -> Subjects:
     """Load, and perhaps widen, a model, as many times as the methods need. Raises `SelfspecError`."""
     model, tokenizer = load_model(name, device=device, dtype=dtype)
     identity = wrap(model, tokenizer, profile="none", name=name).identity

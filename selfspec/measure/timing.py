@@ -123,7 +123,7 @@ class Comparison:
 
 
 def compare(
-    llm: LLM, prompt: str, drafter: Drafter, options: Options, *, rounds: int, usual: LLM | None = None
+    llm: LLM, prompt: Prompt, drafter: Drafter, options: Options, *, rounds: int, usual: LLM | None = None
 ) -> Comparison:
     """Decode one prompt plainly, with `drafter`, and by `transformers`, `rounds` times each, and compare.
 

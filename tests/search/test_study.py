@@ -6,7 +6,7 @@ import time
 
 import pytest
 import selfspec.search
-from selfspec.search import Prompts, finalists, find_profile, objective, prepare, study
+from selfspec.search import Prompts, finalists, find_profile, objective, prepare, study, watch
 from selfspec.search.calibration import choose, record
 
 from selfspec.basics.errors import SelfspecError
@@ -352,7 +352,7 @@ def test_wrong_options_are_refused(llm, options, message):
 
 
 def test_the_package_knows_its_names():
-    assert selfspec.search.Trial is prepare.Trial
+    assert selfspec.search.Trial is watch.Trial
     assert selfspec.search.find_profile is study.find_profile
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = selfspec.search.nothing

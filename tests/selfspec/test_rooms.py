@@ -117,3 +117,15 @@ def test_every_package_is_in_the_wheel():
 
 def test_no_file_is_longer_than_a_sitting():
     assert {name: n for name, path in MODULES.items() if (n := len(path.read_text().splitlines())) > 340} == {}
+
+
+def test_functions_and_parameter_lists_are_short():
+    long = {}
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                arguments = len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)
+                if lines > 60 or arguments > 15:
+                    long[f"{name}.{node.name}"] = (lines, arguments)
+    assert long == {}

@@ -107,6 +107,20 @@ class TestGenerate:
             "tokens_per_second",
         ]
 
+    def test_chat(self, cli, llm, tmp_path, monkeypatch):
+        """The prompt becomes a user's message, with or without drafting, streamed or not."""
+        template = "# user:\n{{ messages[0]['content'] }}\n# assistant:"
+        monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+        llm.model.save_pretrained(tmp_path / "m")
+        llm.tokenizer.save_pretrained(tmp_path / "m")
+        expected = llm.generate(f"# user:\n{PROMPT}\n# assistant:", max_new_tokens=8)
+        args = ("generate", PROMPT, "--model", "m", "--max-new-tokens", 8)
+        assert json.loads(cli(*args, "--chat", "--json")[1])["tokens"] == expected.tokens
+        assert cli(*args, "--chat")[1] == cli(*args, "--chat", "--profile", "none")[1] == expected.text + "\n"
+        assert json.loads(cli(*args, "--json")[1])["tokens"] == llm.generate(PROMPT, max_new_tokens=8).tokens
+        monkeypatch.setattr("selfspec.cli.generate.COMPARE_ROUNDS", 1)
+        assert json.loads(cli(*args, "--chat", "--compare", "--json")[1])["tokens"] == expected.tokens
+
     def test_compare(self, cli, profile_file):
         code, out, _ = cli("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 12, "--compare")
         assert code == 0
@@ -666,6 +680,9 @@ WRONG = {
     "no chat": (["search", "--chat"], "model builtin: its tokenizer has no chat template"),
     "audit no chat": (["audit", "--chat"], "model builtin: its tokenizer has no chat template"),
     "bench no chat": (["bench", "--chat"], "model builtin: its tokenizer has no chat template"),
+    "generate no chat": (["generate", "x", "--chat"], "model builtin: its tokenizer has no chat template"),
+    "wide and spread": (["bench", "--widen", "2", "--device-map", "auto"], "--widen and --device-map: a widened model"),
+    "spread and placed": (["bench", "--device", "cpu", "--device-map", "auto"], "--device cpu and --device-map: want"),
     "folder as out": (
         ["search", "--data", ".", "--out", "half.txt"],
         "--out half.txt would write over the data file",

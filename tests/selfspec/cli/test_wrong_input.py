@@ -107,6 +107,9 @@ controllers = (
 SHARED = {
     "--dtype": unknown("auto", "float32", "float64", "bfloat16", "float16"),
     "--threads": too_small | no_numbers,
+    "--device-map": unknown("auto", "balanced", "balanced_low_0", "sequential"),
+    "--max-memory": words,  # without --device-map, as the next
+    "--offload-folder": words,
     "--controller": controllers,
     "--model": st.sampled_from(["", "/no/such/folder", "a b", "~", "..", "x/y/z", "\n", "-"]),
     "--temperature": negative | no_numbers,
@@ -178,7 +181,7 @@ COMMANDS["plot"] = {
     "--out": st.sampled_from(["missing/p.svg", ".", "/proc/none/p.svg", "x" * 300, "p.gif", "p.yaml"]),
 }
 COMMANDS["report"] = {
-    **{option: SHARED[option] for option in ("--dtype", "--threads", "--model", "--max-new-tokens")},
+    **{option: SHARED[option] for option in SHARED if option not in ("--controller", "--temperature", "--seed")},
     **{option: COMMANDS["audit"][option] for option in ("--profile", "--prompts", "--limit", *SHAPES)},
     "--study": words.map(lambda name: f"no-{name}"),
     "--storage": words,

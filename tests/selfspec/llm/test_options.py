@@ -16,7 +16,8 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.drafters import PlainDrafter
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
-from selfspec.llm.options import Options, plan
+from selfspec.llm.options import Options
+from selfspec.llm.plan import plan
 from selfspec.model.loading import read_generation_config
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

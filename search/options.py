@@ -1,0 +1,266 @@
+"""What a search can be told, written once: the command line, `find_profile` and the ledger's settings follow from it.
+
+Imports nothing heavy, as the command line reads it to show its help; for the same reason annotations are kept as
+values, not as text, and what they name need not be there.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.llm.options import TopK, TopP
+
+from .space import GRANULARITIES, parse_keep
+from .strategies import check_strategy
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessor
+
+    from selfspec.facts.controller import ControllerSpec
+    from selfspec.llm.llm import LLM
+    from selfspec.text.prompt_files import Prompts
+
+    from .continuations import Decoding
+    from .watch import Watch
+
+OBJECTIVES = ("replay", "wallclock")
+KV = ("shared", "own")
+STUDY = "selfspec"  # the name of a study that nobody named
+_DRAFTS = "How drafts are made and verified"
+_SETS = "Which sets are tried"
+_METHOD = "How the search goes"
+_PAPER = "To search as the paper does (with --strategy skopt)"
+_KEPT = "Where trials are kept"
+_DECODING = ("max_new_tokens", "temperature", "top_k", "top_p", "logits_processor", "rule")
+_NOT_COMPARED = {  # what says how far a search goes, and where, but not what a trial of it is worth
+    "prompts",  # of which the ledger has a hash
+    "source",
+    "chat",
+    "count",
+    "trials",
+    "minutes",
+    "keep_best",
+    "storage",
+    "study",
+    "watch",
+    "plain_llm",
+}
+_NAMED = {"warm": "warm starts", "logits_processor": "logits processors"}  # in the ledger, if not by the field's name
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What to search on, and how. What the help says of an option is not said again here.
+
+    `prompts`: calibration text, what `read_prompts` read, or None for the built-in model's; `source` names a plain
+    list of them in the profile; with `chat` each becomes a user's message by the tokenizer's chat template. `count` of
+    them, drawn by `seed`, are searched on, and as many others are measured on.
+
+    Tokens are chosen as `temperature`, `top_k`, `top_p` and `logits_processor` say, and drafts verified by `rule`
+    (None: as without a seed). The controller is tuned with the skip set, unless one is given, as a spec or as text
+    such as `fixed:k=4`, and so is the number of candidates for each drafted token. Where the head takes a tenth of a
+    draft step or more, heads over the most frequent quarter and sixteenth of the vocabulary are tried too (replay
+    only). `keep`: numbers of layers, or text such as `0,15`.
+
+    `kv` says whose keys and values drafts read of what is committed. "shared": the target's, as selfspec's drafts do.
+    "own": the draft's, prompt included, as in an engine that runs what is left of the model as a draft model; each
+    trial costs one more pass of that model over the texts (replay only). What is then found is for export: chains over
+    the whole vocabulary, predicted at the costs of selfspec's own steps, and not measured, as no decoding here is such.
+
+    `storage` keeps every trial in a `study` as soon as it is made: a file (Optuna's journal), the URL of a PostgreSQL
+    or MySQL database, or `memory`, which None means too. A search with the same options resumes from it, also after a
+    kill. Several workers with the same options share a study: each scores what no other does, the trials of all are
+    counted, and the first to end measures the best; the others raise `AnotherFinishes`.
+
+    `watch` is told how the search goes. `plain_llm` gives the same model with weights that lie as suits plain decoding,
+    where those of the model searched on suit drafting; it is called once, and what was found is measured against it.
+
+    Raises `SelfspecError` for whatever is wrong without regard to a model.
+    """
+
+    prompts: "Sequence[str] | Prompts | None" = None
+    _: KW_ONLY
+    source: str = "prompts"
+    chat: bool = False
+    trials: Annotated[int, typer.Option(min=1, metavar="N", help="Skip sets to try.")] = 60
+    minutes: Annotated[float | None, typer.Option(min=0, metavar="X", help="End the trials after this long.")] = None
+    count: Annotated[
+        int, typer.Option("--prompts", min=1, metavar="N", help="Prompts to search on, drawn by the seed.")
+    ] = 8
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens that continue each prompt.")] = 64
+    temperature: Annotated[float, typer.Option(min=0, metavar="X", help="As the model will be used; 0 is greedy.")] = (
+        0.0
+    )
+    top_k: TopK = None
+    top_p: TopP = None
+    logits_processor: "Sequence[LogitsProcessor]" = ()
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            help="How sampled drafts will be verified: block (default), match (with seeds), token.",
+            rich_help_panel=_DRAFTS,
+        ),
+    ] = None
+    controller: Annotated[
+        "ControllerSpec | str | None",
+        typer.Option(
+            help="When to stop drafting, such as fixed:k=4; tuned with the set when left out.", rich_help_panel=_DRAFTS
+        ),
+    ] = None
+    kv: Annotated[
+        str,
+        typer.Option(
+            help="Drafts read the target's cache (shared), or have their own, as an exported draft model (own).",
+            rich_help_panel=_DRAFTS,
+        ),
+    ] = "shared"
+    keep: Annotated[
+        str | Sequence[int],
+        typer.Option(metavar="LAYERS", help="Layers that are never skipped, such as 0,15.", rich_help_panel=_SETS),
+    ] = ()
+    granularity: Annotated[
+        str, typer.Option(help="sublayer (attention and MLP apart) or layer.", rich_help_panel=_SETS)
+    ] = "sublayer"
+    max_draft_cost: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="The most that a draft step may cost, as a share of a plain step.",
+            rich_help_panel=_SETS,
+        ),
+    ] = None
+    keep_best: Annotated[
+        bool,
+        typer.Option("--keep-best", help="Save the best set even if plain decoding is faster.", rich_help_panel=_SETS),
+    ] = False
+    strategy: Annotated[
+        str,
+        typer.Option(
+            help="climb, tpe, dp, greedy, cmaes, gp, skopt (the paper's kind), or random.", rich_help_panel=_METHOD
+        ),
+    ] = "climb"
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Measure costs over so many keys; the prompts' length when left out.",
+            rich_help_panel=_METHOD,
+        ),
+    ] = None
+    seed: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=2**32 - 1,
+            metavar="N",
+            help="Seed of the draw and of the strategy.",
+            rich_help_panel=_METHOD,
+        ),
+    ] = 0
+    objective: Annotated[
+        str,
+        typer.Option(
+            help="replay: predicted, without decoding. wallclock: every trial decodes, as the paper does.",
+            rich_help_panel=_PAPER,
+        ),
+    ] = "replay"
+    warm: Annotated[
+        bool,
+        typer.Option(
+            "--warm-starts/--no-warm-starts",
+            help="Try a few likely sets first; the paper does not.",
+            rich_help_panel=_PAPER,
+        ),
+    ] = True
+    storage: Annotated[
+        str | Path | None,
+        typer.Option(
+            help="memory, a file, or a database's URL, which several workers may share; OUT.trials.jsonl, until the "
+            "profile is saved, when left out.",
+            rich_help_panel=_KEPT,
+        ),
+    ] = None
+    study: Annotated[str, typer.Option(help="The study's name in the storage.", rich_help_panel=_KEPT)] = STUDY
+    watch: "Watch | None" = None
+    plain_llm: "Callable[[], LLM] | None" = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prompts, str):
+            raise SelfspecError("prompts is one text; want a list of them")
+        for name in ("trials", "count", "seed", "max_new_tokens"):  # numpy's whole numbers, too
+            object.__setattr__(self, name, operator.index(getattr(self, name)))
+        check_strategy(self.strategy)
+        for name, known in (("objective", OBJECTIVES), ("granularity", GRANULARITIES), ("kv", KV)):
+            if getattr(self, name) not in known:
+                raise SelfspecError(f"{name} '{getattr(self, name)}' is not known; known: {', '.join(known)}")
+        if self.trials < 1 or self.count < 1:
+            raise SelfspecError(f"want at least 1 trial and 1 prompt, got {self.trials} and {self.count}")
+        if not 0 <= self.seed < 2**32:
+            raise SelfspecError(f"seed {self.seed}: want 0 to {2**32 - 1}")
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
+            raise SelfspecError(f"minutes {self.minutes}: want more than 0, and finite")
+        if self.context is not None and self.context < 1:
+            raise SelfspecError(f"context {self.context}: want at least 1 key")
+        cost = self.max_draft_cost
+        if cost is not None and not 0 < cost < math.inf:
+            raise SelfspecError(f"max_draft_cost {cost}: want more than 0 and finite, as a share of a plain step")
+        self._check_together()
+        _ = self.kept_layers, self.fixed
+
+    def _check_together(self) -> None:
+        if self.objective == "wallclock":
+            if self.kv == "own":
+                raise SelfspecError(
+                    "kv 'own' needs the replay objective: selfspec's own decoding shares the target's cache"
+                )
+            if self.context is not None or self.max_draft_cost is not None:
+                raise SelfspecError("context and max_draft_cost need the cost model of the replay objective")
+
+    @property
+    def kept_layers(self) -> tuple[int, ...]:
+        """The layers that are never skipped, sorted. Raises `SelfspecError` for text that names none."""
+        if isinstance(self.keep, str):
+            return parse_keep(self.keep)
+        return tuple(sorted({operator.index(layer) for layer in self.keep}))
+
+    @property
+    def fixed(self) -> "ControllerSpec | None":
+        """The controller, where it is not tuned. Raises `SelfspecError` for a wrong one."""
+        if self.controller is None:
+            return None
+        from selfspec.controllers import make_controller, parse_controller
+
+        if isinstance(self.controller, str):
+            return parse_controller(self.controller)
+        make_controller(self.controller)
+        return self.controller
+
+    @property
+    def decoding(self) -> "Decoding":
+        """How tokens are chosen, and sampled drafts verified; not checked."""
+        from .continuations import Decoding
+
+        return Decoding(
+            **{name: getattr(self, name) for name in _DECODING} | {"logits_processor": (*self.logits_processor,)}
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """What trials are compared by: searches that share a study, or resume one, have all of it the same. JSON."""
+        found = {
+            _NAMED.get(field.name, field.name): getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in _NOT_COMPARED
+        }
+        return found | {
+            "logits processors": len(self.logits_processor),
+            "rule": self.decoding.verified_by,
+            "keep": list(self.kept_layers),
+            "controller": None if self.fixed is None else self.fixed.model_dump(mode="json"),
+        }

@@ -1,0 +1,43 @@
+"""How a search tells what it does: its stages, and every trial."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from .objective import Score
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One skip set, and what it is worth. `known`: it had been scored before, or by another worker."""
+
+    number: int
+    score: Score
+    known: bool
+
+
+class Watch(Protocol):
+    """Is told how a search goes."""
+
+    def stage(self, name: str, total: int | None) -> None:
+        """What happens next, and in how many steps if that is known."""
+
+    def step(self, done: int) -> None:
+        """How many steps of the stage are done."""
+
+    def trial(self, trial: Trial) -> None:
+        """A trial is done."""
+
+
+class Silent:
+    """Tells nobody."""
+
+    def stage(self, name: str, total: int | None) -> None:
+        """Nothing."""
+
+    def step(self, done: int) -> None:
+        """Nothing."""
+
+    def trial(self, trial: Trial) -> None:
+        """Nothing."""

@@ -1,0 +1,179 @@
+"""What each command can be told, written once: its options, their help, and what its work is given.
+
+Imports nothing heavy, so that `--help` is instant. Annotations are kept as values, for `flat`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from selfspec.cli.data import DataOptions, PromptOptions
+from selfspec.cli.devices import DeviceOptions
+from selfspec.llm.options import Options
+from selfspec.search.options import SearchOptions
+
+_DRAFTING = "Drafting"
+_GUIDED = "What the text must be (needs llguidance)"
+_SAMPLING = "Sampling"
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, all else on standard error.")]
+Model = Annotated[str | None, typer.Option(help="builtin, a folder, or a hub id; the profile's when left out.")]
+Controller = Annotated[
+    str | None,
+    typer.Option(
+        help="When to stop drafting: fixed:k=4, static:threshold=0.6,k_max=8, adaptive:threshold=0.6; the profile's "
+        "when left out.",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+Storage = Annotated[str | None, typer.Option(help="The file or the database that holds the study.")]
+Tokens = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens that continue each prompt.")]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingOptions:
+    """Which model, and what to draft with."""
+
+    model: Model = None
+    profile: Annotated[
+        str, typer.Option(help="A file, the name of a shipped one, or auto: one made for the model, else half of it.")
+    ] = "auto"
+    controller: Controller = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchCommand:
+    """What `search` was told."""
+
+    model: Annotated[str, typer.Option(help="builtin, a folder, or a hub id.")] = "builtin"
+    data: DataOptions
+    out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.yaml")
+    how: SearchOptions
+    where: DeviceOptions
+    json: Json = False
+
+    @property
+    def kept_in(self) -> str | Path:
+        """Where the trials are kept: a file, `memory` or a database."""
+        from selfspec.search.storage import place
+
+        beside = self.out.parent / f"{self.out.name}.trials.jsonl"
+        kept: str | Path = place(beside if self.how.storage is None else self.how.storage)
+        return kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateCommand:
+    """What `generate` was told; `how` lacks what is written otherwise on the command line."""
+
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; standard input when left out.")] = None
+    model: Model = None
+    profile: Annotated[str, typer.Option(help="A file, the name of a shipped one, auto, or none.")] = "auto"
+    how: Options
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given again.")
+    ] = None
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user's message, by the model's chat template.")
+    ] = False
+    stats: Annotated[bool, typer.Option("--stats", help="Show rounds, acceptance and speed.")] = False
+    compare: Annotated[bool, typer.Option("--compare", help="Plain decoding beside it, interleaved.")] = False
+    color: Annotated[
+        bool, typer.Option("--color", help="Colour tokens by where they came from; with --json, add their events.")
+    ] = False
+    generation_config: Annotated[
+        str | None,
+        typer.Option(
+            help="A generation_config.json or its folder; 'model': the checkpoint's own.", rich_help_panel=_SAMPLING
+        ),
+    ] = None
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="Any other field of transformers' GenerationConfig, such as min_p=0.05; may be given again.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    controller: Controller = None
+    regex: Annotated[
+        str | None, typer.Option(help="The new text matches this regular expression.", rich_help_panel=_GUIDED)
+    ] = None
+    json_schema: Annotated[
+        Path | None, typer.Option(help="The new text is JSON that this schema describes.", rich_help_panel=_GUIDED)
+    ] = None
+    where: DeviceOptions
+    json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditCommand:
+    """What `audit` was told."""
+
+    drafting: DraftingOptions
+    data: PromptOptions
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="The most prompts.")] = 20
+    max_new_tokens: Tokens = 64
+    temperature: Annotated[float, typer.Option(min=0, metavar="X", help="Above 0: sampled with the seed.")] = 0.0
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of what is sampled.")] = 0
+    where: DeviceOptions
+    json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchCommand:
+    """What `bench` was told."""
+
+    drafting: DraftingOptions
+    methods: Annotated[
+        str,
+        typer.Option(
+            show_default="all but guarded",
+            help=f"Which are run, separated by commas: {methods_help()}.",
+        ),
+    ] = "plain,skip,hf,hf-early-exit,hf-prompt-lookup"
+    data: PromptOptions
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="The most prompts; all of a file or folder, or 12 of others (widened 6)."
+        ),
+    ] = None
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Tokens that continue each prompt; 96, or 64 widened, when left out."),
+    ] = None
+    temperature: Annotated[str, typer.Option(help="One or several, separated by commas; 0 is greedy.")] = "0,0.8"
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Runs of each method on each prompt; 5, or 3 widened, when left out."),
+    ] = None
+    widen: Annotated[
+        int,
+        typer.Option(min=1, max=64, metavar="N", help="Times wider, with the same output: a large model's cost."),
+    ] = 1
+    out: Annotated[Path | None, typer.Option(help="Write everything that was measured here, as JSON.")] = None
+    where: DeviceOptions
+    json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportCommand:
+    """What `report` was told."""
+
+    out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("report.html")
+    profile: Annotated[
+        str | None,
+        typer.Option(help="A file, or a shipped one's name; the study's best, else the built-in model's, if left out."),
+    ] = None
+    study: Annotated[str | None, typer.Option(help="A file of trials, or a study's name in --storage.")] = None
+    storage: Storage = None
+    bench: Annotated[Path | None, typer.Option(help="What bench --out wrote.")] = None
+    model: Annotated[str | None, typer.Option(help="builtin, a folder, or a hub id; else the profile's.")] = None
+    data: PromptOptions
+    limit: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="The most prompts.")] = 4
+    max_new_tokens: Tokens = 64
+    no_sample: Annotated[bool, typer.Option("--no-sample", help="Decode nothing, and do not load the model.")] = False
+    where: DeviceOptions

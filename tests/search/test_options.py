@@ -1,0 +1,127 @@
+"""A search's options: what the ledger compares, and the two ways in which Python gives them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import numpy as np
+import pytest
+from selfspec.search import SearchOptions, find_profile, run_search, study
+from selfspec.search.continuations import Decoding
+from transformers.generation.logits_process import MinLengthLogitsProcessor
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.facts.controller import ControllerSpec
+
+DEFAULT = {
+    "max_new_tokens": 64,
+    "temperature": 0.0,
+    "top_k": None,
+    "top_p": None,
+    "logits processors": 0,
+    "rule": "greedy",
+    "objective": "replay",
+    "strategy": "climb",
+    "seed": 0,
+    "context": None,
+    "max_draft_cost": None,
+    "warm starts": True,
+    "keep": [],
+    "granularity": "sublayer",
+    "kv": "shared",
+    "controller": None,
+}
+
+
+def test_the_ledger_compares_what_it_always_did():
+    """A study kept by an older version is resumed: the same keys, the same values."""
+    assert SearchOptions().settings() == DEFAULT
+    assert SearchOptions(
+        max_new_tokens=8,
+        temperature=0.8,
+        top_k=40,
+        top_p=0.9,
+        logits_processor=[MinLengthLogitsProcessor(3, 1)],
+        context=40,
+        max_draft_cost=0.5,
+        warm=False,
+        keep=(15, 0, 15),
+        granularity="layer",
+        controller=ControllerSpec(name="fixed", options={"k": 2}),
+    ).settings() == {
+        **DEFAULT,
+        "max_new_tokens": 8,
+        "temperature": 0.8,
+        "top_k": 40,
+        "top_p": 0.9,
+        "logits processors": 1,
+        "rule": "block",
+        "context": 40,
+        "max_draft_cost": 0.5,
+        "warm starts": False,
+        "keep": [0, 15],
+        "granularity": "layer",
+        "controller": {"name": "fixed", "options": {"k": 2}},
+    }
+
+
+def test_how_far_a_search_goes_and_where_is_not_compared():
+    further = {"trials": 9, "minutes": 3.0, "count": 2, "keep_best": True, "storage": "x", "study": "y", "watch": None}
+    where = {"prompts": ["a"], "source": "mine", "chat": True, "plain_llm": lambda: None}
+    assert SearchOptions(**further, **where).settings() == DEFAULT
+    assert {*further, *where} == study.SearchOptions.__dataclass_fields__.keys() - {
+        {"warm starts": "warm", "logits processors": "logits_processor"}.get(name, name) for name in DEFAULT
+    }
+
+
+def test_text_as_on_the_command_line_means_what_values_mean():
+    text = SearchOptions(controller="static:threshold=0.5", keep="15, 0")
+    assert text.fixed == ControllerSpec(name="static", options={"threshold": 0.5})
+    assert text.kept_layers == (0, 15)
+    assert SearchOptions(controller=text.fixed, keep=[15, 0]).settings() == text.settings()
+
+
+def test_whole_numbers_of_any_kind_and_no_others():
+    options = SearchOptions(trials=np.int64(3), seed=np.int32(2))
+    assert (type(options.trials), type(options.settings()["seed"])) == (int, int)
+    with pytest.raises(TypeError):
+        SearchOptions(count=1.5)
+
+
+def test_how_tokens_are_chosen():
+    options = SearchOptions(max_new_tokens=8, temperature=0.5, top_k=3, top_p=0.9, rule="match")
+    assert options.decoding == Decoding(8, 0.5, 3, 0.9, (), "match")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"controller": "magic"}, "controller 'magic' is not known"),
+        ({"controller": ControllerSpec(name="fixed", options={"k": 0})}, "want a whole number"),
+        ({"keep": "first"}, "keep 'first': want layer numbers such as 0,15"),
+        ({"kv": "own", "objective": "wallclock"}, "kv 'own' needs the replay objective"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused_before_there_is_a_model(options, message):
+    with pytest.raises(SelfspecError, match=message):
+        SearchOptions(**options)
+
+
+def test_keywords_and_object_are_the_same(monkeypatch):
+    monkeypatch.setattr(study, "run_search", lambda llm, options: (llm, options))
+    assert find_profile("llm", ["a"], trials=3) == ("llm", SearchOptions(["a"], trials=3))
+    assert find_profile("llm") == ("llm", SearchOptions())
+    with pytest.raises(TypeError, match="trails"):
+        find_profile("llm", trails=3)
+    assert run_search.__name__ == "run_search"
+
+
+def test_find_profile_shows_every_option_with_its_default():
+    shown = inspect.signature(find_profile).parameters
+    fields = list(dataclasses.fields(SearchOptions))
+    assert [*shown] == ["llm", *(field.name for field in fields)]
+    assert [p.default for p in shown.values()][1:] == [field.default for field in fields]
+    assert shown["trials"].annotation is int
+    assert shown["controller"].annotation == "ControllerSpec | str | None"

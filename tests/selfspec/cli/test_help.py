@@ -1,0 +1,83 @@
+"""How the help of commands with many options reads in a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from selfspec.cli import main
+
+DEVICE = ["device", "dtype", "threads", "device-map", "max-memory", "offload-folder"]
+PROMPTS = ["column", "template", "chat"]
+DRAFTING = {"Drafting": ["controller"], "Prompts": PROMPTS, "Device": DEVICE}
+COMMANDS = {
+    "search": {
+        "Options": [
+            *("model", "data", "out", "trials", "minutes", "prompts", "max-new-tokens", "temperature", "json", "help")
+        ],
+        "Prompts": PROMPTS,
+        "Sampling": ["top-k", "top-p"],
+        "How drafts are made and verified": ["rule", "controller", "kv"],
+        "Which sets are tried": ["keep", "granularity", "max-draft-cost", "keep-best"],
+        "How the search goes": ["strategy", "context", "seed"],
+        "To search as the paper does (with --strategy skopt)": ["objective", "warm-starts"],
+        "Where trials are kept": ["storage", "study"],
+        "Device": DEVICE,
+    },
+    "generate": {
+        "Arguments": [],
+        "Options": [
+            *("model", "profile", "max-new-tokens", "temperature", "stop", "chat", "stats", "compare", "color"),
+            *("json", "help"),
+        ],
+        "Sampling": ["top-k", "top-p", "seed", "generation-config", "set"],
+        "Drafting": ["rule", "controller"],
+        "What the text must be (needs llguidance)": ["regex", "json-schema"],
+        "Device": DEVICE,
+    },
+    "audit": {
+        "Options": [*("model", "profile", "prompts", "limit", "max-new-tokens", "temperature", "seed", "json", "help")],
+        **DRAFTING,
+    },
+    "bench": {
+        "Options": [
+            *("model", "profile", "methods", "prompts", "limit", "max-new-tokens", "temperature", "rounds", "widen"),
+            *("out", "json", "help"),
+        ],
+        **DRAFTING,
+    },
+    "report": {
+        "Options": [
+            *("out", "profile", "study", "storage", "bench", "model", "prompts", "limit", "max-new-tokens"),
+            *("no-sample", "help"),
+        ],
+        "Prompts": PROMPTS,
+        "Device": DEVICE,
+    },
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_options_stand_in_panels_the_common_ones_first(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setattr(sys, "argv", ["selfspec", command, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line for line in lines), "cut short"
+    found, lengths = {}, []
+    for line in lines:
+        if title := re.match(r"╭─ (.*?) ─+╮", line):
+            found[title[1]] = []
+        elif option := re.match(r"│ --([a-z-]+) ", line):
+            found[[*found][-1]].append(option[1])
+            lengths.append(1)
+        elif lengths and line.startswith("│"):
+            lengths[-1] += 1
+    assert [*found.items()] == [*COMMANDS[command].items()]
+    assert max(lengths) <= 5, "no help is so long, or its column so narrow"
