@@ -6,19 +6,60 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of the processes that tests start: threads wait for each other
 
+import hypothesis
+import layouts
 import pytest
 import torch
+from wants import pytest_terminal_summary as pytest_terminal_summary  # pytest finds it here
 
 import selfspec
 from selfspec import builtin
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile(  # how long an example takes is the machine's, not the code's
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The layout that tests take for the fastest."""
+    parser.addoption(
+        "--layout", choices=layouts.CHOOSABLE, default="rows", help="what layout 'auto' is in tests (rows)"
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory) -> None:
     """No test reads or writes the user's cache."""
     os.environ["SELFSPEC_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def told_layout(request, own_cache) -> None:
+    """What `auto` measures is what --layout says: another machine's fastest is none of a test's business."""
+    times = layouts.fastest(request.config.getoption("layout"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("selfspec.model.layout.measure_layouts", lambda model: times)
+        yield
+
+
+@pytest.fixture
+def auto(monkeypatch, tmp_path):
+    """Say which layout `auto` takes, for plain decoding and for drafting: `auto("columns", "onednn")`."""
+
+    def say(plain: str, drafting: str | None = None) -> None:
+        monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "told"))
+        monkeypatch.setattr("selfspec.model.layout.measure_layouts", lambda model: layouts.fastest(plain, drafting))
+
+    return say
+
+
+@pytest.fixture(params=layouts.CHOOSABLE)
+def each_layout(request, auto) -> str:
+    """The test is run once with each layout as what `auto` takes."""
+    auto(request.param)
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import typer
 from selfspec.cli.data import DataOptions, PromptOptions
 from selfspec.cli.devices import DeviceOptions
 from selfspec.llm.options import Options
+from selfspec.measure.bench_methods import methods_help
 from selfspec.search.options import SearchOptions
 
 _DRAFTING = "Drafting"

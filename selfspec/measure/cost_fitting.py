@@ -208,7 +208,8 @@ def _model(
     # Step by step, so that what a decoding takes to settle counts as it does when decoding.
     plain = statistics.mean(quiet(step) for step in zip(*decodings, strict=True))
     overhead = max(plain - forward, 0.0)
-    verify = [quiet([s.rest for s in samples if s.drafted == k]) + fit.start - overhead for k in lengths]
+    one = plain - overhead  # more rows than one cost no less, though on a disturbed machine it may look so
+    verify = [max(one, quiet([s.rest for s in samples if s.drafted == k]) + fit.start - overhead) for k in lengths]
     return CostModel(
         context=context,
         base=fit.base,
@@ -216,7 +217,7 @@ def _model(
         mlp=fit.mlp,
         attention_per_key=_per_key(runtime, context, forward),
         widths=[1, *(k + 1 for k in lengths)],
-        verify=[plain - overhead, *verify],
+        verify=[one, *verify],
         round=overhead,
         prefill=_prefill_seconds(runtime, context) / context,
         head=_head_seconds(runtime),

@@ -191,9 +191,10 @@ def test_draft_cost_is_bounded(llm, clockless):
 
 
 def test_time_ends_the_trials(llm, clockless):
+    """One is made, however little time there is; it takes all of it here."""
     watch = Watched(on_trial=lambda trial: time.sleep(0.06))
     profile = search(llm, minutes=0.001, trials=50, watch=watch)
-    assert 1 <= len(watch.trials) < 50
+    assert len(watch.trials) == 1
     assert profile.measured
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from studies import small_study
+from wants import is_there, missing
 
 from selfspec.cli import main
 from selfspec.facts.controller import ControllerSpec
@@ -68,10 +69,13 @@ def page(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    sync_api = pytest.importorskip("playwright.sync_api")
+    if not is_there("playwright"):
+        missing("Playwright")
+    from playwright import sync_api
+
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
-        pytest.skip("there is no chromium on this machine")
+        missing("Chromium")
     with sync_api.sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield opened
@@ -174,8 +178,8 @@ def test_nothing_given_is_the_built_in_models_profile(cli):
     assert "bypassed: 9 of 16 attentions and 10 of 16 MLPs" not in page
     assert "9 of 16 attentions and 10 of 16 MLPs" in page
     assert "Skip map. Bypassed while drafting: attention of layers 2, 3, 6, 8, 10" in page
-    for missing in ("--study FILE", "--bench FILE", "without --no-sample"):
-        assert missing in page
+    for option in ("--study FILE", "--bench FILE", "without --no-sample"):
+        assert option in page
     assert page.count("<svg") == 2, "the skip map, and acceptance by confidence"
     assert "<td>0.935 (0.892 to 0.966)</td><td>16 x 64, held out</td>" in page
     assert "Intel(R) Xeon(R) Processor @ 2.50GHz, 2 cores" in page

@@ -8,7 +8,6 @@ import io
 import json
 import sys
 import warnings
-from datetime import timedelta
 
 import pytest
 import typer.main
@@ -21,7 +20,6 @@ from selfspec.cli import main
 FEW, MANY = 1000, 2500
 get_command = functools.cache(typer.main.get_command)  # typer reads every signature anew at each call: 50 ms
 quick = {
-    "deadline": timedelta(seconds=5),  # a hang would be seen
     "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     "database": None,
 }

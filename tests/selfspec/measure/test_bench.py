@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from layouts import CHOOSABLE, HAS_ONEDNN, fastest
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.facts.costs import CostModel
 from selfspec.facts.skip import SkipSet
 from selfspec.facts.stats import Round, Stats, acceptance_by_position
 from selfspec.facts.work import steps_of
+from selfspec.measure import bench
 from selfspec.measure.bench import Benchmark, Task, Watch, load_subjects
 from selfspec.measure.bench_methods import METHODS, check_methods, methods_help, weights_of
 from selfspec.measure.summary import expected, summary, theory
@@ -78,45 +81,79 @@ def test_each_method_says_what_it_is_and_on_which_weights_it_runs():
     assert weights_of(["plain", "hf-prompt-lookup", "hf"]) == {"plain", "hf"}
 
 
-@pytest.fixture(scope="module")
-def found():
-    subjects = load_subjects("builtin", ["plain", "skip", "hf"], widened=2, device="cpu", dtype="auto")
-    profile = Profile(model=subjects.identity, draft=LayerSkipSpec.of(SkipSet((3,), (5,))))
-    task = Task(("plain", "skip", "hf"), ["def f(x):\n", "class A:\n"], 6, 1, profile)
-    told = []
-    watch = Watch(told.append, lambda seconds, runs: told.append((seconds, runs)), lambda: told.append("run"))
-    bench = Benchmark(subjects, task, lambda *_: (2.0, 3.0), watch)
-    return subjects, bench.conditions(), bench.at(0.0), told
+PAIRS = [  # what `auto` takes for plain decoding and for drafting
+    *((name, name) for name in CHOOSABLE),
+    *([("rows", "onednn"), ("columns", "onednn")] if HAS_ONEDNN else []),
+]
+NEW_TOKENS = 6
+# A plain step takes 1 s on the weights that `skip` uses, and half of that on those of `plain` where they lie otherwise.
+TOLD = CostModel(context=9, base=0.25, attention=0, mlp=0, widths=[1, 8], verify=[0.75, 1.5], round=0.25)
+ALONE = 0.25
+
+
+@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
+def found(request, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SELFSPEC_CACHE", str(tmp_path_factory.mktemp("told")))
+        patch.setattr("selfspec.model.layout.measure_layouts", lambda model: fastest(*request.param))
+        patch.setattr(bench, "measure_skip_costs", lambda *_, **__: TOLD)
+        patch.setattr(bench, "forward_seconds", lambda *_, **__: ALONE)
+        patch.setattr(bench, "read_bandwidth", lambda size, device: 2.0 * size)
+        subjects = load_subjects("builtin", ["plain", "skip", "hf"], widened=2, device="cpu", dtype="auto")
+        profile = Profile(model=subjects.identity, draft=LayerSkipSpec.of(SkipSet((3,), (5,))))
+        task = Task(("plain", "skip", "hf"), ["def f(x):\n", "class A:\n"], NEW_TOKENS, 1, profile)
+        told = []
+        watch = Watch(told.append, lambda seconds, runs: told.append((seconds, runs)), lambda: told.append("run"))
+        benchmark = Benchmark(subjects, task, lambda *_: (2.0, 3.0), watch)
+        return subjects, benchmark.conditions(), benchmark.at(0.0), told
+
+
+def test_each_method_has_the_layout_that_serves_it(found, request):
+    subjects, conditions, _, _ = found
+    plain, skip = request.node.callspec.params["found"]
+    assert conditions["layouts"] == {"plain": plain, "skip": skip}
+    assert (subjects.skip is subjects.plain) == (plain == skip)
+    assert list(conditions["passes"]) == ["plain", *(["skip"] if plain != skip else []), "hf"]
 
 
 def test_conditions_say_how_it_was_measured(found):
     subjects, conditions, _, _ = found
-    model = subjects.plain.model
+    model = subjects.hf.model  # as `transformers` loads it
+    weights, head = 4 * sum(p.numel() for p in model.parameters()), 4 * model.lm_head.weight.numel()
+    twice = {name: head if layout == "onednn" else 0 for name, layout in conditions["layouts"].items()}
     assert conditions["widened"] == 2
     assert model.config.hidden_size == 2 * 128
-    assert conditions["weight_bytes"] == 4 * sum(p.numel() for p in model.parameters())
-    assert conditions["bytes_read"] == conditions["weight_bytes"]  # the head is the embedding
-    assert conditions["roofline"] == conditions["read_bandwidth"] / conditions["bytes_read"]
-    assert set(conditions["passes"]["hf"]) == {"1", "2", "3", "4", "6", "8"}
+    assert model.config.tie_word_embeddings
+    assert conditions["weight_bytes"] == weights + twice["plain"]
+    assert conditions["extra_bytes"] == twice["skip"] - twice["plain"]
+    assert conditions["bytes_read"] == weights  # the head is the embedding, and of the embedding itself a row is read
+    assert conditions["read_bandwidth"] == 2 * weights
+    assert conditions["roofline"] == 2
+    assert conditions["passes"]["hf"] == dict.fromkeys(["1", "2", "3", "4", "6", "8"], ALONE)
     assert conditions["sub_layers"] == 32
     assert subjects.identity.hidden == 128
 
 
 def test_all_models_are_the_same_one(found):
     subjects, _, _, _ = found
-    texts = [
-        llm.generate("import os\n", max_new_tokens=8).tokens for llm in (subjects.plain, subjects.skip, subjects.hf)
-    ]
-    assert texts[0] == texts[1] == texts[2]
+    ids = torch.tensor([subjects.plain.encode("import os\n")])
+    with torch.no_grad():
+        plain, skip, hf = (llm.model(ids).logits for llm in (subjects.plain, subjects.skip, subjects.hf))
+    torch.testing.assert_close(plain, hf, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(skip, hf, atol=1e-3, rtol=1e-3)
     assert subjects.hf.model is not subjects.plain.model
 
 
 def test_a_temperature(found):
-    _, _, at, told = found
+    subjects, _, at, told = found
     assert list(at["methods"]) == ["plain", "skip", "hf"]
-    assert at["skip"]["oracle"]["tokens_per_round"] == 3.0
-    assert 0.5 < at["skip"]["oracle"]["speedup"] < 4.0  # 2, in steps of `plain`, whose weights may lie otherwise
-    assert 0 < at["skip"]["c"] < 2
+    step = (
+        1.0 if subjects.skip is subjects.plain else TOLD.round + ALONE
+    )  # a plain step where plain decoding is fastest
+    about = at["skip"]
+    assert about["oracle"] == {"speedup": 2 * step, "tokens_per_round": 3.0}
+    assert (about["c"], about["round"]) == (0.25 / step, 0.25 / step)
+    assert (about["v"]["1"], about["v"]["8"]) == (0.75 / step, 1.5 / step)
     assert at["methods"]["plain"]["acceptance_by_position"] == []
     assert all(m["memory_bytes"] > 0 for m in at["methods"].values())
     assert told.count("run") == 6

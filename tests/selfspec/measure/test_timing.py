@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import selfspec
 from selfspec.basics.machine import machine
 from selfspec.drafters import PlainDrafter
 from selfspec.facts.skip import SkipSet
@@ -58,9 +59,13 @@ def test_a_measurement_says_how_it_was_made(llm, held_out):
 
 
 @pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (0.7, 1), (0.7, None)])
-def test_comparing_one_prompt(llm, held_out, temperature, seed):
+def test_comparing_one_prompt(each_layout, held_out, temperature, seed):
+    """In each layout that the drafting model may have; plain decoding and `transformers` have a model as it came."""
+    llm = selfspec.load(profile="none", drafting=True)
+    assert llm.layout == each_layout
+    usual = selfspec.load(profile="none", layout="rows")
     options = Options(max_new_tokens=8, temperature=temperature, seed=seed)
-    result = compare(llm, held_out[0], llm.layer_skip(SkipSet((3,), (5,))), options, rounds=1)
+    result = compare(llm, held_out[0], llm.layer_skip(SkipSet((3,), (5,))), options, rounds=1, usual=usual)
     if temperature == 0 or seed is not None:
         assert result.identical == (result.difference is None)
         assert result.verdict == "yes" or result.difference.near_tie

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 
 import pytest
 import torch
+from layouts import AVAILABLE, fastest, needs_onednn
 from models import CONFIGS, plain, tiny
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
 from selfspec.model import layout
-from selfspec.model.layout import choose, lay_out_, layout_times, measure_layouts, weight_bytes
+from selfspec.model.layout import LAYOUTS, choose, lay_out_, measure_layouts, weight_bytes
 from selfspec.model.linears import PackedLinear
 from selfspec.runtime.forward import Runtime
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
 NAMES = ["llama", "llama-mqa-tied", "llama-biases", "qwen2"]
-packs = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN to pack weights")
-EACH_LAYOUT = pytest.mark.parametrize("to", ["rows", "columns", pytest.param("onednn", marks=packs)])
 
 
 def single(name):
@@ -27,7 +27,7 @@ def single(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@EACH_LAYOUT
+@pytest.mark.parametrize("to", AVAILABLE)
 def test_a_layout_changes_nothing_that_the_model_says(name, to):
     model, other = single(name), single(name)
     assert lay_out_(model, to, drafting=True) == to
@@ -40,7 +40,7 @@ def test_a_layout_changes_nothing_that_the_model_says(name, to):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@EACH_LAYOUT
+@pytest.mark.parametrize("to", AVAILABLE)
 def test_only_a_head_that_is_the_embedding_too_is_there_twice(name, to):
     model = single(name)
     before = weight_bytes(model)
@@ -51,7 +51,7 @@ def test_only_a_head_that_is_the_embedding_too_is_there_twice(name, to):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@EACH_LAYOUT
+@pytest.mark.parametrize("to", AVAILABLE)
 def test_a_model_can_be_saved_and_copied_in_any_layout(name, to, tmp_path):
     model, other = single(name), single(name)
     lay_out_(model, to, drafting=True)
@@ -63,7 +63,7 @@ def test_a_model_can_be_saved_and_copied_in_any_layout(name, to, tmp_path):
         assert torch.equal(twin(IDS).logits, model(IDS).logits)
 
 
-@packs
+@needs_onednn
 def test_packed_weights_of_one_input_are_one_product():
     model = single("llama-biases")
     lay_out_(model, "onednn", drafting=True)
@@ -73,7 +73,7 @@ def test_packed_weights_of_one_input_are_one_product():
     assert attention.o_proj.packed is not attention.q_proj.packed
 
 
-@packs
+@needs_onednn
 def test_packed_weights_are_not_cast():
     model = single("llama")
     lay_out_(model, "onednn", drafting=True)
@@ -91,7 +91,7 @@ def test_what_cannot_be_packed_is_said():
         selfspec.load(layout="best")
 
 
-def test_half_and_double_precision_keep_their_rows():
+def test_half_and_double_precision_keep_their_rows(each_layout):
     model = tiny(CONFIGS["llama"])
     assert lay_out_(model, drafting=True) == "rows"
 
@@ -120,33 +120,57 @@ def test_what_is_chosen():
     assert choose({}, drafting=True) == "rows"
 
 
+def test_the_layout_that_was_measured_is_taken(each_layout):
+    assert lay_out_(single("llama"), drafting=True) == each_layout
+    assert lay_out_(single("llama"), drafting=False) == each_layout
+
+
+@pytest.mark.parametrize(("plain", "drafting"), [("rows", "onednn"), ("columns", "onednn"), ("onednn", "columns")])
+def test_times_told_to_the_tests_are_chosen_by(plain, drafting):
+    told = fastest(plain, drafting)
+    assert (choose(told, drafting=False), choose(told, drafting=True)) == (plain, drafting)
+
+
+def test_each_width_of_each_layout_is_timed_and_the_least_counts(monkeypatch):
+    """Timings told: each layout is slower the first time, and the same ever after."""
+    seconds = {"rows": 3.0, "columns": 2.0, "onednn": 1.0}
+    seen = Counter()
+
+    def timed(name, width):
+        seen[name, width] += 1
+        return seconds[name] * width * (5.0 if seen[name, width] == 1 else 1.0)
+
+    monkeypatch.setattr(layout, "_calls", lambda layers, name: name)
+    monkeypatch.setattr(layout, "_right", lambda calls, rows: calls != "columns")
+    monkeypatch.setattr(layout, "_timed", timed)
+    found = measure_layouts(single("llama"))
+    assert found == {name: {width: seconds[name] * width for width in layout.WIDTHS} for name in ("rows", "onednn")}
+    assert set(seen) == {(name, width) for name in ("rows", "onednn") for width in layout.WIDTHS}
+
+
+@needs_onednn
 def test_layouts_are_measured_once(tmp_path, monkeypatch):
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
-    seen, measured = [], times(rows=(50, 50, 50, 50, 50, 300), columns=(40, 40, 40, 40, 40, 300))
-    monkeypatch.setattr(layout, "measure_layouts", lambda model: seen.append(1) or measured)
-    monkeypatch.setattr(layout, "_packable", lambda parts: True)
-    assert lay_out_(single("llama"), drafting=True) == "columns"
-    assert lay_out_(single("llama"), drafting=True) == "columns"
+    seen = []
+    monkeypatch.setattr(layout, "measure_layouts", lambda model: seen.append(1) or fastest("columns"))
+    assert [lay_out_(single("llama"), drafting=True) for _ in range(2)] == ["columns", "columns"]
     assert len(seen) == 1
     (kept,) = (tmp_path / "layouts").iterdir()
-    assert layout_times(single("llama")) == measured
-    assert {name: list(row.values()) for name, row in json.loads(kept.read_text()).items()} == {
-        "rows": [50, 50, 50, 50, 50, 300],
-        "columns": [40, 40, 40, 40, 40, 300],
-    }
+    assert set(json.loads(kept.read_text())) == set(LAYOUTS)
     for broken in ("", "{}", "[1]", '{"rows": {"1": "a"}}', '{"rows": {"1": 1, "2": 1, "4": 1, "8": 1, "128": -1}}'):
         kept.write_text(broken)
         assert lay_out_(single("llama"), drafting=True) == "columns"
     assert len(seen) == 6
 
 
-@packs
+@needs_onednn
 def test_a_layout_whose_products_are_wrong_is_left_out(monkeypatch):
     real = torch.ops.mkldnn._reorder_linear_weight
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda weight, rows: real(weight * 1.001, rows))
     assert set(measure_layouts(single("llama"))) == {"rows", "columns"}
 
 
+@needs_onednn
 def test_a_layout_that_is_not_to_be_had_is_left_out(monkeypatch):
     def refuse(weight, rows):
         raise RuntimeError("not built with it")

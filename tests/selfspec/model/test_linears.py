@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from layouts import needs_onednn
 from models import CONFIGS, plain, tiny
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -130,7 +131,7 @@ def test_a_hooked_linear_is_called_as_its_model_would_call_it():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_onednn)])
 def test_a_linear_over_some_outputs(bias, packed):
     holder = nn.Module()
     holder.head = nn.Linear(32, 9, bias=bias)

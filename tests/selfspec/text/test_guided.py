@@ -10,6 +10,7 @@ import torch
 from toys import RandomTree, Scripted
 from transformers import GenerationConfig
 from transformers.generation.logits_process import SequenceBiasLogitsProcessor
+from wants import needs
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
@@ -17,6 +18,7 @@ from selfspec.facts.skip import SkipSet
 from selfspec.facts.stats import Stats
 from selfspec.text.guided import Guide
 
+pytestmark = needs("llguidance", "llguidance")
 REGEX = r" *[a-z_]+\((self|cls)(, [a-z_]+)*\):\n"
 SCHEMA = {
     "type": "object",

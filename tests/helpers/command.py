@@ -1,0 +1,90 @@
+"""`selfspec` in a process of its own, in which something happens at a given point, however processes are scheduled.
+
+`python command.py EVENT:N ARGUMENTS...`, with EVENT one of
+
+- `together`: a search waits after each of its first N trials until another worker has made as many;
+- `killed`: a search is killed (-9) when it has said what it scores next and N trials are known;
+- `interrupted`: a search gets Ctrl-C at that point;
+- `interrupted-text`: a generation gets Ctrl-C at its Nth token.
+
+Costs are told, not measured.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from selfspec.search import prepare
+from selfspec.search.ledger import Ledger
+
+from selfspec.cli import main
+from selfspec.facts.costs import CostModel
+from selfspec.text.pieces import TextStream
+
+COSTS = CostModel(
+    context=60, base=1e-4, attention=4e-5, mlp=4e-5, widths=[1, 2, 8], verify=[1.3e-3, 1.35e-3, 1.5e-3], round=4e-5
+)
+
+
+def together(n: int) -> None:
+    """Wait for the other worker."""
+    keep_score = Ledger.keep_score
+
+    def keep_and_wait(self, *args, **options):
+        keep_score(self, *args, **options)
+        mine = sum(entry.worker == self.worker for entry in self.entries)
+        given_up = time.monotonic() + 300  # the other has failed
+        while sum(entry.worker != self.worker for entry in self.entries) < min(mine, n):
+            assert time.monotonic() < given_up
+            time.sleep(0.02)
+            self.refresh()
+
+    Ledger.keep_score = keep_and_wait
+
+
+def sent(signal_number: signal.Signals) -> Callable[[int], None]:
+    """Get a signal while a search scores."""
+
+    def at(n: int) -> None:
+        claim = Ledger.claim
+
+        def claim_and_end(self, skip):
+            claim(self, skip)
+            if skip is not None and len(self.entries) >= n:
+                os.kill(os.getpid(), signal_number)
+
+        Ledger.claim = claim_and_end
+
+    return at
+
+
+def interrupted_text(n: int) -> None:
+    """Get Ctrl-C while text is generated."""
+    push, tokens = TextStream.push, []
+
+    def push_and_end(self, token):
+        tokens.append(token)
+        if len(tokens) == n:
+            os.kill(os.getpid(), signal.SIGINT)
+        return push(self, token)
+
+    TextStream.push = push_and_end
+
+
+EVENTS = {
+    "together": together,
+    "killed": sent(signal.SIGKILL),
+    "interrupted": sent(signal.SIGINT),
+    "interrupted-text": interrupted_text,
+}
+
+if __name__ == "__main__":
+    event, _, n = sys.argv[1].partition(":")
+    EVENTS[event](int(n))
+    prepare.measure_costs = lambda *_, **__: COSTS
+    sys.argv = ["selfspec", *sys.argv[2:]]
+    main()

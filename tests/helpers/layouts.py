@@ -1,0 +1,35 @@
+"""How weights lie in memory in tests: `auto` is told what it would have measured, so no test rests on the machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from wants import reason
+
+from selfspec.model.layout import LAYOUTS, WIDTHS, Times, layout_times
+from selfspec.model.loading import load_model
+
+HAS_ONEDNN = bool(torch.backends.mkldnn.is_available())
+AVAILABLE = [name for name in LAYOUTS if name != "onednn" or HAS_ONEDNN]
+CHOOSABLE = list(LAYOUTS) if HAS_ONEDNN else ["rows"]  # by `auto`, which without oneDNN has nothing to choose from
+needs_onednn = pytest.mark.skipif(not HAS_ONEDNN, reason=reason("oneDNN"))
+
+
+def fastest(plain: str, drafting: str | None = None) -> Times:
+    """Times by which `choose` takes one layout for plain decoding, and `drafting` (or the same) for drafts.
+
+    Both read one row about as fast, as a layout for drafting must; `drafting` reads more rows faster.
+    """
+    times: Times = {name: dict.fromkeys(WIDTHS, 4.0) for name in LAYOUTS}
+    times[plain] = {width: 1.0 if width == 1 else 2.0 for width in WIDTHS}
+    if drafting is not None and drafting != plain:
+        times[drafting] = {width: 2.0 if width == max(WIDTHS) else 1.02 for width in WIDTHS}
+    return times
+
+
+def tell_commands() -> None:
+    """Keep what this process was told in the cache for the built-in model, where commands in other processes look."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("THP_MEM_ALLOC_ENABLE", "1")  # as the command sets it: times are kept for each setting
+        model, _ = load_model("builtin", device="cpu", dtype="float32")
+        layout_times(model)
