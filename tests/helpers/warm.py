@@ -1,0 +1,140 @@
+"""Commands that start at once: a process that has imported everything forks for each `selfspec` or `python` it is told.
+
+`WarmShell` puts two programs of those names before all others on the PATH. They hand their arguments, folder and open
+files to the process, which runs the command line or the script as a process of its own would, and give its exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+
+IMPORTED = ("selfspec.cli.app", "selfspec.search.study", "selfspec.search.pick", "selfspec.show.report", "transformers")
+CLIENT = """#!{python} -SEI
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect({address!r})
+    told = json.dumps([os.path.basename(sys.argv[0]), os.getcwd(), sys.argv[1:]]).encode()
+    socket.send_fds(server, [len(told).to_bytes(4, "big")], [0, 1, 2])
+    server.sendall(told)
+    sys.exit((server.recv(1) or b"\\x46")[0])
+"""
+
+
+class WarmShell:
+    """Runs bash with warm commands. `budgets`: what is added to a command's options, by its name, so that it is brief.
+
+    `constants`: other values for modules' names, such as `{"package.module.NAME": 1}`.
+    """
+
+    def __init__(self, folder: Path, budgets: Mapping[str, str], constants: Mapping[str, float]) -> None:
+        address = str(folder / "warm")
+        self._programs = folder / "bin"
+        self._programs.mkdir()
+        for name in ("selfspec", "python"):
+            program = self._programs / name
+            program.write_text(CLIENT.format(python=sys.executable, address=address))
+            program.chmod(0o755)
+        told = json.dumps([address, budgets, constants])
+        self._process = subprocess.Popen([sys.executable, __file__, told], stdin=subprocess.DEVNULL)
+        while not os.path.exists(address):
+            assert self._process.poll() is None, "the process that runs the commands has ended"
+            time.sleep(0.02)
+
+    def run(self, script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+        """Run a `.sh` or `.py` file in a folder; what it wrote is in `stdout`."""
+        program = "python" if script.suffix == ".py" else "bash"
+        strict = [] if script.suffix == ".py" else ["-euo", "pipefail"]
+        path = f"{self._programs}{os.pathsep}{os.environ['PATH']}"
+        return subprocess.run(
+            [str(self._programs / program) if program == "python" else program, *strict, str(script)],
+            cwd=folder,
+            env={**os.environ, "PATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+
+def _serve(address: str, budgets: Mapping[str, str], constants: Mapping[str, float]) -> None:
+    for name in IMPORTED:
+        import_module(name)
+    for name, value in constants.items():
+        module, _, constant = name.rpartition(".")
+        found = import_module(module)
+        assert hasattr(found, constant), f"{name} is not there any more"
+        setattr(found, constant, value)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(address)
+        server.listen()
+        while True:
+            client, _ = server.accept()
+            while _reaped():
+                pass
+            if os.fork() == 0:
+                server.close()
+                _answer(client, budgets)
+            client.close()
+
+
+def _reaped() -> bool:
+    """Whether a child had ended, so that none stays as a zombie."""
+    with contextlib.suppress(ChildProcessError):
+        return os.waitpid(-1, os.WNOHANG)[0] != 0
+    return False
+
+
+def _answer(client: socket.socket, budgets: Mapping[str, str]) -> None:
+    size, files, _, _ = socket.recv_fds(client, 4, 3)
+    told = b""
+    while len(told) < int.from_bytes(size, "big"):
+        told += client.recv(1 << 16)
+    program, folder, arguments = json.loads(told)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(folder)
+    code = 1
+    try:
+        if program == "python":
+            sys.argv = arguments
+            runpy.run_path(arguments[0], run_name="__main__")
+        else:
+            from selfspec.cli import main
+
+            sys.argv = ["selfspec", *arguments, *budgets.get(arguments[0], "").split()]
+            main()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        client.sendall(bytes([code]))
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve(*json.loads(sys.argv[1]))

@@ -1,0 +1,180 @@
+"""The README and docs/: their examples run, their links and anchors lead somewhere, their options are the commands'.
+
+Every block marked `bash` or `python` is run, in order, in a folder of its own for each file, by bash and by Python, on
+the built-in model. Those marked `no-run=REASON` are not, for one of the reasons in `NOT_RUN`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import typer
+from warm import WarmShell
+
+from selfspec.cli.app import app
+from selfspec.profile import parse_profile
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUN = [path for path in DOCS if path.name not in ("CONTRIBUTING.md", "extending.md")]  # the latter has its own test
+NOT_RUN = {
+    "hub": "needs a model or prompts of the hub",
+    "gpus": "needs several GPUs",
+    "database": "needs a database server",
+    "minutes": "takes minutes, or is what runs these tests",
+}
+BUDGETS = {  # added to a command's own options, so that the last word is theirs
+    "search": "--trials 2 --prompts 2 --max-new-tokens 8",
+    "generate": "--max-new-tokens 8",
+    "audit": "--limit 1 --max-new-tokens 8",
+    "bench": "--limit 1 --max-new-tokens 8 --rounds 1 --methods plain,guarded --temperature 0",
+    "report": "--limit 1 --max-new-tokens 8",
+}
+CONSTANTS = {  # of measuring: here it need not be exact
+    "selfspec.measure.cost_fitting.LONGER": 1,
+    "selfspec.measure.cost_fitting.FITTED": 4,
+    "selfspec.measure.cost_fitting.FRESH": 1,
+    "selfspec.model.layout._BUDGET": 0,
+}
+README_LINES = 250
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: the line it begins at, its language, what else is said of it, and what it holds."""
+
+    line: int
+    language: str
+    said: str
+    text: str
+
+
+def blocks(path: Path) -> list[Block]:
+    """The fenced blocks of a file."""
+    found, opened, lines = [], None, []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if opened is None and (fence := re.match(r"```(\w*) ?(.*)", line.strip())):
+            opened = (number, fence[1], fence[2])
+        elif opened is not None and line.strip() == "```":
+            found.append(Block(*opened, "\n".join(lines) + "\n"))
+            opened, lines = None, []
+        elif opened is not None:
+            lines.append(line)
+    assert opened is None, f"{path.name}:{opened} has no end"
+    return found
+
+
+def prose(path: Path) -> str:
+    """A file without its fenced blocks and inline code."""
+    text = re.sub(r"^ *```.*?^ *```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def anchors(path: Path) -> list[str]:
+    """The anchors that GitHub gives a file's headings."""
+    text = re.sub(r"^ *```.*?^ *```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found: list[str] = []
+    for heading in re.findall(r"^#+ +(.+?) *$", text, flags=re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        anchor = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        again = sum(anchor == other or other.startswith(f"{anchor}-") for other in found)
+        found.append(f"{anchor}-{again}" if anchor in found else anchor)
+    return found
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.fixture(scope="session")
+def shell(tmp_path_factory, own_cache):
+    warm = WarmShell(tmp_path_factory.mktemp("warm"), BUDGETS, CONSTANTS)
+    yield warm
+    warm.close()
+
+
+@pytest.mark.parametrize("path", RUN, ids=named)
+def test_examples_run(path, shell, tmp_path):
+    code = shutil.ignore_patterns("__pycache__", "model")
+    shutil.copytree(ROOT / "selfspec", tmp_path / "selfspec", ignore=code)  # which examples take for text
+    shutil.copytree(ROOT / "tests/scripts", tmp_path / "tests/scripts", ignore=code)
+    for block in blocks(path):
+        if block.language in ("bash", "python") and not block.said:
+            script = tmp_path / ("block.sh" if block.language == "bash" else "block.py")
+            script.write_text(block.text)
+            done = shell.run(script, tmp_path)
+            assert done.returncode == 0, f"{named(path)}:{block.line}\n{block.text}\n{done.stdout}"
+        elif block.language == "yaml" and block.said == "profile":
+            parse_profile(block.text, source=f"{named(path)}:{block.line}")
+
+
+@pytest.mark.parametrize("path", DOCS, ids=named)
+def test_every_block_says_what_it_is(path):
+    known = {"bash", "python", *(f"{language} no-run={why}" for language in ("bash", "python") for why in NOT_RUN)}
+    known |= {"yaml", "yaml profile", "text"}
+    assert [
+        f"{b.line}: {b.language} {b.said}" for b in blocks(path) if f"{b.language} {b.said}".strip() not in known
+    ] == []
+
+
+def test_the_reasons_for_not_running_are_told():
+    told = (ROOT / "docs/README.md").read_text()
+    assert [why for why in NOT_RUN.values() if why not in told] == []
+
+
+@pytest.mark.parametrize("path", DOCS, ids=named)
+def test_links_lead_somewhere(path):
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+        if not link.startswith(("http://", "https://")):
+            file, _, anchor = link.partition("#")
+            target = path if not file else (path.parent / file).resolve()
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                dead.append(link)
+    assert dead == []
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+@pytest.mark.parametrize("path", [p for p in DOCS if p.parent != ROOT and p.name != "README.md"], ids=named)
+def test_every_page_is_found_from_the_index(path):
+    assert f"]({path.name})" in (ROOT / "docs/README.md").read_text()
+
+
+def commands():
+    """Every command by its name, as on the command line, with the options it has."""
+    top = typer.main.get_command(app)
+    for name, command in top.commands.items():
+        inner = {f"{name} {sub}": one for sub, one in command.commands.items()} if hasattr(command, "commands") else {}
+        for full, one in (inner or {name: command}).items():
+            options = [o for param in one.params for o in (*param.opts, *param.secondary_opts) if o.startswith("--")]
+            yield full, set(options) - {"--help"}
+
+
+def sections():
+    """The command line's page: for each heading, the options that its tables name."""
+    text = (ROOT / "docs/command-line.md").read_text()
+    for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        heading, _, body = part.partition("\n")
+        rows = re.findall(r"^\| (`--?.*?) \|", body, flags=re.MULTILINE)
+        yield heading.replace("`", "").strip(), {o for row in rows for o in re.findall(r"--[a-z][a-z-]*", row)}
+
+
+def test_every_option_is_told():
+    told = dict(sections())
+    shared = told["Which prompts"] | told["Where a model runs"]
+    lacking = {
+        name: options - told.get(f"selfspec {name}", told["selfspec profile"]) - shared for name, options in commands()
+    }
+    assert {name: options for name, options in lacking.items() if options} == {}
+
+
+def test_every_option_told_is_there():
+    there = {option for _, options in commands() for option in options}
+    assert {heading: options - there for heading, options in sections() if options - there} == {}
