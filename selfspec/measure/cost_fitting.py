@@ -18,18 +18,16 @@ import torch
 from selfspec.basics.machine import synchronise
 from selfspec.controllers import FixedK
 from selfspec.decoding.loop import decode
-from selfspec.drafters import LayerSkipDrafter
+from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.facts.costs import CostModel
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
-from selfspec.facts.work import Work
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
-from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
+from selfspec.speculation.drafts import NO_DRAFT, Draft
 from selfspec.speculation.rules import find_rule
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.step import Step
 
 # Drafted tokens, and how often in one decoding: short drafts are common when decoding, and caches settle accordingly.
 LENGTHS = {1: 6, 2: 5, 3: 4, 4: 3, 5: 2, 7: 2, 11: 1, 15: 1}
@@ -48,18 +46,14 @@ class _Sample:
     rest: float  # seconds of the round beside drafting
 
 
-class _Probe:
+class _Probe(PlainDrafter):
     """Drafts as it is told, and times itself."""
 
-    hidden: Sequence[int] = ()
     drafts = True
 
     def __init__(self, drafter: LayerSkipDrafter) -> None:
         self.drafter = drafter
         self.length, self.seconds = 0, 0.0
-
-    def begin(self, seq: SequenceState, prefill: Step) -> None:
-        """Nothing to prepare."""
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """A chain of `length` tokens."""
@@ -71,16 +65,6 @@ class _Probe:
         synchronise(self.drafter.runtime.device)
         self.seconds = time.perf_counter() - start
         return drafts
-
-    def dearest(self, limit: Limit) -> Work:
-        """The drafter's own."""
-        return self.drafter.dearest(limit)
-
-    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Nothing to learn."""
-
-    def end(self, seq: SequenceState) -> None:
-        """Nothing to clean up."""
 
 
 @dataclass(frozen=True, slots=True)
