@@ -49,8 +49,12 @@ class _Round:
 
 @dataclass(slots=True)
 class _Prices:
-    """Seconds of a plain round, and what drafted rounds took for each part of their work and for the rest, lately."""
+    """Seconds of a plain round, and what drafted rounds took for each part of their work and for the rest, lately.
 
+    `sequences`: how many take these rounds together.
+    """
+
+    sequences: int = 1
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     step: float = 0.0  # a plain round, by the median
     parts: dict[Part, deque[float]] = field(default_factory=dict)
@@ -84,9 +88,9 @@ class _Prices:
                 self.plain.clear()
 
     def part(self, part: Part) -> float:
-        """Seconds of one call of a part; before the first, a guess."""
+        """Seconds of one call of a part for one sequence; before the first, a guess."""
         known = self.parts.get(part)
-        return _dear(known) if known else self.step
+        return _dear(known) if known else self.step / self.sequences
 
     def draft(self, work: Work) -> float:
         """Seconds of a draft that takes this work."""
@@ -166,7 +170,8 @@ class Guard:
     @property
     def prices(self) -> _Prices:
         """What rounds of as many sequences as there are now have taken."""
-        return self._prices.setdefault(len(self._accounts), _Prices())
+        sequences = max(1, len(self._accounts))
+        return self._prices.setdefault(sequences, _Prices(sequences))
 
     def _to_spend(self, timed: set[SequenceState]) -> float:
         """Seconds that drafting may take in this round, so that each of the sequences keeps its bound."""
@@ -194,8 +199,7 @@ class Guard:
         left = account.slack + 1 + SHARE + START
 
         def fits(depth: int, nodes: int) -> bool:
-            work = self.drafter.dearest(Limit(depth, nodes)) or UNNAMED
-            return outlook.price(work) + outlook.rounds[1 + nodes] <= left
+            return outlook.price(self.drafter.dearest(Limit(depth, nodes))) + outlook.rounds[1 + nodes] <= left
 
         depth = _most(lambda n: fits(n, n), min(limit.depth, limit.nodes))
         return Limit(depth, depth + _most(lambda n: fits(depth, depth + n), limit.nodes - depth)) if depth else NOTHING
@@ -205,8 +209,8 @@ class Guard:
         account, draft, tokens = self._accounts[seq], outcome.draft, len(outcome.tokens)
         if seq.sampler.seeded:
             if self.outlook is not None:
-                took = self.outlook.price(draft.work or UNNAMED) if len(draft) else 0.0
-                account.slack += (1 + SHARE) * tokens - took - self.outlook.rounds[1 + len(draft)]
+                took = self.outlook.price(draft.work) + self.outlook.rounds[1 + len(draft)]
+                account.slack += (1 + SHARE) * tokens - took
         elif self._round is not None and seq in self._round.left:  # else the loop asked for no draft
             self._settle(account, self._round, tokens)
             self._round.left.discard(seq)

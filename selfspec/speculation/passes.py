@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,8 +20,7 @@ class Placed(NamedTuple):
     draft: Draft = NO_DRAFT
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(NamedTuple):
     """Tokens `[B, n]` of one pass, with positions, slots, mask `[B, n, S]` and cache rows as `forward` takes them.
 
     A draft's root comes first, then its tokens in order. `at[i]`: the row b of the i-th draft.

@@ -11,9 +11,10 @@ from toys import RandomTree
 
 from selfspec.controllers import FixedK
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
+from selfspec.drafters.guard import _Prices
 from selfspec.facts.acceptance import Outlook
 from selfspec.facts.skip import SkipSet
-from selfspec.facts.work import steps_of
+from selfspec.facts.work import NO_WORK, Part, steps_of
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
@@ -239,3 +240,92 @@ def test_rounds_that_ask_for_no_draft_are_not_counted():
     for room in (1, 2, 3, 20):
         for first_plain in (False, True):
             assert run(runtime, guard, [1, 2, 3], room, first_plain=first_plain)[0] == plain(runtime, [1, 2, 3], room)
+
+
+class Wide(Chain):
+    """Drafts one token with as many other candidates as it may."""
+
+    def propose(self, seqs, limits):
+        return [Draft((0,) * limit.nodes, (-1,) * limit.nodes, None, (-1,) * limit.nodes) for limit in limits]
+
+    def dearest(self, limit):
+        return NO_WORK
+
+
+def test_with_a_seed_every_row_that_is_verified_is_budgeted():
+    """A round costs a plain step and a tenth more for each row: candidates that bring nothing stay within the bound."""
+    outlook = Outlook(0.0, tuple(1 + 0.1 * max(rows - 1, 0) for rows in range(66)))
+    guard = Guard(Wide(Clock(), 0.0), outlook=outlook)
+    seq = SequenceState([0], 200, Sampler(temperature=1.0, seed=1))
+    guard.begin(seq, STEP)
+    lost, rows = 0.0, []
+    while seq.room:
+        (draft,) = guard.propose([seq], [Limit(seq.room - 1)]) if seq.room > 1 else (NO_DRAFT,)
+        rows.append(len(draft))
+        lost += outlook.rounds[1 + len(draft)] - 1  # nothing is accepted
+        guard.observe(seq, Outcome(draft, (), seq.emit([0]), STEP))
+        assert lost <= 1.65 + 0.015 * len(seq.tokens) + 1e-9
+    assert rows[0] == 16  # 1.665 plain steps may be lost in the first round
+    assert sum(rows) > 20
+
+
+class Parts(Chain):
+    """Looks up for next to nothing, then drafts three tokens at once; says what it took."""
+
+    LOOKUP, WIDE = Part("lookup"), Part("draft step", 3)
+
+    def propose(self, seqs, limits):
+        self.clock.now += 0.01 + 2 * self.seconds
+        self.made += 1
+        return [Draft.chain([0] * min(2, limits[0].depth), work=((self.LOOKUP, 1), (self.WIDE, 2)))]
+
+    def dearest(self, limit):
+        return ((self.LOOKUP, 1), (self.WIDE, limit.depth))
+
+
+@pytest.mark.parametrize("tokens", [100, 500])
+def test_the_bound_holds_for_work_of_several_parts(tokens):
+    clock = Clock()
+    drafter = Parts(clock, 0.4)
+    took, usual, _ = decode(Guard(drafter, clock=clock), clock, tokens, accepted=lambda n: 0)
+    assert usual < took <= (1.05 if tokens == 100 else 1.03) * usual
+    assert drafter.made >= 2
+
+
+def test_several_parts_are_priced_apart_by_what_they_were_known_to_take():
+    prices = _Prices(step=1.0)
+    lookup, step = Part("lookup"), Part("draft step")
+    prices.see_drafted(((step, 2),), 0.8, 1.2)
+    assert prices.part(step) == pytest.approx(0.4)
+    prices.see_drafted(((lookup, 1), (step, 2)), 0.9, 1.2)  # a lookup is taken for a plain step at first: 1 to 0.8
+    assert (prices.part(lookup), prices.part(step)) == (pytest.approx(0.5), pytest.approx(0.2))
+    for _ in range(8):
+        prices.see_drafted(((lookup, 1),), 0.01, 1.2)
+        prices.see_drafted(((step, 1),), 0.4, 1.2)
+    assert prices.draft(((lookup, 1), (step, 3))) == pytest.approx(0.01 + 1.2)
+
+
+def test_of_sequences_that_take_rounds_together_each_keeps_the_bound():
+    """Three of them, one always right and two never: against plain rounds of three, none is later than the bound."""
+    clock = Clock()
+
+    class Lockstep(Chain):
+        def propose(self, seqs, limits):
+            deepest = max(min(4, limit.depth) for limit in limits)
+            self.clock.now += deepest * self.seconds
+            self.made += 1
+            return [Draft.chain([0] * min(4, limit.depth), work=steps_of(min(4, limit.depth))) for limit in limits]
+
+    guard = Guard(Lockstep(clock, 0.3), clock=clock)
+    seqs = [SequenceState([0], 150, Sampler()) for _ in range(3)]
+    for seq in seqs:
+        guard.begin(seq, STEP)
+    for _ in range(100):
+        drafts = guard.propose(seqs, [Limit(seq.room - 1) for seq in seqs])
+        widest = max(map(len, drafts))
+        clock.now += 1.0 if not widest else 1.3 + 0.03 * widest
+        for seq, draft, right in zip(seqs, drafts, (True, False, False), strict=True):
+            kept = len(draft) if right else 0
+            guard.observe(seq, Outcome(draft, tuple(range(kept)), seq.emit([0] * (kept + 1)), STEP))
+            assert clock.now <= 1.05 * (len(seq.tokens) - 1) + 2.5  # each token is worth a plain round of three
+    assert guard.drafter.made >= 2
