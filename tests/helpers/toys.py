@@ -13,10 +13,13 @@ from transformers import LogitsProcessor
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.facts.work import Work, steps_of
+from selfspec.runtime.checkers import ModelChecker
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.passes import Placed, lay_out
+from selfspec.speculation.rounds import one_round
+from selfspec.speculation.rules import greedy, match
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.step import Step
@@ -188,6 +191,52 @@ class Lockstep(Toy):
             Draft.chain(new, q=None if seq.sampler.greedy else torch.stack(q)) if new else NO_DRAFT
             for seq, new, q in zip(seqs, tokens, rows, strict=True)
         ]
+
+
+class Staged(Toy):
+    """A round within a round: another model checks what a free drafter proposes, and what it emits is the draft.
+
+    The inner round's p, before any residual, is the outer round's q.
+    """
+
+    def __init__(self, runtime: Runtime, proposals: Toy, depth: int = 3) -> None:
+        self.runtime, self.proposals, self.depth = runtime, proposals, depth
+        self.checker = ModelChecker(runtime)
+        self.inner: dict[SequenceState, SequenceState] = {}
+        self._held = ExitStack()
+
+    def begin(self, seq: SequenceState, prefill: Step) -> None:
+        if not self.inner:
+            self._held.enter_context(self.runtime.session(0))
+        rule = None if seq.rule in (None, greedy, match) else seq.rule
+        self.inner[seq] = SequenceState(list(seq.tokens), seq.room, seq.sampler, seq.ends, seq.row, rule)
+        self.runtime.cache.clear(seq.row)
+        self.runtime.reserve(len(seq.tokens) + seq.room + 2 * self.depth)
+
+    def end(self, seq: SequenceState) -> None:
+        self.inner.pop(seq, None)
+        if not self.inner:
+            self._held.close()
+
+    def draft(self, seq: SequenceState) -> Draft:
+        if seq.room < 2:
+            return NO_DRAFT
+        inner, cache = self.inner[seq], self.runtime.cache
+        inner.tokens, inner.room = list(seq.tokens), min(self.depth, seq.room - 1)
+        known, end = min(cache.length[seq.row], len(seq.tokens) - 1), len(seq.tokens) - 1
+        if known < end:  # what was committed since; the last token is the inner round's own
+            rows = slice(seq.row, seq.row + 1)
+            self.runtime.forward(torch.tensor([seq.tokens[known:end]]), known, rows=rows, logits=None)
+        cache.length[seq.row] = end
+        (outcome,) = one_round(self.checker, self.proposals, [inner], [Limit(inner.room - 1)])
+        laws = outcome.laws
+        return Draft.chain(outcome.tokens, q=None if laws is None else laws[: len(outcome.tokens)])
+
+    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
+        """Of what the inner round kept, no more keys are right than tokens were accepted."""
+        before = len(seq.tokens) - len(outcome.tokens)
+        cache = self.runtime.cache
+        cache.length[seq.row] = min(cache.length[seq.row], before + len(outcome.path))
 
 
 class Scripted(Toy):

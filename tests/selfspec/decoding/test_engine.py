@@ -6,7 +6,7 @@ import random
 
 import pytest
 from models import plain, run, small
-from toys import HiddenHead, Lockstep, RandomTree, Scripted, TinyModel
+from toys import HiddenHead, Lockstep, RandomTree, Scripted, Staged, TinyModel
 
 from selfspec.basics.errors import BusyError, SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
@@ -32,6 +32,9 @@ DRAFTERS = {
     "hidden head": HiddenHead,
     "tiny model": lambda runtime: TinyModel(Runtime(small(VOCABULARY, 1, seed=3), rows=ROWS)),
     "lockstep": Lockstep,
+    "staged": lambda runtime: Staged(
+        Runtime(small(VOCABULARY, 2, seed=3), rows=ROWS), RandomTree(VOCABULARY, (2, 1)), depth=4
+    ),
     "layer skip, fixed": lambda runtime: LayerSkipDrafter(runtime, SKIP, FixedK(3)),
     "layer skip, candidates": lambda runtime: LayerSkipDrafter(runtime, SKIP, StaticThreshold(0.3, 4), candidates=3),
     "layer skip, vocabulary": lambda runtime: LayerSkipDrafter(runtime, DraftPath(SKIP, (1, 2, 4, 5, 8, 9)), FixedK(3)),

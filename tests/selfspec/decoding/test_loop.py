@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from models import plain, run, small
-from toys import HiddenHead, RandomTree, Scripted, TinyModel, always_wrong, oracle
+from toys import HiddenHead, RandomTree, Scripted, Staged, TinyModel, always_wrong, oracle
 from transformers import SuppressTokensLogitsProcessor
 
 from selfspec.basics.errors import BusyError
@@ -29,6 +29,7 @@ DRAFTERS = {
     "random tree": lambda runtime, prompt: RandomTree(VOCABULARY, (3, 2, 1)),
     "hidden head": lambda runtime, prompt: HiddenHead(runtime),
     "tiny model": lambda runtime, prompt: TinyModel(Runtime(small(VOCABULARY, 1, seed=3))),
+    "staged": lambda runtime, prompt: Staged(Runtime(small(VOCABULARY, 2, seed=3)), RandomTree(VOCABULARY, (2, 1))),
     "same model": lambda runtime, prompt: TinyModel(Runtime(runtime.model)),
     "always wrong": lambda runtime, prompt: always_wrong(prompt, plain(runtime, prompt, 20), VOCABULARY),
     "always right": lambda runtime, prompt: oracle(prompt, plain(runtime, prompt, 20)),

@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 from models import run, small
-from toys import Enumerating, HiddenHead, RandomTree, Reusing, Scripted, TinyModel, enumerate_outcomes
+from toys import Enumerating, HiddenHead, RandomTree, Reusing, Scripted, Staged, TinyModel, enumerate_outcomes
 from transformers.generation import logits_process as hf
 
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
@@ -44,6 +44,10 @@ DRAFTERS = {
     "one-hot": lambda runtime: Scripted(lambda tokens: [sum(tokens) % 3, len(tokens) % 3], 2),
     "hidden head": HiddenHead,
     "tiny model": lambda runtime: TinyModel(Runtime(small(VOCABULARY, 1, seed=9)), 2),
+    "staged": lambda runtime: Staged(Runtime(small(VOCABULARY, 1, seed=9)), RandomTree(VOCABULARY, (1, 1)), 2),
+    "staged, candidates": lambda runtime: Staged(
+        Runtime(small(VOCABULARY, 1, seed=9)), RandomTree(VOCABULARY, (2,)), 2
+    ),
     "layer skip, fixed": lambda runtime: LayerSkipDrafter(runtime, SkipSet((0,), (1,)), FixedK(2)),
     "layer skip, static": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (1,)), StaticThreshold(0.4, 3)),
     "layer skip, candidates": lambda runtime: LayerSkipDrafter(
