@@ -207,7 +207,7 @@ def _print_stats(generation: Generation) -> None:
 def _compare(llm: LLM, usual: LLM, prompt: str, drafter: Drafter, how: Options, *, as_json: bool, color: bool) -> None:
     from selfspec.measure.timing import compare
 
-    result = compare(llm, prompt, drafter, how, rounds=COMPARE_ROUNDS, usual=usual)
+    result = compare(llm, prompt, drafter, how, rounds=COMPARE_ROUNDS, as_loaded=usual)
     if as_json:
         print_json({**_as_json(result.draft, events=color), "compare": result.as_dict()})
     else:
