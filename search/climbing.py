@@ -21,8 +21,8 @@ class Climb:
         self._space = space
         self._random = random.Random(seed)
         self._queue = [space.bits(skip) for skip in queue]
-        self._gains = list(gains) or [0.0] * len(space)  # what setting each variable brings, as last seen
-        self._order = self._random.sample(range(len(space)), len(space))  # among equals
+        self._gains = list(gains) or [0.0] * len(space)  # of setting each variable, in score, when it was last tried
+        self._order = self._random.sample(range(len(space)), len(space))  # of variables that promise the same
         self._scores: dict[tuple[bool, ...], float] = {}
         self._best: tuple[bool, ...] | None = None
         self._from: tuple[tuple[bool, ...], int] | None = None  # the base and the variable of a single change
@@ -70,8 +70,8 @@ class Climb:
 class Greedy:
     """Greedy elimination to the end, lazily (Minoux 1978), then climbing from the best set seen.
 
-    From nothing skipped, the variable whose skipping promises most is tried; if it keeps its promise it stays skipped,
-    otherwise it waits with what it was worth now.
+    Begins with nothing skipped, and tries the variable whose skipping promises the highest gain. If what it brings is
+    no less than any other promises, it stays skipped; otherwise what it brought is what it promises from now on.
     """
 
     def __init__(self, space: Space, *, seed: int, gains: Sequence[float] = ()) -> None:
@@ -102,7 +102,7 @@ class Greedy:
         return self._space.skip(_flip(self._base, self._tried))
 
     def tell(self, skip: SkipSet, score: float) -> None:
-        """Keep the variable skipped when no other promises more than it brought."""
+        """Keep the variable skipped if no other promises more than it brought."""
         self._climb.tell(skip, score)
         if self._score is None or self._tried is None:
             self._score = score
@@ -115,7 +115,7 @@ class Greedy:
         self._tried = None
 
     def learn(self, skip: SkipSet, score: float) -> None:
-        """Of use once all is eliminated."""
+        """Record the score for the climbing that follows the elimination."""
         self._climb.learn(skip, score)
 
 

@@ -16,9 +16,9 @@ from .target_text import Text
 
 
 class Committed:
-    """`tokens` `[texts, longest]`, padded, and `lengths` `[texts, 1]`; their keys lie in the slots of their positions.
+    """`tokens` `[texts, longest]`, padded, and `lengths` `[texts, 1]`; the slot of a token's keys is its position.
 
-    Whose keys: those of the model without the sub-layers that `hold` was last told, once it was.
+    The keys are those that the model makes without the sub-layers last given to `hold`; before that there are none.
     """
 
     def __init__(self, runtime: Runtime, texts: Sequence[Text]) -> None:
@@ -32,7 +32,7 @@ class Committed:
         self._held: SkipSet | None = None
 
     def hold(self, skip: SkipSet) -> None:
-        """One causal pass over each text without the sub-layers in `skip`, where its keys are not held already."""
+        """Fill the cache by a causal pass over each text without the sub-layers in `skip`, unless it is so filled."""
         if skip == self._held:
             return
         self.forget()
@@ -44,11 +44,11 @@ class Committed:
         self._held = skip
 
     def forget(self) -> None:
-        """What was held is there no more: something else was, or will be, written in its place."""
+        """The cached keys are overwritten, or will be: the next `hold` makes them again."""
         self._held = None
 
     def targets(self, sampler: Sampler) -> Tensor | None:
-        """The whole model's distribution at each start `[starts, V]`, None where there are none; its keys are held."""
+        """The whole model's distribution at each start `[starts, V]`, None if there are none; its keys stay cached."""
         self.forget()
         found = []
         for row, text in enumerate(self._texts):

@@ -33,15 +33,15 @@ def finish(
     keep_best: bool,
     on_stage: Callable[[str, int | None], None],
     smaller_heads: Callable[[Sequence[Score]], list[Score]] | None = None,
-    usual: Callable[[], LLM] | None = None,
+    laid_out_for_plain: Callable[[], LLM] | None = None,
 ) -> Profile:
     """Choose among the best few of `scores` by measuring them on `prompts`, and complete the profile `base`.
 
     The best of many noisy scores is biased, so the measured best wins, and is then measured once more, against plain
     decoding. An interrupted search's best is taken as it is, and so is that of a search for drafts with keys of their
     own, as no decoding here is such; an interrupt here ends the measuring. `smaller_heads`
-    scores finalists again with draft vocabularies; the best of those joins them. `usual` gives the same model with
-    weights that lie as suits plain decoding. Raises `SelfspecError` when nothing was scored.
+    scores finalists again with draft vocabularies; the best of those joins them. `laid_out_for_plain` gives the same
+    model with its weights laid out in memory as suits plain decoding. Raises `SelfspecError` when nothing was scored.
     """
     search = base.search
     assert search is not None
@@ -58,8 +58,8 @@ def finish(
             on_stage("measuring the best few on held-out prompts" if held_out else "measuring the best few", None)
             best = _best(llm, base, finalists, prompts, decoding)
             drafter = llm.drafts_with(drafting_as(base, best))
-            other = usual() if usual is not None else None
-            measured = measure(llm, drafter, prompts, decoding.options(), held_out=held_out, usual=other)
+            plain_llm = laid_out_for_plain() if laid_out_for_plain is not None else None
+            measured = measure(llm, drafter, prompts, decoding.options(), held_out=held_out, plain_llm=plain_llm)
     except KeyboardInterrupt:
         search = search.model_copy(update={"interrupted": True})
     kept = keep_best or (best.speedup if measured is None else measured.speedup) > 1

@@ -1,4 +1,4 @@
-"""Draft heads over a part of the vocabulary: where the head is a large share of a draft step, fewer tokens pay."""
+"""Draft heads over a part of the vocabulary, for models whose head takes a large share of a draft step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from .objective import Replayed, Score
 
 SHARES = (4, 16)  # parts of the vocabulary: its most frequent quarter, and sixteenth
-WORTH_TRYING = 0.1  # of a draft step that the head takes
+WORTH_TRYING = 0.1  # the share of a draft step that the head must take
 
 
 def frequent(texts: Iterable[Sequence[int]], size: int) -> tuple[int, ...]:

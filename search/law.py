@@ -1,5 +1,6 @@
-"""Sampled replay, exact in law: what a real drafter and token verification did, given the text that came out.
+"""Sampled replay: draws the drafts that a real drafter would have made, given the text that came out.
 
+Drafts and the outcome of their verification follow exactly the joint distribution that they have in real decoding.
 Pure torch: knows nothing of models and texts.
 """
 
@@ -48,17 +49,18 @@ class Uniforms:
         return Uniforms(self.numbers[rows])
 
 
-def draft_beside(
+def draft_given_text(
     p: Tensor, q: Tensor, following: Tensor, matched: Tensor, noise: Noise, candidates: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a real drafter and verification would have done, given that the text came out: exact in law.
+    """One drafted token for each row, and how its verification ended, given that the text came out as it did.
 
     `q` `[n, V]`: the draft's distribution; `p` `[n, V]`: the target's, for rule `token`; for `block` it times the
     weight P of what is drafted so far (see `verify.block`). `following` `[n]`: the text's next token x, itself drawn
-    from the target's. Where `matched`, with chance min(1, q(x)/p(x)) the drafted token is x, accepted; otherwise it
-    is y ~ norm((q - p)+), rejected, and further candidates (drawn from q without those before) are tried against what
-    is left, norm((p - q)+). Elsewhere the token is drawn from q. Returns the drafted token, whether it is the text's,
-    and the number of the candidate that was x (0: none).
+    from the target's. Where all tokens drafted so far are the text's (`matched`), the drafted token is x, accepted,
+    with chance min(1, q(x)/p(x)). Otherwise it is some y ~ norm((q - p)+), rejected, and the other candidates, each
+    drawn from q without those before it, are tried against what is left of the target's, norm((p - q)+). Where an
+    earlier token was not the text's, the token is drawn from q. `candidates` counts the drafted token too. Returns the
+    drafted token, whether it is the text's, and which of the other candidates was x (1: the first; 0: none).
 
     Why so for `block`: it accepts at least i tokens of a draft that begins with x_1 .. x_i with chance P_i, whatever
     comes after them, so given the text with chance P_i q(x_1) .. q(x_i) / (p(x_1) .. p(x_i)); each step's share of
@@ -74,12 +76,12 @@ def draft_beside(
         token[off] = noise.pick(off).draw(q[off], 1)
     broken = (matched & ~accepted).nonzero().squeeze(-1)
     if len(broken):
-        token[broken], rank[broken] = _beside(p[broken], q[broken], x[broken], noise.pick(broken), candidates)
+        token[broken], rank[broken] = _rejected(p[broken], q[broken], x[broken], noise.pick(broken), candidates)
     return token, accepted, rank
 
 
-def _beside(p: Tensor, q: Tensor, x: Tensor, noise: Noise, candidates: int) -> tuple[Tensor, Tensor]:
-    """The token that was drafted where the text's, `x` `[n, 1]`, was not accepted, and which candidate that was."""
+def _rejected(p: Tensor, q: Tensor, x: Tensor, noise: Noise, candidates: int) -> tuple[Tensor, Tensor]:
+    """The drafted token where it was rejected, and which of the other candidates was the text's token `x` `[n, 1]`."""
     token = wrong = noise.draw(_left(q, p, otherwise=q), 1)
     rank = torch.zeros_like(wrong)
     untried, r, left = torch.ones_like(wrong, dtype=torch.bool), _left(p, q, otherwise=p), q

@@ -1,4 +1,4 @@
-"""What a study holds beside its best: the sets that no other beats in both acceptance and draft cost."""
+"""Picking from a study's trials: those that no other beats in both acceptance and draft cost, the best at a cost."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ def replayed(
     watch.stage("measuring costs", None)
     sampler = search.decoding.sampler()
     if ledger.costs is None:
-        usual = round(sum(text.prompt + text.new / 2 for text in texts) / len(texts))
-        ledger.keep_costs(measure_costs(llm.runtime, context=context or usual, sampler=sampler, seed=search.seed))
+        keys = round(sum(text.prompt + text.new / 2 for text in texts) / len(texts))
+        ledger.keep_costs(measure_costs(llm.runtime, context=context or keys, sampler=sampler, seed=search.seed))
     costs = ledger.costs
     assert costs is not None
     depth = deepest(controllers)

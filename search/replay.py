@@ -1,9 +1,9 @@
 """Parallel replay: what speculation would do on a text, computed without decoding it.
 
 Every place of a text starts a draft, and all drafts take their next step in one batched forward. Greedy, and under rule
-`match`, the trace is the one that real decoding gives; under `token` and `block` it follows the same joint law as text
-and drafts of real decoding do. (Under `block`, but for what is drafted after the first wrong token: real drafts shun
-there what would have mended them, which only the target off the text could tell. No token is emitted from there.)
+`match`, the trace is the one that real decoding gives; under `token` and `block` text and drafts follow the same joint
+distribution as in real decoding. (Except, under `block`, what is drafted after the first wrong token: a real draft is
+less likely to go on there with tokens that would have had it accepted. No token is emitted from there.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from selfspec.runtime.paths import CompiledPath
 from selfspec.speculation.sampling import Sampler
 
 from .committed import Committed
-from .law import Noise, Uniforms, draft_beside
+from .law import Noise, Uniforms, draft_given_text
 from .rows import Record, Rows
 from .target_text import Streams, Text
 from .ties import Ties
@@ -39,15 +39,15 @@ class Replay:
     """Texts of one model, ready to be replayed under any skip set; a context manager that holds their keys.
 
     `sampler`: how the texts were decoded, greedily or sampled. `rule`: how sampled drafts are verified; for `match` the
-    texts must name their seeds. `candidates`: how many candidates for each position, the drafted token counted, a
-    sampled trace can answer for (a greedy one answers for any number). `depth`: the most tokens of a draft. `chunk`:
-    starts of one forward; counts do not depend on it. `noise(ids, depth)` replaces the random choices of sampled
-    drafts, which otherwise follow `seed`.
+    texts must name their seeds. `candidates`: for how many candidates of each position, the drafted token counted,
+    a sampled trace can tell the outcome (a greedy one tells it for any number). `depth`: the most tokens of a draft.
+    `chunk`: starts of one forward; counts do not depend on it. `noise(ids, depth)` replaces the random choices of
+    sampled drafts, which otherwise follow `seed`.
 
     Drafts read the target's own keys and values of all committed tokens, as selfspec's do. With `own_keys` they read
     those of the model without the skipped sub-layers, prompt included, as a draft model with a cache of its own would:
-    the one that the remaining sub-layers make, exported to an engine. Counts are then those of such a model; it costs
-    one more pass of that model over the texts for every skip set.
+    the model that is left when the skipped sub-layers are taken out, exported to an engine. Counts are then those of
+    such a model, and every skip set costs one more pass of it over the texts.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class Replay:
             ids = (live.ids + step).clamp(max=len(self._targets) - 1).flatten()
             p, flat = self._targets[ids], q.flatten(0, 1)
             weight = live.weight.flatten().unsqueeze(-1).to(p.dtype) if self._block else 1.0
-            chosen = draft_beside(
+            chosen = draft_given_text(
                 p * weight, flat, following.flatten(), inside.flatten(), self._at(live, step), self.candidates
             )
             token, match, rank = (t.view(place.shape) for t in chosen)

@@ -1,4 +1,7 @@
-"""What a replay has under way, and what it keeps of every start."""
+"""The drafts that a replay is working on, and what it records of each.
+
+A start is a place of a text from which a draft is made.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class Rows:
 
 
 class Record:
-    """What is kept of every start: `[starts, depth]` and `[starts]`."""
+    """What is recorded of the draft from every start: `[starts, depth]` and `[starts]`."""
 
     def __init__(self, starts: int, depth: int) -> None:
         self.confidence = torch.zeros((starts, depth), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What is replayed: texts that the target wrote, and the streams of their places."""
+"""What is replayed: texts that the target wrote, and the residual streams at their positions."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The residual streams `[B, n, D]` of places in the texts, and a way to run one sub-layer on others there.
+    """The whole model's residual streams `[B, n, D]` at some positions of the texts, and a way to run sub-layers there.
 
     `entering[l]` enters layer l (the last leaves the model), `between[l]` is between its attention and its MLP.
-    `branch(layer, part, x)` is what a sub-layer adds to `x`: attention reads the target's keys before, and x's own; or
-    x's own alone, where the places are all that there are before each.
+    `branch(layer, part, x)` is what a sub-layer adds to another stream `x` at these positions. Attention reads the keys
+    made from `x`, and the target's keys of all tokens before, if the positions do not begin with the text.
     """
 
     real: Tensor  # [B, n]: not padding

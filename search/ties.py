@@ -9,7 +9,7 @@ from selfspec.speculation.sampling import tied_noise
 
 
 class Ties:
-    """The noise that one text's seed ties to its places, kept once drawn."""
+    """The noise of one text, a function of its seed and the position; drawn once for each position, then kept."""
 
     def __init__(self, seed: int | None) -> None:
         if seed is None:

@@ -21,7 +21,7 @@ from .space import Space
 def trials_frame(ledger: Ledger) -> pd.DataFrame:
     """A row for each trial of a study, in the order they were kept.
 
-    `seconds`: of scoring, this trial's and those before it added up, all workers'. `speedup`: predicted, over plain
+    `seconds`: what scoring took up to and with this trial, by all workers together. `speedup`: predicted, over plain
     decoding; `best`: the highest so far, pruned trials left out, whose figures are of a share of the texts. `skipped`,
     `attention` and `mlp` count bypassed sub-layers; `draft_cost`: of a draft step, in plain steps; NaN where
     decoding was timed. `on_front`: no other trial beats it in both acceptance and draft cost.

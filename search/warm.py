@@ -13,8 +13,8 @@ from selfspec.facts.skip import SkipSet
 from .space import Space
 from .target_text import Streams
 
-SHARES = (0.25, 0.375, 0.5, 0.625)  # of all variables, the ones that matter least
-BUDGETS = 24  # steps of skipped cost that the programme tells apart
+SHARES = (0.25, 0.375, 0.5, 0.625)  # of all variables: so many of those that matter least are skipped
+BUDGETS = 24  # levels of skipped cost that the dynamic programme distinguishes
 
 
 def first_k(space: Space, gains: Sequence[float]) -> tuple[SkipSet, ...]:

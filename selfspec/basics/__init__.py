@@ -1,1 +1,1 @@
-"""The ground floor: errors, files, checked values, the machine. Knows nothing of models, profiles and decoding."""
+"""What all rooms rest on: errors, files, checked data, the machine. Knows nothing of models, profiles and decoding."""

@@ -73,8 +73,8 @@ def run(options: GenerateCommand) -> None:
         stderr().print(SEARCH_HINT.format(model=model), markup=False, soft_wrap=True)
     drafter = _drafter(llm, spec)
     if options.compare:
-        usual = llm if llm.layout == "rows" else load_model(profile="none", layout="rows")
-        _compare(llm, usual, prompt, drafter, how, as_json=options.json, color=options.color)
+        as_loaded = llm if llm.layout == "rows" else load_model(profile="none", layout="rows")
+        _compare(llm, as_loaded, prompt, drafter, how, as_json=options.json, color=options.color)
     elif options.json:
         generation = llm.run(prompt, how, drafter=drafter, probabilities=options.color)
         print_json(_as_json(generation, events=options.color))
@@ -184,11 +184,11 @@ def _print_stats(generation: Generation) -> None:
 
 
 def _compare(
-    llm: LLM, usual: LLM, prompt: Prompt, drafter: Drafter, how: Options, *, as_json: bool, color: bool
+    llm: LLM, as_loaded: LLM, prompt: Prompt, drafter: Drafter, how: Options, *, as_json: bool, color: bool
 ) -> None:
     from selfspec.measure.timing import compare
 
-    result = compare(llm, prompt, drafter, how, rounds=COMPARE_ROUNDS, usual=usual)
+    result = compare(llm, prompt, drafter, how, rounds=COMPARE_ROUNDS, as_loaded=as_loaded)
     if as_json:
         print_json({**_as_json(result.draft, events=color), "compare": result.as_dict()})
     else:

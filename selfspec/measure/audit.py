@@ -1,8 +1,8 @@
 """Is it lossless? Finds where outputs first differ from plain decoding's, and tells a near-tie from a bug.
 
-Passes of different widths use different kernels, and below float64 they may round a near-tie differently. A first
-difference is a near-tie when both tokens lie no further below the best one than `TOLERANCE` times the largest
-difference that the widths of passes make on that very prefix; anything else is a bug.
+Passes of different widths use different kernels, and below float64 they may round a near-tie differently. The noise of
+a prefix is the largest difference between the logits that passes of different widths give after it. A first difference
+is a near-tie when the logits of both tokens lie within `TOLERANCE` times that of the best; anything else is a bug.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def first_difference(
 
 
 def _apart(a: Tensor, b: Tensor, token: int) -> float:
-    """The largest difference of what both allow; infinite where only one allows `token`."""
+    """The largest difference over the tokens that both allow; infinite where only one of them allows `token`."""
     if a[token].isfinite() != b[token].isfinite():
         return math.inf
     both = a.isfinite() & b.isfinite()

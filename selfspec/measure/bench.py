@@ -217,8 +217,8 @@ class Benchmark:
 
     def _context(self) -> int:
         lengths = [len(self.subjects.plain.encode(prompt)) for prompt in self.task.prompts]
-        usual = round(statistics.mean(lengths)) + self.task.max_new_tokens // 2
-        return max(0, min(usual, self.subjects.plain.runtime.skeleton.context - max(WIDTHS)))
+        keys = round(statistics.mean(lengths)) + self.task.max_new_tokens // 2
+        return max(0, min(keys, self.subjects.plain.runtime.skeleton.context - max(WIDTHS)))
 
     def _about_skip(self, options: Options, runs: Sequence[Stats]) -> Json:
         s, t = self.subjects, self.task

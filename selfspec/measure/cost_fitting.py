@@ -1,7 +1,7 @@
 """Measuring a `CostModel` in the loop itself: every round drafts under some skip set, then verifies, both timed.
 
-So the figures hold what the loop, the drafter and the sampler cost beside the forwards, in the order in which they
-come when decoding.
+So the figures include what the loop, the drafter and the sampler cost in addition to the forward passes, and caches are
+in the state in which decoding leaves them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from selfspec.speculation.sequence import SequenceState
 LENGTHS = {1: 6, 2: 5, 3: 4, 4: 3, 5: 2, 7: 2, 11: 1, 15: 1}
 FITTED, FRESH = 10, 5  # random skip sets to fit to, and to test the fit on
 ROUNDS = sum(LENGTHS.values())  # of one decoding: few, so that the context stays near the one asked for
-SETTLING = 5  # rounds before them
+SETTLING = 5  # rounds before them that are not counted, until caches have settled
 LONGER = 4  # times longer where something disturbs the machine
 DOUBTFUL = 0.1  # error on fresh skip sets
 
@@ -43,7 +43,7 @@ class _Sample:
     skip: SkipSet
     drafted: int
     draft: float  # seconds
-    rest: float  # seconds of the round beside drafting
+    rest: float  # seconds of the round other than drafting: verification and the loop
 
 
 class _Probe(PlainDrafter):
@@ -103,7 +103,7 @@ class _Fit:
 
 
 def _parts(skip: SkipSet, k: int, layers: int) -> tuple[int, int, int, int]:
-    """How often each figure of a `_Fit` counts in drafting `k` tokens under `skip`."""
+    """How many times each of a `_Fit`'s four figures is paid for drafting `k` tokens under `skip`."""
     return 1, k, k * (layers - len(skip.attention)), k * (layers - len(skip.mlp))
 
 
@@ -143,7 +143,7 @@ def measure_skip_costs(
     decodings: int = 3,
     seed: int = 0,
 ) -> CostModel:
-    """`measure_costs` for one skip set: `base` is its draft step, whatever runs in it.
+    """`measure_costs` for one skip set: `base` is the whole of its draft step, `attention` and `mlp` are 0.
 
     `vocabulary`: the only tokens that are drafted. Times `decodings` decodings under it and as many plain ones. Raises
     `BusyError` while the runtime has a stream.

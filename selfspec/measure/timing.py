@@ -123,25 +123,25 @@ class Comparison:
 
 
 def compare(
-    llm: LLM, prompt: Prompt, drafter: Drafter, options: Options, *, rounds: int, usual: LLM | None = None
+    llm: LLM, prompt: Prompt, drafter: Drafter, options: Options, *, rounds: int, as_loaded: LLM | None = None
 ) -> Comparison:
     """Decode one prompt plainly, with `drafter`, and by `transformers`, `rounds` times each, and compare.
 
-    `usual`: the same model with its weights as `transformers` loads them, for `transformers`, and for plain decoding if
-    those of `llm` are packed, which serves drafting.
+    `as_loaded`: the same model with its weights as `transformers` loads them. `transformers` runs it, and so does plain
+    decoding where the weights of `llm` are packed, which suits drafting only.
     """
     last: dict[str, Generation] = {}
     planned = llm.plan(prompt, options)
     comparable = planned.sampler.greedy or planned.sampler.tied
     methods = {
         "plain": method(
-            usual if usual is not None and llm.layout == "onednn" else llm,
+            as_loaded if as_loaded is not None and llm.layout == "onednn" else llm,
             PlainDrafter(),
             options,
             keep=lambda out: last.update(plain=out),
         ),
         "draft": method(llm, drafter, options, keep=lambda out: last.update(draft=out)),
-        "transformers": transformers_generate(usual or llm, options),
+        "transformers": transformers_generate(as_loaded or llm, options),
     }
     runs = interleave(methods, [prompt], rounds=rounds)
     plain, draft = last["plain"], last["draft"]
@@ -260,13 +260,13 @@ def measure(
     *,
     held_out: bool,
     rounds: int = 3,
-    usual: LLM | None = None,
+    plain_llm: LLM | None = None,
 ) -> Measurement:
     """Measure a drafter against plain decoding, interleaved, with the conditions written down.
 
-    `usual`: the same model with weights that lie as suits plain decoding.
+    `plain_llm`: the same model with its weights laid out in memory as suits plain decoding, which then runs on it.
     """
-    methods = {"plain": method(usual or llm, PlainDrafter(), options), "draft": method(llm, drafter, options)}
+    methods = {"plain": method(plain_llm or llm, PlainDrafter(), options), "draft": method(llm, drafter, options)}
     runs = interleave(methods, prompts, rounds=rounds)
     speedup, (low, high) = runs.speedup("draft", "plain")
     total = runs.total("draft")

@@ -25,15 +25,15 @@ def acceptance_by_confidence(profile: Profile) -> str:
     curve = profile.acceptance
     assert curve is not None
     low, high = (f"{curve.accepted[i]:.0%} at {curve.confidence[i]:.2g}" for i in (0, -1))
-    further = ""
+    others = ""
     if curve.candidates:
-        further = (
+        others = (
             f" The falling lines are the {len(curve.candidates)} next-best candidates: where the draft is unsure, the "
-            f"second is the right one {curve.candidates[0][0]:.0%} of the time, and can be verified beside the first."
+            f"second is the right one {curve.candidates[0][0]:.0%} of the time, and can be verified in the same pass."
         )
     return (
         "How often drafted tokens were right, by the probability that the draft gave them, on the search's texts: "
-        f"{low}, {high}.{further} From these lines a rate-optimal controller decides whether to draft on."
+        f"{low}, {high}.{others} From these lines a rate-optimal controller decides whether to draft on."
     )
 
 

@@ -42,8 +42,8 @@ class Shape:
 
     def columns(self, there: Collection[str]) -> tuple[str, ...]:
         """The columns that are read. Raises `SelfspecError` when one is not `there`."""
-        usual = tuple(name for name in USUAL if name in there)[:1]
-        wanted = usual if self.template is None and self.column is None else self._columns({})
+        found = tuple(name for name in USUAL if name in there)[:1]
+        wanted = found if self.template is None and self.column is None else self._columns({})
         missing = [name for name in wanted if name not in there]
         if missing or not wanted:
             named = " or ".join(f"'{name}'" for name in missing[:1] or USUAL)

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from selfspec.search.law import Uniforms, draft_beside
+from selfspec.search.law import Uniforms, draft_given_text
 from toys import enumerate_outcomes
 
 from selfspec.speculation.drafts import Draft
@@ -65,7 +65,7 @@ def test_the_joint_law_is_that_of_a_real_round(case, candidates):
 
     def replayed(sampler):
         text = sampler.draw(p, 0)
-        drafted, accepted, rank = draft_beside(
+        drafted, accepted, rank = draft_given_text(
             p[None], q[None], torch.tensor([text]), torch.tensor([True]), Branching(sampler), candidates
         )
         return text, int(drafted), bool(accepted), int(rank)
@@ -87,7 +87,7 @@ def test_a_planted_error_is_caught():
 
     def right(sampler):
         text = sampler.draw(p, 0)
-        drafted, accepted, _ = draft_beside(
+        drafted, accepted, _ = draft_given_text(
             p[None], q[None], torch.tensor([text]), torch.tensor([True]), Branching(sampler), 1
         )
         return text, int(drafted), bool(accepted)
@@ -100,7 +100,7 @@ def test_unmatched_rows_draw_from_the_draft():
     p, q = (torch.tensor([values], dtype=torch.float64) for values in CASES["unlike"])
 
     def replayed(sampler):
-        return int(draft_beside(p, q, torch.tensor([0]), torch.tensor([False]), Branching(sampler), 3)[0])
+        return int(draft_given_text(p, q, torch.tensor([0]), torch.tensor([False]), Branching(sampler), 3)[0])
 
     found = law(replayed)
     assert [found[i] for i in range(4)] == pytest.approx(CASES["unlike"][1])

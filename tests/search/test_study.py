@@ -50,7 +50,7 @@ def scored(monkeypatch):
 
 
 def fixed_measure(speedup):
-    def measure(llm, drafter, prompts, options, *, held_out, usual):
+    def measure(llm, drafter, prompts, options, *, held_out, plain_llm):
         return Measurement(
             machine="test",
             device="cpu",

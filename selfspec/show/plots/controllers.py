@@ -1,4 +1,4 @@
-"""How drafts go: thresholds, lengths, acceptance, controllers beside each other."""
+"""How drafts go: thresholds, lengths, acceptance, controllers compared."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def controllers(frame: pd.DataFrame) -> Figure:
 
 
 def candidates(frame: pd.DataFrame) -> Figure:
-    """What further candidates beside each drafted token bring: speedup, and tokens a pass."""
+    """What several candidates for each drafted position bring: speedup, and tokens a pass."""
     with styled():
         figure, (left, right) = subplots(1, 2, height=3.2)
         reference(left, 1, "plain decoding")

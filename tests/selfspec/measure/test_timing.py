@@ -63,9 +63,9 @@ def test_comparing_one_prompt(each_layout, held_out, temperature, seed):
     """In each layout that the drafting model may have; plain decoding and `transformers` have a model as it came."""
     llm = selfspec.load(profile="none", drafting=True)
     assert llm.layout == each_layout
-    usual = selfspec.load(profile="none", layout="rows")
+    as_loaded = selfspec.load(profile="none", layout="rows")
     options = Options(max_new_tokens=8, temperature=temperature, seed=seed)
-    result = compare(llm, held_out[0], llm.layer_skip(SkipSet((3,), (5,))), options, rounds=1, usual=usual)
+    result = compare(llm, held_out[0], llm.layer_skip(SkipSet((3,), (5,))), options, rounds=1, as_loaded=as_loaded)
     if temperature == 0 or seed is not None:
         assert result.identical == (result.difference is None)
         assert result.verdict == "yes" or result.difference.near_tie
