@@ -94,8 +94,9 @@ def _serve(address: str, budgets: Mapping[str, str], constants: Mapping[str, flo
         assert hasattr(found, constant), f"{name} is not there any more"
         setattr(found, constant, value)
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(address)
+        server.bind(f"{address}.new")
         server.listen()
+        os.rename(f"{address}.new", address)  # there from when it can be connected to
         while True:
             client, _ = server.accept()
             while _reaped():
@@ -131,8 +132,8 @@ def _answer(client: socket.socket, budgets: Mapping[str, str]) -> None:
         else:
             from selfspec.cli import main
 
-            told = " ".join(arguments)
-            added = [option for name, more in budgets.items() if told.startswith(name) for option in more.split()]
+            begun = " ".join(arguments)
+            added = [option for name, more in budgets.items() if begun.startswith(name) for option in more.split()]
             sys.argv = ["selfspec", *arguments, *added]
             main()
         code = 0
