@@ -18,7 +18,18 @@ from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
-IMPORTED = ("selfspec.cli.app", "selfspec.search.study", "selfspec.search.pick", "selfspec.show.report", "transformers")
+IMPORTED = (  # what commands import when they need it
+    "rich.progress",
+    "scipy.stats",
+    "selfspec.cli.app",
+    "selfspec.llm.llm",
+    "selfspec.search.pick",
+    "selfspec.search.study",
+    "selfspec.show.report",
+    "sqlalchemy",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+)
 CLIENT = """#!{python} -SEI
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
@@ -31,9 +42,10 @@ with socket.socket(socket.AF_UNIX) as server:
 
 
 class WarmShell:
-    """Runs bash with warm commands. `budgets`: what is added to a command's options, by its name, so that it is brief.
+    """Runs bash with warm commands.
 
-    `constants`: other values for modules' names, such as `{"package.module.NAME": 1}`.
+    `budgets`: options added to those of commands that begin so, as in `{"search": "--trials 2"}`. `constants`: other
+    values for what modules hold, as in `{"package.module.NAME": 1}`.
     """
 
     def __init__(self, folder: Path, budgets: Mapping[str, str], constants: Mapping[str, float]) -> None:
@@ -82,8 +94,9 @@ def _serve(address: str, budgets: Mapping[str, str], constants: Mapping[str, flo
         assert hasattr(found, constant), f"{name} is not there any more"
         setattr(found, constant, value)
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(address)
+        server.bind(f"{address}.new")
         server.listen()
+        os.rename(f"{address}.new", address)  # there from when it can be connected to
         while True:
             client, _ = server.accept()
             while _reaped():
@@ -119,7 +132,9 @@ def _answer(client: socket.socket, budgets: Mapping[str, str]) -> None:
         else:
             from selfspec.cli import main
 
-            sys.argv = ["selfspec", *arguments, *budgets.get(arguments[0], "").split()]
+            begun = " ".join(arguments)
+            added = [option for name, more in budgets.items() if begun.startswith(name) for option in more.split()]
+            sys.argv = ["selfspec", *arguments, *added]
             main()
         code = 0
     except SystemExit as ended:

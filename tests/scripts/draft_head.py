@@ -1,4 +1,4 @@
-"""The README's table of draft heads: what a draft step costs when only some of the vocabulary is ever drafted.
+"""The table of draft heads in docs/speed.md: what a draft step costs when only some of the vocabulary is ever drafted.
 
     python tests/scripts/draft_head.py
 
