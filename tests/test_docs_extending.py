@@ -39,7 +39,7 @@ def test_its_files(folder):
 
 
 def test_its_commands(folder):
-    (commands,) = (text for language, text in blocks() if language == "sh")
+    (commands,) = (text for language, text in blocks() if language == "bash")
     done = run(folder, "bash", "-ec", commands)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("copycat.yaml: valid, drafts by copycat, fits builtin\n")
