@@ -14,8 +14,8 @@ from selfspec.facts.work import NO_WORK, Part, Work
 class Round:
     """One round: tokens drafted one after the other, how many drafted ones were emitted, all emitted, and seconds.
 
-    The seconds are those since the round before; the first round's hold the prompt's pass. `candidates`: drafted
-    tokens that were verified beside the chain.
+    The seconds are those since the round before; the first round's hold the prompt's pass. `nodes`: drafted
+    tokens that were verified, all candidates of each place counted.
 
     What was drafted, as `drafts.Draft` has it: `proposed` tokens, each below its `parents` (-1: the last token emitted
     before), the `confidence` in the first of them; and `path`, those that were accepted. `probabilities`: the model's
@@ -27,7 +27,7 @@ class Round:
     accepted: int
     tokens: int
     seconds: float
-    candidates: int = 0
+    nodes: int = 0
     proposed: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     confidence: tuple[float, ...] = ()
@@ -40,9 +40,9 @@ class Round:
 class Stats:
     """Counts of one generation, filled by the loop round by round.
 
-    `drafted` counts draft steps, `nodes` the rows verified beside the root, `accepted` the drafted tokens that
-    were emitted, `tokens` all that was emitted. `seconds` is wall time, prefill included. `work`: how often each part
-    of drafting was called. `log`: round by round, of one generation.
+    `drafted` counts tokens drafted one after the other, `nodes` the drafted tokens that were verified, all candidates of
+    each place counted, `accepted` the drafted tokens that were emitted, `tokens` all that was emitted. `seconds` is wall
+    time, prefill included. `work`: how often each part of drafting was called. `log`: round by round, of one generation.
     """
 
     rounds: int = 0

@@ -104,7 +104,7 @@ def _pieces(
                 outcome.accepted,
                 len(outcome.tokens),
                 seconds,
-                nodes - depth,
+                nodes,
                 draft.tokens,
                 draft.parents,
                 draft.confidence,

@@ -64,7 +64,7 @@ def expected(rounds: Sequence[Round], costs: CostModel) -> float:
     tokens = sum(done.tokens for done in rounds)
     if not tokens:
         return 1.0
-    counted = Counter((done.work, 1 + done.drafted + done.candidates) for done in rounds)
+    counted = Counter((done.work, 1 + done.nodes) for done in rounds)
     return tokens * costs.plain / costs.seconds(counted, {DRAFT_STEP: costs.base})
 
 

@@ -140,10 +140,10 @@ class TestOrigins:
 
     def test_the_rounds_alone_tell(self):
         tree = {"proposed": (5, 6, 7), "parents": (-1, 0, 0)}
-        assert origins(Round(2, 2, 3, 0.1, 1, **tree, path=(0, 1))) == [DRAFT, DRAFT, BONUS]
-        assert origins(Round(2, 2, 3, 0.1, 1, **tree, path=(0, 2))) == [DRAFT, CANDIDATE, BONUS]
-        assert origins(Round(2, 1, 2, 0.1, 1, **tree, path=(0,))) == [DRAFT, CORRECTED]
-        assert origins(Round(2, 1, 1, 0.1, 1, **tree, path=(0, 2))) == [DRAFT]  # ended within the draft
+        assert origins(Round(2, 2, 3, 0.1, 3, **tree, path=(0, 1))) == [DRAFT, DRAFT, BONUS]
+        assert origins(Round(2, 2, 3, 0.1, 3, **tree, path=(0, 2))) == [DRAFT, CANDIDATE, BONUS]
+        assert origins(Round(2, 1, 2, 0.1, 3, **tree, path=(0,))) == [DRAFT, CORRECTED]
+        assert origins(Round(2, 1, 1, 0.1, 3, **tree, path=(0, 2))) == [DRAFT]  # ended within the draft
         assert origins(Round(0, 0, 1, 0.1)) == [PLAIN]
 
 

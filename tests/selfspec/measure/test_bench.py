@@ -23,7 +23,7 @@ COSTS = CostModel(context=9, base=0.4, attention=0, mlp=0, widths=[1, 2, 3], ver
 
 
 def rounds(*pairs):
-    return [Round(drafted, accepted, accepted + 1, 0.5, work=steps_of(drafted)) for drafted, accepted in pairs]
+    return [Round(drafted, accepted, accepted + 1, 0.5, drafted, work=steps_of(drafted)) for drafted, accepted in pairs]
 
 
 def test_acceptance_by_position():
