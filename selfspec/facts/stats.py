@@ -40,9 +40,10 @@ class Round:
 class Stats:
     """Counts of one generation, filled by the loop round by round.
 
-    `drafted` counts tokens drafted one after the other, `nodes` the drafted tokens that were verified, all candidates of
-    each place counted, `accepted` the drafted tokens that were emitted, `tokens` all that was emitted. `seconds` is wall
-    time, prefill included. `work`: how often each part of drafting was called. `log`: round by round, of one generation.
+    `drafted` counts tokens drafted one after the other, `nodes` the drafted tokens that were verified, all candidates
+    of each place counted, `accepted` the drafted tokens that were emitted, `tokens` all that was emitted. `seconds` is
+    wall time, prefill included. `work`: how often each part of drafting was called. `log`: round by round, of one
+    generation.
     """
 
     rounds: int = 0
