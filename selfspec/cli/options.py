@@ -12,7 +12,7 @@ import typer
 from selfspec.cli.data import DataOptions, PromptOptions
 from selfspec.cli.devices import DeviceOptions
 from selfspec.llm.options import Options
-from selfspec.measure.bench_methods import methods_help
+from selfspec.measure.bench_methods import METHODS
 from selfspec.search.options import SearchOptions
 
 _DRAFTING = "Drafting"
@@ -132,7 +132,7 @@ class BenchCommand:
         str,
         typer.Option(
             show_default="all but guarded",
-            help=f"Which are run, separated by commas: {methods_help()}.",
+            help=f"Of {', '.join(METHODS)}.",
         ),
     ] = "plain,skip,hf,hf-early-exit,hf-prompt-lookup"
     data: PromptOptions

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.schema import Data
@@ -23,6 +23,12 @@ Chance = Annotated[float, Field(ge=0, le=1)]
 Chances = Annotated[list[Chance], Field(min_length=2)]
 
 
+def _also_as_version_1_named_it(schema: dict[str, Any]) -> None:
+    """Tell the JSON schema of the name that files of version 1 use."""
+    named = schema["properties"]["candidates"]
+    schema["properties"]["beside"] = {**named, "deprecated": True, "description": "`candidates`, in version 1."}
+
+
 class AcceptanceCurve(Data):
     """How often a drafted token is right, by its confidence c, where all tokens before it in its draft are right.
 
@@ -32,6 +38,8 @@ class AcceptanceCurve(Data):
     accepted itself. `candidates[0]`: that not it but the second candidate for its place is the right token,
     `candidates[1]` the third, and so on; the drafted token is the first.
     """
+
+    model_config = ConfigDict(json_schema_extra=_also_as_version_1_named_it)
 
     confidence: Chances = [0.0, 1.0]
     accepted: Chances = [0.0, 1.0]

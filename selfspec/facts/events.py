@@ -29,7 +29,7 @@ class Origin(StrEnum):
 _MEANINGS = {
     Origin.PLAIN: "the model's own, nothing was drafted",
     Origin.ACCEPTED_DRAFT: "drafted, and accepted",
-    Origin.ACCEPTED_CANDIDATE: "another candidate than the chain's token, and accepted",
+    Origin.ACCEPTED_CANDIDATE: "another candidate, and accepted",
     Origin.CORRECTED: "the model's own, for a rejected one",
     Origin.BONUS: "the model's own, after a whole draft",
 }

@@ -52,8 +52,8 @@ class Stats:
     accepted: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    work: Counter[Part] = field(default_factory=Counter)
     log: list[Round] = field(default_factory=list)
+    work: Counter[Part] = field(default_factory=Counter)
 
     @property
     def acceptance_rate(self) -> float:

@@ -25,12 +25,11 @@ Weights = Literal["plain", "skip", "hf"]
 class BenchMethod:
     """One way of decoding that a benchmark compares.
 
-    `about`: a few words for help. `weights`: which copy of the model it runs on; `plain` and `skip` lie in memory as
+    `weights`: which copy of the model it runs on; `plain` and `skip` lie in memory as
     suits plain decoding and drafting, `hf` as loaded, for `transformers` itself. `make(llm, profile, options)` gives
     what is timed, where `llm` is that copy and `profile` says what drafts.
     """
 
-    about: str
     weights: Weights
     make: Callable[[LLM, Profile, Options], Method]
 
@@ -51,34 +50,22 @@ def _theirs(llm: LLM, options: Options, settings: Mapping[str, int] = MappingPro
 
 
 METHODS = {
-    "plain": BenchMethod("nothing drafted", "plain", lambda llm, profile, options: _ours(llm, options)),
-    "skip": BenchMethod(
-        "the profile's drafter",
-        "skip",
-        lambda llm, profile, options: _ours(llm, options, llm.drafts_with(profile)),
-    ),
-    "guarded": BenchMethod(
-        "the same, guarded",
-        "skip",
-        lambda llm, profile, options: _ours(llm, options, llm.guarded(profile)),
-    ),
-    "hf": BenchMethod("transformers", "hf", lambda llm, profile, options: _theirs(llm, options)),
+    # nothing drafted
+    "plain": BenchMethod("plain", lambda llm, profile, options: _ours(llm, options)),
+    # the profile's drafter, and the same as `generate` runs it
+    "skip": BenchMethod("skip", lambda llm, profile, options: _ours(llm, options, llm.drafts_with(profile))),
+    "guarded": BenchMethod("skip", lambda llm, profile, options: _ours(llm, options, llm.guarded(profile))),
+    # transformers' own, its drafts from the first half of the layers, and from the prompt
+    "hf": BenchMethod("hf", lambda llm, profile, options: _theirs(llm, options)),
     "hf-early-exit": BenchMethod(
-        "transformers, drafting with the first half of the layers",
         "hf",
         lambda llm, profile, options: _theirs(llm, options, {"assistant_early_exit": max(1, llm.runtime.layers // 2)}),
     ),
     "hf-prompt-lookup": BenchMethod(
-        "transformers, drafting from the prompt",
         "hf",
         lambda llm, profile, options: _theirs(llm, options, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
     ),
 }
-
-
-def methods_help() -> str:
-    """Every method and what it is, in a line."""
-    return ", ".join(f"{name} ({known.about})" for name, known in METHODS.items())
 
 
 def check_methods(methods: Sequence[str]) -> None:

@@ -41,13 +41,13 @@ def draw(
     return samples
 
 
-def no_residual(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> tuple[tuple[int, ...], int]:
+def no_residual(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> verify.Verdict:
     """A planted bug: after a rejection the next token is drawn from p, not from what is left of it."""
-    path, following = verify.token(draft, scores, sampler, position)
+    path, following, p = verify.token(draft, scores, sampler, position)
     row = path[-1] + 1 if path else 0
     if draft.children[row]:
         following = sampler.draw(sampler.probs(scores)[row], position + len(path))
-    return path, following
+    return verify.Verdict(path, following, p)
 
 
 def p_values(a: Sequence[tuple[int, ...]], b: Sequence[tuple[int, ...]]) -> dict[str, float]:

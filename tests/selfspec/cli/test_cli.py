@@ -32,7 +32,7 @@ from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.reading import parse_profile, profile_schema, read_profile, write_profile
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
-from selfspec.speculation.rules import RULES
+from selfspec.speculation.rules import RULES, Verdict
 
 SELFSPEC = str(Path(sys.executable).parent / "selfspec")
 PROMPT = "import os\n\ndef main(args):\n    "
@@ -116,6 +116,7 @@ class TestGenerate:
             "tokens_per_round",
             "seconds",
             "tokens_per_second",
+            "work",
         ]
 
     def test_chat(self, cli, llm, tmp_path, monkeypatch):
@@ -336,8 +337,8 @@ class TestAudit:
         right = RULES["greedy"]
 
         def wrong(draft, scores, sampler, position):
-            path, following = right(draft, scores, sampler, position)
-            return path, following if not len(draft) or position % 3 else (following + 1) % 4096
+            path, following, p = right(draft, scores, sampler, position)
+            return Verdict(path, following if not len(draft) or position % 3 else (following + 1) % 4096, p)
 
         monkeypatch.setitem(RULES, "greedy", wrong)
         code, out, _ = cli("audit", "--limit", 1, "--max-new-tokens", 20)

@@ -74,16 +74,16 @@ def test_the_legend_in_narrow_and_wide_terminals():
     legend(console, given, Stats(drafted=11, accepted=7))
     narrow = ESCAPES.sub("", written()).splitlines()
     assert [line.rstrip() for line in narrow] == [
-        "accepted draft    6  75%",
+        "accepted draft      6  75%",
         "accepted candidate  1  12%",
-        "corrected         1  12%",
+        "corrected           1  12%",
         "acceptance 64% (7 of 11 drafted)",
     ]
     console, written = terminal(80)
     legend(console, given, Stats(drafted=11, accepted=7))
     lines = ESCAPES.sub("", written()).splitlines()
     assert len(lines) == len(narrow)
-    assert lines[2].rstrip() == "corrected         1  12%  the model's own, for a rejected one"
+    assert lines[2].rstrip() == "corrected           1  12%  the model's own, for a rejected one"
 
 
 def test_a_legend_of_nothing():

@@ -13,7 +13,7 @@ from selfspec.facts.stats import Round, Stats, acceptance_by_position
 from selfspec.facts.work import steps_of
 from selfspec.measure import bench
 from selfspec.measure.bench import Benchmark, Task, Watch, load_subjects
-from selfspec.measure.bench_methods import METHODS, check_methods, methods_help, weights_of
+from selfspec.measure.bench_methods import METHODS, check_methods, weights_of
 from selfspec.measure.summary import expected, summary, theory
 from selfspec.measure.timing import Runs
 from selfspec.profile.draft import LayerSkipSpec
@@ -77,7 +77,6 @@ def test_each_method_says_what_it_is_and_on_which_weights_it_runs():
         "hf-early-exit": "hf",
         "hf-prompt-lookup": "hf",
     }
-    assert methods_help().startswith("plain (nothing drafted), skip (the profile's drafter), guarded (")
     assert weights_of(["plain", "hf-prompt-lookup", "hf"]) == {"plain", "hf"}
 
 

@@ -88,8 +88,8 @@ def test_verifying_more_rows_never_costs_less_than_one(model, clock, monkeypatch
     """Where something else used the machine during plain steps, and only then, they seem to cost more beside a pass."""
     tick = costing._Probe.propose
 
-    def disturbed(self, seqs):
-        drafts = tick(self, seqs)
+    def disturbed(self, seqs, limits):
+        drafts = tick(self, seqs, limits)
         clock[0] += 0 if self.length else 100.0
         return drafts
 

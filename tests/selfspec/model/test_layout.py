@@ -140,8 +140,8 @@ def test_each_width_of_each_layout_is_timed_and_the_least_counts(monkeypatch):
         seen[name, width] += 1
         return seconds[name] * width * (5.0 if seen[name, width] == 1 else 1.0)
 
-    monkeypatch.setattr(layout, "_calls", lambda layers, name: name)
-    monkeypatch.setattr(layout, "_right", lambda calls, rows: calls != "columns")
+    monkeypatch.setattr(layout, "_products", lambda layers, name: name)
+    monkeypatch.setattr(layout, "_right", lambda first, rows: not "columns".startswith(first))
     monkeypatch.setattr(layout, "_timed", timed)
     found = measure_layouts(single("llama"))
     assert found == {name: {width: seconds[name] * width for width in layout.WIDTHS} for name in ("rows", "onednn")}

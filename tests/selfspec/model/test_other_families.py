@@ -24,6 +24,7 @@ from transformers import (
 from selfspec.basics.errors import UnsupportedModelError
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.model.dispatch import device_of
 from selfspec.model.families import FAMILIES
@@ -279,8 +280,9 @@ def test_another_skeleton_runs_in_the_same_loop(other, skip):
     tokens = torch.randint(other.config.vocab_size, (1, 40), generator=torch.Generator().manual_seed(1))
     runtime = Runtime(other)
     with runtime.session(40):
-        whole = runtime.forward(tokens, 0, skip=skip).logits
-        single = [runtime.forward(tokens[:, i : i + 1], i, skip=skip).logits for i in range(40)]
+        path = runtime.compile(DraftPath(skip))
+        whole = runtime.forward(tokens, 0, path=path).logits
+        single = [runtime.forward(tokens[:, i : i + 1], i, path=path).logits for i in range(40)]
     theirs = without(other, skip)(tokens, use_cache=False).logits
     for ours in (whole, torch.cat(single, 1)):
         torch.testing.assert_close(ours / theirs.abs().max(), theirs / theirs.abs().max(), atol=1e-5, rtol=0)

@@ -12,7 +12,7 @@ from pyarrow import parquet
 from selfspec.search.calibration import choose
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.cli.data import KINDS
+from selfspec.cli.data import _KINDS
 from selfspec.text import sources
 from selfspec.text.prompt_files import read_prompts
 
@@ -243,4 +243,4 @@ class TestPresets:
         assert datasets.config.HF_HUB_OFFLINE is False
 
     def test_the_help_names_them_all(self):
-        assert KINDS.endswith(", ".join(sources.PRESETS))
+        assert _KINDS.endswith(", ".join(sources.PRESETS))
