@@ -9,9 +9,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Annotated, Any, Concatenate, ParamSpec, get_args, get_origin
+from typing import Concatenate, ParamSpec
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.basics.keywords import show_signature
 from selfspec.controllers import make_controller
 from selfspec.facts.costs import CostModel
 from selfspec.facts.skip import SkipSet
@@ -100,17 +101,8 @@ def _with_keywords(options: Callable[P, SearchOptions]) -> Callable[Concatenate[
         return run_search(llm, options(*given, **named))
 
     model = inspect.Parameter("llm", inspect.Parameter.POSITIONAL_ONLY, annotation=LLM)
-    taken = inspect.signature(options)
-    plain = [p.replace(annotation=_without_help(p.annotation)) for p in taken.parameters.values()]
-    shown = taken.replace(parameters=[model, *plain], return_annotation=Profile)
-    find_profile.__signature__ = shown  # type: ignore[attr-defined]
+    show_signature(find_profile, options, model, returns=Profile)
     return find_profile
-
-
-def _without_help(annotation: Any) -> Any:
-    """The type alone of an option of the command line."""
-    kind = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-    return getattr(kind, "__forward_arg__", kind)
 
 
 find_profile = _with_keywords(SearchOptions)

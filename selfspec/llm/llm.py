@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from transformers import GenerationConfig, LogitsProcessor
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.basics.keywords import show_signature
 from selfspec.controllers import parse_controller
 from selfspec.decoding.loop import decode
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter, make_drafter
@@ -18,7 +18,7 @@ from selfspec.drafters.registry import make_layer_skip
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
-from selfspec.llm.options import Options
+from selfspec.llm.options import GenerateOptions, Options
 from selfspec.llm.plan import Plan, plan
 from selfspec.llm.stream import Generation, Stream
 from selfspec.model.layout import check_layout, lay_out_
@@ -35,6 +35,57 @@ from selfspec.speculation.sequence import SequenceState
 from selfspec.text.guided import Guide
 from selfspec.text.pieces import TextStream
 from selfspec.text.prompt import Prompt, is_unicode
+
+P = ParamSpec("P")
+Made = TypeVar("Made")
+
+
+def _generate(llm: LLM, prompt: Prompt, options: GenerateOptions) -> Generation:
+    """Continue `prompt` (text or token ids), greedily unless told otherwise.
+
+    `config`: a `transformers` `GenerationConfig`, with the meaning it has in `transformers`' generate; what it
+    leaves open comes from the model's own `generation_config` (`llm.model.generation_config` itself will do),
+    then from `transformers`' defaults, such as top-k 50. The other options go before it. Without a config,
+    `temperature` is 0, which is greedy, `top_k` and `top_p` are off, and nothing but the end tokens is taken from
+    the checkpoint, whose end tokens also serve where a config names none. At most `max_new_tokens` come, 128 where
+    nothing says how many.
+
+    With a `seed`, sampling is repeatable, and with rule `match` the text is the same with and without drafting. The
+    text ends before the first of the `stop` strings, which are looked for in the new text, special tokens left out.
+    `logits_processor`: further `transformers` processors, each a function of the tokens so far, which sees the
+    right ones at every drafted position. `guide`: a grammar for the text, from `self.guide`. `rule`: how drafts are
+    verified, one of `rules.RULES`; by default greedy, match with a seed, else block. `settings`: any other fields of a
+    `GenerationConfig`. `drafter` replaces the
+    profile's; `PlainDrafter()` decodes plainly. With `probabilities`, the generation's events hold the model's own
+    of each token, before temperature and processors.
+
+    Raises `SelfspecError` for a wrong option, or when prompt and output outgrow the context; `BusyError` while
+    a stream of this model has not ended.
+    """
+    return llm.run(prompt, options, drafter=options.drafter, probabilities=options.probabilities)
+
+
+def _stream(llm: LLM, prompt: Prompt, options: GenerateOptions) -> Stream:
+    """Like `generate`, but returns at once; iterate over the pieces of text as they come.
+
+    The first token comes as soon as plain decoding's, as the first round drafts nothing. With a seed and rule
+    `token` or `block`, which draw in the order of the rounds, the text is therefore not `generate`'s.
+    """
+    return llm.start(prompt, options, drafter=options.drafter, probabilities=options.probabilities)
+
+
+def _arguments(
+    options: Callable[P, GenerateOptions], call: Callable[[LLM, Prompt, GenerateOptions], Made]
+) -> Callable[Concatenate[LLM, Prompt, P], Made]:
+    """A method that takes the fields of `GenerateOptions` as arguments, and does and says what `call` does and says."""
+
+    def method(self: LLM, prompt: Prompt, /, *given: P.args, **named: P.kwargs) -> Made:
+        return call(self, prompt, options(*given, **named))
+
+    method.__name__, method.__doc__ = call.__name__.removeprefix("_"), call.__doc__
+    known = list(inspect.signature(call).parameters.values())[:2]  # the model and the prompt
+    show_signature(method, options, *known, returns=call.__annotations__["return"])
+    return method
 
 
 class LLM:
@@ -137,92 +188,8 @@ class LLM:
         """
         return Guide(self.tokenizer, ends=self.runtime.skeleton.ends, regex=regex, json_schema=json_schema)
 
-    def generate(
-        self,
-        prompt: Prompt,
-        config: GenerationConfig | None = None,
-        *,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        logits_processor: Sequence[LogitsProcessor] = (),
-        guide: Guide | None = None,
-        rule: str | None = None,
-        drafter: Drafter | None = None,
-        probabilities: bool = False,
-    ) -> Generation:
-        """Continue `prompt` (text or token ids), greedily unless told otherwise.
-
-        `config`: a `transformers` `GenerationConfig`, with the meaning it has in `transformers`' generate; what it
-        leaves open comes from the model's own `generation_config` (`llm.model.generation_config` itself will do),
-        then from `transformers`' defaults, such as top-k 50. The other options go before it. Without a config,
-        `temperature` is 0, which is greedy, `top_k` and `top_p` are off, and nothing but the end tokens is taken from
-        the checkpoint, whose end tokens also serve where a config names none. At most `max_new_tokens` come, 128 where
-        nothing says how many.
-
-        With a `seed`, sampling is repeatable, and with rule `match` the text is the same with and without drafting. The
-        text ends before the first of the `stop` strings, which are looked for in the new text, special tokens left out.
-        `logits_processor`: further `transformers` processors, each a function of the tokens so far, which sees the
-        right ones at every drafted position. `guide`: a grammar for the text, from `self.guide`. `rule`: how drafts are
-        verified, one of `rules.RULES`; by default greedy, match with a seed, else block. `drafter` replaces the
-        profile's; `PlainDrafter()` decodes plainly. With `probabilities`, the generation's events hold the model's own
-        of each token, before temperature and processors.
-
-        Raises `SelfspecError` for a wrong option, or when prompt and output outgrow the context; `BusyError` while
-        a stream of this model has not ended.
-        """
-        options = Options(
-            config=config,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop=stop,
-            logits_processor=tuple(logits_processor),
-            guide=guide,
-            rule=rule,
-        )
-        return self.run(prompt, options, drafter=drafter, probabilities=probabilities)
-
-    def stream(
-        self,
-        prompt: Prompt,
-        config: GenerationConfig | None = None,
-        *,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        logits_processor: Sequence[LogitsProcessor] = (),
-        guide: Guide | None = None,
-        rule: str | None = None,
-        drafter: Drafter | None = None,
-        probabilities: bool = False,
-    ) -> Stream:
-        """Like `generate`, but returns at once; iterate over the pieces of text as they come.
-
-        The first token comes as soon as plain decoding's, as the first round drafts nothing. With a seed and rule
-        `token` or `block`, which draw in the order of the rounds, the text is therefore not `generate`'s.
-        """
-        options = Options(
-            config=config,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop=stop,
-            logits_processor=tuple(logits_processor),
-            guide=guide,
-            rule=rule,
-        )
-        return self.start(prompt, options, drafter=drafter, probabilities=probabilities)
+    generate = _arguments(GenerateOptions, _generate)
+    stream = _arguments(GenerateOptions, _stream)
 
     def run(
         self, prompt: Prompt, options: Options, *, drafter: Drafter | None = None, probabilities: bool = False

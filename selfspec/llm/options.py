@@ -6,7 +6,7 @@ values, not as text, and what they name need not be there.
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +17,7 @@ from selfspec.text.prompt import is_unicode
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor
 
+    from selfspec.speculation.drafter import Drafter
     from selfspec.text.guided import Guide
 
 DEFAULT_NEW_TOKENS = 128
@@ -46,6 +47,7 @@ class Options:
     """
 
     config: "GenerationConfig | None" = None
+    _: KW_ONLY
     max_new_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="128 where nothing says how many.")] = (
         None
     )
@@ -96,6 +98,18 @@ class Options:
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise SelfspecError(f"GenerationConfig has no field '{name}'{hint}")
         stop_texts(self.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions(Options):
+    """How to decode, and what else `LLM.generate` and `LLM.stream` take as arguments.
+
+    `drafter` replaces the profile's. With `probabilities` the generation's events hold the model's own.
+    """
+
+    _: KW_ONLY
+    drafter: "Drafter | None" = None
+    probabilities: bool = False
 
 
 def stop_texts(stop: str | Sequence[str] | None, where: str = "") -> tuple[str, ...]:
