@@ -23,6 +23,7 @@ from typing import Any
 
 PLACES = ["built-in", "widened"]
 METHODS = ["plain", "skip", "guarded"]
+HEAT = [0.0, 0.8]
 PROMPTS, NEW_TOKENS, TURNS = (
     {"built-in": 12, "widened": 6},
     {"built-in": 96, "widened": 48},
@@ -189,7 +190,7 @@ def main() -> None:
     parser.add_argument("old")
     parser.add_argument("new")
     parser.add_argument("--layouts", default="columns,rows", help="how weights lie: built-in, widened")
-    parser.add_argument("--places", default=",".join(PLACES))
+    parser.add_argument("--only", default="", help="comparisons whose name has this in it, such as 'widened'")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     workers = [Worker(given.old), Worker(given.new)]
@@ -200,16 +201,19 @@ def main() -> None:
         found[f"a round, {method}"] = round_times(workers, method)
         print(f"a round of next to nothing, {method}: {json.dumps(found[f'a round, {method}'])}", flush=True)
     for place, layout in zip(PLACES, given.layouts.split(","), strict=True):
-        if place not in given.places.split(","):
+        names = [f"{place}, temperature {temperature:g}, {method}" for temperature in HEAT for method in METHODS]
+        if not any(given.only in name for name in names):
             continue
         for worker in workers:
             wide = str(worker.root / "tests/scripts/widened-8.yaml")
             worker.ask(
                 do="load", place=place, layout=layout, profile=wide if place == "widened" else "stdlib-llama-3.7m"
             )
-        for temperature in (0.0, 0.8):
+        for temperature in HEAT:
             for method in METHODS:
                 what = f"{place}, temperature {temperature:g}, {method}"
+                if given.only not in what:
+                    continue
                 found[what] = summary(ratios(workers, place, method, temperature))
                 print(f"{what}: new / old {found[what]}", flush=True)
     if given.out is not None:
