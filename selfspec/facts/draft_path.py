@@ -24,10 +24,5 @@ class DraftPath:
         if tokens is not None and (not tokens or len(set(tokens)) < len(tokens) or min(tokens) < 0):
             raise SelfspecError("a draft vocabulary is of one or more different tokens from 0")
 
-    @property
-    def full(self) -> bool:
-        """Whether everything runs in full."""
-        return not len(self.skip) and self.vocabulary is None
-
 
 FULL = DraftPath()

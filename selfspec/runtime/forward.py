@@ -98,7 +98,7 @@ class Runtime:
     def reserve(self, slots: int) -> None:
         """Make the cache hold `slots` slots a row at least; what is committed stays. Call within a session.
 
-        Raises `SelfspecError` when there is not the memory for it; the cache is then as it was.
+        Raises `SelfspecError` when there is not the memory for it; what is committed stays then, too.
         """
         if slots <= self.cache.slots:
             return

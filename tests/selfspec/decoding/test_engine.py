@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from breaking import Breaking
 from models import plain, run, small
 from toys import HiddenHead, Lockstep, RandomTree, Scripted, Staged, TinyModel
 
@@ -159,28 +160,13 @@ def test_an_exception_between_any_two_steps_leaves_the_runtime_usable(runtime, a
     """A batch is broken off there; what was emitted stands, and the next batch gives the same texts."""
     texts = expected(alone, 1.3)
     for fail_at in range(1, 120):
-        events = 0
-
-        def breaking(inner, before):
-            def outer(*args, **kwargs):
-                nonlocal events
-                events += 1
-                if events == fail_at and before:
-                    raise Broken
-                result = inner(*args, **kwargs)
-                if events == fail_at:
-                    raise Broken
-                return result
-
-            return outer
-
+        breaking = Breaking(Broken, fail_at)
         drafter, seqs, finished = make(runtime), sequences(1.3), True
         with monkeypatch.context() as patch:
-            before = bool(fail_at % 2)
-            patch.setattr(runtime, "forward", breaking(runtime.forward, before))
+            patch.setattr(runtime, "forward", breaking.wrap(runtime.forward))
             for name in ("begin", "propose", "observe"):
-                patch.setattr(drafter, name, breaking(getattr(drafter, name), before))
-            patch.setattr(runtime.cache, "commit", breaking(runtime.cache.commit, before))
+                patch.setattr(drafter, name, breaking.wrap(getattr(drafter, name)))
+            patch.setattr(runtime.cache, "commit", breaking.wrap(runtime.cache.commit))
             try:
                 with Engine(runtime, drafter) as engine:
                     serve(engine, seqs[:3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from breaking import Breaking
 from models import plain, run, small
 from toys import HiddenHead, RandomTree, Scripted, Staged, TinyModel, always_wrong, oracle
 from transformers import SuppressTokensLogitsProcessor
@@ -141,32 +142,17 @@ def test_an_exception_between_any_two_steps_leaves_the_runtime_usable(runtime, m
 
     text = decoded(PlainDrafter())[0]
     for fail_at in range(1, 200):
-        events = 0
-
-        def breaking(inner, before):
-            def outer(*args, **kwargs):
-                nonlocal events
-                events += 1
-                if events == fail_at and before:
-                    raise error
-                result = inner(*args, **kwargs)
-                if events == fail_at:
-                    raise error
-                return result
-
-            return outer
-
+        breaking = Breaking(error, fail_at)
         drafter = make(prompt)
         calls = count(drafter)
         with monkeypatch.context() as patch:
-            before = bool(fail_at % 2)
-            patch.setattr(runtime, "forward", breaking(runtime.forward, before))
+            patch.setattr(runtime, "forward", breaking.wrap(runtime.forward))
             for name in ("begin", "propose", "observe"):
-                patch.setattr(drafter, name, breaking(getattr(drafter, name), before))
-            patch.setattr(runtime.cache, "commit", breaking(runtime.cache.commit, before))
+                patch.setattr(drafter, name, breaking.wrap(getattr(drafter, name)))
+            patch.setattr(runtime.cache, "commit", breaking.wrap(runtime.cache.commit))
             sampler = Sampler(temperature=temperature, seed=3)
             for name in ("scores", "draw", "draws"):
-                patch.setattr(sampler, name, breaking(getattr(sampler, name), before))
+                patch.setattr(sampler, name, breaking.wrap(getattr(sampler, name)))
             try:
                 decoded(drafter, sampler)
                 finished = True
