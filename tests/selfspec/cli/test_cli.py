@@ -661,7 +661,10 @@ WRONG = {
     "controller": (["generate", "x", "--controller", "fixed:k=0"], "want a whole number from 1 to 64"),
     "no model": (["generate", "x", "--model", "/no/such"], "model /no/such: no such folder"),
     "no model's folder": (["generate", "x", "--model", "."], "the folder has no config.json"),
-    "no model's file": (["generate", "x", "--model", "key.yaml"], "is a file; want a folder"),
+    "no model's file": (
+        ["generate", "x", "--model", "key.yaml"],
+        "key.yaml is a file, and no GGUF file; want a folder",
+    ),
     "hub without network": (["generate", "x", "--model", "org/model"], "model org/model cannot be loaded"),
     "device": (["generate", "x", "--device", "abacus"], "device 'abacus' cannot be used"),
     "dtype": (["generate", "x", "--dtype", "int3"], "dtype 'int3' is not known"),
