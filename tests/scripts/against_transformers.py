@@ -30,7 +30,7 @@ from selfspec.profile.shipped import find_profile_file
 def texts(path: Path | None, limit: int) -> list[str]:
     """The users' messages."""
     if path is None:
-        return list(builtin.prompts("chat-heldout"))[:limit]
+        return [prompt for prompt, _ in builtin.chat_prompts("heldout")][:limit]
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     return [row["turns"][0] if "turns" in row else row["prompt"] for row in rows][:limit]
 
