@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from selfspec.basics.errors import SelfspecError, reason
@@ -43,6 +44,13 @@ def check_chat(model: str) -> None:
         _message(load_tokenizer(model), "x")
     except SelfspecError as error:
         raise SelfspecError(f"model {model}: {error}") from None
+
+
+def takes_messages(tokenizer: Any) -> bool:
+    """Whether the tokenizer has a chat template that makes something of a user's message."""
+    with suppress(SelfspecError):
+        return bool(_message(tokenizer, "x"))
+    return False
 
 
 def _message(tokenizer: Any, prompt: Prompt) -> list[int]:
