@@ -13,7 +13,7 @@ from selfspec.drafters import PlainDrafter
 from selfspec.llm.options import GenerateOptions
 
 SKIP = selfspec.SkipSet((3, 5, 9), (7, 11))
-TEXTS = ["import os", "def main(args):\n    x = 1", "class Parser:", "raise ValueError", "é\t☃ and 12"]
+TEXTS = ["import os", "def main(args):\n    x = 1", "class Parser:", "é\t☃ and 12"]
 SAMPLED = {"temperature": 0.9, "top_p": 0.95}
 
 
@@ -91,7 +91,7 @@ def test_it_says_what_chat_says_of_the_same_messages(chat, other, drafter, read,
     conversation = chat.conversation(system="Write Python.")
     messages = [{"role": "system", "content": "Write Python."}]
     for turn, text in enumerate(TEXTS):
-        options = {"max_new_tokens": 24, **({**SAMPLED, "seed": turn} if sampled else {})}
+        options = {"max_new_tokens": 16, **({**SAMPLED, "seed": turn} if sampled else {})}
         messages.append({"role": "user", "content": text})
         expected = other.chat(messages, drafter=PlainDrafter(), **options)
         if streamed:
@@ -108,7 +108,7 @@ def test_it_says_what_chat_says_of_the_same_messages(chat, other, drafter, read,
         assert turn == 0 or read[-1] <= new_tokens(chat, text)
     assert len(read) == len(TEXTS)
     assert conversation.answers == len(TEXTS)
-    assert answer.stats.prompt > 150
+    assert answer.stats.prompt > 100
 
 
 def test_an_answer_that_reads_otherwise_is_read_again(chat, other, read):
