@@ -22,9 +22,8 @@ def by_task_notes(at: Mapping[str, Any]) -> list[str]:
     if not by_task_tables(at):
         return []
     return [
-        "as Spec-Bench has them: tok/s, the mean over prompts; tok/pass, over all passes (#mean accepted tokens); "
-        "/ plain, the ratio of both methods' tok/s",
-        "median: of the prompts' own ratios to plain, with its 95% bootstrap interval",
+        "tok/s (mean over prompts), tok/pass and / plain (of tok/s): as in Spec-Bench",
+        "median: of the prompts' own ratios to plain, with a 95% bootstrap interval",
     ]
 
 

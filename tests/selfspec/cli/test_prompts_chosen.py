@@ -17,7 +17,7 @@ from selfspec.cli.data import PromptOptions
 from selfspec.profile.reading import read_profile
 from selfspec.text.prompt_files import CHAT, Prompts
 
-TEMPLATE = "# user:\n{{ messages[0]['content'] }}\n# assistant:\n"
+TEMPLATE = "# user:\n{{ messages[0]['content'] }}\n# assistant:"
 SKIP = ("--profile", "stdlib-llama-3.7m")
 QUESTIONS = [
     {"question_id": 1, "category": "writing", "turns": ["Write a line on rain.", "Another one."]},
@@ -85,7 +85,7 @@ def test_what_the_model_is_given(instruct):
     chosen = PromptOptions().given(llm, None, limit=3, max_new_tokens=8)
     held_out = dict(builtin.chat_prompts("heldout"))
     for text, prompt, task in zip(chosen.texts, chosen.prompts, chosen.tasks, strict=True):
-        assert llm.tokenizer.decode(prompt) == f"# user:\n{text}\n# assistant:\n"
+        assert llm.tokenizer.decode(prompt) == f"# user:\n{text}\n# assistant:"
         assert held_out[text] == task
     plain = PromptOptions().given(llm, Prompts("s", ("x = 1",)), limit=3, max_new_tokens=8)
     assert (plain.prompts, plain.chat) == (("x = 1",), False)
