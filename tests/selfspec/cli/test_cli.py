@@ -772,6 +772,17 @@ WRONG = {
     "bench without plain": (["bench", "--methods", "skip"], "must have 'plain' among them"),
     "bench temperature": (["bench", "--temperature", "0,x"], "--temperature 0,x: want numbers separated by commas"),
     "bench out": (["bench", "--out", "no/b.json"], "the folder no does not exist"),
+    "no questions' file": (["bench", "--prompts", "spec-bench:no.jsonl"], "no.jsonl: no such file"),
+    "questions without a file": (["audit", "--prompts", "spec-bench:"], "names no file; want spec-bench:PATH"),
+    "no questions": (["bench", "--prompts", "spec-bench:half.txt"], "half.txt, line 1: not valid JSON"),
+    "questions in columns": (
+        ["bench", "--prompts", "spec-bench:half.txt", "--column", "turns"],
+        "spec-bench:half.txt: takes no column and no template",
+    ),
+    "questions as out": (
+        ["bench", "--prompts", "spec-bench:half.txt", "--out", "half.txt"],
+        "--out half.txt would write over the data file",
+    ),
     "bench no prompts": (["bench", "--prompts", "no.jsonl"], "no.jsonl: no such file"),
     "bench outgrows": (["bench", "--max-new-tokens", "1024"], "outgrow the model's context"),
     "bench's profile": (["bench", "--profile", "other.yaml"], "of another model: layers 4 in the profile, 16"),
