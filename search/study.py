@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Concatenate, ParamSpec
@@ -55,18 +55,26 @@ def run_search(llm: LLM, options: SearchOptions) -> Profile:
     space = Space(llm.runtime.layers, options.kept_layers, options.granularity)
     decoding = options.decoding
     decoding.check()
-    chosen = _chosen(llm, options)
-    texts, others = (_fitted(llm, part, options.max_new_tokens, chosen) for part in (chosen.search, chosen.measure))
+    chosen = choose(
+        options.prompts,
+        source=options.source,
+        count=options.count,
+        seed=options.seed,
+        chat=options.chat,
+        takes_messages=takes_messages(llm),
+    )
+    options = replace(options, chat=chosen.chat)
+    texts, others = (_fitted(llm, part, options, template=chosen.template) for part in (chosen.search, chosen.measure))
     if not texts:
         raise SelfspecError(f"{options.source}: holds no prompts")
-    calibration = _calibration(chosen, texts)
+    calibration = _calibration(chosen, texts, chat=options.chat)
     ledger = _ledger(llm, options, calibration)
     start = time.perf_counter()
     deadline = float("inf") if options.minutes is None else start + 60 * options.minutes
     watch, own_keys = options.watch or Silent(), options.kv == "own"
     search = Search(llm, space, decoding, texts, options.seed, ledger, watch, deadline, own_keys=own_keys)
     with ExitStack() as held:
-        known = _known_beforehand(search, options, held, chosen)
+        known = _known_beforehand(search, options, held, chosen.rest)
         bounded = _Bounded(known.worth, known.costs, space, options.max_draft_cost)
         propose = partial(make_strategy, options.strategy, known.problem)
         interrupted = _run_trials(search, bounded, propose, options.trials)
@@ -108,26 +116,14 @@ def _with_keywords(options: Callable[P, SearchOptions]) -> Callable[Concatenate[
 find_profile = _with_keywords(SearchOptions)
 
 
-def _chosen(llm: LLM, options: SearchOptions) -> PromptSet:
-    """The prompts to search on and to measure on; built-in ones as suit the model where none were given."""
-    return choose(
-        options.prompts,
-        source=options.source,
-        count=options.count,
-        seed=options.seed,
-        chat=options.chat,
-        takes_messages=takes_messages(llm.tokenizer),
-    )
-
-
-def _calibration(chosen: PromptSet, texts: Sequence[Sequence[int]]) -> Calibration:
+def _calibration(chosen: PromptSet, texts: Sequence[Sequence[int]], *, chat: bool) -> Calibration:
     """What the profile says of the prompts searched on."""
     return record(
         chosen.source,
         texts,
         column=chosen.column,
         template=chosen.template,
-        chat=chosen.chat,
+        chat=chat,
         drawn_from=chosen.available,
     )
 
@@ -158,8 +154,8 @@ class _Known:
     smaller_heads: Callable[[Sequence[Score]], list[Score]] | None = None
 
 
-def _known_beforehand(search: Search, options: SearchOptions, held: ExitStack, chosen: PromptSet) -> _Known:
-    """Make the objective, kept open in `held`; tokens of unused prompts are counted for smaller heads."""
+def _known_beforehand(search: Search, options: SearchOptions, held: ExitStack, unused: Sequence[str]) -> _Known:
+    """Make the objective, kept open in `held`; tokens of `unused` prompts are counted for smaller heads."""
     llm, fixed = search.llm, options.fixed
     if options.objective == "wallclock":
         return _Known(*timed(search, fixed, options.warm))
@@ -167,18 +163,18 @@ def _known_beforehand(search: Search, options: SearchOptions, held: ExitStack, c
     worth, problem, costs, replay = replayed(search, held, controllers, options.context, options.warm)
     smaller_heads = None
     if options.kv == "shared" and llm.runtime.skeleton.head_over([0]) is not None:  # whose weight is at hand
-        seen = chain((text.tokens for text in replay.texts), _encoded(llm, chosen.rest, chat=chosen.chat))
+        seen = chain((text.tokens for text in replay.texts), _encoded(llm, unused, chat=options.chat))
         smaller_heads = partial(with_smaller_heads, worth, texts=seen, size=llm.identity.vocabulary or 0)
     return _Known(worth, problem, costs, replay, smaller_heads)
 
 
-def _fitted(llm: LLM, prompts: Sequence[str], new: int, chosen: PromptSet) -> tuple[list[int], ...]:
+def _fitted(llm: LLM, prompts: Sequence[str], options: SearchOptions, *, template: str | None) -> tuple[list[int], ...]:
     """The prompts as token ids, cut where they would not leave room for the new tokens."""
-    context = llm.runtime.skeleton.context
+    context, new = llm.runtime.skeleton.context, options.max_new_tokens
     if not 1 <= new < context:
         raise SelfspecError(f"max_new_tokens {new}: want 1 to {context - 1}, what the context leaves beside a prompt")
-    framed = chosen.chat or chosen.template is not None
-    return tuple(fit(encode(llm, prompt, chat=chosen.chat), context - new, framed=framed) for prompt in prompts)
+    framed = options.chat or template is not None
+    return tuple(fit(encode(llm, prompt, chat=options.chat), context - new, framed=framed) for prompt in prompts)
 
 
 def _encoded(llm: LLM, prompts: Iterable[str], *, chat: bool) -> Iterator[list[int]]:

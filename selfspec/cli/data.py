@@ -116,7 +116,7 @@ class PromptOptions(DataOptions):
         from selfspec.llm.prompts import fitting, takes_messages
         from selfspec.text.prompt_files import prompts_for
 
-        used = prompts_for(read, "heldout", chat=self.chat, takes_messages=takes_messages(llm.tokenizer))
+        used = prompts_for(read, "heldout", chat=self.chat, takes_messages=takes_messages(llm))
         some = used.some(limit, last=last)
         chat, framed = some.messages, some.template is not None
         prompts = tuple(fitting(llm, text, max_new_tokens, chat=chat, framed=framed) for text in some.texts)

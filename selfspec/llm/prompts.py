@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from selfspec.basics.errors import SelfspecError
@@ -33,6 +32,14 @@ def fit(ids: list[int], room: int, *, framed: bool) -> list[int]:
     return ids[: room - end] + ids[len(ids) - end :]
 
 
+def takes_messages(llm: LLM) -> bool:
+    """Whether the model's tokenizer has a chat template, one that does not fail on a user's message."""
+    try:
+        return bool(encode(llm, "x", chat=True))
+    except SelfspecError:
+        return False
+
+
 def fitting(llm: LLM, prompt: Prompt, max_new_tokens: int, *, chat: bool = False, framed: bool = False) -> Prompt:
     """The prompt as it is where the new tokens fit after it, else `encode` and `fit` to what they leave of the context.
 
@@ -57,10 +64,3 @@ def check_chat(model: str, *, system: bool = False) -> None:
             check_system(tokenizer)
     except SelfspecError as error:
         raise SelfspecError(f"model {model}: {error}") from None
-
-
-def takes_messages(tokenizer: Any) -> bool:
-    """Whether the tokenizer has a chat template that makes something of a user's message."""
-    with suppress(SelfspecError):
-        return bool(render(tokenizer, [message("user", "x")]))
-    return False
