@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from selfspec.llm.plan import Plan
     from selfspec.llm.stream import Generation
     from selfspec.speculation.drafter import Drafter
+    from selfspec.text.prompt import Prompt
 
 NEW_TOKENS = 1024  # of an answer, where nothing says how many
-PROMPT = "> "
+ASK = "> "
 
 
 def run(given: ChatCommand) -> int:
@@ -102,8 +103,9 @@ class _Talk:
             self._answer(text)
 
     def _answer(self, text: str) -> None:
-        how, before, interrupted = self._how(text), self.conversation.answers, False
-        planned = self.llm.plan(self.conversation.prompt(text), how)
+        prompt, before, interrupted = self.conversation.prompt(text), self.conversation.answers, False
+        how = self._how(prompt)
+        planned = self.llm.plan(prompt, how)
         stream = self.conversation.start(text, how, drafter=self.drafter)
         try:
             write(stream, color=self.color)
@@ -126,17 +128,16 @@ class _Talk:
         if len(answer.tokens) < planned.max_new_tokens or answer.tokens[-1] in planned.ends:
             return ""
         full = answer.stats.prompt + planned.max_new_tokens == self.llm.runtime.skeleton.context
-        return "cut: the context is full, /reset begins anew" if full else "cut: --max-new-tokens allows no more"
+        return "cut: the context is full, /reset begins anew" if full else "cut: a larger --max-new-tokens allows more"
 
-    def _how(self, text: str) -> Options:
-        """The options of the next answer: no more tokens than fit, and with a seed one of its own.
+    def _how(self, prompt: Prompt) -> Options:
+        """The options of the answer to a prompt: no more tokens than fit, and with a seed one of its own.
 
         That is the seed given, and one more for each answer before it: the first answer has that of `generate --chat`.
         """
         how = self.how
         if how.seed is not None:
             how = replace(how, seed=how.seed + self.conversation.answers)
-        prompt = self.conversation.prompt(text)
         try:
             return self.llm.fitted(prompt, how)
         except SelfspecError as error:
@@ -222,9 +223,9 @@ def _typed() -> Iterator[str]:
     while True:
         try:
             if not sys.stdout.isatty():  # where the prompt does not belong
-                sys.stderr.write(PROMPT)
+                sys.stderr.write(ASK)
                 sys.stderr.flush()
-            yield input(PROMPT if sys.stdout.isatty() else "")
+            yield input(ASK if sys.stdout.isatty() else "")
         except KeyboardInterrupt:
             _say("\nCtrl-D or /exit ends the chat", style="dim")
         except UnicodeDecodeError:

@@ -30,6 +30,7 @@ from selfspec.facts.identity import Identity
 from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
+from selfspec.runtime.forward import Runtime
 
 SELFSPEC = str(Path(sys.executable).parent / "selfspec")
 SKIP = selfspec.SkipSet((3, 5, 9), (7, 11))
@@ -67,10 +68,11 @@ def cli(monkeypatch, capsys, tmp_path):
 
     def run(*args, said=None):
         monkeypatch.setattr(sys, "argv", ["selfspec", *map(str, args)])
-        given = (
-            None if said is None else said if isinstance(said, bytes) else "".join(f"{one}\n" for one in said).encode()
-        )
-        monkeypatch.setattr(sys, "stdin", None if given is None else io.TextIOWrapper(io.BytesIO(given)))
+        if isinstance(said, list):
+            said = "".join(f"{one}\n" for one in said).encode()
+        if isinstance(said, bytes):
+            said = io.TextIOWrapper(io.BytesIO(said))
+        monkeypatch.setattr(sys, "stdin", said)
         monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
         with pytest.raises(SystemExit) as ended:
             main()
@@ -95,7 +97,7 @@ class TestPiped:
         answers = [conversation.send(text, max_new_tokens=9).text for text in TEXTS]
         code, out, err = say([TEXTS[0], "", *TEXTS[1:]])
         assert (code, out) == (0, "".join(f"{answer}\n" for answer in answers))
-        cut = r"\d+\.\d tokens/s, 9 tokens, cut: --max-new-tokens allows no more\n"
+        cut = r"\d+\.\d tokens/s, 9 tokens, cut: a larger --max-new-tokens allows more\n"
         assert re.fullmatch(cut * 3, err)
 
     def test_the_last_line_needs_no_end(self, say):
@@ -227,6 +229,68 @@ class TestPiped:
         assert done.stdout.strip()
         assert done.stderr.splitlines()[-1] == "interrupted"
         assert "Traceback" not in done.stderr
+
+
+class Keyboard(io.StringIO):
+    """Standard input of a terminal."""
+
+    def isatty(self):
+        return True
+
+
+class TestTyped:
+    @pytest.fixture
+    def typed(self, cli, model, monkeypatch):
+        """What each line that is typed gives, or an exception in place of it; where standard output is a file."""
+
+        def run(*lines, options=()):
+            left, asked = list(lines), []
+
+            def read(prompt):
+                asked.append(prompt)
+                one = left.pop(0) if left else EOFError()
+                if isinstance(one, BaseException):
+                    raise one
+                return one
+
+            monkeypatch.setattr("builtins.input", read)
+            args = ("chat", "--model", model, "--profile", "none", "--max-new-tokens", 9, *options)
+            return *cli(*args, said=Keyboard()), asked
+
+        return run
+
+    def test_the_prompt_is_no_part_of_the_answers(self, typed, say):
+        code, out, err, asked = typed(TEXTS[0], "/what")
+        assert (code, out) == (0, say(TEXTS[:1])[1])  # an error changes no exit code here
+        assert asked == [""] * 3
+        assert err.count("> ") == 3
+
+    def test_ctrl_c_at_the_prompt_drops_a_line(self, typed, say):
+        code, out, err, _ = typed(KeyboardInterrupt(), TEXTS[0], KeyboardInterrupt())
+        assert (code, out) == (0, say(TEXTS[:1])[1])
+        assert err.count("\nCtrl-D or /exit ends the chat\n") == 2
+
+    def test_ctrl_c_before_the_first_token(self, typed, say, monkeypatch):
+        """The message is not kept, and the chat goes on as if it had not been said."""
+        forward, calls = Runtime.forward, []
+
+        def interrupted(*given, **options):
+            calls.append(1)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return forward(*given, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Runtime, "forward", interrupted)
+            code, out, err, _ = typed(TEXTS[1], TEXTS[0])
+        assert "interrupted before it began: the message is not kept\n" in err
+        assert (code, out) == (0, "\n" + say(TEXTS[:1])[1])
+
+    def test_what_is_no_text(self, typed, say):
+        code, out, err, _ = typed(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), "\udcff", TEXTS[0])
+        assert (code, out) == (0, say(TEXTS[:1])[1])
+        assert "error: that is not UTF-8 text\n" in err
+        assert "error: the user's message is not valid Unicode text; give UTF-8\n" in err
 
 
 def err_numbers(err, pattern):
@@ -371,9 +435,9 @@ def test_in_a_terminal(terminal, model, chat, tmp_path):
     conversation = chat.conversation()
     first = conversation.send(TEXTS[0], max_new_tokens=30).text
     shown.type(f"{TEXTS[0]}\n")
-    answered = shown.until("allows no more\n> ")
+    answered = shown.until("allows more\n> ")
     assert re.fullmatch(
-        rf"{TEXTS[0]}\n{re.escape(first)}\n\d+\.\d tokens/s, 30 tokens, cut: --max-new-tokens allows no more\n> ",
+        rf"{TEXTS[0]}\n{re.escape(first)}\n\d+\.\d tokens/s, 30 tokens, cut: a larger --max-new-tokens allows more\n> ",
         answered,
     )
     assert re.search(r"\x1b\[2m\d+\.\d tokens/s, .*\x1b\[0m", shown.raw)  # dim
