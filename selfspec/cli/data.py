@@ -14,11 +14,7 @@ if TYPE_CHECKING:
     from selfspec.text.prompt import Prompt
     from selfspec.text.prompt_files import Prompts
 
-_KINDS = (
-    ".jsonl, .txt or .parquet file, a folder of texts, one of cnn_dailymail, xsum, gsm8k, humaneval, mt_bench, or "
-    "spec-bench:FILE"
-)
-_BUILT_IN = "built-in {} when left out, which are chat messages where the model has a chat template"
+_KINDS = ".jsonl, .txt or .parquet file, a folder, cnn_dailymail, xsum, gsm8k, humaneval, mt_bench, or spec-bench:FILE"
 _PANEL = "Prompts"
 
 
@@ -27,7 +23,7 @@ class DataOptions:
     """Which prompts, as given; `source` None: the built-in ones."""
 
     source: Annotated[
-        str | None, typer.Option("--data", help=f"Calibration prompts: a {_KINDS}; {_BUILT_IN.format('ones')}.")
+        str | None, typer.Option("--data", help=f"A {_KINDS}; else built-in ones, chats for a chat model.")
     ] = None
     column: Annotated[
         str | None,
@@ -103,7 +99,7 @@ class PromptOptions(DataOptions):
     """Which prompts to decode, as given; `source` None: the built-in held-out ones."""
 
     source: Annotated[
-        str | None, typer.Option("--prompts", help=f"A {_KINDS}; {_BUILT_IN.format('held-out ones')}.")
+        str | None, typer.Option("--prompts", help=f"A {_KINDS}; else built-in ones, chats for a chat model.")
     ] = None
 
     def given(
