@@ -21,7 +21,7 @@ _SAMPLING = "Sampling"
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, all else on standard error.")]
 Model = Annotated[
     str | None,
-    typer.Option(help="A folder, a GGUF file, a hub id, smollm2-135m, or builtin; the profile's when left out."),
+    typer.Option(help="A folder, GGUF file, hub id, smollm2-135m, or builtin; the profile's when left out."),
 ]
 Controller = Annotated[
     str | None,
@@ -53,7 +53,7 @@ class DraftingOptions:
 class SearchCommand:
     """What `search` was told."""
 
-    model: Annotated[str, typer.Option(help="A folder, a GGUF file, a hub id, smollm2-135m, or builtin.")] = "builtin"
+    model: Annotated[str, typer.Option(help="A folder, GGUF file, hub id, smollm2-135m, or builtin.")] = "builtin"
     data: DataOptions
     out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.yaml")
     how: SearchOptions
@@ -196,7 +196,7 @@ class ReportCommand:
     storage: Storage = None
     bench: Annotated[Path | None, typer.Option(help="What bench --out wrote.")] = None
     model: Annotated[
-        str | None, typer.Option(help="A folder, a GGUF file, a hub id, smollm2-135m, or builtin; else the profile's.")
+        str | None, typer.Option(help="A folder, GGUF file, hub id, smollm2-135m, or builtin; else the profile's.")
     ] = None
     data: PromptOptions
     limit: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="The most prompts.")] = 4
