@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Concatenate, ParamSpec
@@ -17,7 +17,7 @@ from selfspec.controllers import make_controller
 from selfspec.facts.costs import CostModel
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
-from selfspec.llm.prompts import encode, fit
+from selfspec.llm.prompts import encode, fit, takes_messages
 from selfspec.profile.schema import Calibration, Profile, SearchRecord
 
 from .calibration import PromptSet, choose, record
@@ -55,7 +55,15 @@ def run_search(llm: LLM, options: SearchOptions) -> Profile:
     space = Space(llm.runtime.layers, options.kept_layers, options.granularity)
     decoding = options.decoding
     decoding.check()
-    chosen = choose(options.prompts, source=options.source, count=options.count, seed=options.seed)
+    chosen = choose(
+        options.prompts,
+        source=options.source,
+        count=options.count,
+        seed=options.seed,
+        chat=options.chat,
+        takes_messages=takes_messages(llm),
+    )
+    options = replace(options, chat=chosen.chat)
     texts, others = (_fitted(llm, part, options, template=chosen.template) for part in (chosen.search, chosen.measure))
     if not texts:
         raise SelfspecError(f"{options.source}: holds no prompts")

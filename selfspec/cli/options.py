@@ -19,7 +19,10 @@ _DRAFTING = "Drafting"
 _GUIDED = "What the text must be (needs llguidance)"
 _SAMPLING = "Sampling"
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, all else on standard error.")]
-Model = Annotated[str | None, typer.Option(help="builtin, a folder, or a hub id; the profile's when left out.")]
+Model = Annotated[
+    str | None,
+    typer.Option(help="A folder, GGUF file, hub id, smollm2-135m, or builtin; the profile's when left out."),
+]
 Controller = Annotated[
     str | None,
     typer.Option(
@@ -50,7 +53,7 @@ class DraftingOptions:
 class SearchCommand:
     """What `search` was told."""
 
-    model: Annotated[str, typer.Option(help="builtin, a folder, or a hub id.")] = "builtin"
+    model: Annotated[str, typer.Option(help="A folder, GGUF file, hub id, smollm2-135m, or builtin.")] = "builtin"
     data: DataOptions
     out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.yaml")
     how: SearchOptions
@@ -192,7 +195,9 @@ class ReportCommand:
     study: Annotated[str | None, typer.Option(help="A file of trials, or a study's name in --storage.")] = None
     storage: Storage = None
     bench: Annotated[Path | None, typer.Option(help="What bench --out wrote.")] = None
-    model: Annotated[str | None, typer.Option(help="builtin, a folder, or a hub id; else the profile's.")] = None
+    model: Annotated[
+        str | None, typer.Option(help="A folder, GGUF file, hub id, smollm2-135m, or builtin; else the profile's.")
+    ] = None
     data: PromptOptions
     limit: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="The most prompts.")] = 4
     max_new_tokens: Tokens = 64

@@ -278,7 +278,7 @@ def load(
     layout: str = "auto",
     drafting: bool | None = None,
 ) -> LLM:
-    """Load `builtin`, a folder, or a hub id, with the profile to draft with.
+    """Load a folder, a GGUF file, a hub id, `smollm2-135m` or `builtin`, with the profile to draft with.
 
     `profile`: `auto` (a shipped one measured on these very weights, unless it was slower), `none`, a file, the name of
     a shipped profile, or a `Profile`. `device`: one, or a `DeviceMap` for a model larger than one. `dtype` `auto`:

@@ -82,6 +82,8 @@ def _plan(model: Any, options: Options, prompt: Sequence[int], ends: frozenset[i
         processors.append(options.guide.processor(len(prompt), found))
     ready = copy.copy(config)  # which cannot be saved any more
     model._prepare_special_tokens(ready, device=device)
+    if isinstance(size := ready.encoder_no_repeat_ngram_size, int) and size > len(prompt):
+        ready.encoder_no_repeat_ngram_size = None  # no prompt repeats it; transformers would make a list of its length
     processors = model._get_logits_processor(
         ready,
         input_ids_seq_length=len(prompt),

@@ -32,6 +32,14 @@ def fit(ids: list[int], room: int, *, framed: bool) -> list[int]:
     return ids[: room - end] + ids[len(ids) - end :]
 
 
+def takes_messages(llm: LLM) -> bool:
+    """Whether the model's tokenizer has a chat template, one that does not fail on a user's message."""
+    try:
+        return bool(encode(llm, "x", chat=True))
+    except SelfspecError:
+        return False
+
+
 def fitting(llm: LLM, prompt: Prompt, max_new_tokens: int, *, chat: bool = False, framed: bool = False) -> Prompt:
     """The prompt as it is where the new tokens fit after it, else `encode` and `fit` to what they leave of the context.
 

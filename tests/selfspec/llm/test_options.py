@@ -184,6 +184,12 @@ def test_numbers_of_any_kind(llm):
     assert llm.run(PROMPT, options).tokens == llm.generate(PROMPT, max_new_tokens=5, seed=3, temperature=1.0).tokens
 
 
+def test_a_longer_run_than_the_prompt_has_is_never_repeated(llm):
+    """However long: `transformers` would take memory for as many lists."""
+    huge = Options(settings={"encoder_no_repeat_ngram_size": 10**12}, max_new_tokens=NEW)
+    assert llm.run(PROMPT, huge).tokens == llm.generate(PROMPT, max_new_tokens=NEW).tokens
+
+
 def test_a_watermark_as_a_mapping(llm):
     """As `--set` gives it."""
     config = plan(llm.model, Options(settings={"watermarking_config": {"bias": 2.5}}), PROMPT, ends=frozenset()).config
