@@ -108,7 +108,7 @@ class _Talk:
         planned = self.llm.plan(prompt, how)
         stream = self.conversation.start(text, how, drafter=self.drafter)
         try:
-            write(stream, color=self.color)
+            write(stream, color=self.color, fold=True)
         except KeyboardInterrupt:
             if not self.typed:
                 raise
@@ -161,8 +161,8 @@ class _Talk:
         read = last.prompt - last.kept
         _say(f"{len(self.given)} {'answer' if len(self.given) == 1 else 'answers'}: {stats_line(total)}")
         _say(
-            f"the last read {read} of its prompt's {last.prompt} tokens, the others were in the cache; "
-            f"{last.prompt + last.tokens} of the context's {self.llm.runtime.skeleton.context} positions are taken"
+            f"the last answer read {read} of its prompt's {last.prompt} tokens, the cache held the others; "
+            f"{last.prompt + last.tokens} of {self.llm.runtime.skeleton.context} positions are taken"
         )
         if self.color:
             legend(stderr(), list(chain.from_iterable(one.events for one in self.given)), total)
@@ -250,4 +250,5 @@ def _no_more(name: str, rest: str) -> None:
 
 
 def _say(text: str, *, style: str = "") -> None:
-    stderr().print(Text(text, style=style), soft_wrap=True)
+    console = stderr()
+    console.print(Text(text, style=style), soft_wrap=not console.is_terminal)

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from selfspec.cli.common import stdout
+from selfspec.cli.folding import Folding
 from selfspec.facts.events import Origin, TokenEvent, counts
 from selfspec.facts.stats import Stats
 from selfspec.show.markup import LOOKS, acceptance
@@ -37,25 +38,33 @@ _BASIC = {
 }
 
 
-def write(stream: Stream, *, color: bool) -> None:
+def write(stream: Stream, *, color: bool, fold: bool = False) -> None:
     """Write a stream's text to standard output as it comes; a terminal shows where it came from, with `color`.
 
-    The stream ends with this, however it ends; what it held back until then is written too.
+    With `fold`, a terminal's lines end between words. The stream ends with this, however it ends; what was held back
+    until then is written too.
     """
-    console, written = stdout(), 0
+    console, given = stdout(), 0
+    folding = Folding[Origin | None](console.width) if fold and console.is_terminal else None
+    pieces = stream.spans() if color and console.is_terminal else ((None, piece) for piece in stream)
     try:
-        if color and console.is_terminal:
-            for origin, text in stream.spans():
-                show(console, origin, text)
-                written += len(text)
-        else:
-            for piece in stream:
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-                written += len(piece)
+        for origin, text in pieces:
+            given += len(text)  # before it is written: should that be interrupted, it is not to be written twice
+            for part in [(origin, text)] if folding is None else folding.feed(origin, text):
+                _put(console, *part)
     finally:
         stream.close()
-        sys.stdout.write(stream.result.text[written:] + "\n")
+        rest = stream.result.text[given:]
+        for part in [(None, rest)] if folding is None else [*folding.feed(None, rest), *folding.end()]:
+            _put(console, *part)
+        _put(console, None, "\n")
+
+
+def _put(console: Console, origin: Origin | None, text: str) -> None:
+    if origin is not None:
+        show(console, origin, text)
+    else:
+        sys.stdout.write(text)
         sys.stdout.flush()
 
 

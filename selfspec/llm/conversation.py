@@ -58,8 +58,9 @@ class Conversation:
     The keys of what was said stay in the model's cache, and each answer reads only what of its prompt is new: as far
     as the prompt's tokens begin as the last ones did. Any other use of the model in between (but for other
     conversations, which keep what they share) empties the cache, and the next answer reads everything anew, as it does
-    for a drafter that reads the prompt's streams. The answers are the same. The model's weights are to stay as they
-    are; after a change, one `generate` in between has everything read anew.
+    for a drafter that reads the prompt's streams. The answers are the same (below float64 but for near-ties, as a pass
+    over fewer tokens rounds otherwise). The model's weights are to stay as they are; after a change, one `generate` in
+    between has everything read anew.
     """
 
     def __init__(self, llm: Speaker, *, system: str | None = None) -> None:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import io
 import json
-import os
-import pty
 import re
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
-import time
 import warnings
-from pathlib import Path
 
 import command
 import pytest
 from chats import save_with_template, with_template
+from terminal import ESCAPES, Terminal
 
 import selfspec
 from selfspec.cli import main
@@ -32,10 +24,8 @@ from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 
-SELFSPEC = str(Path(sys.executable).parent / "selfspec")
 SKIP = selfspec.SkipSet((3, 5, 9), (7, 11))
 TEXTS = ["import os", "def main(args):", "class Parser:"]
-ESCAPES = re.compile(r"\x1b\[[?0-9;]*[a-zA-Z]|\r")
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +126,8 @@ class TestPiped:
         assert err.startswith("nothing has been said yet\n")
         assert re.search(r"\n3 answers: 27 tokens in \d+\.\d\d s \(.* a second\), 27 rounds, 0 drafted", err)
         found = re.search(
-            r"\nthe last read (\d+) of its prompt's (\d+) tokens, the others were in the cache; (\d+) of the context's "
-            r"1024 positions are taken\n",
+            r"\nthe last answer read (\d+) of its prompt's (\d+) tokens, the cache held the others; (\d+) of 1024 "
+            r"positions are taken\n",
             err,
         )
         read, prompt, taken = map(int, found.groups())
@@ -159,7 +149,7 @@ class TestPiped:
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("NO_COLOR", raising=False)
         _, colored, err = say(TEXTS, *options, "--color")
-        assert re.search(r"\x1b\[3;38;5;\d+m", colored)
+        assert re.search(r"\x1b\[3;38;[25];[\d;]+m", colored)
         assert ESCAPES.sub("", colored) == out
         assert re.match(r"\x1b\[2m\d+\.\d tokens/s, .*\x1b\[0m\n", err)  # dim
 
@@ -363,97 +353,54 @@ def test_a_system_message_is_of_chats(cli):
     assert (code, err) == (2, "error: standard input is closed; give it messages, each on a line\n")
 
 
-class Terminal:
-    """`selfspec chat` in a terminal of 80 columns: what is typed, and what stands there."""
-
-    def __init__(self, *args, cwd, event=None):
-        self.master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        program = [SELFSPEC] if event is None else [sys.executable, command.__file__, event]
-        environment = {**os.environ, "TERM": "xterm-256color", "INPUTRC": "/dev/null"}
-        for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR"):
-            environment.pop(name, None)
-        self.process = subprocess.Popen(
-            [*program, "chat", *map(str, args)],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-            preexec_fn=lambda: (
-                fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-                signal.signal(signal.SIGINT, signal.SIG_DFL),
-            ),
-            cwd=cwd,
-            env=environment,
-        )
-        os.close(slave)
-        self.raw = ""
-
-    def until(self, text, *, seconds=300):
-        """What is written up to and with `text`, without escapes."""
-        given_up, seen = time.monotonic() + seconds, ""
-        while text not in ESCAPES.sub("", seen):
-            assert time.monotonic() < given_up, seen
-            if select.select([self.master], [], [], 1)[0]:
-                read = os.read(self.master, 4096).decode("utf-8", "replace")
-                seen, self.raw = seen + read, self.raw + read
-        return ESCAPES.sub("", seen)
-
-    def type(self, text):
-        os.write(self.master, text.encode())
-
-    def end(self):
-        """The exit code, and what was still written."""
-        seen = ""
-        with contextlib.suppress(OSError):  # how a terminal that nobody holds any more ends
-            while read := os.read(self.master, 4096):
-                seen += read.decode("utf-8", "replace")
-        os.close(self.master)
-        return self.process.wait(60), ESCAPES.sub("", seen)
-
-
 @pytest.fixture
 def terminal(tmp_path):
+    """Open a terminal in which the chat is interrupted when so many tokens have come."""
     made = []
 
-    def open_one(*args, event=None):
-        made.append(Terminal(*args, cwd=tmp_path, event=event))
+    def open_one(event, *args):
+        program = [sys.executable, command.__file__, event, "chat", *map(str, args)]
+        made.append(Terminal(program, cwd=tmp_path))
         return made[-1]
 
     yield open_one
     for one in made:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.process.wait()
+        one.kill()
+
+
+def up_to(end):
+    return lambda shown: shown.endswith(end)
 
 
 def test_in_a_terminal(terminal, model, chat, tmp_path):
     """Prompts, answers and quiet lines; Ctrl-C ends an answer, whose beginning stays; Ctrl-D ends the chat with 0."""
-    options = ("--model", model, "--profile", "none", "--threads", "1", "--max-new-tokens", 30)
-    shown = terminal(*options, event="interrupted-text:36")  # the sixth token of the second answer
-    assert "/help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat\n> " in shown.until("> ")
+    (tmp_path / "m").symlink_to(model)
+    options = ("--model", "m", "--profile", "none", "--threads", "1", "--max-new-tokens", 30)
+    shown = terminal("interrupted-text:36", *options)  # the sixth token of the second answer
+    assert shown.until(up_to("> ")) == "m: /help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat\n> "
     conversation = chat.conversation()
     first = conversation.send(TEXTS[0], max_new_tokens=30).text
     shown.type(f"{TEXTS[0]}\n")
-    answered = shown.until("allows more\n> ")
+    answered = shown.until(up_to("allows more\n> "))
     assert re.fullmatch(
         rf"{TEXTS[0]}\n{re.escape(first)}\n\d+\.\d tokens/s, 30 tokens, cut: a larger --max-new-tokens allows more\n> ",
         answered,
     )
     assert re.search(r"\x1b\[2m\d+\.\d tokens/s, .*\x1b\[0m", shown.raw)  # dim
     shown.type(f"{TEXTS[1]}\n")
-    broken = shown.until("interrupted\n> ")
+    broken = shown.until(up_to("interrupted\n> "))
     whole = conversation.send(TEXTS[1], max_new_tokens=30).text
     said = broken.removeprefix(f"{TEXTS[1]}\n").rsplit("\n", 2)[0]
     assert whole.startswith(said)
     assert 0 < len(said) < len(whole)
     shown.type("half a line\x03")
-    assert "Ctrl-D or /exit ends the chat\n> " in shown.until("ends the chat\n> ")
+    assert "Ctrl-D or /exit ends the chat\n> " in shown.until(up_to("ends the chat\n> "))
     shown.type("/what\n")
-    assert "error: there is no command /what" in shown.until("\n> ")
+    assert "error: there is no command /what" in shown.until(up_to("\n> "))
     shown.type("/save a.jsonl\n")
-    shown.until("as JSON lines\n> ")
+    shown.until(up_to("as JSON lines\n> "))
     shown.type("\x04")
-    assert shown.end() == (0, "\n")
+    assert shown.end() == 0
+    assert shown.shown().endswith("> \n")
     messages = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert [one["content"] for one in messages] == [TEXTS[0], first, TEXTS[1], said]

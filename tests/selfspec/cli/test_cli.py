@@ -302,7 +302,7 @@ class TestGenerate:
         monkeypatch.setattr("selfspec.cli.generate.COMPARE_ROUNDS", 1)
         code, out, err = cli(*args, "--temperature", 0.9, "--compare", "--color")
         assert code == 0
-        assert re.search(r"\x1b\[[134;]+;38;5;\d+m", out)
+        assert re.search(r"\x1b\[[134;]+;38;[25];[\d;]+m", out)  # rich remembers a style as it was first shown
         assert "acceptance" in err
 
 

@@ -229,3 +229,8 @@ def test_two_rows(alone, make, monkeypatch):
     longer = max((0, 1), key=lambda row: len(runtime.cache.known(row)))
     list(decode(runtime, PlainDrafter(), third, reuse=True))
     assert third.row != longer
+    slots, fourth = runtime.cache.slots, SequenceState([*third.tokens, *[3] * 300], 3, Sampler())
+    list(decode(runtime, PlainDrafter(), fourth, reuse=True))
+    assert runtime.cache.slots > slots
+    check_what_it_knows(runtime, alone)
+    assert len(runtime.cache.known(longer)) > 15  # the other row's, though the cache has grown
