@@ -52,10 +52,10 @@ def lay_out_(model: Any, layout: str = "auto", *, drafting: bool = False) -> str
     """Change the layout of the weights of a model's linears in place, and return the one that they have now.
 
     `rows`: by rows, as they were loaded, those of linears that read the same input side by side in one tensor.
-    `columns`: the same by columns. `onednn`: packed (`PackedLinear`), for float32 on a CPU only; no other copy is kept,
-    except that a head that is also the embedding is then held twice. `auto`: the layout that was measured to be fastest
-    on this machine, with `drafting` for drafting and verifying, else for plain decoding. Raises `SelfspecError` for an
-    unknown layout, one that this model cannot have, and a model that is not served.
+    `columns`: the same by columns. `onednn`: packed (`PackedLinear`), for float32 and bfloat16 on a CPU only; no other
+    copy is kept, except that a head that is also the embedding is then held twice. `auto`: the layout that was measured
+    to be fastest on this machine, with `drafting` for drafting and verifying, else for plain decoding. Raises
+    `SelfspecError` for an unknown layout, one that this model cannot have, and a model that is not served.
     """
     check_layout(layout)
     if layout == "auto":
@@ -65,7 +65,9 @@ def lay_out_(model: Any, layout: str = "auto", *, drafting: bool = False) -> str
         return layout
     parts = parts_of(model)
     if not _packable(parts):
-        raise SelfspecError("layout 'onednn' is for float32 weights on a CPU with oneDNN; want auto, rows or columns")
+        raise SelfspecError(
+            "layout 'onednn' is for float32 and bfloat16 weights on a CPU with oneDNN; want auto, rows or columns"
+        )
     for group in (*parts.groups(), parts.head):
         pack_(group)
     return layout
@@ -74,23 +76,23 @@ def lay_out_(model: Any, layout: str = "auto", *, drafting: bool = False) -> str
 def join_all_(model: Any, *, columns: bool = False) -> None:
     """Lay the parameters of linears that read the same input side by side (`join_`) throughout a model, in place.
 
-    With `columns`, all linears' weights are stored by columns, and still written to files by rows; a head that is also
-    the embedding keeps its rows, which the embedding reads.
+    With `columns`, all linears' weights are stored by columns, and still written to files by rows. A head that is also
+    the embedding is stored so, too: an embedding reads one row a token, a head all of them.
     """
     parts = parts_of(model)
     for group in parts.groups():
         join_(group, columns=columns)
     if columns:
-        if parts.head.module.weight is not parts.embedding.weight:
-            join_(parts.head, columns=True)
+        join_(parts.head, columns=True)
         model.register_state_dict_post_hook(_by_rows)
 
 
 def _by_rows(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: dict[str, Any]) -> None:
-    """Store every weight of a state dictionary by rows, as files hold it."""
+    """Store every weight of a state dictionary by rows, as files hold it; one that has two names stays one."""
+    stored: dict[int, Tensor] = {}
     for name, value in state.items():
         if isinstance(value, Tensor) and not value.is_contiguous():
-            state[name] = value.contiguous()
+            state[name] = stored.setdefault(value.data_ptr(), value.contiguous())
 
 
 def weight_bytes(model: Any) -> int:
@@ -103,8 +105,12 @@ def weight_bytes(model: Any) -> int:
 
 def _packable(parts: Parts) -> bool:
     modules = [module for group in (parts.head, *parts.groups()) for module in group.modules]
-    exact = all(is_exact(m) and m.weight.device.type == "cpu" and m.weight.dtype == torch.float32 for m in modules)
-    return exact and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    dtype = modules[0].weight.dtype
+    if not all(is_exact(m) and m.weight.device.type == "cpu" and m.weight.dtype == dtype for m in modules):
+        return False
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
 
 
 def layout_times(model: Any) -> Times:
@@ -216,9 +222,10 @@ def _products(layers: Sequence[Sequence[Group]], layout: str) -> list[_Product]:
 
 def _product(modules: Sequence[Any]) -> _Product:
     x = torch.randn(max(WIDTHS), modules[0].in_features, generator=torch.Generator().manual_seed(0))
+    x = x.to(modules[0].weight.dtype)
     if len(modules) == 1:
         return _Product(x, linear(modules[0]), modules)
-    into, out = side_by_side(modules), torch.empty(len(x), sum(m.out_features for m in modules))
+    into, out = side_by_side(modules), x.new_empty(len(x), sum(m.out_features for m in modules))
 
     def run(x: Tensor) -> Tensor:
         into(x, out[: len(x)])
@@ -233,7 +240,7 @@ def _right(products: Sequence[_Product], by_rows: Sequence[_Product]) -> bool:
         weight = torch.cat([m.weight for m in theirs.modules]).double()
         bias = [m.bias for m in theirs.modules if m.bias is not None]
         exact = mine.x.double() @ weight.t() + (torch.cat(bias).double() if bias else 0)
-        errors = [float((product.run(product.x) - exact).abs().max()) for product in (mine, theirs)]
+        errors = [float((product.run(product.x).double() - exact).abs().max()) for product in (mine, theirs)]
         if not errors[0] <= _ERROR * errors[1]:
             return False
     return True
@@ -264,6 +271,7 @@ def _path(parts: Parts) -> Path:
         torch.__version__,
         len(parts.layers),
         shapes,
+        str(parts.head.module.weight.dtype),
     ]
     return cache_folder() / "layouts" / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]}.json"
 

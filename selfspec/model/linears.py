@@ -79,11 +79,20 @@ def on_rows(module: Any) -> Call:
 
 def linear_onto(module: Any) -> Onto:
     """A linear whose output for `x` `[N, in]` is added to `base` `[N, out]` in place: `f(base, x)`."""
-    if is_exact(module) and module.bias is None:
-        weight = module.weight.detach().t()
-        return lambda base, x: base.addmm_(x, weight)
-    call = linear(module)
-    return lambda base, x: base.add_(call(x))
+    if not is_exact(module) or module.bias is not None:
+        call = linear(module)
+        return lambda base, x: base.add_(call(x))
+    weight = module.weight.detach()
+    if not _vectors(weight):
+        across = weight.t()
+        return lambda base, x: base.addmm_(x, across)
+
+    def onto(base: Tensor, x: Tensor) -> object:
+        if len(x) > 1:
+            return base.addmm_(x, weight.t())
+        return base[0].addmv_(weight, x[0])
+
+    return onto
 
 
 def side_by_side(modules: Sequence[Any]) -> Into:
@@ -108,9 +117,27 @@ def side_by_side(modules: Sequence[Any]) -> Into:
 
 def _product(weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
     """The function x @ weight.t() + bias of x, the weight `[out, in]` transposed once and not at each call."""
-    if bias is None:
-        return partial(torch.mm, mat2=weight.t())
-    return partial(torch.addmm, bias, mat2=weight.t())
+    if bias is not None:
+        return partial(torch.addmm, bias, mat2=weight.t())
+    several = partial(torch.mm, mat2=weight.t())
+    if not _vectors(weight):
+        return several
+
+    def product(x: Tensor, out: Tensor | None = None) -> Tensor:
+        if len(x) > 1:
+            return several(x, out=out)
+        return torch.mv(weight, x[0], out=None if out is None else out[0]).unsqueeze(0)
+
+    return product
+
+
+def _vectors(weight: Tensor) -> bool:
+    """Whether a product with one row is best one with a vector: on a CPU, with a weight stored by rows.
+
+    A product of matrices brings a bfloat16 weight into another order first, each time; of float16 it is the other way
+    round, as products with vectors are not vectorised for it.
+    """
+    return weight.device.type == "cpu" and weight.is_contiguous() and weight.dtype != torch.float16
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +224,12 @@ def is_exact(module: nn.Module) -> bool:
 class Packed:
     """A weight `[out, in]` in an order of oneDNN's, which makes products with 8 rows little dearer than with one.
 
-    float32 on the CPU. Raises whatever torch raises where oneDNN cannot pack it.
+    float32 or bfloat16 on the CPU. Raises whatever torch raises where oneDNN cannot pack it.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
-        self.bias = bias
+        self.dtype, self.bias = weight.dtype, bias
         self.product: Call = partial(_packed_product, weight=self.tensor, bias=bias)
 
     @property
@@ -212,7 +239,7 @@ class Packed:
 
     def unpacked(self) -> Tensor:
         """The weight as it was, exactly."""
-        weight: Tensor = self.tensor.to_dense()
+        weight: Tensor = self.tensor.to_dense(self.dtype)
         return weight
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Packed:
@@ -254,9 +281,11 @@ class PackedLinear(nn.Module):
             destination[prefix + "bias"] = self.bias
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
-        moved = fn(torch.zeros(1))
-        if moved.dtype != torch.float32 or moved.device.type != "cpu":
-            raise SelfspecError("packed weights stay float32 on the CPU; load the model anew to move or cast it")
+        dtype = self.packed.dtype
+        moved = fn(torch.zeros(1, dtype=dtype))
+        if moved.dtype != dtype or moved.device.type != "cpu":
+            kind = str(dtype).removeprefix("torch.")
+            raise SelfspecError(f"packed weights stay {kind} on the CPU; load the model anew to move or cast it")
         return self
 
 

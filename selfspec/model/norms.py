@@ -36,14 +36,12 @@ class Norms:
         """A norm of a stream on `device`. A copy of its weight, which is small, is kept even where it is offloaded."""
         plain = type(module).__name__.endswith("RMSNorm") and is_plain(module, offloaded=True)
         plain = plain and getattr(module, "variance_epsilon", None) == self._eps and device_of(module) == device
-        if (
-            plain
-            and module.weight.dtype in (torch.float32, torch.float64)
-            and (weight := weight_of(module)) is not None
-        ):
-            self._made.append(_ScaledNorm(weight.detach().to(device)))
-            return self._made[-1]
-        return _called(module)
+        if not plain or (weight := weight_of(module)) is None:
+            return _called(module)
+        if weight.dtype not in (torch.float32, torch.float64):
+            return _RoundedNorm(weight.detach()) if weight.device.type == device.type == "cpu" else _called(module)
+        self._made.append(_ScaledNorm(weight.detach().to(device)))
+        return self._made[-1]
 
     def refresh(self) -> None:
         """Take over weights that have been changed in place."""
@@ -73,7 +71,21 @@ class _ScaledNorm:
         return torch.mul(x, self._scaled, out=out).div_(torch.linalg.vector_norm(longer, dim=-1, keepdim=True))
 
 
+class _RoundedNorm:
+    """In half precision: computed in float32, and rounded where transformers' own norms are.
+
+    That is before the product with the weight, and after it. An accelerator runs the module itself.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight, self._share = weight, len(weight) ** -0.5
+
+    def __call__(self, x: Tensor, longer: Tensor, out: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(longer, dim=-1, keepdim=True, dtype=torch.float32).mul_(self._share)
+        return torch.div(x, norm, out=out).mul_(self._weight)
+
+
 def _called(module: nn.Module) -> Norm:
-    """The module itself: half precision rounds in another order there, and hooks run."""
+    """The module itself: its formula is not known, or hooks run."""
     call = on_rows(module)
     return lambda x, longer, out: call(x)

@@ -17,6 +17,9 @@ ALL_ROWS = slice(None)
 class Cache:
     """Keys and values `[B, H_kv, slots, d]` for each layer, with a spare last slot that no mask shows.
 
+    With `turned` a head's keys lie in memory as `[d, slots]`, the order in which a CPU's product of one query with all
+    of them reads fastest.
+
     `length[row]` is the number of committed slots of a row: its keys below that are the whole model's own.
     `tokens[row]`: what they are the keys of, where somebody has said so; tokens beyond `length` have no keys yet.
     """
@@ -31,15 +34,20 @@ class Cache:
         head_dim: int,
         dtype: torch.dtype,
         devices: Sequence[torch.device],
+        turned: bool = False,
     ) -> None:
         # One tensor [L, B, H_kv, slots, d] for each run of layers on one device: views of all are made in one call.
         runs = [(len(list(layers)), device) for device, layers in groupby(devices)]
-        shape = (rows, kv_heads, slots + 1, head_dim)
 
-        def zeros(layers: int, device: torch.device) -> Tensor:
-            return torch.zeros((layers, *shape), dtype=dtype, device=device)
+        def zeros(layers: int, device: torch.device, *shape: int) -> Tensor:
+            return torch.zeros((layers, rows, kv_heads, *shape), dtype=dtype, device=device)
 
-        self._whole = [(zeros(layers, device), zeros(layers, device)) for layers, device in runs]
+        def keys(layers: int, device: torch.device) -> Tensor:
+            if turned:
+                return zeros(layers, device, head_dim, slots + 1).transpose(-1, -2)
+            return zeros(layers, device, slots + 1, head_dim)
+
+        self._whole = [(keys(*run), zeros(*run, slots + 1, head_dim)) for run in runs]
         # Rows and key heads are folded; one key head serves `group` query heads, repeated without copying.
         folded = [(keys.flatten(1, 2), values.flatten(1, 2)) for keys, values in self._whole]
         self._folded = [(keys.transpose(-1, -2), values) for keys, values in folded]

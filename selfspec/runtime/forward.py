@@ -34,9 +34,10 @@ _GROWTH = 256  # the cache grows in steps, so that prompts of similar length sha
 class _Place:
     """Where a forward's `[B, n]` tokens, N = B * n rows, stand: their rope, what they see and write of the cache.
 
-    `turn`: rope as a matrix for each row `[N, d, d]`, or as cosines and sines `[N, 1, d]`. `keys` and `values` are by
-    layer, as `Cache.seen` gives them when attention is `direct`, else as `Cache.repeated` does. `to` are each layer's
-    slots of keys and values to write `[B, H_kv, n, d]`, or, where slots are scattered, those slots `[B, n]`.
+    `turn`: rope as a matrix for each row `[N, d, d]`, of one row `[d, d]`, or as cosines and sines `[N, 1, d]`. `keys`
+    and `values` are by layer, as `Cache.seen` gives them if attention is `direct`, else as `Cache.repeated` does. `to`
+    are each layer's slots of keys and values to write `[B, H_kv, n, d]`, or, where slots are scattered, those slots
+    `[B, n]`.
     """
 
     turn: Tensor | tuple[Tensor, Tensor]
@@ -133,6 +134,7 @@ class Runtime:
             head_dim=s.head_dim,
             dtype=s.dtype,
             devices=[block.device for block in self.skeleton.blocks],
+            turned=self._direct,
         )
         self._keep = torch.eye(s.head_dim, dtype=s.dtype, device=self.device)
         self._cos, self._sin = self._rope(min(slots, self.skeleton.context))
@@ -251,6 +253,8 @@ class Runtime:
         else:
             cos, sin = self._cos[positions].flatten(0, 1), self._sin[positions].flatten(0, 1)  # [N, 1, d]
         turn = torch.mul(self._keep, cos).addcmul_(self._swap, sin) if direct else (cos, sin)
+        if isinstance(turn, Tensor) and len(turn) == 1:
+            turn = turn[0]
         causal, additive = False, None
         if mask is not None:
             seen, additive = mask.shape[-1], self._masks.additive(mask)
@@ -270,7 +274,10 @@ class Runtime:
         """Add what a layer's attention gives to the stream, and write its keys and values."""
         attention.qkv(attention.norm(scratch.stream, scratch.longer, scratch.normed), scratch.qkv)
         if isinstance(place.turn, Tensor):
-            torch.bmm(scratch.qk, place.turn, out=scratch.turned)
+            if scratch.alone is not None:
+                torch.mm(scratch.alone[0], place.turn, out=scratch.alone[1])
+            else:
+                torch.bmm(scratch.qk, place.turn, out=scratch.turned)
         else:
             cos, sin = place.turn
             swapped = scratch.qk.roll(self.skeleton.sizes.head_dim // 2, -1)
@@ -286,9 +293,12 @@ class Runtime:
             scores = torch.bmm(q, keys) if place.mask is None else torch.baddbmm(place.mask, q, keys)
             out = torch.bmm(scores.softmax(-1), place.values[index], out=scratch.out)
         else:
+            keys = place.keys[index]
+            if keys.stride(-1) != 1:  # as no fused attention takes them
+                keys = keys[:, :1].contiguous().expand_as(keys)
             out = F.scaled_dot_product_attention(
                 scratch.q,
-                place.keys[index],
+                keys,
                 place.values[index],
                 attn_mask=place.mask,
                 is_causal=place.causal,

@@ -18,8 +18,8 @@ class Scratch:
 
     Beside it in memory stands a column of sqrt(D * eps): `longer` `[N, D + 1]` is as long as a norm divides by, times
     sqrt(D). `qkv`'s views are `qk` `[N, H + H_kv, d]` before rope and `v`; `turned` is `qk` after rope, with views of
-    `q` and `k`. `k` and `v` are `[B, n, H_kv, d]`, and to be written `[B, H_kv, n, d]`. `mixed` `[N, H * d]` is what
-    attention gives.
+    `q` and `k`; of a single row, `alone` are `qk` and `turned` `[H + H_kv, d]`. `k` and `v` are `[B, n, H_kv, d]`, and
+    to be written `[B, H_kv, n, d]`. `mixed` `[N, H * d]` is what attention gives.
     """
 
     def __init__(self, sizes: Sizes, batch: int, n: int, device: torch.device) -> None:
@@ -39,6 +39,7 @@ class Scratch:
         self.qk = heads.narrow(1, 0, turning)
         self.v = heads.narrow(1, turning, s.kv_heads).view(batch, n, s.kv_heads, s.head_dim)
         self.turned = empty(rows, turning, s.head_dim)
+        self.alone = (self.qk[0], self.turned[0]) if rows == 1 else None
         self.k = self.turned.narrow(1, s.heads, s.kv_heads).view(batch, n, s.kv_heads, s.head_dim)
         self.k_to_write, self.v_to_write = self.k.transpose(1, 2), self.v.transpose(1, 2)
         # One key head serves `group` query heads, whose rows stand together: [B * H_kv, G * n, d].

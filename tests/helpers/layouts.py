@@ -12,7 +12,9 @@ from selfspec.model.loading import load_model
 HAS_ONEDNN = bool(torch.backends.mkldnn.is_available())
 AVAILABLE = [name for name in LAYOUTS if name != "onednn" or HAS_ONEDNN]
 CHOOSABLE = list(LAYOUTS) if HAS_ONEDNN else ["rows"]  # by `auto`, which without oneDNN has nothing to choose from
+HAS_BFLOAT16 = HAS_ONEDNN and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 needs_onednn = pytest.mark.skipif(not HAS_ONEDNN, reason=reason("oneDNN"))
+needs_bfloat16 = pytest.mark.skipif(not HAS_BFLOAT16, reason="oneDNN computes in bfloat16 on newer processors only")
 
 
 def fastest(plain: str, drafting: str | None = None) -> Times:

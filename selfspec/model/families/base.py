@@ -62,7 +62,7 @@ class Mlp(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """down(act(gate(x)) * up(x)) of the normed stream x."""
+    """down(act(gate(x)) * up(x)) of the normed stream x; `act` may change what it is given."""
 
     norm: Norm
     gate_up: Into

@@ -7,6 +7,7 @@ nothing of caches, prompts and drafts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -72,7 +73,7 @@ class Llama:
             mlp=GatedMlp(
                 norm=norms.read(before_mlp, device),
                 gate_up=side_by_side(gate_up.modules),
-                act=F.silu if type(act) in (nn.SiLU, SiLUActivation) and is_plain(act) else act,
+                act=partial(F.silu, inplace=True) if type(act) in (nn.SiLU, SiLUActivation) and is_plain(act) else act,
                 down=linear_onto(down.module),
             ),
             device=device,

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from layouts import AVAILABLE, fastest, needs_onednn
+from layouts import AVAILABLE, fastest, needs_bfloat16, needs_onednn
 from models import CONFIGS, plain, tiny
 
 import selfspec
@@ -91,9 +91,46 @@ def test_what_cannot_be_packed_is_said():
         selfspec.load(layout="best")
 
 
-def test_half_and_double_precision_keep_their_rows(each_layout):
-    model = tiny(CONFIGS["llama"])
-    assert lay_out_(model, drafting=True) == "rows"
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_what_cannot_be_packed_keeps_its_rows(each_layout, dtype):
+    assert lay_out_(tiny(CONFIGS["llama"], dtype=dtype), drafting=True) == "rows"
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_can_be_packed_too(name, each_layout, tmp_path):
+    model, other = (tiny(CONFIGS[name], dtype=torch.bfloat16) for _ in range(2))
+    assert lay_out_(model, drafting=True) == each_layout
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, other(IDS).logits, atol=0.3, rtol=0.05)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(weight, again[name]) for name, weight in other.state_dict().items())
+    if each_layout == "onednn":
+        with pytest.raises(SelfspecError, match="bfloat16 on the CPU"):
+            model.float()
+
+
+@needs_bfloat16
+def test_layouts_of_bfloat16_are_measured_apart(monkeypatch, tmp_path):
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    seen = []
+    monkeypatch.setattr(layout, "measure_layouts", lambda model: seen.append(model.dtype) or fastest("columns"))
+    for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16):
+        lay_out_(tiny(CONFIGS["llama"], dtype=dtype))
+    assert seen == [torch.float32, torch.bfloat16]
+
+
+def test_by_columns_a_head_that_is_the_embedding_too_is_read_by_columns():
+    """Which is as fast as the other products; the embedding reads a row of it a token."""
+    model = single("llama-mqa-tied")
+    lay_out_(model, "columns")
+    head = model.lm_head.weight
+    assert head is model.model.embed_tokens.weight
+    assert head.t().is_contiguous()
+    state = model.state_dict()
+    assert state["lm_head.weight"] is state["model.embed_tokens.weight"]
+    assert state["lm_head.weight"].is_contiguous()
 
 
 def times(**by_layout):

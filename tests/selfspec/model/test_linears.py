@@ -111,13 +111,34 @@ def test_a_joined_model_can_be_saved_and_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_linear_without_a_modules_overhead(bias):
-    module = nn.Linear(32, 5, dtype=torch.float64, bias=bias)
-    base = torch.randn(6, 5, dtype=torch.float64)
-    torch.testing.assert_close(linear(module)(X), module(X))
-    expected = base + module(X)
-    linear_onto(module)(base, X)
-    torch.testing.assert_close(base, expected)
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_a_linear_without_a_modules_overhead(bias, rows, dtype):
+    module = nn.Linear(32, 5, dtype=dtype, bias=bias)
+    x, base = X[:rows].to(dtype), X[:rows, :5].to(dtype)
+    near = {"atol": 0.05, "rtol": 0.05} if dtype.itemsize == 2 else {}  # which rounds once or twice
+    torch.testing.assert_close(linear(module)(x), module(x), **near)
+    expected = base + module(x)
+    linear_onto(module)(base, x)
+    torch.testing.assert_close(base, expected, **near)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_one_row_by_rows_is_a_product_with_a_vector(dtype):
+    """A product of matrices would bring a bfloat16 weight into another order first, at each call."""
+    module, x = nn.Linear(32, 5, dtype=dtype, bias=False), X.to(dtype)
+    product, onto, out = linear(module), linear_onto(module), torch.empty(1, 5, dtype=dtype)
+    for rows, matrices in ((1, 0), (6, 1)):
+        with Products() as made:
+            product(x[:rows])
+        assert len(made.shapes) == matrices
+    product(x[:1], out=out)
+    assert torch.equal(out, product(x[:1]))
+    stream = torch.zeros(2, 6, dtype=dtype)[:1, :5]  # a view, as the residual stream is
+    onto(stream, x[:1])
+    torch.testing.assert_close(stream, out, atol=0.02, rtol=0.02)
 
 
 def test_a_hooked_linear_is_called_as_its_model_would_call_it():

@@ -11,6 +11,7 @@ from torch import nn
 from selfspec.basics.errors import BusyError, SelfspecError
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
+from selfspec.model.norms import Norms
 from selfspec.runtime.forward import Runtime
 
 N = 40  # past the 32 original positions of the scaled ropes
@@ -52,11 +53,25 @@ def test_logits_equal_transformers(name, widths):
     torch.testing.assert_close(ours / scale, reference(single, tokens).logits / scale, atol=1e-5, rtol=0)
 
 
-def test_half_precision_uses_the_models_own_norms():
-    model = tiny(CONFIGS["llama"]).to(torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("widths", [(N,), (1,) * N], ids=["whole", "single"])
+def test_half_precision_is_as_near_as_rounding_allows(dtype, widths):
+    model = tiny(CONFIGS["llama"]).to(dtype)
     tokens = tokens_for(model)
-    ours, theirs = chunked(Runtime(model), tokens, (N,)), reference(model, tokens).logits
+    ours, theirs = chunked(Runtime(model), tokens, widths), reference(model, tokens).logits
     assert (ours - theirs).abs().max() <= 0.05 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_in_half_precision_round_where_transformers_do(dtype):
+    norm = tiny(CONFIGS["llama"]).to(dtype).model.norm
+    width = len(norm.weight)
+    longer = torch.full((9, width + 1), (width * norm.variance_epsilon) ** 0.5, dtype=dtype)
+    stream = longer[:, :width].normal_(generator=torch.Generator().manual_seed(0))
+    ours = Norms(norm.variance_epsilon).read(norm, stream.device)(stream, longer, torch.empty_like(stream))
+    theirs = norm(stream)
+    assert (ours != theirs).float().mean() < 0.01  # the last bit before rounding may differ
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_hidden_streams_and_logit_rows():
