@@ -117,16 +117,16 @@ def side_by_side(modules: Sequence[Any]) -> Into:
 
 def _product(weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
     """The function x @ weight.t() + bias of x, the weight `[out, in]` transposed once and not at each call."""
-    if bias is not None:
-        return partial(torch.addmm, bias, mat2=weight.t())
-    several = partial(torch.mm, mat2=weight.t())
+    across = weight.t()
+    several = partial(torch.mm, mat2=across) if bias is None else partial(torch.addmm, bias, mat2=across)
     if not _vectors(weight):
         return several
+    one = partial(torch.mv, weight) if bias is None else partial(torch.addmv, bias, weight)
 
     def product(x: Tensor, out: Tensor | None = None) -> Tensor:
         if len(x) > 1:
             return several(x, out=out)
-        return torch.mv(weight, x[0], out=None if out is None else out[0]).unsqueeze(0)
+        return one(x[0], out=None if out is None else out[0]).unsqueeze(0)
 
     return product
 
