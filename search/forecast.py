@@ -38,11 +38,15 @@ class Pace:
 
     @classmethod
     def of(cls, runtime: Runtime, context: int) -> Pace:
-        """Timed in a second or so, over `context` keys. Raises `BusyError` while the runtime has a stream."""
+        """Timed in about a second, or three passes, over `context` keys.
+
+        Raises `BusyError` while the runtime has a stream.
+        """
         limit = runtime.skeleton.context
         context = max(1, min(context, limit // 2))
-        step = forward_seconds(runtime, context, repeats=6)
+        step = forward_seconds(runtime, context, repeats=2)
         rows, repeats = (WIDE, 4) if step < SLOW else (WIDE // 4, 1)
+        step = forward_seconds(runtime, context, repeats=6) if step < SLOW else step
         rows = max(2, min(rows, limit - context))
         wide = forward_seconds(runtime, context, rows=rows, repeats=repeats)
         return cls(step, max(wide - step, 0.0) / (rows - 1))

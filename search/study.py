@@ -256,6 +256,7 @@ def _run_trials(search: Search, worth: _Bounded, strategy: Callable[[], Strategy
         if ledger.scores:  # what later sets are compared with
             worth.score(max(ledger.scores.values(), key=lambda score: score.tokens_per_second).skip)
         while len(told) < trials and idle < trials and (not told or deadline.allows(longest)):
+            begun = deadline.clock()
             ledger.refresh()
             skip, idle = proposer.ask(), idle + 1
             if (known := ledger.scores.get(skip)) is not None:
@@ -269,13 +270,12 @@ def _run_trials(search: Search, worth: _Bounded, strategy: Callable[[], Strategy
             if skip in ledger.claimed():
                 proposer.tell(skip, min((s.tokens_per_second for s in ledger.scores.values()), default=0.0))
             elif len(told) < trials:
-                begun = deadline.clock()
                 score = _scored(search, worth, skip)
-                longest = max(longest, deadline.clock() - begun)
                 proposer.tell(skip, -worth.excess(skip) if score is None else score.tokens_per_second)
                 if score is not None:
                     take(score, known=False)
                     idle = 0
+                longest = max(longest, deadline.clock() - begun)
         ledger.claim(None)
     except KeyboardInterrupt:
         if not ledger.scores:

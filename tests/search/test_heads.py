@@ -57,8 +57,8 @@ def test_of_several_heads_the_one_that_brings_most_is_scored_in_full(replay):
     everything = tuple(range(64))
     worth = Replayed(replay, costs(head=0.25), [FixedK(2)])
     score = worth.score(SKIP)
-    assert worth.score_with(SKIP, [((63,), 1.0), ((62,), 1.0)]) is None
-    found = worth.score_with(SKIP, [((63,), 1.0), (everything, 0.1)])
+    assert worth.score_with(SKIP, [((63,), 9.0), ((62,), 9.0)]) is None
+    found = worth.score_with(SKIP, [((63,), 9.0), (everything, 0.1)])
     assert found.vocabulary == everything
     assert found.tokens_per_round == score.tokens_per_round
     assert found.tokens_per_second > score.tokens_per_second
