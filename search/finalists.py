@@ -181,11 +181,11 @@ def _tokens(search: Search, deadline: Deadline, prompts: Sequence[Sequence[int]]
     return min(most, int(new)) if new >= min(FEWEST, most) else 0
 
 
-def _counted(search: Search) -> Callable[[], None]:
+def _counted(search: Search) -> Callable[[str, int], None]:
     """To be called after every run, for the watch to be told how many there were."""
     done = 0
 
-    def on_run() -> None:
+    def on_run(_name: str, _prompt: int) -> None:
         nonlocal done
         done += 1
         search.watch.step(done)

@@ -60,9 +60,10 @@ _NAMED = {"warm": "warm starts", "logits_processor": "logits processors"}  # in 
 class SearchOptions:
     """What to search on, and how. What the help says of an option is not said again here.
 
-    `prompts`: calibration text, what `read_prompts` read, or None for the built-in model's; `source` names a plain
-    list of them in the profile; with `chat` each becomes a user's message by the tokenizer's chat template. `count` of
-    them, drawn by `seed`, are searched on, and as many others are measured on.
+    `prompts`: calibration text, what `read_prompts` read, or None for built-in ones: requests to an assistant, as a
+    user's messages, where the tokenizer has a chat template, else Python. `source` names a plain list of them in the
+    profile; with `chat` each becomes a user's message by the tokenizer's chat template. `count` of them, drawn by
+    `seed`, are searched on, and as many others are measured on.
 
     Tokens are chosen as `temperature`, `top_k`, `top_p` and `logits_processor` say, and drafts verified by `rule`
     (None: as without a seed). The controller is tuned with the skip set, unless one is given, as a spec or as text

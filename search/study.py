@@ -16,7 +16,7 @@ from selfspec.controllers import make_controller
 from selfspec.facts.costs import CostModel
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
-from selfspec.llm.prompts import encode, fit
+from selfspec.llm.prompts import encode, fit, takes_messages
 from selfspec.profile.schema import Calibration, Profile
 
 from .budget import Budget
@@ -53,56 +53,78 @@ def run_search(llm: LLM, options: SearchOptions) -> Profile:
     so; with `keep_best` it holds the best set all the same. Raises `SelfspecError` for options that do not fit the
     model, no prompts, or no room for `max_new_tokens`; `AnotherFinishes` in a worker whose study another completes.
     """
-    budget = options.budget or Budget(None if options.minutes is None else 60 * options.minutes)
-    space = Space(llm.runtime.layers, options.kept_layers, options.granularity)
-    decoding = options.decoding
-    decoding.check()
-    chosen = choose(options.prompts, source=options.source, count=options.count, seed=options.seed)
-    prompts, others = (_fitted(llm, p, options, template=chosen.template) for p in (chosen.search, chosen.measure))
-    if not prompts:
-        raise SelfspecError(f"{options.source}: holds no prompts")
-    described = partial(_calibration, chosen, prompts, chat=options.chat)
-    ledger = _ledger(llm, options, described(len(prompts)))
-    watch = options.watch or Silent()
-    watch.stage("timing the model", None)
-    pace = Pace.of(llm.runtime, max(map(len, prompts)))
-    task = _task(options, space, ledger, prompts, others)
-    watch.say(said(task, pace, budget))
-    planned = time_for(task, pace, budget)
-    search = Search(
-        llm=llm,
-        space=space,
-        decoding=decoding,
-        prompts=prompts,
-        planned=planned or task.least(),
-        described=described,
-        seed=options.seed,
-        ledger=ledger,
-        watch=watch,
-        budget=budget,
-        pace=pace,
-        own_keys=options.kv == "own",
-    )
-    if planned is None and not ledger.scores:
+    search, drawn = _begin(llm, options)
+    if search.planned is None:
         return untried(search, options)
     with ExitStack() as held:
-        known = _known_beforehand(search, options, held, chosen.rest)
-        bounded = _Bounded(known.worth, known.costs, space, options.max_draft_cost)
+        known = _known_beforehand(search, options, held, drawn)
+        bounded = _Bounded(known.worth, known.costs, search.space, options.max_draft_cost)
         propose = partial(make_strategy, options.strategy, known.problem)
         interrupted = _run_trials(search, bounded, propose, options.trials)
-        if not interrupted and not ledger.finishes():
-            raise AnotherFinishes(f"{ledger.place}: another worker measures the best and saves the profile")
+        if not interrupted and not search.ledger.finishes():
+            raise AnotherFinishes(f"{search.ledger.place}: another worker measures the best and saves the profile")
         profile = finish(
             search,
             begun(search, options, interrupted=interrupted, costs=known.costs),
-            list(ledger.scores.values()),
-            HeldOut(others, chosen.held_out),
+            list(search.ledger.scores.values()),
+            drawn.held_out,
             known.replay,
             options.keep_best,
             known.smaller_head,
             options.plain_llm,
         )
     return with_shortage(search, options, profile)
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Prompts that are not searched on: to measure on, and the texts of more, whose tokens can be counted."""
+
+    held_out: HeldOut
+    rest: tuple[str, ...]
+    chat: bool
+
+
+def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
+    """Check everything, say how long it will take, and plan how much text there is time for."""
+    budget = options.budget or Budget(None if options.minutes is None else 60 * options.minutes)
+    space = Space(llm.runtime.layers, options.kept_layers, options.granularity)
+    options.decoding.check()
+    chosen = choose(
+        options.prompts,
+        source=options.source,
+        count=options.count,
+        seed=options.seed,
+        chat=options.chat,
+        takes_messages=takes_messages(llm),
+    )
+    prompts, others = (
+        _fitted(llm, part, options, template=chosen.template, chat=chosen.chat)
+        for part in (chosen.search, chosen.measure)
+    )
+    if not prompts:
+        raise SelfspecError(f"{options.source}: holds no prompts")
+    described = partial(_calibration, chosen, prompts)
+    ledger, watch = _ledger(llm, options, described(len(prompts))), options.watch or Silent()
+    watch.stage("timing the model", None)
+    pace = Pace.of(llm.runtime, max(map(len, prompts)))
+    task = _task(options, space, ledger, prompts, others)
+    watch.say(said(task, pace, budget))
+    search = Search(
+        llm=llm,
+        space=space,
+        decoding=options.decoding,
+        prompts=prompts,
+        seed=options.seed,
+        ledger=ledger,
+        watch=watch,
+        budget=budget,
+        pace=pace,
+        planned=time_for(task, pace, budget),
+        described=described,
+        own_keys=options.kv == "own",
+    )
+    return search, _Drawn(HeldOut(others, chosen.held_out), chosen.rest, chosen.chat)
 
 
 def _with_keywords(options: Callable[P, SearchOptions]) -> Callable[Concatenate[LLM, P], Profile]:
@@ -143,14 +165,14 @@ def _task(
     )
 
 
-def _calibration(chosen: PromptSet, texts: Sequence[Sequence[int]], count: int, *, chat: bool) -> Calibration:
+def _calibration(chosen: PromptSet, texts: Sequence[Sequence[int]], count: int) -> Calibration:
     """What the profile says of the first `count` prompts, which were searched on."""
     return record(
         chosen.source,
         texts[:count],
         column=chosen.column,
         template=chosen.template,
-        chat=chat,
+        chat=chosen.chat,
         drawn_from=chosen.available,
     )
 
@@ -181,8 +203,8 @@ class _Known:
     smaller_head: Callable[[Score], Score | None] | None = None
 
 
-def _known_beforehand(search: Search, options: SearchOptions, held: ExitStack, unused: Sequence[str]) -> _Known:
-    """Make the objective, kept open in `held`; tokens of `unused` prompts are counted for smaller heads."""
+def _known_beforehand(search: Search, options: SearchOptions, held: ExitStack, drawn: _Drawn) -> _Known:
+    """Make the objective, kept open in `held`; tokens of further prompts are counted for smaller heads."""
     llm, fixed = search.llm, options.fixed
     if options.objective == "wallclock":
         return _Known(*timed(search, fixed, options.warm))
@@ -190,18 +212,20 @@ def _known_beforehand(search: Search, options: SearchOptions, held: ExitStack, u
     worth, problem, costs, replay = replayed(search, held, controller, options.context, options.warm)
     smaller_head = None
     if options.kv == "shared" and llm.runtime.skeleton.head_over([0]) is not None:  # whose weight is at hand
-        seen = chain((text.tokens for text in replay.texts), _encoded(llm, unused, chat=options.chat))
+        seen = chain((text.tokens for text in replay.texts), _encoded(llm, drawn.rest, chat=drawn.chat))
         smaller_head = partial(with_smaller_head, worth, texts=seen, size=llm.identity.vocabulary or 0)
     return _Known(worth, problem, costs, replay, smaller_head)
 
 
-def _fitted(llm: LLM, prompts: Sequence[str], options: SearchOptions, *, template: str | None) -> tuple[list[int], ...]:
+def _fitted(
+    llm: LLM, prompts: Sequence[str], options: SearchOptions, *, template: str | None, chat: bool
+) -> tuple[list[int], ...]:
     """The prompts as token ids, cut where they would not leave room for the new tokens."""
     context, new = llm.runtime.skeleton.context, options.max_new_tokens
     if not 1 <= new < context:
         raise SelfspecError(f"max_new_tokens {new}: want 1 to {context - 1}, what the context leaves beside a prompt")
-    framed = options.chat or template is not None
-    return tuple(fit(encode(llm, prompt, chat=options.chat), context - new, framed=framed) for prompt in prompts)
+    framed = chat or template is not None
+    return tuple(fit(encode(llm, prompt, chat=chat), context - new, framed=framed) for prompt in prompts)
 
 
 def _encoded(llm: LLM, prompts: Iterable[str], *, chat: bool) -> Iterator[list[int]]:

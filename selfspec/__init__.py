@@ -9,6 +9,7 @@ from selfspec.basics.errors import BusyError, SelfspecError, UnsupportedModelErr
 from selfspec.facts.skip import SkipSet
 
 if TYPE_CHECKING:
+    from selfspec.llm.conversation import Conversation
     from selfspec.llm.llm import LLM, load, wrap
     from selfspec.llm.stream import Generation, Stream
     from selfspec.model.loading import DeviceMap
@@ -18,6 +19,7 @@ __version__ = _version("selfspec")
 __all__ = [
     "LLM",
     "BusyError",
+    "Conversation",
     "DeviceMap",
     "Generation",
     "Profile",
@@ -32,6 +34,7 @@ __all__ = [
 _LAZY = {
     **dict.fromkeys(("LLM", "load", "wrap"), "selfspec.llm.llm"),
     **dict.fromkeys(("Generation", "Stream"), "selfspec.llm.stream"),
+    "Conversation": "selfspec.llm.conversation",
     "DeviceMap": "selfspec.model.loading",
     "Profile": "selfspec.profile.schema",
 }

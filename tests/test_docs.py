@@ -23,6 +23,7 @@ DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").gl
 RUN = [path for path in DOCS if path.name not in ("CONTRIBUTING.md", "extending.md")]  # the latter has its own test
 NOT_RUN = {
     "hub": "needs a model or prompts of the hub",
+    "package": "needs a model that is installed apart",
     "gpus": "needs several GPUs",
     "database": "needs a database server",
     "minutes": "takes minutes, or is what runs these tests",

@@ -9,6 +9,7 @@ from typing import Literal
 
 NAME = "builtin"
 PROFILE = "stdlib-llama-3.7m"
+Part = Literal["calibration", "heldout"]
 
 
 def model_folder() -> Path:
@@ -16,10 +17,22 @@ def model_folder() -> Path:
     return Path(str(resources.files("selfspec.builtin") / "model"))
 
 
-def prompts(part: Literal["calibration", "heldout"]) -> list[str]:
+def prompts(part: Part) -> list[str]:
     """Excerpts of Python's standard library: from files the model was trained on, or from held-out files only.
 
     In an order shuffled once, so that the first n are a random sample.
     """
-    text = (resources.files("selfspec.builtin") / f"{part}.jsonl").read_text("utf-8")
-    return [json.loads(line)["prompt"] for line in text.splitlines()]
+    return [row["prompt"] for row in _rows(part)]
+
+
+def chat_prompts(part: Part) -> list[tuple[str, str]]:
+    """Everyday requests to an assistant, each with its task, such as `translation`; the two parts share none.
+
+    In an order shuffled once, so that the first n are a random sample.
+    """
+    return [(row["prompt"], row["task"]) for row in _rows(f"chat-{part}")]
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    text = (resources.files("selfspec.builtin") / f"{name}.jsonl").read_text("utf-8")
+    return [json.loads(line) for line in text.split("\n") if line]

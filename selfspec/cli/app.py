@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from selfspec.cli.flat import flat
-from selfspec.cli.options import AuditCommand, BenchCommand, GenerateCommand, SearchCommand
+from selfspec.cli.options import AuditCommand, BenchCommand, ChatCommand, GenerateCommand, SearchCommand
 from selfspec.cli.profile_app import profile_app
 from selfspec.cli.see_app import see_app
 
@@ -50,6 +50,15 @@ def generate(given: GenerateCommand) -> None:
     from selfspec.cli.generate import run
 
     run(given)
+
+
+@app.command()
+@flat
+def chat(given: ChatCommand) -> int:
+    """Talk to an instruct model: answers come as they are decoded, and only what is new is read. /help says more."""
+    from selfspec.cli.chat import run
+
+    return run(given)
 
 
 @app.command()

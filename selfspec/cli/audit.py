@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from selfspec import builtin
 from selfspec.cli.common import (
     chosen,
     drafted_with,
@@ -28,13 +27,12 @@ def run(options: AuditCommand) -> int:
     quiet()
     model, profile, spec = chosen(options.drafting)
     read = options.data.read(held_out=True)
-    texts = (builtin.prompts("heldout") if read is None else read.texts)[: options.limit]
     set_threads(options.where.threads)
 
     from selfspec.basics.machine import machine
     from selfspec.llm.llm import load
     from selfspec.llm.options import Options
-    from selfspec.llm.prompts import check_chat, fitting
+    from selfspec.llm.prompts import check_chat
     from selfspec.measure.audit import audit
 
     Options(temperature=options.temperature).check()
@@ -43,14 +41,13 @@ def run(options: AuditCommand) -> int:
     llm = load(model, profile="none", device=options.where.place, dtype=options.where.dtype, drafting=True)
     drafting = drafted_with(llm.identity, profile, options.drafting.profile, spec)
     drafter = llm.drafts_with(drafting.profile)
-    framed = read is not None and read.template is not None
-    prompts = [fitting(llm, t, options.max_new_tokens, chat=options.data.chat, framed=framed) for t in texts]
+    given = options.data.given(llm, read, limit=options.limit, max_new_tokens=options.max_new_tokens)
     with progress(stderr()) as bar:
-        task = bar.add_task("auditing", total=len(prompts))
+        task = bar.add_task("auditing", total=len(given.prompts))
         found = audit(
             llm,
             drafter,
-            prompts,
+            given.prompts,
             max_new_tokens=options.max_new_tokens,
             temperature=options.temperature,
             seed=options.seed,
@@ -62,21 +59,23 @@ def run(options: AuditCommand) -> int:
         "device": llm.runtime.device.type,
         "dtype": str(llm.runtime.dtype).removeprefix("torch."),
         "skip": drafting.source,
+        "prompt_source": given.source,
     }
     if options.json:
-        print_json({**where, "temperature": options.temperature, **found.as_dict()})
+        print_json({**where, "chat": given.chat, "temperature": options.temperature, **found.as_dict()})
     else:
-        _report(llm, found, where)
+        _report(llm, found, where, given.said)
     return 1 if found.bugs else 0
 
 
-def _report(llm: LLM, found: Audit, where: dict[str, str]) -> None:
+def _report(llm: LLM, found: Audit, where: dict[str, str], prompts: str) -> None:
     console = stdout()
     for prompt, difference in found.differences:
         line = f"prompt {prompt + 1}, {_words(llm, difference)}"
         console.print(line, markup=False, soft_wrap=True, style=None if difference.near_tie else "bold red")
     s = found.stats
     console.print(f"{where['model']}, {where['machine']}, {where['dtype']}; bypassed: {where['skip']}", soft_wrap=True)
+    console.print(f"prompts: {prompts}", markup=False, soft_wrap=True)
     console.print(
         f"{found.prompts} prompts, {found.tokens} tokens, {s.drafted} drafted, {s.accepted} accepted "
         f"({s.acceptance_rate:.0%}): {found.near_ties} near-ties, {found.bugs} bugs",

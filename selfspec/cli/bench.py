@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, write_text
+from selfspec.cli.bench_by_task import by_task_notes, by_task_tables, texts_line
 from selfspec.cli.common import Drafting, chosen, drafted_with, print_json, progress, quiet, set_threads, stderr, stdout
 from selfspec.cli.options import BenchCommand
 from selfspec.measure.bench_methods import any_drafts, check_methods
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
     from selfspec.facts.costs import CostModel
     from selfspec.llm.llm import LLM
-    from selfspec.measure.bench import Task, Watch
+    from selfspec.measure.bench import Subjects, Task, Watch
 
 PROMPTS, TOKENS, ROUNDS = (12, 6), (96, 64), (5, 3)  # as it is, widened
 
@@ -40,11 +42,10 @@ def run(options: BenchCommand) -> int:
         raise SelfspecError("--widen and --device-map: a widened model is made on one device; want one of them")
     read = options.data.read(held_out=True)
     limit = options.limit or (PROMPTS[wide] if read is None or options.data.preset else len(read.texts))
-    texts = builtin.prompts("heldout")[-limit:] if read is None else read.texts[:limit]
     set_threads(options.where.threads)
 
-    from selfspec.llm.prompts import check_chat, fitting
-    from selfspec.measure.bench import Benchmark, Task, load_subjects
+    from selfspec.llm.prompts import check_chat
+    from selfspec.measure.bench import Task, load_subjects
     from selfspec.speculation.sampling import check_sampling
 
     check_methods(methods)
@@ -55,35 +56,45 @@ def run(options: BenchCommand) -> int:
         drafted_with(read_identity(name), profile, options.drafting.profile, spec)
     if options.data.chat:
         check_chat(name)
-    console = stderr()
     subjects = load_subjects(
         name, methods, widened=options.widen, device=options.where.place, dtype=options.where.dtype
     )
     drafting = Drafting(Profile(model=subjects.identity), "not drafting")
     if drafts:
         drafting = drafted_with(subjects.identity, profile, options.drafting.profile, spec)
-    tokens, framed = options.max_new_tokens or TOKENS[wide], read is not None and read.template is not None
-    prompts = [fitting(subjects.plain, t, tokens, chat=options.data.chat, framed=framed) for t in texts]
-    task = Task(methods, prompts, tokens, options.rounds or ROUNDS[wide], drafting.profile)
-    with _Progress(console, len(temperatures)) as shown:
-        bench = Benchmark(subjects, task, _oracle, shown.watch())
-        found: dict[str, Any] = {**bench.conditions(), "source": drafting.source, "temperatures": []}
-        interrupted = False
-        try:
-            for temperature in temperatures:
-                shown.temperature = temperature
-                found["temperatures"].append(bench.at(temperature))
-                if options.out is not None:
-                    write_text(options.out, json.dumps(found, indent=1) + "\n")
-        except KeyboardInterrupt:
-            if not found["temperatures"]:
-                raise
-            interrupted = True
+    tokens = options.max_new_tokens or TOKENS[wide]
+    given = options.data.given(subjects.plain, read, limit=limit, max_new_tokens=tokens, last=read is None)
+    rounds = options.rounds or ROUNDS[wide]
+    task = Task(methods, given.prompts, tokens, rounds, drafting.profile, given.tasks)
+    told = {"source": drafting.source, "prompt_source": given.source, "chat": given.chat}
+    found, interrupted = _measured(subjects, task, temperatures, told, options.out)
     if options.json:
         print_json(found)
     else:
         _report(found, stdout())
     return 130 if interrupted else 0
+
+
+def _measured(
+    subjects: Subjects, task: Task, temperatures: list[float], told: Mapping[str, Any], out: Path | None
+) -> tuple[dict[str, Any], bool]:
+    """What was measured, kept in `out` after each temperature, and whether an interrupt ended it before the last."""
+    from selfspec.measure.bench import Benchmark
+
+    with _Progress(stderr(), len(temperatures)) as shown:
+        bench = Benchmark(subjects, task, _oracle, shown.watch())
+        found: dict[str, Any] = {**bench.conditions(), **told, "temperatures": []}
+        try:
+            for temperature in temperatures:
+                shown.temperature = temperature
+                found["temperatures"].append(bench.at(temperature))
+                if out is not None:
+                    write_text(out, json.dumps(found, indent=1) + "\n")
+        except KeyboardInterrupt:
+            if not found["temperatures"]:
+                raise
+            return found, True
+    return found, False
 
 
 def _temperatures(text: str) -> list[float]:
@@ -147,6 +158,7 @@ def _report(found: dict[str, Any], console: Console) -> None:
     lines = [
         f"{found['model']}{wide}; {found['machine']}; {threads}; {found['dtype']}; {found['prompts']} prompts x "
         f"{found['max_new_tokens']} tokens x {found['rounds']} rounds",
+        f"prompts: {found['prompt_source']}{', as chat messages' * found['chat']}",
         f"skip: {bypassed} ({found['source']})" if found["skipped"] else f"skip: {found['source']}",
         f"weights: {_size(found['weight_bytes'])}, {found['layouts']['plain']} for plain decoding, "
         f"{found['layouts']['skip']} for drafting ({_size(found['extra_bytes'])} more)",
@@ -162,6 +174,11 @@ def _report(found: dict[str, Any], console: Console) -> None:
         for table in _tables(at):
             console.print(table)
         for line in _notes(found, at):
+            console.print(line, soft_wrap=True, markup=False)
+        for table in by_task_tables(at):
+            console.print()
+            console.print(table)
+        for line in by_task_notes(at):
             console.print(line, soft_wrap=True, markup=False)
 
 
@@ -217,7 +234,7 @@ def _notes(found: dict[str, Any], at: dict[str, Any]) -> list[str]:
             f"speedup over plain by theory (i.i.d.) {skip['theory']:.2f}, by the costs of its rounds "
             f"{skip['costs_of_its_rounds']:.2f}{bound}"
         )
-    return lines
+    return [*lines, *texts_line(at)]
 
 
 def _ratio(r: dict[str, float]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.segment import Segment, Segments
@@ -10,9 +12,13 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from selfspec.cli.common import stdout
 from selfspec.facts.events import Origin, TokenEvent, counts
 from selfspec.facts.stats import Stats
 from selfspec.show.markup import LOOKS, acceptance
+
+if TYPE_CHECKING:
+    from selfspec.llm.stream import Stream
 
 _WIDE = 76  # columns from which the legend says what the origins mean
 # What a terminal would act on, as the characters that stand for it; newlines and tabs stay.
@@ -29,6 +35,28 @@ _BASIC = {
     Origin.CORRECTED: "red",
     Origin.BONUS: "magenta",
 }
+
+
+def write(stream: Stream, *, color: bool) -> None:
+    """Write a stream's text to standard output as it comes; a terminal shows where it came from, with `color`.
+
+    The stream ends with this, however it ends; what it held back until then is written too.
+    """
+    console, written = stdout(), 0
+    try:
+        if color and console.is_terminal:
+            for origin, text in stream.spans():
+                show(console, origin, text)
+                written += len(text)
+        else:
+            for piece in stream:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+                written += len(piece)
+    finally:
+        stream.close()
+        sys.stdout.write(stream.result.text[written:] + "\n")
+        sys.stdout.flush()
 
 
 def show(console: Console, origin: Origin, text: str) -> None:

@@ -21,6 +21,7 @@ from selfspec.cli.options import DraftingOptions
 from selfspec.controllers import make_controller, parse_controller
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.identity import Identity
+from selfspec.facts.stats import Stats
 from selfspec.model.loading import check_model_name
 from selfspec.profile.draft import LayerSkipSpec, Skip
 from selfspec.profile.schema import Profile
@@ -117,6 +118,21 @@ def progress(console: Console, *columns: ProgressColumn) -> Progress:
 def printable(text: str) -> str:
     """The text without anything that a terminal would act on or could not show."""
     return "".join(char if char.isprintable() else "\ufffd" for char in text)
+
+
+def stats_line(stats: Stats) -> str:
+    """What a generation, or several, took and what drafting gave, on one line."""
+    return (
+        f"{stats.tokens} tokens in {stats.seconds:.2f} s ({stats.tokens_per_second:.1f} a second), "
+        f"{stats.rounds} rounds, {stats.drafted} drafted, {stats.accepted} accepted ({stats.acceptance_rate:.0%}), "
+        f"{stats.tokens_per_round:.2f} tokens a round"
+    )
+
+
+def speed_line(stats: Stats) -> str:
+    """How fast a generation was, in few words."""
+    a_pass = f", {stats.tokens_per_round:.1f} a pass" if stats.drafted else ""
+    return f"{stats.tokens_per_second:.1f} tokens/s, {stats.tokens} tokens{a_pass}"
 
 
 def print_json(data: dict[str, Any]) -> None:

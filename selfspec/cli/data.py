@@ -10,9 +10,11 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import kind
 
 if TYPE_CHECKING:
+    from selfspec.llm.llm import LLM
+    from selfspec.text.prompt import Prompt
     from selfspec.text.prompt_files import Prompts
 
-_KINDS = ".jsonl, .txt or .parquet file, a folder of texts, or one of cnn_dailymail, xsum, gsm8k, humaneval, mt_bench"
+_KINDS = ".jsonl, .txt or .parquet file, a folder, cnn_dailymail, xsum, gsm8k, humaneval, mt_bench, or spec-bench:FILE"
 _PANEL = "Prompts"
 
 
@@ -20,7 +22,9 @@ _PANEL = "Prompts"
 class DataOptions:
     """Which prompts, as given; `source` None: the built-in ones."""
 
-    source: Annotated[str | None, typer.Option("--data", help=f"Calibration prompts: a {_KINDS}.")] = None
+    source: Annotated[
+        str | None, typer.Option("--data", help=f"A {_KINDS}; else built-in ones, chats for a chat model.")
+    ] = None
     column: Annotated[
         str | None,
         typer.Option(help="Column of the prompts; 'prompt', else 'text', when left out.", rich_help_panel=_PANEL),
@@ -64,11 +68,30 @@ class DataOptions:
         if self.source is None or self.preset:
             return
         from selfspec.text.sources import text_files
+        from selfspec.text.spec_bench import PREFIX, spec_bench_file
 
         data = Path(self.source)
+        if self.source.startswith(PREFIX):
+            data = spec_bench_file(self.source)
         read = text_files(data) if kind(data) == "folder" else [data]
         if place.resolve() in {file.resolve() for file in read}:
             raise SelfspecError(f"{option} would write over the data file; want another place")
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Prompts as a model is given them, in `prompts`, and as they were read. `chat`: as a user's messages."""
+
+    source: str
+    texts: tuple[str, ...]
+    prompts: "tuple[Prompt, ...]"
+    tasks: tuple[str, ...]
+    chat: bool
+
+    @property
+    def said(self) -> str:
+        """Where they come from, in words."""
+        return f"{self.source}{', as chat messages' * self.chat}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,5 +99,21 @@ class PromptOptions(DataOptions):
     """Which prompts to decode, as given; `source` None: the built-in held-out ones."""
 
     source: Annotated[
-        str | None, typer.Option("--prompts", help=f"A {_KINDS}; built-in held-out ones when left out.")
+        str | None, typer.Option("--prompts", help=f"A {_KINDS}; else built-in ones, chats for a chat model.")
     ] = None
+
+    def given(
+        self, llm: "LLM", read: "Prompts | None", *, limit: int, max_new_tokens: int, last: bool = False
+    ) -> Given:
+        """At most `limit` of the prompts that were read, None for the built-in ones, cut to leave room for new tokens.
+
+        The first or the last ones, as many of each task as there can be. Raises `SelfspecError`.
+        """
+        from selfspec.llm.prompts import fitting, takes_messages
+        from selfspec.text.prompt_files import prompts_for
+
+        used = prompts_for(read, "heldout", chat=self.chat, takes_messages=takes_messages(llm))
+        some = used.some(limit, last=last)
+        chat, framed = some.messages, some.template is not None
+        prompts = tuple(fitting(llm, text, max_new_tokens, chat=chat, framed=framed) for text in some.texts)
+        return Given(some.source, some.texts, prompts, some.tasks, chat)

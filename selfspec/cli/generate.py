@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import read_text
-from selfspec.cli.color import colored, legend, show
-from selfspec.cli.common import SEARCH_HINT, checked_profile, model_for, print_json, quiet, set_threads, stderr, stdout
+from selfspec.cli.color import colored, legend, write
+from selfspec.cli.common import print_json, quiet, stats_line, stderr, stdout
+from selfspec.cli.decoding import decoding
 from selfspec.cli.options import GenerateCommand
-from selfspec.controllers import parse_controller
-from selfspec.profile.schema import Profile
 from selfspec.text.prompt import is_unicode
 
 if TYPE_CHECKING:
-    from selfspec.facts.controller import ControllerSpec
     from selfspec.llm.llm import LLM
     from selfspec.llm.options import Options
     from selfspec.llm.stream import Generation
@@ -30,76 +21,33 @@ if TYPE_CHECKING:
     from selfspec.text.prompt import Prompt
 
 COMPARE_ROUNDS = 3
-OWN_CONFIG = "model"  # --generation-config: the checkpoint's own
 
 
 def run(options: GenerateCommand) -> None:
     """Check everything that can be checked before the model is loaded, then generate."""
     quiet()
-    profile: str | Profile = options.profile
-    if options.profile not in ("auto", "none"):
-        profile = checked_profile(options.profile)
-    model = model_for(options.model, profile if isinstance(profile, Profile) else None)
-    spec = None if options.controller is None else parse_controller(options.controller)
-    for stop in options.stop or ():
-        if not stop or not is_unicode(stop):
-            raise SelfspecError(
-                f"--stop: the text is {'no valid Unicode' if stop else 'empty'}; want at least one character"
-            )
+    if options.system is not None and not options.chat:
+        raise SelfspecError("--system is for chats; want --chat with it")
+    asked = decoding(options.decoding)
     text = _text(options)
-    schema = None if options.json_schema is None else read_text(options.json_schema)
-    set_threads(options.where.threads)
+    how = asked.check()
+    asked.check_chat(chat=options.chat, system=options.system)
 
-    from selfspec.llm.llm import load
-    from selfspec.llm.prompts import check_chat, encode
-    from selfspec.text.guided import check_guide
+    from selfspec.llm.prompts import encode
 
-    how = _how(options)
-    how.check()
-    guided = options.regex is not None or schema is not None
-    if guided:
-        check_guide(regex=options.regex, json_schema=schema)
-    if options.chat:
-        check_chat(model)
-    load_model = partial(load, model, device=options.where.place, dtype=options.where.dtype)
-    llm = load_model(profile=profile)
-    prompt = encode(llm, text, chat=True) if options.chat else text
-    if options.generation_config == OWN_CONFIG:
-        how = replace(how, config=llm.model.generation_config)
-    if guided:
-        how = replace(how, guide=llm.guide(regex=options.regex, json_schema=schema))
-    _say_what_is_idle(options, greedy=llm.plan(prompt, how).sampler.greedy)
-    if llm.profile is None and options.profile == "auto":
-        stderr().print(SEARCH_HINT.format(model=model), markup=False, soft_wrap=True)
-    drafter = _drafter(llm, spec)
+    llm = asked.load()
+    prompt = encode(llm, text, chat=True, system=options.system) if options.chat else text
+    how = asked.complete(llm, how)
+    asked.hint(llm, prompt, how)
+    drafter = asked.drafter(llm)
     if options.compare:
-        as_loaded = llm if llm.layout == "rows" else load_model(profile="none", layout="rows")
+        as_loaded = llm if llm.layout == "rows" else asked.load(plain=True)
         _compare(llm, as_loaded, prompt, drafter, how, as_json=options.json, color=options.color)
     elif options.json:
         generation = llm.run(prompt, how, drafter=drafter, probabilities=options.color)
         print_json(_as_json(generation, events=options.color))
     else:
         _stream(llm, prompt, drafter, how, stats=options.stats, color=options.color)
-
-
-def _say_what_is_idle(options: GenerateCommand, *, greedy: bool) -> None:
-    """Name the options that say how to sample, where nothing is sampled."""
-    given = {"--seed": options.how.seed, "--top-k": options.how.top_k, "--top-p": options.how.top_p}
-    idle = [name for name, value in given.items() if value is not None]
-    if greedy and idle:
-        stderr().print(
-            f"{', '.join(idle)}: no effect on greedy decoding; --temperature above 0 samples", soft_wrap=True
-        )
-
-
-def _drafter(llm: LLM, spec: ControllerSpec | None) -> Drafter:
-    """The profile's drafter, perhaps with another controller."""
-    if spec is None:
-        return llm.drafter
-    if llm.profile is None or not llm.profile.drafts:
-        stderr().print("--controller has no effect: without a profile that drafts, nothing is drafted")
-        return llm.drafter
-    return llm.guarded(llm.profile.controlled_by(spec))
 
 
 def _text(options: GenerateCommand) -> str:
@@ -119,34 +67,6 @@ def _text(options: GenerateCommand) -> str:
     return prompt
 
 
-def _how(options: GenerateCommand) -> Options:
-    """The options of decoding, but for what needs the model."""
-    from selfspec.model.loading import read_generation_config
-
-    named = options.generation_config
-    return replace(
-        options.how,
-        config=None if named is None or named == OWN_CONFIG else read_generation_config(Path(named)),
-        stop=tuple(options.stop or ()),
-        settings=dict(_setting(text) for text in options.settings or ()),
-    )
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    parsed: Any = None
-    try:
-        parsed = json.loads(value)  # which, unlike YAML, reads 3e-4 as a number
-    except ValueError:
-        try:
-            parsed = yaml.safe_load(value)
-        except yaml.YAMLError:
-            equals = ""
-    if not equals or not name.strip():
-        raise SelfspecError(f"--set {text}: want NAME=VALUE, such as min_p=0.05")
-    return name.strip(), parsed
-
-
 def _as_json(generation: Generation, *, events: bool) -> dict[str, Any]:
     data = {"text": generation.text, "tokens": generation.tokens, "stats": generation.stats.as_dict()}
     return {**data, "events": [event.as_dict() for event in generation.events]} if events else data
@@ -154,33 +74,13 @@ def _as_json(generation: Generation, *, events: bool) -> dict[str, Any]:
 
 def _stream(llm: LLM, prompt: Prompt, drafter: Drafter, how: Options, *, stats: bool, color: bool) -> None:
     stream = llm.start(prompt, how, drafter=drafter)
-    console = stdout()
     try:
-        if color and console.is_terminal:
-            for origin, text in stream.spans():
-                show(console, origin, text)
-        else:
-            for piece in stream:
-                sys.stdout.write(piece)
-                sys.stdout.flush()
+        write(stream, color=color)
     finally:
-        stream.close()
-        sys.stdout.write("\n")
-        sys.stdout.flush()
         if color:
             legend(stderr(), stream.result.events, stream.result.stats)
         if stats:
-            _print_stats(stream.result)
-
-
-def _print_stats(generation: Generation) -> None:
-    s = generation.stats
-    stderr().print(
-        f"{s.tokens} tokens in {s.seconds:.2f} s ({s.tokens_per_second:.1f} a second), {s.rounds} rounds, "
-        f"{s.drafted} drafted, {s.accepted} accepted ({s.acceptance_rate:.0%}), "
-        f"{s.tokens_per_round:.2f} tokens a round",
-        soft_wrap=True,
-    )
+            stderr().print(stats_line(stream.result.stats), soft_wrap=True)
 
 
 def _compare(

@@ -19,7 +19,10 @@ _DRAFTING = "Drafting"
 _GUIDED = "What the text must be (needs llguidance)"
 _SAMPLING = "Sampling"
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, all else on standard error.")]
-Model = Annotated[str | None, typer.Option(help="builtin, a folder, or a hub id; the profile's when left out.")]
+Model = Annotated[
+    str | None,
+    typer.Option(help="A folder, GGUF file, hub id, smollm2-135m, or builtin; the profile's when left out."),
+]
 Controller = Annotated[
     str | None,
     typer.Option(
@@ -27,6 +30,9 @@ Controller = Annotated[
         "when left out.",
         rich_help_panel=_DRAFTING,
     ),
+]
+System = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="A system message, which comes before the user's first.")
 ]
 Storage = Annotated[str | None, typer.Option(help="The file or the database that holds the study.")]
 Tokens = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens that continue each prompt.")]
@@ -47,7 +53,7 @@ class DraftingOptions:
 class SearchCommand:
     """What `search` was told."""
 
-    model: Annotated[str, typer.Option(help="builtin, a folder, or a hub id.")] = "builtin"
+    model: Annotated[str, typer.Option(help="A folder, GGUF file, hub id, smollm2-135m, or builtin.")] = "builtin"
     data: DataOptions
     out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.yaml")
     how: SearchOptions
@@ -65,24 +71,15 @@ class SearchCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateCommand:
-    """What `generate` was told; `how` lacks what is written otherwise on the command line."""
+class DecodingOptions:
+    """Which model, what to draft with and how to decode; `how` lacks what is written otherwise on the command line."""
 
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; standard input when left out.")] = None
     model: Model = None
     profile: Annotated[str, typer.Option(help="A file, the name of a shipped one, auto, or none.")] = "auto"
     how: Options
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given again.")
     ] = None
-    chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a user's message, by the model's chat template.")
-    ] = False
-    stats: Annotated[bool, typer.Option("--stats", help="Show rounds, acceptance and speed.")] = False
-    compare: Annotated[bool, typer.Option("--compare", help="Plain decoding beside it, interleaved.")] = False
-    color: Annotated[
-        bool, typer.Option("--color", help="Colour tokens by where they came from; with --json, add their events.")
-    ] = False
     generation_config: Annotated[
         str | None,
         typer.Option(
@@ -106,7 +103,33 @@ class GenerateCommand:
         Path | None, typer.Option(help="The new text is JSON that this schema describes.", rich_help_panel=_GUIDED)
     ] = None
     where: DeviceOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateCommand:
+    """What `generate` was told."""
+
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; standard input when left out.")] = None
+    decoding: DecodingOptions
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user's message, by the model's chat template.")
+    ] = False
+    system: System = None
+    stats: Annotated[bool, typer.Option("--stats", help="Show rounds, acceptance and speed.")] = False
+    compare: Annotated[bool, typer.Option("--compare", help="Plain decoding beside it, interleaved.")] = False
+    color: Annotated[
+        bool, typer.Option("--color", help="Colour tokens by where they came from; with --json, add their events.")
+    ] = False
     json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatCommand:
+    """What `chat` was told."""
+
+    decoding: DecodingOptions
+    system: System = None
+    color: Annotated[bool, typer.Option("--color", help="Colour tokens by where they came from.")] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +195,9 @@ class ReportCommand:
     study: Annotated[str | None, typer.Option(help="A file of trials, or a study's name in --storage.")] = None
     storage: Storage = None
     bench: Annotated[Path | None, typer.Option(help="What bench --out wrote.")] = None
-    model: Annotated[str | None, typer.Option(help="builtin, a folder, or a hub id; else the profile's.")] = None
+    model: Annotated[
+        str | None, typer.Option(help="A folder, GGUF file, hub id, smollm2-135m, or builtin; else the profile's.")
+    ] = None
     data: PromptOptions
     limit: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="The most prompts.")] = 4
     max_new_tokens: Tokens = 64

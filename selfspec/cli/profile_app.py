@@ -62,7 +62,7 @@ def diff(
 @profile_app.command("import")
 def import_profile(
     file: Annotated[Path, typer.Argument(help="The published file.")],
-    model: Annotated[str, typer.Option(help="builtin, a folder, or a hub id: the model that it is for.")],
+    model: Annotated[str, typer.Option(help="A folder, a GGUF file, a hub id, or builtin: the model that it is for.")],
     format_name: Annotated[
         str, typer.Option("--format", help="draft-verify: Draft & Verify's skip_layers.json, and SWIFT's.")
     ] = "draft-verify",

@@ -15,6 +15,7 @@ from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, write_text
 from selfspec.cli.common import checked_profile, model_for, progress, quiet, set_threads, stderr
+from selfspec.cli.data import Given
 from selfspec.cli.facts import facts, label
 from selfspec.cli.options import ReportCommand
 from selfspec.cli.sources import open_study
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
     from selfspec.search.ledger import Ledger
     from selfspec.show.report import Sample, Section, Table
-    from selfspec.text.prompt import Prompt
 
 _CONDITIONS = ("figures of", "temperature", "of plain's speed", "prompts x tokens", "on")
 _GIVE_PROFILE = "No profile was given: --profile or --study shows what is bypassed, and what is accepted."
@@ -96,12 +96,10 @@ def _profile(options: ReportCommand, ledger: Ledger | None) -> Profile | None:
 def _decoded(options: ReportCommand, profile: Profile) -> _Decoded:
     """Decode a few held-out prompts with the profile's drafter, greedily and without the guard."""
     read = options.data.read(held_out=True)
-    texts = (builtin.prompts("heldout") if read is None else read.texts)[: options.limit]
-    framed = read is not None and read.template is not None
     set_threads(options.where.threads)
 
     from selfspec.llm.llm import load
-    from selfspec.llm.prompts import check_chat, fitting
+    from selfspec.llm.prompts import check_chat
 
     try:
         name = model_for(options.model, profile)
@@ -110,12 +108,11 @@ def _decoded(options: ReportCommand, profile: Profile) -> _Decoded:
         llm = load(name, profile=profile, device=options.where.place, dtype=options.where.dtype)
     except SelfspecError as error:
         raise SelfspecError(f"{error}; --no-sample makes the page without the model") from None
-    tokens = options.max_new_tokens
-    prompts = [fitting(llm, text, tokens, chat=options.data.chat, framed=framed) for text in texts]
-    return _sampled(llm, profile, texts, prompts, tokens)
+    given = options.data.given(llm, read, limit=options.limit, max_new_tokens=options.max_new_tokens)
+    return _sampled(llm, profile, given, options.max_new_tokens)
 
 
-def _sampled(llm: LLM, profile: Profile, texts: tuple[str, ...] | list[str], prompts: list[Prompt], n: int) -> _Decoded:
+def _sampled(llm: LLM, profile: Profile, given: Given, n: int) -> _Decoded:
     from selfspec.facts.stats import Stats
     from selfspec.measure.timing import conditions
     from selfspec.show.markup import legend_html, tokens_html
@@ -125,23 +122,24 @@ def _sampled(llm: LLM, profile: Profile, texts: tuple[str, ...] | list[str], pro
     drafter = llm.drafts_with(profile)
     found = []
     with progress(stderr()) as bar:
-        task = bar.add_task("decoding", total=len(prompts))
-        for prompt in prompts:
+        task = bar.add_task("decoding", total=len(given.prompts))
+        for prompt in given.prompts:
             found.append(llm.generate(prompt, max_new_tokens=n, drafter=drafter, probabilities=True))
             bar.advance(task)
     samples = tuple(
         Sample(text, _hovered(tokens_html(done.events)), _hovered(legend_html(done.events, done.stats)))
-        for text, done in zip(texts, found, strict=True)
+        for text, done in zip(given.texts, found, strict=True)
     )
     total = Stats.total(done.stats for done in found)
     intro = (
-        f"{len(prompts)} held-out prompts, continued greedily by {llm.name} with this profile's drafts, without the "
-        f"guard: {total.tokens} tokens in {total.rounds} passes of the whole model, {total.tokens_per_round:.2f} a "
-        f"pass, where plain decoding has 1; {total.accepted} of {total.drafted} drafted tokens were accepted. Hover "
-        "over a token, tap it or tab to it for its probability, its round, and what was rejected."
+        f"{len(found)} held-out prompts ({given.said}), continued greedily by {llm.name} with this profile's drafts, "
+        f"without the guard: {total.tokens} tokens in {total.rounds} passes of the whole model, "
+        f"{total.tokens_per_round:.2f} a pass, where plain decoding has 1; {total.accepted} of {total.drafted} drafted "
+        "tokens were accepted. Hover over a token, tap it or tab to it for its probability, its round, and what was "
+        "rejected."
     )
     where = conditions(llm.runtime)
-    row = ("this page's texts", "0", "-", f"{len(prompts)} x {n}", _machine(where))
+    row = ("this page's texts", "0", "-", f"{len(found)} x {n}", _machine(where))
     rounds = [done for one in found for done in one.stats.log]
     return _Decoded(samples, position_frame(rounds), intro, row)
 

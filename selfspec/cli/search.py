@@ -16,6 +16,7 @@ from rich.progress import SpinnerColumn, TextColumn
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable
 from selfspec.cli.common import print_json, progress, quiet, set_threads, skip_map, stderr
+from selfspec.cli.facts import facts
 from selfspec.cli.options import SearchCommand
 from selfspec.model.loading import check_model_name
 from selfspec.profile.reading import write_profile
@@ -171,6 +172,8 @@ class _Watch:
 
 def _report(profile: Profile, out: Path, console: Console) -> None:
     console.print(skip_map(profile))
+    if searched_on := facts(profile).get("calibration"):
+        console.print(f"searched on {', '.join(searched_on)}", markup=False, soft_wrap=True)
     if profile.costs is not None:
         c = profile.costs
         error = "" if c.error is None else f" (draft steps of fresh skip sets within {c.error:.0%})"

@@ -16,7 +16,7 @@ class Identity(Data):
     """Which model a profile is for. What is present must agree with the model; `layers` is required."""
 
     layers: Layers = Field(description="How many decoder layers the model has.")
-    name: str | None = Field(None, description="'builtin', a folder, or a hub id; what is loaded without --model.")
+    name: str | None = Field(None, description="A folder, a GGUF file, a hub id, or builtin; loaded without --model.")
     model_type: str | None = Field(None, description="The family, as the model's config.json names it.")
     hidden: Positive | None = Field(None, description="Width of the residual stream.")
     heads: Positive | None = Field(None, description="Attention heads.")

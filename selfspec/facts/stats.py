@@ -42,7 +42,8 @@ class Stats:
 
     `drafted` counts tokens drafted one after the other, `nodes` the drafted tokens that were verified, all candidates
     of each place counted, `accepted` the drafted tokens that were emitted, `tokens` all that was emitted. `seconds` is
-    wall time, prefill included. `work`: how often each part of drafting was called. `log`: round by round, of one
+    wall time, prefill included. `work`: how often each part of drafting was called. `prompt`: tokens that came before,
+    of which `kept` were not read again, as a conversation's cache held their keys. `log`: round by round, of one
     generation.
     """
 
@@ -54,6 +55,8 @@ class Stats:
     seconds: float = 0.0
     log: list[Round] = field(default_factory=list)
     work: Counter[Part] = field(default_factory=Counter)
+    prompt: int = 0
+    kept: int = 0
 
     @property
     def acceptance_rate(self) -> float:
@@ -72,7 +75,7 @@ class Stats:
 
     def add(self, other: Stats) -> None:
         """Add the counts and seconds of another generation to these; not its log."""
-        for name in ("rounds", "drafted", "nodes", "accepted", "tokens", "seconds"):
+        for name in ("rounds", "drafted", "nodes", "accepted", "tokens", "seconds", "prompt", "kept"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.work.update(other.work)
 

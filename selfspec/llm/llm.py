@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.keywords import show_signature
 from selfspec.controllers import parse_controller
 from selfspec.decoding.loop import decode
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter, make_drafter
@@ -18,8 +17,11 @@ from selfspec.drafters.registry import make_layer_skip
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
+from selfspec.llm.arguments import takes
+from selfspec.llm.conversation import Conversation
+from selfspec.llm.messages import Message, checked, render
 from selfspec.llm.options import GenerateOptions, Options
-from selfspec.llm.plan import Plan, plan
+from selfspec.llm.plan import Plan, new_tokens, plan
 from selfspec.llm.stream import Generation, Stream
 from selfspec.model.layout import check_layout, lay_out_
 from selfspec.model.loading import DeviceMap, load_model
@@ -35,9 +37,6 @@ from selfspec.speculation.sequence import SequenceState
 from selfspec.text.guided import Guide
 from selfspec.text.pieces import TextStream
 from selfspec.text.prompt import Prompt, is_unicode
-
-P = ParamSpec("P")
-Made = TypeVar("Made")
 
 
 def _generate(llm: LLM, prompt: Prompt, options: GenerateOptions) -> Generation:
@@ -74,18 +73,18 @@ def _stream(llm: LLM, prompt: Prompt, options: GenerateOptions) -> Stream:
     return llm.start(prompt, options, drafter=options.drafter, probabilities=options.probabilities)
 
 
-def _arguments(
-    options: Callable[P, GenerateOptions], call: Callable[[LLM, Prompt, GenerateOptions], Made]
-) -> Callable[Concatenate[LLM, Prompt, P], Made]:
-    """A method that takes the fields of `GenerateOptions` as arguments, and does and says what `call` does and says."""
+def _chat(llm: LLM, messages: Sequence[Message], options: GenerateOptions) -> Generation:
+    """Answer the last of `messages`, by the tokenizer's chat template; options as in `generate`.
 
-    def method(self: LLM, prompt: Prompt, /, *given: P.args, **named: P.kwargs) -> Made:
-        return call(self, prompt, options(*given, **named))
+    Each message is `{"role": "system" or "user" or "assistant", "content": text}`; the last one is the user's. Raises
+    `SelfspecError` as `generate` does, for messages that are none, and where there is no template or it fails on them.
+    """
+    return _generate(llm, render(llm.tokenizer, checked(messages)), options)
 
-    method.__name__, method.__doc__ = call.__name__.removeprefix("_"), call.__doc__
-    known = list(inspect.signature(call).parameters.values())[:2]  # the model and the prompt
-    show_signature(method, options, *known, returns=call.__annotations__["return"])
-    return method
+
+def _chat_stream(llm: LLM, messages: Sequence[Message], options: GenerateOptions) -> Stream:
+    """Like `chat`, but returns at once; iterate over the pieces of text as they come, as with `stream`."""
+    return _stream(llm, render(llm.tokenizer, checked(messages)), options)
 
 
 class LLM:
@@ -188,8 +187,18 @@ class LLM:
         """
         return Guide(self.tokenizer, ends=self.runtime.skeleton.ends, regex=regex, json_schema=json_schema)
 
-    generate = _arguments(GenerateOptions, _generate)
-    stream = _arguments(GenerateOptions, _stream)
+    generate = takes(GenerateOptions, _generate)
+    stream = takes(GenerateOptions, _stream)
+    chat = takes(GenerateOptions, _chat)
+    chat_stream = takes(GenerateOptions, _chat_stream)
+
+    def conversation(self, *, system: str | None = None) -> Conversation:
+        """A chat that goes on: `send` and `stream` say something, and read only what is new since the last answer.
+
+        `system`: a message that comes first. Raises `SelfspecError` where the tokenizer has no chat template, or one
+        that takes no system message.
+        """
+        return Conversation(self, system=system)
 
     def run(
         self, prompt: Prompt, options: Options, *, drafter: Drafter | None = None, probabilities: bool = False
@@ -211,10 +220,14 @@ class LLM:
         first_plain: bool = True,
         pieces: bool = True,
         probabilities: bool = False,
+        reuse: bool = False,
+        ended: Callable[[str], None] | None = None,
     ) -> Stream:
         """`stream`, with its options in one object.
 
-        `first_plain`: the first round drafts nothing. Without `pieces` all text comes at the end.
+        `first_plain`: the first round drafts nothing. Without `pieces` all text comes at the end. With `reuse` only
+        what follows of the beginning that the prompt shares with the last one of those that reused is read. `ended`
+        is told the text when it is over, if there is any token of it.
         """
         ids = self.encode(prompt)
         planned = self._plan(ids, options)
@@ -227,8 +240,16 @@ class LLM:
             rule=planned.rule,
             stop=_timed(text.push, planned.config.max_time),
             first_plain=first_plain,
+            reuse=reuse,
         )
-        return Stream(rounds, text, pieces=pieces, probabilities=probabilities)
+        return Stream(rounds, seq, text, pieces=pieces, probabilities=probabilities, ended=ended)
+
+    def fitted(self, prompt: Prompt, options: Options) -> Options:
+        """`options`, with fewer new tokens where no more fit after the prompt. Raises `SelfspecError` where none do."""
+        n = len(self.encode(prompt))
+        self._check_room(n, 1)
+        left = self.runtime.skeleton.context - n
+        return options if new_tokens(self.model, options, n) <= left else replace(options, max_new_tokens=left)
 
     def plan(self, prompt: Prompt, options: Options) -> Plan:
         """What options come to for a prompt. Raises `SelfspecError` for what cannot be done."""
@@ -257,7 +278,7 @@ def load(
     layout: str = "auto",
     drafting: bool | None = None,
 ) -> LLM:
-    """Load `builtin`, a folder, or a hub id, with the profile to draft with.
+    """Load a folder, a GGUF file, a hub id, `smollm2-135m` or `builtin`, with the profile to draft with.
 
     `profile`: `auto` (a shipped one measured on these very weights, unless it was slower), `none`, a file, the name of
     a shipped profile, or a `Profile`. `device`: one, or a `DeviceMap` for a model larger than one. `dtype` `auto`:

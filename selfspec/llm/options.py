@@ -48,9 +48,9 @@ class Options:
 
     config: "GenerationConfig | None" = None
     _: KW_ONLY
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="128 where nothing says how many.")] = (
-        None
-    )
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="128 where nothing says how many; in a chat 1024.")
+    ] = None
     temperature: Annotated[
         float | None, typer.Option(min=0, metavar="X", help="0, the default, is greedy decoding.")
     ] = None

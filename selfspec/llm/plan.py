@@ -118,7 +118,7 @@ def _complete(model: Any, options: Options, prompt: int, ends: frozenset[int]) -
         config.temperature = options.temperature or 1.0
     config.top_k = config.top_k if options.top_k is None else options.top_k
     config.top_p = config.top_p if options.top_p is None else options.top_p
-    config.max_new_tokens = _length(model, options, prompt)
+    config.max_new_tokens = new_tokens(model, options, prompt)
     config.max_length = prompt + config.max_new_tokens
     config.stop_strings = (
         list(stop_texts(options.stop) or stop_texts(config.stop_strings, "generation config: ")) or None
@@ -132,8 +132,11 @@ def _complete(model: Any, options: Options, prompt: int, ends: frozenset[int]) -
     return config
 
 
-def _length(model: Any, options: Options, prompt: int) -> int:
-    """As `transformers` does: a number of new tokens goes before a length in all, wherever either comes from."""
+def new_tokens(model: Any, options: Options, prompt: int) -> int:
+    """The most new tokens after a prompt of so many, as `transformers` counts them. Raises `SelfspecError`.
+
+    A number of new tokens goes before a length in all, wherever either comes from.
+    """
     if options.max_new_tokens is not None:
         return whole(options.max_new_tokens, "max_new_tokens", least=1)
     sources = [options.settings]

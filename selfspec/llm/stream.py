@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,6 +11,7 @@ from selfspec.facts.events import Origin, TokenEvent, origins, token_events
 from selfspec.facts.stats import Round, Stats
 from selfspec.show.markup import legend_html, tokens_html
 from selfspec.speculation.drafts import Outcome
+from selfspec.speculation.sequence import SequenceState
 from selfspec.text.pieces import TextStream
 
 
@@ -40,17 +41,26 @@ class Stream:
     """A generation under way: iterate over its pieces of text; `result` is the `Generation` so far.
 
     `close()` ends it early and frees the model; leaving the iteration and dropping the stream does so too. Without
-    `pieces` all text comes at the end, for less work. With `probabilities` the events hold the model's own.
+    `pieces` all text comes at the end, for less work. With `probabilities` the events hold the model's own. `ended` is
+    told the text when it is over, however it ends, if there is a token at all.
     """
 
     def __init__(
-        self, rounds: Generator[Outcome], text: TextStream, *, pieces: bool = True, probabilities: bool = False
+        self,
+        rounds: Generator[Outcome],
+        seq: SequenceState,
+        text: TextStream,
+        *,
+        pieces: bool = True,
+        probabilities: bool = False,
+        ended: Callable[[str], None] | None = None,
     ) -> None:
         self._text = text
         self._tokens: list[int] = []
-        self._stats = Stats()
+        self._stats = Stats(prompt=len(seq.tokens))
         # The generator knows nothing of this object, so that dropping the stream ends it at once.
-        self._pieces = _pieces(rounds, text, self._tokens, self._stats, pieces, probabilities)
+        shown = _pieces(rounds, seq, text, self._tokens, self._stats, pieces, probabilities)
+        self._pieces = shown if ended is None else _told(shown, seq, text, ended)
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -83,8 +93,20 @@ class Stream:
         self._pieces.close()
 
 
+def _told(pieces: Generator[str], seq: SequenceState, text: TextStream, ended: Callable[[str], None]) -> Generator[str]:
+    """The pieces; once they are over, `ended` is told the text, if a token came."""
+    before = len(seq.tokens)
+    try:
+        yield from pieces
+    finally:
+        pieces.close()
+        if len(seq.tokens) > before:
+            ended(text.text)
+
+
 def _pieces(
     rounds: Generator[Outcome],
+    seq: SequenceState,
     text: TextStream,
     tokens: list[int],
     stats: Stats,
@@ -113,6 +135,7 @@ def _pieces(
                 draft.work,
             )
             stats.log.append(done)
+            stats.kept = seq.kept
             stats.rounds += 1
             stats.drafted += done.drafted
             stats.nodes += nodes

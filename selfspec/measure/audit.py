@@ -79,7 +79,7 @@ def first_difference(
     """
     if list(plain) == list(other):
         return None
-    index = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other)))
+    index = in_common(plain, other)
     if index >= min(len(plain), len(other)):
         ends = (plain[index] if index < len(plain) else None, other[index] if index < len(other) else None)
         return Difference(index, *ends, gap=None, noise=0.0)
@@ -97,6 +97,11 @@ def first_difference(
     noise = max(_apart(narrow, merit, other[index]) for merit in others)
     worse = torch.minimum(narrow[plain[index]], narrow[other[index]])
     return Difference(index, plain[index], other[index], float(narrow.max() - worse), noise)
+
+
+def in_common(plain: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts begin with that are the same."""
+    return next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other)))
 
 
 def _apart(a: Tensor, b: Tensor, token: int) -> float:

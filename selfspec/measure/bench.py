@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,11 @@ from selfspec.facts.identity import Identity
 from selfspec.facts.stats import Stats
 from selfspec.llm.llm import LLM, wrap
 from selfspec.llm.options import Options
+from selfspec.measure.agreement import Verdict, counted, verdict
 from selfspec.measure.bench_methods import METHODS, Weights, any_drafts, weights_of
 from selfspec.measure.cost_fitting import forward_seconds, measure_skip_costs
-from selfspec.measure.summary import expected, summary, theory
-from selfspec.measure.timing import Method, conditions, interleave
+from selfspec.measure.summary import by_task, expected, summary, theory
+from selfspec.measure.timing import Method, Runs, conditions, interleave
 from selfspec.model.layout import choose, lay_out_, layout_times, weight_bytes
 from selfspec.model.linears import PackedLinear
 from selfspec.model.loading import DeviceMap, load_model
@@ -86,13 +87,17 @@ def load_subjects(
 
 @dataclass(frozen=True)
 class Task:
-    """What is run: `methods` on `prompts`, `rounds` times each; `skip` as `profile` describes it."""
+    """What is run: `methods` on `prompts`, `rounds` times each; `skip` as `profile` describes it.
+
+    `tasks`: the task of each prompt, none where they are not known, or figures by task are not wanted.
+    """
 
     methods: tuple[str, ...]
     prompts: Sequence[Prompt]
     max_new_tokens: int
     rounds: int
     profile: Profile
+    tasks: Sequence[str] = ()
 
 
 @dataclass
@@ -102,6 +107,18 @@ class Watch:
     stage: Callable[[str], None] = lambda name: None
     estimate: Callable[[float, int], None] = lambda seconds, runs: None
     run: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """What the methods did at one temperature: `texts[name][prompt]`, the different token ids that its runs gave.
+
+    `growth`: bytes that the device's memory grew by in a method's first run.
+    """
+
+    runs: Runs
+    texts: Mapping[str, Sequence[Collection[tuple[int, ...]]]]
+    growth: Mapping[str, Sequence[int]]
 
 
 Oracle = Callable[[LLM, Task, CostModel, float], tuple[float, float]]
@@ -153,12 +170,39 @@ class Benchmark:
 
     def at(self, temperature: float) -> Json:
         """Every method at a temperature, and of a layer skip what costs, theory and oracle say."""
-        t, watch = self.task, self.watch
+        t = self.task
         options = Options(max_new_tokens=t.max_new_tokens, temperature=temperature)
-        methods = self._methods(options)
+        ran = self._run(options)
+        found: Json = {"temperature": temperature, "methods": {}}
+        bases = [base for base in ("plain", "hf") if base in t.methods]
+        for name in t.methods:
+            verdicts = None if temperature else self._verdicts(name, ran.texts)
+            found["methods"][name] = {
+                **summary(ran.runs, name, bases=bases),
+                "memory_bytes": self._held(name) + sum(ran.growth[name]),
+                "same_text": None if verdicts is None else counted(verdicts),
+            }
+            if t.tasks:
+                tasks = by_task(ran.runs, name, t.tasks, bases=bases, verdicts=verdicts)
+                found["methods"][name]["by_task"] = tasks
+        if "skip" in t.methods and len(t.profile.skip_set):
+            found["skip"] = self._about_skip(options, [run for prompt in ran.runs.stats["skip"] for run in prompt])
+        read = _bytes_read(self.subjects.plain)
+        found["process_peak_bytes"] = process_peak()
+        found["read_bandwidth"] = read_bandwidth(read, self.subjects.plain.runtime.device)
+        step = found["methods"]["plain"]["inter_token_seconds"]["p50"]
+        found["plain_of_roofline"] = None if step is None else read / found["read_bandwidth"] / step
+        return found
+
+    def _run(self, options: Options) -> _Ran:
+        """Run every method on every prompt, interleaved."""
+        t, watch = self.task, self.watch
+        last: dict[str, tuple[int, ...]] = {}
+        methods = self._methods(options, last)
         watch.stage("warming up")
         warm: dict[str, float] = {}
         growth: dict[str, list[int]] = {}
+        texts: dict[str, list[set[tuple[int, ...]]]] = {name: [set() for _ in t.prompts] for name in methods}
 
         def warmed(name: str, run: Method) -> Method:
             def first(prompt: Prompt) -> Stats:
@@ -175,34 +219,35 @@ class Benchmark:
                 runs = len(t.prompts) * t.rounds
                 watch.estimate(runs * sum(warm.values()), runs * len(methods))
 
+        def on_run(name: str, prompt: int) -> None:
+            texts[name][prompt].add(last[name])
+            watch.run()
+
         runs = interleave(
             {name: warmed(name, run) for name, run in methods.items()},
             t.prompts,
             rounds=t.rounds,
             on_warm=on_warm,
-            on_run=watch.run,
+            on_run=on_run,
         )
-        found: Json = {"temperature": temperature, "methods": {}}
-        for name in methods:
-            found["methods"][name] = {
-                **summary(runs, name, bases=[base for base in ("plain", "hf") if base in methods]),
-                "memory_bytes": self._held(name) + sum(growth[name]),
-            }
-        if "skip" in methods and len(t.profile.skip_set):
-            found["skip"] = self._about_skip(options, [run for prompt in runs.stats["skip"] for run in prompt])
-        read = _bytes_read(self.subjects.plain)
-        found["process_peak_bytes"] = process_peak()
-        found["read_bandwidth"] = read_bandwidth(read, self.subjects.plain.runtime.device)
-        step = found["methods"]["plain"]["inter_token_seconds"]["p50"]
-        found["plain_of_roofline"] = None if step is None else read / found["read_bandwidth"] / step
-        return found
+        return _Ran(runs, texts, growth)
 
-    def _methods(self, options: Options) -> dict[str, Method]:
-        made = {}
-        for name in self.task.methods:
+    def _methods(self, options: Options, last: dict[str, tuple[int, ...]]) -> dict[str, Method]:
+        """The methods, which write the token ids of the text that they made last into `last`."""
+
+        def made(name: str) -> Method:
             known = METHODS[name]
-            made[name] = known.make(self.subjects.on(known.weights), self.task.profile, options)
-        return made
+            llm = self.subjects.on(known.weights)
+            return known.make(llm, self.task.profile, options, lambda tokens: last.update({name: tuple(tokens)}))
+
+        return {name: made(name) for name in self.task.methods}
+
+    def _verdicts(self, name: str, texts: Mapping[str, Sequence[Collection[tuple[int, ...]]]]) -> list[Verdict]:
+        """For each prompt, whether a method's greedy text is plain decoding's."""
+        self.watch.stage("comparing texts")
+        plain, other = self.subjects.plain, self.subjects.on(METHODS[name].weights)
+        prompts = zip(self.task.prompts, texts["plain"], texts[name], strict=True)
+        return [verdict(plain, other, prompt, mine, others) for prompt, mine, others in prompts]
 
     def _held(self, name: str) -> int:
         """Bytes of a method's weights, and of its keys and values for the longest text."""

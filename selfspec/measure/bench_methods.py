@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 LOOKUP_TOKENS = 10  # that prompt lookup drafts, as in transformers' documentation
 
 Weights = Literal["plain", "skip", "hf"]
+Keep = Callable[[Sequence[int]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,44 +27,51 @@ class BenchMethod:
     """One way of decoding that a benchmark compares.
 
     `weights`: which copy of the model it runs on; `plain` and `skip` lie in memory as
-    suits plain decoding and drafting, `hf` as loaded, for `transformers` itself. `make(llm, profile, options)` gives
-    what is timed, where `llm` is that copy and `profile` says what drafts.
+    suits plain decoding and drafting, `hf` as loaded, for `transformers` itself. `make(llm, profile, options, keep)`
+    gives what is timed, where `llm` is that copy, `profile` says what drafts, and `keep` is shown the token ids of
+    every text.
     """
 
     weights: Weights
-    make: Callable[[LLM, Profile, Options], Method]
+    make: Callable[[LLM, Profile, Options, Keep], Method]
 
 
-def _ours(llm: LLM, options: Options, drafter: Drafter | None = None) -> Method:
+def _ours(llm: LLM, options: Options, keep: Keep, drafter: Drafter | None = None) -> Method:
     """Our decoding, plainly or with a drafter."""
     from selfspec.drafters import PlainDrafter
     from selfspec.measure.timing import method
 
-    return method(llm, drafter or PlainDrafter(), options, first_plain=True)
+    return method(
+        llm, drafter or PlainDrafter(), options, first_plain=True, keep=lambda generation: keep(generation.tokens)
+    )
 
 
-def _theirs(llm: LLM, options: Options, settings: Mapping[str, int] = MappingProxyType({})) -> Method:
+def _theirs(llm: LLM, options: Options, keep: Keep, settings: Mapping[str, int] = MappingProxyType({})) -> Method:
     """Decoding by transformers, with further settings of its `generate`."""
     from selfspec.measure.timing import transformers_generate
 
-    return transformers_generate(llm, options, **settings)
+    return transformers_generate(llm, options, settings=settings, keep=keep)
 
 
 METHODS = {
     # nothing drafted
-    "plain": BenchMethod("plain", lambda llm, profile, options: _ours(llm, options)),
+    "plain": BenchMethod("plain", lambda llm, profile, options, keep: _ours(llm, options, keep)),
     # the profile's drafter, and the same as `generate` runs it
-    "skip": BenchMethod("skip", lambda llm, profile, options: _ours(llm, options, llm.drafts_with(profile))),
-    "guarded": BenchMethod("skip", lambda llm, profile, options: _ours(llm, options, llm.guarded(profile))),
+    "skip": BenchMethod(
+        "skip", lambda llm, profile, options, keep: _ours(llm, options, keep, llm.drafts_with(profile))
+    ),
+    "guarded": BenchMethod("skip", lambda llm, profile, options, keep: _ours(llm, options, keep, llm.guarded(profile))),
     # transformers' own, its drafts from the first half of the layers, and from the prompt
-    "hf": BenchMethod("hf", lambda llm, profile, options: _theirs(llm, options)),
+    "hf": BenchMethod("hf", lambda llm, profile, options, keep: _theirs(llm, options, keep)),
     "hf-early-exit": BenchMethod(
         "hf",
-        lambda llm, profile, options: _theirs(llm, options, {"assistant_early_exit": max(1, llm.runtime.layers // 2)}),
+        lambda llm, profile, options, keep: _theirs(
+            llm, options, keep, {"assistant_early_exit": max(1, llm.runtime.layers // 2)}
+        ),
     ),
     "hf-prompt-lookup": BenchMethod(
         "hf",
-        lambda llm, profile, options: _theirs(llm, options, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
+        lambda llm, profile, options, keep: _theirs(llm, options, keep, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
     ),
 }
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from statistics import mean
 from typing import TYPE_CHECKING
 
 from selfspec.basics.schema import Json
 from selfspec.facts.costs import CostModel
 from selfspec.facts.stats import Round, acceptance_by_position
 from selfspec.facts.work import DRAFT_STEP
+from selfspec.measure.agreement import Verdict, counted
 
 if TYPE_CHECKING:
     from selfspec.measure.timing import Runs
@@ -22,13 +24,9 @@ def summary(runs: Runs, name: str, *, bases: Sequence[str]) -> Json:
     """
     total = runs.total(name)
     each = [run for prompt in runs.stats[name] for run in prompt]
-    ratios = {}
-    for base in bases:
-        ratio, (low, high) = runs.speedup(name, base)
-        ratios[base] = {"median": ratio, "low": low, "high": high}
     return {
         "tokens_per_second": total.tokens_per_second,
-        "ratio": ratios,
+        "ratio": _ratios(runs, name, bases),
         "first_token_seconds": _quantiles([run.log[0].seconds for run in each if run.log]),
         "inter_token_seconds": _quantiles(
             [done.seconds / done.tokens for run in each for done in run.log[1:] for _ in range(done.tokens)]
@@ -39,6 +37,44 @@ def summary(runs: Runs, name: str, *, bases: Sequence[str]) -> Json:
         "acceptance_rate": total.acceptance_rate if total.drafted else None,
         "acceptance_by_position": acceptance_by_position([done for run in each for done in run.log]),
     }
+
+
+def by_task(
+    runs: Runs, name: str, tasks: Sequence[str], *, bases: Sequence[str], verdicts: Sequence[Verdict] | None
+) -> Json:
+    """A method's figures for each task and for all prompts, where `tasks` and `verdicts` are the prompts' own.
+
+    Those of Spec-Bench, as its `evaluation/speed.py` has them: `mean_accepted_tokens`, emitted tokens a pass over all
+    passes; `mean_tokens_per_second`, the mean over prompts of each one's tokens per second, prompt's pass included; and
+    `speedup`, that mean over a base's. With several rounds, the mean of the rounds' figures. And `ratio`, as in
+    `summary`.
+    """
+    found: Json = {"tasks": []}
+    for task in dict.fromkeys(tasks):
+        mine = [index for index, of in enumerate(tasks) if of == task]
+        some = None if verdicts is None else [verdicts[index] for index in mine]
+        found["tasks"].append({"task": task, **_on_prompts(runs.of(mine), name, bases, some)})
+    return {**found, "overall": _on_prompts(runs, name, bases, verdicts)}
+
+
+def _on_prompts(runs: Runs, name: str, bases: Sequence[str], verdicts: Sequence[Verdict] | None) -> Json:
+    mine = runs.mean_speeds(name)
+    return {
+        "prompts": len(runs.stats[name]),
+        "mean_accepted_tokens": runs.total(name).tokens_per_round,
+        "mean_tokens_per_second": mean(mine),
+        "speedup": {base: mean(a / b for a, b in zip(mine, runs.mean_speeds(base), strict=True)) for base in bases},
+        "ratio": _ratios(runs, name, bases),
+        "same_text": None if verdicts is None else counted(verdicts),
+    }
+
+
+def _ratios(runs: Runs, name: str, bases: Sequence[str]) -> Json:
+    ratios = {}
+    for base in bases:
+        ratio, (low, high) = runs.speedup(name, base)
+        ratios[base] = {"median": ratio, "low": low, "high": high}
+    return ratios
 
 
 def theory(rounds: Sequence[Round], costs: CostModel) -> float:

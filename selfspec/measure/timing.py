@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,6 +54,14 @@ class Runs:
         ratios = self.ratios(name, base)
         return statistics.median(ratios), interval(ratios)
 
+    def mean_speeds(self, name: str) -> list[float]:
+        """For each round, the mean over prompts of a method's tokens per second."""
+        return [statistics.mean(run.tokens_per_second for run in same) for same in zip(*self.stats[name], strict=True)]
+
+    def of(self, prompts: Sequence[int]) -> Runs:
+        """What was done on these prompts, by their numbers."""
+        return Runs({name: [done[index] for index in prompts] for name, done in self.stats.items()})
+
 
 def interleave(
     methods: Mapping[str, Method],
@@ -60,14 +69,14 @@ def interleave(
     *,
     rounds: int = 3,
     on_warm: Callable[[str, Stats], None] = lambda name, stats: None,
-    on_run: Callable[[], None] = lambda: None,
+    on_run: Callable[[str, int], None] = lambda name, prompt: None,
     go_on: Callable[[Runs], bool] = lambda runs: True,
 ) -> Runs:
     """Run every method on every prompt, one after the other, `rounds` times; the order turns with every prompt.
 
     The first prompt is run once by every method beforehand and not counted; `on_warm` is shown that run, and `on_run`
-    is called after every counted one. `go_on` is shown the runs so far whenever all methods have run on another prompt,
-    and may end it there; prompts that were not run are left out.
+    is told the method and the prompt's number after every counted one. `go_on` is shown the runs so far whenever all
+    methods have run on another prompt, and may end it there; prompts that were not run are left out.
     """
     names = list(methods)
     for name in names:
@@ -80,7 +89,7 @@ def interleave(
         shift = (turn + index) % len(names)
         for name in names[shift:] + names[:shift]:
             stats[name][index].append(methods[name](prompt))
-            on_run()
+            on_run(name, index)
     return Runs(stats)
 
 
@@ -221,10 +230,17 @@ class _Clock(BaseStreamer):  # type: ignore[misc]
         """Nothing to do."""
 
 
-def transformers_generate(llm: LLM, options: Options, **settings: Any) -> Method:
+def transformers_generate(
+    llm: LLM,
+    options: Options,
+    *,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    keep: Callable[[Sequence[int]], None] | None = None,
+) -> Method:
     """`transformers`' own `generate` with the same options, as a method to be timed; it has no seed.
 
-    `settings`: further fields of its `GenerationConfig`, such as `prompt_lookup_num_tokens`.
+    `settings`: further fields of its `GenerationConfig`, such as `prompt_lookup_num_tokens`. `keep` is shown every
+    text's token ids.
     """
     model, tokenizer = copy.copy(llm.model), llm.tokenizer
     model.generation_config = GenerationConfig()  # or it would fill in what the options leave open
@@ -251,6 +267,8 @@ def transformers_generate(llm: LLM, options: Options, **settings: Any) -> Method
         tokenizer.decode(new)
         synchronise(llm.runtime.device)
         seconds = time.perf_counter() - start
+        if keep is not None:
+            keep(new.tolist())
         accepted = sum(done.accepted for done in clock.log)
         return Stats(rounds=len(clock.log), accepted=accepted, tokens=len(new), seconds=seconds, log=clock.log)
 
@@ -266,7 +284,7 @@ def measure(
     held_out: bool,
     rounds: int = 3,
     plain_llm: LLM | None = None,
-    on_run: Callable[[], None] = lambda: None,
+    on_run: Callable[[str, int], None] = lambda name, prompt: None,
     go_on: Callable[[Runs], bool] = lambda runs: True,
 ) -> Measurement:
     """Measure a drafter against plain decoding, interleaved, with the conditions written down.

@@ -1,4 +1,4 @@
-"""Finding and loading models: the built-in one, a folder, or a hub id, all through `from_pretrained`."""
+"""Finding and loading models: built in, a folder, a GGUF file, a hub id, all through `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError, reason
 from selfspec.basics.files import kind
+from selfspec.model.gguf import check_gguf, description, own_dtype, weights
+from selfspec.model.gguf_header import is_gguf
+from selfspec.model.packaged import PACKAGED, packaged_file
 
 if TYPE_CHECKING:
     import torch
@@ -77,21 +80,41 @@ def parse_devices(
     return DeviceMap(device_map, memory or None, offload_folder)
 
 
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file that a model's name means: its path, or one in an installed package; None for any other model.
+
+    Raises `SelfspecError` where it is named but not there.
+    """
+    if name in PACKAGED and kind(Path(name)) == "missing":
+        return packaged_file(name)
+    path = Path(name)
+    there = kind(path) if name else "missing"
+    if there == "file" and (path.suffix == ".gguf" or is_gguf(path)):
+        return path
+    if there == "missing" and path.suffix == ".gguf":
+        raise SelfspecError(f"model {name}: no such file")
+    return None
+
+
 def check_model_name(name: str) -> None:
     """Raise `SelfspecError` when `name` can be no model: cheap, before anything heavy is imported."""
     if name == builtin.NAME:
         return
+    want = f"want a folder, a GGUF file, a hub id, {', '.join(PACKAGED)}, or '{builtin.NAME}'"
     if not name:
-        raise SelfspecError(f"the model's name is empty; want a folder, a hub id, or '{builtin.NAME}'")
+        raise SelfspecError(f"the model's name is empty; {want}")
+    if (file := gguf_file(name)) is not None:
+        check_gguf(file)
+        return
     path = Path(name)
     there = kind(path)
     if there == "folder":
         if kind(path / "config.json") != "file":
             raise SelfspecError(f"model {name}: the folder has no config.json; want a model saved by save_pretrained")
     elif there != "missing":
-        raise SelfspecError(f"model {name} is a file; want a folder, a hub id, or '{builtin.NAME}'")
+        raise SelfspecError(f"model {name} is a file, and no GGUF file; {want}")
     elif not _HUB_ID.fullmatch(name):
-        raise SelfspecError(f"model {name}: no such folder; want a folder, a hub id, or '{builtin.NAME}'")
+        raise SelfspecError(f"model {name}: no such folder; {want}")
 
 
 def check_dtype(dtype: str) -> None:
@@ -111,19 +134,24 @@ def load_model(name: str, *, device: str | DeviceMap = "auto", dtype: str = "aut
     check_dtype(dtype)
     spread = device.options() if isinstance(device, DeviceMap) else {}
     where = _device("auto" if isinstance(device, DeviceMap) else device)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
-    source = _source(name)
+    source, file, held = _source(name), gguf_file(name), _dtype(dtype, where)
     shown = logging.is_progress_bar_enabled()
     if Path(source).is_dir():
         logging.disable_progress_bar()  # nothing is downloaded
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        if file is not None:
+            held = own_dtype(file) if held == "auto" else held
+        lies = {"pretrained_model_name_or_path": source} if file is None else weights(file, held)
         model, loaded = AutoModelForCausalLM.from_pretrained(
-            source, dtype=_dtype(dtype, where), output_loading_info=True, trust_remote_code=False, **spread
+            dtype=held, output_loading_info=True, trust_remote_code=False, **lies, **spread
         )
         model = model.eval() if spread else model.eval().to(where)
+        if file is not None:  # which may name more end tokens than its configuration can
+            model.generation_config = GenerationConfig.from_pretrained(source)
     except Exception as error:  # a broken checkpoint can raise anything
         raise SelfspecError(f"model {name} cannot be loaded: {reason(error)}") from error
     finally:
@@ -194,7 +222,10 @@ def read_generation_config(path: Path) -> GenerationConfig:
 
 
 def _source(name: str) -> str:
-    return str(builtin.model_folder()) if name == builtin.NAME else name
+    """What `from_pretrained` reads a model's configuration and tokenizer from."""
+    if name == builtin.NAME:
+        return str(builtin.model_folder())
+    return name if (file := gguf_file(name)) is None else str(description(file))
 
 
 def _device(name: str) -> torch.device:

@@ -41,7 +41,7 @@ class Calibration(Data):
     the model's chat template. `drawn_from`: how many different prompts there were to draw from.
     """
 
-    source: str = Field(description="'builtin', a file's, folder's or preset's name.")
+    source: str = Field(description="'builtin', 'built-in chat prompts', or a file's, folder's or preset's name.")
     column: str | None = Field(None, description="The column that held the prompts.")
     template: str | None = Field(None, description="What was made of each row.")
     chat: bool = Field(False, description="Whether each was a user's message, by the model's chat template.")

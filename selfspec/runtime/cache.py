@@ -18,6 +18,7 @@ class Cache:
     """Keys and values `[B, H_kv, slots, d]` for each layer, with a spare last slot that no mask shows.
 
     `length[row]` is the number of committed slots of a row: its keys below that are the whole model's own.
+    `tokens[row]`: what they are the keys of, where somebody has said so; tokens beyond `length` have no keys yet.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Cache:
         self.rows = rows
         self.slots = slots
         self.length = [0] * rows
+        self.tokens: list[Sequence[int]] = [()] * rows
 
     @property
     def spare(self) -> int:
@@ -106,11 +108,25 @@ class Cache:
         for mine, theirs in zip(self._whole, other._whole, strict=True):
             for t, old in zip(mine, theirs, strict=True):
                 t.narrow(3, 0, longest).copy_(old.narrow(3, 0, longest))
-        self.length = list(other.length)
+        self.length, self.tokens = list(other.length), list(other.tokens)
 
     def clear(self, row: int) -> None:
         """Forget a row."""
-        self.length[row] = 0
+        self.length[row], self.tokens[row] = 0, ()
+
+    def known(self, row: int) -> Sequence[int]:
+        """The tokens that a row holds the keys of, as far as they are known."""
+        return self.tokens[row][: self.length[row]]
+
+    def shared(self, row: int, tokens: Sequence[int]) -> int:
+        """How many committed slots of a row, from the first on, hold the keys of what `tokens` begin with."""
+        known = self.known(row)
+        pairs = enumerate(zip(known, tokens, strict=False))
+        return next((i for i, (mine, theirs) in pairs if mine != theirs), min(len(known), len(tokens)))
+
+    def rewind(self, row: int, length: int) -> None:
+        """Forget a row's slots from `length` on."""
+        self.length[row] = length
 
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep the root of a verified draft and the nodes on `path`, in order; forget the rest.

@@ -80,14 +80,17 @@ class Runtime:
     # -- the cache's life ------------------------------------------------------------------------------------
 
     @contextmanager
-    def session(self, slots: int) -> Iterator[None]:
-        """Hold the runtime for one stream that needs `slots` slots a row. Raises `BusyError` while it is held."""
+    def session(self, slots: int, *, reuse: bool = False) -> Iterator[None]:
+        """Hold the runtime for one stream that needs `slots` slots a row. Raises `BusyError` while it is held.
+
+        What sessions before have left in the cache is forgotten, unless this one is to `reuse` it.
+        """
         if not self._lock.acquire(blocking=False):
             raise BusyError(
                 "this model is still generating; exhaust or close() the first stream, or load a second model"
             )
         try:
-            for row in range(self.rows):
+            for row in range(0 if reuse else self.rows):
                 self.cache.clear(row)
             self.reserve(slots)
             self.skeleton.refresh()

@@ -36,7 +36,10 @@ class Drafter(Protocol):
         """Whether it ever proposes anything."""
 
     def begin(self, seq: SequenceState, prefill: Step) -> None:
-        """A sequence starts; `prefill` is the full pass over its prompt but the last token (no logits)."""
+        """A sequence starts; `prefill` is the full pass over its prompt but the last token (no logits).
+
+        Without `hidden`, it may be a pass over less, where the cache holds the keys of the prompt's beginning.
+        """
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """One draft for each sequence, within its limit; an empty one makes its round a plain decoding step."""

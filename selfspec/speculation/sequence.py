@@ -14,8 +14,9 @@ class SequenceState:
     """One sequence while it is decoded. Only a round changes it; drafters and caches key their own state by it.
 
     `tokens`: prompt and emitted tokens. `room`: tokens it may still emit; 0 once it has ended. `row`: its cache row,
-    which the engine allots. `ends`: end-of-sequence tokens. `rule`: how its drafts are verified; when left out, the one
-    that fits its sampler. `stop`: told each emitted token in order, it says whether the sequence ends there.
+    which the engine allots. `kept`: how many of its tokens had their keys there when it joined. `ends`: end-of-sequence
+    tokens. `rule`: how its drafts are verified; when left out, the one that fits its sampler. `stop`: told each emitted
+    token in order, it says whether the sequence ends there.
     """
 
     tokens: list[int]
@@ -23,6 +24,7 @@ class SequenceState:
     sampler: Sampler
     ends: frozenset[int] = frozenset()
     row: int = 0
+    kept: int = 0
     rule: Rule | None = None
     stop: Callable[[int], bool] | None = None
 

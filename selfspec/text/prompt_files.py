@@ -1,62 +1,112 @@
-"""Prompts from files, folders and the hub. Knows nothing of torch.
+"""Prompts from files, folders, the hub and the package: those that the user named, else built-in ones.
 
 Lines of `.jsonl` and `.txt` are read here, not by `datasets`: its JSON reader makes dates of texts that look like one
-and takes `["a"]` for a row, and neither of its readers tells the line that is wrong.
+and takes `["a"]` for a row, and neither of its readers tells the line that is wrong. Knows nothing of torch.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any, Self
 
+from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import kind, read_text
-from selfspec.text.prompt import is_unicode
+from selfspec.basics.files import kind
+from selfspec.text.rows import checked, json_rows, lines
 from selfspec.text.shape import Shape
 from selfspec.text.sources import PRESETS, read_folder, read_parquet, read_preset
+from selfspec.text.spec_bench import PREFIX, read_questions, spec_bench_file
+
+TASK = ("task", "category")  # columns that name a prompt's task, the first that is there
+CHAT = "built-in chat prompts"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Texts to draw prompts from, where they come from, and what of each row they are."""
+    """Texts to draw prompts from, where they come from, and what of each row they are.
+
+    `messages`: whether each is a user's message, for a model that takes such. `tasks`: the task of each, or none where
+    they are not known.
+    """
 
     source: str
     texts: tuple[str, ...]
     column: str | None = None
     template: str | None = None
+    messages: bool = False
+    tasks: tuple[str, ...] = ()
+
+    def some(self, limit: int, *, last: bool = False) -> Self:
+        """At most `limit` of them, the first or the last; where tasks are known, as many of each as there can be."""
+        order = range(len(self.texts))
+        turns = list(reversed(order)) if last else list(order)
+        if self.tasks:
+            by_task: dict[str, list[int]] = defaultdict(list)
+            for index in turns:
+                by_task[self.tasks[index]].append(index)
+            turns = [index for index in chain(*zip_longest(*by_task.values())) if index is not None]
+        kept = sorted(turns[:limit])
+        tasks = tuple(self.tasks[index] for index in kept) if self.tasks else ()
+        return replace(self, texts=tuple(self.texts[index] for index in kept), tasks=tasks)
+
+
+def prompts_for(given: Prompts | None, part: builtin.Part, *, chat: bool, takes_messages: bool) -> Prompts:
+    """The prompts that a command uses: those given, else built-in ones; `messages` then says how they are used.
+
+    `takes_messages`: whether the model has a chat template. Where nothing is given, it gets requests to an assistant,
+    and one without gets Python. `chat`: each prompt is to be a message, whatever it was meant for.
+    """
+    if given is None:
+        given = Prompts(builtin.NAME, tuple(builtin.prompts(part)))
+        if takes_messages:
+            texts, tasks = zip(*builtin.chat_prompts(part), strict=True)
+            given = Prompts(CHAT, texts, messages=True, tasks=tasks)
+    return replace(given, messages=chat or (given.messages and takes_messages))
 
 
 def read_prompts(
     data: str | Path, *, column: str | None = None, template: str | None = None, held_out: bool = False
 ) -> Prompts:
-    """Prompts of a file, a folder, or a set of the hub by its name in `PRESETS`.
+    """Prompts of a file, a folder, a set of the hub by its name in `PRESETS`, or `spec-bench:PATH`.
 
     A `.jsonl` file (an object a line), a `.txt` file (one a line) or a `.parquet` file; of a folder, each text file is
     one. A preset's name is the preset; write `./gsm8k` for a folder called that. `column` and `template` as in `Shape`;
-    where neither is given, the preset's. `held_out`: of a preset, those that searches do not draw from, where it has
-    such. Raises `SelfspecError` naming the file, and the line that is wrong.
+    where neither is given, the preset's. Where each row of a `.jsonl` file has a `task` (or `category`), it is kept.
+    `held_out`: of a preset, those that searches do not draw from, where it has such. Raises `SelfspecError` naming the
+    file, and the line that is wrong.
     """
     name, path = str(data), Path(data)
     if not name:
         raise SelfspecError("the data's name is empty; want a file, a folder, or the name of a set")
     shape = Shape(column, template)
+    tasks: tuple[str, ...] = ()
+    if name.startswith(PREFIX):
+        if shape != Shape():
+            raise SelfspecError(f"{name}: takes no column and no template; its prompts are the questions' first turns")
+        path = spec_bench_file(name)
+        texts, tasks = read_questions(path)
+        return Prompts(f"Spec-Bench ({path.name})", texts, messages=True, tasks=tasks)
     if name in PRESETS:
         preset = PRESETS[name]
         shape = preset.shape if shape == Shape() else shape
-        texts = read_preset(name, shape, held_out=held_out)
+        found = read_preset(name, shape, held_out=held_out)
         split = preset.held_out if held_out else preset.split
         name = " ".join(filter(None, (preset.repository, preset.config, split)))
     elif kind(path) == "folder":
-        texts, name = read_folder(path, shape), path.resolve().name
+        found, name = read_folder(path, shape), path.resolve().name
     elif path.suffix.lower() == ".parquet":
-        texts, name = read_parquet(path, shape), path.name
+        found, name = read_parquet(path, shape), path.name
     else:
-        texts, name = _read_lines(path, shape), path.name
-    return Prompts(name, tuple(texts), shape.column, shape.template)
+        found, tasks = _read_file(path, shape)
+        name = path.name
+    return Prompts(name, tuple(found), shape.column, shape.template, tasks=tasks)
 
 
-def _read_lines(path: Path, shape: Shape) -> list[str]:
+def _read_file(path: Path, shape: Shape) -> tuple[list[str], tuple[str, ...]]:
+    """The prompts of a .jsonl or .txt file, and their tasks where each has one."""
     suffix = path.suffix.lower()
     if suffix not in (".jsonl", ".txt"):
         missing = "no such file or folder; " if kind(path) == "missing" else ""
@@ -64,32 +114,37 @@ def _read_lines(path: Path, shape: Shape) -> list[str]:
             f"{path}: {missing}want a .jsonl file (rows with 'prompt' or 'text'), a .txt file (one a line), a .parquet "
             f"file, a folder of text files, or one of {', '.join(PRESETS)}"
         )
-    lines = read_text(path).split("\n")
-    rows = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+    tasks: list[str | None] = []
     if suffix == ".txt":
-        try:
-            shape.columns(["text"])
-        except SelfspecError as error:
-            raise SelfspecError(f"{path}: {error}") from None
-        found = (shape.text({"text": line.rstrip("\r")}) for _, line in rows)
-        prompts = [text for text in found if text is not None]
+        prompts = _text_lines(path, shape)
     else:
-        prompts = [_prompt(line, shape, where=f"{path}, line {number}") for number, line in rows]
+        prompts = []
+        for where, row in json_rows(path):
+            prompts.append(_prompt(row, shape, where=where))
+            tasks.append(_task(row))
     if not prompts:
         raise SelfspecError(f"{path}: holds no prompts")
-    return prompts
+    known = tuple(task for task in tasks if task is not None)
+    return prompts, known if len(known) == len(prompts) else ()
 
 
-def _prompt(line: str, shape: Shape, *, where: str) -> str:
+def _text_lines(path: Path, shape: Shape) -> list[str]:
+    rows = list(lines(path))
     try:
-        row = json.loads(line)
-    except RecursionError:
-        raise SelfspecError(f"{where}: not valid JSON (nested too deeply)") from None
-    except ValueError as error:
-        raise SelfspecError(f"{where}: not valid JSON ({getattr(error, 'msg', error)})") from None
+        shape.columns(["text"])
+    except SelfspecError as error:
+        raise SelfspecError(f"{path}: {error}") from None
+    found = (shape.text({"text": line.rstrip("\r")}) for _, line in rows)
+    return [text for text in found if text is not None]
+
+
+def _prompt(row: Any, shape: Shape, *, where: str) -> str:
     text = shape.text(row) if isinstance(row, dict) else None
     if text is None:
         raise SelfspecError(f"{where}: want an object whose {shape}")
-    if not is_unicode(text):
-        raise SelfspecError(f"{where}: the text has half a surrogate pair, which is no Unicode")
-    return text
+    return checked(text, where)
+
+
+def _task(row: dict[str, Any]) -> str | None:
+    named = next((row[name] for name in TASK if name in row), None)
+    return named if isinstance(named, str) and named.strip() and named.isprintable() else None

@@ -2,7 +2,7 @@
 
     python tests/scripts/proof.py --out tests/scripts/proof.json
 
-Runs 200 held-out prompts x 32 tokens under 22 skip sets (the shipped one, the empty one, 20 random ones) and every
+Runs 150 held-out prompts x 32 tokens under 22 skip sets (the shipped one, the empty one, 20 random ones) and every
 controller, in two processes, and writes what it counted. Exit code 1 when any text differs.
 """
 
@@ -67,7 +67,7 @@ def part(prompts: list[str]) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Run it and write the summary."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--prompts", type=int, default=150)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     start = time.perf_counter()

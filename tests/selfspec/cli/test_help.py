@@ -12,6 +12,12 @@ from selfspec.cli import main
 DEVICE = ["device", "dtype", "threads", "device-map", "max-memory", "offload-folder"]
 PROMPTS = ["column", "template", "chat"]
 DRAFTING = {"Drafting": ["controller"], "Prompts": PROMPTS, "Device": DEVICE}
+DECODING = {
+    "Sampling": ["top-k", "top-p", "seed", "generation-config", "set"],
+    "Drafting": ["rule", "controller"],
+    "What the text must be (needs llguidance)": ["regex", "json-schema"],
+    "Device": DEVICE,
+}
 COMMANDS = {
     "search": {
         "Options": [
@@ -29,13 +35,14 @@ COMMANDS = {
     "generate": {
         "Arguments": [],
         "Options": [
-            *("model", "profile", "max-new-tokens", "temperature", "stop", "chat", "stats", "compare", "color"),
-            *("json", "help"),
+            *("model", "profile", "max-new-tokens", "temperature", "stop", "chat", "system", "stats", "compare"),
+            *("color", "json", "help"),
         ],
-        "Sampling": ["top-k", "top-p", "seed", "generation-config", "set"],
-        "Drafting": ["rule", "controller"],
-        "What the text must be (needs llguidance)": ["regex", "json-schema"],
-        "Device": DEVICE,
+        **DECODING,
+    },
+    "chat": {
+        "Options": [*("model", "profile", "max-new-tokens", "temperature", "stop", "system", "color", "help")],
+        **DECODING,
     },
     "audit": {
         "Options": [*("model", "profile", "prompts", "limit", "max-new-tokens", "temperature", "seed", "json", "help")],

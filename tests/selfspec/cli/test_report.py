@@ -217,7 +217,8 @@ WRONG = {
     ),
     "no model": (
         ["--profile", "p.yaml", "--model", "./no-model"],
-        "model ./no-model: no such folder; want a folder, a hub id, or 'builtin'; --no-sample makes the page without",
+        "model ./no-model: no such folder; want a folder, a GGUF file, a hub id, smollm2-135m, or 'builtin'; "
+        "--no-sample makes the page without",
     ),
     "another model": (["--profile", "small.yaml", "--model", "builtin"], "layers 4 in the profile, 16 in the model; "),
     "a model alone": (["--model", "my/model"], "--model my/model: want --profile or --study, too"),

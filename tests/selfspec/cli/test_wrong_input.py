@@ -225,7 +225,7 @@ def test_what_is_made_wrong_is_right(cli):
     st.lists(
         words
         | st.sampled_from(
-            [*COMMANDS, "profile", "show", "list", "diff", "import", "schema", "--json", "--seed", "-1", "--"]
+            [*COMMANDS, "chat", "profile", "show", "list", "diff", "import", "schema", "--json", "--seed", "-1", "--"]
         ),
         max_size=6,
     )

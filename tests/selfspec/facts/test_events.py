@@ -20,6 +20,8 @@ from selfspec.facts.stats import Round
 from selfspec.llm.options import Options
 from selfspec.llm.stream import Stream
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
+from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.step import Step
 from selfspec.text.pieces import TextStream
 
@@ -243,7 +245,7 @@ def played(script, *, pieces):
             if text.stopped:
                 break
 
-    return Stream(outcomes(), text, pieces=pieces)
+    return Stream(outcomes(), SequenceState([], 0, Sampler()), text, pieces=pieces)
 
 
 class TestTexts:

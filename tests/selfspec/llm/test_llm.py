@@ -264,7 +264,7 @@ def test_folders_that_are_no_models(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SelfspecError, match="cannot be loaded"):
         selfspec.load(str(tmp_path))
-    with pytest.raises(SelfspecError, match="is a file; want a folder"):
+    with pytest.raises(SelfspecError, match="is a file, and no GGUF file; want a folder"):
         selfspec.load(str(tmp_path / "config.json"))
 
 

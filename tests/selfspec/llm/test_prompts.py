@@ -3,29 +3,23 @@ from __future__ import annotations
 import copy
 
 import pytest
+from chats import TEMPLATE, with_template
 from tokenizers.processors import TemplateProcessing
 
-import selfspec
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.llm.prompts import check_chat, encode, fit, fitting
-
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}# {{ m['role'] }}:\n{{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}# assistant:\n{% endif %}"
-)
 
 
 @pytest.fixture
 def chat(llm):
     """The built-in model with a chat template, and a tokenizer that begins every text with BOS."""
-    tokenizer = copy.deepcopy(llm.tokenizer)
-    tokenizer.chat_template = TEMPLATE
-    bos = tokenizer.bos_token
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
+    made = with_template(llm)
+    bos = made.tokenizer.bos_token
+    made.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, made.tokenizer.bos_token_id)]
     )
-    return selfspec.wrap(llm.model, tokenizer, profile="none", name="chat")
+    return made
 
 
 def test_a_message_begins_with_one_bos_token(chat):
@@ -35,6 +29,12 @@ def test_a_message_begins_with_one_bos_token(chat):
     assert ids.count(chat.tokenizer.bos_token_id) == 1
     assert chat.encode(rendered).count(chat.tokenizer.bos_token_id) == 2  # what encoding the text would give
     assert encode(chat, "Write a class.") == chat.encode("Write a class.")
+
+
+def test_a_system_message_comes_first(chat):
+    ids = encode(chat, "Write a class.", chat=True, system="Be brief.")
+    rendered = f"{chat.tokenizer.bos_token}# system:\nBe brief.\n# user:\nWrite a class.\n# assistant:\n"
+    assert chat.tokenizer.decode(ids) == rendered
 
 
 def test_a_long_message_keeps_both_ends(chat):
@@ -83,3 +83,9 @@ def test_it_is_checked_without_the_model(tmp_path, llm):
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(tmp_path)
     check_chat(str(tmp_path))
+    check_chat(str(tmp_path), system=True)
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    tokenizer.save_pretrained(tmp_path)
+    check_chat(str(tmp_path))
+    with pytest.raises(SelfspecError, match="chat template leaves system messages out; do without one"):
+        check_chat(str(tmp_path), system=True)

@@ -1,0 +1,253 @@
+"""`selfspec chat`: a conversation in the terminal, or with what comes through a pipe, each line a message."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import kind, write_text
+from selfspec.cli.color import legend, write
+from selfspec.cli.common import quiet, speed_line, stats_line, stderr
+from selfspec.cli.decoding import decoding
+from selfspec.cli.options import ChatCommand
+from selfspec.facts.stats import Stats
+
+if TYPE_CHECKING:
+    from selfspec.llm.conversation import Conversation
+    from selfspec.llm.llm import LLM
+    from selfspec.llm.options import Options
+    from selfspec.llm.plan import Plan
+    from selfspec.llm.stream import Generation
+    from selfspec.speculation.drafter import Drafter
+    from selfspec.text.prompt import Prompt
+
+NEW_TOKENS = 1024  # of an answer, where nothing says how many
+ASK = "> "
+
+
+def run(given: ChatCommand) -> int:
+    """Check everything that can be checked before the model is loaded, then talk; the exit code.
+
+    That is 2 where something that came through a pipe could not be answered or done.
+    """
+    quiet()
+    asked = decoding(given.decoding)
+    if sys.stdin is None:
+        raise SelfspecError("standard input is closed; give it messages, each on a line")
+    how = asked.check()
+    asked.check_chat(chat=True, system=given.system)
+    llm = asked.load()
+    how = asked.complete(llm, how)
+    if how.config is None and how.max_new_tokens is None and not {"max_new_tokens", "max_length"} & set(how.settings):
+        how = replace(how, max_new_tokens=NEW_TOKENS)
+    conversation = llm.conversation(system=given.system)
+    first = conversation.prompt("x")
+    asked.hint(llm, first, llm.fitted(first, how))
+    talk = _Talk(llm, conversation, how, asked.drafter(llm), color=given.color, typed=sys.stdin.isatty())
+    return talk.run()
+
+
+@dataclass(slots=True)
+class _Talk:
+    """A conversation with whoever types, or with a pipe. Standard output holds the answers alone."""
+
+    llm: LLM
+    conversation: Conversation
+    how: Options
+    drafter: Drafter
+    color: bool
+    typed: bool  # in a terminal
+    given: list[Generation] = field(default_factory=list)  # the answers since the start or the last /reset
+    saved: set[Path] = field(default_factory=set)  # by this chat, so that it may write over them
+    ended: bool = False
+
+    def run(self) -> int:
+        """Until the input ends, or is told to."""
+        if self.typed:
+            _say(f"{self.llm.name}: /help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat", style="dim")
+        refused = False
+        for line in _typed() if self.typed else _piped():
+            try:
+                self._hear(line)
+            except SelfspecError as error:
+                _say(f"error: {' '.join(str(error).split())}")
+                refused = True
+            except KeyboardInterrupt:
+                if not self.typed:
+                    raise
+                _say("interrupted", style="dim")
+            if self.ended:
+                break
+        return 2 if refused and not self.typed else 0
+
+    def _hear(self, line: str) -> None:
+        """Obey a command, or answer a message; an empty line is neither."""
+        if line.startswith("/"):
+            name, _, rest = line.partition(" ")
+            if name not in COMMANDS:
+                raise SelfspecError(
+                    f"there is no command {name}; known: {', '.join(COMMANDS)}; a message that begins with a slash "
+                    "wants a space before it"
+                )
+            COMMANDS[name].obey(self, rest.strip())
+        elif text := line.strip():
+            self._answer(text)
+
+    def _answer(self, text: str) -> None:
+        prompt, before, interrupted = self.conversation.prompt(text), self.conversation.answers, False
+        how = self._how(prompt)
+        planned = self.llm.plan(prompt, how)
+        stream = self.conversation.start(text, how, drafter=self.drafter)
+        try:
+            write(stream, color=self.color)
+        except KeyboardInterrupt:
+            if not self.typed:
+                raise
+            interrupted = True
+        finally:
+            answer = stream.result
+            if answer.tokens:
+                self.given.append(answer)
+        if self.conversation.answers == before:
+            _say("interrupted before it began: the message is not kept", style="dim")
+            return
+        ended = self._why(answer, planned) if not interrupted else "interrupted"
+        _say(", ".join(part for part in (speed_line(answer.stats), ended) if part), style="dim")
+
+    def _why(self, answer: Generation, planned: Plan) -> str:
+        """Why an answer ended where it did not end by itself."""
+        if len(answer.tokens) < planned.max_new_tokens or answer.tokens[-1] in planned.ends:
+            return ""
+        full = answer.stats.prompt + planned.max_new_tokens == self.llm.runtime.skeleton.context
+        return "cut: the context is full, /reset begins anew" if full else "cut: a larger --max-new-tokens allows more"
+
+    def _how(self, prompt: Prompt) -> Options:
+        """The options of the answer to a prompt: no more tokens than fit, and with a seed one of its own.
+
+        That is the seed given, and one more for each answer before it: the first answer has that of `generate --chat`.
+        """
+        how = self.how
+        if how.seed is not None:
+            how = replace(how, seed=how.seed + self.conversation.answers)
+        try:
+            return self.llm.fitted(prompt, how)
+        except SelfspecError as error:
+            raise SelfspecError(f"{error}; nothing is lost: /save keeps the conversation, /reset begins anew") from None
+
+    def reset(self, rest: str) -> None:
+        """`/reset`."""
+        _no_more("/reset", rest)
+        self.conversation.reset()
+        self.given.clear()
+        _say("a new conversation begins", style="dim")
+
+    def stats(self, rest: str) -> None:
+        """`/stats`."""
+        _no_more("/stats", rest)
+        if not self.given:
+            _say("nothing has been said yet")
+            return
+        last = self.given[-1].stats
+        total = Stats.total(one.stats for one in self.given)
+        read = last.prompt - last.kept
+        _say(f"{len(self.given)} {'answer' if len(self.given) == 1 else 'answers'}: {stats_line(total)}")
+        _say(
+            f"the last read {read} of its prompt's {last.prompt} tokens, the others were in the cache; "
+            f"{last.prompt + last.tokens} of the context's {self.llm.runtime.skeleton.context} positions are taken"
+        )
+        if self.color:
+            legend(stderr(), list(chain.from_iterable(one.events for one in self.given)), total)
+
+    def save(self, rest: str) -> None:
+        """`/save FILE`."""
+        if not rest:
+            raise SelfspecError("/save: want a file, such as /save chat.jsonl")
+        if not self.conversation.answers:
+            raise SelfspecError("/save: nothing has been said yet")
+        try:
+            path = Path(rest).expanduser().absolute()
+        except RuntimeError as error:  # no such home
+            raise SelfspecError(f"/save {rest}: {error}") from None
+        if kind(path) != "missing" and path not in self.saved:
+            raise SelfspecError(f"{rest} is there already; want another name, as nothing is written over")
+        messages = self.conversation.messages
+        try:
+            write_text(path, "".join(f"{json.dumps(one, ensure_ascii=False)}\n" for one in messages))
+        except OSError as error:
+            raise SelfspecError(f"{rest}: cannot be written ({error.strerror or error})") from None
+        self.saved.add(path)
+        _say(f"{len(messages)} messages are in {rest}, as JSON lines", style="dim")
+
+    def help(self, rest: str) -> None:
+        """`/help`."""
+        _no_more("/help", rest)
+        for name, command in COMMANDS.items():
+            _say(f"{f'{name} {command.wants}'.strip():12} {command.does}")
+        _say("Ctrl-C ends an answer; what was said of it stays", style="dim")
+
+    def exit(self, rest: str) -> None:
+        """`/exit`."""
+        _no_more("/exit", rest)
+        self.ended = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    obey: Callable[[_Talk, str], None]
+    does: str
+    wants: str = ""
+
+
+COMMANDS = {
+    "/reset": _Command(_Talk.reset, "begin a new conversation; a system message stays"),
+    "/stats": _Command(_Talk.stats, "rounds, acceptance and speed so far, and how much of the context is taken"),
+    "/save": _Command(_Talk.save, "write the messages to a new file, each a line of JSON", wants="FILE"),
+    "/help": _Command(_Talk.help, "this list"),
+    "/exit": _Command(_Talk.exit, "end the chat, as Ctrl-D does"),
+}
+
+
+def _typed() -> Iterator[str]:
+    """Lines that are typed in a terminal; Ctrl-C drops one."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  with it, lines can be edited, and those before called back
+    while True:
+        try:
+            if not sys.stdout.isatty():  # where the prompt does not belong
+                sys.stderr.write(ASK)
+                sys.stderr.flush()
+            yield input(ASK if sys.stdout.isatty() else "")
+        except KeyboardInterrupt:
+            _say("\nCtrl-D or /exit ends the chat", style="dim")
+        except UnicodeDecodeError:
+            _say("error: that is not UTF-8 text")
+        except EOFError:
+            _say("")
+            return
+
+
+def _piped() -> Iterator[str]:
+    """Lines that come through a pipe; empty ones say nothing."""
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        try:
+            yield line.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError:
+            raise SelfspecError(f"standard input, line {number}: not UTF-8 text") from None
+
+
+def _no_more(name: str, rest: str) -> None:
+    if rest:
+        raise SelfspecError(f"{name} stands alone; got {rest} after it")
+
+
+def _say(text: str, *, style: str = "") -> None:
+    stderr().print(Text(text, style=style), soft_wrap=True)

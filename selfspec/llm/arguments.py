@@ -1,0 +1,29 @@
+"""Methods that take the fields of `GenerateOptions` as arguments, so that these are written once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
+from selfspec.basics.keywords import show_signature
+from selfspec.llm.options import GenerateOptions
+
+P = ParamSpec("P")
+Of = TypeVar("Of")
+Asked = TypeVar("Asked")
+Made = TypeVar("Made")
+
+
+def takes(
+    options: Callable[P, GenerateOptions], call: Callable[[Of, Asked, GenerateOptions], Made]
+) -> Callable[Concatenate[Of, Asked, P], Made]:
+    """A method that takes what is asked, then the fields of `GenerateOptions`, and does and says what `call` does."""
+
+    def method(self: Of, asked: Asked, /, *given: P.args, **named: P.kwargs) -> Made:
+        return call(self, asked, options(*given, **named))
+
+    method.__name__, method.__doc__ = call.__name__.removeprefix("_"), call.__doc__
+    known = list(inspect.signature(call).parameters.values())[:2]  # whose method it is, and what is asked
+    show_signature(method, options, *known, returns=call.__annotations__["return"])
+    return method

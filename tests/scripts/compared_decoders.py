@@ -1,0 +1,158 @@
+"""What `llama_cpp.py` compares: one process for each kind of decoder, asked one thing after the other on its input.
+
+    python compared_decoders.py KIND SETTINGS
+
+A line of JSON asks for tokens, and one answers. Each kind imports what it needs and no more, as llama.cpp has an
+environment of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+sys.path.pop(0)  # this folder, where `llama_cpp` is another file
+
+Noted = Iterator[tuple[int, float]]
+"""New tokens, each with the time that it came at."""
+Decode = Callable[[list[int], int, float], Noted]
+"""`decode(prompt, new, temperature)`, end-of-sequence tokens like any; a negative `new`: as many, or up to the end."""
+
+LOOKUP_TOKENS = 10  # as in transformers' documentation
+
+
+def selfspec_methods(given: dict[str, Any]) -> dict[str, Decode]:
+    """Plain decoding, or the profile's drafter where one is given, on the layout of the weights that is fastest."""
+    import torch
+
+    torch.set_num_threads(given["threads"])
+    import selfspec
+    from selfspec.decoding.loop import decode
+    from selfspec.speculation.sampling import Sampler
+    from selfspec.speculation.sequence import SequenceState
+
+    llm = selfspec.load(
+        given["model"], dtype=given["dtype"], profile=given["profile"] or "none", layout=given["layout"]
+    )
+    print(f"selfspec: {given['dtype']}, {given['threads']} threads, weights by {llm.layout}", file=sys.stderr)
+
+    def run(prompt: list[int], new: int, temperature: float) -> Noted:
+        sampler = Sampler(temperature=temperature, seed=1 if temperature else None)
+        ends = llm.runtime.skeleton.ends if new < 0 else frozenset()
+        for outcome in decode(llm.runtime, llm.drafter, SequenceState(list(prompt), abs(new), sampler, ends)):
+            now = time.perf_counter()
+            yield from ((token, now) for token in outcome.tokens)
+
+    return {"selfspec": run}
+
+
+class Clock:
+    """Notes when `transformers`' generate gives out tokens; the prompt comes first."""
+
+    def __init__(self) -> None:
+        self.tokens: list[tuple[int, float]] | None = None
+
+    def put(self, value: Any) -> None:
+        """The prompt, then one emission after the other."""
+        if self.tokens is None:
+            self.tokens = []
+        else:
+            self.tokens += [(token, time.perf_counter()) for token in value.flatten().tolist()]
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+
+def transformers_methods(given: dict[str, Any]) -> dict[str, Decode]:
+    """`generate` as it is, and with its own assistants."""
+    import torch
+
+    torch.set_num_threads(given["threads"])
+    from transformers import GenerationConfig
+    from transformers.utils import logging
+
+    from selfspec.model.loading import load_model
+
+    logging.set_verbosity_error()
+    model, _ = load_model(given["model"], device="cpu", dtype=given["dtype"])
+    model.generation_config = GenerationConfig()  # or it would fill in what is left open
+
+    def method(**settings: Any) -> Decode:
+        def run(prompt: list[int], new: int, temperature: float) -> Noted:
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
+            config = GenerationConfig(max_new_tokens=new, pad_token_id=0, **sampling, **settings)
+            ids, clock = torch.tensor([prompt]), Clock()
+            model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=clock)
+            yield from clock.tokens or ()
+
+        return run
+
+    return {
+        "generate": method(),
+        "prompt lookup": method(prompt_lookup_num_tokens=LOOKUP_TOKENS),
+        "early exit": method(assistant_early_exit=model.config.num_hidden_layers // 2),
+    }
+
+
+def llama_cpp_methods(given: dict[str, Any]) -> dict[str, Decode]:
+    """llama.cpp's own calls, without its binding's loop."""
+    import ctypes
+
+    import llama_cpp as lib
+
+    quiet = lib.llama_log_callback(lambda level, text, data: None)
+    lib.llama_log_set(quiet, ctypes.c_void_p(0))
+    lib.llama_backend_init()
+    how = lib.llama_model_default_params()
+    how.use_extra_bufts = given["repack"]
+    model = lib.llama_model_load_from_file(given["file"].encode(), how)
+    if model is None:
+        raise SystemExit(f"{given['file']} cannot be loaded by llama.cpp")
+    settings = lib.llama_context_default_params()
+    settings.n_ctx, settings.n_threads, settings.n_threads_batch = given["context"], given["threads"], given["threads"]
+    context = lib.llama_init_from_model(model, settings)
+    memory = lib.llama_get_memory(context)
+
+    def run(prompt: list[int], new: int, temperature: float) -> Noted:
+        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        steps = [lib.llama_sampler_init_greedy()]
+        if temperature:
+            steps = [lib.llama_sampler_init_temp(temperature), lib.llama_sampler_init_dist(1)]
+        for step in steps:
+            lib.llama_sampler_chain_add(chain, step)
+        lib.llama_memory_clear(memory, True)
+        tokens = list(prompt)
+        for _ in range(new):
+            for at in range(0, len(tokens), settings.n_batch):
+                part = tokens[at : at + settings.n_batch]
+                ids = (lib.llama_token * len(part))(*part)
+                if lib.llama_decode(context, lib.llama_batch_get_one(ids, len(part))):
+                    raise SystemExit("llama.cpp could not decode; want a larger --context")
+            tokens = [lib.llama_sampler_sample(chain, context, -1)]
+            yield tokens[0], time.perf_counter()
+        lib.llama_sampler_free(chain)
+
+    return {"llama.cpp": run, "": lambda *_: iter([(id(quiet), 0.0)])}  # which keeps the callback
+
+
+WORKERS = {"selfspec": selfspec_methods, "transformers": transformers_methods, "llama.cpp": llama_cpp_methods}
+
+
+def main() -> None:
+    """Answer what is asked, a line each."""
+    methods = WORKERS[sys.argv[1]](json.loads(sys.argv[2]))
+    print("ANSWER {}", flush=True)
+    for line in sys.stdin:
+        ask = json.loads(line)
+        start = time.perf_counter()
+        found = list(methods[ask["method"]](ask["ids"], ask["new"], ask["temperature"]))
+        seconds = time.perf_counter() - start
+        answer = {"tokens": [token for token, _ in found], "seconds": seconds, "first": found[0][1] - start}
+        print("ANSWER " + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What messages of a chat may be, and what a template makes of them."""
+
+from __future__ import annotations
+
+import pytest
+from chats import with_template
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.llm.messages import check_system, checked, message, render
+
+USER = {"role": "user", "content": "Hello."}
+ANSWER = {"role": "assistant", "content": ""}
+
+
+def test_what_is_right_stays_as_it_is():
+    messages = ({"role": "system", "content": ""}, USER, ANSWER, {"role": "user", "content": " é\n"})
+    assert checked(messages) == list(messages)
+    assert checked([USER])[0] is not USER  # a copy
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        ("Hello.", "messages: want a list of {'role': ..., 'content': ...}; got str"),
+        (USER, "messages: want a list of {'role': ..., 'content': ...}; got dict"),
+        (None, "messages: want a list of {'role': ..., 'content': ...}; got NoneType"),
+        ([], "messages: the list is empty; want at least one message of the user"),
+        (["Hello."], "message 1: want {'role': ..., 'content': ...}; got 'Hello.'"),
+        ([USER, {"content": "x"}], "message 2 has no role; want {'role': ..., 'content': ...}"),
+        ([{"role": "user"}], "message 1 has no content; want {'role': ..., 'content': ...}"),
+        ([{**USER, "name": "me"}], "message 1: 'name' is not known; want role and content, and nothing else"),
+        ([USER, {**USER, "role": "tool"}], "message 2: role 'tool' is not known; known: system, user, assistant"),
+        ([{**USER, "role": ["user"]}], "message 1: role ['user'] is not known; known: system, user, assistant"),
+        ([{**USER, "content": [{"type": "text"}]}], "message 1: a chat message is a text; got list"),
+        ([{**USER, "content": None}], "message 1: a chat message is a text; got NoneType"),
+        ([{**USER, "content": "\ud800"}], "message 1: the user's message is not valid Unicode text; give UTF-8"),
+        ([{**USER, "content": ""}], "message 1: the user's message is empty; give at least one character"),
+        ([USER, ANSWER], "the last message is of the assistant; want one of the user, to be answered"),
+        ([{"role": "system", "content": "x"}], "the last message is of the system; want one of the user, to be"),
+    ],
+    ids=str,
+)
+def test_wrong_messages_get_one_line_each(llm, messages, told):
+    chat = with_template(llm)
+    for call in (checked, chat.chat, chat.chat_stream):
+        with pytest.raises(SelfspecError) as error:
+            call(messages)
+        assert told in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+def test_a_template_says_what_it_does_not_take(llm):
+    chat = with_template(llm, "{{ raise_exception('no system') if messages[0]['role'] == 'system' }}{{ bos_token }}")
+    assert render(chat.tokenizer, [USER]) == [chat.tokenizer.bos_token_id]
+    for call in (lambda: check_system(chat.tokenizer), lambda: chat.conversation(system="x")):
+        with pytest.raises(SelfspecError, match="its tokenizer's chat template fails: .*no system"):
+            call()
+    with pytest.raises(SelfspecError, match="its tokenizer's chat template fails"):
+        chat.chat([message("system", "x"), USER])
+    with pytest.raises(SelfspecError, match="its tokenizer has no chat template"):
+        llm.chat([USER])
