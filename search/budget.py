@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 Clock = Callable[[], float]
 
 SHARES = {  # the phases in their order; a phase may take its share of what time is left, against those that follow
-    "texts": 10,  # the whole model continues the prompts
+    "texts": 8,  # the whole model continues the prompts
     "costs": 18,
-    "ranking": 14,  # what bypassing each sub-layer alone brings
-    "trials": 30,  # which also get what the phases after them do not need
+    "ranking": 12,  # what bypassing each sub-layer alone brings
+    "trials": 28,  # which also get what the phases after them do not need
     "heads": 4,  # the best again with smaller draft vocabularies
     "choosing": 8,  # the best few against each other
-    "measuring": 13,  # the best against plain decoding
+    "measuring": 19,  # the best against plain decoding
     "ending": 3,  # what it was predicted to bring, and the model once more as suits plain decoding
 }
 
@@ -52,10 +52,10 @@ class Budget:
 
     Every phase asks for its `deadline` when it begins. So what one leaves over goes to those after it, and what one
     takes too long is taken from all of them. `clock` gives seconds. `loading`: what loading the model took, which may
-    have to be done again.
+    have to be done again; `loaded`: what had been spent when it was loaded, all that came before included.
     """
 
-    loading = 0.0
+    loading = loaded = 0.0
 
     def __init__(self, seconds: float | None = None, *, clock: Clock = time.perf_counter) -> None:
         self.seconds = math.inf if seconds is None else seconds

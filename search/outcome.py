@@ -32,8 +32,9 @@ def untried(search: Search, options: SearchOptions) -> Profile:
     """The profile of a search that had no time to try anything: it skips nothing, and says why."""
     budget = search.budget
     note = (
-        f"nothing was tried: of the {budget.seconds:.3g} s asked for, {budget.loading or budget.spent:.3g} had passed "
-        "when the model was loaded, and the rest was too little; give it more minutes"
+        f"nothing was tried: of the {budget.seconds:.3g} s asked for, {budget.loaded:.3g} had passed "
+        f"when the model was loaded, and the rest is too little at {search.pace.step * 1e3:.3g} ms a plain step; "
+        "give it more minutes"
     )
     base = begun(search, options)
     assert base.search is not None

@@ -88,6 +88,7 @@ class _Drawn:
 def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
     """Check everything, say how long it will take, and plan how much text there is time for."""
     budget = options.budget or Budget(None if options.minutes is None else 60 * options.minutes)
+    budget.loaded = budget.spent
     space = Space(llm.runtime.layers, options.kept_layers, options.granularity)
     options.decoding.check()
     chosen = choose(

@@ -98,7 +98,7 @@ def _took(budget: Budget) -> str:
     """What the command took, beside what it was to take, and why it took longer where it did."""
     asked = f" of {budget.seconds:.3g} s asked for" if budget.limited else ""
     late = budget.limited and budget.spent > 1.1 * budget.seconds
-    why = f"; loading the model alone took {budget.loading:.1f} s" if late else ""
+    why = f"; {budget.loaded:.1f} s had passed when the model was loaded" if late else ""
     return f"{budget.spent:.1f} s{asked}{why}"
 
 
