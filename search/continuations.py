@@ -11,13 +11,19 @@ from pathlib import Path
 from transformers import LogitsProcessor
 
 from selfspec.basics.files import cache_folder, read_cached, write_cached
+from selfspec.decoding.engine import Engine
 from selfspec.drafters import PlainDrafter
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
+from selfspec.runtime.forward import Runtime
 from selfspec.speculation.rules import find_rule
 from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
 
+from .budget import Deadline, never
 from .target_text import Text
+
+FEWEST = 8  # tokens that continue each prompt, however little time there is
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,40 +69,67 @@ def continue_prompts(
     decoding: Decoding,
     *,
     seed: int = 0,
-    on_prompt: Callable[[int], None] | None = None,
+    on_token: Callable[[int], None] = lambda done: None,
+    deadline: Deadline | None = None,
 ) -> list[Text]:
     """Decode every prompt (token ids) plainly, or read back what was decoded before.
 
-    `on_prompt` is told how many are done. The first prompt is always decoded, to see that the others are of this very
-    model. A cache that cannot be written is done without; one that cannot be read is made again. What further
-    processors do cannot be told by content: with them nothing is kept.
+    The first prompt is always decoded, to see that the others are of this very model; the others are decoded together.
+    `on_token` is told how many tokens of each are done, of the first prompt and then of the others: twice as many as
+    `decoding` allows in the end. At the `deadline` texts end, all after as many tokens, but not before `FEWEST`.
+    A cache that cannot be written is done without; one that cannot be read is made again. What further processors do
+    cannot be told by content: with them nothing is kept.
     """
+    deadline, most = deadline or never(), decoding.max_new_tokens
     seeds = [None if decoding.temperature == 0 else seed * 65_537 + number for number in range(len(prompts))]
+    options = [replace(decoding, rule=None).options(seed=own) for own in seeds]
 
-    def decode(number: int) -> list[int]:
-        if on_prompt is not None:
-            on_prompt(number)
-        options = replace(decoding, rule=None).options(seed=seeds[number])
-        return llm.run(prompts[number], options, drafter=PlainDrafter()).tokens
+    def kept(room: int) -> Path | None:
+        return None if decoding.logits_processor else _path(llm, prompts, replace(decoding, max_new_tokens=room), seed)
 
-    path = None if decoding.logits_processor else _path(llm, prompts, decoding, seed)
-    first = decode(0)
-    done = None if path is None else _read(path, len(prompts), decoding)
+    half = deadline.part(0.5 if len(prompts) > 1 else 1.0)
+    (first,), room = _decode(llm, prompts[:1], options[:1], most, half, on_token)
+    path = kept(room)
+    done = None if path is None else _read(path, len(prompts), room)
     if done is None or done[0] != first:  # the fingerprint does not see every weight
-        done = [first, *(decode(number) for number in range(1, len(prompts)))]
-        if path is not None:
+        others, room = _decode(llm, prompts[1:], options[1:], room, deadline, lambda tokens: on_token(most + tokens))
+        done = [new[:room] for new in (first, *others)]
+        if (path := kept(room)) is not None:
             write_cached(path, done)
-    if on_prompt is not None:
-        on_prompt(len(prompts))
+    on_token(2 * most)
     return [
-        Text((*prompt, *new), len(prompt), decoding.max_new_tokens, own)
-        for prompt, new, own in zip(prompts, done, seeds, strict=True)
+        Text((*prompt, *new), len(prompt), room, own) for prompt, new, own in zip(prompts, done, seeds, strict=True)
     ]
+
+
+def _decode(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    options: Sequence[Options],
+    room: int,
+    deadline: Deadline,
+    on_token: Callable[[int], None],
+) -> tuple[list[list[int]], int]:
+    """At most `room` tokens after each prompt, all decoded together, and how many there was time for."""
+    seqs = []
+    for prompt, how in zip(prompts, options, strict=True):
+        planned = llm.plan(prompt, how)
+        seqs.append(SequenceState([*prompt], room, planned.sampler, planned.ends, rule=planned.rule))
+    if seqs:
+        with Engine(Runtime(llm.model, rows=len(seqs)), PlainDrafter()) as engine:
+            for seq in seqs:
+                engine.join(seq)
+            done = 0
+            while engine.running and (done < FEWEST or deadline.allows()):
+                engine.step()
+                on_token(done := done + 1)
+            room = done if engine.running else room
+    return [seq.tokens[len(prompt) :] for seq, prompt in zip(seqs, prompts, strict=True)], room
 
 
 def _path(llm: LLM, prompts: Sequence[Sequence[int]], decoding: Decoding, seed: int) -> Path:
     what = {
-        "version": 2,
+        "version": 3,
         "model": llm.runtime.skeleton.identity.model_dump(mode="json", exclude={"name"}),
         "ends": sorted(llm.runtime.skeleton.ends),
         "dtype": str(llm.runtime.dtype),
@@ -109,9 +142,9 @@ def _path(llm: LLM, prompts: Sequence[Sequence[int]], decoding: Decoding, seed: 
     return cache_folder() / "continuations" / f"{digest}.json"
 
 
-def _read(path: Path, prompts: int, decoding: Decoding) -> list[list[int]] | None:
+def _read(path: Path, prompts: int, room: int) -> list[list[int]] | None:
     data = read_cached(path)
     sound = isinstance(data, list) and len(data) == prompts
-    if not sound or not all(isinstance(new, list) and 1 <= len(new) <= decoding.max_new_tokens for new in data):
+    if not sound or not all(isinstance(new, list) and 1 <= len(new) <= room for new in data):
         return None
     return data if all(type(token) is int for new in data for token in new) else None

@@ -2,49 +2,64 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import make_controller
-from selfspec.drafters import PlainDrafter
 from selfspec.llm.llm import LLM
-from selfspec.measure.timing import interleave, measure, method
+from selfspec.measure.timing import Runs, interleave, measure, method
 from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.schema import Measurement, Profile, SearchRecord
-from selfspec.text.prompt import Prompt
 
-from .continuations import Decoding
+from .budget import Deadline
+from .continuations import FEWEST
+from .forecast import CHOOSING, FINALISTS
 from .objective import Score, predict
+from .prepare import Search
 from .replay import Replay
 
-FINALISTS = 3
+WITHIN_REACH = 0.9  # of plain decoding's speed: sets predicted to be slower than that are not measured for a choice
+ROUNDS = 3  # of measuring, at most
+FEW = 3  # prompts, less than which tell no interval
+NARROW, CLEAR = 0.04, 0.02  # an interval's width, or by how much it leaves out 1, that needs no further round
+ENOUGH = 16  # tokens of a prompt that is measured, if there is time for that many on several
+HELD_BACK = 1.2  # times what measuring a prompt has taken is kept for the next
 PACKAGES = ("selfspec", "torch", "transformers", "optuna", "scikit-optimize")
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """Prompts to measure on: token ids, and whether none of them was searched on."""
+
+    prompts: tuple[list[int], ...]
+    held_out: bool
+
+
 def finish(
-    llm: LLM,
+    search: Search,
     base: Profile,
     scores: Sequence[Score],
-    prompts: Sequence[Prompt],
-    decoding: Decoding,
-    held_out: bool,
+    on: HeldOut,
     replay: Replay | None,
     keep_best: bool,
-    on_stage: Callable[[str, int | None], None],
-    smaller_heads: Callable[[Sequence[Score]], list[Score]] | None = None,
+    smaller_head: Callable[[Score], Score | None] | None = None,
     laid_out_for_plain: Callable[[], LLM] | None = None,
 ) -> Profile:
-    """Choose among the best few of `scores` by measuring them on `prompts`, and complete the profile `base`.
+    """Choose among the best few of `scores` by measuring them, and complete the profile `base`.
 
     The best of many noisy scores is biased, so the measured best wins, and is then measured once more, against plain
-    decoding. An interrupted search's best is taken as it is, and so is that of a search for drafts with keys of their
-    own, as no decoding here is such; an interrupt here ends the measuring. `smaller_heads`
-    scores finalists again with draft vocabularies; the best of those joins them. `laid_out_for_plain` gives the same
-    model with its weights laid out in memory as suits plain decoding. Raises `SelfspecError` when nothing was scored.
+    decoding; each on as many prompts and tokens as there is time for. An interrupted search's best is taken as it is,
+    and so is that of a search for drafts with keys of their own, as no decoding here is such; an interrupt here ends
+    the measuring. `smaller_head` scores the best set again with smaller draft vocabularies; the best of those joins.
+    `laid_out_for_plain` gives the same model with its weights laid out in memory as suits plain decoding. Raises
+    `SelfspecError` when nothing was scored.
     """
-    search = base.search
-    assert search is not None
+    record = base.search
+    assert record is not None
     ranked = {score.skip: score for score in sorted(scores, key=lambda s: s.tokens_per_second) if not score.pruned}
     finalists = list(ranked.values())[::-1][:FINALISTS]
     if not finalists:
@@ -52,28 +67,31 @@ def finish(
     measured: Measurement | None = None
     best = finalists[0]
     try:
-        if not search.interrupted and search.kv == "shared":
-            smaller = smaller_heads(finalists) if smaller_heads is not None else []
-            finalists += sorted(smaller, key=lambda s: s.tokens_per_second)[-1:]
-            on_stage("measuring the best few on held-out prompts" if held_out else "measuring the best few", None)
-            best = _best(llm, base, finalists, prompts, decoding)
-            drafter = llm.drafts_with(drafting_as(base, best))
-            plain_llm = laid_out_for_plain() if laid_out_for_plain is not None else None
-            measured = measure(llm, drafter, prompts, decoding.options(), held_out=held_out, plain_llm=plain_llm)
+        if not record.interrupted and record.kv == "shared":
+            best = _best(search, base, _with_smaller_head(search, finalists, smaller_head), on)
+            measured = _measured(search, drafting_as(base, best), on, laid_out_for_plain)
     except KeyboardInterrupt:
-        search = search.model_copy(update={"interrupted": True})
+        record = record.model_copy(update={"interrupted": True})
     kept = keep_best or (best.speedup if measured is None else measured.speedup) > 1
     found = drafting_as(base, best) if kept else base
-    predicted = predict(replay, found) if kept and replay is not None and base.costs is not None else None
+    predicted = None
+    if kept and replay is not None and base.costs is not None:
+        search.watch.stage("predicting what it brings", None)
+        predicted = predict(replay, found)
     return found.model_copy(
         update={
-            "search": search,
+            "search": record,
             "predicted": predicted,
             "measured": [measured] if kept and measured is not None else [],
-            "versions": {name: version(name) for name in PACKAGES},
-            "note": _note(best, measured, search, kept=kept),
+            "versions": versions(),
+            "note": _note(best, measured, record, kept=kept),
         }
     )
+
+
+def versions() -> dict[str, str]:
+    """The packages that a search is made of."""
+    return {name: version(name) for name in PACKAGES}
 
 
 def drafting_as(base: Profile, score: Score) -> Profile:
@@ -87,14 +105,111 @@ def drafting_as(base: Profile, score: Score) -> Profile:
     return base.model_copy(update={"draft": draft, "acceptance": score.acceptance})
 
 
-def _best(llm: LLM, base: Profile, finalists: Sequence[Score], prompts: Sequence[Prompt], decoding: Decoding) -> Score:
-    """The one that measures best, all interleaved with plain decoding."""
-    methods = {
-        str(i): method(llm, llm.drafts_with(drafting_as(base, score)), decoding.options())
-        for i, score in enumerate(finalists)
-    }
-    runs = interleave({"plain": method(llm, PlainDrafter(), decoding.options()), **methods}, prompts, rounds=2)
-    return finalists[max(range(len(finalists)), key=lambda i: runs.speedup(str(i), "plain")[0])]
+def _with_smaller_head(
+    search: Search, finalists: Sequence[Score], smaller_head: Callable[[Score], Score | None] | None
+) -> list[Score]:
+    """The finalists, the best first, and that one with a smaller head, where that is better and there is time."""
+    longest = max((entry.seconds for entry in search.ledger.entries), default=0.0)
+    if smaller_head is None or not search.budget.deadline("heads").allows(2 * longest):
+        return [*finalists]
+    search.watch.stage("trying smaller draft vocabularies", None)
+    found = smaller_head(finalists[0])
+    return [*finalists] if found is None else sorted([found, *finalists], key=lambda s: -s.tokens_per_second)
+
+
+def _best(search: Search, base: Profile, finalists: Sequence[Score], on: HeldOut) -> Score:
+    """The one that measures best, all interleaved; the one with the best score where there is no time to tell."""
+    deadline = search.budget.deadline("choosing")
+    prompts = on.prompts[:CHOOSING]
+    able = [score for score in finalists if score.speedup >= WITHIN_REACH]
+    while len(able) > 1 and not (new := _tokens(search, deadline, prompts, methods=len(able))):
+        able.pop()
+    if len(able) < 2:
+        return finalists[0]
+    options = replace(search.decoding, max_new_tokens=new).options()
+    llm, watch = search.llm, search.watch
+    methods = {str(i): method(llm, llm.drafts_with(drafting_as(base, score)), options) for i, score in enumerate(able)}
+    watch.stage("choosing among the best few", len(able) * len(prompts))
+    runs = interleave(methods, prompts, rounds=1, on_run=_counted(search), go_on=_in_time(deadline))
+    return able[max(range(len(able)), key=lambda i: runs.speedup(str(i), "0")[0])]
+
+
+def _measured(
+    search: Search, profile: Profile, on: HeldOut, laid_out_for_plain: Callable[[], LLM] | None
+) -> Measurement | None:
+    """The best against plain decoding; None where there is no time for that."""
+    deadline, watch = search.budget.deadline("measuring"), search.watch
+    plain_llm = None
+    if laid_out_for_plain is not None:
+        if not deadline.allows(search.budget.loading):
+            return None
+        watch.stage("loading the model as suits plain decoding", None)
+        plain_llm = laid_out_for_plain()
+    new = _tokens(search, deadline, on.prompts, methods=2)
+    if not new:
+        return None
+    on_time = _in_time(deadline)
+    watch.stage(
+        "measuring the best on held-out prompts" if on.held_out else "measuring the best", 2 * ROUNDS * len(on.prompts)
+    )
+    return measure(
+        search.llm,
+        search.llm.drafts_with(profile),
+        on.prompts,
+        replace(search.decoding, max_new_tokens=new).options(),
+        held_out=on.held_out,
+        rounds=ROUNDS,
+        plain_llm=plain_llm,
+        on_run=_counted(search),
+        go_on=lambda runs: on_time(runs) and not _settled(runs, len(on.prompts)),
+    )
+
+
+def _tokens(search: Search, deadline: Deadline, prompts: Sequence[Sequence[int]], *, methods: int) -> int:
+    """How many new tokens there is time for with each method and several of the prompts; 0 where for next to none.
+
+    On few prompts rather than for less than `ENOUGH` tokens. The first prompt is run once more, to warm up.
+    """
+    most, pace = search.decoding.max_new_tokens, search.pace
+    if math.isinf(deadline.left):
+        return most
+    prompt, new = pace.rows(statistics.mean(map(len, prompts))), 0.0
+    for count in range(min(CHOOSING, len(prompts)), 0, -1):
+        new = (deadline.left / methods / (1 + count) - prompt) / pace.step
+        if new >= min(ENOUGH, most):
+            return min(most, int(new))
+    return min(most, int(new)) if new >= min(FEWEST, most) else 0
+
+
+def _counted(search: Search) -> Callable[[str, int], None]:
+    """To be called after every run, for the watch to be told how many there were."""
+    done = 0
+
+    def on_run(_name: str, _prompt: int) -> None:
+        nonlocal done
+        done += 1
+        search.watch.step(done)
+
+    return on_run
+
+
+def _in_time(deadline: Deadline) -> Callable[[Runs], bool]:
+    """Whether another prompt can be run by every method in time, by what they took so far."""
+
+    def go_on(runs: Runs) -> bool:
+        each = [run.seconds for prompts in runs.stats.values() for prompt in prompts for run in prompt]
+        return deadline.allows(HELD_BACK * len(runs.stats) * statistics.mean(each))
+
+    return go_on
+
+
+def _settled(runs: Runs, prompts: int) -> bool:
+    """Whether all prompts were run as often, and the speedup's interval tells enough to need no further round."""
+    done = runs.stats["draft"]
+    if len(done) < max(prompts, FEW) or len({*map(len, done)}) > 1:
+        return False
+    low, high = runs.speedup("draft", "plain")[1]
+    return high - low <= NARROW or low >= 1 + CLEAR or high <= 1 - CLEAR
 
 
 def _note(best: Score, measured: Measurement | None, search: SearchRecord, *, kept: bool) -> str | None:
@@ -109,7 +224,8 @@ def _note(best: Score, measured: Measurement | None, search: SearchRecord, *, ke
             f"comes to {best.speedup:.3g} times its speed, so this profile skips nothing"
         )
     if measured is None:
-        return f"interrupted after {search.trials} trials; not measured"
+        ended = f"interrupted after {search.trials} trials" if search.interrupted else "there was no time for more"
+        return f"{ended}; not measured"
     if measured.speedup > 1:
         return None if measured.interval[0] > 1 else "not certain: the measured speedup's interval includes 1"
     if kept:

@@ -17,18 +17,15 @@ def frequent(texts: Iterable[Sequence[int]], size: int) -> tuple[int, ...]:
     return tuple(sorted(token for token, _ in counts.most_common(size)))
 
 
-def with_smaller_heads(
-    worth: Replayed, scores: Sequence[Score], *, texts: Iterable[Sequence[int]], size: int
-) -> list[Score]:
-    """`scores` again under draft vocabularies, those that are predicted to be faster than with the whole of `size`.
+def with_smaller_head(worth: Replayed, score: Score, *, texts: Iterable[Sequence[int]], size: int) -> Score | None:
+    """`score` again under a draft vocabulary, where one is predicted to be faster than with the whole of `size`.
 
     `texts` are the token ids whose frequencies count; they are not read where the head is a small part of what the
     draft steps cost.
     """
-    dear = [score for score in scores if worth.head_takes(WORTH_TRYING, score.skip)]
-    if not dear:
-        return []
+    if not worth.head_takes(WORTH_TRYING, score.skip):
+        return None
     counted = list(texts)
     tried = sorted({frequent(counted, size // share) for share in SHARES} - {()})
-    again = ((score, worth.score_with(score.skip, tokens, len(tokens) / size)) for score in dear for tokens in tried)
-    return [new for score, new in again if new.tokens_per_second > score.tokens_per_second]
+    found = worth.score_with(score.skip, [(tokens, len(tokens) / size) for tokens in tried])
+    return found if found is not None and found.tokens_per_second > score.tokens_per_second else None

@@ -17,10 +17,12 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from pydantic import ValidationError
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.basics.schema import Data, Positive
 from selfspec.facts.acceptance import AcceptanceCurve
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import CostModel
 from selfspec.facts.skip import SkipSet
+from selfspec.profile.schema import Calibration
 
 from .objective import Score
 from .options import STUDY
@@ -29,6 +31,18 @@ from .storage import MEMORY, is_database, named, open_storage, place, storage_er
 
 PATIENCE = 10.0  # times the longest trial (and a minute) after which a worker's claim is taken for dead
 BIT = IntDistribution(0, 1)
+
+
+class Texts(Data):
+    """How much text the trials of a study are scored on: the first few of the prompts that were drawn for it.
+
+    Where time is limited, how many they are, and how many tokens continue each at most, depends on how fast the model
+    runs; so it is decided once. `calibration`: what a profile says of these prompts.
+    """
+
+    prompts: Positive
+    max_new_tokens: Positive
+    calibration: Calibration | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +59,10 @@ class Ledger:
     """The trials of one study, by every worker that shares it.
 
     Only completed trials are added, each at once, so that a kill leaves none half done. What all trials rest on (the
-    search's settings, the cost model, what skipping each variable alone brings) is held by trials marked failed; of
-    several of a kind the first counts, so that workers that start together agree. What a worker is scoring now it
-    claims in an attribute of the study. Raises `SelfspecError` when the study is of a search with other settings,
-    damaged, or cannot be reached.
+    search's settings, how much text, the cost model, what skipping each variable alone brings) is held by trials
+    marked failed; of several of a kind the first counts, so that workers that start together agree. What a worker is
+    scoring now it claims in an attribute of the study. Raises `SelfspecError` when the study is of a search with other
+    settings, damaged, or cannot be reached.
     """
 
     def __init__(
@@ -98,6 +112,17 @@ class Ledger:
         """The cost model that all scores rest on, once it is known."""
         costs: CostModel | None = self._records.get("costs")
         return costs
+
+    @property
+    def texts(self) -> Texts | None:
+        """How much text trials are scored on, once it is known."""
+        texts: Texts | None = self._records.get("texts")
+        return texts
+
+    def keep_texts(self, texts: Texts) -> Texts:
+        """Keep how much text trials are scored on, unless another worker was first; what is kept."""
+        kept: Texts = self._share("texts", texts.model_dump(mode="json"))
+        return kept
 
     def keep_costs(self, costs: CostModel) -> None:
         """Keep the cost model, unless another worker was first."""
@@ -198,7 +223,12 @@ def _gains(value: Sequence[float]) -> tuple[float, ...]:
     return tuple(map(float, value))
 
 
-_RECORDS: dict[str, Callable[[Any], Any]] = {"settings": dict, "costs": CostModel.model_validate, "gains": _gains}
+_RECORDS: dict[str, Callable[[Any], Any]] = {
+    "settings": dict,
+    "texts": Texts.model_validate,
+    "costs": CostModel.model_validate,
+    "gains": _gains,
+}
 
 
 def _study(storage: BaseStorage, name: str | None, *, make: bool) -> optuna.Study:

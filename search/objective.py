@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.controllers import AdaptiveThreshold, Controller, FixedK, RateOptimal, StaticThreshold, make_controller
+from selfspec.controllers import Controller, FixedK, make_controller
 from selfspec.drafters import PlainDrafter
 from selfspec.facts.acceptance import AcceptanceCurve, Outlook
 from selfspec.facts.controller import ControllerSpec
@@ -26,13 +26,15 @@ from selfspec.text.prompt import Prompt
 
 from .continuations import Decoding
 from .curve import fit_curve
+from .playing import LONGEST_DRAFT, controllers_in_play, long_enough
 from .replay import Replay
 from .trace import Trace, walk
 
-FIRST_SHARE = 0.25  # of each text's places, replayed first
-LOWEST_THRESHOLD, LONGEST_FIXED = 0.05, 3  # of the controllers in play
+SHARES = (0.25, 0.5, 1.0)  # of each text's places, replayed one after the other while a set may be the best
+RANKING_SHARE = 0.125  # of them, replayed to rank sub-layers by what bypassing each alone brings
+ERRORS = 0.5  # by how many standard errors a set is worse than the best where it is given up
 WITH_CANDIDATES = 3  # controllers that are also tried with several candidates for each place
-ALONE = 4  # tokens of every draft where sub-layers are bypassed one at a time, to see what each matters
+ALONE = 2  # tokens of every draft where sub-layers are bypassed one at a time, to see what each matters
 DINKELBACH, RATE_KNOWN = 8, 1e-3  # iterations at most; they end when the rate changes by less
 
 
@@ -68,12 +70,22 @@ class WallClock:
     """The paper's objective (2309.08168, section 3.2): tokens per second of real decoding, prefill included."""
 
     def __init__(
-        self, llm: LLM, prompts: Sequence[Prompt], decoding: Decoding, controller: ControllerSpec | None
+        self,
+        llm: LLM,
+        prompts: Sequence[Prompt],
+        decoding: Decoding,
+        controller: ControllerSpec | None,
+        *,
+        on_prompt: Callable[[int], None] = lambda done: None,
     ) -> None:
         self._llm, self._prompts, self._decoding = llm, prompts, decoding
         self._controller = controller or ControllerSpec(name="adaptive")
-        decode_all(llm, PlainDrafter(), prompts[:1], decoding)  # warm up
-        self._plain = decode_all(llm, PlainDrafter(), prompts, decoding).tokens_per_second
+        parts = [decode_all(llm, PlainDrafter(), [prompts[0]], decoding)]  # warm up
+        for prompt in prompts:
+            on_prompt(len(parts))
+            parts.append(decode_all(llm, PlainDrafter(), [prompt], decoding))
+        on_prompt(len(parts))
+        self._plain = Stats.total(parts[1:]).tokens_per_second
 
     def score(self, skip: SkipSet) -> Score:
         """Decode every prompt."""
@@ -112,24 +124,30 @@ class _Value:
 
 @dataclass(frozen=True, slots=True)
 class _Incumbent:
-    """The best set known, its traces of the first share of each text, and what it is worth on all of them."""
+    """The best set known, its traces by how large a share of each text they are of, and what it is worth on all."""
 
     skip: SkipSet
-    share: list[Trace]
+    traces: dict[float, list[Trace]]
     value: _Value
 
 
 class Replayed:
     """Predicted tokens per second of decoding the replay's texts: best over `controllers`, tuned on the trace.
 
-    The best few controllers are also tried with several candidates for each place; those that ask for an outlook are
-    told the trace's. A set is first looked at on a share of the starts and pruned there when it is worse than the best
-    set known, text by text, by more than two standard errors of the mean difference. `candidates`: for each place, the
-    most that are tried; those that the replay answers for when left out.
+    `controllers` None: those of `controllers_in_play` for as long drafts as can pay. The best few are also tried with
+    several candidates for each place; those that ask for an outlook are told the trace's. A set is looked at on a
+    share of the starts, then on a larger one, and pruned when it is worse than the best set known, text by text, by
+    more than `ERRORS` standard errors of the mean difference. `candidates`: for each place, the most that are tried;
+    those that the replay answers for when left out.
     """
 
     def __init__(
-        self, replay: Replay, costs: CostModel, controllers: Sequence[Controller], *, candidates: int | None = None
+        self,
+        replay: Replay,
+        costs: CostModel,
+        controllers: Sequence[Controller] | None = None,
+        *,
+        candidates: int | None = None,
     ) -> None:
         self._replay, self._costs = replay, costs
         self._candidates = replay.candidates if candidates is None else candidates
@@ -137,43 +155,70 @@ class Replayed:
         self._best: _Incumbent | None = None
 
     def score(self, skip: SkipSet) -> Score:
-        """Replay a share, and the rest where that is promising."""
-        traces = self._replay.trace(skip, self._controllers, share=FIRST_SHARE)
-        if self._best is not None:
-            best = self._best
-            mine, theirs = self._value(skip, traces), self._priced(best.value.plan, best.share, self._draft(best.skip))
-            if _clearly_worse(mine, theirs):
-                return self._as_score(skip, mine, best.value.speed * mine.speed / theirs.speed, pruned=True)
-        whole = self._replay.trace(skip, self._controllers, known=traces)
-        value = self._value(skip, whole)
-        if self._best is None or value.speed > self._best.value.speed:
-            self._best = _Incumbent(skip, traces, value)
+        """Replay a share, and more where that is promising."""
+        controllers, best = self._in_play(self._draft(skip)), self._best
+        traces: list[Trace] = []
+        parts: dict[float, list[Trace]] = {}
+        for share in SHARES:
+            parts[share] = traces = self._replay.trace(skip, controllers, share=share, known=traces)
+            if share < 1 and best is not None:
+                value = self._value(skip, traces, controllers)
+                theirs = self._priced(best.value.plan, best.traces[share], self._draft(best.skip))
+                if _clearly_worse(value, theirs):
+                    return self._as_score(skip, value, best.value.speed * value.speed / theirs.speed, pruned=True)
+        value = self._value(skip, traces, controllers)
+        if best is None or value.speed > best.value.speed:
+            self._best = _Incumbent(skip, parts, value)
         return self._as_score(skip, value, value.speed, pruned=False)
+
+    def _in_play(self, draft: float) -> Sequence[Controller]:
+        """The controllers to tune, where a draft step takes so many seconds."""
+        if self._controllers is not None:
+            return self._controllers
+        most = min(LONGEST_DRAFT, self._replay.depth)
+        return controllers_in_play(long_enough(self._costs, draft, most))
 
     def head_takes(self, share: float, skip: SkipSet) -> bool:
         """Whether the head over the whole vocabulary takes at least `share` of a draft step."""
         return self._costs.head >= share * self._costs.draft(skip, self._replay.layers)
 
-    def score_with(self, skip: SkipSet, vocabulary: tuple[int, ...], share: float) -> Score:
-        """`score`, of all starts, were only `vocabulary` drafted, `share` of all tokens; nothing is pruned."""
-        traces = self._replay.trace(skip, self._controllers, vocabulary=vocabulary)
-        value = self._value(skip, traces, share)
-        return replace(self._as_score(skip, value, value.speed, pruned=False), vocabulary=vocabulary)
+    def score_with(self, skip: SkipSet, heads: Sequence[tuple[tuple[int, ...], float]]) -> Score | None:
+        """`score`, of all starts, were only a part of the vocabulary drafted: the best of `heads`, by a first share.
 
-    def gain(self, skip: SkipSet, *, draft: int = ALONE) -> float:
-        """The speedup over plain decoding of always drafting `draft` tokens under `skip`, on a share of the starts.
+        Each is the tokens and their share of all. None where none betters drafting from the whole vocabulary.
+        """
+        best: tuple[float, tuple[int, ...], float, list[Trace]] | None = None
+        for tokens, share in [((), 1.0), *heads]:
+            controllers = self._in_play(self._draft(skip, share))
+            traces = self._replay.trace(skip, controllers, share=SHARES[0], vocabulary=tokens)
+            speed = self._value(skip, traces, controllers, share).speed
+            if best is None or speed > best[0]:
+                best = speed, tokens, share, traces
+        assert best is not None
+        _, tokens, share, traces = best
+        if not tokens:
+            return None
+        controllers = self._in_play(self._draft(skip, share))
+        whole = self._replay.trace(skip, controllers, known=traces, vocabulary=tokens)
+        value = self._value(skip, whole, controllers, share)
+        return replace(self._as_score(skip, value, value.speed, pruned=False), vocabulary=tokens)
+
+    def gain(self, skip: SkipSet, *, draft: int = ALONE, share: float = RANKING_SHARE) -> float:
+        """The speedup over plain decoding of always drafting `draft` tokens under `skip`, on a `share` of the starts.
 
         The number is fixed because the best controller would hardly draft under poor skip sets, which would not tell
         which of them is poorer.
         """
         controller = FixedK(min(draft, self._replay.depth))
-        traces = self._replay.trace(skip, [controller], share=FIRST_SHARE)
+        traces = self._replay.trace(skip, [controller], share=share)
         return self._priced(_Plan(controller), traces, self._draft(skip)).speed * self._costs.plain
 
     def _draft(self, skip: SkipSet, share: float = 1.0) -> float:
         return self._costs.draft(skip, self._replay.layers, vocabulary=share)
 
-    def _value(self, skip: SkipSet, traces: Sequence[Trace], share: float = 1.0) -> _Value:
+    def _value(
+        self, skip: SkipSet, traces: Sequence[Trace], controllers: Sequence[Controller], share: float = 1.0
+    ) -> _Value:
         draft = self._draft(skip, share)
 
         def best(plans: Iterable[_Plan], count: int = 1) -> list[_Value]:
@@ -181,8 +226,8 @@ class Replayed:
             return sorted(values, key=lambda value: value.speed, reverse=True)[:count]
 
         found: list[_Value] = []
-        asking = [c for c in self._controllers if c.asks_outlook]
-        if others := [c for c in self._controllers if not c.asks_outlook]:
+        asking = [c for c in controllers if c.asks_outlook]
+        if others := [c for c in controllers if not c.asks_outlook]:
             found = best(map(_Plan, others), WITH_CANDIDATES)
             counts = range(2, self._candidates + 1)
             found += best(_Plan(value.plan.controller, n) for value in found for n in counts)
@@ -265,22 +310,4 @@ def _clearly_worse(mine: _Value, theirs: _Value) -> bool:
     if len(differences) < 3:
         return False
     mean = statistics.mean(differences)
-    return mean < -2 * statistics.stdev(differences) / math.sqrt(len(differences)) and mine.speed < theirs.speed
-
-
-def controllers_in_play(depth: int) -> list[Controller]:
-    """Fixed lengths, thresholds, adaptive thresholds and the rate-optimal rule, all drafting at most `depth` tokens.
-
-    Fixed lengths are short ones: a replay drafts as deep as a fixed length says from every place, while thresholds end
-    most drafts early.
-    """
-    lengths = sorted({min(k, depth) for k in (1, 2, 3, 4, 6, 8, 12)})
-    thresholds = (LOWEST_THRESHOLD, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8)
-    adaptive = [
-        AdaptiveThreshold(target=target, k_max=k, floor=LOWEST_THRESHOLD)
-        for target in (0.7, 0.8, 0.9)
-        for k in lengths[-3:]
-    ]
-    static = [StaticThreshold(threshold, k) for threshold in thresholds for k in lengths if k > 1]
-    fixed = [FixedK(k) for k in lengths if k <= LONGEST_FIXED]
-    return [*fixed, *static, *adaptive, RateOptimal(k_max=depth, floor=LOWEST_THRESHOLD)]
+    return mean < -ERRORS * statistics.stdev(differences) / math.sqrt(len(differences)) and mine.speed < theirs.speed

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
     from selfspec.text.prompt_files import Prompts
 
+    from .budget import Budget
     from .continuations import Decoding
     from .watch import Watch
 
@@ -50,6 +51,7 @@ _NOT_COMPARED = {  # what says how far a search goes, and where, but not what a 
     "study",
     "watch",
     "plain_llm",
+    "budget",
 }
 _NAMED = {"warm": "warm starts", "logits_processor": "logits processors"}  # in the ledger, if not by the field's name
 
@@ -79,7 +81,8 @@ class SearchOptions:
     kill. Several workers with the same options share a study: each scores what no other does, the trials of all are
     counted, and the first to end measures the best; the others raise `AnotherFinishes`.
 
-    `watch` is told how the search goes. `plain_llm` gives the same model with weights that lie as suits plain decoding,
+    `watch` is told how the search goes. `budget` is the time of a search that began before, in place of `minutes` from
+    now on. `plain_llm` gives the same model with weights that lie as suits plain decoding,
     where those of the model searched on suit drafting; it is called once, and what was found is measured against it.
 
     Raises `SelfspecError` for whatever is wrong without regard to a model.
@@ -89,8 +92,10 @@ class SearchOptions:
     _: KW_ONLY
     source: str = "prompts"
     chat: bool = False
-    trials: Annotated[int, typer.Option(min=1, metavar="N", help="Skip sets to try.")] = 60
-    minutes: Annotated[float | None, typer.Option(min=0, metavar="X", help="End the trials after this long.")] = None
+    trials: Annotated[int, typer.Option(min=1, metavar="N", help="Skip sets to try.")] = 40
+    minutes: Annotated[
+        float | None, typer.Option(min=0, metavar="X", help="Take no longer, from loading to the profile.")
+    ] = None
     count: Annotated[
         int, typer.Option("--prompts", min=1, metavar="N", help="Prompts to search on, drawn by the seed.")
     ] = 8
@@ -190,6 +195,7 @@ class SearchOptions:
     ] = None
     study: Annotated[str, typer.Option(help="The study's name in the storage.", rich_help_panel=_KEPT)] = STUDY
     watch: "Watch | None" = None
+    budget: "Budget | None" = None
     plain_llm: "Callable[[], LLM] | None" = None
 
     def __post_init__(self) -> None:

@@ -43,20 +43,23 @@ def best_within(ledger: Ledger, max_draft_cost: float | None) -> Entry:
 
 def as_profile(ledger: Ledger, entry: Entry) -> Profile:
     """The profile of a trial, as the search would write it, but not measured."""
-    said, score = ledger.settings, entry.score
+    said, texts, score = ledger.settings, ledger.texts, entry.score
+    calibration = None if texts is None else texts.calibration
+    if calibration is None:
+        calibration = Calibration.model_validate(said["calibration text"])
     searched = SearchRecord(
         strategy=said["strategy"],
         objective=said["objective"],
         trials=len(ledger.scores),
         seed=said["seed"],
         seconds=round(sum(e.seconds for e in ledger.entries), 1),
-        max_new_tokens=said["max_new_tokens"],
+        max_new_tokens=said["max_new_tokens"] if texts is None else texts.max_new_tokens,
         temperature=said["temperature"],
         kv=said["kv"],
     )
     base = Profile(
         model=Identity.model_validate({**said["model"], "name": said["name"]}),
-        calibration=Calibration.model_validate(said["calibration text"]),
+        calibration=calibration,
         search=searched,
         costs=ledger.costs,
         note=f"picked from {ledger.place}; not measured",

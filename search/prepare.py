@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from selfspec.controllers import Controller
 from selfspec.facts.controller import ControllerSpec
@@ -13,95 +12,172 @@ from selfspec.facts.costs import CostModel
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
 from selfspec.measure.cost_fitting import measure_costs
+from selfspec.profile.schema import Calibration
 
+from .budget import Budget, Deadline
 from .continuations import Decoding, continue_prompts
-from .ledger import Ledger
-from .objective import Objective, Replayed, WallClock
+from .forecast import PLACES, Pace, Task
+from .ledger import Ledger, Texts
+from .objective import RANKING_SHARE, Objective, Replayed, WallClock
+from .playing import LONGEST_DRAFT
 from .replay import CANDIDATES, Replay, deepest
 from .space import Space
 from .strategies import Problem
 from .target_text import Text
-from .warm import cosines, every_second, first_k, programme
-from .watch import Watch
+from .warm import BUDGETS, cosines, every_second, first_k, programme
+from .watch import Silent, Watch
 
-PLACES = 6  # of each text, whose streams are looked at
+LEAST_RANKING = 1 / 64  # of each text's places: from fewer, what bypassing a sub-layer alone brings cannot be told
 
 
 @dataclass(frozen=True)
 class Search:
-    """What the parts of one search share."""
+    """What the parts of one search share.
+
+    `prompts`: token ids, all that may be searched on. `decoding`: as was asked for. `planned`: how many of the prompts,
+    and tokens after each, there is time for (None: all); `pace`: by which that is told. `described`: what a profile
+    says of the first few prompts.
+    """
 
     llm: LLM
     space: Space
     decoding: Decoding
-    texts: tuple[list[int], ...]
+    prompts: tuple[list[int], ...]
     seed: int
     ledger: Ledger
-    watch: Watch
-    deadline: float
+    watch: Watch = field(default_factory=Silent)
+    budget: Budget = field(default_factory=Budget)
+    pace: Pace = field(default_factory=lambda: Pace(0.0, 0.0))
+    planned: Task | None = None
+    described: Callable[[int], Calibration] | None = None
     own_keys: bool = False
+
+    def plan(self, room: int | None = None) -> Texts:
+        """How much text there is time for; `room`: tokens after each prompt, where they have turned out to be fewer."""
+        count = len(self.prompts if self.planned is None else self.planned.prompts)
+        new = self.decoding.max_new_tokens if self.planned is None else self.planned.new
+        described = None if self.described is None else self.described(count)
+        return Texts(prompts=count, max_new_tokens=room or new, calibration=described)
+
+    def chosen(self, texts: Texts) -> tuple[tuple[list[int], ...], Decoding]:
+        """The prompts that there are texts of, and how they are continued."""
+        return self.prompts[: texts.prompts], replace(self.decoding, max_new_tokens=texts.max_new_tokens)
 
 
 def replayed(
-    search: Search, held: ExitStack, controllers: Sequence[Controller], context: int | None, warm: bool
+    search: Search, held: ExitStack, fixed: Controller | None, context: int | None, warm: bool
 ) -> tuple[Replayed, Problem, CostModel, Replay]:
     """The replay objective, and what is known before the first trial."""
-    llm, space, ledger, watch = search.llm, search.space, search.ledger, search.watch
-    watch.stage("continuing prompts", len(search.texts))
-    texts = continue_prompts(llm, search.texts, search.decoding, seed=search.seed, on_prompt=watch.step)
-    watch.stage("measuring costs", None)
-    sampler = search.decoding.sampler()
-    if ledger.costs is None:
-        keys = round(sum(text.prompt + text.new / 2 for text in texts) / len(texts))
-        ledger.keep_costs(measure_costs(llm.runtime, context=context or keys, sampler=sampler, seed=search.seed))
-    costs = ledger.costs
-    assert costs is not None
-    depth = deepest(controllers)
+    space, ledger, watch = search.space, search.ledger, search.watch
+    texts = _continued(search)
+    costs = _costs(search, texts, context)
+    deadline = search.budget.deadline("ranking")
+    watch.stage("reading the texts", None)
     replay = held.enter_context(
         Replay(
-            llm.model,
+            search.llm.model,
             texts,
-            sampler=sampler,
+            sampler=search.decoding.sampler(),
             rule=search.decoding.verified_by,
-            depth=depth,
+            depth=LONGEST_DRAFT if fixed is None else deepest([fixed]),
             candidates=1 if search.own_keys else CANDIDATES,  # engines' draft models draft chains
             seed=search.seed,
             own_keys=search.own_keys,
         )
     )
-    worth = Replayed(replay, costs, controllers)
+    worth = Replayed(replay, costs, None if fixed is None else [fixed])
     if not warm:
         return worth, Problem(space, search.seed), costs, replay
-    watch.stage("ranking sub-layers", len(space))
-    if ledger.gains is None:
-        ledger.keep_gains(_gains(search, worth))
-    gains = ledger.gains or ()
+    planning = BUDGETS * search.pace.rows(PLACES * len(texts))
+    gains = ledger.gains or _gains(search, worth, Deadline(deadline.at - planning, deadline.clock))
+    watch.stage("planning likely sets", None)
     streams = replay.streams(PLACES)
-    planned = programme(space, streams, costs)
-    near = first_k(space, cosines(space, streams))
-    first = dict.fromkeys((*first_k(space, gains), *planned[:3], *near[1:3], every_second(space)))
-    return worth, Problem(space, search.seed, tuple(first), gains, planned), costs, replay
+    planned = programme(space, streams, costs) if deadline.allows(planning) else ()
+    alike = cosines(space, streams)
+    near = first_k(space, alike)
+    first = dict.fromkeys((*first_k(space, gains or alike), *planned[:3], *near[1:3], every_second(space)))
+    return worth, Problem(space, search.seed, tuple(first), tuple(gains or alike), planned), costs, replay
 
 
-def _gains(search: Search, worth: Replayed) -> list[float]:
-    """What skipping each variable alone brings; nothing for those that time did not allow."""
-    gains = []
-    for number, part in enumerate(search.space.variables):
-        late = time.perf_counter() > search.deadline
-        gains.append(0.0 if late else worth.gain(part))
+def _continued(search: Search) -> list[Text]:
+    """The texts that trials are scored on, decided on by how far they got in time unless that was done before."""
+    watch, known = search.watch, search.ledger.texts
+
+    def continued(prompts: Sequence[list[int]], decoding: Decoding, deadline: Deadline | None) -> list[Text]:
+        watch.stage("continuing prompts", 2 * decoding.max_new_tokens)
+        return continue_prompts(search.llm, prompts, decoding, seed=search.seed, on_token=watch.step, deadline=deadline)
+
+    if known is not None:
+        return continued(*search.chosen(known), None)
+    texts = continued(*search.chosen(search.plan()), search.budget.deadline("texts"))
+    mine = search.plan(texts[0].room)
+    decided = search.ledger.keep_texts(mine)
+    return texts if decided == mine else continued(*search.chosen(decided), None)  # another worker was first
+
+
+def _costs(search: Search, texts: Sequence[Text], context: int | None) -> CostModel:
+    """The cost model of the study, measured now unless it was before."""
+    ledger, watch = search.ledger, search.watch
+    shown = 0
+
+    def show(done: int, of: int) -> None:
+        nonlocal shown
+        if of != shown:
+            watch.stage("measuring costs" if not shown else "measuring costs again, as they vary", of)
+            shown = of
+        watch.step(done)
+
+    if ledger.costs is None:
+        keys = round(sum(text.prompt + text.new / 2 for text in texts) / len(texts))
+        watch.stage("measuring costs", None)
+        ledger.keep_costs(
+            measure_costs(
+                search.llm.runtime,
+                context=context or keys,
+                sampler=search.decoding.sampler(),
+                within=search.budget.share("costs"),
+                seed=search.seed,
+                on_decoding=show,
+            )
+        )
+    costs = ledger.costs
+    assert costs is not None
+    return costs
+
+
+def _gains(search: Search, worth: Replayed, deadline: Deadline) -> tuple[float, ...]:
+    """What bypassing each variable alone brings; nothing where there is no time to tell.
+
+    As all are to be compared, they are tried on as large a share of the places as there is time for with all of them.
+    """
+    parts, share = search.space.variables, RANKING_SHARE
+    search.watch.stage("ranking sub-layers", len(parts))
+    begun = deadline.clock()
+    gains = [worth.gain(parts[0], share=share)]
+    needed = (deadline.clock() - begun) * len(parts)
+    if needed > deadline.left:
+        share *= deadline.left / needed
+        gains = []
+    for number, part in enumerate(parts):
+        if share < LEAST_RANKING or not deadline.allows():
+            return ()
+        if number >= len(gains):
+            gains.append(worth.gain(part, share=share))
         search.watch.step(number + 1)
-    return gains
+    search.ledger.keep_gains(gains)
+    return search.ledger.gains or ()
 
 
 def timed(search: Search, controller: ControllerSpec | None, warm: bool) -> tuple[Objective, Problem]:
     """The paper's objective, with warm starts by the cosine of what enters and leaves each sub-layer."""
     space = search.space
     starts: tuple[SkipSet, ...] = ()
-    texts = [Text(tuple(ids), max(1, len(ids) - PLACES), PLACES + 1) for ids in search.texts if len(ids) > 1]
+    prompts, decoding = search.chosen(search.ledger.texts or search.ledger.keep_texts(search.plan()))
+    texts = [Text(tuple(ids), max(1, len(ids) - PLACES), PLACES + 1) for ids in prompts if len(ids) > 1]
     if warm and texts:
         search.watch.stage("ranking sub-layers", None)
         with Replay(search.llm.model, texts, depth=1) as replay:
             starts = (*first_k(space, cosines(space, replay.streams(PLACES))), every_second(space))
-    search.watch.stage("measuring plain decoding", None)
-    worth = WallClock(search.llm, search.texts, search.decoding, controller)
+    search.watch.stage("measuring plain decoding", 1 + len(prompts))
+    worth = WallClock(search.llm, prompts, decoding, controller, on_prompt=search.watch.step)
     return worth, Problem(space, search.seed, tuple(dict.fromkeys(starts)))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Concatenate, ParamSpec
@@ -18,14 +17,17 @@ from selfspec.facts.costs import CostModel
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
 from selfspec.llm.prompts import encode, fit, takes_messages
-from selfspec.profile.schema import Calibration, Profile, SearchRecord
+from selfspec.profile.schema import Calibration, Profile
 
+from .budget import Budget
 from .calibration import PromptSet, choose, record
-from .finalists import finish
-from .heads import with_smaller_heads
+from .finalists import HeldOut, finish
+from .forecast import Pace, Task, said, time_for
+from .heads import with_smaller_head
 from .ledger import Ledger
-from .objective import Objective, Score, controllers_in_play
+from .objective import Objective, Score
 from .options import SearchOptions
+from .outcome import begun, untried, with_shortage
 from .prepare import Search, replayed, timed
 from .replay import Replay
 from .space import Space
@@ -34,8 +36,6 @@ from .strategies import Problem, Strategy, make_strategy
 from .watch import Silent, Trial
 
 P = ParamSpec("P")
-LONGEST_DRAFT = 12  # tokens that the controllers in play may draft
-RECORDED = ("strategy", "objective", "seed", "max_new_tokens", "temperature", "kv")  # options that the profile tells
 
 
 class AnotherFinishes(SelfspecError):  # noqa: N818 - nothing went wrong
@@ -46,15 +46,51 @@ def run_search(llm: LLM, options: SearchOptions) -> Profile:
     """Search which sub-layers of `llm` to bypass, and measure what was found on prompts not searched on.
 
     `objective` "replay" predicts tokens per second from a parallel replay and a cost model measured at `context` keys
-    (None: what the prompts come to); "wallclock" decodes for every trial, as the paper does. The search ends after
-    `trials`, or `minutes`, or at an interrupt (Ctrl-C), after which the best so far is returned without being measured.
-    If nothing beats plain decoding, the profile skips nothing and its note says so; with `keep_best` it holds the best
-    set all the same. Raises `SelfspecError` for options that do not fit the model, no prompts, or no room for
-    `max_new_tokens`; `AnotherFinishes` in a worker whose study another completes.
+    (None: what the prompts come to); "wallclock" decodes for every trial, as the paper does. The trials end after
+    `trials`, or when time is up, or at an interrupt (Ctrl-C), after which the best so far is returned without being
+    measured. `minutes` bounds everything: where they are few, prompts, tokens, trials and measurements are fewer, and
+    the profile says how many there were. If nothing beats plain decoding, the profile skips nothing and its note says
+    so; with `keep_best` it holds the best set all the same. Raises `SelfspecError` for options that do not fit the
+    model, no prompts, or no room for `max_new_tokens`; `AnotherFinishes` in a worker whose study another completes.
     """
+    search, drawn = _begin(llm, options)
+    if search.planned is None:
+        return untried(search, options)
+    with ExitStack() as held:
+        known = _known_beforehand(search, options, held, drawn)
+        bounded = _Bounded(known.worth, known.costs, search.space, options.max_draft_cost)
+        propose = partial(make_strategy, options.strategy, known.problem)
+        interrupted = _run_trials(search, bounded, propose, options.trials)
+        if not interrupted and not search.ledger.finishes():
+            raise AnotherFinishes(f"{search.ledger.place}: another worker measures the best and saves the profile")
+        profile = finish(
+            search,
+            begun(search, options, interrupted=interrupted, costs=known.costs),
+            list(search.ledger.scores.values()),
+            drawn.held_out,
+            known.replay,
+            options.keep_best,
+            known.smaller_head,
+            options.plain_llm,
+        )
+    return with_shortage(search, options, profile)
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Prompts that are not searched on: to measure on, and the texts of more, whose tokens can be counted."""
+
+    held_out: HeldOut
+    rest: tuple[str, ...]
+    chat: bool
+
+
+def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
+    """Check everything, say how long it will take, and plan how much text there is time for."""
+    budget = options.budget or Budget(None if options.minutes is None else 60 * options.minutes)
+    budget.loaded = budget.spent
     space = Space(llm.runtime.layers, options.kept_layers, options.granularity)
-    decoding = options.decoding
-    decoding.check()
+    options.decoding.check()
     chosen = choose(
         options.prompts,
         source=options.source,
@@ -63,42 +99,33 @@ def run_search(llm: LLM, options: SearchOptions) -> Profile:
         chat=options.chat,
         takes_messages=takes_messages(llm),
     )
-    options = replace(options, chat=chosen.chat)
-    texts, others = (_fitted(llm, part, options, template=chosen.template) for part in (chosen.search, chosen.measure))
-    if not texts:
+    prompts, others = (
+        _fitted(llm, part, options, template=chosen.template, chat=chosen.chat)
+        for part in (chosen.search, chosen.measure)
+    )
+    if not prompts:
         raise SelfspecError(f"{options.source}: holds no prompts")
-    calibration = _calibration(chosen, texts, chat=options.chat)
-    ledger = _ledger(llm, options, calibration)
-    start = time.perf_counter()
-    deadline = float("inf") if options.minutes is None else start + 60 * options.minutes
-    watch, own_keys = options.watch or Silent(), options.kv == "own"
-    search = Search(llm, space, decoding, texts, options.seed, ledger, watch, deadline, own_keys=own_keys)
-    with ExitStack() as held:
-        known = _known_beforehand(search, options, held, chosen.rest)
-        bounded = _Bounded(known.worth, known.costs, space, options.max_draft_cost)
-        propose = partial(make_strategy, options.strategy, known.problem)
-        interrupted = _run_trials(search, bounded, propose, options.trials)
-        if not interrupted and not ledger.finishes():
-            raise AnotherFinishes(f"{ledger.place}: another worker measures the best and saves the profile")
-        searched = SearchRecord(
-            **{name: getattr(options, name) for name in RECORDED},
-            trials=len(ledger.scores),
-            seconds=round(time.perf_counter() - start, 1),
-            interrupted=interrupted,
-        )
-        return finish(
-            llm,
-            Profile(model=llm.identity, calibration=calibration, search=searched, costs=known.costs),
-            list(ledger.scores.values()),
-            others,
-            decoding,
-            chosen.held_out,
-            known.replay,
-            options.keep_best,
-            search.watch.stage,
-            known.smaller_heads,
-            options.plain_llm,
-        )
+    described = partial(_calibration, chosen, prompts)
+    ledger, watch = _ledger(llm, options, described(len(prompts))), options.watch or Silent()
+    watch.stage("timing the model", None)
+    pace = Pace.of(llm.runtime, max(map(len, prompts)))
+    task = _task(options, space, ledger, prompts, others)
+    watch.say(said(task, pace, budget))
+    search = Search(
+        llm=llm,
+        space=space,
+        decoding=options.decoding,
+        prompts=prompts,
+        seed=options.seed,
+        ledger=ledger,
+        watch=watch,
+        budget=budget,
+        pace=pace,
+        planned=time_for(task, pace, budget),
+        described=described,
+        own_keys=options.kv == "own",
+    )
+    return search, _Drawn(HeldOut(others, chosen.held_out), chosen.rest, chosen.chat)
 
 
 def _with_keywords(options: Callable[P, SearchOptions]) -> Callable[Concatenate[LLM, P], Profile]:
@@ -116,14 +143,37 @@ def _with_keywords(options: Callable[P, SearchOptions]) -> Callable[Concatenate[
 find_profile = _with_keywords(SearchOptions)
 
 
-def _calibration(chosen: PromptSet, texts: Sequence[Sequence[int]], *, chat: bool) -> Calibration:
-    """What the profile says of the prompts searched on."""
+def _task(
+    options: SearchOptions,
+    space: Space,
+    ledger: Ledger,
+    prompts: Sequence[Sequence[int]],
+    others: Sequence[Sequence[int]],
+) -> Task:
+    """What is still to be done."""
+    texts = ledger.texts
+    lengths = tuple(map(len, prompts))
+    return Task(
+        prompts=lengths if texts is None else lengths[: texts.prompts],
+        others=tuple(map(len, others)),
+        new=options.max_new_tokens if texts is None else texts.max_new_tokens,
+        variables=len(space) if options.warm and ledger.gains is None else 0,
+        trials=max(options.trials - len(ledger.scores), 0),
+        replayed=options.objective == "replay",
+        measured=options.kv == "shared",
+        decided=texts is not None,
+        priced=ledger.costs is not None,
+    )
+
+
+def _calibration(chosen: PromptSet, texts: Sequence[Sequence[int]], count: int) -> Calibration:
+    """What the profile says of the first `count` prompts, which were searched on."""
     return record(
         chosen.source,
-        texts,
+        texts[:count],
         column=chosen.column,
         template=chosen.template,
-        chat=chat,
+        chat=chosen.chat,
         drawn_from=chosen.available,
     )
 
@@ -144,37 +194,39 @@ def _ledger(llm: LLM, options: SearchOptions, calibration: Calibration) -> Ledge
 class _Known:
     """What is known before the first trial: what sets are worth, what strategies start from, and, by replay, costs.
 
-    `smaller_heads` scores sets again with smaller draft vocabularies, where that can pay.
+    `smaller_head` scores a set again with smaller draft vocabularies, where that can pay.
     """
 
     worth: Objective
     problem: Problem
     costs: CostModel | None = None
     replay: Replay | None = None
-    smaller_heads: Callable[[Sequence[Score]], list[Score]] | None = None
+    smaller_head: Callable[[Score], Score | None] | None = None
 
 
-def _known_beforehand(search: Search, options: SearchOptions, held: ExitStack, unused: Sequence[str]) -> _Known:
-    """Make the objective, kept open in `held`; tokens of `unused` prompts are counted for smaller heads."""
+def _known_beforehand(search: Search, options: SearchOptions, held: ExitStack, drawn: _Drawn) -> _Known:
+    """Make the objective, kept open in `held`; tokens of further prompts are counted for smaller heads."""
     llm, fixed = search.llm, options.fixed
     if options.objective == "wallclock":
         return _Known(*timed(search, fixed, options.warm))
-    controllers = controllers_in_play(LONGEST_DRAFT) if fixed is None else [make_controller(fixed)]
-    worth, problem, costs, replay = replayed(search, held, controllers, options.context, options.warm)
-    smaller_heads = None
+    controller = None if fixed is None else make_controller(fixed)
+    worth, problem, costs, replay = replayed(search, held, controller, options.context, options.warm)
+    smaller_head = None
     if options.kv == "shared" and llm.runtime.skeleton.head_over([0]) is not None:  # whose weight is at hand
-        seen = chain((text.tokens for text in replay.texts), _encoded(llm, unused, chat=options.chat))
-        smaller_heads = partial(with_smaller_heads, worth, texts=seen, size=llm.identity.vocabulary or 0)
-    return _Known(worth, problem, costs, replay, smaller_heads)
+        seen = chain((text.tokens for text in replay.texts), _encoded(llm, drawn.rest, chat=drawn.chat))
+        smaller_head = partial(with_smaller_head, worth, texts=seen, size=llm.identity.vocabulary or 0)
+    return _Known(worth, problem, costs, replay, smaller_head)
 
 
-def _fitted(llm: LLM, prompts: Sequence[str], options: SearchOptions, *, template: str | None) -> tuple[list[int], ...]:
+def _fitted(
+    llm: LLM, prompts: Sequence[str], options: SearchOptions, *, template: str | None, chat: bool
+) -> tuple[list[int], ...]:
     """The prompts as token ids, cut where they would not leave room for the new tokens."""
     context, new = llm.runtime.skeleton.context, options.max_new_tokens
     if not 1 <= new < context:
         raise SelfspecError(f"max_new_tokens {new}: want 1 to {context - 1}, what the context leaves beside a prompt")
-    framed = options.chat or template is not None
-    return tuple(fit(encode(llm, prompt, chat=options.chat), context - new, framed=framed) for prompt in prompts)
+    framed = chat or template is not None
+    return tuple(fit(encode(llm, prompt, chat=chat), context - new, framed=framed) for prompt in prompts)
 
 
 def _encoded(llm: LLM, prompts: Iterable[str], *, chat: bool) -> Iterator[list[int]]:
@@ -216,6 +268,7 @@ def _run_trials(search: Search, worth: _Bounded, strategy: Callable[[], Strategy
     worth as little as anything, until it is known.
     """
     ledger, told, idle = search.ledger, set[SkipSet](), 0
+    deadline, longest = search.budget.deadline("trials"), 0.0
     search.watch.stage("searching", trials)
 
     def take(score: Score, *, known: bool) -> None:
@@ -227,7 +280,8 @@ def _run_trials(search: Search, worth: _Bounded, strategy: Callable[[], Strategy
         proposer = strategy()
         if ledger.scores:  # what later sets are compared with
             worth.score(max(ledger.scores.values(), key=lambda score: score.tokens_per_second).skip)
-        while len(told) < trials and idle < trials and not (told and time.perf_counter() > search.deadline):
+        while len(told) < trials and idle < trials and (not told or deadline.allows(longest)):
+            begun = deadline.clock()
             ledger.refresh()
             skip, idle = proposer.ask(), idle + 1
             if (known := ledger.scores.get(skip)) is not None:
@@ -246,6 +300,7 @@ def _run_trials(search: Search, worth: _Bounded, strategy: Callable[[], Strategy
                 if score is not None:
                     take(score, known=False)
                     idle = 0
+                longest = max(longest, deadline.clock() - begun)
         ledger.claim(None)
     except KeyboardInterrupt:
         if not ledger.scores:
@@ -257,9 +312,9 @@ def _run_trials(search: Search, worth: _Bounded, strategy: Callable[[], Strategy
 def _scored(search: Search, worth: _Bounded, skip: SkipSet) -> Score | None:
     """The worth of a set, claimed while it is scored and then kept; None for one whose draft is too dear."""
     search.ledger.claim(skip)
-    begun = time.perf_counter()
+    begun = search.budget.spent
     score = worth.score(skip)
     if score is not None:
-        seconds = time.perf_counter() - begun
+        seconds = search.budget.spent - begun
         search.ledger.keep_score(score, search.space, draft_cost=worth.draft_cost(skip), seconds=seconds)
     return score

@@ -62,7 +62,7 @@ def sensitivity_frame(ledger: Ledger) -> pd.DataFrame:
 
     `speedup`: predicted, over plain decoding, of always drafting a few tokens (`draft_tokens`) with that part alone
     bypassed; `gain`: by what share that is more than with nothing bypassed, below 0 where it is less. Both are NaN
-    where the search's time did not suffice. Raises `SelfspecError` where the study holds none of this.
+    where none is known. Raises `SelfspecError` where the study holds none of this.
     """
     costs, gains = ledger.costs, ledger.gains
     if gains is None or costs is None:

@@ -29,6 +29,9 @@ class Watch(Protocol):
     def trial(self, trial: Trial) -> None:
         """A trial is done."""
 
+    def say(self, line: str) -> None:
+        """What is worth reading, in a line: about how long the search will take."""
+
 
 class Silent:
     """Tells nobody."""
@@ -40,4 +43,7 @@ class Silent:
         """Nothing."""
 
     def trial(self, trial: Trial) -> None:
+        """Nothing."""
+
+    def say(self, line: str) -> None:
         """Nothing."""

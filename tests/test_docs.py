@@ -36,12 +36,10 @@ BUDGETS = {  # added to a command's own options, so that the last word is theirs
     "report": "--limit 1 --max-new-tokens 8",
     "profile pick": "--max-draft-cost 100",  # what a draft step costs is the machine's
 }
-CONSTANTS = {  # of measuring, which need not be exact here: once, on few skip sets, however doubtful that is
+CONSTANTS = {  # of measuring, which need not be exact here: once, of few rounds, however doubtful that is
     "selfspec.measure.cost_fitting.DOUBTFUL": -1,
-    "selfspec.measure.cost_fitting.FITTED": 4,
-    "selfspec.measure.cost_fitting.FRESH": 1,
     "selfspec.measure.cost_fitting.LONGER": 0,
-    "selfspec.measure.cost_fitting.SETTLING": 1,
+    "selfspec.measure.cost_sweeps.LONG": 0,
     "selfspec.model.layout._BUDGET": 0,
     "selfspec.search.finalists.FINALISTS": 1,
 }

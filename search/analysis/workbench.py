@@ -24,15 +24,14 @@ from ..continuations import Decoding
 from ..curve import fit_curve
 from ..finalists import drafting_as
 from ..ledger import Ledger
-from ..objective import Replayed, Score, controllers_in_play
+from ..objective import Replayed, Score
 from ..oracle import Bound, oracle_bound
+from ..playing import LONGEST_DRAFT, controllers_in_play
 from ..prepare import Search, replayed
 from ..replay import Replay, deepest
 from ..space import Space
 from ..strategies import Problem
-from ..study import LONGEST_DRAFT
 from ..trace import Trace
-from ..watch import Silent
 
 
 class Workbench:
@@ -76,11 +75,9 @@ class Workbench:
         self._held = ExitStack()
 
     def __enter__(self) -> Self:
-        search = Search(
-            self.llm, self.space, self.decoding, self.prompts, self.seed, self.ledger, Silent(), float("inf")
-        )
+        search = Search(self.llm, self.space, self.decoding, self.prompts, self.seed, self.ledger)
         try:
-            _, self.problem, self.costs, self.replay = replayed(search, self._held, self.controllers, None, warm=True)
+            _, self.problem, self.costs, self.replay = replayed(search, self._held, None, None, warm=True)
         except BaseException:
             self._held.close()
             raise

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from selfspec import builtin
@@ -103,7 +103,7 @@ def drafted_with(
     return Drafting(profile, source)
 
 
-def progress(console: Console, *columns: TextColumn) -> Progress:
+def progress(console: Console, *columns: ProgressColumn) -> Progress:
     """A progress bar: description, bar, counts, `columns`, time left."""
     return Progress(
         TextColumn("{task.description}"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import TextColumn
+from rich.progress import SpinnerColumn, TextColumn
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable
@@ -23,15 +23,39 @@ from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
 
 if TYPE_CHECKING:
-    from selfspec.search import Trial
+    from selfspec.search import Prompts, Trial
+    from selfspec.search.budget import Budget
 
 
 def run(given: SearchCommand) -> int:
     """Check everything that can be checked before the model is loaded, then search. 130 after an interrupt."""
     quiet()
+    budget = _budget(given.how.minutes)
     check_model_name(given.model)
     prompts = given.data.read()
     _check_places(given)
+    console = stderr()
+    with _Watch(console) as watch:
+        watch.loading()
+        profile = _search(given, prompts, budget, watch)
+    if profile is None:
+        return 0
+    write_profile(profile, given.out)
+    _report(profile, given.out, console)
+    console.print(f"took {_took(budget)}")
+    if given.json:
+        print_json({"out": str(given.out), "profile": profile.model_dump(mode="json", exclude_none=True)})
+    if profile.search is not None and profile.search.interrupted:
+        again = shlex.join(["selfspec", *sys.argv[1:]])
+        console.print(f"to resume the search, run the same command again: {again}", markup=False, soft_wrap=True)
+        return 130
+    if given.how.storage is None and isinstance(given.kept_in, Path):
+        given.kept_in.unlink(missing_ok=True)
+    return 0
+
+
+def _search(given: SearchCommand, prompts: Prompts | None, budget: Budget, watch: _Watch) -> Profile | None:
+    """Load the model and search; None where another worker saves what was found."""
     set_threads(given.where.threads)
 
     from selfspec.llm.llm import load
@@ -42,34 +66,40 @@ def run(given: SearchCommand) -> int:
         from selfspec.llm.prompts import check_chat
 
         check_chat(given.model)
-    console = stderr()
     load_for = partial(load, given.model, profile="none", device=given.where.place, dtype=given.where.dtype)
+    began = budget.spent
     llm = load_for(drafting=True)
+    budget.loading = budget.spent - began
+    options = replace(
+        given.how,
+        prompts=prompts,
+        chat=given.data.chat,
+        storage=given.kept_in,
+        watch=watch,
+        budget=budget,
+        plain_llm=partial(load_for, drafting=False) if llm.layout == "onednn" else None,
+    )
     try:
-        with _Watch(console) as watch:
-            options = replace(
-                given.how,
-                prompts=prompts,
-                chat=given.data.chat,
-                storage=given.kept_in,
-                watch=watch,
-                plain_llm=partial(load_for, drafting=False) if llm.layout == "onednn" else None,
-            )
-            profile = run_search(llm, options)
+        found: Profile = run_search(llm, options)
     except AnotherFinishes as over:
-        console.print(str(over), markup=False, soft_wrap=True)
-        return 0
-    write_profile(profile, given.out)
-    _report(profile, given.out, console)
-    if given.json:
-        print_json({"out": str(given.out), "profile": profile.model_dump(mode="json", exclude_none=True)})
-    if profile.search is not None and profile.search.interrupted:
-        again = shlex.join(["selfspec", *sys.argv[1:]])
-        console.print(f"to resume the search, run the same command again: {again}", markup=False, soft_wrap=True)
-        return 130
-    if given.how.storage is None and isinstance(given.kept_in, Path):
-        given.kept_in.unlink(missing_ok=True)
-    return 0
+        watch.say(str(over))
+        return None
+    return found
+
+
+def _budget(minutes: float | None) -> Budget:
+    """The time of the whole command, which runs from now on."""
+    from selfspec.search.budget import Budget
+
+    return Budget(None if minutes is None else 60 * minutes)
+
+
+def _took(budget: Budget) -> str:
+    """What the command took, beside what it was to take, and why it took longer where it did."""
+    asked = f" of {budget.seconds:.3g} s asked for" if budget.limited else ""
+    late = budget.limited and budget.spent > 1.1 * budget.seconds
+    why = f"; {budget.loaded:.1f} s had passed when the model was loaded" if late else ""
+    return f"{budget.spent:.1f} s{asked}{why}"
 
 
 def _check_places(given: SearchCommand) -> None:
@@ -94,8 +124,9 @@ class _Watch:
 
     def __init__(self, console: Console) -> None:
         self._best = -math.inf
-        self._bar = progress(console, TextColumn("{task.fields[best]}"))
-        self._task = self._bar.add_task("loading", total=None, best="")
+        self._console = console
+        self._bar = progress(console, TextColumn("{task.fields[best]}"), SpinnerColumn("line"))
+        self._task = self._bar.add_task("loading the model", total=None, best="")
 
     def __enter__(self) -> _Watch:
         return self
@@ -103,6 +134,11 @@ class _Watch:
     def __exit__(self, *_: object) -> None:
         if self._bar.live.is_started:
             self._bar.stop()
+
+    def loading(self) -> None:
+        """The model is loaded; shown where somebody looks, before whatever is wrong has been told."""
+        if self._console.is_terminal:
+            self._bar.start()
 
     def stage(self, name: str, total: int | None) -> None:
         """What happens now; the bar shows from the first stage on, when everything has been checked."""
@@ -128,6 +164,10 @@ class _Watch:
                 )
         best = "" if math.isinf(self._best) else f"best {self._best:.2f}x plain"
         self._bar.update(self._task, completed=trial.number + 1, best=best)
+
+    def say(self, line: str) -> None:
+        """A line of its own."""
+        self._bar.console.print(line, soft_wrap=True, markup=False)
 
 
 def _report(profile: Profile, out: Path, console: Console) -> None:

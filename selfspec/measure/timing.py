@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -69,22 +70,26 @@ def interleave(
     rounds: int = 3,
     on_warm: Callable[[str, Stats], None] = lambda name, stats: None,
     on_run: Callable[[str, int], None] = lambda name, prompt: None,
+    go_on: Callable[[Runs], bool] = lambda runs: True,
 ) -> Runs:
     """Run every method on every prompt, one after the other, `rounds` times; the order turns with every prompt.
 
     The first prompt is run once by every method beforehand and not counted; `on_warm` is shown that run, and `on_run`
-    is told the method and the prompt's number after every counted one.
+    is told the method and the prompt's number after every counted one. `go_on` is shown the runs so far whenever all
+    methods have run on another prompt, and may end it there; prompts that were not run are left out.
     """
     names = list(methods)
     for name in names:
         on_warm(name, methods[name](prompts[0]))
     stats: dict[str, list[list[Stats]]] = {name: [[] for _ in prompts] for name in names}
-    for turn in range(rounds):
-        for index, prompt in enumerate(prompts):
-            shift = (turn + index) % len(names)
-            for name in names[shift:] + names[:shift]:
-                stats[name][index].append(methods[name](prompt))
-                on_run(name, index)
+    for turn, (index, prompt) in product(range(rounds), enumerate(prompts)):
+        done = Runs({name: [runs for runs in of if runs] for name, of in stats.items()})
+        if (turn or index) and not go_on(done):
+            return done
+        shift = (turn + index) % len(names)
+        for name in names[shift:] + names[:shift]:
+            stats[name][index].append(methods[name](prompt))
+            on_run(name, index)
     return Runs(stats)
 
 
@@ -279,21 +284,25 @@ def measure(
     held_out: bool,
     rounds: int = 3,
     plain_llm: LLM | None = None,
+    on_run: Callable[[str, int], None] = lambda name, prompt: None,
+    go_on: Callable[[Runs], bool] = lambda runs: True,
 ) -> Measurement:
     """Measure a drafter against plain decoding, interleaved, with the conditions written down.
 
     `plain_llm`: the same model with its weights laid out in memory as suits plain decoding, which then runs on it.
+    `on_run` and `go_on` as `interleave` takes them: what was run is what is written down.
     """
     methods = {"plain": method(plain_llm or llm, PlainDrafter(), options), "draft": method(llm, drafter, options)}
-    runs = interleave(methods, prompts, rounds=rounds)
+    runs = interleave(methods, prompts, rounds=rounds, on_run=on_run, go_on=go_on)
+    done = runs.stats["draft"]
     speedup, (low, high) = runs.speedup("draft", "plain")
     total = runs.total("draft")
     return Measurement(
         **conditions(llm.runtime),
-        prompts=len(prompts),
+        prompts=len(done),
         held_out=held_out,
         max_new_tokens=options.max_new_tokens or DEFAULT_NEW_TOKENS,
-        rounds=rounds,
+        rounds=min(map(len, done)),
         temperature=options.temperature or 0.0,
         top_k=options.top_k,
         top_p=options.top_p,

@@ -52,7 +52,10 @@ class Calibration(Data):
 
 
 class SearchRecord(Data):
-    """How the skip set was found. `kv`: whether drafts read the target's keys (shared), or had a cache of their own."""
+    """How the skip set was found. `kv`: whether drafts read the target's keys (shared), or had a cache of their own.
+
+    `minutes`: the most that it was to take, where that was said. `seconds`: what it took, from loading to the profile.
+    """
 
     strategy: str
     objective: str
@@ -62,6 +65,7 @@ class SearchRecord(Data):
     max_new_tokens: Positive
     temperature: Rate = 0.0
     kv: Annotated[str, Field(pattern="^(shared|own)$")] = "shared"
+    minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     interrupted: bool = False
 
 

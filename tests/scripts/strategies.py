@@ -23,11 +23,11 @@ import torch
 from selfspec.search.calibration import choose
 from selfspec.search.continuations import Decoding
 from selfspec.search.ledger import Ledger
-from selfspec.search.objective import Replayed, WallClock, controllers_in_play
-from selfspec.search.prepare import Search, Silent, replayed
+from selfspec.search.objective import Replayed, WallClock
+from selfspec.search.options import SearchOptions
+from selfspec.search.prepare import Search, replayed
 from selfspec.search.space import Space
 from selfspec.search.strategies import STRATEGIES, Problem, make_strategy
-from selfspec.search.study import LONGEST_DRAFT, STRATEGY
 
 import selfspec
 from selfspec.basics.machine import machine
@@ -39,7 +39,7 @@ from selfspec.facts.skip import SkipSet
 from selfspec.measure.cost_fitting import measure_costs
 from selfspec.measure.timing import interleave, method
 
-DECODING, PROMPTS = Decoding(64), 8
+DECODING, PROMPTS, STRATEGY = Decoding(64), 8, SearchOptions.strategy
 
 
 def prepared(llm, costs, seed, held):
@@ -50,8 +50,7 @@ def prepared(llm, costs, seed, held):
     ledger = Ledger(settings={})
     ledger.keep_costs(costs)
     space = Space(llm.runtime.layers)
-    search = Search(llm, space, DECODING, texts, seed, ledger, Silent(), float("inf"))
-    return replayed(search, held, controllers_in_play(LONGEST_DRAFT), None, True)
+    return replayed(Search(llm, space, DECODING, texts, seed, ledger), held, None, None, True)
 
 
 def as_dict(score, seconds):
@@ -100,7 +99,7 @@ def run_recipe(llm, costs, minutes):
         best = []
         for at, score in incumbents:
             # Nothing compares it with another: a set of its own is never pruned.
-            again = Replayed(replay, costs, controllers_in_play(LONGEST_DRAFT)).score(score.skip)
+            again = Replayed(replay, costs).score(score.skip)
             best.append({**as_dict(score, at), "timed": score.speedup, "score": again.speedup})
     return {"best": best, "seconds": round(seconds, 1), "trials": trials}
 

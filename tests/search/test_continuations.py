@@ -4,7 +4,8 @@ import json
 
 import pytest
 from selfspec.search import continuations
-from selfspec.search.continuations import Decoding, continue_prompts
+from selfspec.search.budget import Deadline
+from selfspec.search.continuations import FEWEST, Decoding, continue_prompts
 from transformers.generation import RepetitionPenaltyLogitsProcessor
 
 from selfspec.drafters import PlainDrafter
@@ -24,14 +25,18 @@ def prompts(llm):
 
 
 def decoded(llm, prompts, decoding, **options):
-    """The texts, and which prompts were decoded for them."""
+    """The texts, and how many tokens it was told of."""
     seen = []
-    return continue_prompts(llm, prompts, decoding, on_prompt=seen.append, **options), seen
+    return continue_prompts(llm, prompts, decoding, on_token=seen.append, **options), seen
+
+
+ALL = [*range(1, 13), 12]  # six tokens of the first prompt, then of the others, and at last everything
+KNOWN = [*range(1, 7), 12]
 
 
 def test_texts_are_the_models_own(llm, prompts, folder):
     texts, seen = decoded(llm, prompts, Decoding(6))
-    assert seen == [0, 1, 2, 3]
+    assert seen == ALL
     for prompt, text in zip(prompts, texts, strict=True):
         expected = llm.generate(prompt, max_new_tokens=6, drafter=PlainDrafter()).tokens
         assert text.tokens == (*prompt, *expected)
@@ -42,7 +47,7 @@ def test_a_second_search_starts_at_once(llm, prompts, folder):
     first, _ = decoded(llm, prompts, Decoding(6, 0.8), seed=3)
     again, seen = decoded(llm, prompts, Decoding(6, 0.8), seed=3)
     assert again == first
-    assert seen == [0, 3]
+    assert seen == KNOWN
 
 
 @pytest.mark.parametrize(
@@ -60,7 +65,9 @@ def test_a_second_search_starts_at_once(llm, prompts, folder):
 def test_other_content_is_decoded(llm, prompts, folder, other):
     decoded(llm, prompts, Decoding(6))
     given = prompts[: other.pop("prompts", 3)]
-    assert decoded(llm, given, **{"decoding": Decoding(6), **other})[1] == list(range(len(given) + 1))
+    decoding = other.get("decoding", Decoding(6))
+    told = decoded(llm, given, **{"decoding": decoding, **other})[1]
+    assert told == [*range(1, 2 * decoding.max_new_tokens + 1), 2 * decoding.max_new_tokens]
 
 
 def test_other_weights_are_noticed_even_where_the_fingerprint_does_not_see_them(llm, prompts, folder):
@@ -69,7 +76,7 @@ def test_other_weights_are_noticed_even_where_the_fingerprint_does_not_see_them(
     data = json.loads(file.read_text())
     file.write_text(json.dumps([[1, 2, 3], *data[1:]]))
     texts, seen = decoded(llm, prompts, Decoding(6))
-    assert seen == [0, 1, 2, 3]
+    assert seen == ALL
     assert [list(t.tokens[t.prompt :]) for t in texts] == data == json.loads(file.read_text())
 
 
@@ -91,7 +98,44 @@ def test_processors_are_used_and_nothing_is_kept(llm, prompts, folder):
     decoding = Decoding(8, logits_processor=(RepetitionPenaltyLogitsProcessor(5.0),))
     texts, _ = decoded(llm, prompts, decoding)
     assert texts != decoded(llm, prompts, Decoding(8))[0]
-    assert decoded(llm, prompts, decoding)[1] == [0, 1, 2, 3]
+    assert len(decoded(llm, prompts, decoding)[1]) == 2 * 8 + 1
+
+
+class Ticking:
+    """A clock that goes on by a second whenever it is looked at."""
+
+    now = 0.0
+
+    def __call__(self):
+        self.now += 1
+        return self.now
+
+
+def test_at_a_deadline_all_texts_end_after_as_many_tokens(llm, prompts, folder):
+    whole, _ = decoded(llm, prompts, Decoding(40))
+    cut, _ = decoded(llm, prompts, Decoding(40), deadline=Deadline(40.0, Ticking()))
+    (room,) = {text.room for text in cut}
+    assert FEWEST <= room < 40
+    assert [text.tokens for text in cut] == [text.tokens[: text.prompt + room] for text in whole]
+    again, seen = decoded(llm, prompts, Decoding(room))
+    assert again == cut
+    assert len(seen) == room + 1, "the others were read back"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_texts_that_are_cut_begin_as_whole_ones_do(llm, prompts, folder, temperature):
+    late = Deadline(-1.0, lambda: 0.0)
+    cut, _ = decoded(llm, prompts, Decoding(12, temperature), deadline=late, seed=4)
+    whole, _ = decoded(llm, prompts, Decoding(12, temperature), seed=4)
+    assert {text.new for text in cut} == {FEWEST}
+    assert [text.tokens for text in cut] == [text.tokens[: text.prompt + FEWEST] for text in whole]
+    assert [text.seed for text in cut] == [text.seed for text in whole]
+
+
+def test_one_prompt_alone(llm, prompts, folder):
+    texts, seen = decoded(llm, prompts[:1], Decoding(6))
+    assert [text.new for text in texts] == [6]
+    assert seen == [*range(1, 7), 12]
 
 
 def test_the_folder(monkeypatch, tmp_path):

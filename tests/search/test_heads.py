@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from models import plain, small
 from selfspec.search import finalists, find_profile, prepare
-from selfspec.search.heads import frequent, with_smaller_heads
+from selfspec.search.heads import frequent, with_smaller_head
 from selfspec.search.objective import Replayed
 from selfspec.search.replay import Replay
 from selfspec.search.target_text import Text
@@ -46,11 +46,22 @@ def test_the_most_frequent_tokens():
 def test_a_smaller_head_is_worth_what_it_saves(replay):
     texts = [text.tokens for text in replay.texts]
     worth = Replayed(replay, costs(head=0.25), [FixedK(2)])
-    found = with_smaller_heads(worth, [worth.score(SKIP)], texts=texts, size=64)
-    assert {len(score.vocabulary) for score in found} <= {4, 16}
-    best = max(found, key=lambda score: score.tokens_per_second)
-    assert best.tokens_per_second > worth.score(SKIP).tokens_per_second
-    assert best.vocabulary == frequent(texts, len(best.vocabulary))
+    found = with_smaller_head(worth, worth.score(SKIP), texts=texts, size=64)
+    assert len(found.vocabulary) in (4, 16)
+    assert found.tokens_per_second > worth.score(SKIP).tokens_per_second
+    assert found.vocabulary == frequent(texts, len(found.vocabulary))
+
+
+def test_of_several_heads_the_one_that_brings_most_is_scored_in_full(replay):
+    """The whole vocabulary at a price that makes any other useless is kept; a free head that is always right is not."""
+    everything = tuple(range(64))
+    worth = Replayed(replay, costs(head=0.25), [FixedK(2)])
+    score = worth.score(SKIP)
+    assert worth.score_with(SKIP, [((63,), 9.0), ((62,), 9.0)]) is None
+    found = worth.score_with(SKIP, [((63,), 9.0), (everything, 0.1)])
+    assert found.vocabulary == everything
+    assert found.tokens_per_round == score.tokens_per_round
+    assert found.tokens_per_second > score.tokens_per_second
 
 
 def test_a_cheap_head_stays_whole(replay):
@@ -60,7 +71,7 @@ def test_a_cheap_head_stays_whole(replay):
         raise AssertionError
         yield
 
-    assert with_smaller_heads(worth, [worth.score(SKIP)], texts=unread(), size=64) == []
+    assert with_smaller_head(worth, worth.score(SKIP), texts=unread(), size=64) is None
 
 
 def test_the_shares_of_a_price():
@@ -77,7 +88,7 @@ def test_a_search_may_find_one(llm, monkeypatch, tmp_path):
     )
     monkeypatch.setattr(prepare, "measure_costs", lambda *_, **__: priced)
     monkeypatch.setattr(
-        finalists, "_best", lambda llm, base, scores, *_: max(scores, key=lambda s: s.tokens_per_second)
+        finalists, "_best", lambda search, base, scores, on: max(scores, key=lambda s: s.tokens_per_second)
     )
     profile = find_profile(llm, trials=2, count=2, max_new_tokens=8, keep_best=True)
     assert profile.draft.vocabulary is not None

@@ -8,7 +8,7 @@ import time
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from selfspec.search.ledger import Ledger
+from selfspec.search.ledger import Ledger, Texts
 from selfspec.search.objective import Score
 from selfspec.search.space import Space
 from selfspec.search.storage import open_storage
@@ -18,6 +18,7 @@ from selfspec.facts.acceptance import AcceptanceCurve
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import CostModel
 from selfspec.facts.skip import SkipSet
+from selfspec.profile.schema import Calibration
 
 COSTS = CostModel(context=9, base=0.1, attention=0.2, mlp=0.3, widths=[1], verify=[1.0], round=0.0)
 CURVE = AcceptanceCurve(confidence=[0.1, 0.5], accepted=[0.3, 0.7], following=[0.5, 0.6], candidates=[[0.2, 0.1]])
@@ -54,6 +55,17 @@ def test_what_was_kept_is_there_again(written):
     assert list(ledger.scores.values()) == [score(), score(1), score(1, 2)]
     assert [(e.draft_cost, e.seconds) for e in ledger.entries] == [(0.25, 1.5)] * 3
     assert ledger.settings == SETTINGS
+
+
+def test_how_much_text_there_is_is_decided_once(path):
+    """Whoever comes first decides; a study of before, which has none of it, knows of none."""
+    ledgers = [Ledger(path, settings=SETTINGS) for _ in range(2)]
+    said = Calibration(source="mine", prompts=3, tokens=30, sha256="0")
+    mine, other = Texts(prompts=3, max_new_tokens=16, calibration=said), Texts(prompts=8, max_new_tokens=64)
+    assert ledgers[0].texts is None
+    assert ledgers[0].keep_texts(mine) == mine
+    assert ledgers[1].keep_texts(other) == mine
+    assert Ledger(path, settings=SETTINGS).texts == mine
 
 
 def test_a_file_may_be_named_by_its_path_as_text(written):

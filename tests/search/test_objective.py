@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 from models import plain, run, small
-from selfspec.search.objective import Replayed, controllers_in_play, predict
+from selfspec.search.objective import Replayed, predict
+from selfspec.search.playing import LONG_ENOUGH, controllers_in_play, long_enough
 from selfspec.search.replay import Replay, deepest
 from selfspec.search.target_text import Text
 
@@ -90,6 +91,25 @@ def test_the_controllers_in_play():
     assert deepest(controllers) == 6
     assert len({str(c.spec()) for c in controllers}) == len(controllers)
     assert {c.spec().name for c in controllers} == {"fixed", "static", "adaptive", "rate"}
+
+
+def test_drafts_in_play_are_as_long_as_can_pay():
+    """With cheap drafts the longest; with dear ones none that hardly brings more, even if every token were right."""
+    assert [long_enough(COSTS, draft, 12) for draft in (0.01, 0.5, 0.9)] == [11, 6, 1]
+    for draft in (0.01, 0.5, 0.9):
+        found = long_enough(COSTS, draft, 12)
+        speeds = {k: (k + 1) / (COSTS.round + k * draft + COSTS.verification(k + 1)) for k in range(1, 13)}
+        assert speeds[found] >= LONG_ENOUGH * max(speeds.values())
+        assert all(speeds[k] < LONG_ENOUGH * max(speeds.values()) for k in range(1, found))
+    assert long_enough(COSTS, 0.01, 1) == 1
+
+
+def test_without_controllers_given_those_in_play_are_tuned(model, texts):
+    skip = SkipSet((1,), (2,))
+    with Replay(model, texts, depth=12) as replay:
+        found = Replayed(replay, COSTS).score(skip)
+        length = long_enough(COSTS, COSTS.draft(skip, 3), 12)
+        assert found == Replayed(replay, COSTS, controllers_in_play(length)).score(skip)
 
 
 def test_candidates_are_added_where_they_pay(model, texts):

@@ -8,6 +8,7 @@ import inspect
 import numpy as np
 import pytest
 from selfspec.search import SearchOptions, find_profile, run_search, study
+from selfspec.search.budget import Budget
 from selfspec.search.continuations import Decoding
 from transformers.generation.logits_process import MinLengthLogitsProcessor
 
@@ -68,7 +69,7 @@ def test_the_ledger_compares_what_it_always_did():
 
 def test_how_far_a_search_goes_and_where_is_not_compared():
     further = {"trials": 9, "minutes": 3.0, "count": 2, "keep_best": True, "storage": "x", "study": "y", "watch": None}
-    where = {"prompts": ["a"], "source": "mine", "chat": True, "plain_llm": lambda: None}
+    where = {"prompts": ["a"], "source": "mine", "chat": True, "plain_llm": lambda: None, "budget": Budget()}
     assert SearchOptions(**further, **where).settings() == DEFAULT
     assert {*further, *where} == study.SearchOptions.__dataclass_fields__.keys() - {
         {"warm starts": "warm", "logits processors": "logits_processor"}.get(name, name) for name in DEFAULT

@@ -51,8 +51,8 @@ def test_no_trials_yet():
 
 
 def test_sensitivity():
-    """Four tokens drafted with nothing bypassed: five tokens come in 4 * 10 + 15 s, where plain decoding takes 50."""
-    assert (COSTS.plain, COSTS.draft(SkipSet(), 2), COSTS.verification(5), ALONE) == (10, 10, 15, 4)
+    """Two tokens drafted with nothing bypassed: three tokens come in 2 * 10 + 12.5 s, where plain decoding takes 30."""
+    assert (COSTS.plain, COSTS.draft(SkipSet(), 2), COSTS.verification(3), ALONE) == (10, 10, 12.5, 2)
     frame = sensitivity_frame(small_study())
     assert list(zip(frame["layer"], frame["part"], strict=True)) == [
         (0, "attention"),
@@ -61,19 +61,19 @@ def test_sensitivity():
         (1, "mlp"),
     ]
     assert frame["speedup"].tolist()[:3] == [1.0, 0.5, 1 / 1.1]
-    assert frame["gain"].tolist()[:3] == pytest.approx([0.1, -0.45, 0.0])
+    assert frame["gain"].tolist()[:3] == pytest.approx([gain * 32.5 / 30 - 1 for gain in (1.0, 0.5, 1 / 1.1)])
     assert frame.iloc[3][["speedup", "gain"]].isna().all(), "there was no time for it"
-    assert frame["draft_tokens"].tolist() == [4] * 4
+    assert frame["draft_tokens"].tolist() == [2] * 4
 
 
 def test_sensitivity_by_layers_and_with_a_controller_that_drafts_less():
-    settings = {"granularity": "layer", "controller": {"name": "fixed", "options": {"k": 2}}}
+    settings = {"granularity": "layer", "controller": {"name": "fixed", "options": {"k": 1}}}
     ledger = Ledger(settings={**SETTINGS, **settings})
     ledger.keep_costs(COSTS)
     ledger.keep_gains((1.0, 2.0))
     frame = sensitivity_frame(ledger)
     assert frame["part"].tolist() == ["layer", "layer"]
-    nothing = 3 * 10 / (2 * 10 + COSTS.verification(3))
+    nothing = 2 * 10 / (10 + COSTS.verification(2))
     assert frame["gain"].tolist() == pytest.approx([1 / nothing - 1, 2 / nothing - 1])
 
 

@@ -27,7 +27,7 @@ ROOMS = {  # each with the rooms that it may import
     "decoding": "basics facts speculation runtime",
     "llm": "basics facts profile show text speculation controllers model runtime drafters decoding",
     "measure": "basics facts profile text speculation controllers model runtime drafters decoding llm",
-    "search": "basics facts profile text speculation controllers runtime drafters llm measure",
+    "search": "basics facts profile text speculation controllers runtime drafters decoding llm measure",
     "cli": "basics builtin facts profile show text speculation controllers model llm measure search",
 }
 ALLOWED = {room: set(names.split()) for room, names in ROOMS.items()}

@@ -12,7 +12,9 @@ from models import small
 from selfspec.facts.draft_path import FULL
 from selfspec.facts.skip import SkipSet
 from selfspec.measure import cost_fitting as costing
-from selfspec.measure.cost_fitting import measure_costs, quiet
+from selfspec.measure import cost_sweeps
+from selfspec.measure.cost_fitting import measure_costs
+from selfspec.measure.cost_sweeps import EFFORTS, GOOD, LENGTHS, LONG, effort_within, quiet
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
 
@@ -64,9 +66,46 @@ def test_a_machine_of_known_speed_is_found_out(model, clock):
     assert costs.attention_per_key == 0
 
 
+@pytest.mark.parametrize("within", [1e9, 1e5, 5e4, 2e4, 1.0])
+def test_less_time_is_kept_to_and_tells_the_same_on_a_quiet_machine(model, clock, within):
+    """A sweep that takes what it is expected to; where nothing disturbs it, a few rounds tell as much as many."""
+    begun, told = clock[0], []
+    costs = measure_costs(Runtime(model), context=40, within=within, on_decoding=lambda *counts: told.append(counts))
+    plain = BASE + 6 * (ATTENTION + MLP) + LOOP
+    least = EFFORTS[-1].seconds(plain, plain + 39 * ROW)
+    assert clock[0] - begun <= max(within, 1.3 * least)
+    assert costs.draft(SkipSet((1, 2), (3,)), 6) == pytest.approx(BASE + 4 * ATTENTION + 5 * MLP, rel=0.05)
+    assert costs.verification(4) == pytest.approx(plain - LOOP + 3 * ROW, rel=0.02)
+    assert costs.widths[0] == 1
+    assert costs.widths[-1] == 16
+    assert [done for done, _ in told] == list(range(1, len(told) + 1))
+    assert told[-1] == (len(told), len(told))
+
+
+def test_how_thoroughly_costs_are_measured():
+    """What takes no longer than a quick sweep is done in full; where that takes long, a good one, if there is time."""
+    assert effort_within(math.inf, 1e-3, 1e-3) is EFFORTS[0]
+    assert effort_within(math.inf, 10.0, 10.0) is EFFORTS[GOOD]
+    efforts = [effort_within(seconds, 0.03, 0.1) for seconds in (1e3, LONG + 5, 15, 10, 5, 0)]
+    assert [EFFORTS.index(effort) for effort in efforts] == sorted(EFFORTS.index(effort) for effort in efforts)
+    assert (efforts[0], efforts[-1]) == (EFFORTS[GOOD], EFFORTS[-1])
+    for effort in EFFORTS:
+        assert effort.fitted * effort.rounds >= len(LENGTHS), "every length is seen"
+        assert effort.fresh >= 1
+    seconds = [effort.seconds(1.0, 1.0) for effort in EFFORTS]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_a_model_of_one_layer_has_no_other_skip_set_to_test_the_fit_on():
+    model = small(layers=1)
+    costs = measure_costs(Runtime(model), context=10, seconds=0.0, within=0.0)
+    assert costs.error is None
+    assert all(math.isfinite(t) for t in costs.verify)
+
+
 def test_disturbances_do_not_count(model, clock, monkeypatch):
     """A machine that is three times slower in every third draft is measured for longer, and found out all the same."""
-    draw, tick = random.Random(0), costing._Probe.propose
+    draw, tick = random.Random(0), cost_sweeps.Probe.propose
     turns = itertools.count()
 
     def disturbed(self, seqs, limits):
@@ -78,7 +117,7 @@ def test_disturbances_do_not_count(model, clock, monkeypatch):
             self.seconds += slow
         return drafts
 
-    monkeypatch.setattr(costing._Probe, "propose", disturbed)
+    monkeypatch.setattr(cost_sweeps.Probe, "propose", disturbed)
     costs = measure_costs(Runtime(model), context=40, seconds=2e5)
     assert (costs.attention, costs.mlp) == pytest.approx((ATTENTION, MLP), rel=0.15)
     assert costs.draft(SkipSet((1, 2), (3,)), 6) == pytest.approx(BASE + 4 * ATTENTION + 5 * MLP, rel=0.1)
@@ -86,14 +125,14 @@ def test_disturbances_do_not_count(model, clock, monkeypatch):
 
 def test_verifying_more_rows_never_costs_less_than_one(model, clock, monkeypatch):
     """Where something else used the machine during plain steps, and only then, they seem to cost more beside a pass."""
-    tick = costing._Probe.propose
+    tick = cost_sweeps.Probe.propose
 
     def disturbed(self, seqs, limits):
         drafts = tick(self, seqs, limits)
         clock[0] += 0 if self.length else 100.0
         return drafts
 
-    monkeypatch.setattr(costing._Probe, "propose", disturbed)
+    monkeypatch.setattr(cost_sweeps.Probe, "propose", disturbed)
     costs = measure_costs(Runtime(model), context=40, seconds=0.0)
     assert costs.round == pytest.approx(100 + LOOP)
     assert costs.verify == pytest.approx([BASE + 6 * (ATTENTION + MLP)] * len(costs.widths))

@@ -36,6 +36,38 @@ def test_interleaving_and_ratios():
     assert all(not rest for prompts in seconds.values() for rest in prompts.values())
 
 
+def test_runs_may_be_ended_when_all_methods_have_run_on_a_prompt():
+    """Prompts that were not run are left out; what was run in a round that was not finished counts."""
+
+    def run(prompt):
+        return Stats(tokens=10, rounds=1, seconds=1.0)
+
+    for groups, shape in ((1, [1]), (2, [1, 1]), (3, [2, 1])):
+        asked = []
+
+        def go_on(runs, groups=groups, asked=asked):
+            asked.append(sum(map(len, runs.stats["a"])))
+            return len(asked) < groups
+
+        runs = interleave({"a": run, "b": run}, ["x", "y"], rounds=2, go_on=go_on)
+        assert [len(prompt) for prompt in runs.stats["a"]] == [len(prompt) for prompt in runs.stats["b"]] == shape
+        assert asked == list(range(1, groups + 1))
+        assert runs.speedup("a", "b")[0] == 1
+
+
+def test_a_measurement_that_was_ended_says_what_was_run(llm, held_out):
+    measured = measure(
+        llm,
+        llm.layer_skip(SkipSet((3,), (5,))),
+        held_out[:3],
+        Options(max_new_tokens=4),
+        held_out=True,
+        rounds=3,
+        go_on=lambda runs: sum(map(len, runs.stats["plain"])) < 5,
+    )
+    assert (measured.prompts, measured.rounds) == (3, 1)
+
+
 def test_interval_covers_the_median():
     low, high = interval([1.0, 1.1, 1.2, 1.3, 1.4, 1.5])
     assert 1.0 <= low < 1.25 < high <= 1.5

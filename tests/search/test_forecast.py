@@ -1,0 +1,97 @@
+"""What a search is expected to take, and how much text there is time for: numbers alone, on a clock that stands."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from models import small
+from selfspec.search.budget import SHARES, Budget
+from selfspec.search.continuations import FEWEST
+from selfspec.search.forecast import TEXTS, TRIALS, Pace, Task, said, time_for
+
+from selfspec.runtime.forward import Runtime
+
+PACE = Pace(step=0.03, row=0.0016)
+TASK = Task(prompts=(70,) * 8, others=(70,) * 8, new=64, variables=60, trials=40)
+
+
+def budget(seconds):
+    return Budget(seconds, clock=lambda: 0.0)
+
+
+def test_any_time_is_time_for_everything():
+    assert time_for(TASK, PACE, Budget()) == TASK
+    assert time_for(TASK, PACE, budget(3600)) == TASK
+
+
+@pytest.mark.parametrize("seconds", [300, 120, 60, 45, 30])
+def test_less_time_is_time_for_less_text(seconds):
+    planned = time_for(TASK, PACE, budget(seconds))
+    assert planned.fits(PACE, budget(seconds))
+    assert TEXTS <= len(planned.prompts) <= 8
+    assert FEWEST <= planned.new <= 64
+    more = time_for(TASK, PACE, budget(2 * seconds))
+    assert len(planned.prompts) * planned.new <= len(more.prompts) * more.new
+
+
+def test_there_is_time_for_several_trials_on_the_texts_that_are_left():
+    for seconds in (300, 60, 30):
+        planned = time_for(TASK, PACE, budget(seconds))
+        assert TRIALS * planned.trial(PACE) <= seconds * SHARES["trials"] / sum(SHARES.values())
+
+
+def test_with_next_to_no_time_it_is_one_short_text_and_with_none_nothing():
+    assert time_for(TASK, PACE, budget(12)) == TASK.least()
+    assert (len(TASK.least().prompts), TASK.least().new) == (1, FEWEST)
+    assert time_for(TASK, PACE, budget(2)) is None
+    assert time_for(replace(TASK, replayed=False), PACE, budget(0.2)) is None
+
+
+def test_texts_that_were_decided_on_stay():
+    """A search that goes on has the same texts, whatever time there is."""
+    begun = replace(TASK, decided=True, priced=True)
+    assert time_for(begun, PACE, budget(1)) == begun
+    assert begun.least() == begun
+
+
+def test_what_is_known_takes_no_time():
+    needs, known = TASK.needs(PACE), replace(TASK, decided=True, priced=True, variables=0, trials=0).needs(PACE)
+    assert list(needs) == list(known) == list(SHARES)
+    assert all(needs[phase] > 0 for phase in SHARES)
+    assert (known["costs"], known["trials"]) == (0, 0)
+    assert known["texts"] < needs["texts"]
+    assert known["ranking"] < needs["ranking"]
+    assert replace(TASK, measured=False).needs(PACE)["measuring"] == 0
+
+
+def test_trials_that_decode_take_what_decoding_takes():
+    timed = replace(TASK, replayed=False)
+    decoding = 8 * (PACE.rows(70) + 64 * PACE.step)
+    assert timed.trial(PACE) == pytest.approx(decoding)
+    assert timed.needs(PACE)["trials"] == pytest.approx(40 * decoding)
+
+
+def test_what_is_said():
+    """In seconds, or minutes; whether there is a limit, and whether all of it fits in."""
+    told = said(TASK, PACE, Budget(clock=lambda: 0.0))
+    assert told.startswith("this will take about ")
+    assert " minutes, by a plain step of 30 ms and 1.6 ms a row; minutes bound it" in told
+    assert said(TASK, PACE, budget(60)).endswith("; it is cut down to the 60 s asked for")
+    assert said(TASK, PACE, budget(150)).endswith("; it is cut down to the 2.5 minutes asked for")
+    assert said(TASK, PACE, budget(36000)).endswith("1.6 ms a row")
+    quick = Pace(1e-3, 1e-5)
+    assert " s, by a plain step of 1 ms" in said(TASK, quick, Budget(clock=lambda: 0.0))
+
+
+@pytest.mark.parametrize("context", [1, 40, 10**6])
+def test_a_pace_is_timed(context):
+    """On a real clock, whatever it says; also where the model's context leaves little room."""
+    model = small()
+    model.config.max_position_embeddings = 48
+    pace = Pace.of(Runtime(model), context)
+    assert math.isfinite(pace.step)
+    assert pace.step > 0
+    assert pace.row >= 0
+    assert pace.rows(1) == pace.step
