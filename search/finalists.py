@@ -10,6 +10,7 @@ from importlib.metadata import version
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import make_controller
+from selfspec.facts.draft_path import DraftPath
 from selfspec.llm.llm import LLM
 from selfspec.measure.timing import Runs, interleave, measure, method
 from selfspec.profile.draft import LayerSkipSpec
@@ -97,10 +98,9 @@ def versions() -> dict[str, str]:
 def drafting_as(base: Profile, score: Score) -> Profile:
     """A profile that drafts as was scored, with every option of its controller written out."""
     draft = LayerSkipSpec.of(
-        score.skip,
+        DraftPath(score.skip, score.vocabulary or None),
         make_controller(score.controller).spec(),
         candidates=score.candidates,
-        vocabulary=score.vocabulary or None,
     )
     return base.model_copy(update={"draft": draft, "acceptance": score.acceptance})
 

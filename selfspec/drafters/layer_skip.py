@@ -1,4 +1,4 @@
-"""Layer-skip self-drafting (Draft & Verify, Zhang et al. 2309.08168): the model itself, along a cheaper path."""
+"""Self-drafting (Draft & Verify, Zhang et al. 2309.08168): the model itself, along a cheaper path."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller, Play
+from selfspec.facts.confidence import PROBABILITY, Confidence
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.limits import WIDEST_DRAFT
 from selfspec.facts.skip import SkipSet
@@ -19,6 +20,7 @@ from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.passes import Placed, lay_out
+from selfspec.speculation.sampling import gap
 from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.step import Step
 
@@ -38,6 +40,7 @@ class LayerSkipDrafter:
 
     Its own keys go to the slots that verification then overwrites. `path`: a draft path, or the sub-layers that it
     bypasses. `controller` ends a draft: each sequence with a seed starts it afresh, all others share what it learns.
+    It is told the `confidence` in each token that was drafted.
     `candidates`: the most for each place, the token that the draft goes on from counted; 1 drafts a chain. Sequences
     draft in lockstep. Raises `SelfspecError` for a path that the model does not have (`Runtime.compile`), and for no
     candidate or more than a verification holds.
@@ -47,13 +50,20 @@ class LayerSkipDrafter:
     drafts = True
 
     def __init__(
-        self, runtime: Runtime, path: DraftPath | SkipSet, controller: Controller, *, candidates: int = 1
+        self,
+        runtime: Runtime,
+        path: DraftPath | SkipSet,
+        controller: Controller,
+        *,
+        candidates: int = 1,
+        confidence: Confidence = PROBABILITY,
     ) -> None:
         if not 1 <= candidates <= WIDEST_DRAFT:
             raise SelfspecError(f"candidates {candidates}: want 1 (the drafted token itself) to {WIDEST_DRAFT}")
         self.runtime = runtime
         self.path = DraftPath(path) if isinstance(path, SkipSet) else path
         self.controller = controller
+        self.confidence = confidence
         words = self.path.vocabulary
         self.candidates = candidates if words is None else min(candidates, len(words))
         self._way = runtime.compile(self.path)
@@ -115,11 +125,18 @@ class LayerSkipDrafter:
         if not sampler.possible(row) or (self.path.vocabulary is not None and not float(row.max()) > -math.inf):
             chain.play.wants = False
             return
-        q = sampler.probs(row)
-        token = int(row.argmax()) if sampler.greedy else sampler.draw(q, len(seq.tokens) + len(chain.tokens))
+        position = len(seq.tokens) + len(chain.tokens)
+        told = self.confidence
+        q = sampler.probs(row) if told.probability or not sampler.greedy else row
+        if sampler.greedy or sampler.tied:
+            token, apart = sampler.best(row, position, with_gap=told.gap > 0)
+        else:
+            token = sampler.draw(q, position)
+            apart = gap(row, int(row.argmax())) if told.gap else 0.0
         chain.tokens.append(token)
         chain.rows.append(row if sampler.greedy else q)
-        chain.play.see(float(q[token]), last=token in seq.ends)
+        probability = float(q[token]) if told.probability else 0.0
+        chain.play.see(told.of(probability, apart), last=token in seq.ends)
 
     @staticmethod
     def _scores(chain: _Chain, logits: Tensor) -> Tensor:

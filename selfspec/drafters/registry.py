@@ -9,7 +9,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import make_controller
 from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.drafters.plain import PlainDrafter
-from selfspec.facts.draft_path import DraftPath
+from selfspec.facts.confidence import PROBABILITY
 from selfspec.profile.draft import DraftSpec, LayerSkipSpec, PlainSpec, register_spec
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
@@ -38,12 +38,13 @@ def make_drafter(runtime: Runtime, profile: Profile) -> Drafter:
 
 
 def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> LayerSkipDrafter:
-    """The model itself, some sub-layers bypassed. Raises `SelfspecError` where that does not fit the model."""
+    """The model itself along a cheaper path. Raises `SelfspecError` where that does not fit the model."""
     return LayerSkipDrafter(
         runtime,
-        DraftPath(spec.skip.skip_set(), None if spec.vocabulary is None else tuple(spec.vocabulary)),
+        spec.path,
         make_controller(spec.controller, profile.outlook),
         candidates=spec.candidates,
+        confidence=spec.confidence or PROBABILITY,
     )
 
 

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +45,8 @@ def embedding(module: Any) -> Call:
 
 def linear(module: Any) -> Call:
     """A linear from `[N, in]` to `[N, out]`: an exact `nn.Linear` without a module call's overhead."""
-    if (packed := _whole_packed([module])) is not None:
-        return packed.product
+    if (whole := _whole_parts([module])) is not None:
+        return whole.product
     if not is_exact(module):
         return on_rows(module)
     return _product(module.weight.detach(), None if module.bias is None else module.bias.detach())
@@ -57,17 +57,21 @@ def linear_over(module: Any, outputs: Sequence[int]) -> Call | None:
 
     It holds a copy of the weight's rows. None where the weight is not at hand (quantised, adapted, offloaded).
     """
-    if not (is_exact(module) or (type(module) is PackedLinear and is_plain(module))):
+    if isinstance(module, PartLinear) and not isinstance(module, PackedLinear):
+        at = torch.tensor(outputs)
+        product = module.over(at)
+    elif is_readable(module):
+        whole = module.weight.detach()
+        at = torch.tensor(outputs, device=whole.device)
+        weight = whole.index_select(0, at).t().contiguous()
+        bias = None if module.bias is None else module.bias.detach().index_select(0, at)
+        product = _product(weight.t(), bias)
+    else:
         return None
-    whole = module.weight.detach()
-    at = torch.tensor(outputs, device=whole.device)
-    weight = whole.index_select(0, at).t().contiguous()
-    bias = None if module.bias is None else module.bias.detach().index_select(0, at)
-    product = _product(weight.t(), bias)
 
     def spread(x: Tensor) -> Tensor:
-        x = x.to(whole.device)
-        return x.new_full((len(x), module.out_features), -torch.inf).index_copy_(1, at, product(x))
+        x = x.to(at.device)
+        return x.new_full((len(x), module.out_features), -torch.inf).index_copy_(1, at, product(x).to(x.dtype))
 
     return spread
 
@@ -108,8 +112,8 @@ def side_by_side(modules: Sequence[Any]) -> Into:
         if weight is not None and (bias is not None or not biases):
             product = _product(weight, bias)
             return lambda x, out: product(x, out=out)
-    if (packed := _whole_packed(modules)) is not None:
-        multiply = packed.product
+    if (parts := _whole_parts(modules)) is not None:
+        multiply = parts.product
         return lambda x, out: out.copy_(multiply(x))
     calls = [linear(module) for module in modules]
     return lambda x, out: torch.cat([call(x) for call in calls], dim=-1, out=out)
@@ -204,21 +208,53 @@ def _whole(parts: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((rows, *first.shape[1:]), strides)
 
 
-def _whole_packed(modules: Sequence[Any]) -> Packed | None:
-    """The packed weight that `modules` are all the rows of, in order; None where they are not."""
-    if not all(type(module) is PackedLinear and is_plain(module) for module in modules):
+def _whole_parts(modules: Sequence[Any]) -> Product | None:
+    """The product that `modules` are all the parts of, in order; None where they are not."""
+    if not all(isinstance(module, PartLinear) and is_plain(module) for module in modules):
         return None
-    packed, start = modules[0].packed, 0
+    whole, start = modules[0].whole, 0
     for module in modules:
-        if module.packed is not packed or module.start != start:
+        if module.whole is not whole or module.start != start:
             return None
         start += module.out_features
-    return packed if start == packed.tensor.shape[0] else None
+    return whole if start == whole.out else None
 
 
 def is_exact(module: nn.Module) -> bool:
     """Whether a module is an `nn.Linear`, no subclass, without hooks and with its weight loaded."""
     return type(module) is nn.Linear and is_plain(module) and not module.weight.is_meta
+
+
+def is_readable(module: nn.Module) -> bool:
+    """Whether a linear's weight is at hand, and is all that it multiplies with."""
+    return is_exact(module) or (type(module) is PackedLinear and is_plain(module))
+
+
+class Product(Protocol):
+    """What multiplies one or more linears' weights, as one, with rows `[N, in]`; `out`: outputs of all."""
+
+    out: int
+    product: Call
+
+
+class PartLinear(nn.Module):
+    """Stands for a linear whose weight is some rows, from `start` on, of what `whole` multiplies with.
+
+    Its own forward, which calls these one by one, is slower: each computes the whole product and returns its part.
+    """
+
+    def __init__(self, whole: Product, start: int, linear: Any) -> None:
+        super().__init__()
+        self.whole, self.start = whole, start
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product with `x` `[.., in]`."""
+        return self.whole.product(x).narrow(-1, self.start, self.out_features)
+
+    def over(self, outputs: Tensor) -> Call:
+        """The product with the weight's rows `outputs` alone."""
+        raise NotImplementedError
 
 
 class Packed:
@@ -229,7 +265,7 @@ class Packed:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
-        self.dtype, self.bias = weight.dtype, bias
+        self.dtype, self.bias, self.out = weight.dtype, bias, len(weight)
         self.product: Call = partial(_packed_product, weight=self.tensor, bias=bias)
 
     @property
@@ -251,29 +287,28 @@ def _packed_product(x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor
     return product
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(PartLinear):
     """Takes the place of an `nn.Linear` whose weight has been packed, alone or together with others' over its input.
 
-    Its own weight is the rows from `start` on of the packed one, as many as it has outputs. `weight` unpacks them each
-    time it is read: it is no parameter. A model with these can be called, copied and saved as before, but neither
-    trained nor moved. Its own forward, which calls these one by one, is slower: each computes the whole packed product
-    and returns its part of it.
+    `weight` unpacks it each time it is read: it is no parameter. A model with these can be called, copied and saved as
+    before, but neither trained nor moved.
     """
 
+    whole: Packed
+
     def __init__(self, packed: Packed, start: int, linear: nn.Linear) -> None:
-        super().__init__()
-        self.packed, self.start = packed, start
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        super().__init__(packed, start, linear)
         self.bias = None if packed.bias is None else packed.bias.narrow(0, start, linear.out_features)
+
+    @property
+    def packed(self) -> Packed:
+        """The packed weight."""
+        return self.whole
 
     @property
     def weight(self) -> Tensor:
         """The weight `[out, in]`, unpacked."""
         return self.packed.unpacked().narrow(0, self.start, self.out_features)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The product with `x` `[.., in]`."""
-        return self.packed.product(x).narrow(-1, self.start, self.out_features)
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.weight.contiguous()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ class Norms:
 
     def __init__(self, eps: float) -> None:
         self._eps = eps
-        self._made: list[_ScaledNorm] = []
+        self._made: WeakSet[_ScaledNorm] = WeakSet()
 
     def read(self, module: Any, device: torch.device) -> Norm:
         """A norm of a stream on `device`. A copy of its weight, which is small, is kept even where it is offloaded."""
@@ -40,8 +41,9 @@ class Norms:
             return _called(module)
         if weight.dtype not in (torch.float32, torch.float64):
             return _RoundedNorm(weight.detach()) if weight.device.type == device.type == "cpu" else _called(module)
-        self._made.append(_ScaledNorm(weight.detach().to(device)))
-        return self._made[-1]
+        norm = _ScaledNorm(weight.detach().to(device))
+        self._made.add(norm)
+        return norm
 
     def refresh(self) -> None:
         """Take over weights that have been changed in place."""

@@ -19,6 +19,7 @@ from selfspec.model.dispatch import check_hooks, check_places, containers, devic
 from selfspec.model.families import Parts, find_family
 from selfspec.model.families.base import Block, Rotary
 from selfspec.model.linears import Call
+from selfspec.model.lowered import Lowered
 from selfspec.model.norms import Norm, Norms
 from selfspec.model.sizes import Sizes
 
@@ -35,7 +36,8 @@ class Skeleton:
     make logits of its rows, `head_over` makes a head that computes some tokens' logits only, if its weight is at hand.
     `rotary` gives rope's cosines and sines, `scaling` multiplies the products of queries and keys. `context` is the
     number of positions that can be served, `limit` says why. `ends` are the tokens after which nothing is emitted.
-    `device` is where tokens come in and logits go out. `norms` keeps the stream's norms up to date.
+    `device` is where tokens come in and logits go out. `norms` keeps the stream's norms up to date. `lowered` makes
+    sub-layers and the head in few bits.
     """
 
     embed: Call
@@ -52,6 +54,7 @@ class Skeleton:
     ends: frozenset[int]
     device: torch.device
     norms: Norms
+    lowered: Lowered
 
     def refresh(self) -> None:
         """Take over norms' weights that have been changed in place."""
@@ -95,6 +98,7 @@ def read_skeleton(model: Any) -> Skeleton:
         ends=_ends(model),
         device=device_of(parts.embedding),
         norms=norms,
+        lowered=Lowered(family, parts, norms),
     )
 
 

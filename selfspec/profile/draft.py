@@ -5,14 +5,16 @@ What a description is made into, a drafter, is known to `selfspec.drafters`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field
 
 from selfspec.basics.errors import SelfspecError, short
 from selfspec.basics.schema import Count, Data
+from selfspec.facts.confidence import Confidence
 from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.identity import Identity
 from selfspec.facts.limits import WIDEST_DRAFT
 from selfspec.facts.skip import SkipSet
@@ -74,14 +76,19 @@ class PlainSpec(DraftSpec):
 
 
 class LayerSkipSpec(DraftSpec):
-    """The model itself drafts, with some of its attention and MLP sub-layers bypassed (Draft & Verify, 2309.08168).
+    """The model itself drafts, some of its attention and MLP sub-layers bypassed (Draft & Verify, 2309.08168).
 
-    `candidates`: all tokens proposed for one place at most, the drafted one counted; 1 drafts a chain. `vocabulary`:
-    the only tokens that are drafted.
+    Others, and the head, may run with their weights in 8 or 4 bits. `confidence`: what says how likely a drafted token
+    is right; its probability when left out. `candidates`: all tokens proposed for one place at most, the drafted one
+    counted; 1 drafts a chain. `vocabulary`: the only tokens that are drafted.
     """
 
     kind: Literal["layer-skip"] = "layer-skip"
     skip: Skip = Skip()
+    int8: Skip | None = Field(None, description="The sub-layers that run with their weights in 8 bits while drafting.")
+    int4: Skip | None = Field(None, description="Those in 4 bits.")
+    head: Literal["int8", "int4"] | None = Field(None, description="How the head runs while drafting, if not in full.")
+    confidence: Confidence | None = None
     controller: ControllerSpec = ControllerSpec(name="adaptive")
     candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(
         1, description="Tokens proposed for each place at most, the drafted one counted."
@@ -93,33 +100,51 @@ class LayerSkipSpec(DraftSpec):
     @classmethod
     def of(
         cls,
-        skip: SkipSet,
+        path: DraftPath | SkipSet,
         controller: ControllerSpec | None = None,
         *,
         candidates: int = 1,
-        vocabulary: Sequence[int] | None = None,
+        confidence: Confidence | None = None,
     ) -> Self:
-        """Of a skip set; without a controller, the adaptive threshold."""
+        """Of a draft path or a skip set; without a controller, the adaptive threshold."""
+        path = DraftPath(path) if isinstance(path, SkipSet) else path
         return cls(
-            skip=Skip.of(skip),
+            skip=Skip.of(path.skip),
+            int8=Skip.of(path.int8) if len(path.int8) else None,
+            int4=Skip.of(path.int4) if len(path.int4) else None,
+            head=None if path.head == "full" else path.head,
+            confidence=confidence,
             controller=controller or ControllerSpec(name="adaptive"),
             candidates=candidates,
-            vocabulary=None if vocabulary is None else list(vocabulary),
+            vocabulary=None if path.vocabulary is None else list(path.vocabulary),
         )
 
     @property
+    def path(self) -> DraftPath:
+        """How the model runs while drafting. Raises `SelfspecError` for what is no draft path."""
+        vocabulary = None if self.vocabulary is None else tuple(self.vocabulary)
+        skip, int8, int4 = self.skip.skip_set(), self._set("int8"), self._set("int4")
+        return DraftPath(skip, vocabulary, int8, int4, self.head or "full")
+
+    def _set(self, name: str) -> SkipSet:
+        given: Skip | None = getattr(self, name)
+        try:
+            return SkipSet() if given is None else given.skip_set()
+        except SelfspecError as error:
+            raise SelfspecError(str(error).replace("skip.", f"{name}.", 1)) from None
+
+    @property
     def drafts(self) -> bool:
-        """Whether anything is bypassed: the whole model would draft as slowly as it decodes."""
-        return len(self.skip.skip_set()) > 0
+        """Whether anything is cheaper than in full: the whole model would draft as slowly as it decodes."""
+        return self.path.cheaper
 
     @property
     def said(self) -> str:
-        """How many sub-layers are bypassed."""
-        return f"{len(self.skip.skip_set())} sub-layers bypassed" if self.drafts else "drafts nothing"
+        """How many sub-layers are bypassed, or in few bits."""
+        return self.path.said if self.drafts else "drafts nothing"
 
     def check(self, model: Identity) -> None:
         """Raise `SelfspecError` for a layer or a token that the model does not have, or one named twice."""
-        self.skip.skip_set().check(model.layers)
         tokens = self.vocabulary or []
         if len(set(tokens)) < len(tokens):
             raise SelfspecError("the draft's vocabulary: a token is named twice; name each once")
@@ -128,6 +153,7 @@ class LayerSkipSpec(DraftSpec):
                 f"the draft's vocabulary: token {max(tokens)} is not among the model's {model.vocabulary}, "
                 f"so 0 to {model.vocabulary - 1} can be drafted"
             )
+        self.path.check(model.layers)
 
 
 _KINDS: dict[str, type[DraftSpec]] = {}

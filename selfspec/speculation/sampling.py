@@ -156,9 +156,32 @@ class Sampler:
                 del self._noise[next(iter(self._noise))]
         return noise
 
+    def best(self, scores: Tensor, position: int, *, with_gap: bool = True) -> tuple[int, float]:
+        """The token of processed scores `[V]` that a drafter takes for `position`, and its gap to the next best.
+
+        The gap is of scores, or with tied noise of log p + g; 0 where it is not asked for. Without tied noise sampled
+        tokens are drawn instead.
+        """
+        if self.greedy:
+            token = int(scores.argmax())
+            return token, gap(scores, token) if with_gap else 0.0
+        p = self.probs(scores)
+        (token,) = self.draws(p.unsqueeze(0), [position])
+        if token < 0:
+            raise SelfspecError(NO_TOKEN)
+        return token, gap((p / self._noise_at(position, p)).log(), token) if with_gap else 0.0
+
     def coin(self, probability: float) -> bool:
         """True with this probability."""
         return self._random.random() < probability
+
+
+def gap(merits: Tensor, token: int) -> float:
+    """By how much the best of `merits` `[V]`, that of `token`, is above the next best; infinite where it is alone."""
+    best = merits[token]
+    others = merits.index_fill(0, torch.tensor(token, device=merits.device), -torch.inf)
+    found = float(best - others.max())
+    return found if found >= 0 else 0.0
 
 
 def tied_noise(seed: int, position: int, like: Tensor) -> Tensor:

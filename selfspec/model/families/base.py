@@ -10,14 +10,16 @@ experts into an `Mlp` of their own. Knows nothing of caches, prompts and drafts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from selfspec.model.linears import Call, Group, Into, Onto
 from selfspec.model.norms import Norm, Norms
+
+SubLayer = Literal["attention", "mlp"]
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """`rotary(x, positions)`: rope's cosines and sines `[B, n, d]`, of the dtype of `x`, at `positions` `[B, n]`.
@@ -83,6 +85,12 @@ class Block:
     mlp: Mlp
     device: torch.device
 
+    def with_(self, attention: Attention | None, mlp: Any) -> Block:
+        """The same with another attention or MLP, where they are given."""
+        if attention is None and mlp is None:
+            return self
+        return replace(self, attention=attention or self.attention, mlp=mlp or self.mlp)
+
     def running(self, *, attention: bool, mlp: bool) -> tuple[Attention | None, Mlp | None]:
         """The sub-layers as they run when only these do; None: bypassed.
 
@@ -104,6 +112,11 @@ class Layer:
     module: Any
     groups: tuple[Group, ...]
     norms: tuple[nn.Module, ...]
+
+    def groups_of(self, part: SubLayer) -> tuple[Group, ...]:
+        """The groups of one sub-layer: attention's go up to the first that writes to the stream."""
+        own = 1 + next((i for i, group in enumerate(self.groups) if group.writes), len(self.groups) - 1)
+        return self.groups[:own] if part == "attention" else self.groups[own:]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter, make_drafte
 from selfspec.drafters import registry as makers
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.identity import Identity
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.profile import draft as kinds
 from selfspec.profile.draft import DraftSpec, LayerSkipSpec, PlainSpec
@@ -120,7 +121,7 @@ def test_a_kind_is_registered_once(echo):
 def test_what_is_built_in(llm):
     assert isinstance(make_drafter(llm.runtime, Profile(model=llm.identity)), PlainDrafter)
     draft = LayerSkipSpec.of(
-        SkipSet((3,), (5,)), ControllerSpec(name="fixed", options={"k": 3}), candidates=2, vocabulary=range(9)
+        DraftPath(SkipSet((3,), (5,)), tuple(range(9))), ControllerSpec(name="fixed", options={"k": 3}), candidates=2
     )
     made = make_drafter(llm.runtime, Profile(model=llm.identity, draft=draft))
     assert isinstance(made, LayerSkipDrafter)

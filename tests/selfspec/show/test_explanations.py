@@ -33,7 +33,7 @@ def test_study():
     ledger = small_study()
     trials = trials_frame(ledger)
     text = reading.sensitivity(sensitivity_frame(ledger))
-    assert "always 4 tokens" in text
+    assert "always 2 tokens" in text
     assert "needs the MLP of layer 0 most (-45%) and the attention of layer 0 least (+10%); 1 of 3 pay" in text
     text = reading.pareto(trials)
     assert "3 of 4 are beaten by none in both, from 60% accepted at 0.60 of a plain step to 90% at 0.90" in text

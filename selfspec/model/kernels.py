@@ -1,0 +1,146 @@
+"""What multiplies weights in few bits on this machine: torch's own products, the fastest of those that it has.
+
+Which is fastest depends on the processor: a product may run on a kernel made for it, or on a reference that is slower
+than float32. So they are timed on a weight like the model's, once for each kind of model, and the choice is remembered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec.basics.files import cache_folder, read_cached, write_cached
+from selfspec.basics.machine import machine
+from selfspec.model.linears import Call
+from selfspec.model.low_precision import Bits, Kernel, Rounded, fake, rounded
+
+_LIKE = (4096, 1024)  # of a weight to time on: at least this many outputs, where the model's own has fewer
+_REPEATS = 5
+_ERROR = 0.05  # of a product's size, that a kernel's may be off the rounded weight's own
+
+
+def weights_only(weight: Rounded, _dtype: torch.dtype) -> Call:
+    """8-bit weights and bfloat16 rows."""
+    values, scale = weight.values, weight.scale.flatten()
+
+    def product(x: Tensor) -> Tensor:
+        return torch._weight_int8pack_mm(x.to(torch.bfloat16), values, scale)
+
+    return product
+
+
+def both_in_8_bits(weight: Rounded, _dtype: torch.dtype) -> Call:
+    """8-bit weights, and each row brought to 8 bits by its own largest value on the way.
+
+    torch's product for one row is the faster, and scales all rows as one; several rows are scaled here, each by itself,
+    for a product that costs little more for each further row. What that needs is packed when several rows first come.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is to drop its tensors of quantised type
+        scales, zeros = weight.scale.flatten().double(), torch.zeros(len(weight.scale), dtype=torch.long)
+        held = torch._make_per_channel_quantized_tensor(weight.values, scales, zeros, 0)
+        packed, scale = torch.ops.quantized.linear_prepack(held, None), weight.scale
+        alone = torch.ops.quantized.linear_dynamic.default
+    several: list[Call] = []
+
+    def product(x: Tensor) -> Any:
+        if len(x) == 1:
+            return alone(x.float(), packed)
+        if not several:
+            several.append(_by_rows(torch.ops.quantized.linear_unpack(packed)[0].int_repr(), scale))
+        return several[0](x)
+
+    return product
+
+
+def _by_rows(values: Tensor, scale: Tensor) -> Call:
+    """Products of rows that are scaled one by one."""
+    packed = torch.ops.onednn.qlinear_prepack(values, None)
+    scales, zeros = scale.flatten().float(), torch.zeros(len(scale), dtype=torch.int32)
+    product = torch.ops.onednn.qlinear_pointwise.default
+
+    def several(x: Tensor) -> Any:
+        x = x.float()
+        size = x.abs().amax(1, keepdim=True).clamp_(min=1e-30).div_(127)
+        steps = torch.div(x, size).add_(128).round_().to(torch.uint8)
+        return product(steps, 1.0, 128, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], "").mul_(size)
+
+    return several
+
+
+def four_bits(weight: Rounded, _dtype: torch.dtype) -> Call:
+    """4-bit weights in groups, and bfloat16 rows."""
+    assert weight.zero is not None
+    into = weight.values.shape[1]
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.values.int(), 1)
+    both = torch.stack([weight.scale, weight.zero], -1).transpose(0, 1).contiguous()
+    product, group = torch.ops.aten._weight_int4pack_mm_for_cpu.default, into // weight.scale.shape[1]
+    return lambda x: product(x.to(torch.bfloat16), packed, group, both)
+
+
+KERNELS: Mapping[Bits, Mapping[str, Kernel]] = {
+    8: {"weights only": weights_only, "both in 8 bits": both_in_8_bits},
+    4: {"weights only": four_bits},
+}
+
+
+def kernel_for(weight: Tensor, bits: Bits) -> Kernel:
+    """The fastest for products of one row with weights like this one; `fake` where there is none for its device."""
+    if weight.device.type != "cpu":
+        return fake
+    path = _path(weight, bits)
+    known = read_cached(path)
+    if isinstance(known, str) and known in (*KERNELS[bits], "fake"):
+        return KERNELS[bits].get(known, fake)
+    times = kernel_times(weight, bits)
+    best = min(times, key=lambda name: times[name]) if times else "fake"
+    write_cached(path, best)
+    return KERNELS[bits].get(best, fake)
+
+
+@torch.inference_mode()
+def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, float]:
+    """Seconds of a product of `rows` rows with a weight like this one, by kernel; those that fail are left out."""
+    generator = torch.Generator().manual_seed(0)
+    out, into = max(len(weight), _LIKE[0]), weight.shape[1]
+    like = torch.randn(out, into, generator=generator).to(weight.dtype)
+    x = torch.randn(rows, into, generator=generator).to(weight.dtype)
+    held = rounded(like, bits)
+    exact = x.float() @ held.weight(torch.float32).t()
+    calls: dict[str, Callable[[], Tensor]] = {}
+    for name, kernel in KERNELS[bits].items():
+        try:
+            call = kernel(held, weight.dtype)
+            if float((call(x).float() - exact).norm()) < _ERROR * float(exact.norm()):
+                calls[name] = partial(call, x)
+        except (RuntimeError, AttributeError, NotImplementedError):
+            continue
+    times = dict.fromkeys(calls, float("inf"))
+    for _ in range(_REPEATS):
+        for name, run in calls.items():
+            for _ in range(2):  # the second with warm caches
+                begun = time.perf_counter()
+                run()
+                times[name] = min(times[name], time.perf_counter() - begun)
+    return times
+
+
+def _path(weight: Tensor, bits: Bits) -> Path:
+    what: Sequence[object] = [
+        machine(torch.device("cpu")),
+        torch.get_num_threads(),
+        torch.__version__,
+        bits,
+        list(weight.shape),
+        str(weight.dtype),
+    ]
+    return cache_folder() / "kernels" / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]}.json"

@@ -1,0 +1,140 @@
+"""Linears whose weights are held a second time, in few bits, for drafting.
+
+Only weights are rounded: to the nearest, in 8 bits for each output, in 4 bits for groups of inputs. What multiplies
+them (a `Kernel`) differs by machine and is measured; `FAKE` multiplies with the rounded weights in the model's own
+dtype, exactly what the others approximate. Rows never see each other. Knows nothing of families and caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from selfspec.model.linears import Call, Group, PartLinear, is_readable
+
+Bits = Literal[8, 4]
+GROUPS = (64, 32)  # inputs that share a scale and a zero in 4 bits, the first of them that divides the inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """A weight `[out, in]` in few bits: (`values` - `middle`) * `scale` + `zero`, the last two by group of inputs.
+
+    `values` are int8 `[out, in]`, `scale` and `zero` `[out, groups]` of bfloat16, as which kernels read them.
+    """
+
+    bits: Bits
+    values: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        """What a kernel holds of it."""
+        return bytes_of(self.bits, *self.values.shape)
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """What the values stand for."""
+        out, into = self.values.shape
+        grouped = self.values.view(out, self.scale.shape[1], -1).to(torch.float64)
+        weight = grouped * self.scale.double().unsqueeze(-1)
+        if self.zero is not None:
+            weight = weight + (self.zero.double() - 8 * self.scale.double()).unsqueeze(-1)
+        return weight.view(out, into).to(dtype)
+
+
+@torch.no_grad()
+def rounded(weight: Tensor, bits: Bits) -> Rounded:
+    """A weight `[out, in]`, each value rounded to the nearest.
+
+    In 8 bits symmetrically for each output, in 4 bits between the least and the largest of each group of inputs.
+    """
+    out, into = weight.shape
+    if bits == 8:
+        scale = (weight.abs().amax(1, keepdim=True).float() / 127).clamp(min=1e-12).bfloat16()
+        values = (weight.float() / scale.float()).round_().clamp_(-127, 127).to(torch.int8)
+        return Rounded(8, values, scale)
+    grouped = weight.float().view(out, -1, _group(into) or into)
+    low, high = grouped.amin(2), grouped.amax(2)
+    scale = ((high - low) / 15).clamp(min=1e-12).bfloat16()
+    zero = (low + 8 * scale.float()).bfloat16()
+    first = (zero.float() - 8 * scale.float()).unsqueeze(-1)
+    values = ((grouped - first) / scale.float().unsqueeze(-1)).round_().clamp_(0, 15).to(torch.int8)
+    return Rounded(4, values.view(out, into), scale, zero)
+
+
+def bytes_of(bits: Bits, out: int, into: int) -> int:
+    """Memory that a weight `[out, in]` takes in so many bits, scales included."""
+    return out * into + 2 * out if bits == 8 else out * into // 2 + 4 * out * (into // (_group(into) or into))
+
+
+def roundable(modules: Sequence[Any], bits: Bits) -> bool:
+    """Whether linears can be had in so many bits: their weights are at hand, and fit into groups."""
+    if not all(map(is_readable, modules)):
+        return False
+    return bits == 8 or all(_group(module.in_features) and module.out_features % 16 == 0 for module in modules)
+
+
+def _group(into: int) -> int | None:
+    return next((size for size in GROUPS if into % size == 0), None)
+
+
+Kernel = Callable[[Rounded, torch.dtype], Call]
+"""`kernel(rounded, dtype)` packs a weight; what it gives multiplies rows `[N, in]` of the dtype, or of bfloat16."""
+
+
+def fake(weight: Rounded, dtype: torch.dtype) -> Call:
+    """A product with the rounded weight in the model's dtype: what the others are measured by."""
+    whole = weight.weight(dtype).t()
+    return lambda x: x.to(dtype) @ whole
+
+
+class Whole:
+    """Weights `[out, in]` of linears that read the same input, one below the other, in few bits."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, bits: Bits, kernel: Kernel) -> None:
+        held = rounded(weight, bits)
+        self.out, self.bytes = len(weight), held.bytes
+        multiply = kernel(held, weight.dtype)
+        self.product: Call = multiply if bias is None else lambda x: multiply(x).to(bias.dtype) + bias
+
+
+class LowPrecisionLinear(PartLinear):
+    """A linear in few bits, alone or with others over its input. `again(weight, bias)` rounds others as it was."""
+
+    def __init__(self, whole: Whole, start: int, linear: Any, again: Callable[[Tensor, Tensor | None], Whole]) -> None:
+        super().__init__(whole, start, linear)
+        self._again, self._source = again, [linear]  # in a list, so that it is no module of this one
+
+    def over(self, outputs: Tensor) -> Call:
+        """The product with the weight's rows `outputs` alone."""
+        (source,) = self._source
+        bias = None if source.bias is None else source.bias.detach().index_select(0, outputs)
+        return self._again(source.weight.detach().index_select(0, outputs), bias).product
+
+
+@torch.no_grad()
+def in_few_bits(group: Group, bits: Bits, kernel: Kernel) -> tuple[Group, int]:
+    """A group of linears in few bits in the place of its own, which stay as they are; and the bytes that they take."""
+
+    def whole(weight: Tensor, bias: Tensor | None) -> Whole:
+        return Whole(weight, bias, bits, kernel)
+
+    modules = group.modules
+    weights = [module.weight.detach() for module in modules]
+    bias: Tensor | None = None
+    if any(module.bias is not None for module in modules):
+        bias = torch.cat(
+            [w.new_zeros(len(w)) if m.bias is None else m.bias for w, m in zip(weights, modules, strict=True)]
+        )
+    together, start = whole(torch.cat(weights), bias), 0
+    found: dict[str, LowPrecisionLinear] = {}
+    for name, module in zip(group.names, modules, strict=True):
+        found[name] = LowPrecisionLinear(together, start, module, whole)
+        start += module.out_features
+    return Group(SimpleNamespace(**found), group.names, group.writes), together.bytes

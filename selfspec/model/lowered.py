@@ -1,0 +1,71 @@
+"""A model's sub-layers and head in few bits, made out of its own modules, which stay as they are.
+
+Knows nothing of caches, prompts and drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from selfspec.model.families.base import Attention, Family, Layer, Mlp, Parts, SubLayer
+from selfspec.model.kernels import kernel_for
+from selfspec.model.linears import Call, Group
+from selfspec.model.low_precision import Bits, Kernel, bytes_of, in_few_bits, roundable
+from selfspec.model.norms import Norms
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """Makes them. `kernel`: what multiplies; None: what is fastest on this machine."""
+
+    family: Family
+    parts: Parts
+    norms: Norms
+    kernel: Kernel | None = None
+
+    def bytes(self, index: int, part: SubLayer, bits: Bits) -> int | None:
+        """Memory that a layer's attention or MLP would take; None where it cannot be had in so many bits."""
+        return _bytes(self.parts.layers[index].groups_of(part), bits)
+
+    def head_bytes(self, bits: Bits) -> int | None:
+        """Memory that the head would take; None where it cannot be had."""
+        return _bytes((self.parts.head,), bits)
+
+    def sublayer(self, index: int, part: SubLayer, bits: Bits) -> tuple[Attention | Mlp, int] | None:
+        """A layer's attention or MLP, and the memory that it takes; None where it cannot be had in so many bits."""
+        layer = self.parts.layers[index]
+        own = layer.groups_of(part)
+        if _bytes(own, bits) is None:
+            return None
+        made, held = self._made(own, bits)
+        others = layer.groups_of("mlp" if part == "attention" else "attention")
+        groups = (*made, *others) if part == "attention" else (*others, *made)
+        block = self.family.block(Layer(layer.module, groups, layer.norms), self.norms)
+        return (block.attention if part == "attention" else block.mlp), held
+
+    def head(self, bits: Bits, tokens: Sequence[int] | None) -> tuple[Call, int] | None:
+        """The head, over some tokens only where they are named, and its memory; None where it cannot be had."""
+        if _bytes((self.parts.head,), bits) is None:
+            return None
+        (head,), held = self._made((self.parts.head,), bits)
+        parts = replace(self.parts, head=head)
+        if tokens is None:
+            return self.family.head(parts), held
+        call = self.family.head_over(parts, tokens)
+        return None if call is None else (call, held * len(tokens) // head.module.out_features)
+
+    def _made(self, groups: Sequence[Group], bits: Bits) -> tuple[list[Group], int]:
+        kernel = self.kernel or kernel_for(groups[0].modules[0].weight, bits)
+        made = [in_few_bits(group, bits, kernel) for group in groups]
+        return [group for group, _ in made], sum(held for _, held in made)
+
+
+def _bytes(groups: Sequence[Group], bits: Bits) -> int | None:
+    modules = [module for group in groups for module in group.modules]
+    if not modules or not roundable(modules, bits):
+        return None
+    return sum(
+        bytes_of(bits, sum(module.out_features for module in group.modules), group.modules[0].in_features)
+        for group in groups
+    )
