@@ -14,8 +14,8 @@ from selfspec.controllers import FixedK
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter, make_drafter, register
 from selfspec.drafters import registry as makers
 from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.identity import Identity
 from selfspec.facts.draft_path import DraftPath
+from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
 from selfspec.profile import draft as kinds
 from selfspec.profile.draft import DraftSpec, LayerSkipSpec, PlainSpec
