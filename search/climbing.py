@@ -1,123 +1,153 @@
-"""Strategies that change one thing at a time: greedy elimination, and climbing from the best set known."""
+"""Strategies that change one thing at a time: greedy elimination, and climbing from the best path known."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from selfspec.facts.skip import SkipSet
+from selfspec.facts.draft_path import DraftPath
 
-from .space import Space
+from .space import Point, Space
+
+Gains = tuple[tuple[float, ...], ...]
+"""For each variable, and each of its choices, the score gained (or lost) by it alone, from some path on."""
 
 
 class Climb:
-    """Tries the sets of a queue, then single changes of the best set known, the most promising first.
+    """Tries the paths of a queue, then single changes of the best path known, the most promising first.
 
     A change that helped, or hurt little, when it was last tried is tried sooner. When every single change of the best
-    set was tried, pairs of them are, at random. Nothing is proposed twice while there is anything new nearby.
+    path was tried, pairs of them are, at random. Nothing is proposed twice while there is anything new nearby.
     """
 
-    def __init__(self, space: Space, *, seed: int, queue: Sequence[SkipSet] = (), gains: Sequence[float] = ()) -> None:
+    def __init__(self, space: Space, *, seed: int, queue: Sequence[DraftPath] = (), gains: Gains = ()) -> None:
         self._space = space
         self._random = random.Random(seed)
-        self._queue = [space.bits(skip) for skip in queue]
-        self._gains = list(gains) or [0.0] * len(space)  # of setting each variable, in score, when it was last tried
-        self._order = self._random.sample(range(len(space)), len(space))  # of variables that promise the same
-        self._scores: dict[tuple[bool, ...], float] = {}
-        self._best: tuple[bool, ...] | None = None
-        self._from: tuple[tuple[bool, ...], int] | None = None  # the base and the variable of a single change
+        self._queue = [space.point(path) for path in queue]
+        self._gains = _table(space, gains)  # when it was last tried
+        changes = [(i, c) for i, of in enumerate(space.choices) for c in range(len(of))]
+        self._order = self._random.sample(changes, len(changes))  # of changes that promise the same
+        self._scores: dict[Point, float] = {}
+        self._best: Point | None = None
+        self._from: tuple[Point, int] | None = None  # the base and the variable of a single change
 
-    def ask(self) -> SkipSet:
-        """The next set."""
+    def ask(self) -> DraftPath:
+        """The next path."""
         self._from = None
         while self._queue:
-            bits = self._queue.pop(0)
-            if bits not in self._scores:
-                return self._space.skip(bits)
-        return self._space.skip(self._near(self._best or (False,) * len(self._space)))
+            point = self._queue.pop(0)
+            if point not in self._scores:
+                return self._space.path(point)
+        return self._space.path(self._near(self._best or (0,) * len(self._space)))
 
-    def tell(self, skip: SkipSet, score: float) -> None:
+    def tell(self, path: DraftPath, score: float) -> None:
         """Record the score, and what the change brought."""
-        bits = self._space.bits(skip)
+        point = self._space.point(path)
         if self._from is not None:
             base, changed = self._from
-            gain = score - self._scores.get(base, score)
-            self._gains[changed] = gain if bits[changed] else -gain
-        self.learn(skip, score)
+            gains = self._gains[changed]
+            gains[point[changed]] = gains[base[changed]] + score - self._scores.get(base, score)
+        self.learn(path, score)
 
-    def learn(self, skip: SkipSet, score: float) -> None:
+    def learn(self, path: DraftPath, score: float) -> None:
         """Record the score."""
-        bits = self._space.bits(skip)
-        self._scores[bits] = score
+        point = self._space.point(path)
+        self._scores[point] = score
         if self._best is None or score > self._scores[self._best]:
-            self._best = bits
+            self._best = point
 
-    def _near(self, base: tuple[bool, ...]) -> tuple[bool, ...]:
-        def promise(i: int) -> float:
-            return -self._gains[i] if base[i] else self._gains[i]
+    def _near(self, base: Point) -> Point:
+        def promise(change: tuple[int, int]) -> float:
+            i, choice = change
+            return self._gains[i][choice] - self._gains[i][base[i]]
 
-        for i in sorted(self._order, key=promise, reverse=True):
-            if (bits := _flip(base, i)) not in self._scores:
+        for i, choice in sorted(self._order, key=promise, reverse=True):
+            if choice != base[i] and (point := _with(base, (i, choice))) not in self._scores:
                 self._from = (base, i)
-                return bits
+                return point
         for _ in range(50):
-            bits = _flip(base, *self._random.sample(range(len(base)), min(len(base), self._random.choice((2, 2, 3)))))
-            if bits not in self._scores:
-                return bits
-        return tuple(self._random.random() < 0.5 for _ in base)
+            places = self._random.sample(range(len(base)), min(len(base), self._random.choice((2, 2, 3))))
+            point = _with(base, *((i, self._other(i, base[i])) for i in places))
+            if point not in self._scores:
+                return point
+        return tuple(self._random.randrange(len(of)) for of in self._space.choices)
+
+    def _other(self, i: int, choice: int) -> int:
+        """Another choice of a variable."""
+        return (choice + 1 + self._random.randrange(len(self._space.choices[i]) - 1)) % len(self._space.choices[i])
 
 
 class Greedy:
-    """Greedy elimination to the end, lazily (Minoux 1978), then climbing from the best set seen.
+    """Greedy elimination to the end, lazily (Minoux 1978), then climbing from the best path seen.
 
-    Begins with nothing skipped, and tries the variable whose skipping promises the highest gain. If what it brings is
-    no less than any other promises, it stays skipped; otherwise what it brought is what it promises from now on.
+    Begins with everything in the base mode (`Space.base`), and tries the change, of one variable to a cheaper mode,
+    that promises the highest gain. If what it brings is no less than any other promises, it stays; otherwise what it
+    brought is what it promises from now on.
     """
 
-    def __init__(self, space: Space, *, seed: int, gains: Sequence[float] = ()) -> None:
+    def __init__(self, space: Space, *, seed: int, gains: Gains = ()) -> None:
         self._space = space
         self._climb = Climb(space, seed=seed, gains=gains)
-        self._base = (False,) * len(space)
+        self._base = space.start
         self._score: float | None = None
-        self._promise = dict(enumerate(gains or [0.0] * len(space)))
-        self._tried: int | None = None
+        table = _table(space, gains)
+        self._promise = {change: table[change[0]][change[1]] for change in cheaper(space, self._base)}
+        self._tried: tuple[int, int] | None = None
 
     @property
-    def base(self) -> SkipSet:
-        """What has been eliminated."""
-        return self._space.skip(self._base)
+    def base(self) -> DraftPath:
+        """What has been made cheaper."""
+        return self._space.path(self._base)
 
     @property
     def done(self) -> bool:
-        """Whether everything has been eliminated."""
+        """Whether nothing can be made cheaper."""
         return not self._promise
 
-    def ask(self) -> SkipSet:
-        """The base, then the base with the most promising variable."""
+    def ask(self) -> DraftPath:
+        """The base, then the base with the most promising change."""
         if self._score is None:
             return self.base
         if not self._promise:
             return self._climb.ask()
-        self._tried = max(self._promise, key=lambda i: self._promise[i])
-        return self._space.skip(_flip(self._base, self._tried))
+        self._tried = max(self._promise, key=lambda change: self._promise[change])
+        return self._space.path(_with(self._base, self._tried))
 
-    def tell(self, skip: SkipSet, score: float) -> None:
-        """Keep the variable skipped if no other promises more than it brought."""
-        self._climb.tell(skip, score)
+    def tell(self, path: DraftPath, score: float) -> None:
+        """Keep the change if no other promises more than it brought."""
+        self._climb.tell(path, score)
         if self._score is None or self._tried is None:
             self._score = score
             return
         gain = score - self._score
         self._promise[self._tried] = gain
         if self._promise and gain >= max(self._promise.values()):
-            self._base, self._score = _flip(self._base, self._tried), score
-            del self._promise[self._tried]
+            changed, choice = self._tried
+            self._base, self._score = _with(self._base, self._tried), score
+            self._promise = {
+                change: promise
+                for change, promise in self._promise.items()
+                if change[0] != changed or change[1] > choice
+            }
         self._tried = None
 
-    def learn(self, skip: SkipSet, score: float) -> None:
+    def learn(self, path: DraftPath, score: float) -> None:
         """Record the score for the climbing that follows the elimination."""
-        self._climb.learn(skip, score)
+        self._climb.learn(path, score)
 
 
-def _flip(bits: tuple[bool, ...], *places: int) -> tuple[bool, ...]:
-    return tuple(bit != (i in places) for i, bit in enumerate(bits))
+def cheaper(space: Space, base: Point) -> Iterator[tuple[int, int]]:
+    """Every change of one variable to a cheaper mode than it has: the variable's number and the choice."""
+    for i, (of, now) in enumerate(zip(space.choices, base, strict=True)):
+        yield from ((i, choice) for choice in range(now + 1, len(of)))
+
+
+def _with(point: Point, *changes: tuple[int, int]) -> Point:
+    new = list(point)
+    for i, choice in changes:
+        new[i] = choice
+    return tuple(new)
+
+
+def _table(space: Space, gains: Gains) -> list[list[float]]:
+    return [list(of) for of in gains] or [[0.0] * len(of) for of in space.choices]

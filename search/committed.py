@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.skip import NOTHING_SKIPPED, SkipSet
+from selfspec.facts.draft_path import FULL, DraftPath
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
 
@@ -18,7 +17,7 @@ from .target_text import Text
 class Committed:
     """`tokens` `[texts, longest]`, padded, and `lengths` `[texts, 1]`; the slot of a token's keys is its position.
 
-    The keys are those that the model makes without the sub-layers last given to `hold`; before that there are none.
+    The keys are those that the model makes along the path last given to `hold`; before that there are none.
     """
 
     def __init__(self, runtime: Runtime, texts: Sequence[Text]) -> None:
@@ -29,19 +28,19 @@ class Committed:
             self.tokens[row, : len(text.tokens)] = torch.tensor(text.tokens)
         self.tokens = self.tokens.to(runtime.device)
         self.lengths = torch.tensor([len(text.tokens) for text in texts], device=runtime.device)[:, None]
-        self._held: SkipSet | None = None
+        self._held: DraftPath | None = None
 
-    def hold(self, skip: SkipSet) -> None:
-        """Fill the cache by a causal pass over each text without the sub-layers in `skip`, unless it is so filled."""
-        if skip == self._held:
+    def hold(self, path: DraftPath) -> None:
+        """Fill the cache by a causal pass over each text along `path`, unless it is so filled."""
+        if path == self._held:
             return
         self.forget()
-        path = self._runtime.compile(DraftPath(skip))
+        way = self._runtime.compile(path)
         for row, text in enumerate(self._texts):
             own, end = slice(row, row + 1), len(text.tokens) - 1  # nothing sees the last token's keys
             if end:
-                self._runtime.forward(self.tokens[own, :end], 0, path=path, rows=own, logits=None)
-        self._held = skip
+                self._runtime.forward(self.tokens[own, :end], 0, path=way, rows=own, logits=None)
+        self._held = path
 
     def forget(self) -> None:
         """The cached keys are overwritten, or will be: the next `hold` makes them again."""
@@ -60,5 +59,5 @@ class Committed:
                 assert step.logits is not None
                 prefixes = (text.tokens[:end] for end in range(text.prompt, len(text.tokens)))
                 found.append(sampler.probs(sampler.scores(step.logits[0], prefixes)))
-        self._held = NOTHING_SKIPPED
+        self._held = FULL
         return torch.cat(found) if found else None

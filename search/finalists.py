@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import make_controller
-from selfspec.facts.draft_path import DraftPath
+from selfspec.facts.confidence import Confidence
 from selfspec.llm.llm import LLM
 from selfspec.measure.timing import Runs, interleave, measure, method
 from selfspec.profile.draft import LayerSkipSpec
@@ -61,20 +61,20 @@ def finish(
     """
     record = base.search
     assert record is not None
-    ranked = {score.skip: score for score in sorted(scores, key=lambda s: s.tokens_per_second) if not score.pruned}
+    ranked = {score.path: score for score in sorted(scores, key=lambda s: s.tokens_per_second) if not score.pruned}
     finalists = list(ranked.values())[::-1][:FINALISTS]
     if not finalists:
-        raise SelfspecError("no skip set could be scored: every one proposed costs more than max_draft_cost allows")
+        raise SelfspecError("no draft path could be scored: every one proposed costs more than max_draft_cost allows")
     measured: Measurement | None = None
-    best = finalists[0]
+    best, told = finalists[0], search.ledger.confidence
     try:
         if not record.interrupted and record.kv == "shared":
             best = _best(search, base, _with_smaller_head(search, finalists, smaller_head), on)
-            measured = _measured(search, drafting_as(base, best), on, laid_out_for_plain)
+            measured = _measured(search, drafting_as(base, best, told), on, laid_out_for_plain)
     except KeyboardInterrupt:
         record = record.model_copy(update={"interrupted": True})
     kept = keep_best or (best.speedup if measured is None else measured.speedup) > 1
-    found = drafting_as(base, best) if kept else base
+    found = drafting_as(base, best, told) if kept else base
     predicted = None
     if kept and replay is not None and base.costs is not None:
         search.watch.stage("predicting what it brings", None)
@@ -95,12 +95,13 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in PACKAGES}
 
 
-def drafting_as(base: Profile, score: Score) -> Profile:
+def drafting_as(base: Profile, score: Score, confidence: Confidence | None) -> Profile:
     """A profile that drafts as was scored, with every option of its controller written out."""
     draft = LayerSkipSpec.of(
-        DraftPath(score.skip, score.vocabulary or None),
+        score.path,
         make_controller(score.controller).spec(),
         candidates=score.candidates,
+        confidence=None if confidence is None or confidence.plain else confidence,
     )
     return base.model_copy(update={"draft": draft, "acceptance": score.acceptance})
 
@@ -128,7 +129,10 @@ def _best(search: Search, base: Profile, finalists: Sequence[Score], on: HeldOut
         return finalists[0]
     options = replace(search.decoding, max_new_tokens=new).options()
     llm, watch = search.llm, search.watch
-    methods = {str(i): method(llm, llm.drafts_with(drafting_as(base, score)), options) for i, score in enumerate(able)}
+    methods = {
+        str(i): method(llm, llm.drafts_with(drafting_as(base, score, search.ledger.confidence)), options)
+        for i, score in enumerate(able)
+    }
     watch.stage("choosing among the best few", len(able) * len(prompts))
     runs = interleave(methods, prompts, rounds=1, on_run=_counted(search), go_on=_in_time(deadline))
     return able[max(range(len(able)), key=lambda i: runs.speedup(str(i), "0")[0])]
@@ -215,6 +219,8 @@ def _settled(runs: Runs, prompts: int) -> bool:
 def _note(best: Score, measured: Measurement | None, search: SearchRecord, *, kept: bool) -> str | None:
     attention, mlp = list(best.skip.attention), list(best.skip.mlp)
     found = f"the best set found (attention {attention}, mlp {mlp})"
+    if best.path.low_precision:
+        found = f"the best draft path found ({best.path.said})"
     if search.kv == "own":
         ended = f"interrupted after {search.trials} trials; " if search.interrupted else ""
         if kept:

@@ -23,9 +23,9 @@ def with_smaller_head(worth: Replayed, score: Score, *, texts: Iterable[Sequence
     `texts` are the token ids whose frequencies count; they are not read where the head is a small part of what the
     draft steps cost.
     """
-    if not worth.head_takes(WORTH_TRYING, score.skip):
+    if not worth.head_takes(WORTH_TRYING, score.path):
         return None
     counted = list(texts)
     tried = sorted({frequent(counted, size // share) for share in SHARES} - {()})
-    found = worth.score_with(score.skip, [(tokens, len(tokens) / size) for tokens in tried])
+    found = worth.score_with(score.path, tried)
     return found if found is not None and found.tokens_per_second > score.tokens_per_second else None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.distributions import IntDistribution
+from optuna.distributions import CategoricalDistribution
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from pydantic import ValidationError
@@ -19,18 +19,21 @@ from pydantic import ValidationError
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.schema import Data, Positive
 from selfspec.facts.acceptance import AcceptanceCurve
+from selfspec.facts.confidence import Confidence
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import CostModel
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.profile.schema import Calibration
 
+from .climbing import Gains
+from .narrowing import Choices
 from .objective import Score
 from .options import STUDY
 from .space import Space
 from .storage import MEMORY, is_database, named, open_storage, place, storage_errors
 
 PATIENCE = 10.0  # times the longest trial (and a minute) after which a worker's claim is taken for dead
-BIT = IntDistribution(0, 1)
 
 
 class Texts(Data):
@@ -59,7 +62,7 @@ class Ledger:
     """The trials of one study, by every worker that shares it.
 
     Only completed trials are added, each at once, so that a kill leaves none half done. What all trials rest on (the
-    search's settings, how much text, the cost model, what skipping each variable alone brings) is held by trials
+    search's settings, how much text, the cost model, the confidence, what each change alone brings) is held by trials
     marked failed; of several of a kind the first counts, so that workers that start together agree. What a worker is
     scoring now it claims in an attribute of the study. Raises `SelfspecError` when the study is of a search with other
     settings, damaged, or cannot be reached.
@@ -72,7 +75,7 @@ class Ledger:
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.worker = uuid.uuid4().hex[:12]
-        self.scores: dict[SkipSet, Score] = {}
+        self.scores: dict[DraftPath, Score] = {}
         self.entries: list[Entry] = []
         self._where = where = place(where)
         self._begun = time.time()
@@ -129,14 +132,36 @@ class Ledger:
         self._share("costs", costs.model_dump(mode="json"))
 
     @property
-    def gains(self) -> tuple[float, ...] | None:
-        """What skipping each variable alone brings, once it is known."""
-        gains: tuple[float, ...] | None = self._records.get("gains")
+    def confidence(self) -> Confidence | None:
+        """What says how likely a drafted token is right, once it is known."""
+        confidence: Confidence | None = self._records.get("confidence")
+        return confidence
+
+    def keep_confidence(self, confidence: Confidence) -> Confidence:
+        """Keep what says how likely a drafted token is right, unless another worker was first; what is kept."""
+        kept: Confidence = self._share("confidence", confidence.model_dump(mode="json"))
+        return kept
+
+    @property
+    def choices(self) -> Choices | None:
+        """What the space was narrowed to, once it is known."""
+        choices: Choices | None = self._records.get("choices")
+        return choices
+
+    def keep_choices(self, choices: Choices) -> Choices:
+        """Keep what the space was narrowed to, unless another worker was first; what is kept."""
+        kept: Choices = self._share("choices", choices.model_dump(mode="json"))
+        return kept
+
+    @property
+    def gains(self) -> Gains | None:
+        """What each choice of each variable alone brings, once it is known."""
+        gains: Gains | None = self._records.get("gains")
         return gains
 
-    def keep_gains(self, gains: Sequence[float]) -> None:
-        """Keep what skipping each variable alone brings, unless another worker was first."""
-        self._share("gains", list(gains))
+    def keep_gains(self, gains: Gains) -> None:
+        """Keep what each choice of each variable alone brings, unless another worker was first."""
+        self._share("gains", [list(of) for of in gains])
 
     def _share(self, key: str, value: Any) -> Any:
         """What is shared under `key`: `value`, if there was nothing."""
@@ -149,14 +174,16 @@ class Ledger:
 
     def keep_score(self, score: Score, space: Space, *, draft_cost: float | None = None, seconds: float = 0.0) -> None:
         """Keep a trial."""
-        bits = space.bits(score.skip)
+        chosen = zip(space.names, space.choices, space.point(score.path), strict=True)
         attrs = {"score": _as_json(score), "draft_cost": draft_cost, "seconds": seconds, "worker": self.worker}
         with self._errors():
             self._study.add_trial(
                 create_trial(
                     value=score.tokens_per_second,
-                    params={name: int(bit) for name, bit in zip(space.names, bits, strict=True)},
-                    distributions=dict.fromkeys(space.names, BIT),
+                    params={name: of[number] for name, of, number in chosen},
+                    distributions={
+                        name: CategoricalDistribution(of) for name, of in zip(space.names, space.choices, strict=True)
+                    },
                     user_attrs=attrs,
                 )
             )
@@ -187,7 +214,7 @@ class Ledger:
         else:
             score = _score(attrs["score"])
             self.entries.append(Entry(score, attrs["draft_cost"], float(attrs["seconds"]), str(attrs["worker"])))
-            self.scores.setdefault(score.skip, score)
+            self.scores.setdefault(score.path, score)
 
     def finishes(self) -> bool:
         """Whether it is for this worker to measure the best: the first of those that share the study to ask."""
@@ -198,35 +225,37 @@ class Ledger:
         first = next(worker for worker, asked in self._finishers if worker == self.worker or asked > self._begun)
         return first == self.worker
 
-    def claim(self, skip: SkipSet | None) -> None:
-        """Say which set this worker scores now; None: none any more."""
+    def claim(self, path: DraftPath | None) -> None:
+        """Say which path this worker scores now; None: none any more."""
         if self._where != MEMORY:
-            claimed = None if skip is None else [list(skip.attention), list(skip.mlp), time.time()]
+            claimed = None if path is None else [_path_as_json(path), time.time()]
             with self._errors():
                 self._study.set_user_attr(f"claim {self.worker}", claimed)
 
-    def claimed(self) -> set[SkipSet]:
-        """The sets that other workers score now."""
+    def claimed(self) -> set[DraftPath]:
+        """The paths that other workers score now."""
         if self._where == MEMORY:
             return set()
         with self._errors():
             attrs = self._study.user_attrs
         oldest = time.time() - 60 - PATIENCE * max((entry.seconds for entry in self.entries), default=0.0)
         claims = [value for key, value in attrs.items() if key.startswith("claim ") and not key.endswith(self.worker)]
-        return {SkipSet(tuple(a), tuple(m)) for a, m, begun in filter(None, claims) if begun > oldest}
+        return {_path(path) for path, begun in filter(None, claims) if begun > oldest}
 
     def _errors(self) -> Any:
         return storage_errors(self._where if isinstance(self._where, Path) else named(self._where))
 
 
-def _gains(value: Sequence[float]) -> tuple[float, ...]:
-    return tuple(map(float, value))
+def _gains(value: Sequence[Sequence[float]]) -> Gains:
+    return tuple(tuple(map(float, of)) for of in value)
 
 
 _RECORDS: dict[str, Callable[[Any], Any]] = {
     "settings": dict,
     "texts": Texts.model_validate,
     "costs": CostModel.model_validate,
+    "choices": Choices.model_validate,
+    "confidence": Confidence.model_validate,
     "gains": _gains,
 }
 
@@ -246,18 +275,27 @@ def _study(storage: BaseStorage, name: str | None, *, make: bool) -> optuna.Stud
 
 def _as_json(score: Score) -> dict[str, Any]:
     acceptance = None if score.acceptance is None else score.acceptance.model_dump(mode="json")
-    skip = [list(score.skip.attention), list(score.skip.mlp)]
     controller = score.controller.model_dump(mode="json")
-    return asdict(score) | {"skip": skip, "controller": controller, "acceptance": acceptance}
+    return asdict(score) | {"path": _path_as_json(score.path), "controller": controller, "acceptance": acceptance}
 
 
 def _score(data: Mapping[str, Any]) -> Score:
     trial = dict(data)
-    trial["skip"] = SkipSet(*map(tuple, trial["skip"]))
+    trial["path"] = _path(trial["path"])
     trial["controller"] = ControllerSpec.model_validate(trial["controller"])
-    trial["vocabulary"] = tuple(trial["vocabulary"])
-    if "siblings" in trial:  # as the first trials kept them
-        trial["candidates"] = trial.pop("siblings")
     if trial["acceptance"] is not None:
         trial["acceptance"] = AcceptanceCurve.model_validate(trial["acceptance"])
     return Score(**trial)
+
+
+def _path_as_json(path: DraftPath) -> dict[str, Any]:
+    sets = {
+        mode: [list(of.attention), list(of.mlp)] for mode in ("skip", "int8", "int4") for of in [getattr(path, mode)]
+    }
+    return sets | {"head": path.head, "vocabulary": None if path.vocabulary is None else list(path.vocabulary)}
+
+
+def _path(data: Mapping[str, Any]) -> DraftPath:
+    sets = {mode: SkipSet(*map(tuple, data[mode])) for mode in ("skip", "int8", "int4")}
+    vocabulary = None if data["vocabulary"] is None else tuple(data["vocabulary"])
+    return DraftPath(**sets, head=data["head"], vocabulary=vocabulary)

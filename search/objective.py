@@ -1,4 +1,4 @@
-"""What a skip set is worth: predicted from a replay, or measured by decoding as in the paper."""
+"""What a draft path is worth: predicted from a replay, or measured by decoding as in the paper."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller, FixedK, make_controller
 from selfspec.drafters import PlainDrafter
 from selfspec.facts.acceptance import AcceptanceCurve, Outlook
+from selfspec.facts.confidence import PROBABILITY
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import CostModel
+from selfspec.facts.draft_path import DraftPath, as_path
 from selfspec.facts.skip import SkipSet
 from selfspec.facts.stats import Stats
 from selfspec.facts.work import DRAFT_STEP, Work
@@ -40,30 +42,34 @@ DINKELBACH, RATE_KNOWN = 8, 1e-3  # iterations at most; they end when the rate c
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a skip set is worth, with the best of the controllers. `pruned`: only a share was looked at.
+    """What a draft path is worth, with the best of the controllers. `pruned`: only a share was looked at.
 
     `tokens_per_second` counts decoding alone under replay, and the prompt's pass too when decoding was timed.
     `candidates`: for each place at most, the drafted token counted; `acceptance`: the curve that the controller rests
-    on; `vocabulary`: the only tokens that are drafted, none means all.
+    on.
     """
 
-    skip: SkipSet
+    path: DraftPath
     tokens_per_second: float
     speedup: float
     acceptance_rate: float
     tokens_per_round: float
     controller: ControllerSpec
     pruned: bool = False
-    vocabulary: tuple[int, ...] = ()
     candidates: int = 1
     acceptance: AcceptanceCurve | None = None
 
+    @property
+    def skip(self) -> SkipSet:
+        """The sub-layers that are bypassed."""
+        return self.path.skip
+
 
 class Objective(Protocol):
-    """Scores skip sets."""
+    """Scores draft paths."""
 
-    def score(self, skip: SkipSet) -> Score:
-        """The worth of a skip set; higher is better."""
+    def score(self, path: DraftPath) -> Score:
+        """The worth of a path; higher is better."""
 
 
 class WallClock:
@@ -87,11 +93,12 @@ class WallClock:
         on_prompt(len(parts))
         self._plain = Stats.total(parts[1:]).tokens_per_second
 
-    def score(self, skip: SkipSet) -> Score:
+    def score(self, path: DraftPath | SkipSet) -> Score:
         """Decode every prompt."""
-        total = decode_all(self._llm, self._llm.layer_skip(skip, self._controller), self._prompts, self._decoding)
+        path = as_path(path)
+        total = decode_all(self._llm, self._llm.layer_skip(path, self._controller), self._prompts, self._decoding)
         speed = total.tokens_per_second
-        return Score(skip, speed, speed / self._plain, total.acceptance_rate, total.tokens_per_round, self._controller)
+        return Score(path, speed, speed / self._plain, total.acceptance_rate, total.tokens_per_round, self._controller)
 
 
 def decode_all(llm: LLM, drafter: Drafter, prompts: Sequence[Prompt], decoding: Decoding) -> Stats:
@@ -124,9 +131,9 @@ class _Value:
 
 @dataclass(frozen=True, slots=True)
 class _Incumbent:
-    """The best set known, its traces by how large a share of each text they are of, and what it is worth on all."""
+    """The best path known, its traces by how large a share of each text they are of, and what it is worth on all."""
 
-    skip: SkipSet
+    path: DraftPath
     traces: dict[float, list[Trace]]
     value: _Value
 
@@ -135,8 +142,8 @@ class Replayed:
     """Predicted tokens per second of decoding the replay's texts: best over `controllers`, tuned on the trace.
 
     `controllers` None: those of `controllers_in_play` for as long drafts as can pay. The best few are also tried with
-    several candidates for each place; those that ask for an outlook are told the trace's. A set is looked at on a
-    share of the starts, then on a larger one, and pruned when it is worse than the best set known, text by text, by
+    several candidates for each place; those that ask for an outlook are told the trace's. A path is looked at on a
+    share of the starts, then on a larger one, and pruned when it is worse than the best path known, text by text, by
     more than `ERRORS` standard errors of the mean difference. `candidates`: for each place, the most that are tried;
     those that the replay answers for when left out.
     """
@@ -154,22 +161,23 @@ class Replayed:
         self._controllers = controllers
         self._best: _Incumbent | None = None
 
-    def score(self, skip: SkipSet) -> Score:
+    def score(self, path: DraftPath | SkipSet) -> Score:
         """Replay a share, and more where that is promising."""
-        controllers, best = self._in_play(self._draft(skip)), self._best
+        path = as_path(path)
+        controllers, best = self._in_play(self._draft(path)), self._best
         traces: list[Trace] = []
         parts: dict[float, list[Trace]] = {}
         for share in SHARES:
-            parts[share] = traces = self._replay.trace(skip, controllers, share=share, known=traces)
+            parts[share] = traces = self._replay.trace(path, controllers, share=share, known=traces)
             if share < 1 and best is not None:
-                value = self._value(skip, traces, controllers)
-                theirs = self._priced(best.value.plan, best.traces[share], self._draft(best.skip))
+                value = self._value(path, traces, controllers)
+                theirs = self._priced(best.value.plan, best.traces[share], self._draft(best.path))
                 if _clearly_worse(value, theirs):
-                    return self._as_score(skip, value, best.value.speed * value.speed / theirs.speed, pruned=True)
-        value = self._value(skip, traces, controllers)
+                    return self._as_score(path, value, best.value.speed * value.speed / theirs.speed, pruned=True)
+        value = self._value(path, traces, controllers)
         if best is None or value.speed > best.value.speed:
-            self._best = _Incumbent(skip, parts, value)
-        return self._as_score(skip, value, value.speed, pruned=False)
+            self._best = _Incumbent(path, parts, value)
+        return self._as_score(path, value, value.speed, pruned=False)
 
     def _in_play(self, draft: float) -> Sequence[Controller]:
         """The controllers to tune, where a draft step takes so many seconds."""
@@ -178,48 +186,51 @@ class Replayed:
         most = min(LONGEST_DRAFT, self._replay.depth)
         return controllers_in_play(long_enough(self._costs, draft, most))
 
-    def head_takes(self, share: float, skip: SkipSet) -> bool:
+    def head_takes(self, share: float, path: DraftPath) -> bool:
         """Whether the head over the whole vocabulary takes at least `share` of a draft step."""
-        return self._costs.head >= share * self._costs.draft(skip, self._replay.layers)
+        whole = self._draft(path)
+        return whole - self._costs.draft(path, self._replay.layers, vocabulary=0.0) >= share * whole
 
-    def score_with(self, skip: SkipSet, heads: Sequence[tuple[tuple[int, ...], float]]) -> Score | None:
+    def score_with(self, path: DraftPath, heads: Sequence[tuple[int, ...]]) -> Score | None:
         """`score`, of all starts, were only a part of the vocabulary drafted: the best of `heads`, by a first share.
 
-        Each is the tokens and their share of all. None where none betters drafting from the whole vocabulary.
+        None where none betters drafting from the whole vocabulary.
         """
-        best: tuple[float, tuple[int, ...], float, list[Trace]] | None = None
-        for tokens, share in [((), 1.0), *heads]:
-            controllers = self._in_play(self._draft(skip, share))
-            traces = self._replay.trace(skip, controllers, share=SHARES[0], vocabulary=tokens)
-            speed = self._value(skip, traces, controllers, share).speed
+        best: tuple[float, DraftPath, list[Trace]] | None = None
+        for tokens in (None, *heads):
+            tried = replace(path, vocabulary=tokens)
+            controllers = self._in_play(self._draft(tried))
+            traces = self._replay.trace(tried, controllers, share=SHARES[0])
+            speed = self._value(tried, traces, controllers).speed
             if best is None or speed > best[0]:
-                best = speed, tokens, share, traces
+                best = speed, tried, traces
         assert best is not None
-        _, tokens, share, traces = best
-        if not tokens:
+        _, tried, traces = best
+        if tried.vocabulary is None:
             return None
-        controllers = self._in_play(self._draft(skip, share))
-        whole = self._replay.trace(skip, controllers, known=traces, vocabulary=tokens)
-        value = self._value(skip, whole, controllers, share)
-        return replace(self._as_score(skip, value, value.speed, pruned=False), vocabulary=tokens)
+        controllers = self._in_play(self._draft(tried))
+        value = self._value(tried, self._replay.trace(tried, controllers, known=traces), controllers)
+        return self._as_score(tried, value, value.speed, pruned=False)
 
-    def gain(self, skip: SkipSet, *, draft: int = ALONE, share: float = RANKING_SHARE) -> float:
-        """The speedup over plain decoding of always drafting `draft` tokens under `skip`, on a `share` of the starts.
+    def gain(self, path: DraftPath | SkipSet, *, draft: int = ALONE, share: float = RANKING_SHARE) -> float:
+        """The speedup over plain decoding of always drafting `draft` tokens along a path, on a `share` of the starts.
 
-        The number is fixed because the best controller would hardly draft under poor skip sets, which would not tell
-        which of them is poorer.
+        The number is fixed because the best controller would hardly draft along poor paths, which would not tell which
+        of them is poorer.
         """
         controller = FixedK(min(draft, self._replay.depth))
-        traces = self._replay.trace(skip, [controller], share=share)
-        return self._priced(_Plan(controller), traces, self._draft(skip)).speed * self._costs.plain
+        traces = self._replay.trace(path, [controller], share=share)
+        return self._priced(_Plan(controller), traces, self._draft(as_path(path))).speed * self._costs.plain
 
-    def _draft(self, skip: SkipSet, share: float = 1.0) -> float:
-        return self._costs.draft(skip, self._replay.layers, vocabulary=share)
+    def _draft(self, path: DraftPath) -> float:
+        return self._costs.draft(path, self._replay.layers, vocabulary=self._share(path))
 
-    def _value(
-        self, skip: SkipSet, traces: Sequence[Trace], controllers: Sequence[Controller], share: float = 1.0
-    ) -> _Value:
-        draft = self._draft(skip, share)
+    def _share(self, path: DraftPath) -> float:
+        """The share of all tokens that are drafted."""
+        return 1.0 if path.vocabulary is None else len(path.vocabulary) / self._replay.vocabulary
+
+    def _value(self, path: DraftPath, traces: Sequence[Trace], controllers: Sequence[Controller]) -> _Value:
+        draft = self._draft(path)
 
         def best(plans: Iterable[_Plan], count: int = 1) -> list[_Value]:
             values = [self._priced(plan, traces, draft) for plan in plans]
@@ -233,7 +244,7 @@ class Replayed:
             found += best(_Plan(value.plan.controller, n) for value in found for n in counts)
         if asking:
             curve = fit_curve(traces, self._candidates)
-            outlook = Outlook.of(self._costs, skip, self._replay.layers, curve, vocabulary=share)
+            outlook = Outlook.of(self._costs, path, self._replay.layers, curve, vocabulary=self._share(path))
             found += [self._at_its_rate(controller, outlook, traces, draft) for controller in asking]
         return max(found, key=lambda value: value.speed)
 
@@ -256,12 +267,12 @@ class Replayed:
         seconds = tuple(self._costs.seconds(w.rounds, {DRAFT_STEP: draft}) for w in walks)
         return _Value(plan, tuple(w.stats for w in walks), seconds)
 
-    def _as_score(self, skip: SkipSet, value: _Value, speed: float, *, pruned: bool) -> Score:
+    def _as_score(self, path: DraftPath, value: _Value, speed: float, *, pruned: bool) -> Score:
         total = Stats.total(value.stats)
         controller = value.plan.controller
         outlook = controller.learnt()
         return Score(
-            skip,
+            path,
             speed,
             speed * self._costs.plain,
             total.acceptance_rate,
@@ -284,12 +295,13 @@ def predict(replay: Replay, profile: Profile) -> Prediction:
         raise SelfspecError("a prediction needs a profile with costs")
     described = profile.layer_skip
     controller = make_controller(described.controller, profile.outlook)
-    traces = replay.trace(profile.skip_set, [controller], vocabulary=described.vocabulary or ())
+    replay.confidence = described.confidence or PROBABILITY
+    traces = replay.trace(profile.path, [controller])
     walks = walk(traces, controller, candidates=described.candidates, seeded=replay.seeded)
     total = Stats.total(done.stats for done in walks)
     rounds = sum((done.rounds for done in walks), Counter[tuple[Work, int]]())
     prefill = costs.prefill * sum(text.prompt for text in replay.texts)
-    draft = costs.draft(profile.skip_set, replay.layers, vocabulary=profile.draft_share)
+    draft = costs.draft(profile.path, replay.layers, vocabulary=profile.draft_share)
     seconds = prefill + costs.seconds(rounds, {DRAFT_STEP: draft})
     if replay.own_keys:
         seconds += prefill * draft / costs.plain

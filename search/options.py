@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.facts.draft_path import MODES, Mode
 from selfspec.llm.options import TopK, TopP
 
-from .space import GRANULARITIES, parse_keep
+from .space import BYPASSING, GRANULARITIES, parse_keep, parse_modes
 from .strategies import check_strategy
 
 if TYPE_CHECKING:
@@ -69,7 +70,9 @@ class SearchOptions:
     (None: as without a seed). The controller is tuned with the skip set, unless one is given, as a spec or as text
     such as `fixed:k=4`, and so is the number of candidates for each drafted token. Where the head takes a tenth of a
     draft step or more, heads over the most frequent quarter and sixteenth of the vocabulary are tried too (replay
-    only). `keep`: numbers of layers, or text such as `0,15`.
+    only). `keep`: numbers of layers, or text such as `0,15`. `modes`: how sub-layers may run while drafting; those that
+    are no faster here, or that nothing can be had in, are left out, and so are paths whose weights in few bits take
+    more than `extra_memory` of what the model's own take.
 
     `kv` says whose keys and values drafts read of what is committed. "shared": the target's, as selfspec's drafts do.
     "own": the draft's, prompt included, as in an engine that runs what is left of the model as a draft model; each
@@ -130,6 +133,23 @@ class SearchOptions:
         str | Sequence[int],
         typer.Option(metavar="LAYERS", help="Layers that are never skipped, such as 0,15.", rich_help_panel=_SETS),
     ] = ()
+    modes: Annotated[
+        str | Sequence[str] | None,
+        typer.Option(
+            metavar="MODES",
+            help="How sub-layers may draft, of full, int8, int4 and skip (all); full,skip is Draft & Verify.",
+            rich_help_panel=_SETS,
+        ),
+    ] = None
+    extra_memory: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="X",
+            help="Weights in few bits may take so much more, of the model's bytes; .3 in float32, else .55.",
+            rich_help_panel=_SETS,
+        ),
+    ] = None
     granularity: Annotated[
         str, typer.Option(help="sublayer (attention and MLP apart) or layer.", rich_help_panel=_SETS)
     ] = "sublayer"
@@ -219,9 +239,17 @@ class SearchOptions:
         if cost is not None and not 0 < cost < math.inf:
             raise SelfspecError(f"max_draft_cost {cost}: want more than 0 and finite, as a share of a plain step")
         self._check_together()
-        _ = self.kept_layers, self.fixed
+        if self.extra_memory is not None and not 0 <= self.extra_memory < math.inf:
+            raise SelfspecError(
+                f"extra_memory {self.extra_memory}: want 0 or more and finite, as a share of the model's"
+            )
+        _ = self.kept_layers, self.fixed, self.allowed_modes
 
     def _check_together(self) -> None:
+        if self.kv == "own" and self.allowed_modes != BYPASSING:
+            raise SelfspecError(
+                "kv 'own' is for draft models of other engines, whose sub-layers run in full or not at all"
+            )
         if self.objective == "wallclock":
             if self.kv == "own":
                 raise SelfspecError(
@@ -236,6 +264,16 @@ class SearchOptions:
         if isinstance(self.keep, str):
             return parse_keep(self.keep)
         return tuple(sorted({operator.index(layer) for layer in self.keep}))
+
+    @property
+    def allowed_modes(self) -> tuple[Mode, ...]:
+        """How sub-layers may draft, in the order of `MODES`. Raises `SelfspecError` for text that names no mode.
+
+        Left out, all of them; where the paper's way, or drafts for another engine, are asked for, as published.
+        """
+        if self.modes is None:
+            return MODES if (self.objective, self.kv) == ("replay", "shared") else BYPASSING
+        return parse_modes(self.modes if isinstance(self.modes, str) else ",".join(self.modes))
 
     @property
     def fixed(self) -> "ControllerSpec | None":
@@ -269,5 +307,6 @@ class SearchOptions:
             "logits processors": len(self.logits_processor),
             "rule": self.decoding.verified_by,
             "keep": list(self.kept_layers),
+            "modes": list(self.allowed_modes),
             "controller": None if self.fixed is None else self.fixed.model_dump(mode="json"),
         }

@@ -63,8 +63,8 @@ def oracle(
     )
     described = profile.layer_skip
     depth = deepest([make_controller(described.controller, profile.outlook)])
-    candidates, vocabulary = described.candidates, described.vocabulary or ()
+    candidates = described.candidates
     with Replay(llm.model, texts, sampler=decoding.sampler(), depth=depth, candidates=candidates, seed=seed) as replay:
-        traces = replay.trace(profile.skip_set, [FixedK(depth)], vocabulary=vocabulary)
-    draft = costs.draft(profile.skip_set, llm.runtime.layers)
+        traces = replay.trace(profile.path, [FixedK(depth)])
+    draft = costs.draft(profile.path, llm.runtime.layers)
     return oracle_bound(traces, costs, draft, candidates=candidates)

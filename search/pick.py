@@ -73,4 +73,4 @@ def as_profile(ledger: Ledger, entry: Entry) -> Profile:
             tokens_per_round=round(score.tokens_per_round, 3),
             draft_cost=round(entry.draft_cost, 4),
         )
-    return drafting_as(base, score).model_copy(update={"predicted": predicted})
+    return drafting_as(base, score, ledger.confidence).model_copy(update={"predicted": predicted})

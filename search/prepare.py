@@ -7,26 +7,31 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from selfspec.controllers import Controller
+from selfspec.facts.confidence import Confidence
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import CostModel
-from selfspec.facts.skip import SkipSet
+from selfspec.facts.draft_path import DraftPath
 from selfspec.llm.llm import LLM
 from selfspec.measure.cost_fitting import measure_costs
 from selfspec.profile.schema import Calibration
 
 from .budget import Budget, Deadline
+from .climbing import Gains, cheaper
+from .confidence import fit_confidence
 from .continuations import Decoding, continue_prompts
 from .forecast import PLACES, Pace, Task
 from .ledger import Ledger, Texts
+from .narrowing import Choices, paying
 from .objective import RANKING_SHARE, Objective, Replayed, WallClock
 from .playing import LONGEST_DRAFT
 from .replay import CANDIDATES, Replay, deepest
 from .space import Space
 from .strategies import Problem
 from .target_text import Text
-from .warm import BUDGETS, cosines, every_second, first_k, programme
+from .warm import BUDGETS, by_cosines, every_fourth, every_second, first_k, likely, programme
 from .watch import Silent, Watch
 
+CONFIDENT = 3  # tokens of the drafts by which it is told what is sure
 LEAST_RANKING = 1 / 64  # of each text's places: from fewer, what bypassing a sub-layer alone brings cannot be told
 
 
@@ -66,11 +71,13 @@ class Search:
 
 def replayed(
     search: Search, held: ExitStack, fixed: Controller | None, context: int | None, warm: bool
-) -> tuple[Replayed, Problem, CostModel, Replay]:
-    """The replay objective, and what is known before the first trial."""
-    space, ledger, watch = search.space, search.ledger, search.watch
+) -> tuple[Search, Replayed, Problem, CostModel, Replay]:
+    """The search with what is worth trying, the replay objective, and what is known before the first trial."""
+    ledger, watch = search.ledger, search.watch
     texts = _continued(search)
     costs = _costs(search, texts, context)
+    search = replace(search, space=_narrowed(search, costs))
+    space = search.space
     deadline = search.budget.deadline("ranking")
     watch.stage("reading the texts", None)
     replay = held.enter_context(
@@ -85,18 +92,48 @@ def replayed(
             own_keys=search.own_keys,
         )
     )
+    replay.confidence = _confidence(search, replay)
     worth = Replayed(replay, costs, None if fixed is None else [fixed])
     if not warm:
-        return worth, Problem(space, search.seed), costs, replay
+        return search, worth, Problem(space, search.seed), costs, replay
     planning = BUDGETS * search.pace.rows(PLACES * len(texts))
     gains = ledger.gains or _gains(search, worth, Deadline(deadline.at - planning, deadline.clock))
     watch.stage("planning likely sets", None)
     streams = replay.streams(PLACES)
     planned = programme(space, streams, costs) if deadline.allows(planning) else ()
-    alike = cosines(space, streams)
+    alike = by_cosines(space, streams)
+    known = gains or alike
     near = first_k(space, alike)
-    first = dict.fromkeys((*first_k(space, gains or alike), *planned[:3], *near[1:3], every_second(space)))
-    return worth, Problem(space, search.seed, tuple(first), tuple(gains or alike), planned), costs, replay
+    first = dict.fromkeys((*likely(space, known), *planned[:3], *near[1:3], every_second(space)))
+    return search, worth, Problem(space, search.seed, tuple(first), known, planned), costs, replay
+
+
+def _narrowed(search: Search, costs: CostModel) -> Space:
+    """The space without modes that are no cheaper here than running in full."""
+    space, ledger = search.space, search.ledger
+    choices = ledger.choices
+    if choices is None:
+        given = Choices(
+            modes=list(space.modes),
+            head=list(space.head),
+            attention=list(space.fixed.attention),
+            mlp=list(space.fixed.mlp),
+        )
+        choices = ledger.keep_choices(paying(given, costs))
+    return choices.of(space)
+
+
+def _confidence(search: Search, replay: Replay) -> Confidence:
+    """What tells best how likely a drafted token is right, by drafts in the base mode, else with few sub-layers."""
+    known = search.ledger.confidence
+    if known is None:
+        search.watch.stage("reading what drafts are sure of", None)
+        space = search.space
+        path = space.path(space.start) if space.base != "full" else every_fourth(space)
+        known = search.ledger.keep_confidence(
+            fit_confidence(replay, path, draft=CONFIDENT, share=(search.budget.limited and 0.25) or 0.5)
+        )
+    return known
 
 
 def _continued(search: Search) -> list[Text]:
@@ -137,6 +174,7 @@ def _costs(search: Search, texts: Sequence[Text], context: int | None) -> CostMo
                 sampler=search.decoding.sampler(),
                 within=search.budget.share("costs"),
                 seed=search.seed,
+                modes=search.space.modes,
                 on_decoding=show,
             )
         )
@@ -145,39 +183,47 @@ def _costs(search: Search, texts: Sequence[Text], context: int | None) -> CostMo
     return costs
 
 
-def _gains(search: Search, worth: Replayed, deadline: Deadline) -> tuple[float, ...]:
-    """What bypassing each variable alone brings; nothing where there is no time to tell.
+def _gains(search: Search, worth: Replayed, deadline: Deadline) -> Gains:
+    """What each change to a cheaper mode alone brings; nothing where there is no time to tell.
 
     As all are to be compared, they are tried on as large a share of the places as there is time for with all of them.
+    What is not tried is 0, as every speedup is more.
     """
-    parts, share = search.space.variables, RANKING_SHARE
-    search.watch.stage("ranking sub-layers", len(parts))
+    space, share = search.space, RANKING_SHARE
+    changes = [*cheaper(space, space.start)]
+    points = [space.start, *(tuple({**dict(enumerate(space.start)), i: c}.values()) for i, c in changes)]
+    search.watch.stage("ranking sub-layers", len(points))
     begun = deadline.clock()
-    gains = [worth.gain(parts[0], share=share)]
-    needed = (deadline.clock() - begun) * len(parts)
+    found = [worth.gain(space.path(points[0]), share=share)]
+    needed = (deadline.clock() - begun) * len(points)
     if needed > deadline.left:
         share *= deadline.left / needed
-        gains = []
-    for number, part in enumerate(parts):
+        found = []
+    for number, point in enumerate(points):
         if share < LEAST_RANKING or not deadline.allows():
             return ()
-        if number >= len(gains):
-            gains.append(worth.gain(part, share=share))
+        if number >= len(found):
+            found.append(worth.gain(space.path(point), share=share))
         search.watch.step(number + 1)
-    search.ledger.keep_gains(gains)
+    gains = [[0.0] * len(of) for of in space.choices]
+    for i, now in enumerate(space.start):
+        gains[i][now] = found[0]
+    for (i, choice), gain in zip(changes, found[1:], strict=True):
+        gains[i][choice] = gain
+    search.ledger.keep_gains(tuple(map(tuple, gains)))
     return search.ledger.gains or ()
 
 
 def timed(search: Search, controller: ControllerSpec | None, warm: bool) -> tuple[Objective, Problem]:
     """The paper's objective, with warm starts by the cosine of what enters and leaves each sub-layer."""
     space = search.space
-    starts: tuple[SkipSet, ...] = ()
+    starts: tuple[DraftPath, ...] = ()
     prompts, decoding = search.chosen(search.ledger.texts or search.ledger.keep_texts(search.plan()))
     texts = [Text(tuple(ids), max(1, len(ids) - PLACES), PLACES + 1) for ids in prompts if len(ids) > 1]
     if warm and texts:
         search.watch.stage("ranking sub-layers", None)
         with Replay(search.llm.model, texts, depth=1) as replay:
-            starts = (*first_k(space, cosines(space, replay.streams(PLACES))), every_second(space))
+            starts = (*likely(space, by_cosines(space, replay.streams(PLACES))), every_second(space))
     search.watch.stage("measuring plain decoding", 1 + len(prompts))
     worth = WallClock(search.llm, prompts, decoding, controller, on_prompt=search.watch.step)
     return worth, Problem(space, search.seed, tuple(dict.fromkeys(starts)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -17,11 +18,12 @@ import torch
 from torch import Tensor
 
 from selfspec.controllers import Controller
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.skip import NOTHING_SKIPPED, SkipSet
+from selfspec.facts.confidence import PROBABILITY
+from selfspec.facts.draft_path import FULL, DraftPath, as_path
+from selfspec.facts.skip import SkipSet
 from selfspec.runtime.forward import Runtime
 from selfspec.runtime.paths import CompiledPath
-from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sampling import Sampler, gaps
 
 from .committed import Committed
 from .law import Noise, Uniforms, draft_given_text
@@ -36,18 +38,19 @@ OWN_PLACES = 32  # tokens of each text whose streams are looked at for drafts wi
 
 
 class Replay:
-    """Texts of one model, ready to be replayed under any skip set; a context manager that holds their keys.
+    """Texts of one model, ready to be replayed along any path; a context manager that holds their keys.
 
     `sampler`: how the texts were decoded, greedily or sampled. `rule`: how sampled drafts are verified; for `match` the
     texts must name their seeds. `candidates`: for how many candidates of each position, the drafted token counted,
     a sampled trace can tell the outcome (a greedy one tells it for any number). `depth`: the most tokens of a draft.
     `chunk`: starts of one forward; counts do not depend on it. `noise(ids, depth)` replaces the random choices of
-    sampled drafts, which otherwise follow `seed`.
+    sampled drafts, which otherwise follow `seed`. `confidence`, which may be changed later, is what traces tell of each
+    drafted token.
 
     Drafts read the target's own keys and values of all committed tokens, as selfspec's do. With `own_keys` they read
     those of the model without the skipped sub-layers, prompt included, as a draft model with a cache of its own would:
     the model that is left when the skipped sub-layers are taken out, exported to an engine. Counts are then those of
-    such a model, and every skip set costs one more pass of it over the texts.
+    such a model, and every path costs one more pass of it over the texts.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Replay:
         self._group = min(len(self.texts), chunk)  # texts side by side
         self._each = max(1, chunk // self._group)  # starts of each
         self.seed = seed
+        self.confidence = PROBABILITY
         self._noise = noise or self._uniforms
         self._runtime = Runtime(model, rows=len(self.texts))
         self._longest = max(len(text.tokens) for text in self.texts)
@@ -103,7 +107,7 @@ class Replay:
         device = self._runtime.device
         self._committed = Committed(self._runtime, self.texts)
         if self.sampler.greedy or self._tied is not None:
-            self._committed.hold(NOTHING_SKIPPED)
+            self._committed.hold(FULL)
         else:
             self._targets = self._committed.targets(self.sampler)
         ends = [text.prompt + text.room for text in self.texts for _ in range(text.new)]
@@ -114,6 +118,11 @@ class Replay:
     def seeded(self) -> bool:
         """Whether the texts were decoded with seeds, so that controllers start each afresh."""
         return self.sampler.seeded or self._tied is not None
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+        return self._runtime.skeleton.identity.vocabulary or 0
 
     @property
     def layers(self) -> int:
@@ -153,21 +162,20 @@ class Replay:
 
     def trace(
         self,
-        skip: SkipSet,
+        path: DraftPath | SkipSet,
         controllers: Sequence[Controller],
         *,
         share: float = 1.0,
         known: Sequence[Trace] = (),
-        vocabulary: Sequence[int] = (),
     ) -> list[Trace]:
-        """Drafts under `skip` from the first `share` of every text's starts, deep enough for each of `controllers`.
+        """Drafts along `path` from the first `share` of every text's starts, deep enough for each of `controllers`.
 
-        `known`: traces of a smaller share, made with the same skip set and controllers, to be lengthened.
-        `vocabulary`: the only tokens that are drafted; none means all.
+        `known`: traces of a smaller share, made with the same path, controllers and confidence, to be lengthened.
         """
-        path = self._runtime.compile(DraftPath(skip, tuple(vocabulary) or None))
+        path = as_path(path)
+        way = self._runtime.compile(path)
         if self.own_keys:
-            self._committed.hold(skip)
+            self._committed.hold(replace(path, vocabulary=None))
         low = [len(trace.runs) for trace in known] or [0] * len(self.texts)
         high = [-(-text.new * share // 1) for text in self.texts]
         record = Record(self._first[-1], self.depth)
@@ -175,7 +183,7 @@ class Replay:
             group = range(first, min(first + self._group, len(self.texts)))
             for step in range(0, max(int(high[i]) - low[i] for i in group), self._each):
                 window = [(low[i] + step, min(low[i] + step + self._each, int(high[i]))) for i in group]
-                self._replay(path, controllers, slice(group.start, group.stop), window, record)
+                self._replay(way, controllers, slice(group.start, group.stop), window, record)
         fresh = [self._read(record, i, low[i], int(high[i])) for i in range(len(self.texts))]
         return [a.then(b) for a, b in zip(known, fresh, strict=True)] if known else fresh
 
@@ -262,6 +270,7 @@ class Replay:
             rank[missed] = (left > left.gather(-1, following[missed].unsqueeze(-1))).sum(-1)
         else:
             assert self._targets is not None
+            merits = scores
             ids = (live.ids + step).clamp(max=len(self._targets) - 1).flatten()
             p, flat = self._targets[ids], q.flatten(0, 1)
             weight = live.weight.flatten().unsqueeze(-1).to(p.dtype) if self._block else 1.0
@@ -273,8 +282,19 @@ class Replay:
                 p_x, q_x = (t.gather(-1, token.flatten().unsqueeze(-1)).view(place.shape) for t in (p, flat))
                 ratio = p_x / q_x.clamp(min=torch.finfo(q_x.dtype).tiny)
                 live.weight = torch.where(match, (live.weight * ratio).clamp(max=1.0), live.weight)
-        confidence = q.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+        confidence = self._confidence(q, merits, token)
         return token, confidence, match, torch.where(inside & ~match, rank, 0)
+
+    def _confidence(self, q: Tensor, merits: Tensor, token: Tensor) -> Tensor:
+        """What `Confidence.of` gives for each drafted token `[B, n]`."""
+        probability = q.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+        told = self.confidence
+        if told.plain:
+            return probability
+        apart = gaps(merits if self._tied is None else merits.log()) if told.gap else torch.zeros_like(probability)
+        each = zip(probability.flatten().tolist(), apart.flatten().tolist(), strict=True)
+        found = torch.tensor([told.of(p, g) for p, g in each], dtype=torch.float64, device=token.device)
+        return found.view(token.shape)
 
     def _with_ties(self, q: Tensor, place: Tensor, group: slice) -> Tensor:
         """What the token of each row maximises `[B, n, V]`: q over the noise that is tied to its text and place."""
@@ -286,7 +306,7 @@ class Replay:
         return self._noise(live.ids.flatten(), step)
 
     def _uniforms(self, ids: Tensor, step: int) -> Uniforms:
-        """The numbers of these starts at this depth; the same for every skip set, so that scores can be paired."""
+        """The numbers of these starts at this depth; the same for every path, so that scores can be paired."""
         if step not in self._numbers:
             generator = torch.Generator().manual_seed(self.seed * 1009 + step)
             shape = (self._first[-1], 2 * self.candidates)

@@ -1,4 +1,7 @@
-"""What may be skipped: the variables of a search, and skip sets as points of it. Knows nothing of models."""
+"""What may be cheaper while drafting: the variables of a search, and draft paths as points of it.
+
+Knows nothing of models.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,32 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.skip import SkipSet
+from selfspec.facts.draft_path import MODES, DraftPath, Mode, as_path
+from selfspec.facts.skip import NOTHING_SKIPPED, SkipSet
 
 GRANULARITIES = ("sublayer", "layer")
+BYPASSING: tuple[Mode, ...] = ("full", "skip")  # the modes of Draft & Verify
+HEAD = "head"
+
+Point = tuple[int, ...]
+"""For each variable the number of its mode among its choices."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """One binary variable for each sub-layer that may be skipped, or for each layer, in the order they are run.
+    """A variable for each sub-layer, or for each layer, in the order they are run, and one for the head.
 
-    `keep`: layers that are never skipped; `granularity`: one of `GRANULARITIES`. Raises `SelfspecError` for a layer
-    that does not exist, or when nothing is left to skip.
+    `keep`: layers that are never skipped; `granularity`: one of `GRANULARITIES`. `modes`: those that sub-layers may
+    have, among them "full". `fixed`: sub-layers that cannot be had in few bits; `head`: the modes of the head. What has
+    no choice is no variable. Raises `SelfspecError` for a layer that does not exist, and when nothing is left to try.
     """
 
     layers: int
     keep: tuple[int, ...] = ()
     granularity: str = "sublayer"
+    modes: tuple[Mode, ...] = BYPASSING
+    fixed: SkipSet = NOTHING_SKIPPED
+    head: tuple[Mode, ...] = ("full",)
 
     def __post_init__(self) -> None:
         wrong = next((layer for layer in self.keep if not 0 <= layer < self.layers), None)
@@ -30,43 +43,96 @@ class Space:
             raise SelfspecError(
                 f"keep: layer {wrong} does not exist; the model has {self.layers} layers, 0 to {self.layers - 1}"
             )
-        if len(set(self.keep)) == self.layers:
-            raise SelfspecError("keep: every layer is kept, so that nothing can be skipped")
+        if not self.variables and len(self.head) < 2:
+            reason = "every layer is kept" if "skip" in self.modes else f"there is no mode but {', '.join(self.modes)}"
+            raise SelfspecError(f"keep: {reason}, so that nothing can be skipped")
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[SkipSet, tuple[Mode, ...]], ...]:
+        each = [(SkipSet((i,), ()), SkipSet((), (i,))) for i in range(self.layers)]
+        whole = self.granularity == "layer"
+        parts = [SkipSet((i,), (i,)) for i in range(self.layers)] if whole else [part for pair in each for part in pair]
+        found = ((part, self._modes_of(part)) for part in parts)
+        return tuple((part, modes) for part, modes in found if len(modes) > 1)
+
+    def _modes_of(self, part: SkipSet) -> tuple[Mode, ...]:
+        (layer,) = {*part.attention, *part.mlp}
+        stays = set(part.attention) & set(self.fixed.attention) or set(part.mlp) & set(self.fixed.mlp)
+        left_out = {"skip"} if layer in self.keep else set()
+        left_out |= {"int8", "int4"} if stays else set()
+        return tuple(mode for mode in MODES if mode in self.modes and mode not in left_out)
 
     @cached_property
     def variables(self) -> tuple[SkipSet, ...]:
-        """What each variable skips when it is set."""
-        free = [layer for layer in range(self.layers) if layer not in self.keep]
-        if self.granularity == "layer":
-            return tuple(SkipSet((layer,), (layer,)) for layer in free)
-        return tuple(part for layer in free for part in (SkipSet((layer,), ()), SkipSet((), (layer,))))
+        """The sub-layers of each variable but the head."""
+        return tuple(part for part, _ in self._parts)
+
+    @cached_property
+    def choices(self) -> tuple[tuple[Mode, ...], ...]:
+        """The modes of each variable, full first; the head, where it has a choice, comes last."""
+        head = [self.head] if len(self.head) > 1 else []
+        return (*(modes for _, modes in self._parts), *head)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The variables' names, such as `attention 3`, `mlp 3` and `layer 3`."""
+        """The variables' names, such as `attention 3`, `mlp 3`, `layer 3` and `head`."""
         kinds = {(True, True): "layer", (True, False): "attention", (False, True): "mlp"}
-        return tuple(f"{kinds[bool(p.attention), bool(p.mlp)]} {(p.attention or p.mlp)[0]}" for p in self.variables)
+        names = [f"{kinds[bool(p.attention), bool(p.mlp)]} {(p.attention or p.mlp)[0]}" for p in self.variables]
+        return (*names, HEAD) if len(self.head) > 1 else tuple(names)
 
     def __len__(self) -> int:
-        return len(self.variables)
+        return len(self.choices)
 
-    def skip(self, bits: Sequence[bool | int]) -> SkipSet:
-        """The skip set of a point, one bit for each variable."""
-        parts = [part for part, bit in zip(self.variables, bits, strict=True) if bit]
-        return SkipSet(tuple(i for p in parts for i in p.attention), tuple(i for p in parts for i in p.mlp))
+    @property
+    def base(self) -> Mode:
+        """How whatever else has no better mode had best run: in 8 bits, where that can be had."""
+        return next((mode for mode in ("int8", "int4") if mode in self.modes), "full")
 
-    def choose(self, numbers: Collection[int]) -> SkipSet:
-        """The skip set of the variables with these numbers."""
-        return self.skip([i in numbers for i in range(len(self))])
+    @cached_property
+    def start(self) -> Point:
+        """Everything in the base mode, where it can be."""
+        return self.all_in(self.base)
 
-    def bits(self, skip: SkipSet) -> tuple[bool, ...]:
-        """The nearest point to a skip set: a variable is set when all of it is skipped."""
-        attention, mlp = set(skip.attention), set(skip.mlp)
-        return tuple(attention.issuperset(part.attention) and mlp.issuperset(part.mlp) for part in self.variables)
+    def all_in(self, mode: Mode) -> Point:
+        """Everything in a mode, where it can be; else in the base mode or in full. The head is never bypassed."""
+        return tuple(next((modes.index(m) for m in (mode, self.base) if m in modes), 0) for modes in self.choices)
 
-    def nearest(self, skip: SkipSet) -> SkipSet:
-        """The skip set of the nearest point."""
-        return self.skip(self.bits(skip))
+    def path(self, point: Sequence[int]) -> DraftPath:
+        """The draft path of a point."""
+        modes: list[Mode] = ["full"] * (2 * self.layers)
+        for part, of, number in zip(self.variables, self.choices, point, strict=False):
+            for i in (*part.attention, *(self.layers + i for i in part.mlp)):
+                modes[i] = of[number]
+        head = self.choices[-1][point[-1]] if len(self.head) > 1 else "full"
+        return DraftPath.of(modes, head="full" if head == "skip" else head)
+
+    def point(self, path: DraftPath | SkipSet) -> Point:
+        """The nearest point to a path: a variable has a mode when all of its sub-layers have it, else runs in full."""
+        path = as_path(path)
+        modes = path.modes(self.layers)
+        found = []
+        for part, of in zip(self.variables, self.choices, strict=False):
+            mine = {modes[i] for i in (*part.attention, *(self.layers + i for i in part.mlp))}
+            mode = mine.pop() if len(mine) == 1 else "full"
+            found.append(of.index(mode) if mode in of else 0)
+        if len(self.head) > 1:
+            found.append(self.head.index(path.head) if path.head in self.head else 0)
+        return tuple(found)
+
+    def nearest(self, path: DraftPath | SkipSet) -> DraftPath:
+        """The path of the nearest point."""
+        return self.path(self.point(path))
+
+    def choose(self, numbers: Collection[int], mode: Mode = "skip", *, rest: Point | None = None) -> DraftPath:
+        """The path of the variables with these numbers in a mode, as far as they may, the others as in `rest`.
+
+        Left out, the others are in full.
+        """
+        point = list(rest or (0,) * len(self))
+        for i in numbers:
+            if mode in self.choices[i]:
+                point[i] = self.choices[i].index(mode)
+        return self.path(point)
 
 
 def parse_keep(text: str) -> tuple[int, ...]:
@@ -75,3 +141,15 @@ def parse_keep(text: str) -> tuple[int, ...]:
     if not all(part.isascii() and part.isdigit() and len(part) < 7 for part in parts):
         raise SelfspecError(f"keep '{text}': want layer numbers such as 0,15")
     return tuple(sorted({int(part) for part in parts}))
+
+
+def parse_modes(text: str) -> tuple[Mode, ...]:
+    """Modes such as `full,int8,skip`, in the order of `MODES`. Raises `SelfspecError` for anything else."""
+    given = [part.strip() for part in text.split(",") if part.strip()]
+    wrong = next((part for part in given if part not in MODES), None)
+    if wrong is not None:
+        raise SelfspecError(f"modes: '{wrong}' is not known; known: {', '.join(MODES)}")
+    found: tuple[Mode, ...] = tuple(mode for mode in MODES if mode in (*given, "full"))
+    if len(found) < 2:
+        raise SelfspecError(f"modes '{text}': want one beside full, of {', '.join(MODES[1:])}")
+    return found

@@ -1,51 +1,59 @@
-"""Search strategies over what may be skipped, behind one ask/tell interface. They know nothing of models."""
+"""Search strategies over how sub-layers may draft, behind one ask/tell interface. They know nothing of models."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.skip import SkipSet
+from selfspec.facts.draft_path import DraftPath
 
-from .climbing import Climb, Greedy
+from .climbing import Climb, Gains, Greedy
 from .space import Space
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
 
 
 @dataclass(frozen=True)
 class Problem:
     """What a strategy is given: the space, a seed, and what is known beforehand.
 
-    `warm`: sets to try first, in order. `gains`: for each variable, the score gained (or lost) by skipping it alone.
-    `programme`: sets of the dynamic programme, one for each budget, the likeliest first.
+    `warm`: paths to try first, in order. `gains`: for each variable, and each of its choices, the score gained (or
+    lost) by it alone. `programme`: paths of the dynamic programme, one for each budget, the likeliest first.
     """
 
     space: Space
     seed: int = 0
-    warm: tuple[SkipSet, ...] = ()
-    gains: tuple[float, ...] = ()
-    programme: tuple[SkipSet, ...] = ()
+    warm: tuple[DraftPath, ...] = ()
+    gains: Gains = ()
+    programme: tuple[DraftPath, ...] = ()
 
 
 class Strategy(Protocol):
-    """Proposes skip sets and learns their scores. Every `ask` is answered by one `tell`, other sets by `learn`."""
+    """Proposes draft paths and learns their scores. Every `ask` is answered by one `tell`, other paths by `learn`."""
 
-    def ask(self) -> SkipSet:
-        """The next skip set to try."""
+    def ask(self) -> DraftPath:
+        """The next path to try."""
 
-    def tell(self, skip: SkipSet, score: float) -> None:
-        """The score of the set last asked for; higher is better."""
+    def tell(self, path: DraftPath, score: float) -> None:
+        """The score of the path last asked for; higher is better."""
 
-    def learn(self, skip: SkipSet, score: float) -> None:
-        """The score of a set that another proposed; between `tell` and `ask`, or between `ask` and `tell`."""
+    def learn(self, path: DraftPath, score: float) -> None:
+        """The score of a path that another proposed; between `tell` and `ask`, or between `ask` and `tell`."""
 
 
 class OptunaSampler:
-    """One of Optuna's samplers over one binary variable for each of the space's."""
+    """One of Optuna's samplers over one variable for each of the space's.
 
-    def __init__(self, problem: Problem, make: Callable[[Any, int], Any]) -> None:
+    A variable of two choices is 0 or 1. One of more is a category, but `ordered` a whole number, for samplers that know
+    numbers only: modes are in the order of what they cost.
+    """
+
+    def __init__(self, problem: Problem, make: Callable[[Any, int], Any], *, ordered: bool = False) -> None:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -54,35 +62,43 @@ class OptunaSampler:
             warnings.simplefilter("ignore")  # samplers that Optuna calls experimental
             sampler = make(optuna.samplers, problem.seed)
             self._study = optuna.create_study(direction="maximize", sampler=sampler)
-        self._names = [f"bit{i:03d}" for i in range(len(self._space))]
-        for skip in problem.warm:
-            point = zip(self._names, self._space.bits(skip), strict=True)
-            self._study.enqueue_trial({name: int(bit) for name, bit in point})
+        self._distributions: dict[str, BaseDistribution] = {
+            f"variable{i:03d}": optuna.distributions.IntDistribution(0, len(of) - 1)
+            if ordered or len(of) == 2
+            else optuna.distributions.CategoricalDistribution(range(len(of)))
+            for i, of in enumerate(self._space.choices)
+        }
+        for path in problem.warm:
+            self._study.enqueue_trial(self._named(path))
         self._trial: Any = None
 
-    def ask(self) -> SkipSet:
+    def _named(self, path: DraftPath) -> dict[str, int]:
+        return dict(zip(self._distributions, self._space.point(path), strict=True))
+
+    def ask(self) -> DraftPath:
         """What the sampler suggests."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self._trial = self._study.ask()
-            return self._space.skip([self._trial.suggest_int(name, 0, 1) for name in self._names])
+            self._trial = self._study.ask(self._distributions)
+            return self._space.path([self._trial.params[name] for name in self._distributions])
 
-    def tell(self, skip: SkipSet, score: float) -> None:
+    def tell(self, path: DraftPath, score: float) -> None:
         """Record the score."""
         self._study.tell(self._trial, score)
 
-    def learn(self, skip: SkipSet, score: float) -> None:
+    def learn(self, path: DraftPath, score: float) -> None:
         """Add it as a trial."""
         import optuna
 
-        point = dict(zip(self._names, map(int, self._space.bits(skip)), strict=True))
-        bit = optuna.distributions.IntDistribution(0, 1)
-        known = optuna.trial.create_trial(value=score, params=point, distributions=dict.fromkeys(point, bit))
+        known = optuna.trial.create_trial(value=score, params=self._named(path), distributions=self._distributions)
         self._study.add_trial(known)
 
 
 class SkOpt:
-    """scikit-optimize's Gaussian process over [0, 1]^n, bypassing where above 0.5: Draft & Verify's own kind."""
+    """scikit-optimize's Gaussian process over [0, 1]^n: Draft & Verify's own kind.
+
+    A variable's modes share its interval evenly, in the order of what they cost: bypassing lies above the others.
+    """
 
     def __init__(self, problem: Problem) -> None:
         from skopt import Optimizer
@@ -93,20 +109,23 @@ class SkOpt:
             [(0.0, 1.0)] * len(self._space), "GP", n_initial_points=10, random_state=problem.seed
         )
 
-    def ask(self) -> SkipSet:
+    def ask(self) -> DraftPath:
         """A warm start while there are some, then the point that the process finds most promising."""
         if self._warm:
             return self._warm.pop(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return self._space.skip([value > 0.5 for value in self._optimizer.ask()])
+            asked = zip(self._optimizer.ask(), self._space.choices, strict=True)
+            return self._space.path(
+                [min(math.ceil(value * len(of)) - 1, len(of) - 1) if value > 0 else 0 for value, of in asked]
+            )
 
-    def tell(self, skip: SkipSet, score: float) -> None:
-        """Record the score of the corner that was evaluated, not of the point asked for."""
-        corner = [float(bit) for bit in self._space.bits(skip)]
+    def tell(self, path: DraftPath, score: float) -> None:
+        """Record the score of the point that was evaluated, not of the one asked for."""
+        point = zip(self._space.point(path), self._space.choices, strict=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the library warns of repeated points and of its own dependencies
-            self._optimizer.tell(corner, -score)
+            self._optimizer.tell([number / (len(of) - 1) for number, of in point], -score)
 
     learn = tell
 
@@ -129,7 +148,7 @@ def _cmaes(samplers: Any, seed: int) -> Any:
 
 STRATEGIES: dict[str, Callable[[Problem], Strategy]] = {
     "tpe": lambda p: OptunaSampler(p, lambda samplers, seed: samplers.TPESampler(seed=seed)),
-    "cmaes": lambda p: OptunaSampler(p, _cmaes),
+    "cmaes": lambda p: OptunaSampler(p, _cmaes, ordered=True),
     "gp": lambda p: OptunaSampler(p, _gp),
     "skopt": SkOpt,
     "random": lambda p: OptunaSampler(p, lambda samplers, seed: samplers.RandomSampler(seed=seed)),

@@ -14,17 +14,19 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.basics.keywords import show_signature
 from selfspec.controllers import make_controller
 from selfspec.facts.costs import CostModel
-from selfspec.facts.skip import SkipSet
+from selfspec.facts.draft_path import DraftPath
 from selfspec.llm.llm import LLM
 from selfspec.llm.prompts import encode, fit, takes_messages
 from selfspec.profile.schema import Calibration, Profile
 
 from .budget import Budget
 from .calibration import PromptSet, choose, record
+from .climbing import cheaper
 from .finalists import HeldOut, finish
 from .forecast import Pace, Task, said, time_for
 from .heads import with_smaller_head
 from .ledger import Ledger
+from .narrowing import Memory, possible
 from .objective import Objective, Score
 from .options import SearchOptions
 from .outcome import begun, untried, with_shortage
@@ -58,7 +60,9 @@ def run_search(llm: LLM, options: SearchOptions) -> Profile:
         return untried(search, options)
     with ExitStack() as held:
         known = _known_beforehand(search, options, held, drawn)
-        bounded = _Bounded(known.worth, known.costs, search.space, options.max_draft_cost)
+        search = known.search
+        memory = Memory.of(llm, options.extra_memory)
+        bounded = _Bounded(known.worth, known.costs, search.space, options.max_draft_cost, memory)
         propose = partial(make_strategy, options.strategy, known.problem)
         interrupted = _run_trials(search, bounded, propose, options.trials)
         if not interrupted and not search.ledger.finishes():
@@ -89,7 +93,7 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
     """Check everything, say how long it will take, and plan how much text there is time for."""
     budget = options.budget or Budget(None if options.minutes is None else 60 * options.minutes)
     budget.loaded = budget.spent
-    space = Space(llm.runtime.layers, options.kept_layers, options.granularity)
+    space = _space(llm, options)
     options.decoding.check()
     chosen = choose(
         options.prompts,
@@ -128,6 +132,12 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
     return search, _Drawn(HeldOut(others, chosen.held_out), chosen.rest, chosen.chat)
 
 
+def _space(llm: LLM, options: SearchOptions) -> Space:
+    """What the model allows of what was asked for."""
+    choices = possible(llm, options.allowed_modes, memory=Memory.of(llm, options.extra_memory).limit)
+    return choices.of(Space(llm.runtime.layers, options.kept_layers, options.granularity))
+
+
 def _with_keywords(options: Callable[P, SearchOptions]) -> Callable[Concatenate[LLM, P], Profile]:
     """`run_search` whose options are arguments: those that `options` takes, with its types and defaults."""
 
@@ -157,7 +167,7 @@ def _task(
         prompts=lengths if texts is None else lengths[: texts.prompts],
         others=tuple(map(len, others)),
         new=options.max_new_tokens if texts is None else texts.max_new_tokens,
-        variables=len(space) if options.warm and ledger.gains is None else 0,
+        variables=len([*cheaper(space, space.start)]) if options.warm and ledger.gains is None else 0,
         trials=max(options.trials - len(ledger.scores), 0),
         replayed=options.objective == "replay",
         measured=options.kv == "shared",
@@ -197,6 +207,7 @@ class _Known:
     `smaller_head` scores a set again with smaller draft vocabularies, where that can pay.
     """
 
+    search: Search
     worth: Objective
     problem: Problem
     costs: CostModel | None = None
@@ -208,14 +219,14 @@ def _known_beforehand(search: Search, options: SearchOptions, held: ExitStack, d
     """Make the objective, kept open in `held`; tokens of further prompts are counted for smaller heads."""
     llm, fixed = search.llm, options.fixed
     if options.objective == "wallclock":
-        return _Known(*timed(search, fixed, options.warm))
+        return _Known(search, *timed(search, fixed, options.warm))
     controller = None if fixed is None else make_controller(fixed)
-    worth, problem, costs, replay = replayed(search, held, controller, options.context, options.warm)
+    search, worth, problem, costs, replay = replayed(search, held, controller, options.context, options.warm)
     smaller_head = None
     if options.kv == "shared" and llm.runtime.skeleton.head_over([0]) is not None:  # whose weight is at hand
         seen = chain((text.tokens for text in replay.texts), _encoded(llm, drawn.rest, chat=drawn.chat))
         smaller_head = partial(with_smaller_head, worth, texts=seen, size=llm.identity.vocabulary or 0)
-    return _Known(worth, problem, costs, replay, smaller_head)
+    return _Known(search, worth, problem, costs, replay, smaller_head)
 
 
 def _fitted(
@@ -244,21 +255,23 @@ class _Bounded:
     costs: CostModel | None
     space: Space
     max_draft_cost: float | None
+    memory: Memory
 
-    def score(self, skip: SkipSet) -> Score | None:
-        """The worth of a set; None for one whose draft is too dear."""
-        if self.excess(skip) > 0:
+    def score(self, path: DraftPath) -> Score | None:
+        """The worth of a path; None for one whose draft is too dear, or takes too much memory."""
+        if self.excess(path) > 0:
             return None
-        return self.worth.score(skip)
+        return self.worth.score(path)
 
-    def excess(self, skip: SkipSet) -> float:
-        """By how much a draft step is dearer than allowed, as a share of a plain step."""
-        cost = self.draft_cost(skip)
-        return 0.0 if self.max_draft_cost is None or cost is None else cost - self.max_draft_cost
+    def excess(self, path: DraftPath) -> float:
+        """By how much it is dearer than allowed: a share of a plain step, or of the model's memory."""
+        cost = self.draft_cost(path)
+        over = 0.0 if self.max_draft_cost is None or cost is None else cost - self.max_draft_cost
+        return max(over, self.memory.excess(path))
 
-    def draft_cost(self, skip: SkipSet) -> float | None:
+    def draft_cost(self, path: DraftPath) -> float | None:
         """A draft step as a share of a plain one; None where no cost model is known."""
-        return None if self.costs is None else self.costs.draft_share(skip, self.space.layers)
+        return None if self.costs is None else self.costs.draft_share(path, self.space.layers)
 
 
 def _run_trials(search: Search, worth: _Bounded, strategy: Callable[[], Strategy], trials: int) -> bool:
@@ -267,36 +280,36 @@ def _run_trials(search: Search, worth: _Bounded, strategy: Callable[[], Strategy
     A resumed search asks for what it asked for before, which is known. What other workers score now is taken to be
     worth as little as anything, until it is known.
     """
-    ledger, told, idle = search.ledger, set[SkipSet](), 0
+    ledger, told, idle = search.ledger, set[DraftPath](), 0
     deadline, longest = search.budget.deadline("trials"), 0.0
     search.watch.stage("searching", trials)
 
     def take(score: Score, *, known: bool) -> None:
-        if score.skip not in told:
+        if score.path not in told:
             search.watch.trial(Trial(len(told), score, known))
-            told.add(score.skip)
+            told.add(score.path)
 
     try:
         proposer = strategy()
         if ledger.scores:  # what later sets are compared with
-            worth.score(max(ledger.scores.values(), key=lambda score: score.tokens_per_second).skip)
+            worth.score(max(ledger.scores.values(), key=lambda score: score.tokens_per_second).path)
         while len(told) < trials and idle < trials and (not told or deadline.allows(longest)):
             begun = deadline.clock()
             ledger.refresh()
-            skip, idle = proposer.ask(), idle + 1
-            if (known := ledger.scores.get(skip)) is not None:
-                idle = idle if skip in told else 0
-                proposer.tell(skip, known.tokens_per_second)
+            path, idle = proposer.ask(), idle + 1
+            if (known := ledger.scores.get(path)) is not None:
+                idle = idle if path in told else 0
+                proposer.tell(path, known.tokens_per_second)
                 take(known, known=True)
                 continue
-            for other in [score for score in ledger.scores.values() if score.skip not in told]:
-                proposer.learn(other.skip, other.tokens_per_second)
+            for other in [score for score in ledger.scores.values() if score.path not in told]:
+                proposer.learn(other.path, other.tokens_per_second)
                 take(other, known=True)
-            if skip in ledger.claimed():
-                proposer.tell(skip, min((s.tokens_per_second for s in ledger.scores.values()), default=0.0))
+            if path in ledger.claimed():
+                proposer.tell(path, min((s.tokens_per_second for s in ledger.scores.values()), default=0.0))
             elif len(told) < trials:
-                score = _scored(search, worth, skip)
-                proposer.tell(skip, -worth.excess(skip) if score is None else score.tokens_per_second)
+                score = _scored(search, worth, path)
+                proposer.tell(path, -worth.excess(path) if score is None else score.tokens_per_second)
                 if score is not None:
                     take(score, known=False)
                     idle = 0
@@ -309,12 +322,12 @@ def _run_trials(search: Search, worth: _Bounded, strategy: Callable[[], Strategy
     return False
 
 
-def _scored(search: Search, worth: _Bounded, skip: SkipSet) -> Score | None:
-    """The worth of a set, claimed while it is scored and then kept; None for one whose draft is too dear."""
-    search.ledger.claim(skip)
+def _scored(search: Search, worth: _Bounded, path: DraftPath) -> Score | None:
+    """The worth of a path, claimed while it is scored and then kept; None for one that is too dear."""
+    search.ledger.claim(path)
     begun = search.budget.spent
-    score = worth.score(skip)
+    score = worth.score(path)
     if score is not None:
         seconds = search.budget.spent - begun
-        search.ledger.keep_score(score, search.space, draft_cost=worth.draft_cost(skip), seconds=seconds)
+        search.ledger.keep_score(score, search.space, draft_cost=worth.draft_cost(path), seconds=seconds)
     return score

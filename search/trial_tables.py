@@ -9,7 +9,7 @@ import pandas as pd
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import make_controller
 from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.skip import NOTHING_SKIPPED
+from selfspec.facts.draft_path import FULL
 
 from .ledger import Ledger
 from .objective import ALONE
@@ -23,8 +23,8 @@ def trials_frame(ledger: Ledger) -> pd.DataFrame:
 
     `seconds`: what scoring took up to and with this trial, by all workers together. `speedup`: predicted, over plain
     decoding; `best`: the highest so far, pruned trials left out, whose figures are of a share of the texts. `skipped`,
-    `attention` and `mlp` count bypassed sub-layers; `draft_cost`: of a draft step, in plain steps; NaN where
-    decoding was timed. `on_front`: no other trial beats it in both acceptance and draft cost.
+    `attention` and `mlp` count bypassed sub-layers, `int8` and `int4` those in few bits; `draft_cost`: of a draft step,
+    in plain steps; NaN where decoding was timed. `on_front`: no other trial beats it in both acceptance and draft cost.
     """
     front = {id(entry) for entry in pareto(ledger.entries)}
     rows = []
@@ -40,6 +40,8 @@ def trials_frame(ledger: Ledger) -> pd.DataFrame:
                 "tokens_per_round": score.tokens_per_round,
                 "draft_cost": entry.draft_cost,
                 "skipped": len(score.skip),
+                "int8": len(score.path.int8),
+                "int4": len(score.path.int4),
                 "attention": len(score.skip.attention),
                 "mlp": len(score.skip.mlp),
                 "pruned": score.pruned,
@@ -61,7 +63,8 @@ def sensitivity_frame(ledger: Ledger) -> pd.DataFrame:
     """A row for each part that a search may bypass: a layer's `attention`, its `mlp`, or (by layers) both, `layer`.
 
     `speedup`: predicted, over plain decoding, of always drafting a few tokens (`draft_tokens`) with that part alone
-    bypassed; `gain`: by what share that is more than with nothing bypassed, below 0 where it is less. Both are NaN
+    bypassed, the rest in the base mode (`Space.base`); `gain`: by what share that is more than with nothing bypassed,
+    below 0 where it is less. Both are NaN
     where none is known. Raises `SelfspecError` where the study holds none of this.
     """
     costs, gains = ledger.costs, ledger.gains
@@ -73,20 +76,22 @@ def sensitivity_frame(ledger: Ledger) -> pd.DataFrame:
     if len(space) != len(gains):
         raise SelfspecError(f"{ledger.place} is damaged ({len(gains)} gains for {len(space)} parts)")
     drafted = _drafted(ledger.settings)
-    whole = costs.round + drafted * costs.draft(NOTHING_SKIPPED, space.layers) + costs.verification(drafted + 1)
+    whole = costs.round + drafted * costs.draft(FULL, space.layers) + costs.verification(drafted + 1)
     nothing = (drafted + 1) * costs.plain / whole  # with nothing bypassed, every drafted token is right
     rows = []
-    for name, value in zip(space.names, gains, strict=True):
+    for name, of, values, start in zip(space.names, space.choices, gains, space.start, strict=True):
         part, _, layer = name.partition(" ")
-        speedup = value or float("nan")
-        rows.append((int(layer), part, speedup, speedup / nothing - 1, drafted))
+        if "skip" in of:
+            speedup = values[of.index("skip")] or float("nan")
+            rows.append((int(layer), part, speedup, speedup / (values[start] or nothing) - 1, drafted))
     return pd.DataFrame(rows, columns=["layer", "part", "speedup", "gain", "draft_tokens"])
 
 
 def _space(ledger: Ledger) -> Space:
     said = ledger.settings
     try:
-        return Space(said["model"]["layers"], tuple(said["keep"]), said["granularity"])
+        space = Space(said["model"]["layers"], tuple(said["keep"]), said["granularity"])
+        return space if ledger.choices is None else ledger.choices.of(space)
     except (KeyError, TypeError) as error:
         raise SelfspecError(f"{ledger.place} is damaged ({type(error).__name__})") from None
 

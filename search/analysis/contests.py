@@ -11,9 +11,8 @@ import optuna
 import pandas as pd
 
 from selfspec.facts.skip import SkipSet
-from selfspec.measure.cost_fitting import measure_skip_costs
+from selfspec.measure.cost_fitting import measure_path_costs
 
-from ..ledger import BIT
 from ..objective import predict
 from ..strategies import STRATEGIES, make_strategy
 from .sweep import random_set
@@ -36,12 +35,13 @@ def race(
             known: dict[SkipSet, tuple[float, float, bool]] = {}
             best, begun = 0.0, time.perf_counter()
             for trial in range(1, trials + 1):
-                skip = strategy.ask()
+                path = strategy.ask()
+                skip = path.skip
                 if skip not in known:
-                    score = objective.score(skip)
+                    score = objective.score(path)
                     known[skip] = score.tokens_per_second, score.speedup, score.pruned
                 speed, speedup, pruned = known[skip]
-                strategy.tell(skip, speed)
+                strategy.tell(path, speed)
                 best = best if pruned else max(best, speedup)
                 seconds = time.perf_counter() - begun
                 rows.append((name, seed, trial, seconds, speedup, pruned, best, skip))
@@ -55,10 +55,10 @@ def importance(bench: Workbench, trials: pd.DataFrame, *, seed: int = 0) -> pd.D
     that of those that did not; nothing where all did alike). Every skip set counts once.
     """
     distinct = trials.drop_duplicates("skip")
-    bits = pd.DataFrame([bench.space.bits(skip) for skip in distinct["skip"]], columns=list(bench.space.names))
-    study = optuna.create_study(direction="maximize")
+    bits = pd.DataFrame([bench.space.point(skip) for skip in distinct["skip"]], columns=list(bench.space.names)) > 0
+    study, bit = optuna.create_study(direction="maximize"), optuna.distributions.IntDistribution(0, 1)
     for speedup, point in zip(distinct["speedup"], bits.astype(int).to_dict("records"), strict=True):
-        study.add_trial(optuna.trial.create_trial(value=speedup, params=point, distributions=dict.fromkeys(point, BIT)))
+        study.add_trial(optuna.trial.create_trial(value=speedup, params=point, distributions=dict.fromkeys(point, bit)))
     evaluator = optuna.importance.FanovaImportanceEvaluator(seed=seed)
     found = optuna.importance.get_param_importances(study, evaluator=evaluator)
     speedups = distinct["speedup"].reset_index(drop=True)
@@ -93,7 +93,7 @@ def cost_fit(bench: Workbench, *, sets: int = 8, seed: int = 0) -> pd.DataFrame:
     rows = []
     layers, costs = bench.space.layers, bench.costs
     for skip in random_sets(bench, sets, seed):
-        timed = measure_skip_costs(
+        timed = measure_path_costs(
             bench.llm.runtime, skip, context=costs.context, sampler=bench.decoding.sampler(), seed=seed
         )
         kept = layers - len(skip.attention), layers - len(skip.mlp)

@@ -68,20 +68,20 @@ def _sets(bench: Workbench, counts: Sequence[int], each: int, seed: int) -> Iter
         for _ in range(each):
             yield RANDOM, random_set(bench, count, draw)
     yield from ((GREEDY, skip) for skip in elimination(bench, counts))
-    halved = every_second(space)
+    halved = every_second(space).skip
     for share in (4, 2, 1):  # every eighth layer, every fourth, every second
         kept = halved.attention[share - 1 :: share]
         yield EVERY_SECOND, SkipSet(kept, kept)
     for family, part in ((ATTENTION, "attention"), (MLP, "mlp")):
-        ranked = sorted((i for i, name in enumerate(space.names) if name.startswith(part)), key=lambda i: -gains[i])
+        ranked = sorted((i for i, name in enumerate(space.names) if name.startswith(part)), key=lambda i: -gains[i][-1])
         for count in counts:
             if count <= len(ranked):
-                yield family, space.choose(ranked[:count])
+                yield family, space.choose(ranked[:count]).skip
 
 
 def random_set(bench: Workbench, count: int, draw: random.Random) -> SkipSet:
     """A skip set of `count` sub-layers."""
-    return bench.space.choose(draw.sample(range(len(bench.space)), count))
+    return bench.space.choose(draw.sample(range(len(bench.space)), count)).skip
 
 
 def elimination(bench: Workbench, counts: Iterable[int]) -> Iterator[SkipSet]:
@@ -92,11 +92,11 @@ def elimination(bench: Workbench, counts: Iterable[int]) -> Iterator[SkipSet]:
     wanted = set(counts)
     strategy = Greedy(bench.space, seed=bench.seed, gains=bench.problem.gains)
     while wanted and not strategy.done:
-        skip = strategy.ask()
-        strategy.tell(skip, bench.score(skip).speedup)
-        if (taken := len(strategy.base)) in wanted:
+        path = strategy.ask()
+        strategy.tell(path, bench.score(path.skip).speedup)
+        if (taken := len(strategy.base.skip)) in wanted:
             wanted.discard(taken)
-            yield strategy.base
+            yield strategy.base.skip
 
 
 def measure_rows(bench: Workbench, rows: pd.DataFrame, *, rounds: int = 2) -> pd.DataFrame:

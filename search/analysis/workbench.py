@@ -77,7 +77,7 @@ class Workbench:
     def __enter__(self) -> Self:
         search = Search(self.llm, self.space, self.decoding, self.prompts, self.seed, self.ledger)
         try:
-            _, self.problem, self.costs, self.replay = replayed(search, self._held, None, None, warm=True)
+            _, _, self.problem, self.costs, self.replay = replayed(search, self._held, None, None, warm=True)
         except BaseException:
             self._held.close()
             raise
@@ -101,7 +101,7 @@ class Workbench:
 
     def profile(self, score: Score) -> Profile:
         """A profile that drafts as was scored."""
-        return drafting_as(Profile(model=self.llm.identity, costs=self.costs), score)
+        return drafting_as(Profile(model=self.llm.identity, costs=self.costs), score, self.replay.confidence)
 
     def measure(
         self, profiles: Sequence[Profile], prompts: Sequence[Prompt], *, rounds: int

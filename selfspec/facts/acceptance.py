@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, model_validator
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.schema import Data
 from selfspec.facts.costs import CostModel
+from selfspec.facts.draft_path import DraftPath, as_path
 from selfspec.facts.limits import MOST_ROWS
 from selfspec.facts.skip import SkipSet
 from selfspec.facts.work import DRAFT_STEP, Work
@@ -92,17 +93,25 @@ class Outlook:
 
     @classmethod
     def of(
-        cls, costs: CostModel, skip: SkipSet, layers: int, curve: AcceptanceCurve, *, vocabulary: float = 1.0
+        cls,
+        costs: CostModel,
+        path: DraftPath | SkipSet,
+        layers: int,
+        curve: AcceptanceCurve,
+        *,
+        vocabulary: float = 1.0,
     ) -> Outlook:
-        """Of drafting under `skip`, by a cost model; `vocabulary`: the share of all tokens that may be drafted."""
+        """Of drafting along a path, by a cost model; `vocabulary`: the share of all tokens that may be drafted."""
         rounds = ((costs.round + costs.verification(rows)) / costs.plain for rows in range(MOST_ROWS + 1))
-        return cls(costs.draft(skip, layers, vocabulary=vocabulary) / costs.plain, tuple(rounds), curve)
+        return cls(costs.draft(path, layers, vocabulary=vocabulary) / costs.plain, tuple(rounds), curve)
 
     def price(self, work: Work) -> float:
         """Plain decoding steps that this work takes; a part that nobody has priced counts as one for each call."""
         return sum(calls * (self.draft if part == DRAFT_STEP else 1.0) for part, calls in work)
 
 
-def guess(skipped: float, curve: AcceptanceCurve | None = None) -> Outlook:
-    """An outlook where nothing was measured: `skipped` is the share of sub-layers that drafting bypasses."""
-    return Outlook(draft=1 - 0.9 * skipped, curve=curve or AcceptanceCurve())
+def guess(path: DraftPath | SkipSet, layers: int, curve: AcceptanceCurve | None = None) -> Outlook:
+    """An outlook where nothing was measured: a draft step takes as long as what it reads of the weights suggests."""
+    shares = {"full": 1.0, "int8": 0.4, "int4": 0.3, "skip": 0.0}
+    modes = as_path(path).modes(layers)
+    return Outlook(draft=0.1 + 0.9 * sum(shares[mode] for mode in modes) / len(modes), curve=curve or AcceptanceCurve())

@@ -6,15 +6,26 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from typing import Annotated, Self
+from collections.abc import Collection, Mapping
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.schema import Data, Positive, Rate, Seconds
+from selfspec.facts.draft_path import DraftPath, Mode, as_path
 from selfspec.facts.skip import SkipSet
 from selfspec.facts.work import Part, Work
+
+CHEAPER = 0.9  # of what running in full costs: a mode that costs more is not worth trying
+
+
+class Prices(Data):
+    """Seconds of an attention and an MLP sub-layer, and of the head, that run in few bits in a draft step."""
+
+    attention: Seconds
+    mlp: Seconds
+    head: Seconds
 
 
 class CostModel(Data):
@@ -24,7 +35,8 @@ class CostModel(Data):
     `attention_per_key` more for every key in the cache beyond `context`, or less. A verification of `widths[i]` rows
     takes `verify[i]`; for more than one row that includes the fixed cost of starting a draft. Every round takes `round`
     on top. `prefill` is per prompt token; `head` is the part of a draft step that the head over the whole vocabulary
-    takes. `error`: mean relative error of the draft step on skip sets that the fit did not see.
+    takes. `low`: the prices of what runs in few bits instead, by mode; modes that are not there are taken to cost what
+    running in full does. `error`: mean relative error of the draft step on draft paths that the fit did not see.
     """
 
     context: Positive
@@ -37,6 +49,7 @@ class CostModel(Data):
     round: Seconds
     prefill: Seconds = 0.0
     head: Seconds = 0.0
+    low: dict[Literal["int8", "int4"], Prices] = {}
     error: Rate | None = None
 
     @model_validator(mode="after")
@@ -52,19 +65,41 @@ class CostModel(Data):
         """Seconds of one plain decoding step."""
         return self.round + self.verify[0]
 
-    def draft(self, skip: SkipSet, layers: int, *, keys: int | None = None, vocabulary: float = 1.0) -> float:
-        """Seconds of one draft step of a model of `layers` layers under `skip`, over `keys` keys.
+    def draft(
+        self, path: DraftPath | SkipSet, layers: int, *, keys: int | None = None, vocabulary: float = 1.0
+    ) -> float:
+        """Seconds of one draft step of a model of `layers` layers along a path, over `keys` keys.
 
         `vocabulary`: the share of the vocabulary that its head is over.
         """
-        attention, mlp = layers - len(skip.attention), layers - len(skip.mlp)
+        path = as_path(path)
         further = 0 if keys is None else keys - self.context
-        whole = self.base + attention * max(self.attention + further * self.attention_per_key, 0.0) + mlp * self.mlp
-        return max(whole - (1 - vocabulary) * self.head, 0.0)
+        per_key = further * self.attention_per_key
+        seconds = self.base
+        prices = self._prices
+        for mode, of in prices.items():
+            attention, mlp = _counts(path, mode, layers, prices)
+            seconds += attention * max(of.attention + per_key, 0.0) + mlp * of.mlp
+        head = prices.get(path.head, self._full).head
+        return max(seconds - self.head + vocabulary * head, 0.0)
 
-    def draft_share(self, skip: SkipSet, layers: int) -> float:
+    def cheaper_in(self, mode: Mode) -> bool:
+        """Whether sub-layers are cheaper in that mode than in full."""
+        mine, full = self._prices.get(mode, self._full), self._full
+        return mine.attention + mine.mlp < CHEAPER * (full.attention + full.mlp)
+
+    @property
+    def _full(self) -> Prices:
+        return Prices(attention=self.attention, mlp=self.mlp, head=self.head)
+
+    @property
+    def _prices(self) -> dict[Mode, Prices]:
+        low: dict[Mode, Prices] = {mode: of for mode, of in self.low.items()}  # noqa: C416 (as another type)
+        return {"full": self._full, **low}
+
+    def draft_share(self, path: DraftPath | SkipSet, layers: int) -> float:
         """A draft step as a share of a plain decoding step: the literature's c."""
-        return self.draft(skip, layers) / self.plain
+        return self.draft(path, layers) / self.plain
 
     def verification(self, rows: int) -> float:
         """Seconds of a verification of `rows` rows: between measured widths, and beyond the last two, a line."""
@@ -83,3 +118,12 @@ class CostModel(Data):
             times * (self.round + sum(calls * prices[part] for part, calls in work) + self.verification(rows))
             for (work, rows), times in rounds.items()
         )
+
+
+def _counts(path: DraftPath, mode: Mode, layers: int, priced: Collection[Mode]) -> tuple[int, int]:
+    """How many attention and MLP sub-layers run in a mode; those of modes without a price count as in full."""
+    if mode != "full":
+        of: SkipSet = getattr(path, mode)
+        return len(of.attention), len(of.mlp)
+    others = [path.skip, *(getattr(path, other) for other in priced if other != "full")]
+    return layers - sum(len(o.attention) for o in others), layers - sum(len(o.mlp) for o in others)

@@ -15,6 +15,7 @@ from selfspec.decoding.loop import decode
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter, make_drafter
 from selfspec.drafters.registry import make_layer_skip
 from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.draft_path import DraftPath, as_path
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.arguments import takes
@@ -23,11 +24,11 @@ from selfspec.llm.messages import Message, checked, render
 from selfspec.llm.options import GenerateOptions, Options
 from selfspec.llm.plan import Plan, new_tokens, plan
 from selfspec.llm.stream import Generation, Stream
-from selfspec.model.layout import check_layout, lay_out_
+from selfspec.model.layout import check_layout, lay_out_, weight_bytes
 from selfspec.model.loading import DeviceMap, load_model
 from selfspec.model.skeleton import read_skeleton
 from selfspec.profile.choosing import check_profile, choose_profile
-from selfspec.profile.draft import LayerSkipSpec, Skip
+from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 from selfspec.runtime.forward import Runtime
@@ -115,15 +116,20 @@ class LLM:
         """Which model this is, as a profile records it."""
         return self.runtime.skeleton.identity.model_copy(update={"name": self.name})
 
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that the model's weights take."""
+        return weight_bytes(self.model)
+
     def layer_skip(
         self,
-        skip: SkipSet,
+        path: DraftPath | SkipSet,
         controller: ControllerSpec | str | None = None,
         vocabulary: Sequence[int] | None = None,
         *,
         candidates: int = 1,
     ) -> LayerSkipDrafter:
-        """A drafter that bypasses `skip`; without a controller, the profile's, else the adaptive threshold.
+        """A drafter along a path, or that bypasses a skip set; without a controller, the profile's, else the adaptive.
 
         A controller may be given as text, such as `fixed:k=4`. `vocabulary`: the only tokens that are drafted, for a
         cheaper head. `candidates`: tokens proposed for each place at most, the drafted one counted. Raises
@@ -131,17 +137,16 @@ class LLM:
         """
         if isinstance(controller, str):
             controller = parse_controller(controller)
-        own = self.profile
+        own, path = self.profile, as_path(path)
         if controller is None:
             controller = LayerSkipSpec().controller if own is None else own.layer_skip.controller
-        base = own if own is not None and own.skip_set == skip else Profile(model=self.identity)
-        described = {
-            "skip": Skip.of(skip),
-            "controller": controller,
-            "candidates": candidates,
-            "vocabulary": None if vocabulary is None else list(vocabulary),
-        }
-        draft = LayerSkipSpec().model_copy(update=described)  # which the drafter checks
+        if vocabulary is not None:
+            path = replace(path, vocabulary=tuple(vocabulary))
+        known = own is not None and replace(own.path, vocabulary=path.vocabulary) == path
+        base = own if own is not None and known else Profile(model=self.identity)
+        confidence = base.layer_skip.confidence
+        # made without checks: the drafter makes them
+        draft = LayerSkipSpec.of(path, controller, confidence=confidence).model_copy(update={"candidates": candidates})
         return make_layer_skip(self.runtime, draft, base.model_copy(update={"draft": draft}))
 
     def guarded(self, profile: Profile) -> Guard:

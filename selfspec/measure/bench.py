@@ -19,7 +19,7 @@ from selfspec.llm.llm import LLM, wrap
 from selfspec.llm.options import Options
 from selfspec.measure.agreement import Verdict, counted, verdict
 from selfspec.measure.bench_methods import METHODS, Weights, any_drafts, weights_of
-from selfspec.measure.cost_fitting import forward_seconds, measure_skip_costs
+from selfspec.measure.cost_fitting import forward_seconds, measure_path_costs
 from selfspec.measure.summary import by_task, expected, summary, theory
 from selfspec.measure.timing import Method, Runs, conditions, interleave
 from selfspec.model.layout import choose, lay_out_, layout_times, weight_bytes
@@ -270,12 +270,11 @@ class Benchmark:
         self.watch.stage("measuring costs")
         planned = s.skip.plan(t.prompts[0], options)
         context = self._context()
-        costs = measure_skip_costs(
+        costs = measure_path_costs(
             s.skip.runtime,
-            t.profile.skip_set,
+            t.profile.path,
             context=context,
             sampler=planned.sampler,
-            vocabulary=t.profile.layer_skip.vocabulary,
         )
         # Everything is told in plain steps as `plain` takes them, on weights that lie as suits it.
         plain = costs.plain

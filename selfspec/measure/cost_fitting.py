@@ -1,4 +1,4 @@
-"""Measuring a `CostModel` in the loop itself: every round drafts under some skip set, then verifies, both timed.
+"""Measuring a `CostModel` in the loop itself: every round drafts along some path, then verifies, both timed.
 
 So the figures include what the loop, the drafter and the sampler cost in addition to the forward passes, and caches are
 in the state in which decoding leaves them.
@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,56 +19,70 @@ import torch
 from selfspec.basics.machine import synchronise
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
-from selfspec.facts.costs import CostModel
-from selfspec.facts.draft_path import DraftPath
+from selfspec.facts.costs import CostModel, Prices
+from selfspec.facts.draft_path import MODES, DraftPath, Mode
 from selfspec.facts.skip import SkipSet
 from selfspec.measure.cost_sweeps import EFFORTS, Sample, Sweep, effort_within, pace, quiet, room_for
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
 
 LONGER = 4  # times longer where something disturbs the machine
-DOUBTFUL = 0.1  # error on fresh skip sets
+DOUBTFUL = 0.1  # error on fresh paths
+OTHERS = 0.3  # of a random path's sub-layers, that may run in another mode than most of their kind
 
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """Seconds per draft, per draft step, and per attention and MLP that a draft step runs.
+    """Seconds per draft, per draft step, and per attention and MLP of each mode that a draft step runs, full first.
 
-    `error`: the mean, over skip sets that were not fitted to, of the median relative error of their draft times; None
-    where there is no such set, as a model of a layer or two has few.
+    `error`: the mean, over paths that were not fitted to, of the median relative error of their draft times; None
+    where there is no such path, as a model of a layer or two has few.
     """
 
     start: float
     base: float
-    attention: float
-    mlp: float
+    prices: tuple[tuple[float, float], ...]
     error: float | None
 
     @classmethod
-    def of(cls, drafts: Mapping[tuple[SkipSet, int], float], fit_to: Sequence[SkipSet], layers: int) -> _Fit:
+    def of(
+        cls,
+        drafts: Mapping[tuple[DraftPath, int], float],
+        fit_to: Sequence[DraftPath],
+        modes: Sequence[Mode],
+        layers: int,
+    ) -> _Fit:
         """Least squares of the relative errors, bounded below by 0, with outliers counting less."""
         import numpy as np
         from scipy.optimize import least_squares
 
         known = {key: t for key, t in drafts.items() if key[0] in fit_to}
-        scaled = np.array([_parts(*key, layers) for key in known], dtype=float) / np.array([*known.values()])[:, None]
+        rows = [_parts(*key, modes, layers) for key in known]
+        scaled = np.array(rows, dtype=float) / np.array([*known.values()])[:, None]
         size = np.maximum(scaled.mean(axis=0), 1e-12)
         found = least_squares(
-            lambda x: scaled @ (x / size) - 1, np.full(4, 0.25), bounds=(0, np.inf), loss="soft_l1", f_scale=0.05
+            lambda x: scaled @ (x / size) - 1,
+            np.full(len(size), 1 / len(size)),
+            bounds=(0, np.inf),
+            loss="soft_l1",
+            f_scale=0.05,
         )
         figures = found.x / size
-        ratios: dict[SkipSet, list[float]] = defaultdict(list)
+        ratios: dict[DraftPath, list[float]] = defaultdict(list)
         for key, seen in drafts.items():
             if key not in known:
-                ratios[key[0]].append(float(figures @ _parts(*key, layers)) / seen)
+                ratios[key[0]].append(float(figures @ _parts(*key, modes, layers)) / seen)
         errors = [abs(statistics.median(of) - 1) for of in ratios.values()]
-        start, base, attention, mlp = (float(x) for x in figures)
-        return cls(start, base, attention, mlp, statistics.mean(errors) if errors else None)
+        start, base, *each = (float(x) for x in figures)
+        prices = tuple(zip(each[::2], each[1::2], strict=True))
+        return cls(start, base, prices, statistics.mean(errors) if errors else None)
 
 
-def _parts(skip: SkipSet, k: int, layers: int) -> tuple[int, int, int, int]:
-    """How many times each of a `_Fit`'s four figures is paid for drafting `k` tokens under `skip`."""
-    return 1, k, k * (layers - len(skip.attention)), k * (layers - len(skip.mlp))
+def _parts(path: DraftPath, k: int, modes: Sequence[Mode], layers: int) -> tuple[int, ...]:
+    """How many times each of a `_Fit`'s figures is paid for drafting `k` tokens along `path`."""
+    of = path.modes(layers)
+    counts = (k * part.count(mode) for mode in modes for part in (of[:layers], of[layers:]))
+    return (1, k, *counts)
 
 
 def measure_costs(
@@ -79,22 +93,27 @@ def measure_costs(
     seconds: float = 2.0,
     within: float = math.inf,
     seed: int = 0,
+    modes: Collection[Mode] = ("full", "skip"),
     on_decoding: Callable[[int, int], None] = lambda done, of: None,
 ) -> CostModel:
-    """Time draft steps under random skip sets and verifications of several widths, and fit the cost model.
+    """Time draft steps along random paths and verifications of several widths, and fit the cost model.
 
     `context`: keys in the cache; less where the model's own context leaves no room. `sampler`: how tokens will be
-    chosen. Goes on for `seconds` at least, longer where the machine is disturbed, and until every skip set was seen
-    once. `within`: seconds that it may take, for which fewer rounds and skip sets are timed. `on_decoding` is told how
-    many decodings are done, and of how many. Raises `BusyError` while the runtime has a stream.
+    chosen. Goes on for `seconds` at least, longer where the machine is disturbed, and until every path was seen once.
+    `within`: seconds that it may take, for which fewer rounds and paths are timed. `modes`: of the paths' sub-layers.
+    `on_decoding` is told how many decodings are done, and of how many. Raises `BusyError` while the runtime has a
+    stream.
     """
     sampler = sampler or Sampler()
     context, lengths = room_for(runtime, context)
     draw = random.Random(seed)
     begun = time.perf_counter()
-    effort = effort_within(within, *pace(runtime, context, sampler, draw))
-    skips = [_random_skip(runtime.layers, draw) for _ in range(effort.fitted + effort.fresh)]
-    drafters = [LayerSkipDrafter(runtime, skip, FixedK(1)) for skip in skips]
+    running: list[Mode] = [mode for mode in MODES if mode in {"full", *modes} - {"skip"}]
+    low = len(running) - 1
+    effort = effort_within(within, *pace(runtime, context, sampler, draw), further=2 * low)
+    heads = {mode: _head_seconds(runtime, mode) for mode in running}
+    paths = [_random_path(runtime.layers, running, draw) for _ in range(effort.fitted + effort.fresh)]
+    drafters = [LayerSkipDrafter(runtime, path, FixedK(1)) for path in paths]
     sweep = Sweep(runtime, context, sampler, lengths, draw, effort)
     done, sweeps = 0, 0
     while True:
@@ -102,38 +121,45 @@ def measure_costs(
             done += 1
             on_decoding(done, effort.decodings * (sweeps + 1))
         sweeps += 1
-        fit = _Fit.of(_quiet_drafts(sweep.samples), skips[: effort.fitted], runtime.layers)
+        drafts = {  # as if the head had run in full
+            (path, k): t + k * (heads["full"] - heads[path.head])
+            for (path, k), t in _quiet_drafts(sweep.samples).items()
+        }
+        fit = _Fit.of(drafts, paths[: effort.fitted], running, runtime.layers)
         spent = time.perf_counter() - begun
         doubtful = _disturbed(sweep.plain) or (fit.error or 0.0) > DOUBTFUL
         late = spent * (sweeps + 1) / sweeps > within
         if late or spent >= seconds * (LONGER if doubtful else 1):
-            return _model(sweep, fit)
+            prices: dict[Mode, Prices] = {
+                mode: Prices(attention=attention, mlp=mlp, head=heads[mode])
+                for mode, (attention, mlp) in zip(running, fit.prices, strict=True)
+            }
+            return _model(sweep, fit, prices)
 
 
-def measure_skip_costs(
+def measure_path_costs(
     runtime: Runtime,
-    skip: SkipSet,
+    path: DraftPath | SkipSet,
     *,
     context: int = 128,
     sampler: Sampler | None = None,
-    vocabulary: Sequence[int] | None = None,
     decodings: int = 3,
     seed: int = 0,
 ) -> CostModel:
-    """`measure_costs` for one skip set: `base` is the whole of its draft step, `attention` and `mlp` are 0.
+    """`measure_costs` for one path: `base` is the whole of its draft step, `attention` and `mlp` are 0.
 
-    `vocabulary`: the only tokens that are drafted. Times `decodings` decodings under it and as many plain ones. Raises
-    `BusyError` while the runtime has a stream.
+    Times `decodings` decodings along it and as many plain ones. Raises `BusyError` while the runtime has a stream.
     """
     context, lengths = room_for(runtime, context)
-    drafter = LayerSkipDrafter(runtime, DraftPath(skip, None if vocabulary is None else tuple(vocabulary)), FixedK(1))
+    drafter = LayerSkipDrafter(runtime, path, FixedK(1))
     sweep = Sweep(runtime, context, sampler or Sampler(), lengths, random.Random(seed), EFFORTS[0])
     for _ in range(decodings):
         list(sweep.over([drafter]))
     drafts = {k: t for (_, k), t in _quiet_drafts(sweep.samples).items()}
     start, base = _line(drafts)
     error = statistics.mean(abs((start + k * base) / t - 1) for k, t in drafts.items())
-    return _model(sweep, _Fit(start, base, 0.0, 0.0, error))
+    nothing: dict[Mode, Prices] = {"full": Prices(attention=0.0, mlp=0.0, head=_head_seconds(runtime, "full"))}
+    return _model(sweep, _Fit(start, base, (), error), nothing)
 
 
 def _line(times: Mapping[int, float]) -> tuple[float, float]:
@@ -146,7 +172,7 @@ def _line(times: Mapping[int, float]) -> tuple[float, float]:
     return float(start), float(base)
 
 
-def _model(sweep: Sweep, fit: _Fit) -> CostModel:
+def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, Prices]) -> CostModel:
     """The cost model of what was timed."""
     runtime, context, samples = sweep.runtime, sweep.context, sweep.samples
     repeats = 2 * sweep.effort.rounds
@@ -160,30 +186,41 @@ def _model(sweep: Sweep, fit: _Fit) -> CostModel:
     return CostModel(
         context=context,
         base=fit.base,
-        attention=fit.attention,
-        mlp=fit.mlp,
+        attention=prices["full"].attention,
+        mlp=prices["full"].mlp,
         attention_per_key=_per_key(runtime, context, forward, repeats),
         widths=[1, *(k + 1 for k in lengths)],
         verify=[one, *verify],
         round=overhead,
         prefill=_prefill_seconds(runtime, context) / context,
-        head=_head_seconds(runtime),
+        head=prices["full"].head,
+        low={mode: of for mode, of in prices.items() if mode in ("int8", "int4")},
         error=None if fit.error is None else round(fit.error, 4),
     )
 
 
-def _quiet_drafts(samples: Sequence[Sample]) -> dict[tuple[SkipSet, int], float]:
-    """Seconds of drafting k tokens under a skip set."""
-    found: dict[tuple[SkipSet, int], list[float]] = defaultdict(list)
+def _quiet_drafts(samples: Sequence[Sample]) -> dict[tuple[DraftPath, int], float]:
+    """Seconds of drafting k tokens along a path."""
+    found: dict[tuple[DraftPath, int], list[float]] = defaultdict(list)
     for sample in samples:
         if sample.drafted:
-            found[sample.skip, sample.drafted].append(sample.draft)
+            found[sample.path, sample.drafted].append(sample.draft)
     return {key: quiet(times) for key, times in found.items()}
 
 
-def _random_skip(layers: int, draw: random.Random) -> SkipSet:
-    """Up to three quarters of attention and of MLP sub-layers, independently, so that the fit can tell them apart."""
-    return SkipSet(*(tuple(draw.sample(range(layers), draw.randint(0, layers * 3 // 4))) for _ in range(2)))
+def _random_path(layers: int, modes: Sequence[Mode], draw: random.Random) -> DraftPath:
+    """Up to three quarters of attention and of MLP sub-layers bypassed, the rest mostly in one of the modes.
+
+    Attention and MLPs are drawn independently, so that the fit can tell them apart.
+    """
+    chosen: list[Mode] = []
+    for _ in range(2):
+        bypassed = {*draw.sample(range(layers), draw.randint(0, layers * 3 // 4))}
+        mostly = draw.choice(modes)
+        others = [draw.choice(modes) if draw.random() < OTHERS else mostly for _ in range(layers)]
+        chosen += ["skip" if i in bypassed else mode for i, mode in enumerate(others)]
+    head = draw.choice(modes)
+    return DraftPath.of(chosen, head="full" if head == "skip" else head)
 
 
 def _disturbed(plain: Sequence[Sequence[float]]) -> bool:
@@ -210,10 +247,11 @@ def _prefill_seconds(runtime: Runtime, context: int) -> float:
 
 
 @torch.inference_mode()
-def _head_seconds(runtime: Runtime) -> float:
-    """The head over one row."""
+def _head_seconds(runtime: Runtime, mode: Mode) -> float:
+    """The head over one row, in a mode."""
     x = torch.zeros((1, runtime.skeleton.sizes.hidden), dtype=runtime.dtype, device=runtime.device)
-    return _timed(lambda: runtime.skeleton.head(x), runtime, 24)
+    way = runtime.compile(DraftPath(head="full" if mode == "skip" else mode))
+    return _timed(lambda: way.head(x), runtime, 24)
 
 
 def _timed(call: Callable[[], object], runtime: Runtime, repeats: int) -> float:

@@ -6,13 +6,14 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from selfspec.basics.machine import synchronise
 from selfspec.controllers import FixedK
 from selfspec.decoding.loop import decode
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
@@ -32,7 +33,7 @@ PACE = 6  # plain steps that tell how long a sweep will take
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What one sweep times: decodings with `fitted` random skip sets to fit to, and `fresh` ones to test the fit on.
+    """What one sweep times: decodings with `fitted` random paths to fit to, and `fresh` ones to test the fit on.
 
     Each decoding has so many `rounds`, after `settling` ones that are not counted; between them, plain ones.
     """
@@ -44,7 +45,7 @@ class Effort:
 
     @property
     def decodings(self) -> int:
-        """With skip sets, and plain ones: one before every third."""
+        """Along paths, and plain ones: one before every third."""
         return self.fitted + self.fresh + -(-(self.fitted + self.fresh) // 3)
 
     def seconds(self, step: float, prompt: float) -> float:
@@ -71,19 +72,23 @@ EFFORTS = (
 GOOD = 2  # the least of them that is good enough where there is time
 
 
-def effort_within(seconds: float, step: float, prompt: float) -> Effort:
-    """The most thorough sweep that takes no longer than `seconds`, and `LONG` if a good one can; else the least."""
-    for number, effort in enumerate(EFFORTS):
+def effort_within(seconds: float, step: float, prompt: float, *, further: int = 0) -> Effort:
+    """The most thorough sweep that takes no longer than `seconds`, and `LONG` if a good one can; else the least.
+
+    `further`: how many more paths are to be fitted to, as there are more prices.
+    """
+    efforts = [replace(effort, fitted=effort.fitted + further) for effort in EFFORTS]
+    for number, effort in enumerate(efforts):
         if effort.seconds(step, prompt) <= (min(LONG, seconds) if number < GOOD else seconds):
             return effort
-    return EFFORTS[-1]
+    return efforts[-1]
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One round: how many tokens were drafted under which skip set, and the seconds of it."""
+    """One round: how many tokens were drafted along which path, and the seconds of it."""
 
-    skip: SkipSet
+    path: DraftPath
     drafted: int
     draft: float
     rest: float  # other than drafting: verification and the loop
@@ -200,7 +205,7 @@ def _rounds(
             synchronise(runtime.device)
             whole = time.perf_counter() - start
             if number:
-                samples.append(Sample(drafter.path.skip, probe.length, probe.seconds, whole - probe.seconds))
+                samples.append(Sample(drafter.path, probe.length, probe.seconds, whole - probe.seconds))
     finally:
         rounds.close()
     return samples

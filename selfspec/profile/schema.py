@@ -17,6 +17,7 @@ from selfspec.basics.schema import Count, Data, Positive, Rate, Seconds
 from selfspec.facts.acceptance import AcceptanceCurve, Outlook, guess
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import CostModel
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
 from selfspec.profile.draft import DraftSpec, LayerSkipSpec, PlainSpec, parse_draft
@@ -141,6 +142,11 @@ class Profile(Data):
         return self.draft if isinstance(self.draft, LayerSkipSpec) else LayerSkipSpec()
 
     @property
+    def path(self) -> DraftPath:
+        """How the model runs while drafting: in full where another kind of draft says nothing of that."""
+        return self.layer_skip.path
+
+    @property
     def skip_set(self) -> SkipSet:
         """The sub-layers that drafts bypass."""
         return self.layer_skip.skip.skip_set()
@@ -156,9 +162,9 @@ class Profile(Data):
         """What a rate-optimal controller is told of drafting with this profile; where it says nothing, a guess."""
         layers = self.model.layers
         if self.costs is None:
-            return guess(len(self.skip_set) / (2 * layers), self.acceptance)
+            return guess(self.path, layers, self.acceptance)
         curve = self.acceptance or AcceptanceCurve()
-        return Outlook.of(self.costs, self.skip_set, layers, curve, vocabulary=self.draft_share)
+        return Outlook.of(self.costs, self.path, layers, curve, vocabulary=self.draft_share)
 
     def controlled_by(self, controller: ControllerSpec) -> Self:
         """The same with another controller. Raises `SelfspecError` where what drafts has none."""

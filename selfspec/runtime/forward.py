@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec.basics.errors import BusyError, SelfspecError
-from selfspec.facts.draft_path import FULL, DraftPath
+from selfspec.facts.draft_path import FULL, DraftPath, Mode
 from selfspec.model.families.base import Attention
 from selfspec.model.skeleton import read_skeleton
 from selfspec.runtime.cache import ALL_ROWS, Cache
@@ -216,6 +216,14 @@ class Runtime:
         hand (quantised, adapted, offloaded) though only some tokens are to be drafted.
         """
         return self._paths.get(path)
+
+    def held(self, part: str, index: int, mode: Mode) -> int | None:
+        """Bytes that a layer's attention or MLP, or the head, takes in a mode; None where it cannot be had."""
+        return self._paths.held(part, index, mode)
+
+    def extra_bytes(self, path: DraftPath) -> int:
+        """Memory that a draft path takes beside the model."""
+        return self._paths.bytes(path)
 
     @torch.inference_mode()
     def branch(

@@ -57,6 +57,28 @@ class Paths:
             found = self._paths[path] = self._compiled(path)
         return found
 
+    def held(self, part: str, index: int, mode: Mode) -> int | None:
+        """Bytes that a layer's attention or MLP, or the head, takes in a mode; None where it cannot be had."""
+        if mode not in BITS:
+            return 0
+        lowered = self._skeleton.lowered
+        if part == "head":
+            return lowered.head_bytes(BITS[mode])
+        return lowered.bytes(index, "attention" if part == "attention" else "mlp", BITS[mode])
+
+    def bytes(self, path: DraftPath) -> int:
+        """Memory that a path takes beside the model once it is compiled."""
+        layers = len(self._skeleton.blocks)
+        modes = path.modes(layers)
+        parts = [("attention" if i < layers else "mlp", i % layers, mode) for i, mode in enumerate(modes)]
+        total = sum(self.held(*part) or 0 for part in parts)
+        sizes, words = self._skeleton.sizes, self._skeleton.identity.vocabulary or 1
+        head = self.held("head", 0, path.head) if path.head in BITS else None
+        if path.vocabulary is None:
+            return total + (head or 0)
+        share = len(path.vocabulary) / words
+        return total + round(share * (words * sizes.hidden * sizes.dtype.itemsize if head is None else head))
+
     @torch.no_grad()
     def _compiled(self, path: DraftPath) -> CompiledPath:
         blocks, layers = self._skeleton.blocks, len(self._skeleton.blocks)

@@ -176,12 +176,16 @@ class Sampler:
         return self._random.random() < probability
 
 
+def gaps(merits: Tensor) -> Tensor:
+    """By how much the best of `merits` `[.., V]` is above the next best `[..]`; infinite where it is alone."""
+    best, at = merits.max(-1, keepdim=True)
+    return (best - merits.scatter(-1, at, -torch.inf).amax(-1, keepdim=True)).squeeze(-1)
+
+
 def gap(merits: Tensor, token: int) -> float:
-    """By how much the best of `merits` `[V]`, that of `token`, is above the next best; infinite where it is alone."""
-    best = merits[token]
+    """That of one row `[V]` whose best is known: `token`'s."""
     others = merits.index_fill(0, torch.tensor(token, device=merits.device), -torch.inf)
-    found = float(best - others.max())
-    return found if found >= 0 else 0.0
+    return float(merits[token] - others.max())
 
 
 def tied_noise(seed: int, position: int, like: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from selfspec.search.storage import MEMORY
 
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import CostModel
-from selfspec.facts.skip import SkipSet
+from selfspec.facts.draft_path import DraftPath
 
 # A plain step takes 10 s, and so does a draft step that bypasses nothing; five rows are verified in 15 s.
 COSTS = CostModel(context=9, base=2.0, attention=1.0, mlp=3.0, widths=[1, 5], verify=[10.0, 15.0], round=0.0)
@@ -29,7 +29,7 @@ SETTINGS = {
     "granularity": "sublayer",
     "controller": None,
 }
-GAINS = (1.0, 0.5, 1 / 1.1, 0.0)  # attention 0, mlp 0, attention 1, mlp 1; of the last time was too short
+GAINS = tuple((0.0, skipped) for skipped in (1.0, 0.5, 1 / 1.1, 0.0))  # attention 0, mlp 0, ...; the last is unknown
 TRIALS = (  # attention, mlp, speedup, acceptance, draft cost, pruned
     ((0,), (), 0.9, 0.9, 0.9, False),
     ((0, 1), (), 1.2, 0.8, 0.8, False),
@@ -46,7 +46,14 @@ def small_study(where: str | Path = MEMORY, study: str = "selfspec", **settings:
     for attention, mlp, speedup, acceptance, cost, pruned in TRIALS:
         controller = ControllerSpec(name="fixed", options={"k": 2})
         score = Score(
-            SkipSet(attention, mlp), speedup / 10, speedup, acceptance, 1 + acceptance, controller, pruned, candidates=3
+            DraftPath.skipping(attention, mlp),
+            speedup / 10,
+            speedup,
+            acceptance,
+            1 + acceptance,
+            controller,
+            pruned,
+            candidates=3,
         )
         ledger.keep_score(score, Space(2), draft_cost=cost, seconds=2.0)
     return ledger

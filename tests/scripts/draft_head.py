@@ -20,7 +20,7 @@ from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.facts.costs import CostModel
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
-from selfspec.measure.cost_fitting import measure_skip_costs
+from selfspec.measure.cost_fitting import measure_path_costs
 from selfspec.model.layout import lay_out_
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
@@ -76,7 +76,7 @@ def main() -> None:
         tokens = None if size == VOCABULARY else sorted({*range(size), *plain[::2]})
         drafter = LayerSkipDrafter(runtime, DraftPath(skip, tuple(tokens)), FixedK(3))
         assert text(runtime, drafter) == plain
-        costs = measure_skip_costs(runtime, skip, vocabulary=tokens, decodings=2)
+        costs = measure_path_costs(runtime, DraftPath(skip, tuple(tokens)), decodings=2)
         print(row(f"{size:,} tokens", costs))
     print(f"the whole head takes {costs.head * 1e3:.1f} ms")
 

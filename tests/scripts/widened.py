@@ -21,11 +21,10 @@ from selfspec.search.objective import Replayed, Score, controllers_in_play
 from selfspec.search.replay import Replay
 from selfspec.search.space import Space
 from selfspec.search.strategies import Problem, make_strategy
-from selfspec.search.warm import cosines, every_second, first_k, programme
+from selfspec.search.warm import by_cosines, every_second, first_k, programme
 
 import selfspec
 from selfspec.facts.costs import CostModel
-from selfspec.facts.skip import SkipSet
 from selfspec.measure.cost_fitting import measure_costs
 from selfspec.model.layout import LAYOUTS, lay_out_
 from selfspec.model.loading import load_model
@@ -67,17 +66,17 @@ def main() -> None:
     llm = selfspec.load(profile="none")
     prompts = [llm.encode(prompt) for prompt in choose(None, source="builtin", count=given.prompts, seed=0).search]
     space = Space(llm.runtime.layers, (), "sublayer")
-    scores: dict[SkipSet, list[Score]] = {}
+    scores: dict[DraftPath, list[Score]] = {}
     with ExitStack() as held:
         replays = [
             held.enter_context(Replay(llm.model, continue_prompts(llm, prompts, d), sampler=d.sampler()))
             for d in (Decoding(NEW, temperature) for temperature in TEMPERATURES)
         ]
         worth = [Replayed(replay, costs, controllers_in_play(replay.depth)) for replay in replays]
-        gains = tuple(sum(w.gain(part) for w in worth) for part in space.variables)
+        gains = tuple((0.0, sum(w.gain(part) for w in worth)) for part in space.variables)
         streams = replays[0].streams(6)
         planned = programme(space, streams, costs)
-        near = first_k(space, cosines(space, streams))
+        near = first_k(space, by_cosines(space, streams))
         warm = tuple(dict.fromkeys((*first_k(space, gains), *planned[:3], *near[1:3], every_second(space))))
         strategy = make_strategy("climb", Problem(space, 0, warm, gains, planned))
         best = 0.0

@@ -14,6 +14,7 @@ import selfspec
 from selfspec.controllers import FixedK
 from selfspec.drafters import PlainDrafter
 from selfspec.facts.costs import CostModel
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.runtime.forward import Runtime
 
@@ -47,19 +48,20 @@ def test_a_smaller_head_is_worth_what_it_saves(replay):
     texts = [text.tokens for text in replay.texts]
     worth = Replayed(replay, costs(head=0.25), [FixedK(2)])
     found = with_smaller_head(worth, worth.score(SKIP), texts=texts, size=64)
-    assert len(found.vocabulary) in (4, 16)
+    assert len(found.path.vocabulary) in (4, 16)
     assert found.tokens_per_second > worth.score(SKIP).tokens_per_second
-    assert found.vocabulary == frequent(texts, len(found.vocabulary))
+    assert found.path.vocabulary == frequent(texts, len(found.path.vocabulary))
 
 
 def test_of_several_heads_the_one_that_brings_most_is_scored_in_full(replay):
     """The whole vocabulary at a price that makes any other useless is kept; a free head that is always right is not."""
-    everything = tuple(range(64))
+    most = tuple(token for token in range(64) if token != 63)
     worth = Replayed(replay, costs(head=0.25), [FixedK(2)])
     score = worth.score(SKIP)
-    assert worth.score_with(SKIP, [((63,), 9.0), ((62,), 9.0)]) is None
-    found = worth.score_with(SKIP, [((63,), 9.0), (everything, 0.1)])
-    assert found.vocabulary == everything
+    free = Replayed(replay, costs(head=0.0), [FixedK(2)])
+    assert free.score_with(DraftPath(SKIP), [(63,), (62,)]) is None
+    found = worth.score_with(DraftPath(SKIP), [(63,), most])
+    assert found.path.vocabulary == most
     assert found.tokens_per_round == score.tokens_per_round
     assert found.tokens_per_second > score.tokens_per_second
 

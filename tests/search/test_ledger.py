@@ -17,7 +17,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.facts.acceptance import AcceptanceCurve
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import CostModel
-from selfspec.facts.skip import SkipSet
+from selfspec.facts.draft_path import DraftPath
 from selfspec.profile.schema import Calibration
 
 COSTS = CostModel(context=9, base=0.1, attention=0.2, mlp=0.3, widths=[1], verify=[1.0], round=0.0)
@@ -29,7 +29,14 @@ SPACE = Space(4)
 def score(*attention):
     controller = ControllerSpec(name="fixed", options={"k": 2})
     return Score(
-        SkipSet(attention, (3,)), 12.5, 1.25, 0.5, 2.0, controller, pruned=len(attention) == 2, acceptance=CURVE
+        DraftPath.skipping(attention, (3,)),
+        12.5,
+        1.25,
+        0.5,
+        2.0,
+        controller,
+        pruned=len(attention) == 2,
+        acceptance=CURVE,
     )
 
 
@@ -42,7 +49,7 @@ def path(tmp_path):
 def written(path):
     ledger = Ledger(path, settings=SETTINGS)
     ledger.keep_costs(COSTS)
-    ledger.keep_gains([0.5, -1.0])
+    ledger.keep_gains(((0.5, -1.0), (0.0, 2.0)))
     for s in (score(), score(1), score(1, 2)):
         ledger.keep_score(s, SPACE, draft_cost=0.25, seconds=1.5)
     return path
@@ -51,7 +58,7 @@ def written(path):
 def test_what_was_kept_is_there_again(written):
     ledger = Ledger(written, settings=SETTINGS)
     assert ledger.costs == COSTS
-    assert ledger.gains == (0.5, -1.0)
+    assert ledger.gains == ((0.5, -1.0), (0.0, 2.0))
     assert list(ledger.scores.values()) == [score(), score(1), score(1, 2)]
     assert [(e.draft_cost, e.seconds) for e in ledger.entries] == [(0.25, 1.5)] * 3
     assert ledger.settings == SETTINGS
@@ -76,16 +83,6 @@ def test_a_file_may_be_named_by_its_path_as_text(written):
         Ledger(str(written), settings=SETTINGS)
 
 
-def test_trials_as_they_were_kept_before(written):
-    """With candidates under the names that they had: `siblings`, and `beside` in the curve."""
-    content = written.read_text()
-    assert content.count('"candidates"') == 6
-    content = content.replace('"candidates":1', '"siblings":1').replace('"candidates":[', '"beside":[')
-    assert '"candidates"' not in content
-    written.write_text(content)
-    assert list(Ledger(written, settings=SETTINGS).scores.values()) == [score(), score(1), score(1, 2)]
-
-
 def test_trials_are_an_optuna_study(written):
     import optuna
 
@@ -93,7 +90,7 @@ def test_trials_are_an_optuna_study(written):
     trials = study.get_trials(states=(optuna.trial.TrialState.COMPLETE,))
     assert [t.value for t in trials] == [12.5] * 3
     assert trials[1].params == {
-        f"{part} {layer}": int((part, layer) in {("attention", 1), ("mlp", 3)})
+        f"{part} {layer}": "skip" if (part, layer) in {("attention", 1), ("mlp", 3)} else "full"
         for layer in range(4)
         for part in ("attention", "mlp")
     }
@@ -111,7 +108,7 @@ def test_every_cut_loses_at_most_the_last_line(written):
         kept = len(ledger.scores)
         ledger.keep_score(score(2), SPACE)
         again = Ledger(written, settings=SETTINGS)
-        assert again.scores[score(2).skip] == score(2)
+        assert again.scores[score(2).path] == score(2)
         assert len(again.scores) == kept + 1
     assert kept >= 2
 
@@ -149,18 +146,18 @@ def test_the_first_of_several_counts(path):
 
 def test_workers_see_each_other(path, monkeypatch):
     a, b = (Ledger(path, settings=SETTINGS) for _ in range(2))
-    a.claim(score(1).skip)
-    assert b.claimed() == {score(1).skip}
+    a.claim(score(1).path)
+    assert b.claimed() == {score(1).path}
     assert a.claimed() == set()
     a.keep_score(score(1), SPACE, seconds=2.0)
     a.claim(None)
     assert b.claimed() == set()
     b.refresh()
-    assert b.scores == {score(1).skip: score(1)}
-    b.claim(score(2).skip)
+    assert b.scores == {score(1).path: score(1)}
+    b.claim(score(2).path)
     now = time.time()
     monkeypatch.setattr("selfspec.search.ledger.time.time", lambda: now + 75)
-    assert a.claimed() == {score(2).skip}
+    assert a.claimed() == {score(2).path}
     monkeypatch.setattr("selfspec.search.ledger.time.time", lambda: now + 90)
     assert a.claimed() == set(), "a worker that is silent for so long is dead"
 
@@ -194,7 +191,7 @@ def test_in_memory_nothing_is_written(tmp_path, monkeypatch):
     ledger = Ledger(settings=SETTINGS)
     ledger.keep_costs(COSTS)
     ledger.keep_score(score(), SPACE)
-    ledger.claim(score(1).skip)
+    ledger.claim(score(1).path)
     assert ledger.scores
     assert ledger.finishes()
     assert not list(tmp_path.iterdir())

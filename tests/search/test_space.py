@@ -3,26 +3,60 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from selfspec.search.space import Space, parse_keep
+from selfspec.search.space import Space, parse_keep, parse_modes
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.facts.draft_path import MODES, DraftPath
 from selfspec.facts.skip import SkipSet
 
 
-@given(st.integers(1, 8), st.sampled_from(["sublayer", "layer"]), st.data())
-def test_points_and_skip_sets_are_the_same_thing(layers, granularity, data):
+@given(st.integers(1, 8), st.sampled_from(["sublayer", "layer"]), st.sets(st.sampled_from(MODES[1:])), st.data())
+def test_points_and_paths_are_the_same_thing(layers, granularity, modes, data):
     keep = data.draw(st.sets(st.integers(0, layers - 1), max_size=layers - 1))
-    space = Space(layers, tuple(keep), granularity)
-    bits = tuple(data.draw(st.lists(st.booleans(), min_size=len(space), max_size=len(space))))
-    skip = space.skip(bits)
-    assert space.bits(skip) == bits
-    assert not keep & {*skip.attention, *skip.mlp}
-    assert len(space) == (layers - len(keep)) * (2 if granularity == "sublayer" else 1)
+    head = data.draw(st.sampled_from([("full",), ("full", "int8")]))
+    modes = tuple(mode for mode in MODES if mode in {"full", "skip", *modes})
+    space = Space(layers, tuple(keep), granularity, modes, head=head)
+    point = tuple(data.draw(st.integers(0, len(of) - 1)) for of in space.choices)
+    path = space.path(point)
+    assert space.point(path) == point
+    assert space.nearest(path) == path
+    assert not keep & {*path.skip.attention, *path.skip.mlp}
+    variables = layers - (len(keep) if modes == ("full", "skip") else 0)
+    assert len(space) == variables * (2 if granularity == "sublayer" else 1) + len(head) - 1
+    assert len(space.names) == len(space) == len(set(space.names))
 
 
 def test_the_nearest_point_skips_no_more_than_asked():
     space = Space(4, keep=(0,), granularity="layer")
-    assert space.nearest(SkipSet((0, 1, 2), (0, 2, 3))) == SkipSet((2,), (2,))
+    assert space.nearest(SkipSet((0, 1, 2), (0, 2, 3))) == DraftPath.skipping((2,), (2,))
+
+
+def test_everything_starts_in_few_bits_where_it_can():
+    space = Space(2, keep=(1,), modes=MODES, fixed=SkipSet((), (1,)), head=("full", "int8"))
+    assert space.base == "int8"
+    assert space.names == ("attention 0", "mlp 0", "attention 1", "head")  # MLP 1 has no choice
+    assert space.choices[2] == ("full", "int8", "int4"), "a layer that is kept is never skipped"
+    assert space.path(space.start) == DraftPath(int8=SkipSet((0, 1), (0,)), head="int8")
+    assert space.path(space.all_in("int4")).rows(2) == ("44", "4#")
+    assert space.path(space.all_in("skip")).rows(2) == (".8", ".#")
+    assert space.choose([0], rest=space.start).rows(2) == (".8", "8#")
+    assert space.choose([2], rest=space.start).rows(2) == ("88", "8#"), "what it may not be it is not"
+
+
+@pytest.mark.parametrize(
+    ("text", "modes"),
+    [("skip,full", ("full", "skip")), ("int8", ("full", "int8")), ("skip , int4", ("full", "int4", "skip"))],
+)
+def test_modes(text, modes):
+    assert parse_modes(text) == modes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("fp8", "'fp8' is not known; known: full, int8"), ("full", "want one beside")]
+)
+def test_wrong_modes_are_refused(text, message):
+    with pytest.raises(SelfspecError, match=message):
+        parse_modes(text)
 
 
 def test_variables_are_in_the_order_they_are_run():

@@ -121,7 +121,8 @@ def test_a_search_saves_what_it_found(llm, clockless):
         ("continuing prompts", 2 * 12),
         ("measuring costs", None),
         ("reading the texts", None),
-        ("ranking sub-layers", 32),
+        ("reading what drafts are sure of", None),
+        ("ranking sub-layers", 33),
         ("planning likely sets", None),
         ("searching", 12),
         ("trying smaller draft vocabularies", None),
@@ -197,7 +198,7 @@ def test_draft_cost_is_bounded(llm, clockless):
     search(llm, max_draft_cost=0.5, watch=watch, trials=20)
     assert len(watch.trials) == 20
     assert all(COSTS.draft_share(skip, 16) <= 0.5 for skip in watch.skips)
-    with pytest.raises(SelfspecError, match="no skip set could be scored"):
+    with pytest.raises(SelfspecError, match="no draft path could be scored"):
         search(llm, max_draft_cost=1e-6, trials=3)
 
 

@@ -27,6 +27,8 @@ def test_trials():
         "tokens_per_round": [1.9, 1.8, 1.6, 1.5],
         "draft_cost": [0.9, 0.8, 0.6, 0.7],
         "skipped": [1, 2, 2, 2],
+        "int8": [0] * 4,
+        "int4": [0] * 4,
         "attention": [1, 2, 1, 1],
         "mlp": [0, 0, 1, 1],
         "pruned": [False, False, False, True],
@@ -70,7 +72,7 @@ def test_sensitivity_by_layers_and_with_a_controller_that_drafts_less():
     settings = {"granularity": "layer", "controller": {"name": "fixed", "options": {"k": 1}}}
     ledger = Ledger(settings={**SETTINGS, **settings})
     ledger.keep_costs(COSTS)
-    ledger.keep_gains((1.0, 2.0))
+    ledger.keep_gains(((0.0, 1.0), (0.0, 2.0)))
     frame = sensitivity_frame(ledger)
     assert frame["part"].tolist() == ["layer", "layer"]
     nothing = 2 * 10 / (10 + COSTS.verification(2))

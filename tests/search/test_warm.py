@@ -6,9 +6,10 @@ from models import plain, small
 from selfspec.search.replay import Replay
 from selfspec.search.space import Space
 from selfspec.search.target_text import Text
-from selfspec.search.warm import cosines, every_second, first_k, programme
+from selfspec.search.warm import by_cosines, every_second, first_k, likely, programme
 
 from selfspec.facts.costs import CostModel
+from selfspec.facts.draft_path import MODES, DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.runtime.forward import Runtime
 
@@ -28,14 +29,30 @@ def replay():
 
 def test_the_first_k():
     space = Space(4)
-    sets = first_k(space, [0, 7, 6, 5, 4, 3, 2, 1])
-    assert [len(s) for s in sets] == [2, 3, 4, 5]
-    assert sets[0] == SkipSet((1,), (0,))  # variables: attention 0, MLP 0, attention 1, ...
+    paths = first_k(space, [(0, gain) for gain in (0, 7, 6, 5, 4, 3, 2, 1)])
+    assert [len(path.skip) for path in paths] == [2, 3, 4, 5]
+    assert paths[0] == DraftPath.skipping((1,), (0,))  # variables: attention 0, MLP 0, attention 1, ...
+
+
+def test_likely_paths_begin_with_few_bits():
+    """Then a few of what is left out or reads still less, the rest in 8 bits; then Draft & Verify's."""
+    space = Space(10, modes=MODES, head=("full", "int8"))
+    gains = tuple(
+        (0.0, 1.0, *((0.9 - i / 100, 0.8 - i / 100) if len(of) > 2 else ())) for i, of in enumerate(space.choices)
+    )
+    paths = likely(space, gains)
+    maps = [path.rows(10) for path in paths]
+    assert maps[:2] == [("8" * 10, "8" * 10), ("4" * 10, "4" * 10)]
+    assert maps[2] == ("4" + "8" * 9, "8" * 10)
+    assert any("." in row and "8" in row for rows in maps for row in rows)
+    assert maps[-1][0].startswith(".")
+    assert "#" in maps[-1][0]
+    assert all(path.head == "int8" for path in paths[:6])
 
 
 def test_every_second_layer():
-    assert every_second(Space(6)) == SkipSet((1, 3), (1, 3))
-    assert every_second(Space(6, keep=(3,))) == SkipSet((1,), (1,))
+    assert every_second(Space(6)) == DraftPath.skipping((1, 3), (1, 3))
+    assert every_second(Space(6, keep=(3,))) == DraftPath.skipping((1,), (1,))
 
 
 def test_streams_are_the_whole_models(replay):
@@ -68,7 +85,7 @@ def test_sub_layers_run_on_their_own_give_the_forward(replay):
 
 def test_cosines_are_one_for_what_changes_nothing(replay):
     space, streams = Space(LAYERS), replay.streams(3)
-    values = cosines(space, streams)
+    values = [1 + skipped for whole, skipped in by_cosines(space, streams) if whole == 0]
     assert len(values) == 6
     assert all(-1 <= value < 1 for value in values)
     expected = torch.cosine_similarity(streams.entering[0].float(), streams.between[0].float(), dim=-1).mean()
@@ -86,7 +103,7 @@ def test_the_programme_skips_what_does_nothing():
     space = Space(LAYERS)
     with Replay(model, texts, depth=2) as replay:
         planned = programme(space, replay.streams(4), COSTS)
-    by_price = {len(skip.attention) * 1.0 + len(skip.mlp) * 2.0: skip for skip in planned}
+    by_price = {len(skip.attention) * 1.0 + len(skip.mlp) * 2.0: skip for skip in (path.skip for path in planned)}
     assert by_price[1.0] == SkipSet((2,), ())
     assert by_price[2.0] == SkipSet((), (1,))
     assert by_price[3.0] == SkipSet((2,), (1,))
@@ -98,7 +115,8 @@ def test_the_programme_skips_what_does_nothing():
 def test_the_programme_keeps_what_is_to_be_kept(replay):
     streams = replay.streams(3)
     for granularity in ("sublayer", "layer"):
-        for skip in programme(Space(LAYERS, keep=(0,), granularity=granularity), streams, COSTS):
+        space = Space(LAYERS, keep=(0,), granularity=granularity)
+        for skip in (path.skip for path in programme(space, streams, COSTS)):
             assert 0 not in skip.attention
             assert 0 not in skip.mlp
             assert granularity == "sublayer" or skip.attention == skip.mlp

@@ -73,7 +73,7 @@ def test_two_workers_share_a_study(storage, tmp_path):
     assert profile.measured
     ledger = Ledger(storage)
     assert TRIALS <= profile.search.trials <= len(ledger.scores) <= TRIALS + 1  # each may have begun the last
-    assert {entry.score.skip for entry in ledger.entries} == set(ledger.scores)
+    assert {entry.score.path for entry in ledger.entries} == set(ledger.scores)
     by = Counter(entry.worker for entry in ledger.entries)
     assert len(by) == 2
     assert min(by.values()) >= 2

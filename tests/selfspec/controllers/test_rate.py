@@ -12,6 +12,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import RateOptimal
 from selfspec.facts.acceptance import AcceptanceCurve, Outlook, between, guess
 from selfspec.facts.limits import MOST_ROWS
+from selfspec.facts.skip import SkipSet
 
 STEPS = (0.0, 1.0, 1.1, 1.15, 1.2, 1.6, 1.65, 1.7, 1.75, 1.8, *([2.2] * (MOST_ROWS - 9)))
 
@@ -106,7 +107,7 @@ def test_between_knots_it_is_a_line():
 
 
 def test_a_guess_is_cheaper_the_more_is_skipped():
-    assert guess(0.75).draft < guess(0.5).draft < guess(0.0).draft == 1
+    assert guess(SkipSet((0, 1), (0,)), 2).draft < guess(SkipSet((0,), (1,)), 2).draft < guess(SkipSet(), 2).draft == 1
 
 
 def test_it_rests_on_what_it_is_told():

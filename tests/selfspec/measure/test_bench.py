@@ -95,7 +95,7 @@ def found(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SELFSPEC_CACHE", str(tmp_path_factory.mktemp("told")))
         patch.setattr("selfspec.model.layout.measure_layouts", lambda model: fastest(*request.param))
-        patch.setattr(bench, "measure_skip_costs", lambda *_, **__: TOLD)
+        patch.setattr(bench, "measure_path_costs", lambda *_, **__: TOLD)
         patch.setattr(bench, "forward_seconds", lambda *_, **__: ALONE)
         patch.setattr(bench, "read_bandwidth", lambda size, device: 2.0 * size)
         subjects = load_subjects("builtin", ["plain", "skip", "hf"], widened=2, device="cpu", dtype="auto")

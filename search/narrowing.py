@@ -1,0 +1,89 @@
+"""Which modes sub-layers and the head can have on this machine, and what memory they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.schema import Count, Data
+from selfspec.facts.costs import CostModel
+from selfspec.facts.draft_path import DraftPath, Mode
+from selfspec.facts.skip import SkipSet
+from selfspec.llm.llm import LLM
+from selfspec.runtime.forward import Runtime
+
+from .space import BYPASSING, Space
+
+LOW: tuple[Mode, ...] = ("int8", "int4")
+SHARES = {4: 0.3, 2: 0.55}  # of the model's bytes that weights in few bits may take, by the bytes of its numbers
+
+
+class Choices(Data):
+    """What a space was narrowed to: the modes of sub-layers and of the head, and those that stay as they are."""
+
+    modes: list[Mode]
+    head: list[Mode]
+    attention: list[Count] = []
+    mlp: list[Count] = []
+
+    def of(self, space: Space) -> Space:
+        """The space with these choices."""
+        fixed = SkipSet(tuple(self.attention), tuple(self.mlp))
+        return replace(space, modes=tuple(self.modes), head=tuple(self.head), fixed=fixed)
+
+
+def possible(llm: LLM, modes: Sequence[Mode], *, memory: float) -> Choices:
+    """What the model itself allows: few bits where weights are at hand, and may be held twice (`memory` is above 0)."""
+    runtime = llm.runtime
+    layers = range(runtime.layers)
+    low = [mode for mode in LOW if mode in modes and memory > 0]
+
+    def without(part: str, mode: Mode) -> list[int]:
+        return [i for i in layers if runtime.held(part, i, mode) is None]
+
+    low = [mode for mode in low if len(without("attention", mode)) + len(without("mlp", mode)) < 2 * len(layers)]
+    head: list[Mode] = ["full", *(mode for mode in low if mode == low[0] and runtime.held("head", 0, mode) is not None)]
+    return Choices(
+        modes=[mode for mode in modes if mode in (*BYPASSING, *low)],
+        head=head,
+        attention=sorted({i for mode in low for i in without("attention", mode)}),
+        mlp=sorted({i for mode in low for i in without("mlp", mode)}),
+    )
+
+
+def paying(choices: Choices, costs: CostModel) -> Choices:
+    """Those of them that are cheaper than running in full."""
+    slow = {mode for mode in LOW if mode in choices.modes and not costs.cheaper_in(mode)}
+    found = choices.model_copy(
+        update={
+            "modes": [mode for mode in choices.modes if mode not in slow],
+            "head": [mode for mode in choices.head if mode not in slow],
+        }
+    )
+    if found.modes == ["full"] and len(found.head) < 2:
+        raise SelfspecError(f"modes: {', '.join(slow)} is no cheaper than running in full here; want skip among them")
+    return found
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What weights in few bits take beside the model, and may take: shares of the model's bytes."""
+
+    runtime: Runtime
+    own: int
+    limit: float
+
+    @classmethod
+    def of(cls, llm: LLM, limit: float | None) -> Memory:
+        """Of a model; without a limit, 0.3 for float32, and 0.55 for types of half its size."""
+        size = llm.runtime.dtype.itemsize
+        return cls(llm.runtime, llm.weight_bytes, SHARES.get(size, 0.3) if limit is None else limit)
+
+    def share(self, path: DraftPath) -> float:
+        """What a path takes."""
+        return self.runtime.extra_bytes(path) / self.own
+
+    def excess(self, path: DraftPath) -> float:
+        """By how much a path takes more than it may; 0 or less where it does not."""
+        return self.share(path) - self.limit if path.low_precision else 0.0
