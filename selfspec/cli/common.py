@@ -217,9 +217,10 @@ def map_legend(profile: Profile) -> list[str]:
         lines = [f"{2 * layers} sub-layers: {', '.join(told)}"]
     else:
         lines = [f"{counts['skip']} of {2 * layers} sub-layers bypassed (# runs, . bypassed)"]
-    head = "" if path.head == "full" else f"the head {WORDS[path.head]}"
-    read = profile.bits_read if path.cheaper else None
-    return [*lines, *filter(None, ["; ".join(filter(None, [head, read and read.said]))])]
+    more = [] if path.head == "full" else [f"the head {WORDS[path.head]}"]
+    if path.cheaper and (read := profile.bits_read) is not None:
+        more.append(read.said)
+    return [*lines, "; ".join(more)] if more else lines
 
 
 def _ten(layer: int) -> str:

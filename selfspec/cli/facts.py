@@ -17,7 +17,7 @@ DRAWN = ("skip", "int8", "int4")  # fields of what drafts that the skip map show
 
 
 def facts(profile: Profile) -> dict[str, list[str]]:
-    """The lines on each field of a profile but sub-layers' modes, by its key in the file; none where it says nothing."""
+    """The lines on each field of a profile but what the map shows, by its key in the file; none where it is empty."""
     some = {
         "model": _model(profile),
         **_draft(profile.draft),

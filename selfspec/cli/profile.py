@@ -144,7 +144,7 @@ def _skipped(profile: Profile) -> str:
     if profile.drafts and not path.cheaper:
         return profile.draft.kind
     lines = [f"{len(path.skip.attention)} + {len(path.skip.mlp)}"]
-    lines += [f"{len(of)} {WORDS[mode]}" for mode, of in (("int8", path.int8), ("int4", path.int4)) if len(of)]
+    lines += [f"{len(of)} {WORDS[mode]}" for mode, of in path.few]
     return "\n".join(lines if path.head == "full" else [*lines, f"head {WORDS[path.head]}"])
 
 

@@ -88,6 +88,12 @@ class DraftPath:
         return bool(len(self.int8) or len(self.int4) or self.head != "full")
 
     @property
+    def few(self) -> tuple[tuple[Mode, SkipSet], ...]:
+        """The modes of few bits, each with the sub-layers that run so; those of none are left out."""
+        sets: tuple[tuple[Mode, SkipSet], ...] = (("int8", self.int8), ("int4", self.int4))
+        return tuple((mode, of) for mode, of in sets if len(of))
+
+    @property
     def cheaper(self) -> bool:
         """Whether any sub-layer, or the head, does not run in full: otherwise drafts cost what decoding does."""
         return self.low_precision or len(self.skip) > 0
@@ -100,8 +106,7 @@ class DraftPath:
     @property
     def said(self) -> str:
         """What is not in full, in a few words."""
-        counts = ((self.int8, "int8"), (self.int4, "int4"), (self.skip, "skip"))
-        parts = [f"{len(of)} {WORDS[mode]}" for of, mode in counts if len(of)]
+        parts = [f"{len(of)} {WORDS[mode]}" for mode, of in (*self.few, ("skip", self.skip)) if len(of)]
         if parts:
             first, _, rest = parts[0].partition(" ")
             parts[0] = f"{first} sub-layer{'s' if first != '1' else ''} {rest}"

@@ -311,7 +311,7 @@ class TestAudit:
         code, out, _ = cli("audit", "--dtype", "float64", "--limit", 2, "--max-new-tokens", 12)
         assert code == 0
         skipped = len(find_profile_file("stdlib-llama-3.7m").skip_set)
-        assert f"bypassed: profile stdlib-llama-3.7m, {skipped} sub-layers" in out
+        assert f"drafts: profile stdlib-llama-3.7m, {skipped} sub-layers" in out
         assert re.search(r"2 prompts, 24 tokens, \d+ drafted, \d+ accepted \(\d+%\): 0 near-ties, 0 bugs", out)
 
     def test_json_own_prompts_and_profile(self, cli, tmp_path, profile_file):
