@@ -74,7 +74,7 @@ def _report(llm: LLM, found: Audit, where: dict[str, str], prompts: str) -> None
         line = f"prompt {prompt + 1}, {_words(llm, difference)}"
         console.print(line, markup=False, soft_wrap=True, style=None if difference.near_tie else "bold red")
     s = found.stats
-    console.print(f"{where['model']}, {where['machine']}, {where['dtype']}; bypassed: {where['skip']}", soft_wrap=True)
+    console.print(f"{where['model']}, {where['machine']}, {where['dtype']}; drafts: {where['skip']}", soft_wrap=True)
     console.print(f"prompts: {prompts}", markup=False, soft_wrap=True)
     console.print(
         f"{found.prompts} prompts, {found.tokens} tokens, {s.drafted} drafted, {s.accepted} accepted "

@@ -14,6 +14,7 @@ from selfspec.basics.files import check_writable, write_text
 from selfspec.cli.bench_by_task import by_task_notes, by_task_tables, texts_line
 from selfspec.cli.common import Drafting, chosen, drafted_with, print_json, progress, quiet, set_threads, stderr, stdout
 from selfspec.cli.options import BenchCommand
+from selfspec.facts.bits import BitsRead
 from selfspec.measure.bench_methods import any_drafts, check_methods
 from selfspec.model.loading import read_identity
 from selfspec.profile.schema import Profile
@@ -154,12 +155,14 @@ def _duration(seconds: float) -> str:
 def _report(found: dict[str, Any], console: Console) -> None:
     wide = f" widened {found['widened']} times" if found["widened"] > 1 else ""
     threads = "1 thread" if found["threads"] == 1 else f"{found['threads']} threads"
+    bits = found["bits_per_weight"]
+    read = f"; {BitsRead(**bits).said}" if bits is not None and bits["draft"] < bits["plain"] else ""
     bypassed = f"{found['skipped']} of {found['sub_layers']} sub-layers bypassed"
     lines = [
         f"{found['model']}{wide}; {found['machine']}; {threads}; {found['dtype']}; {found['prompts']} prompts x "
         f"{found['max_new_tokens']} tokens x {found['rounds']} rounds",
         f"prompts: {found['prompt_source']}{', as chat messages' * found['chat']}",
-        f"skip: {bypassed} ({found['source']})" if found["skipped"] else f"skip: {found['source']}",
+        f"skip: {bypassed} ({found['source']}){read}" if found["skipped"] else f"skip: {found['source']}{read}",
         f"weights: {_size(found['weight_bytes'])}, {found['layouts']['plain']} for plain decoding, "
         f"{found['layouts']['skip']} for drafting ({_size(found['extra_bytes'])} more)",
     ]

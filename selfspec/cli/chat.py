@@ -165,7 +165,7 @@ class _Talk:
             f"{last.prompt + last.tokens} of {self.llm.runtime.skeleton.context} positions are taken"
         )
         if self.color:
-            legend(stderr(), list(chain.from_iterable(one.events for one in self.given)), total)
+            legend(stderr(), list(chain.from_iterable(one.events for one in self.given)), total, self.llm.profile)
 
     def save(self, rest: str) -> None:
         """`/save FILE`."""

@@ -16,6 +16,7 @@ from selfspec.cli.common import stdout
 from selfspec.cli.folding import Folding
 from selfspec.facts.events import Origin, TokenEvent, counts
 from selfspec.facts.stats import Stats
+from selfspec.profile.schema import Profile
 from selfspec.show.markup import LOOKS, acceptance
 
 if TYPE_CHECKING:
@@ -89,8 +90,11 @@ def style(console: Console, origin: Origin) -> Style:
     )
 
 
-def legend(console: Console, events: Sequence[TokenEvent], stats: Stats) -> None:
-    """Print how many tokens came from where, and what was accepted of what was drafted."""
+def legend(console: Console, events: Sequence[TokenEvent], stats: Stats, profile: Profile | None = None) -> None:
+    """Print how many tokens came from where, and what was accepted of what was drafted.
+
+    With the profile that drafted, also what ran in few bits.
+    """
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(justify="right")
@@ -100,4 +104,7 @@ def legend(console: Console, events: Sequence[TokenEvent], stats: Stats) -> None
         table.add_row(Text(origin, style(console, origin)), f"{number}", f"{number / len(events):.0%}", *meaning)
     if events:
         console.print(table)
-    console.print(acceptance(stats), highlight=False, soft_wrap=True)
+    how = ""
+    if stats.drafted and profile is not None and profile.path.low_precision:
+        how = f"; drafts ran with {profile.path.said}"
+    console.print(acceptance(stats) + how, highlight=False, soft_wrap=True, markup=False)

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.cli.options import DraftingOptions
 from selfspec.controllers import make_controller, parse_controller
 from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.draft_path import MODES, SIGNS, WORDS
 from selfspec.facts.identity import Identity
 from selfspec.facts.stats import Stats
 from selfspec.model.loading import check_model_name
@@ -27,6 +29,7 @@ from selfspec.profile.draft import LayerSkipSpec, Skip
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 
+SIGN_STYLES = {"#": "bold green", "8": "bold cyan", "4": "bold yellow", ".": "red"}  # of skip maps, by sign
 SEARCH_HINT = "no profile known to be faster: decoding plainly. Search one with: selfspec search --model {model}"
 
 
@@ -173,17 +176,22 @@ class LayerMap:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         layers = max(map(len, self.rows.values()))
-        fitting = max((options.max_width - 11) // 10 * 10, 10)
+        fitting = max((options.max_width - self._beside - 1) // 10 * 10, 10)
         for first in range(0, layers, fitting):
             if first:
                 yield Text("")
             yield from self._block(first, min(first + fitting, layers), tens=layers > 10)
 
+    @property
+    def _beside(self) -> int:
+        return max(10, *map(len, self.rows))
+
     def _block(self, first: int, last: int, *, tens: bool) -> RenderResult:
-        lines = [Text(f"{'':10} " + "".join(_ten(i) for i in range(first, last)), style="dim")] if tens else []
-        lines.append(Text(f"{'layer':10} " + "".join(str(i % 10) for i in range(first, last)), style="dim"))
+        beside = self._beside
+        lines = [Text(f"{'':{beside}} " + "".join(_ten(i) for i in range(first, last)), style="dim")] if tens else []
+        lines.append(Text(f"{'layer':{beside}} " + "".join(str(i % 10) for i in range(first, last)), style="dim"))
         for name, row in self.rows.items():
-            line = Text(f"{name:10} ")
+            line = Text(f"{name:{beside}} ")
             for mark in row[first:last]:
                 line.append(mark, style=self.styles.get(mark, ""))
             lines.append(line)
@@ -194,12 +202,25 @@ class LayerMap:
 
 
 def skip_map(profile: Profile) -> Group:
-    """The skip map: a ruler of layers, a row of attention, a row of MLP; `#` runs, `.` is bypassed."""
-    layers = profile.model.layers
-    attention, mlp = profile.skip_set.rows(layers)
-    marks = LayerMap({"attention": attention, "mlp": mlp}, {"#": "bold green", ".": "red"})
-    legend = Text(f"{len(profile.skip_set)} of {2 * layers} sub-layers bypassed (# runs, . bypassed)", style="dim")
-    return Group(marks, legend)
+    """The skip map: a ruler of layers, a row of attention, a row of MLP, a sign for each mode; and its legend."""
+    attention, mlp = profile.path.rows(profile.model.layers)
+    marks = LayerMap({"attention": attention, "mlp": mlp}, SIGN_STYLES)
+    return Group(marks, Text("\n".join(map_legend(profile)), style="dim"))
+
+
+def map_legend(profile: Profile) -> list[str]:
+    """How many sub-layers run in which mode, with its sign in the map; the head's mode, and what a draft step reads."""
+    path, layers = profile.path, profile.model.layers
+    counts = Counter(path.modes(layers))
+    if path.low_precision:
+        told = (f"{counts[mode]} {WORDS[mode]} ({SIGNS[mode]})" for mode in MODES if counts[mode])
+        lines = [f"{2 * layers} sub-layers: {', '.join(told)}"]
+    else:
+        lines = [f"{counts['skip']} of {2 * layers} sub-layers bypassed (# runs, . bypassed)"]
+    more = [] if path.head == "full" else [f"the head {WORDS[path.head]}"]
+    if path.cheaper and (read := profile.bits_read) is not None:
+        more.append(read.said)
+    return [*lines, "; ".join(more)] if more else lines
 
 
 def _ten(layer: int) -> str:

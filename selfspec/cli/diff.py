@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -10,12 +11,23 @@ from rich.table import Table
 from rich.text import Text
 
 from selfspec.basics.errors import short
-from selfspec.cli.common import LayerMap, checked_profile, print_json, printable, skip_map, stdout
+from selfspec.cli.common import (
+    SIGN_STYLES,
+    LayerMap,
+    checked_profile,
+    print_json,
+    printable,
+    skip_map,
+    stdout,
+)
 from selfspec.cli.facts import facts, label
+from selfspec.facts.draft_path import MODES, SIGNS, WORDS, Mode
 from selfspec.profile.schema import Profile
 
 BY_BOTH, BY_NONE, BY_A, BY_B = ".", "#", "A", "B"
 STYLES = {BY_BOTH: "red", BY_NONE: "bold green", BY_A: "bold cyan", BY_B: "bold magenta"}
+PARTS = ("attention", "mlp")
+MODES_OF = ("draft.skip.", "draft.int8.", "draft.int4.")  # keys that the maps show
 Difference = tuple[str, Any, Any]  # where, and what stands there in either; None: nothing
 
 
@@ -53,6 +65,7 @@ def _as_json(names: dict[str, str], a: Profile, b: Profile, found: list[Differen
         **names,
         "skipped_by_a_alone": _alone(a, b),
         "skipped_by_b_alone": _alone(b, a),
+        "modes": [asdict(change) for change in _changes(a, b)],
         "differences": [{"key": where, "a": x, "b": y} for where, x, y in found],
     }
 
@@ -66,20 +79,61 @@ def _alone(a: Profile, b: Profile) -> dict[str, list[int]]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Sub-layers of a part that run in one mode in A, in another in B."""
+
+    part: str
+    layers: tuple[int, ...]
+    a: Mode
+    b: Mode
+
+    def __str__(self) -> str:
+        return f"{self.part} {', '.join(map(str, self.layers))}: {self.a} -> {self.b}"
+
+
+def _changes(a: Profile, b: Profile) -> list[_Change]:
+    """The sub-layers whose modes differ, alike ones together; those of layers that only one model has are left out."""
+    found: dict[tuple[str, Mode, Mode], list[int]] = {}
+    for first, part in enumerate(PARTS):
+        mine, theirs = (p.path.modes(p.model.layers)[first * p.model.layers :] for p in (a, b))
+        for layer in range(min(a.model.layers, b.model.layers)):
+            if mine[layer] != theirs[layer]:
+                found.setdefault((part, mine[layer], theirs[layer]), []).append(layer)
+    return [_Change(part, tuple(layers), x, y) for (part, x, y), layers in found.items()]
+
+
 def _print(console: Console, names: dict[str, str], a: Profile, b: Profile, found: list[Difference]) -> None:
     for side, name in names.items():
         console.print(f"{side}: {printable(name)}", markup=False)
+    changes = _changes(a, b)
+    if drawn := bool(changes) or a.model.layers != b.model.layers:
+        _draw(console, a, b, changes)
+    rest = [difference for difference in found if not (drawn and f"{difference[0]}.".startswith(MODES_OF))]
+    if rest or _reads(a) != _reads(b):
+        console.print(_table(a, b, rest))
+
+
+def _draw(console: Console, a: Profile, b: Profile, changes: list[_Change]) -> None:
+    """The maps: one where both only bypass, else that of A above that of B, and what changes in words."""
     if a.model.layers != b.model.layers:
         console.print(skip_map(a), skip_map(b), sep="\n")
-    elif a.skip_set != b.skip_set:
-        rows = {part: _marks(a, b, part) for part in ("attention", "mlp")}
+    elif not {"int8", "int4"} & {mode for p in (a, b) for mode in p.path.modes(p.model.layers)}:
+        rows = {part: _marks(a, b, part) for part in PARTS}
         console.print(LayerMap(rows, STYLES))
         by_a, by_b, by_both = ("".join(rows.values()).count(mark) for mark in (BY_A, BY_B, BY_BOTH))
         legend = f"bypassed: {by_a} by A alone, {by_b} by B alone, {by_both} by both (.); # runs in both"
         console.print(Text(legend, style="dim"))
-    rest = [difference for difference in found if not f"{difference[0]}.".startswith("draft.skip.")]
-    if rest:
-        console.print(_table(a, b, rest))
+    else:
+        sides = {"A": a.path.rows(a.model.layers), "B": b.path.rows(b.model.layers)}
+        each = {f"{side} {part}": rows[i] for i, part in enumerate(PARTS) for side, rows in sides.items()}
+        console.print(LayerMap(each, SIGN_STYLES))
+        used = set("".join(each.values()))
+        lines = [", ".join(f"{SIGNS[mode]} {WORDS[mode]}" for mode in MODES if SIGNS[mode] in used)]
+        lines += [f"A: {a.path.said}", f"B: {b.path.said}"]
+        console.print(Text("\n".join(lines), style="dim"))
+        for change in changes:
+            console.print(str(change), highlight=False)
 
 
 def _marks(a: Profile, b: Profile, part: str) -> str:
@@ -91,6 +145,8 @@ def _marks(a: Profile, b: Profile, part: str) -> str:
 def _table(a: Profile, b: Profile, found: list[Difference]) -> Table:
     """Each field that differs, as `show` puts it; what it would not show, by its key in the file."""
     table = Table("", "A", "B", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    if _reads(a) != _reads(b):
+        table.add_row("a draft step reads", _lines(_reads(a)), _lines(_reads(b)))
     one, other = facts(a), facts(b)
     told = [key for key in {**one, **other} if one.get(key) != other.get(key)]
     for key in told:
@@ -99,6 +155,11 @@ def _table(a: Profile, b: Profile, found: list[Difference]) -> Table:
         if not any(f"{where}.".startswith(f"{key}.") for key in told):
             table.add_row(printable(where), _value(x), _value(y))
     return table
+
+
+def _reads(profile: Profile) -> list[str]:
+    read = profile.bits_read
+    return [] if read is None else [f"{read.draft:.3g} of {read.plain:.3g} bits per weight"]
 
 
 def _lines(lines: list[str]) -> Text:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from selfspec.facts.confidence import Confidence
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import CostModel
+from selfspec.facts.draft_path import WORDS, Mode
 from selfspec.profile.draft import DraftSpec
 from selfspec.profile.schema import Calibration, Measurement, Prediction, Profile, Published, SearchRecord
 
 LABELS = {"draft.kind": "draft", "draft.vocabulary": "drafted from", "acceptance": "accepted"}
+DRAWN = ("skip", "int8", "int4")  # fields of what drafts that the skip map shows
 
 
 def facts(profile: Profile) -> dict[str, list[str]]:
-    """The lines on each field of a profile but the skip set, by its key in the file; none where it says nothing."""
+    """The lines on each field of a profile but what the map shows, by its key in the file; none where it is empty."""
     some = {
         "model": _model(profile),
         **_draft(profile.draft),
@@ -62,8 +65,8 @@ def _model(profile: Profile) -> list[str]:
 
 
 def _draft(draft: DraftSpec) -> dict[str, list[str]]:
-    """The lines on each field of what drafts but the skip set, which is drawn."""
-    fields = [name for name in type(draft).model_fields if name != "skip"]
+    """The lines on each field of what drafts but the modes of sub-layers, which are drawn."""
+    fields = [name for name in type(draft).model_fields if name not in DRAWN]
     told = {name: getattr(draft, name) for name in fields if getattr(draft, name) is not None}
     return {f"draft.{name}": [_TOLD.get(name, str)(value)] for name, value in told.items()}
 
@@ -77,12 +80,28 @@ def _candidates(count: int) -> str:
     return "1, a chain" if count == 1 else f"{count} for each drafted place at most"
 
 
+def _head(mode: Mode) -> str:
+    return WORDS[mode]
+
+
+def _confidence(confidence: Confidence) -> str:
+    if confidence.plain:
+        return "the draft's probability"
+    if not confidence.probability and not confidence.gap:
+        return f"always {confidence.of(0.5, 1.0):.2g}"
+    by = {"both": "probability and gap", "gap": "gap of the two best logits", "probability": "probability"}
+    weights = ", ".join(f"{name} {value:g}" for name, value in confidence.model_dump().items() if value)
+    return f"by {by[confidence.reads]} ({weights})"
+
+
 def _vocabulary(tokens: Sequence[int]) -> str:
     return f"{len(tokens)} tokens"
 
 
 # How a field of what drafts is told; others as they are.
 _TOLD: dict[str, Callable[[Any], str]] = {
+    "head": _head,
+    "confidence": _confidence,
     "controller": _controller,
     "candidates": _candidates,
     "vocabulary": _vocabulary,

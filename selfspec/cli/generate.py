@@ -78,7 +78,7 @@ def _stream(llm: LLM, prompt: Prompt, drafter: Drafter, how: Options, *, stats: 
         write(stream, color=color)
     finally:
         if color:
-            legend(stderr(), stream.result.events, stream.result.stats)
+            legend(stderr(), stream.result.events, stream.result.stats, llm.profile)
         if stats:
             stderr().print(stats_line(stream.result.stats), soft_wrap=True)
 
@@ -94,7 +94,7 @@ def _compare(
     else:
         _print_comparison(result, color=color)
         if color:
-            legend(stderr(), result.draft.events, result.draft.stats)
+            legend(stderr(), result.draft.events, result.draft.stats, llm.profile)
 
 
 def _print_comparison(result: Comparison, *, color: bool) -> None:

@@ -15,6 +15,7 @@ from selfspec.basics.errors import SelfspecError, short
 from selfspec.basics.files import check_writable, files_in
 from selfspec.cli.common import checked_profile, print_json, printable, quiet, skip_map, stderr, stdout
 from selfspec.cli.facts import facts, label, source, standing
+from selfspec.facts.draft_path import WORDS
 from selfspec.facts.identity import Identity
 from selfspec.model.loading import check_model_name, read_identity, stored_config
 from selfspec.profile.published import check_format, published_profile, read_published
@@ -27,7 +28,7 @@ def show(file: str) -> None:
     """Print a profile for people."""
     profile = checked_profile(file)
     console = stdout()
-    if len(profile.skip_set):
+    if profile.path.cheaper:
         console.print(skip_map(profile))
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for key, lines in facts(profile).items():
@@ -123,27 +124,41 @@ def _table(profiles: Mapping[str, Profile]) -> Table:
     table.add_column("skipped", justify="right")
     table.add_column("measured speedup\nsource", overflow="fold")
     for name, profile in profiles.items():
-        skip = profile.skip_set
         measured = [f"{m.speedup:g}x, temperature {m.temperature:g}" for m in profile.measured] or [standing(profile)]
         table.add_row(
             Text(printable(name) + "\n  " + printable(profile.model.name or "any of this size")),
             str(profile.model.layers),
-            f"{len(skip.attention)} + {len(skip.mlp)}" if len(skip) or not profile.drafts else profile.draft.kind,
+            _skipped(profile),
             Text("\n".join(map(printable, filter(None, [*measured, source(profile)])))),
         )
     table.caption = "skipped: attention + MLP sub-layers"
+    if any(profile.path.low_precision for profile in profiles.values()):
+        table.caption += "; below it, how many run in few bits"
     table.caption_justify = "left"
     return table
 
 
+def _skipped(profile: Profile) -> str:
+    """How many attentions and MLPs are bypassed; below it, how many sub-layers are in few bits, and the head."""
+    path = profile.path
+    if profile.drafts and not path.cheaper:
+        return profile.draft.kind
+    lines = [f"{len(path.skip.attention)} + {len(path.skip.mlp)}"]
+    lines += [f"{len(of)} {WORDS[mode]}" for mode, of in path.few]
+    return "\n".join(lines if path.head == "full" else [*lines, f"head {WORDS[path.head]}"])
+
+
 def _summary(name: str, profile: Profile) -> dict[str, Any]:
-    skip, model = profile.skip_set, profile.model
+    skip, model, read = profile.skip_set, profile.model, profile.bits_read
+    modes = profile.path.modes(model.layers)
     return {
         "name": name,
         "model": model.name,
         "layers": model.layers,
         "draft": profile.draft.kind,
         "skipped": {"attention": len(skip.attention), "mlp": len(skip.mlp)},
+        "modes": {"attention": modes[: model.layers], "mlp": modes[model.layers :], "head": profile.path.head},
+        "bits_per_weight": None if read is None else read.draft,
         "standing": standing(profile),
         "measured": [
             {"temperature": m.temperature, "speedup": m.speedup, "interval": m.interval} for m in profile.measured

@@ -19,6 +19,7 @@ from selfspec.cli.data import Given
 from selfspec.cli.facts import facts, label
 from selfspec.cli.options import ReportCommand
 from selfspec.cli.sources import open_study
+from selfspec.facts.draft_path import WORDS
 from selfspec.profile.schema import Profile
 
 if TYPE_CHECKING:
@@ -132,11 +133,11 @@ def _sampled(llm: LLM, profile: Profile, given: Given, n: int) -> _Decoded:
     )
     total = Stats.total(done.stats for done in found)
     intro = (
-        f"{len(found)} held-out prompts ({given.said}), continued greedily by {llm.name} with this profile's drafts, "
-        f"without the guard: {total.tokens} tokens in {total.rounds} passes of the whole model, "
-        f"{total.tokens_per_round:.2f} a pass, where plain decoding has 1; {total.accepted} of {total.drafted} drafted "
-        "tokens were accepted. Hover over a token, tap it or tab to it for its probability, its round, and what was "
-        "rejected."
+        f"{len(found)} held-out prompts ({given.said}), continued greedily by {llm.name} with this profile's drafts "
+        f"({profile.draft.said}), without the guard: {total.tokens} tokens in {total.rounds} passes of the whole "
+        f"model, {total.tokens_per_round:.2f} a pass, where plain decoding has 1; {total.accepted} of {total.drafted} "
+        "drafted tokens were accepted. Hover over a token, tap it or tab to it for its probability, its round, and "
+        "what was rejected."
     )
     where = conditions(llm.runtime)
     row = ("this page's texts", "0", "-", f"{len(found)} x {n}", _machine(where))
@@ -206,10 +207,13 @@ def _no_sample(profile: Profile | None) -> tuple[str, ...]:
 def _summary(profile: Profile | None) -> str:
     if profile is None:
         return "What a benchmark measured."
-    size, skipped = 2 * profile.model.layers, len(profile.skip_set)
     said = f"The profile {profile.draft.said}"
-    if skipped:
+    if (path := profile.path).cheaper:
+        size, skipped = 2 * profile.model.layers, len(path.skip)
         said = f"While drafting, {skipped} of the model's {size} attention and MLP sub-layers are bypassed"
+        few = [f"{len(of)} run {WORDS[mode]}" for mode, of in path.few]
+        said = ", ".join([said, *few, *([] if path.head == "full" else [f"the head runs {WORDS[path.head]}"])])
+        said += "" if profile.bits_read is None else f"; {profile.bits_read.said}"
     if profile.measured:
         fastest = max(profile.measured, key=lambda m: m.speedup)
         low, high = fastest.interval

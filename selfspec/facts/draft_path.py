@@ -16,6 +16,7 @@ HeadMode = Literal["full", "int8", "int4"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)  # each reads fewer bytes than the one before it
 SIGNS: dict[Mode, str] = {"full": "#", "int8": "8", "int4": "4", "skip": "."}  # in skip maps
+WORDS: dict[Mode, str] = {"full": "in full", "int8": "in 8 bits", "int4": "in 4 bits", "skip": "bypassed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,19 @@ class DraftPath:
             try:
                 getattr(self, mode).check(layers)
             except SelfspecError as error:
-                raise SelfspecError(str(error).replace("skip.", f"{mode}.", 1)) from None
+                said = str(error).replace("skip.", f"{mode}.", 1)
+                raise SelfspecError(said if mode == "skip" else said.replace("skipped", f"in {mode}", 1)) from None
 
     @property
     def low_precision(self) -> bool:
         """Whether anything runs in few bits."""
         return bool(len(self.int8) or len(self.int4) or self.head != "full")
+
+    @property
+    def few(self) -> tuple[tuple[Mode, SkipSet], ...]:
+        """The modes of few bits, each with the sub-layers that run so; those of none are left out."""
+        sets: tuple[tuple[Mode, SkipSet], ...] = (("int8", self.int8), ("int4", self.int4))
+        return tuple((mode, of) for mode, of in sets if len(of))
 
     @property
     def cheaper(self) -> bool:
@@ -98,13 +106,12 @@ class DraftPath:
     @property
     def said(self) -> str:
         """What is not in full, in a few words."""
-        counts = ((self.int8, "in 8 bits"), (self.int4, "in 4 bits"), (self.skip, "bypassed"))
-        parts = [f"{len(of)} {what}" for of, what in counts if len(of)]
+        parts = [f"{len(of)} {WORDS[mode]}" for mode, of in (*self.few, ("skip", self.skip)) if len(of)]
         if parts:
             first, _, rest = parts[0].partition(" ")
             parts[0] = f"{first} sub-layer{'s' if first != '1' else ''} {rest}"
         if self.head != "full":
-            parts.append(f"the head in {self.head.removeprefix('int')} bits")
+            parts.append(f"the head {WORDS[self.head]}")
         return ", ".join(parts) or "everything in full"
 
 

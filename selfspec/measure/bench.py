@@ -12,6 +12,7 @@ import torch
 
 from selfspec.basics.machine import peak_growth, process_peak, read_bandwidth
 from selfspec.basics.schema import Json
+from selfspec.facts.bits import bits_read
 from selfspec.facts.costs import CostModel
 from selfspec.facts.identity import Identity
 from selfspec.facts.stats import Stats
@@ -145,15 +146,19 @@ class Benchmark:
         bandwidth = read_bandwidth(read, runtime.device)
         self.watch.stage("timing passes")
         context = self._context()
+        where = conditions(runtime)
+        bits = bits_read(t.profile.path, runtime.skeleton.identity, dtype=where["dtype"])
         return {
             "model": s.plain.name,
             "widened": s.widened,
-            **conditions(runtime),
+            **where,
             "torch": torch.__version__,
             "prompts": len(t.prompts),
             "max_new_tokens": t.max_new_tokens,
             "rounds": t.rounds,
             "skipped": len(t.profile.skip_set),
+            "path": t.profile.path.said,
+            "bits_per_weight": None if bits is None else {"draft": bits.draft, "plain": bits.plain},
             "draft": t.profile.draft.model_dump(mode="json", exclude_none=True),
             "sub_layers": 2 * runtime.layers,
             "layouts": dict(s.layouts),

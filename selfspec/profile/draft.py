@@ -21,10 +21,10 @@ from selfspec.facts.skip import SkipSet
 
 
 class Skip(Data):
-    """The sub-layers that drafting bypasses."""
+    """Sub-layers of which one thing is said, such as that drafting bypasses them."""
 
-    attention: list[Count] = Field([], description="Layers whose attention is bypassed, counted from 0.")
-    mlp: list[Count] = Field([], description="Layers whose MLP is bypassed, counted from 0.")
+    attention: list[Count] = Field([], description="The layers, counted from 0, whose attention is meant.")
+    mlp: list[Count] = Field([], description="The layers, counted from 0, whose MLP is meant.")
 
     @classmethod
     def of(cls, skip: SkipSet) -> Self:
@@ -84,11 +84,13 @@ class LayerSkipSpec(DraftSpec):
     """
 
     kind: Literal["layer-skip"] = "layer-skip"
-    skip: Skip = Skip()
+    skip: Annotated[Skip, Field(description="The sub-layers that are bypassed while drafting.")] = Skip()
     int8: Skip | None = Field(None, description="The sub-layers that run with their weights in 8 bits while drafting.")
-    int4: Skip | None = Field(None, description="Those in 4 bits.")
+    int4: Skip | None = Field(None, description="The sub-layers that run with their weights in 4 bits while drafting.")
     head: Literal["int8", "int4"] | None = Field(None, description="How the head runs while drafting, if not in full.")
-    confidence: Confidence | None = None
+    confidence: Confidence | None = Field(
+        None, description="What says how likely a drafted token is right; its probability when left out."
+    )
     controller: ControllerSpec = ControllerSpec(name="adaptive")
     candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(
         1, description="Tokens proposed for each place at most, the drafted one counted."

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, SerializeAsAny, model_
 from selfspec.basics.errors import SelfspecError, short
 from selfspec.basics.schema import Count, Data, Positive, Rate, Seconds
 from selfspec.facts.acceptance import AcceptanceCurve, Outlook, guess
+from selfspec.facts.bits import BitsRead, bits_read
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import CostModel
 from selfspec.facts.draft_path import DraftPath
@@ -138,13 +139,21 @@ class Profile(Data):
 
     @property
     def layer_skip(self) -> LayerSkipSpec:
-        """How drafts bypass sub-layers: for a kind of draft that bypasses none, one that skips nothing."""
+        """How drafts run the model's sub-layers: for a kind of draft that does not, all of them in full."""
         return self.draft if isinstance(self.draft, LayerSkipSpec) else LayerSkipSpec()
 
     @property
     def path(self) -> DraftPath:
-        """How the model runs while drafting: in full where another kind of draft says nothing of that."""
+        """How the model runs while drafting: for a kind of draft that bypasses nothing, everything in full."""
         return self.layer_skip.path
+
+    @property
+    def bits_read(self) -> BitsRead | None:
+        """Bits per weight that a draft step reads, where the profile says the model's sizes.
+
+        In full, weights are taken to be of the dtype that was measured; where none was, of 32 bits.
+        """
+        return bits_read(self.path, self.model, dtype=self.measured[0].dtype if self.measured else None)
 
     @property
     def skip_set(self) -> SkipSet:

@@ -6,18 +6,31 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from selfspec.facts.draft_path import SIGNS, WORDS
 from selfspec.profile.schema import Profile
 
 
 def skip_map(profile: Profile) -> str:
     """Of `plots.profile.skip_map`."""
-    layers, skip = profile.model.layers, profile.skip_set
-    return (
-        f"Each column is one of the model's {layers} layers, counted from 0. White sub-layers are bypassed while "
-        f"drafting: {len(skip.attention)} of {layers} attentions and {len(skip.mlp)} of {layers} MLPs, "
-        f"{len(skip) / (2 * layers):.0%} of all. When the draft is verified everything runs, so that what comes out is "
-        "what the whole model says."
+    layers, skip, path = profile.model.layers, profile.skip_set, profile.path
+    columns = f"Each column is one of the model's {layers} layers, counted from 0."
+    white = (
+        f"White sub-layers are bypassed while drafting: {len(skip.attention)} of {layers} attentions and "
+        f"{len(skip.mlp)} of {layers} MLPs, {len(skip) / (2 * layers):.0%} of all."
     )
+    told = [columns, white] if len(skip) or not path.low_precision else [columns]
+    few = [
+        f"{len(of.attention)} attentions and {len(of.mlp)} MLPs {WORDS[mode]} (marked {SIGNS[mode]})"
+        for mode, of in path.few
+    ]
+    if path.head != "full":
+        few.append(f"the head {WORDS[path.head]}")
+    if few:
+        told.append(f"With rounded weights run {_listed(few)}; dark sub-layers run in full.")
+    if path.cheaper and profile.bits_read is not None:
+        told.append(f"{profile.bits_read.said[:1].upper()}{profile.bits_read.said[1:]}.")
+    told.append("When the draft is verified everything runs, so that what comes out is what the whole model says.")
+    return " ".join(told)
 
 
 def acceptance_by_confidence(profile: Profile) -> str:

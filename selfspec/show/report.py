@@ -13,6 +13,8 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from selfspec.facts.draft_path import WORDS
+from selfspec.facts.skip import SkipSet
 from selfspec.profile.schema import Profile
 from selfspec.show import explanations as reading
 from selfspec.show.plots import bench as bench_plots
@@ -93,12 +95,18 @@ def picture(name: str, draw: Callable[..., Any], subject: Any, text: str, label:
 
 def skip_section(profile: Profile) -> Section:
     """The skip map."""
-    attention, mlp = (
-        ", ".join(map(str, part)) or "none" for part in (profile.skip_set.attention, profile.skip_set.mlp)
-    )
-    label = f"Skip map. Bypassed while drafting: attention of layers {attention}; MLP of layers {mlp}."
+    path = profile.path
+    label = f"Skip map. Bypassed while drafting: {_of_layers(path.skip)}."
+    for mode, of in path.few:
+        label += f" {WORDS[mode].capitalize()}: {_of_layers(of)}."
     drawn = picture("skip", profile_plots.skip_map, profile, reading.skip_map(profile), label)
-    return Section("skip-map", "What is bypassed", pictures=(drawn,))
+    title = "How drafts run" if path.low_precision else "What is bypassed"
+    return Section("skip-map", title, pictures=(drawn,))
+
+
+def _of_layers(some: SkipSet) -> str:
+    attention, mlp = (", ".join(map(str, part)) or "none" for part in (some.attention, some.mlp))
+    return f"attention of layers {attention}; MLP of layers {mlp}"
 
 
 def study_section(trials: pd.DataFrame, sensitivities: pd.DataFrame | None, place: str) -> Section:

@@ -157,12 +157,15 @@ def _positions(shares: Sequence[float], method: str, temperature: float) -> pd.D
 
 
 def skip_frame(profile: Profile) -> pd.DataFrame:
-    """A row for each sub-layer of a profile's model, layers counted from 0: whether drafting bypasses it."""
+    """A row for each sub-layer of a profile's model, layers counted from 0.
+
+    `mode`: how it runs while drafting: `full`, `int8`, `int4` or `skip`; `bypassed`: whether that is `skip`.
+    """
     layers = profile.model.layers
-    bits = profile.skip_set.bits(layers)
-    parts = [("attention", bits[:layers]), ("mlp", bits[layers:])]
-    rows = [(layer, part, bypassed) for part, row in parts for layer, bypassed in enumerate(row)]
-    return pd.DataFrame(rows, columns=["layer", "part", "bypassed"])
+    modes = profile.path.modes(layers)
+    parts = [("attention", modes[:layers]), ("mlp", modes[layers:])]
+    rows = [(layer, part, mode == "skip", mode) for part, row in parts for layer, mode in enumerate(row)]
+    return pd.DataFrame(rows, columns=["layer", "part", "bypassed", "mode"])
 
 
 def _ms(seconds: float | None) -> float | None:

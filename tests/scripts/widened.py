@@ -25,6 +25,7 @@ from selfspec.search.warm import by_cosines, every_second, first_k, programme
 
 import selfspec
 from selfspec.facts.costs import CostModel
+from selfspec.facts.draft_path import DraftPath
 from selfspec.measure.cost_fitting import measure_costs
 from selfspec.model.layout import LAYOUTS, lay_out_
 from selfspec.model.loading import load_model
@@ -81,20 +82,20 @@ def main() -> None:
         strategy = make_strategy("climb", Problem(space, 0, warm, gains, planned))
         best = 0.0
         for trial in range(given.trials):
-            skip = strategy.ask()
-            found = [w.score(skip) for w in worth]
+            path = strategy.ask()
+            found = [w.score(path) for w in worth]
             value = (found[0].speedup * found[1].speedup) ** 0.5
-            strategy.tell(skip, value)
+            strategy.tell(path, value)
             if not any(score.pruned for score in found):
-                scores[skip] = found
+                scores[path] = found
             if value > best:
                 best = value
-                print(f"{trial}: {len(skip)} sub-layers, {found[0].speedup:.3f} and {found[1].speedup:.3f}", flush=True)
-    skip = max(scores, key=lambda s: scores[s][0].speedup * scores[s][1].speedup)
-    last = scores[skip][-1]
+                print(f"{trial}: {len(path.skip)} sub-layers, {found[0].speedup:.3f} and {found[1].speedup:.3f}", flush=True)
+    path = max(scores, key=lambda s: scores[s][0].speedup * scores[s][1].speedup)
+    last = scores[path][-1]
     profile = Profile(
         model=llm.identity,
-        draft=LayerSkipSpec.of(skip, last.controller, candidates=last.candidates),
+        draft=LayerSkipSpec.of(path, last.controller, candidates=last.candidates),
         acceptance=last.acceptance,
         calibration=record("builtin", prompts),
         costs=costs,

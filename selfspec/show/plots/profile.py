@@ -1,36 +1,62 @@
-"""Plots of a profile: what it bypasses, and how often its drafts were right by their confidence."""
+"""Plots of a profile: how sub-layers run while drafting, and how often its drafts were right by their confidence."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
+from numpy.typing import NDArray
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.facts.draft_path import MODES, SIGNS, WORDS, DraftPath, Mode
 from selfspec.profile.schema import Profile
 from selfspec.show.plots.grid import Grid
-from selfspec.show.plots.style import BLUE, DASHES, MARKS, SERIES, WIDTH, styled, subplots
+from selfspec.show.plots.style import BLUE, DASHES, MARKS, SERIES, SKY, WIDTH, styled, subplots
 
-RUNS, BYPASSED = BLUE, "#FFFFFF"
+COLOURS: dict[Mode, str] = {"full": BLUE, "int8": SKY, "int4": "#F0E442", "skip": "#FFFFFF"}  # ever lighter in print
+_SAID: dict[Mode, str] = {"full": "in full", "int8": "8: in 8 bits", "int4": "4: in 4 bits", "skip": "bypassed"}
 _FURTHER = 4  # candidates whose chances are drawn
+_LEGIBLE = 0.09  # inches of a cell that a sign fits into
 
 
 def skip_map(profile: Profile, *, width: float = WIDTH) -> Figure:
-    """A grid of layers: attention above, MLP below; dark where a sub-layer runs while drafting, white where not."""
-    layers = profile.model.layers
-    bypassed = np.array(profile.skip_set.bits(layers)).reshape(2, layers)
+    """A grid of layers: attention above, MLP below; the less of a sub-layer a draft step reads, the lighter it is.
+
+    What runs in 8 or 4 bits says so by a digit, where there is room.
+    """
+    layers, path = profile.model.layers, profile.path
+    modes = np.array([MODES.index(mode) for mode in path.modes(layers)]).reshape(2, layers)
     with styled():
         grid = Grid(("attention", "mlp"), layers, width=width)
-        grid.cells(bypassed.astype(float), cmap=ListedColormap([RUNS, BYPASSED]), vmin=0, vmax=1)
-        grid.figure.legend(
-            handles=[Patch(fc=RUNS, label="runs"), Patch(fc=BYPASSED, ec="#888888", label="bypassed while drafting")],
-            loc="outside upper left",
-            ncols=2,
-            fontsize=8.5,
-        )
+        grid.cells(modes / (len(MODES) - 1), cmap=ListedColormap([*COLOURS.values()]), vmin=0, vmax=1)
+        if grid.cell >= _LEGIBLE:
+            _signs(grid, modes)
+        handles = _legend(path, {MODES[mode] for mode in modes.flat})
+        grid.figure.legend(handles=handles, loc="outside upper left", ncols=max(2, int(width / 1.4)), fontsize=8.5)
     return grid.figure
+
+
+def _signs(grid: Grid, modes: NDArray[Any]) -> None:
+    size = min(8.5, grid.cell * 60)
+    for axes, (first, last) in zip(grid.axes, grid.blocks(), strict=True):
+        for row, layer in np.argwhere(np.isin(modes[:, first:last], [MODES.index("int8"), MODES.index("int4")])):
+            sign = SIGNS[MODES[modes[row, first + layer]]]
+            axes.text(first + layer, row, sign, ha="center", va="center_baseline", fontsize=size)
+
+
+def _legend(path: DraftPath, used: set[Mode]) -> list[Patch]:
+    """What each colour means: of a path that only bypasses, always both."""
+    words: dict[Mode, str] = {"full": "runs", "skip": "bypassed while drafting"}
+    head: dict[Mode, str] = {}
+    if path.low_precision:
+        words = {mode: said for mode, said in _SAID.items() if mode in used}
+        head = {path.head: f"the head: {WORDS[path.head]}"}
+    told = [*words.items(), *head.items()]
+    return [Patch(fc=COLOURS[mode], ec="#888888", label=said) for mode, said in told]
 
 
 def acceptance_by_confidence(profile: Profile, *, width: float = WIDTH) -> Figure:

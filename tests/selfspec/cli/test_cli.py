@@ -311,7 +311,7 @@ class TestAudit:
         code, out, _ = cli("audit", "--dtype", "float64", "--limit", 2, "--max-new-tokens", 12)
         assert code == 0
         skipped = len(find_profile_file("stdlib-llama-3.7m").skip_set)
-        assert f"bypassed: profile stdlib-llama-3.7m, {skipped} sub-layers" in out
+        assert f"drafts: profile stdlib-llama-3.7m, {skipped} sub-layers" in out
         assert re.search(r"2 prompts, 24 tokens, \d+ drafted, \d+ accepted \(\d+%\): 0 near-ties, 0 bugs", out)
 
     def test_json_own_prompts_and_profile(self, cli, tmp_path, profile_file):
@@ -497,17 +497,26 @@ class TestProfile:
         listed = {profile.pop("name"): profile for profile in json.loads(out)["profiles"]}
         assert code == 0
         assert len(listed) >= 10
+        skip = find_profile_file(PUBLISHED).skip_set
+        attention, mlp = (dict.fromkeys(part, "skip") for part in (skip.attention, skip.mlp))
         assert listed[PUBLISHED] == {
             "model": "meta-llama/Llama-2-13b-hf",
             "layers": 40,
             "draft": "layer-skip",
             "skipped": {"attention": 20, "mlp": 14},
+            "modes": {
+                "attention": [attention.get(i, "full") for i in range(40)],
+                "mlp": [mlp.get(i, "full") for i in range(40)],
+                "head": "full",
+            },
+            "bits_per_weight": None,
             "standing": "published, not measured here",
             "measured": [],
             "source": "arXiv:2410.06916",
             "published": find_profile_file(PUBLISHED).published.model_dump(),
         }
         assert [m["temperature"] for m in listed["stdlib-llama-3.7m"]["measured"]] == [0, 0.8]
+        assert 15 < listed["stdlib-llama-3.7m"]["bits_per_weight"] < 16
 
     def test_list_a_folder(self, cli, tmp_path, profile_file):
         (tmp_path / "other.yaml").write_text("services: {}")

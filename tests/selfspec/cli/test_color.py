@@ -10,8 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from selfspec.cli.color import colored, legend, show
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.events import Origin, TokenEvent
+from selfspec.facts.identity import Identity
+from selfspec.facts.skip import SkipSet
 from selfspec.facts.stats import Stats
+from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.schema import Profile
 
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from("\n\t[]/"), max_size=12)
@@ -100,3 +105,19 @@ def test_in_a_table():
     console.print(table)
     assert ESCAPES.sub("", written()) == "[bold]␛[2J\n"
     assert "[bold]\x1b[1;3;38;" in written(), "in which colours a style is written, rich remembers from other consoles"
+
+
+def test_the_legend_says_what_drafted_in_few_bits():
+    given = events(Origin.ACCEPTED_DRAFT)
+
+    def said(path, drafted=1):
+        console, written = terminal(120)
+        profile = Profile(model=Identity(layers=4), draft=LayerSkipSpec.of(path))
+        legend(console, given, Stats(drafted=drafted, accepted=drafted), profile)
+        return written().splitlines()[-1]
+
+    path = DraftPath(SkipSet((1,)), int8=SkipSet((), (2,)), head="int4")
+    how = "1 sub-layer in 8 bits, 1 bypassed, the head in 4 bits"
+    assert said(path) == f"acceptance 100% (1 of 1 drafted); drafts ran with {how}"
+    assert said(path, drafted=0) == "nothing was drafted"
+    assert said(DraftPath(path.skip)) == "acceptance 100% (1 of 1 drafted)"

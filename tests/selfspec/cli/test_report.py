@@ -15,7 +15,11 @@ from wants import is_there, missing
 
 from selfspec.cli import main
 from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.draft_path import DraftPath
+from selfspec.facts.skip import SkipSet
+from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.reading import write_profile
+from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench.json"
@@ -193,6 +197,18 @@ def test_a_study_alone_shows_its_best_trial(cli):
     assert "4 trials of trials.jsonl" in page
     assert "<script>" not in page
     assert "The profile holds no acceptance by confidence" in page
+
+
+def test_modes_are_told(cli, tmp_path):
+    path = DraftPath(SkipSet((3,)), int8=SkipSet((1, 2), (7,)), head="int4")
+    model = find_profile_file("stdlib-llama-3.7m").model
+    write_profile(Profile(model=model, draft=LayerSkipSpec.of(path)), tmp_path / "modes.yaml")
+    code, _, page = cli("--profile", "modes.yaml", "--no-sample")
+    assert code == 0
+    said = "1 of the model&#39;s 32 attention and MLP sub-layers are bypassed, 3 run in 8 bits, the head runs in 4 bits"
+    assert f"{said}; a draft step reads " in page
+    assert "How drafts run" in page
+    assert "attention of layers 3; MLP of layers none. In 8 bits: attention of layers 1, 2; MLP of layers 7." in page
 
 
 def test_a_benchmark_alone_shows_no_profile(cli):

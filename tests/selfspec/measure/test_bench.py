@@ -130,6 +130,11 @@ def test_conditions_say_how_it_was_measured(found):
     assert conditions["roofline"] == 2
     assert conditions["passes"]["hf"] == dict.fromkeys(["1", "2", "3", "4", "6", "8"], ALONE)
     assert conditions["sub_layers"] == 32
+    assert (conditions["skipped"], conditions["path"]) == (2, "2 sub-layers bypassed")
+    bypassed = [model.model.layers[3].self_attn, model.model.layers[5].mlp]
+    linears = [module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    left = 1 - sum(p.numel() for part in bypassed for p in part.parameters()) / sum(linears)
+    assert conditions["bits_per_weight"] == {"draft": pytest.approx(32 * left), "plain": 32}, "of the widened model"
     assert subjects.identity.hidden == 128
 
 

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
+from selfspec.facts.confidence import Confidence
 from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.draft_path import FULL, MODES, DraftPath
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
 from selfspec.profile.draft import LayerSkipSpec, PlainSpec, Skip
@@ -34,6 +36,19 @@ layer_skips = st.builds(
     candidates=st.integers(1, 64),
     vocabulary=vocabularies,
 )
+confidences = st.builds(Confidence, bias=st.floats(-9, 9), probability=st.floats(0, 9), gap=st.floats(0, 9))
+in_modes = st.builds(
+    LayerSkipSpec.of,
+    st.builds(
+        DraftPath.of,
+        st.lists(st.sampled_from(MODES), min_size=20, max_size=20),
+        head=st.sampled_from(MODES[:-1]),
+        vocabulary=vocabularies.map(lambda tokens: tokens and tuple(tokens)),
+    ),
+    controllers,
+    candidates=st.integers(1, 64),
+    confidence=st.none() | confidences,
+)
 parts = st.builds(
     Part,
     file=st.from_regex(r"[a-z0-9 ]{1,8}(/[a-z]{1,4})?\.safetensors", fullmatch=True),
@@ -42,7 +57,7 @@ parts = st.builds(
 profiles = st.builds(
     Profile,
     model=st.builds(Identity, layers=st.integers(10, 99), name=names, hidden=st.none() | st.integers(1, 9999)),
-    draft=st.just(PlainSpec()) | layer_skips,
+    draft=st.just(PlainSpec()) | layer_skips | in_modes,
     parts=st.dictionaries(names, parts, max_size=2),
     published=st.none() | st.builds(Published, **{name: st.none() | names for name in Published.model_fields}),
     calibration=st.none()
@@ -78,6 +93,51 @@ def test_writing_and_reading_gives_an_equal_profile(profile):
     text = profile_text(profile)
     assert parse_profile(text, source="p") == profile
     assert text.startswith("version: 2\n")
+
+
+@given(st.lists(st.sampled_from(MODES), min_size=8, max_size=8), st.sampled_from(MODES[:-1]))
+def test_a_draft_path_comes_back_from_its_text(modes, head):
+    profile = Profile(model=Identity(layers=4), draft=LayerSkipSpec.of(DraftPath.of(modes, head=head)))
+    found = parse_profile(profile_text(profile), source="p")
+    assert (found.path.modes(4), found.path.head) == (tuple(modes), head)
+    assert found.path == profile.path
+    assert found.skip_set == found.path.skip
+    assert found.drafts == (set(modes) != {"full"} or head != "full")
+
+
+SETS = st.sampled_from(["skip", "int8", "int4"])
+
+
+@given(SETS, SETS, st.sampled_from(["attention", "mlp"]), st.integers(0, 5))
+def test_what_a_draft_path_may_not_say(first, second, part, layer):
+    """A layer listed twice, a layer that the model does not have, a sub-layer of two modes: each one line."""
+    draft = {"kind": "layer-skip", first: {part: [layer]}}
+    twice = first == second
+    draft[second] = {part: [layer, layer] if twice else [layer]}
+    with pytest.raises(SelfspecError) as error:
+        parse_profile(yaml.safe_dump({"version": 2, "model": {"layers": 4}, "draft": draft}), source="p.yaml")
+    said = f"p.yaml: {first}.{part}: layer {layer} is listed twice" if twice else f"p.yaml: {part} of layer {layer} is"
+    assert str(error.value).startswith(said)
+    del draft[second]
+    draft[first] = {part: [layer]}
+    text = yaml.safe_dump({"version": 2, "model": {"layers": 4}, "draft": draft})
+    if layer < 4:
+        assert len(getattr(getattr(parse_profile(text, source="p.yaml").path, first), part)) == 1
+        return
+    with pytest.raises(SelfspecError, match=rf"^p.yaml: {first}.{part}: layer {layer} does not exist; the model has 4"):
+        parse_profile(text, source="p.yaml")
+
+
+def test_what_a_draft_step_reads_by_what_was_measured():
+    own = find_profile_file("stdlib-llama-3.7m")
+    assert own.bits_read.plain == 32
+    half = own.model_copy(update={"measured": [own.measured[0].model_copy(update={"dtype": "bfloat16"})]})
+    assert half.bits_read.plain == 16
+    assert half.bits_read.draft == pytest.approx(own.bits_read.draft / 2)
+    assert own.model_copy(update={"measured": []}).bits_read == own.bits_read
+    assert find_profile_file("llama-2-70b-draft-verify").bits_read is None, "its sizes are not known"
+    plain = Profile(model=own.model)
+    assert (plain.path, plain.bits_read.draft) == (FULL, 32)
 
 
 def as_version_1(profile):
@@ -230,6 +290,14 @@ V2 = "model: {layers: 4}\nversion: 2\n"
         (f"{V2}draft: {{kind: layer-skip, skip: {{mlp: [4]}}}}", "skip.mlp: layer 4 does not exist; the model has 4"),
         (f"{V2}draft: {{kind: layer-skip, skip: {{mlp: ['1']}}}}", "draft.skip.mlp.0: .* integer, got '1'"),
         (f"{V2}draft: {{kind: layer-skip, candidates: 65}}", "draft.candidates: .* or equal to 64, got 65"),
+        (f"{V2}draft: {{kind: layer-skip, int8: {{mlp: [4]}}}}", "int8.mlp: layer 4 does .* so 0 to 3 can be in int8"),
+        (f"{V2}draft: {{kind: layer-skip, int4: {{mlp: [-1]}}}}", "draft.int4.mlp.0: .* or equal to 0, got -1"),
+        (f"{V2}draft: {{kind: layer-skip, int4: [1]}}", r"draft.int4: .*, got \[1\]"),
+        (f"{V2}draft: {{kind: layer-skip, head: int2}}", "draft.head: .* 'int8' or 'int4', got 'int2'"),
+        (f"{V2}draft: {{kind: layer-skip, head: skip}}", "draft.head: .* 'int8' or 'int4', got 'skip'"),
+        (f"{V2}draft: {{kind: layer-skip, confidence: {{gap: -1}}}}", "draft.confidence.gap: .* equal to 0, got -1"),
+        (f"{V2}draft: {{kind: layer-skip, confidence: {{gaps: 1}}}}", "unknown key 'draft.confidence.gaps'"),
+        ("model: {layers: 4}\nint8: {mlp: [1]}", "unknown key 'int8'"),
         (f"{V2}parts: {{a: {{file: a.safetensors}}}}", "parts.a.sha256: Field required"),
         (f"{V2}parts: {{a: {{file: a.safetensors, sha256: '0'}}}}", "parts.a.sha256: .* got '0'"),
         ("model: {layers: 4\nskip: ]", "line 2: not valid YAML"),
@@ -359,6 +427,9 @@ class TestSchema:
             f"{V2}draft: {{kind: plain, skip: {{}}}}",
             f"{V2}draft: {{kind: layer-skip, skip: {{mlp: [-1]}}}}",
             f"{V2}draft: {{kind: layer-skip, candidates: 0}}",
+            f"{V2}draft: {{kind: layer-skip, int8: {{mlp: [-1]}}}}",
+            f"{V2}draft: {{kind: layer-skip, head: skip}}",
+            f"{V2}draft: {{kind: layer-skip, confidence: {{gap: -1}}}}",
             f"{V2}parts: {{a: {{file: a.safetensors, sha256: '0'}}}}",
             "model: {layers: 4}\ncontroller: {options: {}}",
             "model: {layers: 4}\npublished: {papers: x}",

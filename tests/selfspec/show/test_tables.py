@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
 from selfspec.facts.stats import Round
@@ -64,6 +65,11 @@ def test_skip():
     frame = skip_frame(Profile(model=Identity(layers=2), draft=LayerSkipSpec.of(SkipSet((1,), (0,)))))
     rows = [("attention", 0, False), ("attention", 1, True), ("mlp", 0, True), ("mlp", 1, False)]
     assert list(frame[["part", "layer", "bypassed"]].itertuples(index=False, name=None)) == rows
+    assert frame["mode"].tolist() == ["full", "skip", "skip", "full"]
+    path = DraftPath(SkipSet((1,)), int8=SkipSet((), (1,)), int4=SkipSet((0,)))
+    frame = skip_frame(Profile(model=Identity(layers=2), draft=LayerSkipSpec.of(path)))
+    assert frame["mode"].tolist() == ["int4", "skip", "full", "int8"]
+    assert frame["bypassed"].tolist() == [False, True, False, False]
 
 
 WRONG = {

@@ -12,7 +12,9 @@ from matplotlib.collections import PathCollection, QuadMesh
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.facts.acceptance import AcceptanceCurve
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.identity import Identity
+from selfspec.facts.skip import SkipSet
 from selfspec.profile.draft import LayerSkipSpec, Skip
 from selfspec.profile.schema import Profile
 from selfspec.show.plots.bench import acceptance_by_position, bench_bars
@@ -68,6 +70,42 @@ def test_skip_map(layers):
     assert [text.get_text() for text in figure.legends[0].texts] == ["runs", "bypassed while drafting"]
     low, high = (sum(meshes[0].cmap(value)[:3]) for value in (0.0, 1.0))
     assert high - low > 1, "bypassed is much lighter, in grey print too"
+
+
+MIXED = DraftPath(SkipSet((1,), (0,)), None, SkipSet((2,), ()), SkipSet((), (2, 3)), "int8")
+
+
+def mixed(layers=4):
+    return Profile(model=Identity(layers=layers), draft=LayerSkipSpec.of(MIXED))
+
+
+@pytest.mark.parametrize("layers", [4, 80])
+def test_skip_map_of_modes(layers):
+    figure = skip_map(mixed(layers))
+    mesh = next(c for c in figure.axes[0].collections if isinstance(c, QuadMesh))
+    shown = (mesh.get_array() * 3).round().astype(int).tolist()
+    assert [row[:4] for row in shown] == [[0, 3, 1, 0], [3, 0, 2, 2]]
+    signs = sorted((text.get_position(), text.get_text()) for text in figure.axes[0].texts)
+    assert signs == [((2, 0), "8"), ((2, 1), "4"), ((3, 1), "4")], "read without colours, too"
+    legend = figure.legends[0]
+    words = ["in full", "8: in 8 bits", "4: in 4 bits", "bypassed", "the head: in 8 bits"]
+    assert [text.get_text() for text in legend.texts] == words
+    colours = [patch.get_facecolor() for patch in legend.get_patches()]
+    assert colours[4] == colours[1]
+    assert [mesh.cmap(mesh.norm(i / 3)) for i in range(4)] == colours[:4]
+    grey = [np.dot(colour[:3], (0.299, 0.587, 0.114)) for colour in colours[:4]]
+    assert min(np.diff(grey)) > 0.1, "the less is read, the lighter, in grey print too"
+
+
+def test_a_legend_names_only_the_modes_that_occur():
+    only = Profile(model=Identity(layers=2), draft=LayerSkipSpec.of(DraftPath(int8=SkipSet((0,), (1,)))))
+    assert [text.get_text() for text in skip_map(only).legends[0].texts][:2] == ["in full", "8: in 8 bits"]
+    assert not [text for text in skip_map(only).legends[0].texts if "bypassed" in text.get_text()]
+
+
+def test_cells_that_are_too_small_hold_no_signs(tmp_path):
+    assert not skip_map(mixed(1000)).axes[0].texts
+    save(skip_map(mixed(4), width=2.5), tmp_path / "narrow.png")
 
 
 def test_a_map_of_very_many_layers_can_be_drawn(tmp_path):
