@@ -15,7 +15,6 @@ from selfspec.decoding.engine import Engine
 from selfspec.drafters import PlainDrafter
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
-from selfspec.runtime.forward import Runtime
 from selfspec.speculation.rules import find_rule
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
@@ -116,7 +115,7 @@ def _decode(
         planned = llm.plan(prompt, how)
         seqs.append(SequenceState([*prompt], room, planned.sampler, planned.ends, rule=planned.rule))
     if seqs:
-        with Engine(Runtime(llm.model, rows=len(seqs)), PlainDrafter()) as engine:
+        with Engine(llm.runtime.beside(rows=len(seqs)), PlainDrafter()) as engine:
             for seq in seqs:
                 engine.join(seq)
             done = 0

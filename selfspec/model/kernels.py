@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec.basics.files import cache_folder, read_cached, write_cached
@@ -23,17 +24,23 @@ from selfspec.basics.machine import machine
 from selfspec.model.linears import Call
 from selfspec.model.low_precision import Bits, Kernel, Rounded, fake, rounded
 
-_LIKE = (4096, 1024)  # of a weight to time on: at least this many outputs, where the model's own has fewer
+_OUTPUTS, _VALUES = 4096, 2**26  # of a weight to time on: outputs at least, and values at most that are more than those
 _REPEATS = 5
+_ENLARGED = 2.0**20
 _ERROR = 0.05  # of a product's size, that a kernel's may be off the rounded weight's own
 
 
 def weights_only(weight: Rounded, _dtype: torch.dtype) -> Call:
-    """8-bit weights and bfloat16 rows."""
-    values, scale = weight.values, weight.scale.flatten()
+    """8-bit weights and bfloat16 rows.
+
+    torch's product reads inputs 32 at a time, beyond the end where they are no multiple of that.
+    """
+    more = -weight.values.shape[1] % 32
+    values, scale = F.pad(weight.values, (0, more)) if more else weight.values, weight.scale.flatten()
 
     def product(x: Tensor) -> Tensor:
-        return torch._weight_int8pack_mm(x.to(torch.bfloat16), values, scale)
+        x = x.to(torch.bfloat16)
+        return torch._weight_int8pack_mm(F.pad(x, (0, more)) if more else x, values, scale)
 
     return product
 
@@ -43,10 +50,11 @@ def both_in_8_bits(weight: Rounded, _dtype: torch.dtype) -> Call:
 
     torch's product for one row is the faster, and scales all rows as one; several rows are scaled here, each by itself,
     for a product that costs little more for each further row. What that needs is packed when several rows first come.
+    torch takes rows whose values are all below 2^-6 for coarser than they are, so the one row comes enlarged.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch is to drop its tensors of quantised type
-        scales, zeros = weight.scale.flatten().double(), torch.zeros(len(weight.scale), dtype=torch.long)
+        scales, zeros = weight.scale.flatten().double() / _ENLARGED, torch.zeros(len(weight.scale), dtype=torch.long)
         held = torch._make_per_channel_quantized_tensor(weight.values, scales, zeros, 0)
         packed, scale = torch.ops.quantized.linear_prepack(held, None), weight.scale
         alone = torch.ops.quantized.linear_dynamic.default
@@ -54,7 +62,7 @@ def both_in_8_bits(weight: Rounded, _dtype: torch.dtype) -> Call:
 
     def product(x: Tensor) -> Any:
         if len(x) == 1:
-            return alone(x.float(), packed)
+            return alone(x.float() * _ENLARGED, packed)
         if not several:
             several.append(_by_rows(torch.ops.quantized.linear_unpack(packed)[0].int_repr(), scale))
         return several[0](x)
@@ -78,13 +86,14 @@ def _by_rows(values: Tensor, scale: Tensor) -> Call:
 
 
 def four_bits(weight: Rounded, _dtype: torch.dtype) -> Call:
-    """4-bit weights in groups, and bfloat16 rows."""
+    """4-bit weights in groups, and bfloat16 rows. torch wants outputs by 16."""
     assert weight.zero is not None
-    into = weight.values.shape[1]
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.values.int(), 1)
-    both = torch.stack([weight.scale, weight.zero], -1).transpose(0, 1).contiguous()
+    out, into = weight.values.shape
+    values = F.pad(weight.values, (0, 0, 0, -out % 16))
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.int(), 1)
+    both = F.pad(torch.stack([weight.scale, weight.zero], -1), (0, 0, 0, 0, 0, -out % 16)).transpose(0, 1).contiguous()
     product, group = torch.ops.aten._weight_int4pack_mm_for_cpu.default, into // weight.scale.shape[1]
-    return lambda x: product(x.to(torch.bfloat16), packed, group, both)
+    return lambda x: product(x.to(torch.bfloat16), packed, group, both).narrow(1, 0, out)
 
 
 KERNELS: Mapping[Bits, Mapping[str, Kernel]] = {
@@ -94,7 +103,11 @@ KERNELS: Mapping[Bits, Mapping[str, Kernel]] = {
 
 
 def kernel_for(weight: Tensor, bits: Bits) -> Kernel:
-    """The fastest for products of one row with weights like this one; `fake` where there is none for its device."""
+    """The fastest for products of one row with weights like this one.
+
+    `fake` where there is none: torch's are for the CPU, so on any other device, CUDA among them, drafts in few bits are
+    no faster than in full, and take the memory of weights in full.
+    """
     if weight.device.type != "cpu":
         return fake
     path = _path(weight, bits)
@@ -109,18 +122,23 @@ def kernel_for(weight: Tensor, bits: Bits) -> Kernel:
 
 @torch.inference_mode()
 def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, float]:
-    """Seconds of a product of `rows` rows with a weight like this one, by kernel; those that fail are left out."""
+    """Seconds of a product of `rows` rows with a weight like this one, by kernel.
+
+    Those that fail, or are wrong, with one row or with several, are left out.
+    """
     generator = torch.Generator().manual_seed(0)
-    out, into = max(len(weight), _LIKE[0]), weight.shape[1]
+    into = weight.shape[1]
+    out = max(min(len(weight), _VALUES // into), _OUTPUTS)
     like = torch.randn(out, into, generator=generator).to(weight.dtype)
-    x = torch.randn(rows, into, generator=generator).to(weight.dtype)
+    several = torch.randn(max(rows, 3), into, generator=generator).to(weight.dtype)
+    x = several[:rows]
     held = rounded(like, bits)
-    exact = x.float() @ held.weight(torch.float32).t()
+    exact = several.float() @ held.weight(torch.float32).t()
     calls: dict[str, Callable[[], Tensor]] = {}
     for name, kernel in KERNELS[bits].items():
         try:
             call = kernel(held, weight.dtype)
-            if float((call(x).float() - exact).norm()) < _ERROR * float(exact.norm()):
+            if _near(call(several), exact) and _near(call(several[:1]), exact[:1]):
                 calls[name] = partial(call, x)
         except (RuntimeError, AttributeError, NotImplementedError):
             continue
@@ -132,6 +150,10 @@ def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, floa
                 run()
                 times[name] = min(times[name], time.perf_counter() - begun)
     return times
+
+
+def _near(ours: Tensor, exact: Tensor) -> bool:
+    return float((ours.float() - exact).norm()) < _ERROR * float(exact.norm())
 
 
 def _path(weight: Tensor, bits: Bits) -> Path:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.model.dispatch import calls_itself
+from selfspec.model.dispatch import calls_itself, device_of
 
 _PACKED_FOR = 16  # rows that oneDNN is told to expect; the order that it then chooses suits one row and hundreds too
 Call = Callable[[Tensor], Tensor]
@@ -57,8 +57,9 @@ def linear_over(module: Any, outputs: Sequence[int]) -> Call | None:
 
     It holds a copy of the weight's rows. None where the weight is not at hand (quantised, adapted, offloaded).
     """
+    out = module.out_features if isinstance(module, PartLinear) or is_readable(module) else 0
     if isinstance(module, PartLinear) and not isinstance(module, PackedLinear):
-        at = torch.tensor(outputs)
+        at = torch.tensor(outputs, device=device_of(module))
         product = module.over(at)
     elif is_readable(module):
         whole = module.weight.detach()
@@ -71,7 +72,7 @@ def linear_over(module: Any, outputs: Sequence[int]) -> Call | None:
 
     def spread(x: Tensor) -> Tensor:
         x = x.to(at.device)
-        return x.new_full((len(x), module.out_features), -torch.inf).index_copy_(1, at, product(x).to(x.dtype))
+        return x.new_full((len(x), out), -torch.inf).index_copy_(1, at, product(x).to(x.dtype))
 
     return spread
 
@@ -234,7 +235,10 @@ class Product(Protocol):
     """What multiplies one or more linears' weights, as one, with rows `[N, in]`; `out`: outputs of all."""
 
     out: int
-    product: Call
+
+    @property
+    def product(self) -> Call:
+        """What multiplies."""
 
 
 class PartLinear(nn.Module):

@@ -1,7 +1,7 @@
 """Linears whose weights are held a second time, in few bits, for drafting.
 
 Only weights are rounded: to the nearest, in 8 bits for each output, in 4 bits for groups of inputs. What multiplies
-them (a `Kernel`) differs by machine and is measured; `FAKE` multiplies with the rounded weights in the model's own
+them (a `Kernel`) differs by machine and is measured; `fake` multiplies with the rounded weights in the model's own
 dtype, exactly what the others approximate. Rows never see each other. Knows nothing of families and caches.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -23,9 +24,10 @@ GROUPS = (64, 32)  # inputs that share a scale and a zero in 4 bits, the first o
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """A weight `[out, in]` in few bits: (`values` - `middle`) * `scale` + `zero`, the last two by group of inputs.
+    """A weight `[out, in]` in few bits, by output and group of inputs (in 8 bits all inputs are one group).
 
-    `values` are int8 `[out, in]`, `scale` and `zero` `[out, groups]` of bfloat16, as which kernels read them.
+    It stands for `values` * `scale` in 8 bits, for (`values` - 8) * `scale` + `zero` in 4 bits. `values` are int8
+    `[out, in]`, `scale` and `zero` `[out, groups]` of bfloat16, as which kernels read them.
     """
 
     bits: Bits
@@ -33,18 +35,15 @@ class Rounded:
     scale: Tensor
     zero: Tensor | None = None
 
-    @property
-    def bytes(self) -> int:
-        """What a kernel holds of it."""
-        return bytes_of(self.bits, *self.values.shape)
-
     def weight(self, dtype: torch.dtype) -> Tensor:
         """What the values stand for."""
         out, into = self.values.shape
-        grouped = self.values.view(out, self.scale.shape[1], -1).to(torch.float64)
-        weight = grouped * self.scale.double().unsqueeze(-1)
-        if self.zero is not None:
-            weight = weight + (self.zero.double() - 8 * self.scale.double()).unsqueeze(-1)
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        grouped = self.values.view(out, self.scale.shape[1], -1).to(exact)
+        if self.zero is None:
+            weight = grouped.mul_(self.scale.to(exact).unsqueeze(-1))
+        else:
+            weight = grouped.sub_(8).mul_(self.scale.to(exact).unsqueeze(-1)).add_(self.zero.to(exact).unsqueeze(-1))
         return weight.view(out, into).to(dtype)
 
 
@@ -55,6 +54,7 @@ def rounded(weight: Tensor, bits: Bits) -> Rounded:
     In 8 bits symmetrically for each output, in 4 bits between the least and the largest of each group of inputs.
     """
     out, into = weight.shape
+    weight = weight.contiguous()
     if bits == 8:
         scale = (weight.abs().amax(1, keepdim=True).float() / 127).clamp(min=1e-12).bfloat16()
         values = (weight.float() / scale.float()).round_().clamp_(-127, 127).to(torch.int8)
@@ -69,7 +69,10 @@ def rounded(weight: Tensor, bits: Bits) -> Rounded:
 
 
 def bytes_of(bits: Bits, out: int, into: int) -> int:
-    """Memory that a weight `[out, in]` takes in so many bits, scales included."""
+    """Memory that a weight `[out, in]` takes in so many bits, scales included.
+
+    `fake` takes as much as the model's own weight, and a kernel may take it again when several rows first come.
+    """
     return out * into + 2 * out if bits == 8 else out * into // 2 + 4 * out * (into // (_group(into) or into))
 
 
@@ -77,7 +80,7 @@ def roundable(modules: Sequence[Any], bits: Bits) -> bool:
     """Whether linears can be had in so many bits: their weights are at hand, and fit into groups."""
     if not all(map(is_readable, modules)):
         return False
-    return bits == 8 or all(_group(module.in_features) and module.out_features % 16 == 0 for module in modules)
+    return bits == 8 or all(_group(module.in_features) for module in modules)
 
 
 def _group(into: int) -> int | None:
@@ -95,21 +98,39 @@ def fake(weight: Rounded, dtype: torch.dtype) -> Call:
 
 
 class Whole:
-    """Weights `[out, in]` of linears that read the same input, one below the other, in few bits."""
+    """Weights `[out, in]` of linears that read the same input, one below the other, in few bits.
+
+    They are rounded when `product` is first asked for.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, bits: Bits, kernel: Kernel) -> None:
-        held = rounded(weight, bits)
-        self.out, self.bytes = len(weight), held.bytes
-        multiply = kernel(held, weight.dtype)
-        self.product: Call = multiply if bias is None else lambda x: multiply(x).to(bias.dtype) + bias
+        self.out, self.dtype, self.device = len(weight), weight.dtype, weight.device
+        self.bytes = bytes_of(bits, *weight.shape)
+        self._made_of: tuple[Tensor, Tensor | None, Bits, Kernel] | None = (weight, bias, bits, kernel)
+
+    @cached_property
+    def product(self) -> Call:
+        """What multiplies rows `[N, in]` with them."""
+        assert self._made_of is not None
+        (weight, bias, bits, kernel), self._made_of = self._made_of, None
+        multiply = kernel(rounded(weight, bits), weight.dtype)
+        return multiply if bias is None else lambda x: multiply(x).to(bias.dtype) + bias
 
 
 class LowPrecisionLinear(PartLinear):
     """A linear in few bits, alone or with others over its input. `again(weight, bias)` rounds others as it was."""
 
+    place: Tensor  # on the linear's device, of its dtype
+
     def __init__(self, whole: Whole, start: int, linear: Any, again: Callable[[Tensor, Tensor | None], Whole]) -> None:
         super().__init__(whole, start, linear)
         self._again, self._source = again, [linear]  # in a list, so that it is no module of this one
+        self.register_buffer("place", torch.empty(0, dtype=whole.dtype, device=whole.device), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product with `x` `[.., in]`, of its dtype: kernels take rows, and tell one from several."""
+        rows = super().forward(x.reshape(-1, self.in_features)).to(x.dtype)
+        return rows.view(*x.shape[:-1], self.out_features) if x.dim() != 2 else rows
 
     def over(self, outputs: Tensor) -> Call:
         """The product with the weight's rows `outputs` alone."""
@@ -132,7 +153,7 @@ def in_few_bits(group: Group, bits: Bits, kernel: Kernel) -> tuple[Group, int]:
         bias = torch.cat(
             [w.new_zeros(len(w)) if m.bias is None else m.bias for w, m in zip(weights, modules, strict=True)]
         )
-    together, start = whole(torch.cat(weights), bias), 0
+    together, start = whole(weights[0] if len(weights) == 1 else torch.cat(weights), bias), 0
     found: dict[str, LowPrecisionLinear] = {}
     for name, module in zip(group.names, modules, strict=True):
         found[name] = LowPrecisionLinear(together, start, module, whole)

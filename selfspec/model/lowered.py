@@ -6,8 +6,9 @@ Knows nothing of caches, prompts and drafts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from selfspec.model.dispatch import device_of
 from selfspec.model.families.base import Attention, Family, Layer, Mlp, Parts, SubLayer
 from selfspec.model.kernels import kernel_for
 from selfspec.model.linears import Call, Group
@@ -23,6 +24,7 @@ class Lowered:
     parts: Parts
     norms: Norms
     kernel: Kernel | None = None
+    chosen: dict[tuple[int, int, Bits], Kernel] = field(default_factory=dict, repr=False)  # by inputs, outputs, bits
 
     def bytes(self, index: int, part: SubLayer, bits: Bits) -> int | None:
         """Memory that a layer's attention or MLP would take; None where it cannot be had in so many bits."""
@@ -39,6 +41,8 @@ class Lowered:
         if _bytes(own, bits) is None:
             return None
         made, held = self._made(own, bits)
+        for group in made:
+            _ = group.modules[0].whole.product  # rounded now, and not in the first pass
         others = layer.groups_of("mlp" if part == "attention" else "attention")
         groups = (*made, *others) if part == "attention" else (*others, *made)
         block = self.family.block(Layer(layer.module, groups, layer.norms), self.norms)
@@ -50,13 +54,18 @@ class Lowered:
             return None
         (head,), held = self._made((self.parts.head,), bits)
         parts = replace(self.parts, head=head)
-        if tokens is None:
-            return self.family.head(parts), held
-        call = self.family.head_over(parts, tokens)
-        return None if call is None else (call, held * len(tokens) // head.module.out_features)
+        if tokens is not None:
+            call = self.family.head_over(parts, tokens)
+            return None if call is None else (call, bytes_of(bits, len(tokens), head.module.in_features))
+        whole, device = self.family.head(parts), device_of(self.parts.head.module)
+        return (lambda x: whole(x.to(device))), held
 
     def _made(self, groups: Sequence[Group], bits: Bits) -> tuple[list[Group], int]:
-        kernel = self.kernel or kernel_for(groups[0].modules[0].weight, bits)
+        first = groups[0].modules[0]
+        kind = (first.in_features, first.out_features, bits)
+        kernel = self.kernel or self.chosen.get(kind)
+        if kernel is None:
+            kernel = self.chosen[kind] = kernel_for(first.weight, bits)
         made = [in_few_bits(group, bits, kernel) for group in groups]
         return [group for group, _ in made], sum(held for _, held in made)
 

@@ -19,6 +19,7 @@ from selfspec.model.dispatch import check_hooks, check_places, containers, devic
 from selfspec.model.families import Parts, find_family
 from selfspec.model.families.base import Block, Rotary
 from selfspec.model.linears import Call
+from selfspec.model.low_precision import Kernel
 from selfspec.model.lowered import Lowered
 from selfspec.model.norms import Norm, Norms
 from selfspec.model.sizes import Sizes
@@ -61,8 +62,8 @@ class Skeleton:
         self.norms.refresh()
 
 
-def read_skeleton(model: Any) -> Skeleton:
-    """Read a loaded `transformers` causal language model.
+def read_skeleton(model: Any, *, kernel: Kernel | None = None) -> Skeleton:
+    """Read a loaded `transformers` causal language model; `kernel` is `Lowered`'s.
 
     Raises `UnsupportedModelError`, naming what is not supported and what is.
     """
@@ -98,7 +99,7 @@ def read_skeleton(model: Any) -> Skeleton:
         ends=_ends(model),
         device=device_of(parts.embedding),
         norms=norms,
-        lowered=Lowered(family, parts, norms),
+        lowered=Lowered(family, parts, norms, kernel),
     )
 
 

@@ -6,10 +6,10 @@ the attention call; the loop `decode` drives it. Knows nothing of prompts, token
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -19,10 +19,12 @@ from torch import Tensor
 from selfspec.basics.errors import BusyError, SelfspecError
 from selfspec.facts.draft_path import FULL, DraftPath, Mode
 from selfspec.model.families.base import Attention
+from selfspec.model.low_precision import Kernel
 from selfspec.model.skeleton import read_skeleton
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.masks import Masks
 from selfspec.runtime.paths import CompiledPath, Paths
+from selfspec.runtime.places import Place, move
 from selfspec.runtime.scratch import Scratch, Scratches
 from selfspec.speculation.step import Step
 
@@ -30,43 +32,22 @@ _NARROW = 16  # rows up to which a CPU's small products beat its fused attention
 _GROWTH = 256  # the cache grows in steps, so that prompts of similar length share one allocation
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a forward's `[B, n]` tokens, N = B * n rows, stand: their rope, what they see and write of the cache.
-
-    `turn`: rope as a matrix for each row `[N, d, d]`, of one row `[d, d]`, or as cosines and sines `[N, 1, d]`. `keys`
-    and `values` are by layer, as `Cache.seen` gives them if attention is `direct`, else as `Cache.repeated` does. `to`
-    are each layer's slots of keys and values to write `[B, H_kv, n, d]`, or, where slots are scattered, those slots
-    `[B, n]`.
-    """
-
-    turn: Tensor | tuple[Tensor, Tensor]
-    to: tuple[Sequence[Tensor], Sequence[Tensor]] | Tensor
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
-    mask: Tensor | None  # additive: [1 or B * H_kv, G * n, seen] when direct, else [B * H_kv, 1, n, seen] or [n, seen]
-    direct: bool
-    causal: bool
-    rows: slice
-
-
 class Runtime:
     """One model, ready to be run in full or along draft paths.
 
     Raises `UnsupportedModelError` for a model it does not serve. `rows` is the number of sequences the cache holds.
+    `kernel`: what multiplies weights in few bits; None: what is fastest on this machine (`kernel_for`).
     """
 
     trees = True
     cache: Cache
 
-    def __init__(self, model: Any, *, rows: int = 1) -> None:
+    def __init__(self, model: Any, *, rows: int = 1, kernel: Kernel | None = None) -> None:
         self.model = model
-        self.skeleton = read_skeleton(model)
-        self.rows = rows
+        self.skeleton = read_skeleton(model, kernel=kernel)
         self.layers = len(self.skeleton.blocks)
         self.device = self.skeleton.device
         self.dtype = self.skeleton.sizes.dtype
-        self._scratches = Scratches(self.skeleton.sizes)
         self._masks = Masks(self.skeleton.sizes, self.device)
         # Where the order of rounding is ours to choose, queries and keys are scaled as they are turned, half each.
         exact = self.dtype in (torch.float32, torch.float64)
@@ -75,6 +56,21 @@ class Runtime:
         self._direct = exact and self.device.type == "cpu"
         self._paths = Paths(self.skeleton)
         self._full = self.compile(FULL)
+        self._begin(rows)
+
+    def beside(self, *, rows: int = 1) -> Runtime:
+        """Another over the same model, with a cache of its own for `rows` sequences.
+
+        What is compiled is shared: no weight is brought into few bits twice.
+        """
+        other = copy.copy(self)
+        other._begin(rows)
+        return other
+
+    def _begin(self, rows: int) -> None:
+        """With nothing in the cache, and nothing under way."""
+        self.rows = rows
+        self._scratches = Scratches(self.skeleton.sizes)
         self._lock = threading.Lock()
         self._allocate(0)
 
@@ -247,12 +243,12 @@ class Runtime:
             block.mlp.run(scratch)
         else:
             place = self._place(batch, n, positions, positions if slots is None else slots, mask, rows)
-            self._attention(block.attention, index, scratch, _move(place, block.device))
+            self._attention(block.attention, index, scratch, move(place, block.device))
         return (scratch.stream - x).view(batch, n, -1)
 
     def _place(
         self, batch: int, n: int, positions: int | Tensor, slots: int | Tensor, mask: Tensor | None, rows: slice
-    ) -> _Place:
+    ) -> Place:
         direct = self._direct and batch * n <= _NARROW
         if isinstance(positions, int):
             cos, sin = self._cos.narrow(0, positions, n), self._sin.narrow(0, positions, n)
@@ -276,9 +272,9 @@ class Runtime:
             additive = self._masks.grouped(additive)
         keys, values = self.cache.seen(seen, rows) if direct else self.cache.repeated(seen, rows)
         to = slots if isinstance(slots, Tensor) else self.cache.run(slots, n, rows)
-        return _Place(turn, to, keys, values, additive, direct, causal, rows)
+        return Place(turn, to, keys, values, additive, direct, causal, rows)
 
-    def _attention(self, attention: Attention, index: int, scratch: Scratch, place: _Place) -> None:
+    def _attention(self, attention: Attention, index: int, scratch: Scratch, place: Place) -> None:
         """Add what a layer's attention gives to the stream, and write its keys and values."""
         attention.qkv(attention.norm(scratch.stream, scratch.longer, scratch.normed), scratch.qkv)
         if isinstance(place.turn, Tensor):
@@ -316,24 +312,13 @@ class Runtime:
             scratch.take(out)
         attention.add(scratch.stream, scratch.mixed)
 
-    def _moved(self, scratch: Scratch, place: _Place, device: torch.device) -> tuple[Scratch, _Place]:
+    def _moved(self, scratch: Scratch, place: Place, device: torch.device) -> tuple[Scratch, Place]:
         """The stream, and what lies beside the cache, on another device."""
         there = self._scratches.get(scratch.batch, scratch.n, device)
         there.stream.copy_(scratch.stream)
-        return there, _move(place, device)
+        return there, move(place, device)
 
 
 def _kept(scratch: Scratch) -> Tensor:
     """The stream as it is now, `[B, n, D]`."""
     return scratch.stream.clone().view(scratch.batch, scratch.n, -1)
-
-
-def _move(place: _Place, device: torch.device) -> _Place:
-    """What lies beside the cache, on another device; every layer's keys are on its own already."""
-    turn = place.turn.to(device) if isinstance(place.turn, Tensor) else tuple(t.to(device) for t in place.turn)
-    moved: dict[str, Any] = {"turn": turn}
-    if isinstance(place.to, Tensor):
-        moved["to"] = place.to.to(device)
-    if place.mask is not None:
-        moved["mask"] = place.mask.to(device)
-    return replace(place, **moved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,10 +21,11 @@ BITS: dict[Mode, Bits] = {"int8": 8, "int4": 4}
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class _Made:
-    """A sub-layer or a head that holds weights of its own, and the bytes of them."""
+    """A sub-layer or a head that holds weights of its own, the bytes of them, and whether they are in few bits."""
 
     runs: Any
     bytes: int
+    lower: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -101,39 +102,39 @@ class Paths:
             of_attention, of_mlp = modes[i], modes[layers + i]
             block = block.with_(lowered(i, "attention", of_attention), lowered(i, "mlp", of_mlp))
             runs.append((i, block.device, *block.running(attention=of_attention != "skip", mlp=of_mlp != "skip")))
-        head = self._skeleton.head
-        if path.vocabulary is not None or path.head != "full":
-            made = self._head(path.vocabulary, path.head)
-            if made is None and path.vocabulary is None:
-                in_full.append("head")
-            elif made is None:
-                raise SelfspecError("a draft vocabulary needs the head's own weight; draft with the whole head")
-            else:
-                held.append(made)
-                head = made.runs
-        return CompiledPath(tuple(runs), head, sum(m.bytes for m in held), tuple(in_full), tuple(held))
+        head = self._head(path.vocabulary, path.head)
+        if path.head in BITS and (head is None or not head.lower):
+            in_full.append("head")
+        if head is not None:
+            held.append(head)
+        runs_head = self._skeleton.head if head is None else head.runs
+        return CompiledPath(tuple(runs), runs_head, sum(m.bytes for m in held), tuple(in_full), tuple(held))
 
     def _sublayer(self, index: int, part: SubLayer, bits: Bits) -> _Made | None:
-        key = (index, part, bits)
-        made = self._made.get(key)
-        if made is None and (found := self._skeleton.lowered.sublayer(index, part, bits)) is not None:
-            made = self._made[key] = _Made(*found)
-        return made
+        return self._once((index, part, bits), lambda: self._skeleton.lowered.sublayer(index, part, bits))
 
     def _head(self, tokens: tuple[int, ...] | None, mode: Mode) -> _Made | None:
-        """A head, over these tokens only where they are named: the others' logits are -inf."""
+        """A head, over these tokens only where they are named; None: the model's own."""
         vocabulary = self._skeleton.identity.vocabulary or 0
         if tokens is not None and max(tokens) >= vocabulary:
             raise SelfspecError(f"a draft vocabulary is of one or more different tokens from 0 to {vocabulary - 1}")
-        key = ("head", tokens, mode)
+        made = None
+        if bits := BITS.get(mode):
+            made = self._once(("head", tokens, bits), lambda: self._skeleton.lowered.head(bits, tokens))
+        if made is not None or tokens is None:
+            return made
+        made = self._once(("head", tokens), lambda: self._head_over(tokens), lower=False)
+        if made is None:
+            raise SelfspecError("a draft vocabulary needs the head's own weight; draft with the whole head")
+        return made
+
+    def _head_over(self, tokens: tuple[int, ...]) -> tuple[Call, int] | None:
+        head, sizes = self._skeleton.head_over(tokens), self._skeleton.sizes
+        return None if head is None else (head, len(tokens) * sizes.hidden * sizes.dtype.itemsize)
+
+    def _once(self, key: Hashable, make: Callable[[], tuple[Any, int] | None], *, lower: bool = True) -> _Made | None:
+        """What `make` gives, made once and kept while it is used; None where it gives none."""
         made = self._made.get(key)
-        if made is None and mode in BITS:
-            found = self._skeleton.lowered.head(BITS[mode], tokens)
-            made = None if found is None else _Made(*found)
-        if made is None and tokens is not None:
-            head = self._skeleton.head_over(tokens)
-            sizes = self._skeleton.sizes
-            made = None if head is None else _Made(head, len(tokens) * sizes.hidden * sizes.dtype.itemsize)
-        if made is not None:
-            self._made[key] = made
+        if made is None and (found := make()) is not None:
+            made = self._made[key] = _Made(*found, lower)
         return made

@@ -159,8 +159,8 @@ class Sampler:
     def best(self, scores: Tensor, position: int, *, with_gap: bool = True) -> tuple[int, float]:
         """The token of processed scores `[V]` that a drafter takes for `position`, and its gap to the next best.
 
-        The gap is of scores, or with tied noise of log p + g; 0 where it is not asked for. Without tied noise sampled
-        tokens are drawn instead.
+        The gap is of scores, or with tied noise of log p + g; 0 where it is not asked for. Of a sampler that is greedy
+        or tied: any other's tokens are drawn.
         """
         if self.greedy:
             token = int(scores.argmax())

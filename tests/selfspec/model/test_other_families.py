@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lowering import as_rounded, random_path
 from models import CONFIGS, SIZES, plain, run, tiny
 from transformers import (
     CohereConfig,
@@ -32,6 +33,7 @@ from selfspec.model.families.base import Attention, Block, GatedMlp, Layer, Part
 from selfspec.model.families.llama import Llama
 from selfspec.model.layout import lay_out_
 from selfspec.model.linears import Group, linear, linear_onto, on_rows, side_by_side
+from selfspec.model.low_precision import fake
 from selfspec.runtime.forward import Runtime
 
 HEADS, KV_HEADS, D = 4, 2, 8
@@ -299,3 +301,20 @@ def test_another_skeleton_is_drafted_with_and_laid_out(other):
     layer.register_forward_hook(lambda *_: None)
     with pytest.raises(UnsupportedModelError, match=r"module 'model.layers.1' has a hook"):
         Runtime(other)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_another_skeleton_in_few_bits_is_the_model_with_rounded_weights(other, seed):
+    """Of what is called as a whole, such as experts, nothing is."""
+    path = random_path(seed, 4, words=other.config.vocab_size)
+    tokens = torch.randint(other.config.vocab_size, (1, 12), generator=torch.Generator().manual_seed(1))
+    runtime = Runtime(other.double(), kernel=fake)
+    way = runtime.compile(path)
+    theirs = Runtime(as_rounded(other, path, way.in_full))
+    assert {name.split()[0] for name in way.in_full} <= {"mlp"}
+    with runtime.session(12), theirs.session(12):
+        expected = theirs.forward(tokens, 0, path=theirs.compile(DraftPath(path.skip, path.vocabulary))).logits
+        whole = runtime.forward(tokens, 0, path=way).logits
+        single = [runtime.forward(tokens[:, i : i + 1], i, path=way).logits for i in range(12)]
+    for ours in (whole, torch.cat(single, 1)):
+        torch.testing.assert_close(ours, expected, atol=1e-9, rtol=1e-9)

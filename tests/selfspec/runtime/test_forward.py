@@ -11,6 +11,7 @@ from torch import nn
 from selfspec.basics.errors import BusyError, SelfspecError
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
+from selfspec.model.low_precision import fake
 from selfspec.model.norms import Norms
 from selfspec.runtime.forward import Runtime
 
@@ -319,3 +320,23 @@ def test_norms_trained_after_wrapping_count():
     torch.testing.assert_close(
         chunked(runtime, tokens, (N - 1, 1)), reference(exact_norms(copy.deepcopy(model)), tokens).logits
     )
+
+
+def test_a_runtime_beside_another_shares_what_is_compiled_and_has_a_cache_of_its_own():
+    runtime = Runtime(tiny(CONFIGS["llama"]), kernel=fake)
+    named = DraftPath(SkipSet((1,), ()), int8=SkipSet((), (0,)), head="int8")
+    path = runtime.compile(named)
+    tokens = tokens_for(runtime.model, rows=3, n=9)
+    with runtime.session(16):
+        runtime.forward(tokens[:1], 0)
+        held = runtime.cache, runtime.cache.keys[0].clone()
+        other = runtime.beside(rows=3)
+        assert other.rows == 3
+        assert other.compile(named) is path
+        with other.session(300):  # while the first is held
+            together = other.forward(tokens, 0, path=path).logits
+        assert runtime.cache is held[0]
+        assert torch.equal(runtime.cache.keys[0], held[1])
+        assert runtime.rows == 1
+        for i in range(3):
+            torch.testing.assert_close(runtime.forward(tokens[i : i + 1], 0, path=path).logits[0], together[i])

@@ -1,0 +1,163 @@
+"""torch's products with weights in few bits: how near they are, and which is taken."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lowering import kernels
+from torch import nn
+
+from selfspec.basics.files import cache_folder
+from selfspec.model import kernels as chosen
+from selfspec.model.kernels import KERNELS, kernel_for, kernel_times
+from selfspec.model.linears import Group
+from selfspec.model.low_precision import bytes_of, fake, in_few_bits, rounded
+
+HAD = kernels()
+each_kernel = pytest.mark.parametrize(
+    ("bits", "kernel"),
+    [pytest.param(8, fake, id="8 fake"), pytest.param(4, fake, id="4 fake")]
+    + [pytest.param(bits, kernel, id=f"{bits} {name}") for bits, name, kernel in HAD],
+)
+
+
+def bound(x, weight):
+    """What a kernel may be off: x in bfloat16 or by 1/127 of the row's largest value, the result in bfloat16."""
+    x, weight = x.double().abs(), weight.double().abs()
+    return (x @ weight.t()) / 100 + x.amax(1, keepdim=True) / 127 * weight.sum(1)
+
+
+@each_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+@settings(max_examples=12)
+@given(
+    seed=st.integers(0, 99), rows=st.integers(1, 5), out=st.integers(1, 40), into=st.integers(1, 4),
+    size=st.sampled_from([1e-4, 1.0, 30.0]),
+)  # fmt: skip
+def test_every_kernel_is_near_the_rounded_weight(bits, kernel, dtype, bias, seed, rows, out, into, size):
+    torch.manual_seed(seed)
+    into = 32 * into if bits == 4 else 8 * into + seed % 8
+    own = nn.Linear(into, out, bias=bias).to(dtype)
+    x = (torch.randn(rows, into) * size).to(dtype)
+    group, held = in_few_bits(Group(SimpleNamespace(part=own), ("part",)), bits, kernel)
+    ours = group.module(x)
+    assert ours.dtype == dtype
+    assert held == bytes_of(bits, out, into)
+    weight = rounded(own.weight.detach(), bits).weight(torch.float64)
+    exact = x.double() @ weight.t()
+    shift = own.bias.detach().double() if bias else 0
+    allowed = bound(x, weight) + (exact + shift).abs() / 100 + 1e-6 * size
+    assert ((ours.double() - (exact + shift)).abs() <= allowed).all()
+
+
+@each_kernel
+@settings(max_examples=20)
+@given(seed=st.integers(0, 99), rows=st.integers(2, 6), larger=st.sampled_from([0.0, 1e-3, 1e3]))
+def test_rows_do_not_see_each_other(bits, kernel, seed, rows, larger):
+    torch.manual_seed(seed)
+    product = kernel(rounded(torch.randn(48, 64), bits), torch.float32)
+    x = torch.randn(rows, 64)
+    other = torch.randn(rows, 64) * larger
+    other[1] = x[1]
+    assert torch.equal(product(x)[1], product(other)[1])
+
+
+@each_kernel
+def test_a_row_alone_is_near_what_it_is_among_others(bits, kernel):
+    torch.manual_seed(0)
+    weight = rounded(torch.randn(48, 64), bits)
+    x = torch.randn(4, 64)
+    product = kernel(weight, torch.float32)
+    together = product(x).double()
+    alone = torch.cat([product(row[None]) for row in x]).double()
+    assert ((together - alone).abs() <= 2 * bound(x, weight.weight(torch.float64))).all()
+
+
+@pytest.mark.parametrize(("bits", "name"), [(bits, name) for bits, name, _ in HAD if name == "weights only"])
+def test_what_is_counted_is_what_is_held(bits, name):
+    product = KERNELS[bits][name](rounded(torch.randn(48, 128), bits), torch.float32)
+    held = [cell.cell_contents for cell in product.__closure__]
+    tensors = [one for one in held if isinstance(one, torch.Tensor)]
+    assert sum(one.numel() * one.element_size() for one in tensors) == bytes_of(bits, 48, 128)
+
+
+@pytest.fixture
+def fresh_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(chosen, "_OUTPUTS", 64)
+
+
+def told(monkeypatch, **kernels):
+    """Kernels to choose from in 8 bits, the first the fastest; counts how often they are timed."""
+    timed = []
+
+    def times(weight, bits):
+        timed.append(tuple(weight.shape))
+        return {name: float(i) for i, name in enumerate(kernels)}
+
+    monkeypatch.setattr(chosen, "kernel_times", times)
+    monkeypatch.setitem(KERNELS, 8, kernels)
+    return timed
+
+
+def test_the_choice_is_remembered_and_made_again_where_the_file_is_damaged(monkeypatch, fresh_cache):
+    fast, slow = (lambda weight, dtype: None), (lambda weight, dtype: None)
+    timed = told(monkeypatch, fast=fast, slow=slow)
+    weight = torch.randn(8, 64)
+    assert [kernel_for(weight, 8) for _ in range(3)] == [fast] * 3
+    assert len(timed) == 1
+    (file,) = cache_folder().glob("kernels/*.json")
+    for damage in ("", "{", "3", '"gone"', "[]"):
+        file.write_text(damage)
+        assert kernel_for(weight, 8) is fast
+        assert file.read_text() == '"fast"'
+    assert len(timed) == 6
+    file.write_text('"slow"')
+    assert kernel_for(weight, 8) is slow
+    kernel_for(torch.randn(8, 32), 8)
+    kernel_for(weight.bfloat16(), 8)
+    assert len(timed) == 8  # of each kind of weight
+
+
+def test_without_a_kernel_it_is_the_rounded_weight_itself(monkeypatch, fresh_cache):
+    timed = told(monkeypatch)
+    assert [kernel_for(torch.randn(8, 64), 8) for _ in range(2)] == [fake, fake]
+    assert len(timed) == 1  # which is remembered too
+    assert kernel_for(torch.empty(8, 64, device="meta"), 4) is fake  # torch's are for the CPU
+
+
+def test_kernels_that_fail_or_are_wrong_are_not_taken(monkeypatch, fresh_cache):
+    def fails(weight, dtype):
+        raise NotImplementedError
+
+    def fails_for_several(weight, dtype):
+        right = fake(weight, dtype)
+        return lambda x: right(x) if len(x) == 1 else torch.ops.onednn.no_such_thing(x)
+
+    def wrong_for_several(weight, dtype):
+        right = fake(weight, dtype)
+        return lambda x: right(x) if len(x) == 1 else right(x.flip(0))
+
+    made = [fails, fails_for_several, wrong_for_several, fake]
+    monkeypatch.setitem(KERNELS, 8, {kernel.__name__: kernel for kernel in made})
+    times = kernel_times(torch.randn(8, 64), 8)
+    assert list(times) == ["fake"]
+    assert 0 < times["fake"] < math.inf
+    assert kernel_for(torch.randn(8, 64), 8) is fake
+
+
+def test_large_weights_are_timed_on_smaller_ones(monkeypatch, fresh_cache):
+    seen = []
+    monkeypatch.setitem(
+        KERNELS, 8, {"fake": lambda weight, dtype: seen.append(weight.values.shape) or fake(weight, dtype)}
+    )
+    monkeypatch.setattr(chosen, "_VALUES", 128 * 64)
+    for out in (8, 100, 1000):
+        kernel_times(torch.randn(out, 64), 8)
+    assert [tuple(shape) for shape in seen] == [(64, 64), (100, 64), (128, 64)]
