@@ -12,7 +12,8 @@ from selfspec.profile.schema import Profile
 from selfspec.text.prompt import Prompt
 
 from .continuations import Decoding, continue_prompts
-from .replay import Replay, deepest
+from .playing import deepest
+from .replay import Replay
 from .trace import Trace
 
 
@@ -64,7 +65,9 @@ def oracle(
     described = profile.layer_skip
     depth = deepest([make_controller(described.controller, profile.outlook)])
     candidates = described.candidates
-    with Replay(llm.model, texts, sampler=decoding.sampler(), depth=depth, candidates=candidates, seed=seed) as replay:
+    with Replay(
+        llm.model, texts, sampler=decoding.sampler(), depth=depth, candidates=candidates, seed=seed, like=llm.runtime
+    ) as replay:
         traces = replay.trace(profile.path, [FixedK(depth)])
     draft = costs.draft(profile.path, llm.runtime.layers)
     return oracle_bound(traces, costs, draft, candidates=candidates)

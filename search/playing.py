@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from selfspec.controllers import AdaptiveThreshold, Controller, FixedK, RateOptimal, StaticThreshold
 from selfspec.facts.costs import CostModel
 
@@ -40,3 +42,11 @@ def long_enough(costs: CostModel, draft: float, most: int) -> int:
 
     speeds = {k: speed(k) for k in range(1, most + 1)}
     return min(k for k, of in speeds.items() if of >= LONG_ENOUGH * max(speeds.values()))
+
+
+def deepest(controllers: Sequence[Controller]) -> int:
+    """The most tokens that any of the controllers may draft."""
+    depth = 1
+    while any(c.lowest(depth) <= 1 for c in controllers):
+        depth += 1
+    return depth

@@ -23,15 +23,15 @@ from .forecast import PLACES, Pace, Task
 from .ledger import Ledger, Texts
 from .narrowing import Choices, paying
 from .objective import RANKING_SHARE, Objective, Replayed, WallClock
-from .playing import LONGEST_DRAFT
-from .replay import CANDIDATES, Replay, deepest
+from .playing import LONGEST_DRAFT, deepest
+from .replay import CANDIDATES, Replay
 from .space import Space
 from .strategies import Problem
 from .target_text import Text
 from .warm import BUDGETS, by_cosines, every_fourth, every_second, first_k, likely, programme
 from .watch import Silent, Watch
 
-CONFIDENT = 3  # tokens of the drafts by which it is told what is sure
+CONFIDENT, CONFIDENCE_SHARE = 3, 0.25  # tokens of the drafts by which it is told what is sure, and of the places
 LEAST_RANKING = 1 / 64  # of each text's places: from fewer, what bypassing a sub-layer alone brings cannot be told
 
 
@@ -90,6 +90,7 @@ def replayed(
             candidates=1 if search.own_keys else CANDIDATES,  # engines' draft models draft chains
             seed=search.seed,
             own_keys=search.own_keys,
+            like=search.llm.runtime,
         )
     )
     replay.confidence = _confidence(search, replay)
@@ -130,9 +131,7 @@ def _confidence(search: Search, replay: Replay) -> Confidence:
         search.watch.stage("reading what drafts are sure of", None)
         space = search.space
         path = space.path(space.start) if space.base != "full" else every_fourth(space)
-        known = search.ledger.keep_confidence(
-            fit_confidence(replay, path, draft=CONFIDENT, share=(search.budget.limited and 0.25) or 0.5)
-        )
+        known = search.ledger.keep_confidence(fit_confidence(replay, path, draft=CONFIDENT, share=CONFIDENCE_SHARE))
     return known
 
 

@@ -27,7 +27,7 @@ from selfspec.speculation.sampling import Sampler, gaps
 
 from .committed import Committed
 from .law import Noise, Uniforms, draft_given_text
-from .rows import Record, Rows
+from .rows import Record, Rows, confident
 from .target_text import Streams, Text
 from .ties import Ties
 from .trace import Trace
@@ -44,7 +44,8 @@ class Replay:
     texts must name their seeds. `candidates`: for how many candidates of each position, the drafted token counted,
     a sampled trace can tell the outcome (a greedy one tells it for any number). `depth`: the most tokens of a draft.
     `chunk`: starts of one forward; counts do not depend on it. `noise(ids, depth)` replaces the random choices of
-    sampled drafts, which otherwise follow `seed`. `confidence`, which may be changed later, is what traces tell of each
+    sampled drafts, which otherwise follow `seed`. `like`: a runtime of the model, whose weights in few bits are used.
+    `confidence`, which may be changed later, is what traces tell of each
     drafted token.
 
     Drafts read the target's own keys and values of all committed tokens, as selfspec's do. With `own_keys` they read
@@ -66,6 +67,7 @@ class Replay:
         seed: int = 0,
         own_keys: bool = False,
         noise: Callable[[Tensor, int], Noise] | None = None,
+        like: Runtime | None = None,
     ) -> None:
         self.texts = tuple(texts)
         self.sampler = sampler or Sampler()
@@ -81,7 +83,8 @@ class Replay:
         self.seed = seed
         self.confidence = PROBABILITY
         self._noise = noise or self._uniforms
-        self._runtime = Runtime(model, rows=len(self.texts))
+        rows = len(self.texts)
+        self._runtime = Runtime(model, rows=rows) if like is None else like.beside(rows=rows)
         self._longest = max(len(text.tokens) for text in self.texts)
         self._first = [0]  # number of each text's first start
         for text in self.texts:
@@ -120,14 +123,14 @@ class Replay:
         return self.sampler.seeded or self._tied is not None
 
     @property
-    def vocabulary(self) -> int:
-        """Tokens that the model knows."""
-        return self._runtime.skeleton.identity.vocabulary or 0
-
-    @property
     def layers(self) -> int:
         """Layers of the model."""
         return self._runtime.layers
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that it knows."""
+        return self._runtime.skeleton.identity.vocabulary or 0
 
     def streams(self, starts: int) -> Streams:
         """The whole model's streams at the first starts of every text, `starts` at most of each.
@@ -282,19 +285,9 @@ class Replay:
                 p_x, q_x = (t.gather(-1, token.flatten().unsqueeze(-1)).view(place.shape) for t in (p, flat))
                 ratio = p_x / q_x.clamp(min=torch.finfo(q_x.dtype).tiny)
                 live.weight = torch.where(match, (live.weight * ratio).clamp(max=1.0), live.weight)
-        confidence = self._confidence(q, merits, token)
+        apart = gaps(merits if self._tied is None else merits.log()) if self.confidence.gap else None
+        confidence = confident(self.confidence, q.gather(-1, token.unsqueeze(-1)).squeeze(-1), apart)
         return token, confidence, match, torch.where(inside & ~match, rank, 0)
-
-    def _confidence(self, q: Tensor, merits: Tensor, token: Tensor) -> Tensor:
-        """What `Confidence.of` gives for each drafted token `[B, n]`."""
-        probability = q.gather(-1, token.unsqueeze(-1)).squeeze(-1)
-        told = self.confidence
-        if told.plain:
-            return probability
-        apart = gaps(merits if self._tied is None else merits.log()) if told.gap else torch.zeros_like(probability)
-        each = zip(probability.flatten().tolist(), apart.flatten().tolist(), strict=True)
-        found = torch.tensor([told.of(p, g) for p, g in each], dtype=torch.float64, device=token.device)
-        return found.view(token.shape)
 
     def _with_ties(self, q: Tensor, place: Tensor, group: slice) -> Tensor:
         """What the token of each row maximises `[B, n, V]`: q over the noise that is tied to its text and place."""
@@ -348,11 +341,3 @@ class Replay:
             record.rank[own].tolist(),
             record.unfinished[own].tolist(),
         )
-
-
-def deepest(controllers: Sequence[Controller]) -> int:
-    """The most tokens that any of the controllers may draft."""
-    depth = 1
-    while any(c.lowest(depth) <= 1 for c in controllers):
-        depth += 1
-    return depth

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from selfspec.facts.confidence import Confidence
+
 
 @dataclass(slots=True)
 class Rows:
@@ -43,3 +45,16 @@ class Record:
         self.run = torch.zeros(starts, dtype=torch.long)
         self.rank = torch.zeros(starts, dtype=torch.long)
         self.unfinished = torch.zeros(starts, dtype=torch.bool)
+
+
+def confident(told: Confidence, probability: Tensor, apart: Tensor | None) -> Tensor:
+    """What `Confidence.of` gives for tokens of these probabilities `[B, n]`, whose gaps are `apart`, where it asks."""
+    if told.plain:
+        return probability
+    each = zip(
+        probability.flatten().tolist(),
+        (torch.zeros_like(probability) if apart is None else apart).flatten().tolist(),
+        strict=True,
+    )
+    found = torch.tensor([told.of(p, g) for p, g in each], dtype=torch.float64, device=probability.device)
+    return found.view(probability.shape)

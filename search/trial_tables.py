@@ -14,7 +14,7 @@ from selfspec.facts.draft_path import FULL
 from .ledger import Ledger
 from .objective import ALONE
 from .pick import pareto
-from .replay import deepest
+from .playing import deepest
 from .space import Space
 
 

@@ -26,9 +26,9 @@ from ..finalists import drafting_as
 from ..ledger import Ledger
 from ..objective import Replayed, Score
 from ..oracle import Bound, oracle_bound
-from ..playing import LONGEST_DRAFT, controllers_in_play
+from ..playing import LONGEST_DRAFT, controllers_in_play, deepest
 from ..prepare import Search, replayed
-from ..replay import Replay, deepest
+from ..replay import Replay
 from ..space import Space
 from ..strategies import Problem
 from ..trace import Trace

@@ -15,6 +15,7 @@ from selfspec.cli.bench_by_task import by_task_notes, by_task_tables, texts_line
 from selfspec.cli.common import Drafting, chosen, drafted_with, print_json, progress, quiet, set_threads, stderr, stdout
 from selfspec.cli.options import BenchCommand
 from selfspec.facts.bits import BitsRead
+from selfspec.facts.identity import Identity
 from selfspec.measure.bench_methods import any_drafts, check_methods
 from selfspec.model.loading import read_identity
 from selfspec.profile.schema import Profile
@@ -57,12 +58,21 @@ def run(options: BenchCommand) -> int:
         drafted_with(read_identity(name), profile, options.drafting.profile, spec)
     if options.data.chat:
         check_chat(name)
+
+    def drafting_of(identity: Identity) -> Drafting:
+        if not drafts:
+            return Drafting(Profile(model=identity), "not drafting")
+        return drafted_with(identity, profile, options.drafting.profile, spec)
+
     subjects = load_subjects(
-        name, methods, widened=options.widen, device=options.where.place, dtype=options.where.dtype
+        name,
+        methods,
+        widened=options.widen,
+        device=options.where.place,
+        dtype=options.where.dtype,
+        few_bits=lambda identity: drafting_of(identity).profile.path.low_precision,
     )
-    drafting = Drafting(Profile(model=subjects.identity), "not drafting")
-    if drafts:
-        drafting = drafted_with(subjects.identity, profile, options.drafting.profile, spec)
+    drafting = drafting_of(subjects.identity)
     tokens = options.max_new_tokens or TOKENS[wide]
     given = options.data.given(subjects.plain, read, limit=limit, max_new_tokens=tokens, last=read is None)
     rounds = options.rounds or ROUNDS[wide]

@@ -68,13 +68,18 @@ class Decoding:
         if chat:
             check_chat(self.model, system=system is not None)
 
-    def load(self, *, plain: bool = False) -> LLM:
-        """The model with its profile; `plain`, as it was loaded: without one, its weights where they were."""
+    def load(self) -> LLM:
+        """The model with its profile."""
+        from selfspec.llm.llm import load
+
+        return load(self.model, profile=self.profile, device=self.given.where.place, dtype=self.given.where.dtype)
+
+    def load_plain(self, *, layout: str = "auto") -> LLM:
+        """The model without a profile; its weights, unless it is said how, as suits plain decoding."""
         from selfspec.llm.llm import load
 
         where = self.given.where
-        profile, layout = ("none", "rows") if plain else (self.profile, "auto")
-        return load(self.model, profile=profile, device=where.place, dtype=where.dtype, layout=layout)
+        return load(self.model, profile="none", device=where.place, dtype=where.dtype, layout=layout)
 
     def complete(self, llm: LLM, how: Options) -> Options:
         """`how` with what needs the model."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from selfspec.basics.errors import SelfspecError
 from selfspec.cli.color import colored, legend, write
 from selfspec.cli.common import print_json, quiet, stats_line, stderr, stdout
-from selfspec.cli.decoding import decoding
+from selfspec.cli.decoding import Decoding, decoding
 from selfspec.cli.options import GenerateCommand
 from selfspec.text.prompt import is_unicode
 
@@ -41,8 +41,7 @@ def run(options: GenerateCommand) -> None:
     asked.hint(llm, prompt, how)
     drafter = asked.drafter(llm)
     if options.compare:
-        as_loaded = llm if llm.layout == "rows" else asked.load(plain=True)
-        _compare(llm, as_loaded, prompt, drafter, how, as_json=options.json, color=options.color)
+        _compare(llm, asked, prompt, drafter, how, as_json=options.json, color=options.color)
     elif options.json:
         generation = llm.run(prompt, how, drafter=drafter, probabilities=options.color)
         print_json(_as_json(generation, events=options.color))
@@ -84,11 +83,15 @@ def _stream(llm: LLM, prompt: Prompt, drafter: Drafter, how: Options, *, stats: 
 
 
 def _compare(
-    llm: LLM, as_loaded: LLM, prompt: Prompt, drafter: Drafter, how: Options, *, as_json: bool, color: bool
+    llm: LLM, asked: Decoding, prompt: Prompt, drafter: Drafter, how: Options, *, as_json: bool, color: bool
 ) -> None:
+    """Against plain decoding on weights that lie as suits it, and `transformers` on them as it loads them."""
     from selfspec.measure.timing import compare
 
-    result = compare(llm, prompt, drafter, how, rounds=COMPARE_ROUNDS, as_loaded=as_loaded)
+    plain = asked.load_plain()
+    plain = llm if plain.layout == llm.layout else plain
+    as_loaded = next((one for one in (llm, plain) if one.layout == "rows"), None) or asked.load_plain(layout="rows")
+    result = compare(llm, prompt, drafter, how, rounds=COMPARE_ROUNDS, plain_llm=plain, as_loaded=as_loaded)
     if as_json:
         print_json({**_as_json(result.draft, events=color), "compare": result.as_dict()})
     else:

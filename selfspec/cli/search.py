@@ -68,7 +68,8 @@ def _search(given: SearchCommand, prompts: Prompts | None, budget: Budget, watch
         check_chat(given.model)
     load_for = partial(load, given.model, profile="none", device=given.where.place, dtype=given.where.dtype)
     began = budget.spent
-    llm = load_for(drafting=True)
+    few_bits = any(mode in given.how.allowed_modes for mode in ("int8", "int4")) and given.how.extra_memory != 0
+    llm = load_for(drafting=True, few_bits=few_bits)
     budget.loading = budget.spent - began
     options = replace(
         given.how,

@@ -282,14 +282,15 @@ def load(
     dtype: str = "auto",
     layout: str = "auto",
     drafting: bool | None = None,
+    few_bits: bool | None = None,
 ) -> LLM:
     """Load a folder, a GGUF file, a hub id, `smollm2-135m` or `builtin`, with the profile to draft with.
 
     `profile`: `auto` (a shipped one measured on these very weights, unless it was slower), `none`, a file, the name of
     a shipped profile, or a `Profile`. `device`: one, or a `DeviceMap` for a model larger than one. `dtype` `auto`:
     float32 on a CPU, else the checkpoint's. `layout`: how the weights lie in memory, see `layout.lay_out_`; `auto` is
-    what was measured to be fastest here, for drafting or for plain decoding. `drafting` says for which; by default, for
-    drafting if the profile drafts. Raises `SelfspecError`.
+    what was measured to be fastest here, for drafting or for plain decoding. `drafting` says for which, and `few_bits`
+    whether drafts run in few bits; left out, as the profile does. Raises `SelfspecError`.
     """
     check_layout(layout)
     named = profile if profile in ("auto", "none") or isinstance(profile, Profile) else find_profile_file(profile)
@@ -297,7 +298,9 @@ def load(
     chosen = choose_profile(read_skeleton(loaded).identity.model_copy(update={"name": model}), named)
     if drafting is None:
         drafting = chosen is not None and chosen.drafts
-    layout = lay_out_(loaded, layout, drafting=drafting)
+    if few_bits is None:
+        few_bits = chosen is not None and chosen.path.low_precision
+    layout = lay_out_(loaded, layout, drafting=drafting, few_bits=few_bits)
     llm = LLM(loaded, tokenizer, name=model, profile=chosen)
     llm.layout = layout
     return llm

@@ -24,8 +24,8 @@ from selfspec.measure.cost_fitting import forward_seconds, measure_path_costs
 from selfspec.measure.summary import by_task, expected, summary, theory
 from selfspec.measure.timing import Method, Runs, conditions, interleave
 from selfspec.model.layout import choose, lay_out_, layout_times, weight_bytes
-from selfspec.model.linears import PackedLinear
 from selfspec.model.loading import DeviceMap, load_model
+from selfspec.model.packed import PackedLinear
 from selfspec.model.widen import widen
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
@@ -63,15 +63,25 @@ class Subjects:
 
 
 def load_subjects(
-    name: str, methods: Sequence[str], *, widened: int = 1, device: str | DeviceMap, dtype: str
+    name: str,
+    methods: Sequence[str],
+    *,
+    widened: int = 1,
+    device: str | DeviceMap,
+    dtype: str,
+    few_bits: bool | Callable[[Identity], bool] = False,
 ) -> Subjects:
-    """Load, and perhaps widen, a model, as many times as the methods need. Raises `SelfspecError`."""
+    """Load, and perhaps widen, a model, as many times as the methods need. Raises `SelfspecError`.
+
+    `few_bits`: whether drafts run in few bits, which may depend on which model it is.
+    """
     model, tokenizer = load_model(name, device=device, dtype=dtype)
     identity = wrap(model, tokenizer, profile="none", name=name).identity
     if widened > 1:
         model = widen(model, widened)
+    low = few_bits(identity) if callable(few_bits) else few_bits
     times = layout_times(model)
-    layouts = {"plain": choose(times, drafting=False), "skip": choose(times, drafting=True)}
+    layouts = {"plain": choose(times, drafting=False), "skip": choose(times, drafting=True, few_bits=low)}
     if not any_drafts(methods):
         layouts["skip"] = layouts["plain"]
 

@@ -28,6 +28,7 @@ from selfspec.speculation.sampling import Sampler
 
 LONGER = 4  # times longer where something disturbs the machine
 DOUBTFUL = 0.1  # error on fresh paths
+FIRST = ((0.0, 0.0), (0.75, 0.25), (0.25, 0.75))  # shares of attention and of MLPs that the first paths bypass
 OTHERS = 0.3  # of a random path's sub-layers, that may run in another mode than most of their kind
 
 
@@ -112,7 +113,10 @@ def measure_costs(
     low = len(running) - 1
     effort = effort_within(within, *pace(runtime, context, sampler, draw), further=2 * low)
     heads = {mode: _head_seconds(runtime, mode) for mode in running}
-    paths = [_random_path(runtime.layers, running, draw) for _ in range(effort.fitted + effort.fresh)]
+    shares = iter(FIRST)
+    paths = [
+        _random_path(runtime.layers, running, draw, next(shares, None)) for _ in range(effort.fitted + effort.fresh)
+    ]
     drafters = [LayerSkipDrafter(runtime, path, FixedK(1)) for path in paths]
     sweep = Sweep(runtime, context, sampler, lengths, draw, effort)
     done, sweeps = 0, 0
@@ -208,14 +212,17 @@ def _quiet_drafts(samples: Sequence[Sample]) -> dict[tuple[DraftPath, int], floa
     return {key: quiet(times) for key, times in found.items()}
 
 
-def _random_path(layers: int, modes: Sequence[Mode], draw: random.Random) -> DraftPath:
+def _random_path(
+    layers: int, modes: Sequence[Mode], draw: random.Random, shares: tuple[float, float] | None = None
+) -> DraftPath:
     """Up to three quarters of attention and of MLP sub-layers bypassed, the rest mostly in one of the modes.
 
-    Attention and MLPs are drawn independently, so that the fit can tell them apart.
+    Attention and MLPs are drawn independently, so that the fit can tell them apart; `shares` says how many of them.
     """
     chosen: list[Mode] = []
-    for _ in range(2):
-        bypassed = {*draw.sample(range(layers), draw.randint(0, layers * 3 // 4))}
+    for part in range(2):
+        count = draw.randint(0, layers * 3 // 4) if shares is None else round(shares[part] * layers)
+        bypassed = {*draw.sample(range(layers), count)}
         mostly = draw.choice(modes)
         others = [draw.choice(modes) if draw.random() < OTHERS else mostly for _ in range(layers)]
         chosen += ["skip" if i in bypassed else mode for i, mode in enumerate(others)]

@@ -137,19 +137,26 @@ class Comparison:
 
 
 def compare(
-    llm: LLM, prompt: Prompt, drafter: Drafter, options: Options, *, rounds: int, as_loaded: LLM | None = None
+    llm: LLM,
+    prompt: Prompt,
+    drafter: Drafter,
+    options: Options,
+    *,
+    rounds: int,
+    plain_llm: LLM | None = None,
+    as_loaded: LLM | None = None,
 ) -> Comparison:
     """Decode one prompt plainly, with `drafter`, and by `transformers`, `rounds` times each, and compare.
 
-    `as_loaded`: the same model with its weights as `transformers` loads them. `transformers` runs it, and so does plain
-    decoding where the weights of `llm` are packed, which suits drafting only.
+    `plain_llm`: the same model with its weights as suits plain decoding, where those of `llm` suit drafting;
+    `as_loaded`: as `transformers` loads them, which `transformers` runs.
     """
     last: dict[str, Generation] = {}
     planned = llm.plan(prompt, options)
     comparable = planned.sampler.greedy or planned.sampler.tied
     methods = {
         "plain": method(
-            as_loaded if as_loaded is not None and llm.layout == "onednn" else llm,
+            plain_llm or llm,
             PlainDrafter(),
             options,
             keep=lambda out: last.update(plain=out),

@@ -2,24 +2,21 @@
 
 The parameters of linears that read the same input (a `Group`: query, key and value, for one) can be laid side by side
 in one tensor (`join_`), which keeps their values and needs no memory; one product then serves all of them. Weights can
-also be packed in the order that oneDNN reads fastest (`PackedLinear`). Knows nothing of families and caches.
+also be held in another form (`PartLinear`). Knows nothing of families and caches.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from selfspec.basics.errors import SelfspecError
 from selfspec.model.dispatch import calls_itself, device_of
 
-_PACKED_FOR = 16  # rows that oneDNN is told to expect; the order that it then chooses suits one row and hundreds too
 Call = Callable[[Tensor], Tensor]
 Into = Callable[[Tensor, Tensor], object]  # f(x, out): writes what x gives to out
 Onto = Callable[[Tensor, Tensor], object]  # f(base, x): adds what x gives to base, in place
@@ -58,7 +55,7 @@ def linear_over(module: Any, outputs: Sequence[int]) -> Call | None:
     It holds a copy of the weight's rows. None where the weight is not at hand (quantised, adapted, offloaded).
     """
     out = module.out_features if isinstance(module, PartLinear) or is_readable(module) else 0
-    if isinstance(module, PartLinear) and not isinstance(module, PackedLinear):
+    if isinstance(module, PartLinear) and not module.readable:
         at = torch.tensor(outputs, device=device_of(module))
         product = module.over(at)
     elif is_readable(module):
@@ -228,7 +225,7 @@ def is_exact(module: nn.Module) -> bool:
 
 def is_readable(module: nn.Module) -> bool:
     """Whether a linear's weight is at hand, and is all that it multiplies with."""
-    return is_exact(module) or (type(module) is PackedLinear and is_plain(module))
+    return is_exact(module) or (isinstance(module, PartLinear) and module.readable and is_plain(module))
 
 
 class Product(Protocol):
@@ -245,7 +242,10 @@ class PartLinear(nn.Module):
     """Stands for a linear whose weight is some rows, from `start` on, of what `whole` multiplies with.
 
     Its own forward, which calls these one by one, is slower: each computes the whole product and returns its part.
+    `readable`: whether its `weight` is what it multiplies with, exactly.
     """
+
+    readable: ClassVar[bool] = False
 
     def __init__(self, whole: Product, start: int, linear: Any) -> None:
         super().__init__()
@@ -259,85 +259,3 @@ class PartLinear(nn.Module):
     def over(self, outputs: Tensor) -> Call:
         """The product with the weight's rows `outputs` alone."""
         raise NotImplementedError
-
-
-class Packed:
-    """A weight `[out, in]` in an order of oneDNN's, which makes products with 8 rows little dearer than with one.
-
-    float32 or bfloat16 on the CPU. Raises whatever torch raises where oneDNN cannot pack it.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR)
-        self.dtype, self.bias, self.out = weight.dtype, bias, len(weight)
-        self.product: Call = partial(_packed_product, weight=self.tensor, bias=bias)
-
-    @property
-    def bytes(self) -> int:
-        """Memory held."""
-        return sum(t.numel() * t.element_size() for t in (self.tensor, self.bias) if t is not None)
-
-    def unpacked(self) -> Tensor:
-        """The weight as it was, exactly."""
-        weight: Tensor = self.tensor.to_dense(self.dtype)
-        return weight
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Packed:
-        return Packed(self.unpacked(), copy.deepcopy(self.bias, memo))
-
-
-def _packed_product(x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-    return product
-
-
-class PackedLinear(PartLinear):
-    """Takes the place of an `nn.Linear` whose weight has been packed, alone or together with others' over its input.
-
-    `weight` unpacks it each time it is read: it is no parameter. A model with these can be called, copied and saved as
-    before, but neither trained nor moved.
-    """
-
-    whole: Packed
-
-    def __init__(self, packed: Packed, start: int, linear: nn.Linear) -> None:
-        super().__init__(packed, start, linear)
-        self.bias = None if packed.bias is None else packed.bias.narrow(0, start, linear.out_features)
-
-    @property
-    def packed(self) -> Packed:
-        """The packed weight."""
-        return self.whole
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight `[out, in]`, unpacked."""
-        return self.packed.unpacked().narrow(0, self.start, self.out_features)
-
-    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "weight"] = self.weight.contiguous()
-        if self.bias is not None:
-            destination[prefix + "bias"] = self.bias
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
-        dtype = self.packed.dtype
-        moved = fn(torch.zeros(1, dtype=dtype))
-        if moved.dtype != dtype or moved.device.type != "cpu":
-            kind = str(dtype).removeprefix("torch.")
-            raise SelfspecError(f"packed weights stay {kind} on the CPU; load the model anew to move or cast it")
-        return self
-
-
-@torch.no_grad()
-def pack_(group: Group) -> None:
-    """Replace a group's exact linears by `PackedLinear`: parts of one packed weight, unless only some have a bias."""
-    modules = group.modules
-    if any((module.bias is None) != (modules[0].bias is None) for module in modules):
-        for name in group.names:
-            pack_(Group(group.parent, (name,)))
-        return
-    bias = None if modules[0].bias is None else torch.cat([module.bias.detach() for module in modules])
-    packed, start = Packed(torch.cat([module.weight.detach() for module in modules]), bias), 0
-    for name, module in zip(group.names, modules, strict=True):
-        setattr(group.parent, name, PackedLinear(packed, start, module))
-        start += module.out_features

@@ -90,7 +90,10 @@ def main() -> None:
                 scores[path] = found
             if value > best:
                 best = value
-                print(f"{trial}: {len(path.skip)} sub-layers, {found[0].speedup:.3f} and {found[1].speedup:.3f}", flush=True)
+                print(
+                    f"{trial}: {len(path.skip)} sub-layers, {found[0].speedup:.3f} and {found[1].speedup:.3f}",
+                    flush=True,
+                )
     path = max(scores, key=lambda s: scores[s][0].speedup * scores[s][1].speedup)
     last = scores[path][-1]
     profile = Profile(

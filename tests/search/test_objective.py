@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from models import plain, run, small
 from selfspec.search.objective import Replayed, predict
-from selfspec.search.playing import LONG_ENOUGH, controllers_in_play, long_enough
-from selfspec.search.replay import Replay, deepest
+from selfspec.search.playing import LONG_ENOUGH, controllers_in_play, deepest, long_enough
+from selfspec.search.replay import Replay
 from selfspec.search.target_text import Text
 
 from selfspec.controllers import FixedK, RateOptimal, StaticThreshold

@@ -10,7 +10,8 @@ from models import run, small
 from pruned import PrunedModel, pruned
 from selfspec.search import finalists, find_profile, prepare
 from selfspec.search.objective import predict
-from selfspec.search.replay import Replay, deepest
+from selfspec.search.playing import deepest
+from selfspec.search.replay import Replay
 from selfspec.search.space import Space
 from selfspec.search.target_text import Text
 from selfspec.search.trace import walk

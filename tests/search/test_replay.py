@@ -10,7 +10,8 @@ import pytest
 import torch
 from models import plain, run, small
 from pruned import PrunedModel
-from selfspec.search.replay import Replay, deepest
+from selfspec.search.playing import deepest
+from selfspec.search.replay import Replay
 from selfspec.search.target_text import Text
 from selfspec.search.trace import walk
 from toys import Enumerating, enumerate_outcomes

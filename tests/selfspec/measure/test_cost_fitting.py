@@ -84,8 +84,8 @@ def test_less_time_is_kept_to_and_tells_the_same_on_a_quiet_machine(model, clock
 
 def test_how_thoroughly_costs_are_measured():
     """What takes no longer than a quick sweep is done in full; where that takes long, a good one, if there is time."""
-    assert effort_within(math.inf, 1e-3, 1e-3) is EFFORTS[0]
-    assert effort_within(math.inf, 10.0, 10.0) is EFFORTS[GOOD]
+    assert effort_within(math.inf, 1e-3, 1e-3) == EFFORTS[0]
+    assert effort_within(math.inf, 10.0, 10.0) == EFFORTS[GOOD]
     efforts = [effort_within(seconds, 0.03, 0.1) for seconds in (1e3, LONG + 5, 15, 10, 5, 0)]
     assert [EFFORTS.index(effort) for effort in efforts] == sorted(EFFORTS.index(effort) for effort in efforts)
     assert (efforts[0], efforts[-1]) == (EFFORTS[GOOD], EFFORTS[-1])

@@ -15,7 +15,7 @@ import selfspec
 from selfspec.basics.errors import SelfspecError
 from selfspec.model import layout
 from selfspec.model.layout import LAYOUTS, choose, lay_out_, measure_layouts, weight_bytes
-from selfspec.model.linears import PackedLinear
+from selfspec.model.packed import PackedLinear
 from selfspec.runtime.forward import Runtime
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
@@ -145,6 +145,7 @@ def test_what_is_chosen():
     assert choose(measured, drafting=True) == "onednn"
     dear = {**measured, "onednn": {**measured["onednn"], 1: 50}}  # to read one row, when drafts are wrong
     assert choose(dear, drafting=True) == "columns"
+    assert choose(dear, drafting=True, few_bits=True) == "onednn", "which are hardly ever wrong"
     slow = {"rows": measured["rows"], "columns": {**measured["columns"], 128: 500}}  # to read a prompt
     assert choose(slow, drafting=False) == "rows"
     near = times(rows=(50, 52, 90, 95, 130, 1), columns=(49, 52, 90, 94, 129, 1))

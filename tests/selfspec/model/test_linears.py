@@ -10,7 +10,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from selfspec.model.layout import join_all_
-from selfspec.model.linears import Group, PackedLinear, linear, linear_onto, linear_over, pack_, side_by_side
+from selfspec.model.linears import Group, linear, linear_onto, linear_over, side_by_side
+from selfspec.model.packed import PackedLinear, pack_
 from selfspec.runtime.forward import Runtime
 
 X = torch.randn(6, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
