@@ -57,7 +57,7 @@ def paths() -> dict[str, DraftPath]:
     made["all int4"] = DraftPath.of(["int4"] * 32, head="int4")
     for number in range(10):
         modes, head = draw.choices(MODES, k=32), draw.choice(HEADS)
-        words = tuple(draw.sample(range(4096), 2048)) if number % 2 else None
+        words = tuple(draw.sample(range(4096), 3840)) if number % 2 else None
         made[f"random modes {number}"] = DraftPath.of(modes, head=head, vocabulary=words)
     return made
 
