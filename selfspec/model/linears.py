@@ -62,8 +62,7 @@ def linear_over(module: Any, outputs: Sequence[int]) -> Call | None:
         product = module.over(at)
     elif is_readable(module):
         weight = module.weight.detach().index_select(0, at).t().contiguous()
-        bias = None if module.bias is None else module.bias.detach().index_select(0, at)
-        product = _product(weight.t(), bias)
+        product = _product(weight.t(), None if module.bias is None else module.bias.detach().index_select(0, at))
     else:
         return None
     out = module.out_features  # and not the module, which may hold the whole in few bits
