@@ -54,18 +54,15 @@ def linear_over(module: Any, outputs: Sequence[int]) -> Call | None:
 
     It holds a copy of the weight's rows. None where the weight is not at hand (quantised, adapted, offloaded).
     """
-    out = module.out_features if isinstance(module, PartLinear) or is_readable(module) else 0
+    at = torch.tensor(outputs, device=device_of(module))
     if isinstance(module, PartLinear) and not module.readable:
-        at = torch.tensor(outputs, device=device_of(module))
         product = module.over(at)
     elif is_readable(module):
-        whole = module.weight.detach()
-        at = torch.tensor(outputs, device=whole.device)
-        weight = whole.index_select(0, at).t().contiguous()
-        bias = None if module.bias is None else module.bias.detach().index_select(0, at)
-        product = _product(weight.t(), bias)
+        weight = module.weight.detach().index_select(0, at).t().contiguous()
+        product = _product(weight.t(), None if module.bias is None else module.bias.detach().index_select(0, at))
     else:
         return None
+    out = module.out_features  # and not the module, which may hold the whole in few bits
 
     def spread(x: Tensor) -> Tensor:
         x = x.to(at.device)

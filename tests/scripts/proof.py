@@ -2,8 +2,9 @@
 
     python tests/scripts/proof.py --out tests/scripts/proof.json
 
-Runs 150 held-out prompts x 32 tokens under 22 skip sets (the shipped one, the empty one, 20 random ones) and every
-controller, in two processes, and writes what it counted. Exit code 1 when any text differs.
+Runs 150 held-out prompts x 32 tokens under 22 skip sets (the shipped one, the empty one, 20 random ones), 12 draft
+paths with sub-layers and the head in few bits (all in 8, all in 4, 10 random ones), and every controller, in two
+processes, and writes what it counted. Exit code 1 when any text differs.
 """
 
 from __future__ import annotations
@@ -22,12 +23,20 @@ import selfspec
 from selfspec import builtin
 from selfspec.controllers import CONTROLLERS
 from selfspec.drafters import PlainDrafter
+from selfspec.drafters.registry import make_layer_skip
+from selfspec.facts.confidence import Confidence
 from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.draft_path import MODES, DraftPath, HeadMode
 from selfspec.facts.skip import SkipSet
 from selfspec.facts.stats import Stats
+from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 
 TOKENS = 32
+HEADS: tuple[HeadMode, ...] = ("full", "int8", "int4")
+BY_GAP = Confidence(bias=1.0, probability=0.2, gap=0.8)
+OF_THE_PATH = ("skipped", "in 8 bits", "in 4 bits")
 
 
 def skip_sets() -> dict[str, SkipSet]:
@@ -40,21 +49,39 @@ def skip_sets() -> dict[str, SkipSet]:
     return sets
 
 
+def paths() -> dict[str, DraftPath]:
+    """All skip sets; everything in 8 bits, and in 4; and random paths, any sub-layer and the head in any mode."""
+    draw = random.Random(1)
+    made = {name: DraftPath(skip) for name, skip in skip_sets().items()}
+    made["all int8"] = DraftPath.of(["int8"] * 32, head="int8")
+    made["all int4"] = DraftPath.of(["int4"] * 32, head="int4")
+    for number in range(10):
+        modes, head = draw.choices(MODES, k=32), draw.choice(HEADS)
+        words = tuple(draw.sample(range(4096), 3840)) if number % 2 else None
+        made[f"random modes {number}"] = DraftPath.of(modes, head=head, vocabulary=words)
+    return made
+
+
 def part(prompts: list[str]) -> dict[str, dict[str, float]]:
-    """Counts for each skip set and controller over some of the prompts."""
+    """Counts for each draft path and controller over some of the prompts."""
     torch.set_num_threads(1)
     llm = selfspec.load(profile="none", dtype="float64")
     plain = [llm.generate(p, max_new_tokens=TOKENS, drafter=PlainDrafter()).tokens for p in prompts]
     counts: dict[str, dict[str, float]] = {}
-    for name, skip in skip_sets().items():
+    for name, path in paths().items():
+        confidence = BY_GAP if path.low_precision else None
         for controller in CONTROLLERS:
-            drafter, total, different = llm.layer_skip(skip, ControllerSpec(name=controller)), Stats(), 0
+            spec = LayerSkipSpec.of(path, ControllerSpec(name=controller), confidence=confidence)
+            drafter = make_layer_skip(llm.runtime, spec, Profile(model=llm.identity))
+            total, different = Stats(), 0
             for prompt, expected in zip(prompts, plain, strict=True):
                 generation = llm.generate(prompt, max_new_tokens=TOKENS, drafter=drafter)
                 total.add(generation.stats)
                 different += generation.tokens != expected
             counts[f"{name}, {controller}"] = {
-                "skipped": len(skip),
+                "skipped": len(path.skip),
+                "in 8 bits": len(path.int8),
+                "in 4 bits": len(path.int4),
                 "texts": len(prompts),
                 "different": different,
                 "tokens": total.tokens,
@@ -75,7 +102,7 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         parts = pool.map(part, [prompts[::2], prompts[1::2]])
     cases = {
-        name: {key: value if key == "skipped" else sum(p[name][key] for p in parts) for key, value in counts.items()}
+        name: {key: value if key in OF_THE_PATH else sum(p[name][key] for p in parts) for key, value in counts.items()}
         for name, counts in parts[0].items()
     }
     different = sum(case["different"] for case in cases.values())

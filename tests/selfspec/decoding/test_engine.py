@@ -14,9 +14,11 @@ from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticT
 from selfspec.decoding.engine import Engine
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.facts.acceptance import Outlook
+from selfspec.facts.confidence import Confidence
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.limits import WIDEST_DRAFT
 from selfspec.facts.skip import SkipSet
+from selfspec.model.low_precision import fake
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sampling import Sampler
@@ -27,6 +29,8 @@ SKIP = SkipSet((1,), (0, 2))
 PROMPTS = [[1, 4, 2, 9], [7], [3, 3, 3, 0, 5, 10, 8], [6, 2], [5, 5, 1], [0, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0]]
 ROOMS = [9, 14, 3, 12, 7, 10]
 ENDS = frozenset([2, 8])
+LOW = DraftPath(SkipSet((1,), (0,)), int8=SkipSet((0, 2), (1, 2)), head="int8")
+BY_GAP = Confidence(bias=0.2, probability=0.4, gap=0.8)
 DRAFTERS = {
     "plain": lambda runtime: PlainDrafter(),
     "random tree": lambda runtime: RandomTree(VOCABULARY, (3, 2, 1)),
@@ -43,13 +47,17 @@ DRAFTERS = {
     "layer skip, rate": lambda runtime: LayerSkipDrafter(
         runtime, SKIP, RateOptimal(floor=0.1, outlook=Outlook(0.2)), candidates=4
     ),
+    "few bits": lambda runtime: LayerSkipDrafter(runtime, LOW, AdaptiveThreshold(k_max=6), confidence=BY_GAP),
+    "few bits, candidates": lambda runtime: LayerSkipDrafter(
+        runtime, LOW, RateOptimal(floor=0.1, outlook=Outlook(0.2)), candidates=4, confidence=BY_GAP
+    ),
     "guarded": lambda runtime: Guard(LayerSkipDrafter(runtime, SKIP, FixedK(3), candidates=2), outlook=Outlook(0.1)),
 }
 
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(VOCABULARY, seed=2), rows=ROWS)
+    return Runtime(small(VOCABULARY, seed=2), rows=ROWS, kernel=fake)
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,10 @@ from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticT
 from selfspec.decoding.loop import decode
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.facts.acceptance import Outlook
+from selfspec.facts.confidence import Confidence
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
+from selfspec.model.low_precision import fake
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.rules import find_rule, greedy
 from selfspec.speculation.sampling import Sampler
@@ -25,6 +27,8 @@ VOCABULARY = 11
 PROMPTS = [[1, 4, 2, 9], [7], [3, 3, 3, 0, 5, 10, 8], [6, 2]]
 SKIP = SkipSet((1,), (0, 2))
 ENDS = frozenset([2, 8])
+LOW = DraftPath(SkipSet((1,), (0,)), int8=SkipSet((0, 2), (1, 2)), head="int8")
+BY_GAP = Confidence(bias=0.2, probability=0.4, gap=0.8)
 DRAFTERS = {
     "plain": lambda runtime, prompt: PlainDrafter(),
     "random tree": lambda runtime, prompt: RandomTree(VOCABULARY, (3, 2, 1)),
@@ -45,6 +49,10 @@ DRAFTERS = {
     "layer skip, rate": lambda runtime, prompt: LayerSkipDrafter(
         runtime, SKIP, RateOptimal(floor=0.1, outlook=Outlook(0.2)), candidates=4
     ),
+    "few bits": lambda runtime, prompt: LayerSkipDrafter(runtime, LOW, AdaptiveThreshold(k_max=6), confidence=BY_GAP),
+    "few bits, candidates": lambda runtime, prompt: LayerSkipDrafter(
+        runtime, LOW, RateOptimal(floor=0.1, outlook=Outlook(0.2)), candidates=4, confidence=BY_GAP
+    ),
     "guarded": lambda runtime, prompt: Guard(LayerSkipDrafter(runtime, SKIP, FixedK(3), candidates=2)),
     "layer skip, adaptive": lambda runtime, prompt: LayerSkipDrafter(runtime, SKIP, AdaptiveThreshold(k_max=6)),
 }
@@ -52,7 +60,7 @@ DRAFTERS = {
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(VOCABULARY, seed=2))
+    return Runtime(small(VOCABULARY, seed=2), kernel=fake)
 
 
 @pytest.fixture(params=DRAFTERS)

@@ -14,6 +14,7 @@ from selfspec.controllers import FixedK, StaticThreshold
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.loop import decode
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
@@ -21,6 +22,7 @@ from selfspec.speculation.sequence import SequenceState
 
 VOCABULARY = 11
 SKIP = SkipSet((1,), (0, 2))
+LOW = DraftPath(SkipSet((1,), (0,)), int8=SkipSet((0, 2), (1, 2)), head="int8")
 ENDS = frozenset([2, 8])
 READING = {  # those that need no streams of the prompt
     "plain": lambda runtime: PlainDrafter(),
@@ -29,6 +31,7 @@ READING = {  # those that need no streams of the prompt
     "lockstep": Lockstep,
     "layer skip": lambda runtime: LayerSkipDrafter(runtime, SKIP, FixedK(3)),
     "candidates": lambda runtime: LayerSkipDrafter(runtime, SKIP, StaticThreshold(0.3, 4), candidates=3),
+    "few bits": lambda runtime: LayerSkipDrafter(runtime, LOW, FixedK(3)),
     "guarded": lambda runtime: Guard(LayerSkipDrafter(runtime, SKIP, FixedK(3), candidates=2)),
 }
 

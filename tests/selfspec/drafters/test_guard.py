@@ -9,12 +9,15 @@ from hypothesis import strategies as st
 from models import plain, run, small
 from toys import RandomTree
 
-from selfspec.controllers import FixedK
+from selfspec.controllers import FixedK, StaticThreshold
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.drafters.guard import _Prices
 from selfspec.facts.acceptance import Outlook
+from selfspec.facts.confidence import Confidence
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.facts.work import NO_WORK, Part, steps_of
+from selfspec.model.low_precision import fake
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
@@ -202,17 +205,19 @@ def test_with_a_seed_a_wrong_draft_is_bounded_by_the_outlook():
 def test_it_changes_no_text():
     """Through the real loop and clock: layer skip and a random tree, guarded."""
     torch.set_num_threads(1)
-    runtime = Runtime(small())
-    for drafter in (LayerSkipDrafter(runtime, SkipSet((1,), (2,)), FixedK(3)), RandomTree(11)):
+    runtime = Runtime(small(), kernel=fake)
+    low = DraftPath(SkipSet((1,)), int8=SkipSet((0,), (1, 2)), head="int8")
+    few_bits = LayerSkipDrafter(runtime, low, StaticThreshold(0.3, 5), confidence=Confidence(gap=1.0))
+    for drafter in (LayerSkipDrafter(runtime, SkipSet((1,), (2,)), FixedK(3)), few_bits, RandomTree(11)):
         for prompt in ([1, 2, 3], [4]):
             new, outcomes = run(runtime, Guard(drafter), prompt, 40)
             assert new == plain(runtime, prompt, 40)
             assert len(outcomes) <= 40
     seeded = [
         run(runtime, guarded, [1, 2], 30, sampler=Sampler(temperature=1.0, seed=3))[0]
-        for guarded in (PlainDrafter(), Guard(LayerSkipDrafter(runtime, SkipSet((1,)), FixedK(2))))
+        for guarded in (PlainDrafter(), Guard(LayerSkipDrafter(runtime, SkipSet((1,)), FixedK(2))), Guard(few_bits))
     ]
-    assert seeded[0] == seeded[1]
+    assert seeded[0] == seeded[1] == seeded[2]
 
 
 def test_room_is_given_back():

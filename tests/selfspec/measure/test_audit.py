@@ -7,7 +7,10 @@ from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
-from selfspec.drafters import PlainDrafter
+from selfspec.controllers import StaticThreshold
+from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.facts.confidence import Confidence
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
 from selfspec.measure.audit import audit, first_difference
@@ -80,6 +83,14 @@ class TestAudit:
         assert (found.prompts, found.tokens, found.near_ties, found.bugs) == (2, 24, 0, 0)
         assert found.stats.drafted > 0
         assert len(seen) == 2
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_a_draft_in_few_bits(self, tiny_llm, temperature):
+        path = DraftPath(SkipSet((1,)), int8=SkipSet((0,), (0, 1, 2, 3)), int4=SkipSet((2, 3)), head="int8")
+        drafter = LayerSkipDrafter(tiny_llm.runtime, path, StaticThreshold(0.3, 5), confidence=Confidence(gap=1.0))
+        found = audit(tiny_llm, drafter, [PROMPT, PROMPT[:2]], max_new_tokens=12, temperature=temperature, seed=4)
+        assert (found.tokens, found.near_ties, found.bugs) == (24, 0, 0)
+        assert found.stats.drafted > 0
 
     def test_sampling_with_a_seed(self, tiny_llm):
         drafter = tiny_llm.layer_skip(SkipSet((1,), (2,)), "fixed:k=3")

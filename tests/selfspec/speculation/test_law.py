@@ -17,9 +17,11 @@ from transformers.generation import logits_process as hf
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.facts.acceptance import AcceptanceCurve, Outlook
+from selfspec.facts.confidence import Confidence
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.limits import MOST_ROWS
 from selfspec.facts.skip import SkipSet
+from selfspec.model.low_precision import fake
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation import rules as verify
 from selfspec.speculation.drafts import Draft
@@ -33,6 +35,9 @@ UNSURE = Outlook(
     tuple(1 + 0.5 * rows for rows in range(MOST_ROWS + 1)),
     AcceptanceCurve(accepted=[0.6, 1.0], following=[0.6, 1.0], candidates=[[0.9, 0.0], [0.8, 0.0]]),
 )
+LOW = DraftPath(SkipSet((0,)), None, SkipSet((1,), (0, 1)), head="int8")
+FEW_WORDS = DraftPath(LOW.skip, (0, 2), LOW.int8, head="int8")
+BY_GAP = Confidence(bias=-0.5, probability=0.3, gap=0.7)
 DRAFTERS = {
     "plain": lambda runtime: PlainDrafter(),
     "chain": lambda runtime: RandomTree(VOCABULARY, (1, 1)),
@@ -62,6 +67,11 @@ DRAFTERS = {
     "layer skip, rate": lambda runtime: LayerSkipDrafter(
         runtime, SkipSet((1,), (1,)), RateOptimal(floor=0.0, k_max=2, outlook=UNSURE), candidates=3
     ),
+    "few bits, by gap": lambda runtime: LayerSkipDrafter(runtime, LOW, StaticThreshold(0.4, 3), confidence=BY_GAP),
+    "few bits, candidates": lambda runtime: LayerSkipDrafter(
+        runtime, LOW, RateOptimal(floor=0.0, k_max=2, outlook=UNSURE), candidates=3, confidence=BY_GAP
+    ),
+    "few bits, draft vocabulary": lambda runtime: LayerSkipDrafter(runtime, FEW_WORDS, FixedK(2)),
     "guarded": lambda runtime: Guard(RandomTree(VOCABULARY, (1, 1)), clock=itertools.count().__next__),
 }
 SETTINGS = {
@@ -73,7 +83,10 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(VOCABULARY, 2, seed=4))
+    made = Runtime(small(VOCABULARY, 2, seed=4), kernel=fake)
+    kept = [made.compile(path) for path in (LOW, FEW_WORDS)]  # once for all
+    yield made
+    del kept
 
 
 def target_joint(runtime, n, sampler):
@@ -113,6 +126,7 @@ MANY = (
     "candidates below",
     "layer skip, candidates",
     "layer skip, rate",
+    "few bits, candidates",
 )
 CASES = [(name, room) for name in DRAFTERS for room in (2, 3, 4) if name not in MANY or room < 4]
 
@@ -124,7 +138,7 @@ def test_what_is_emitted_follows_the_target_exactly(runtime, rule, name, room):
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", ["chain", "candidates", "layer skip, static"])
+@pytest.mark.parametrize("name", ["chain", "candidates", "layer skip, static", "few bits, by gap"])
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_processed_scores_are_followed_exactly(runtime, rule, name, settings):
     assert deviation(runtime, DRAFTERS[name], 3, rule=rule, processors=SETTINGS[settings]()) < EXACT

@@ -6,12 +6,18 @@ import random
 
 import pytest
 import torch
+from lowering import random_path
 
 from selfspec.controllers import CONTROLLERS
 from selfspec.drafters import PlainDrafter
+from selfspec.drafters.registry import make_layer_skip
+from selfspec.facts.confidence import Confidence
 from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.measure.audit import first_difference
+from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 
 PROMPTS, TOKENS = 20, 32
@@ -28,6 +34,13 @@ def skip_sets() -> dict[str, SkipSet]:
     return sets
 
 
+def paths() -> dict[str, DraftPath]:
+    """Random ones with sub-layers and the head in few bits, by this machine's own products."""
+    made = {f"random {seed}": random_path(seed, 16, words=2048) for seed in range(3)}
+    whole = {f"all {mode}": DraftPath.of([mode] * 32, head=mode) for mode in ("int8", "int4")}
+    return {**made, **whole}
+
+
 @pytest.fixture(scope="module")
 def plain_texts(llm64, held_out):
     return [llm64.generate(p, max_new_tokens=TOKENS, drafter=PlainDrafter()).tokens for p in held_out[:FEW]]
@@ -37,6 +50,16 @@ def plain_texts(llm64, held_out):
 @pytest.mark.parametrize(("name", "skip"), skip_sets().items())
 def test_float64_equals_plain_decoding(llm64, held_out, plain_texts, name, skip, controller):
     drafter = llm64.layer_skip(skip, ControllerSpec(name=controller))
+    for prompt, expected in zip(held_out[:FEW], plain_texts, strict=True):
+        assert llm64.generate(prompt, max_new_tokens=TOKENS, drafter=drafter).tokens == expected
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize(("name", "path"), paths().items())
+def test_few_bits_equal_plain_decoding(llm64, held_out, plain_texts, name, path, controller):
+    confidence = Confidence(bias=1.0, probability=0.2, gap=0.8)
+    spec = LayerSkipSpec.of(path, ControllerSpec(name=controller), confidence=confidence)
+    drafter = make_layer_skip(llm64.runtime, spec, Profile(model=llm64.identity))
     for prompt, expected in zip(held_out[:FEW], plain_texts, strict=True):
         assert llm64.generate(prompt, max_new_tokens=TOKENS, drafter=drafter).tokens == expected
 

@@ -9,11 +9,13 @@ from scipy import stats as scipy_stats
 from toys import HiddenHead, RandomTree, Scripted, TinyModel, Toy
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.controllers import AdaptiveThreshold, FixedK
+from selfspec.controllers import AdaptiveThreshold, FixedK, StaticThreshold
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.drafters.layer_skip import _drawn
+from selfspec.facts.confidence import Confidence
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
+from selfspec.model.low_precision import fake
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sampling import Sampler
@@ -44,6 +46,8 @@ class Garbage(Toy):
         return Draft(tuple(tokens), tuple(parents), q, rows)
 
 
+LOW = DraftPath(SkipSet((1,)), int8=SkipSet((0,), (0, 1)), head="int8")
+BY_GAP = Confidence(bias=0.3, probability=0.0, gap=0.8)
 DRAFTERS = {
     "tree": lambda runtime: RandomTree(VOCABULARY, (3, 2, 1)),
     "one-hot": lambda runtime: Scripted(lambda tokens: [sum(tokens) % 7, len(tokens) % 7, 3], 3),
@@ -55,12 +59,16 @@ DRAFTERS = {
         runtime, DraftPath(SkipSet((1,), (0,)), (0, 3, 4, 6)), FixedK(3)
     ),
     "layer skip, adaptive": lambda runtime: LayerSkipDrafter(runtime, SkipSet((0,), (0,)), AdaptiveThreshold(k_max=5)),
+    "few bits": lambda runtime: LayerSkipDrafter(runtime, LOW, AdaptiveThreshold(k_max=5), confidence=BY_GAP),
+    "few bits, candidates": lambda runtime: LayerSkipDrafter(
+        runtime, LOW, StaticThreshold(0.5, 3), candidates=3, confidence=BY_GAP
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(VOCABULARY, 2, seed=4))
+    return Runtime(small(VOCABULARY, 2, seed=4), kernel=fake)
 
 
 def text(runtime, drafter, seed, **options):

@@ -9,7 +9,10 @@ from toys import RandomTree
 
 from selfspec.controllers import StaticThreshold
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.facts.confidence import Confidence
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
+from selfspec.model.low_precision import fake
 from selfspec.runtime.forward import Runtime
 
 PROMPT, LENGTH, N = [3, 1, 4], 4, 1400
@@ -18,7 +21,7 @@ SAMPLING = {"temperature": 0.9, "top_k": 9}
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(11, 2, seed=2))
+    return Runtime(small(11, 2, seed=2), kernel=fake)
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +32,12 @@ def plain(runtime):
 DRAFTERS = {
     "layer skip": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (0,)), StaticThreshold(0.3, 3)),
     "candidates": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (0,)), StaticThreshold(0.3, 2), candidates=3),
+    "few bits": lambda runtime: LayerSkipDrafter(
+        runtime,
+        DraftPath(SkipSet((1,)), int8=SkipSet((0,), (0, 1)), head="int8"),
+        StaticThreshold(0.4, 3),
+        confidence=Confidence(gap=1.0),
+    ),
     "random tree": lambda runtime: RandomTree(11, (2, 1, 1)),
 }
 
