@@ -2,8 +2,7 @@
 
 Every place of a text starts a draft, and all drafts take their next step in one batched forward. Greedy, and under rule
 `match`, the trace is the one that real decoding gives; under `token` and `block` text and drafts follow the same joint
-distribution as in real decoding. (Except, under `block`, what is drafted after the first wrong token: a real draft is
-less likely to go on there with tokens that would have had it accepted. No token is emitted from there.)
+distribution as in real decoding (but what `block` drafts after the first wrong token, from where none is emitted).
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class Replay:
     a sampled trace can tell the outcome (a greedy one tells it for any number). `depth`: the most tokens of a draft.
     `chunk`: starts of one forward; counts do not depend on it. `noise(ids, depth)` replaces the random choices of
     sampled drafts, which otherwise follow `seed`. `like`: a runtime of the model, whose weights in few bits are used.
-    `confidence`, which may be changed later, is what traces tell of each
-    drafted token.
+    `confidence`, which may be changed later, is what traces tell of each drafted token.
 
     Drafts read the target's own keys and values of all committed tokens, as selfspec's do. With `own_keys` they read
     those of the model without the skipped sub-layers, prompt included, as a draft model with a cache of its own would:
@@ -83,8 +81,7 @@ class Replay:
         self.seed = seed
         self.confidence = PROBABILITY
         self._noise = noise or self._uniforms
-        rows = len(self.texts)
-        self._runtime = Runtime(model, rows=rows) if like is None else like.beside(rows=rows)
+        self._runtime = (like or Runtime(model)).beside(rows=len(self.texts))
         self._longest = max(len(text.tokens) for text in self.texts)
         self._first = [0]  # number of each text's first start
         for text in self.texts:

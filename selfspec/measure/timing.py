@@ -148,19 +148,13 @@ def compare(
 ) -> Comparison:
     """Decode one prompt plainly, with `drafter`, and by `transformers`, `rounds` times each, and compare.
 
-    `plain_llm`: the same model with its weights as suits plain decoding, where those of `llm` suit drafting;
-    `as_loaded`: as `transformers` loads them, which `transformers` runs.
+    `plain_llm`: the same model with its weights as suits plain decoding; `as_loaded`: as suits `transformers`.
     """
     last: dict[str, Generation] = {}
     planned = llm.plan(prompt, options)
     comparable = planned.sampler.greedy or planned.sampler.tied
     methods = {
-        "plain": method(
-            plain_llm or llm,
-            PlainDrafter(),
-            options,
-            keep=lambda out: last.update(plain=out),
-        ),
+        "plain": method(plain_llm or llm, PlainDrafter(), options, keep=lambda out: last.update(plain=out)),
         "draft": method(llm, drafter, options, keep=lambda out: last.update(draft=out)),
         "transformers": transformers_generate(as_loaded or llm, options),
     }
