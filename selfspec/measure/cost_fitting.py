@@ -28,7 +28,7 @@ from selfspec.speculation.sampling import Sampler
 
 LONGER = 4  # times longer where something disturbs the machine
 DOUBTFUL = 0.1  # error on fresh paths
-FIRST = ((0.0, 0.5), (0.75, 0.25), (0.25, 0.75))  # shares of attention and of MLPs that the first paths bypass
+FIRST = ((0.2, 0.7), (0.75, 0.2), (0.5, 0.75))  # shares of attention and of MLPs that the first paths bypass
 OTHERS = 0.3  # of a random path's sub-layers, that may run in another mode than most of their kind
 
 

@@ -63,7 +63,7 @@ def test_of_several_heads_the_one_that_brings_most_is_scored_in_full(replay):
     assert free.score_with(DraftPath(SKIP), [tuple(unseen[:8]), tuple(unseen[8:16])]) is None
     found = worth.score_with(DraftPath(SKIP), [most])
     assert found.path.vocabulary == most
-    assert found.tokens_per_round == score.tokens_per_round
+    assert found.tokens_per_round >= score.tokens_per_round
     assert found.tokens_per_second > score.tokens_per_second
 
 
