@@ -79,9 +79,10 @@ def finish(
     if kept and replay is not None and base.costs is not None:
         search.watch.stage("predicting what it brings", None)
         predicted = predict(replay, found)
+    held = search.llm.runtime.extra_bytes(found.path) if found.path.low_precision else None
     return found.model_copy(
         update={
-            "search": record,
+            "search": record.model_copy(update={"extra_bytes": held}),
             "predicted": predicted,
             "measured": [measured] if kept and measured is not None else [],
             "versions": versions(),

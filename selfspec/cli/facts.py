@@ -131,7 +131,10 @@ def _calibration(c: Calibration) -> list[str]:
 
 def _search(search: SearchRecord) -> list[str]:
     kv = ", drafts with a cache of their own" if search.kv == "own" else ""
-    return [f"{search.strategy}, {search.objective}: {search.trials} trials in {search.seconds:g} s{kv}"]
+    lines = [f"{search.strategy}, {search.objective}: {search.trials} trials in {search.seconds:g} s{kv}"]
+    if search.extra_bytes:
+        lines.append(f"weights in few bits take {search.extra_bytes / 1e6:.3g} MB beside the model's own")
+    return lines
 
 
 def _costs(costs: CostModel) -> list[str]:

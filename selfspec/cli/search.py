@@ -23,6 +23,7 @@ from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
 
 if TYPE_CHECKING:
+    from selfspec.facts.draft_path import DraftPath
     from selfspec.search import Prompts, Trial
     from selfspec.search.budget import Budget
 
@@ -159,8 +160,8 @@ class _Watch:
             self._best = score.speedup
             if not trial.known:
                 self._bar.console.print(
-                    f"trial {trial.number + 1}: {score.speedup:.2f}x plain decoding predicted, {len(score.skip)} "
-                    f"sub-layers bypassed, {score.acceptance_rate:.0%} accepted",
+                    f"trial {trial.number + 1}: {score.speedup:.2f}x plain decoding predicted, {_what(score.path)}, "
+                    f"{score.acceptance_rate:.0%} accepted",
                     soft_wrap=True,
                 )
         best = "" if math.isinf(self._best) else f"best {self._best:.2f}x plain"
@@ -171,13 +172,17 @@ class _Watch:
         self._bar.console.print(line, soft_wrap=True, markup=False)
 
 
+def _what(path: DraftPath) -> str:
+    return path.said if path.low_precision else f"{len(path.skip)} sub-layers bypassed"
+
+
 def _report(profile: Profile, out: Path, console: Console) -> None:
     console.print(skip_map(profile))
     if searched_on := facts(profile).get("calibration"):
         console.print(f"searched on {', '.join(searched_on)}", markup=False, soft_wrap=True)
     if profile.costs is not None:
         c = profile.costs
-        error = "" if c.error is None else f" (draft steps of fresh skip sets within {c.error:.0%})"
+        error = "" if c.error is None else f" (draft steps of fresh paths within {c.error:.0%})"
         console.print(
             f"costs: plain step {c.plain * 1e3:.3g} ms, verifying 4 tokens {c.verification(4) / c.verify[0]:.2f} times "
             f"as much as 1{error}"

@@ -221,7 +221,8 @@ def _random_path(
     """
     chosen: list[Mode] = []
     for part in range(2):
-        count = draw.randint(0, layers * 3 // 4) if shares is None else round(shares[part] * layers)
+        most = layers * 3 // 4
+        count = draw.randint(0, most) if shares is None else min(round(shares[part] * layers), most)
         bypassed = {*draw.sample(range(layers), count)}
         mostly = draw.choice(modes)
         others = [draw.choice(modes) if draw.random() < OTHERS else mostly for _ in range(layers)]

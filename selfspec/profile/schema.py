@@ -69,6 +69,7 @@ class SearchRecord(Data):
     kv: Annotated[str, Field(pattern="^(shared|own)$")] = "shared"
     minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     interrupted: bool = False
+    extra_bytes: Count | None = Field(None, description="Memory of the weights in few bits, beside the model's own.")
 
 
 class Prediction(Data):

@@ -8,6 +8,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from lowering import random_path
 from models import plain, run, small
 from pruned import PrunedModel
 from selfspec.search.playing import deepest
@@ -23,8 +24,10 @@ from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticT
 from selfspec.decoding.loop import decode
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.facts.acceptance import Outlook
+from selfspec.facts.confidence import Confidence
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
+from selfspec.model.low_precision import fake
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.rules import RULES
 from selfspec.speculation.sampling import Sampler
@@ -319,3 +322,27 @@ def test_a_draft_vocabulary_is_replayed_as_it_is_decoded(llm64, texts):
                 for text in texts
             ]
             assert [counts(w.stats) for w in walk(traces, controller)] == real
+
+
+def test_paths_in_few_bits_are_replayed_as_they_are_decoded(llm64, texts):
+    """Exactly, where products are exact; whatever is told of the drafted tokens."""
+    runtime = Runtime(llm64.model, kernel=fake)
+    for seed in range(3):
+        path = random_path(seed, 16, words=4096)
+        told = Confidence(bias=1.0, probability=0.5 * (seed != 1), gap=0.7)
+        with Replay(llm64.model, texts, depth=DEPTH, like=runtime) as replay:
+            replay.confidence = told
+            traces = replay.trace(path, CONTROLLERS)
+        for controller in CONTROLLERS:
+            for candidates in (1, 3):
+                drafter = LayerSkipDrafter(runtime, path, controller.start(), candidates=candidates, confidence=told)
+                walked = walk(traces, controller, candidates=candidates)
+                for text, mine in zip(texts, walked, strict=True):
+                    prompt = list(text.tokens[: text.prompt])
+                    new, outcomes = run(runtime, drafter, prompt, NEW, ends=runtime.skeleton.ends)
+                    assert new == list(text.tokens[text.prompt :])
+                    assert (mine.stats.rounds, mine.stats.drafted) == (
+                        len(outcomes),
+                        sum(o.draft.depth for o in outcomes),
+                    )
+                    assert mine.stats.accepted == sum(o.accepted for o in outcomes)

@@ -101,7 +101,7 @@ def costs(fit: pd.DataFrame, verification: pd.DataFrame) -> Figure:
         left.plot([0.9 * low, 1.1 * high], [0.9 * low, 1.1 * high], color=GREY, lw=1, ls=(0, (4, 3)))
         left.plot(fit["predicted"], fit["timed"], "o", color=BLUE)
         left.set(xlabel="by the cost model", ylabel="timed")
-        left.set_title("draft steps of fresh skip sets, in plain steps")
+        left.set_title("draft steps of fresh paths, in plain steps")
         right.plot(verification["rows"], verification["share"], "o-", color=BLUE)
         reference(right, 1, "one row")
         right.set(xlabel="rows of a verification", ylabel="cost, in passes over one row")
