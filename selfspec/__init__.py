@@ -6,6 +6,7 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
 from selfspec.basics.errors import BusyError, SelfspecError, UnsupportedModelError
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ __all__ = [
     "BusyError",
     "Conversation",
     "DeviceMap",
+    "DraftPath",
     "Generation",
     "Profile",
     "SelfspecError",
