@@ -11,7 +11,6 @@ from importlib.metadata import version
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import make_controller
 from selfspec.facts.confidence import Confidence
-from selfspec.llm.llm import LLM
 from selfspec.measure.timing import Runs, interleave, measure, method
 from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.schema import Measurement, Profile, SearchRecord
@@ -48,7 +47,6 @@ def finish(
     replay: Replay | None,
     keep_best: bool,
     smaller_head: Callable[[Score], Score | None] | None = None,
-    laid_out_for_plain: Callable[[], LLM] | None = None,
 ) -> Profile:
     """Choose among the best few of `scores` by measuring them, and complete the profile `base`.
 
@@ -56,8 +54,7 @@ def finish(
     decoding; each on as many prompts and tokens as there is time for. An interrupted search's best is taken as it is,
     and so is that of a search for drafts with keys of their own, as no decoding here is such; an interrupt here ends
     the measuring. `smaller_head` scores the best set again with smaller draft vocabularies; the best of those joins.
-    `laid_out_for_plain` gives the same model with its weights laid out in memory as suits plain decoding. Raises
-    `SelfspecError` when nothing was scored.
+    Raises `SelfspecError` when nothing was scored.
     """
     record = base.search
     assert record is not None
@@ -70,7 +67,7 @@ def finish(
     try:
         if not record.interrupted and record.kv == "shared":
             best = _best(search, base, _with_smaller_head(search, finalists, smaller_head), on)
-            measured = _measured(search, drafting_as(base, best, told), on, laid_out_for_plain)
+            measured = _measured(search, drafting_as(base, best, told), on)
     except KeyboardInterrupt:
         record = record.model_copy(update={"interrupted": True})
     kept = keep_best or (best.speedup if measured is None else measured.speedup) > 1
@@ -139,17 +136,15 @@ def _best(search: Search, base: Profile, finalists: Sequence[Score], on: HeldOut
     return able[max(range(len(able)), key=lambda i: runs.speedup(str(i), "0")[0])]
 
 
-def _measured(
-    search: Search, profile: Profile, on: HeldOut, laid_out_for_plain: Callable[[], LLM] | None
-) -> Measurement | None:
+def _measured(search: Search, profile: Profile, on: HeldOut) -> Measurement | None:
     """The best against plain decoding; None where there is no time for that."""
     deadline, watch = search.budget.deadline("measuring"), search.watch
     plain_llm = None
-    if laid_out_for_plain is not None:
+    if search.for_plain is not None:
         if not deadline.allows(search.budget.loading):
             return None
         watch.stage("loading the model as suits plain decoding", None)
-        plain_llm = laid_out_for_plain()
+        plain_llm = search.for_plain()
     new = _tokens(search, deadline, on.prompts, methods=2)
     if not new:
         return None

@@ -274,7 +274,7 @@ class Replayed:
         return Score(
             path,
             speed,
-            speed * self._costs.plain,
+            speed * self._costs.baseline,
             total.acceptance_rate,
             total.tokens_per_round,
             controller.spec(),
@@ -306,7 +306,7 @@ def predict(replay: Replay, profile: Profile) -> Prediction:
     if replay.own_keys:
         seconds += prefill * draft / costs.plain
     return Prediction(
-        speedup=round((prefill + total.tokens * costs.plain) / seconds, 3),
+        speedup=round((prefill + total.tokens * costs.baseline) / seconds, 3),
         tokens_per_second=round(total.tokens / seconds, 1),
         acceptance_rate=round(total.acceptance_rate, 3),
         tokens_per_round=round(total.tokens_per_round, 3),

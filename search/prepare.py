@@ -12,7 +12,7 @@ from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import CostModel
 from selfspec.facts.draft_path import DraftPath
 from selfspec.llm.llm import LLM
-from selfspec.measure.cost_fitting import measure_costs
+from selfspec.measure.cost_fitting import forward_seconds, measure_costs
 from selfspec.profile.schema import Calibration
 
 from .budget import Budget, Deadline
@@ -41,7 +41,8 @@ class Search:
 
     `prompts`: token ids, all that may be searched on. `decoding`: as was asked for. `planned`: how many of the prompts,
     and tokens after each, there is time for (None: all); `pace`: by which that is told. `described`: what a profile
-    says of the first few prompts.
+    says of the first few prompts. `for_plain` gives the same model, its weights as suits plain decoding, where `llm`'s
+    suit drafting.
     """
 
     llm: LLM
@@ -56,6 +57,7 @@ class Search:
     planned: Task | None = None
     described: Callable[[int], Calibration] | None = None
     own_keys: bool = False
+    for_plain: Callable[[], LLM] | None = None
 
     def plan(self, room: int | None = None) -> Texts:
         """How much text there is time for; `room`: tokens after each prompt, where they have turned out to be fewer."""
@@ -166,17 +168,20 @@ def _costs(search: Search, texts: Sequence[Text], context: int | None) -> CostMo
     if ledger.costs is None:
         keys = round(sum(text.prompt + text.new / 2 for text in texts) / len(texts))
         watch.stage("measuring costs", None)
-        ledger.keep_costs(
-            measure_costs(
-                search.llm.runtime,
-                context=context or keys,
-                sampler=search.decoding.sampler(),
-                within=search.budget.share("costs"),
-                seed=search.seed,
-                modes=search.space.modes,
-                on_decoding=show,
-            )
+        found = measure_costs(
+            search.llm.runtime,
+            context=context or keys,
+            sampler=search.decoding.sampler(),
+            within=search.budget.share("costs"),
+            seed=search.seed,
+            modes=search.space.modes,
+            on_decoding=show,
         )
+        if search.for_plain is not None:
+            watch.stage("timing the model as suits plain decoding", None)
+            alone = forward_seconds(search.for_plain().runtime, found.context, repeats=24)
+            found = found.model_copy(update={"fastest": min(found.plain, found.round + alone)})
+        ledger.keep_costs(found)
     costs = ledger.costs
     assert costs is not None
     return costs

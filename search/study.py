@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Concatenate, ParamSpec
 
@@ -75,7 +75,6 @@ def run_search(llm: LLM, options: SearchOptions) -> Profile:
             known.replay,
             options.keep_best,
             known.smaller_head,
-            options.plain_llm,
         )
     return with_shortage(search, options, profile)
 
@@ -128,6 +127,7 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
         planned=time_for(task, pace, budget),
         described=described,
         own_keys=options.kv == "own",
+        for_plain=None if options.plain_llm is None else cache(options.plain_llm),
     )
     return search, _Drawn(HeldOut(others, chosen.held_out), chosen.rest, chosen.chat)
 

@@ -16,7 +16,7 @@ from rich.progress import SpinnerColumn, TextColumn
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable
 from selfspec.cli.common import print_json, progress, quiet, set_threads, skip_map, stderr
-from selfspec.cli.facts import facts
+from selfspec.cli.facts import facts, plain_step
 from selfspec.cli.options import SearchCommand
 from selfspec.model.loading import check_model_name
 from selfspec.profile.reading import write_profile
@@ -184,7 +184,7 @@ def _report(profile: Profile, out: Path, console: Console) -> None:
         c = profile.costs
         error = "" if c.error is None else f" (draft steps of fresh paths within {c.error:.0%})"
         console.print(
-            f"costs: plain step {c.plain * 1e3:.3g} ms, verifying 4 tokens {c.verification(4) / c.verify[0]:.2f} times "
+            f"costs: plain step {plain_step(c)}, verifying 4 tokens {c.verification(4) / c.verify[0]:.2f} times "
             f"as much as 1{error}"
         )
     if profile.predicted is not None:

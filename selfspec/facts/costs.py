@@ -36,7 +36,8 @@ class CostModel(Data):
     takes `verify[i]`; for more than one row that includes the fixed cost of starting a draft. Every round takes `round`
     on top. `prefill` is per prompt token; `head` is the part of a draft step that the head over the whole vocabulary
     takes. `low`: the prices of what runs in few bits instead, by mode; modes that are not there are taken to cost what
-    running in full does. `error`: mean relative error of the draft step on draft paths that the fit did not see.
+    running in full does. `fastest`: of a plain decoding step on weights that lie in memory as suits it, where those
+    measured lie as suits drafting. `error`: mean relative error of the draft step on paths that the fit did not see.
     """
 
     context: Positive
@@ -50,6 +51,7 @@ class CostModel(Data):
     prefill: Seconds = 0.0
     head: Seconds = 0.0
     low: dict[Literal["int8", "int4"], Prices] = {}
+    fastest: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     error: Rate | None = None
 
     @model_validator(mode="after")
@@ -64,6 +66,11 @@ class CostModel(Data):
     def plain(self) -> float:
         """Seconds of one plain decoding step."""
         return self.round + self.verify[0]
+
+    @property
+    def baseline(self) -> float:
+        """Seconds of a plain decoding step where it is fastest: what speedups are over."""
+        return self.plain if self.fastest is None else self.fastest
 
     def draft(
         self, path: DraftPath | SkipSet, layers: int, *, keys: int | None = None, vocabulary: float = 1.0

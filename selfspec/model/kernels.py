@@ -27,6 +27,7 @@ from selfspec.model.low_precision import Bits, Kernel, Rounded, fake, rounded
 _OUTPUTS, _VALUES = 4096, 2**26  # of a weight to time on: outputs at least, and values at most that are more than those
 _REPEATS = 5
 _ENLARGED = 2.0**20
+_WIDE = 24  # rows from which on a product with weights that are held in bfloat16 is faster than one in few bits
 _ERROR = 0.05  # of a product's size, that a kernel's may be off the rounded weight's own
 
 
@@ -35,14 +36,14 @@ def weights_only(weight: Rounded, _dtype: torch.dtype) -> Call:
 
     torch's product reads inputs 32 at a time, beyond the end where they are no multiple of that.
     """
-    more = -weight.values.shape[1] % 32
+    into = weight.values.shape[1]
+    more = -into % 32
     values, scale = F.pad(weight.values, (0, more)) if more else weight.values, weight.scale.flatten()
 
     def product(x: Tensor) -> Tensor:
-        x = x.to(torch.bfloat16)
         return torch._weight_int8pack_mm(F.pad(x, (0, more)) if more else x, values, scale)
 
-    return product
+    return _wide_too(product, into)
 
 
 def both_in_8_bits(weight: Rounded, _dtype: torch.dtype) -> Call:
@@ -93,7 +94,26 @@ def four_bits(weight: Rounded, _dtype: torch.dtype) -> Call:
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.int(), 1)
     both = F.pad(torch.stack([weight.scale, weight.zero], -1), (0, 0, 0, 0, 0, -out % 16)).transpose(0, 1).contiguous()
     product, group = torch.ops.aten._weight_int4pack_mm_for_cpu.default, into // weight.scale.shape[1]
-    return lambda x: product(x.to(torch.bfloat16), packed, group, both).narrow(1, 0, out)
+    return _wide_too(lambda x: product(x, packed, group, both).narrow(1, 0, out), into)
+
+
+def _wide_too(product: Call, into: int) -> Call:
+    """A product of bfloat16 rows in few bits; of many rows, as a replay has, with what it makes of the weights.
+
+    Those are held, in bfloat16, from the first such rows on.
+    """
+    held: list[Tensor] = []
+
+    def either(x: Tensor) -> Tensor:
+        x = x.to(torch.bfloat16)
+        if len(x) < _WIDE:
+            return product(x)
+        if not held:
+            eye = torch.eye(into, dtype=torch.bfloat16)
+            held.append(torch.cat([product(rows) for rows in torch.split(eye, 64)]))  # the weight, transposed
+        return x @ held[0]
+
+    return either
 
 
 KERNELS: Mapping[Bits, Mapping[str, Kernel]] = {

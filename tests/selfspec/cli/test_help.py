@@ -26,7 +26,7 @@ COMMANDS = {
         "Prompts": PROMPTS,
         "Sampling": ["top-k", "top-p"],
         "How drafts are made and verified": ["rule", "controller", "kv"],
-        "Which sets are tried": ["keep", "granularity", "max-draft-cost", "keep-best"],
+        "Which sets are tried": ["keep", "modes", "extra-memory", "granularity", "max-draft-cost", "keep-best"],
         "How the search goes": ["strategy", "context", "seed"],
         "To search as the paper does (with --strategy skopt)": ["objective", "warm-starts"],
         "Where trials are kept": ["storage", "study"],

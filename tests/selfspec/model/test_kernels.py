@@ -81,10 +81,25 @@ def test_a_row_alone_is_near_what_it_is_among_others(bits, kernel):
 
 @pytest.mark.parametrize(("bits", "name"), [(bits, name) for bits, name, _ in HAD if name == "weights only"])
 def test_what_is_counted_is_what_is_held(bits, name):
-    product = KERNELS[bits][name](rounded(torch.randn(48, 128), bits), torch.float32)
-    held = [cell.cell_contents for cell in product.__closure__]
-    tensors = [one for one in held if isinstance(one, torch.Tensor)]
-    assert sum(one.numel() * one.element_size() for one in tensors) == bytes_of(bits, 48, 128)
+    """Until many rows come: those are multiplied with what the product makes of the weights, as nearly."""
+    held = rounded(torch.randn(48, 128), bits)
+    product = KERNELS[bits][name](held, torch.float32)
+
+    def tensors(of):
+        for one in (cell.cell_contents for cell in of.__closure__ or ()):
+            if callable(one):
+                yield from tensors(one)
+            else:
+                yield from (t for t in (one if isinstance(one, list) else [one]) if isinstance(t, torch.Tensor))
+
+    def size():
+        return sum(one.numel() * one.element_size() for one in tensors(product))
+
+    assert size() == bytes_of(bits, 48, 128)
+    many = torch.randn(40, 128)
+    exact = fake(held, torch.float32)(many)
+    assert float((product(many).float() - exact).norm()) < 0.01 * float(exact.norm())
+    assert size() == bytes_of(bits, 48, 128) + 2 * 48 * 128
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def test_study():
     trials = trials_frame(ledger)
     text = reading.sensitivity(sensitivity_frame(ledger))
     assert "always 2 tokens" in text
-    assert "needs the MLP of layer 0 most (-45%) and the attention of layer 0 least (+10%); 1 of 3 pay" in text
+    assert "needs the MLP of layer 0 most (-46%) and the attention of layer 0 least (+8%); 1 of 3 pay" in text
     text = reading.pareto(trials)
     assert "3 of 4 are beaten by none in both, from 60% accepted at 0.60 of a plain step to 90% at 0.90" in text
     assert "The fastest by prediction is accepted at 80% and costs 0.80." in text
