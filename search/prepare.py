@@ -95,6 +95,7 @@ def replayed(
             like=search.llm.runtime,
         )
     )
+    replay.keep(space.path(space.start))
     replay.confidence = _confidence(search, replay)
     worth = Replayed(replay, costs, None if fixed is None else [fixed])
     if not warm:

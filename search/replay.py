@@ -47,9 +47,8 @@ class Replay:
     `confidence`, which may be changed later, is what traces tell of each drafted token.
 
     Drafts read the target's own keys and values of all committed tokens, as selfspec's do. With `own_keys` they read
-    those of the model without the skipped sub-layers, prompt included, as a draft model with a cache of its own would:
-    the model that is left when the skipped sub-layers are taken out, exported to an engine. Counts are then those of
-    such a model, and every path costs one more pass of it over the texts.
+    those of the model without the skipped sub-layers, prompt included, as a draft model exported to an engine would;
+    every path costs one more pass over the texts.
     """
 
     def __init__(
@@ -113,6 +112,10 @@ class Replay:
         ends = [text.prompt + text.room for text in self.texts for _ in range(text.new)]
         self._room = torch.tensor(ends, device=device)
         self._ends = torch.tensor(sorted(self._runtime.skeleton.ends), dtype=torch.long, device=device)
+
+    def keep(self, path: DraftPath) -> None:
+        """Hold a path's weights in few bits, which other paths share, until the replay is over."""
+        self._kept = self._runtime.compile(path)
 
     @property
     def seeded(self) -> bool:
@@ -275,7 +278,12 @@ class Replay:
             p, flat = self._targets[ids], q.flatten(0, 1)
             weight = live.weight.flatten().unsqueeze(-1).to(p.dtype) if self._block else 1.0
             chosen = draft_given_text(
-                p * weight, flat, following.flatten(), inside.flatten(), self._at(live, step), self.candidates
+                p * weight,
+                flat,
+                following.flatten(),
+                inside.flatten(),
+                self._noise(live.ids.flatten(), step),
+                self.candidates,
             )
             token, match, rank = (t.view(place.shape) for t in chosen)
             if self._block:
@@ -291,9 +299,6 @@ class Replay:
         assert self._tied is not None
         noise = [ties.at(p, q) for ties, of in zip(self._tied[group], place.tolist(), strict=True) for p in of]
         return q / torch.stack(noise).view(q.shape)
-
-    def _at(self, live: Rows, step: int) -> Noise:
-        return self._noise(live.ids.flatten(), step)
 
     def _uniforms(self, ids: Tensor, step: int) -> Uniforms:
         """The numbers of these starts at this depth; the same for every path, so that scores can be paired."""
