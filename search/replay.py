@@ -26,7 +26,7 @@ from selfspec.speculation.sampling import Sampler, gaps
 
 from .committed import Committed
 from .law import Noise, Uniforms, draft_given_text
-from .rows import Record, Rows, confident
+from .rows import Record, Rows, confident, with_ties
 from .target_text import Streams, Text
 from .ties import Ties
 from .trace import Trace
@@ -264,7 +264,7 @@ class Replay:
         following = self._committed.tokens[group].gather(1, place.clamp(max=self._longest - 1))
         q = self.sampler.probs(scores)
         if self.sampler.greedy or self._tied is not None:
-            merits = scores if self._tied is None else self._with_ties(q, place, group)
+            merits = scores if self._tied is None else with_ties(q, place, self._tied[group])
             token = merits.argmax(-1)
             match = inside & (token == following)
             missed = inside & ~match
@@ -293,12 +293,6 @@ class Replay:
         apart = gaps(merits if self._tied is None else merits.log()) if self.confidence.gap else None
         confidence = confident(self.confidence, q.gather(-1, token.unsqueeze(-1)).squeeze(-1), apart)
         return token, confidence, match, torch.where(inside & ~match, rank, 0)
-
-    def _with_ties(self, q: Tensor, place: Tensor, group: slice) -> Tensor:
-        """What the token of each row maximises `[B, n, V]`: q over the noise that is tied to its text and place."""
-        assert self._tied is not None
-        noise = [ties.at(p, q) for ties, of in zip(self._tied[group], place.tolist(), strict=True) for p in of]
-        return q / torch.stack(noise).view(q.shape)
 
     def _uniforms(self, ids: Tensor, step: int) -> Uniforms:
         """The numbers of these starts at this depth; the same for every path, so that scores can be paired."""

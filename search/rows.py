@@ -5,12 +5,15 @@ A start is a place of a text from which a draft is made.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from selfspec.facts.confidence import Confidence
+
+from .ties import Ties
 
 
 @dataclass(slots=True)
@@ -58,3 +61,9 @@ def confident(told: Confidence, probability: Tensor, apart: Tensor | None) -> Te
     )
     found = torch.tensor([told.of(p, g) for p, g in each], dtype=torch.float64, device=probability.device)
     return found.view(probability.shape)
+
+
+def with_ties(q: Tensor, place: Tensor, tied: Sequence[Ties]) -> Tensor:
+    """What the token of each row maximises `[B, n, V]`: q over the noise that is tied to its text and place."""
+    noise = [ties.at(p, q) for ties, of in zip(tied, place.tolist(), strict=True) for p in of]
+    return q / torch.stack(noise).view(q.shape)
