@@ -79,7 +79,7 @@ def test_a_search_on_a_dispatched_model(folder, whole, tmp_path, monkeypatch):
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
     llm = selfspec.wrap(read(folder, device_map=MAPS["some layers on disk"]), whole.tokenizer, profile="none")
     profile = find_profile(llm, trials=2, count=2, max_new_tokens=4, keep_best=True)
-    assert len(profile.skip_set) > 0
+    assert profile.path.cheaper
     assert profile.measured
     again = selfspec.wrap(llm.model, whole.tokenizer, profile=profile)
     assert again.generate(PROMPT, max_new_tokens=6).tokens == whole.generate(PROMPT, max_new_tokens=6).tokens
