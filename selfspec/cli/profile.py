@@ -15,7 +15,6 @@ from selfspec.basics.errors import SelfspecError, short
 from selfspec.basics.files import check_writable, files_in
 from selfspec.cli.common import checked_profile, print_json, printable, quiet, skip_map, stderr, stdout
 from selfspec.cli.facts import facts, label, source, standing
-from selfspec.facts.draft_path import WORDS
 from selfspec.facts.identity import Identity
 from selfspec.model.loading import check_model_name, read_identity, stored_config
 from selfspec.profile.published import check_format, published_profile, read_published
@@ -144,8 +143,8 @@ def _skipped(profile: Profile) -> str:
     if profile.drafts and not path.cheaper:
         return profile.draft.kind
     lines = [f"{len(path.skip.attention)} + {len(path.skip.mlp)}"]
-    lines += [f"{len(of)} {WORDS[mode]}" for mode, of in path.few]
-    return "\n".join(lines if path.head == "full" else [*lines, f"head {WORDS[path.head]}"])
+    lines += [f"{len(of)} {mode}" for mode, of in path.few]
+    return "\n".join(lines if path.head == "full" else [*lines, f"head {path.head}"])
 
 
 def _summary(name: str, profile: Profile) -> dict[str, Any]:

@@ -484,7 +484,7 @@ class TestProfile:
         assert code == 0
         assert max(map(len, out.splitlines())) <= 80
         assert re.search(
-            r"llama-2-70b-swift-cnndm +80 +41 \+ 37 +published, not measured here\n"
+            r"llama-2-70b-swift-cnndm +80 +41 \+ 37 +published, not measured here *\n"
             r"  meta-llama/Llama-2-70b-hf +arXiv:2410.06916",
             out,
         )

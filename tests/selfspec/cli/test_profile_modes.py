@@ -106,9 +106,7 @@ def test_list_of_modes(cli, tmp_path, modes_file):
     (tmp_path / "some").mkdir()
     (tmp_path / "some" / "m.yaml").write_bytes(Path(modes_file).read_bytes())
     _, out, _ = cli("profile", "list", "some")
-    assert re.search(
-        r"m\.yaml +16 +3 \+ 0 +not measured *\n +builtin +5 in 8 bits *\n +7 in 4 bits *\n +head in 8", out
-    )
+    assert re.search(r"m\.yaml +16 +3 \+ 0 +not measured *\n +builtin +5 int8 *\n +7 int4 *\n +head int8", out)
     assert "below it, how many run in few bits" in " ".join(out.split())
 
 

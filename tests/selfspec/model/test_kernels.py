@@ -86,7 +86,7 @@ def test_what_is_counted_is_what_is_held(bits, name):
     product = KERNELS[bits][name](held, torch.float32)
 
     def tensors(of):
-        for one in (cell.cell_contents for cell in of.__closure__ or ()):
+        for one in (cell.cell_contents for cell in getattr(of, "__closure__", None) or ()):
             if callable(one):
                 yield from tensors(one)
             else:
