@@ -173,7 +173,7 @@ class Benchmark:
             "sub_layers": 2 * runtime.layers,
             "layouts": dict(s.layouts),
             "weight_bytes": own,
-            "extra_bytes": weight_bytes(s.skip.model) - own,
+            "extra_bytes": weight_bytes(s.skip.model) - own + s.skip.runtime.extra_bytes(t.profile.path),
             "bytes_read": read,
             "read_bandwidth": bandwidth,
             "roofline": bandwidth / read,
