@@ -51,11 +51,11 @@ class Budget:
     """The time that a whole search may take; it runs from when this is made. `seconds` None: any time.
 
     Every phase asks for its `deadline` when it begins. So what one leaves over goes to those after it, and what one
-    takes too long is taken from all of them. `clock` gives seconds. `loading`: what loading the model took, which may
-    have to be done again; `loaded`: what had been spent when it was loaded, all that came before included.
+    takes too long is taken from all of them. `clock` gives seconds. `loaded`: what had been spent when the model was
+    loaded, all that came before included.
     """
 
-    loading = loaded = 0.0
+    loaded = 0.0
 
     def __init__(self, seconds: float | None = None, *, clock: Clock = time.perf_counter) -> None:
         self.seconds = math.inf if seconds is None else seconds

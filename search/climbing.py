@@ -44,9 +44,9 @@ class Climb:
         """Record the score, and what the change brought."""
         point = self._space.point(path)
         if self._from is not None:
-            base, changed = self._from
-            gains = self._gains[changed]
-            gains[point[changed]] = gains[base[changed]] + score - self._scores.get(base, score)
+            base, i = self._from
+            gains = self._gains[i]
+            gains[point[i]] = gains[base[i]] + score - self._scores.get(base, score)
         self.learn(path, score)
 
     def learn(self, path: DraftPath, score: float) -> None:
@@ -62,12 +62,12 @@ class Climb:
             return self._gains[i][choice] - self._gains[i][base[i]]
 
         for i, choice in sorted(self._order, key=promise, reverse=True):
-            if choice != base[i] and (point := _with(base, (i, choice))) not in self._scores:
+            if choice != base[i] and (point := changed(base, (i, choice))) not in self._scores:
                 self._from = (base, i)
                 return point
         for _ in range(50):
             places = self._random.sample(range(len(base)), min(len(base), self._random.choice((2, 2, 3))))
-            point = _with(base, *((i, self._other(i, base[i])) for i in places))
+            point = changed(base, *((i, self._other(i, base[i])) for i in places))
             if point not in self._scores:
                 return point
         return tuple(self._random.randrange(len(of)) for of in self._space.choices)
@@ -111,7 +111,7 @@ class Greedy:
         if not self._promise:
             return self._climb.ask()
         self._tried = max(self._promise, key=lambda change: self._promise[change])
-        return self._space.path(_with(self._base, self._tried))
+        return self._space.path(changed(self._base, self._tried))
 
     def tell(self, path: DraftPath, score: float) -> None:
         """Keep the change if no other promises more than it brought."""
@@ -122,12 +122,12 @@ class Greedy:
         gain = score - self._score
         self._promise[self._tried] = gain
         if self._promise and gain >= max(self._promise.values()):
-            changed, choice = self._tried
-            self._base, self._score = _with(self._base, self._tried), score
+            variable, choice = self._tried
+            self._base, self._score = changed(self._base, self._tried), score
             self._promise = {
                 change: promise
                 for change, promise in self._promise.items()
-                if change[0] != changed or change[1] > choice
+                if change[0] != variable or change[1] > choice
             }
         self._tried = None
 
@@ -142,7 +142,8 @@ def cheaper(space: Space, base: Point) -> Iterator[tuple[int, int]]:
         yield from ((i, choice) for choice in range(now + 1, len(of)))
 
 
-def _with(point: Point, *changes: tuple[int, int]) -> Point:
+def changed(point: Point, *changes: tuple[int, int]) -> Point:
+    """A point with other choices, each given as the variable's number and the choice."""
     new = list(point)
     for i, choice in changes:
         new[i] = choice

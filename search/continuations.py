@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from transformers import LogitsProcessor
 
-from selfspec.basics.files import cache_folder, read_cached, write_cached
+from selfspec.basics.files import cached_file, read_cached, write_cached
 from selfspec.decoding.engine import Engine
 from selfspec.drafters import PlainDrafter
 from selfspec.llm.llm import LLM
@@ -137,8 +135,7 @@ def _path(llm: LLM, prompts: Sequence[Sequence[int]], decoding: Decoding, seed: 
         "seed": seed,
         "prompts": [list(prompt) for prompt in prompts],
     }
-    digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
-    return cache_folder() / "continuations" / f"{digest}.json"
+    return cached_file("continuations", what)
 
 
 def _read(path: Path, prompts: int, room: int) -> list[list[int]] | None:

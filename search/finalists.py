@@ -139,12 +139,6 @@ def _best(search: Search, base: Profile, finalists: Sequence[Score], on: HeldOut
 def _measured(search: Search, profile: Profile, on: HeldOut) -> Measurement | None:
     """The best against plain decoding; None where there is no time for that."""
     deadline, watch = search.budget.deadline("measuring"), search.watch
-    plain_llm = None
-    if search.for_plain is not None:
-        if not deadline.allows(search.budget.loading):
-            return None
-        watch.stage("loading the model as suits plain decoding", None)
-        plain_llm = search.for_plain()
     new = _tokens(search, deadline, on.prompts, methods=2)
     if not new:
         return None
@@ -159,7 +153,7 @@ def _measured(search: Search, profile: Profile, on: HeldOut) -> Measurement | No
         replace(search.decoding, max_new_tokens=new).options(),
         held_out=on.held_out,
         rounds=ROUNDS,
-        plain_llm=plain_llm,
+        plain_llm=search.plain_llm,
         on_run=_counted(search),
         go_on=lambda runs: on_time(runs) and not _settled(runs, len(on.prompts)),
     )

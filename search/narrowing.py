@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.schema import Count, Data
 from selfspec.facts.costs import CostModel
-from selfspec.facts.draft_path import DraftPath, Mode
+from selfspec.facts.draft_path import LOW, DraftPath, Mode
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
 from selfspec.runtime.forward import Runtime
 
 from .space import BYPASSING, Space
 
-LOW: tuple[Mode, ...] = ("int8", "int4")
 SHARES = {4: 0.3, 2: 0.55}  # of the model's bytes that weights in few bits may take, by the bytes of its numbers
 
 
@@ -43,7 +42,7 @@ def possible(llm: LLM, modes: Sequence[Mode], *, memory: float) -> Choices:
         return [i for i in layers if runtime.held(part, i, mode) is None]
 
     low = [mode for mode in low if len(without("attention", mode)) + len(without("mlp", mode)) < 2 * len(layers)]
-    head: list[Mode] = ["full", *(mode for mode in low if mode == low[0] and runtime.held("head", 0, mode) is not None)]
+    head: list[Mode] = ["full", *(mode for mode in low[:1] if runtime.held("head", 0, mode) is not None)]
     return Choices(
         modes=[mode for mode in modes if mode in (*BYPASSING, *low)],
         head=head,

@@ -223,11 +223,7 @@ class Replayed:
         return self._priced(_Plan(controller), traces, self._draft(as_path(path))).speed * self._costs.plain
 
     def _draft(self, path: DraftPath) -> float:
-        return self._costs.draft(path, self._replay.layers, vocabulary=self._share(path))
-
-    def _share(self, path: DraftPath) -> float:
-        """The share of all tokens that are drafted."""
-        return 1.0 if path.vocabulary is None else len(path.vocabulary) / self._replay.vocabulary
+        return self._costs.draft(path, self._replay.layers, vocabulary=path.share(self._replay.vocabulary))
 
     def _value(self, path: DraftPath, traces: Sequence[Trace], controllers: Sequence[Controller]) -> _Value:
         draft = self._draft(path)
@@ -244,7 +240,8 @@ class Replayed:
             found += best(_Plan(value.plan.controller, n) for value in found for n in counts)
         if asking:
             curve = fit_curve(traces, self._candidates)
-            outlook = Outlook.of(self._costs, path, self._replay.layers, curve, vocabulary=self._share(path))
+            words = path.share(self._replay.vocabulary)
+            outlook = Outlook.of(self._costs, path, self._replay.layers, curve, vocabulary=words)
             found += [self._at_its_rate(controller, outlook, traces, draft) for controller in asking]
         return max(found, key=lambda value: value.speed)
 

@@ -86,7 +86,7 @@ class SearchOptions:
 
     `watch` is told how the search goes. `budget` is the time of a search that began before, in place of `minutes` from
     now on. `plain_llm` gives the same model with weights that lie as suits plain decoding,
-    where those of the model searched on suit drafting; it is called once, and what was found is measured against it.
+    where those of the model searched on suit drafting; it is called once, and speedups are over it.
 
     Raises `SelfspecError` for whatever is wrong without regard to a model.
     """

@@ -16,7 +16,7 @@ from selfspec.measure.cost_fitting import forward_seconds, measure_costs
 from selfspec.profile.schema import Calibration
 
 from .budget import Budget, Deadline
-from .climbing import Gains, cheaper
+from .climbing import Gains, changed, cheaper
 from .confidence import fit_confidence
 from .continuations import Decoding, continue_prompts
 from .forecast import PLACES, Pace, Task
@@ -41,8 +41,8 @@ class Search:
 
     `prompts`: token ids, all that may be searched on. `decoding`: as was asked for. `planned`: how many of the prompts,
     and tokens after each, there is time for (None: all); `pace`: by which that is told. `described`: what a profile
-    says of the first few prompts. `for_plain` gives the same model, its weights as suits plain decoding, where `llm`'s
-    suit drafting.
+    says of the first few prompts. `plain_llm`: the same model, its weights as suits plain decoding, where `llm`'s suit
+    drafting.
     """
 
     llm: LLM
@@ -57,7 +57,7 @@ class Search:
     planned: Task | None = None
     described: Callable[[int], Calibration] | None = None
     own_keys: bool = False
-    for_plain: Callable[[], LLM] | None = None
+    plain_llm: LLM | None = None
 
     def plan(self, room: int | None = None) -> Texts:
         """How much text there is time for; `room`: tokens after each prompt, where they have turned out to be fewer."""
@@ -178,9 +178,8 @@ def _costs(search: Search, texts: Sequence[Text], context: int | None) -> CostMo
             modes=search.space.modes,
             on_decoding=show,
         )
-        if search.for_plain is not None:
-            watch.stage("timing the model as suits plain decoding", None)
-            alone = forward_seconds(search.for_plain().runtime, found.context, repeats=24)
+        if search.plain_llm is not None:
+            alone = forward_seconds(search.plain_llm.runtime, found.context, repeats=24)
             found = found.model_copy(update={"fastest": min(found.plain, found.round + alone)})
         ledger.keep_costs(found)
     costs = ledger.costs
@@ -196,7 +195,7 @@ def _gains(search: Search, worth: Replayed, deadline: Deadline) -> Gains:
     """
     space, share = search.space, RANKING_SHARE
     changes = [*cheaper(space, space.start)]
-    points = [space.start, *(tuple({**dict(enumerate(space.start)), i: c}.values()) for i, c in changes)]
+    points = [space.start, *(changed(space.start, change) for change in changes)]
     search.watch.stage("ranking sub-layers", len(points))
     begun = deadline.clock()
     found = [worth.gain(space.path(points[0]), share=share)]

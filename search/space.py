@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.draft_path import MODES, DraftPath, Mode, as_path
+from selfspec.facts.draft_path import LOW, MODES, DraftPath, Mode, as_path
 from selfspec.facts.skip import NOTHING_SKIPPED, SkipSet
 
 GRANULARITIES = ("sublayer", "layer")
@@ -59,7 +59,7 @@ class Space:
         (layer,) = {*part.attention, *part.mlp}
         stays = set(part.attention) & set(self.fixed.attention) or set(part.mlp) & set(self.fixed.mlp)
         left_out = {"skip"} if layer in self.keep else set()
-        left_out |= {"int8", "int4"} if stays else set()
+        left_out |= {*LOW} if stays else set()
         return tuple(mode for mode in MODES if mode in self.modes and mode not in left_out)
 
     @cached_property
@@ -86,7 +86,7 @@ class Space:
     @property
     def base(self) -> Mode:
         """How whatever else has no better mode had best run: in 8 bits, where that can be had."""
-        return next((mode for mode in ("int8", "int4") if mode in self.modes), "full")
+        return next((mode for mode in LOW if mode in self.modes), "full")
 
     @cached_property
     def start(self) -> Point:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from typing import Concatenate, ParamSpec
 
@@ -110,6 +110,10 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
         raise SelfspecError(f"{options.source}: holds no prompts")
     described = partial(_calibration, chosen, prompts)
     ledger, watch = _ledger(llm, options, described(len(prompts))), options.watch or Silent()
+    plain_llm = None
+    if options.plain_llm is not None:
+        watch.stage("loading the model as suits plain decoding", None)
+        plain_llm = options.plain_llm()
     watch.stage("timing the model", None)
     pace = Pace.of(llm.runtime, max(map(len, prompts)))
     task = _task(options, space, ledger, prompts, others)
@@ -127,7 +131,7 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
         planned=time_for(task, pace, budget),
         described=described,
         own_keys=options.kv == "own",
-        for_plain=None if options.plain_llm is None else cache(options.plain_llm),
+        plain_llm=plain_llm,
     )
     return search, _Drawn(HeldOut(others, chosen.held_out), chosen.rest, chosen.chat)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from selfspec.facts.costs import CostModel
-from selfspec.facts.draft_path import DraftPath, Mode
+from selfspec.facts.draft_path import LOW, DraftPath, Mode
 from selfspec.facts.skip import SkipSet
 
 from .climbing import Gains
@@ -29,7 +29,7 @@ def likely(space: Space, gains: Gains) -> tuple[DraftPath, ...]:
     """
     if space.base == "full":
         return first_k(space, gains)
-    found = [space.path(space.all_in(mode)) for mode in ("int8", "int4") if mode in space.modes]
+    found = [space.path(space.all_in(mode)) for mode in LOW if mode in space.modes]
     for mode in space.modes[space.modes.index(space.base) + 1 :]:
         found += first_k(space, gains, mode=mode, shares=FEW, rest=space.start)
     return (*found, *first_k(space, gains)[:2])

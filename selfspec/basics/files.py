@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import stat
@@ -105,6 +106,12 @@ def cache_folder() -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
     except RuntimeError:  # no home
         return Path(tempfile.gettempdir()) / "selfspec"
+
+
+def cached_file(folder: str, what: object) -> Path:
+    """The JSON file of the cache, in this folder of it, for what is told by `what`, which can be written as JSON."""
+    digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
+    return cache_folder() / folder / f"{digest}.json"
 
 
 def read_cached(path: Path) -> Any:

@@ -118,7 +118,7 @@ def _draw(console: Console, a: Profile, b: Profile, changes: list[_Change]) -> N
     """The maps: one where both only bypass, else that of A above that of B, and what changes in words."""
     if a.model.layers != b.model.layers:
         console.print(skip_map(a), skip_map(b), sep="\n")
-    elif not {"int8", "int4"} & {mode for p in (a, b) for mode in p.path.modes(p.model.layers)}:
+    elif not (a.path.few or b.path.few):
         rows = {part: _marks(a, b, part) for part in PARTS}
         console.print(LayerMap(rows, STYLES))
         by_a, by_b, by_both = ("".join(rows.values()).count(mark) for mark in (BY_A, BY_B, BY_BOTH))

@@ -88,8 +88,7 @@ def _compare(
     """Against plain decoding on weights that lie as suits it, and `transformers` on them as it loads them."""
     from selfspec.measure.timing import compare
 
-    plain = asked.load_plain()
-    plain = llm if plain.layout == llm.layout else plain
+    plain = llm if llm.layout == llm.plain_layout else asked.load_plain()
     as_loaded = next((one for one in (llm, plain) if one.layout == "rows"), None) or asked.load_plain(layout="rows")
     result = compare(llm, prompt, drafter, how, rounds=COMPARE_ROUNDS, plain_llm=plain, as_loaded=as_loaded)
     if as_json:

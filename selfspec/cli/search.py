@@ -18,12 +18,12 @@ from selfspec.basics.files import check_writable
 from selfspec.cli.common import print_json, progress, quiet, set_threads, skip_map, stderr
 from selfspec.cli.facts import facts, plain_step
 from selfspec.cli.options import SearchCommand
+from selfspec.facts.draft_path import LOW
 from selfspec.model.loading import check_model_name
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
 
 if TYPE_CHECKING:
-    from selfspec.facts.draft_path import DraftPath
     from selfspec.search import Prompts, Trial
     from selfspec.search.budget import Budget
 
@@ -68,10 +68,8 @@ def _search(given: SearchCommand, prompts: Prompts | None, budget: Budget, watch
 
         check_chat(given.model)
     load_for = partial(load, given.model, profile="none", device=given.where.place, dtype=given.where.dtype)
-    began = budget.spent
-    few_bits = any(mode in given.how.allowed_modes for mode in ("int8", "int4")) and given.how.extra_memory != 0
+    few_bits = any(mode in given.how.allowed_modes for mode in LOW) and given.how.extra_memory != 0
     llm = load_for(drafting=True, few_bits=few_bits)
-    budget.loading = budget.spent - began
     options = replace(
         given.how,
         prompts=prompts,
@@ -79,7 +77,7 @@ def _search(given: SearchCommand, prompts: Prompts | None, budget: Budget, watch
         storage=given.kept_in,
         watch=watch,
         budget=budget,
-        plain_llm=partial(load_for, drafting=False) if llm.layout == "onednn" else None,
+        plain_llm=partial(load_for, drafting=False) if llm.layout != llm.plain_layout else None,
     )
     try:
         found: Profile = run_search(llm, options)
@@ -160,7 +158,7 @@ class _Watch:
             self._best = score.speedup
             if not trial.known:
                 self._bar.console.print(
-                    f"trial {trial.number + 1}: {score.speedup:.2f}x plain decoding predicted, {_what(score.path)}, "
+                    f"trial {trial.number + 1}: {score.speedup:.2f}x plain decoding predicted, {score.path.said}, "
                     f"{score.acceptance_rate:.0%} accepted",
                     soft_wrap=True,
                 )
@@ -170,10 +168,6 @@ class _Watch:
     def say(self, line: str) -> None:
         """A line of its own."""
         self._bar.console.print(line, soft_wrap=True, markup=False)
-
-
-def _what(path: DraftPath) -> str:
-    return path.said if path.low_precision else f"{len(path.skip)} sub-layers bypassed"
 
 
 def _report(profile: Profile, out: Path, console: Console) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller, Play
 from selfspec.facts.confidence import PROBABILITY, Confidence
-from selfspec.facts.draft_path import DraftPath
+from selfspec.facts.draft_path import DraftPath, as_path
 from selfspec.facts.limits import WIDEST_DRAFT
 from selfspec.facts.skip import SkipSet
 from selfspec.facts.work import Work, steps_of
@@ -40,10 +40,9 @@ class LayerSkipDrafter:
 
     Its own keys go to the slots that verification then overwrites. `path`: a draft path, or the sub-layers that it
     bypasses. `controller` ends a draft: each sequence with a seed starts it afresh, all others share what it learns.
-    It is told the `confidence` in each token that was drafted.
-    `candidates`: the most for each place, the token that the draft goes on from counted; 1 drafts a chain. Sequences
-    draft in lockstep. Raises `SelfspecError` for a path that the model does not have (`Runtime.compile`), and for no
-    candidate or more than a verification holds.
+    It is told the `confidence` in each token that was drafted. `candidates`: the most for each place, the token that
+    the draft goes on from counted; 1 drafts a chain. Sequences draft in lockstep. Raises `SelfspecError` for a path
+    that the model does not have (`Runtime.compile`), and for no candidate or more than a verification holds.
     """
 
     hidden: Sequence[int] = ()
@@ -61,7 +60,7 @@ class LayerSkipDrafter:
         if not 1 <= candidates <= WIDEST_DRAFT:
             raise SelfspecError(f"candidates {candidates}: want 1 (the drafted token itself) to {WIDEST_DRAFT}")
         self.runtime = runtime
-        self.path = DraftPath(path) if isinstance(path, SkipSet) else path
+        self.path = as_path(path)
         self.controller = controller
         self.confidence = confidence
         words = self.path.vocabulary
@@ -129,7 +128,7 @@ class LayerSkipDrafter:
         told = self.confidence
         q = sampler.probs(row) if told.probability or not sampler.greedy else row
         if sampler.greedy or sampler.tied:
-            token, apart = sampler.best(row, position, with_gap=told.gap > 0)
+            token, apart = sampler.best(row, position, p=q, with_gap=told.gap > 0)
         else:
             token = sampler.draw(q, position)
             apart = gap(row, int(row.argmax())) if told.gap else 0.0

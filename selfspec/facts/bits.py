@@ -48,8 +48,7 @@ def bits_per_weight(path: DraftPath, model: Identity, *, full: float = 32.0) -> 
         return None
     attention, mlp, head = sizes
     read: dict[Mode, float] = {"full": full, **READ}
-    share = 1.0 if path.vocabulary is None else len(path.vocabulary) / model.vocabulary
-    bits = head * share * read[path.head]
+    bits = head * path.share(model.vocabulary) * read[path.head]
     bits += attention * sum(read[mode] for mode in modes[: model.layers])
     bits += mlp * sum(read[mode] for mode in modes[model.layers :])
     return bits / (model.layers * (attention + mlp) + head)

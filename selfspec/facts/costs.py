@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.schema import Data, Positive, Rate, Seconds
-from selfspec.facts.draft_path import DraftPath, Mode, as_path
+from selfspec.facts.draft_path import DraftPath, LowMode, Mode, as_path
 from selfspec.facts.skip import SkipSet
 from selfspec.facts.work import Part, Work
 
@@ -50,7 +50,7 @@ class CostModel(Data):
     round: Seconds
     prefill: Seconds = 0.0
     head: Seconds = 0.0
-    low: dict[Literal["int8", "int4"], Prices] = {}
+    low: dict[LowMode, Prices] = {}
     fastest: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     error: Rate | None = None
 

@@ -13,8 +13,11 @@ Mode = Literal["full", "int8", "int4", "skip"]
 """How one sub-layer runs while drafting: as it is, with its weights in 8 or 4 bits, or not at all."""
 
 HeadMode = Literal["full", "int8", "int4"]
+LowMode = Literal["int8", "int4"]
+"""The modes of few bits."""
 
 MODES: tuple[Mode, ...] = get_args(Mode)  # each reads fewer bytes than the one before it
+LOW: tuple[LowMode, ...] = get_args(LowMode)
 SIGNS: dict[Mode, str] = {"full": "#", "int8": "8", "int4": "4", "skip": "."}  # in skip maps
 WORDS: dict[Mode, str] = {"full": "in full", "int8": "in 8 bits", "int4": "in 4 bits", "skip": "bypassed"}
 
@@ -75,12 +78,13 @@ class DraftPath:
 
     def check(self, layers: int) -> None:
         """Raise `SelfspecError` for a layer that a model of `layers` layers does not have."""
-        for mode in ("skip", "int8", "int4"):
-            try:
-                getattr(self, mode).check(layers)
-            except SelfspecError as error:
-                said = str(error).replace("skip.", f"{mode}.", 1)
-                raise SelfspecError(said if mode == "skip" else said.replace("skipped", f"in {mode}", 1)) from None
+        self.skip.check(layers)
+        self.int8.check(layers, mode="int8")
+        self.int4.check(layers, mode="int4")
+
+    def share(self, words: int | None) -> float:
+        """The share of a vocabulary of `words` tokens that the head is over; all of it where that is not known."""
+        return 1.0 if self.vocabulary is None or not words else len(self.vocabulary) / words
 
     @property
     def low_precision(self) -> bool:

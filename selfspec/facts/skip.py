@@ -36,13 +36,13 @@ class SkipSet:
         """Number of bypassed sub-layers."""
         return len(self.attention) + len(self.mlp)
 
-    def check(self, layers: int) -> None:
-        """Raise `SelfspecError` if an index does not exist in a model of `layers` layers."""
+    def check(self, layers: int, *, mode: str = "skip") -> None:
+        """Raise `SelfspecError` if an index does not exist in a model of `layers` layers; `mode`: what they are for."""
         for part, indices in (("attention", self.attention), ("mlp", self.mlp)):
             if indices and indices[-1] >= layers:
                 raise SelfspecError(
-                    f"skip.{part}: layer {indices[-1]} does not exist; "
-                    f"the model has {layers} layers, so 0 to {layers - 1} can be skipped"
+                    f"{mode}.{part}: layer {indices[-1]} does not exist; the model has {layers} layers, "
+                    f"so 0 to {layers - 1} can be {'skipped' if mode == 'skip' else f'in {mode}'}"
                 )
 
     def bits(self, layers: int) -> tuple[bool, ...]:

@@ -24,7 +24,7 @@ from selfspec.llm.messages import Message, checked, render
 from selfspec.llm.options import GenerateOptions, Options
 from selfspec.llm.plan import Plan, new_tokens, plan
 from selfspec.llm.stream import Generation, Stream
-from selfspec.model.layout import check_layout, lay_out_, weight_bytes
+from selfspec.model.layout import check_layout, choose, lay_out_, layout_times, weight_bytes
 from selfspec.model.loading import DeviceMap, load_model
 from selfspec.model.skeleton import read_skeleton
 from selfspec.profile.choosing import check_profile, choose_profile
@@ -99,7 +99,8 @@ class LLM:
         self.tokenizer = tokenizer
         self.runtime = Runtime(model)
         self.name = name or self.runtime.skeleton.identity.name or "unnamed"
-        self.layout: str | None = None  # how `load` laid the weights out
+        self.layout: str | None = None  # how `load` laid the weights out, and would have for plain decoding
+        self.plain_layout: str | None = None
         self.profile: Profile | None = None
         self.drafter: Drafter = PlainDrafter()
         if profile is not None:
@@ -300,9 +301,10 @@ def load(
         drafting = chosen is not None and chosen.drafts
     if few_bits is None:
         few_bits = chosen is not None and chosen.path.low_precision
+    plain = choose(layout_times(loaded), drafting=False) if layout == "auto" else layout
     layout = lay_out_(loaded, layout, drafting=drafting, few_bits=few_bits)
     llm = LLM(loaded, tokenizer, name=model, profile=chosen)
-    llm.layout = layout
+    llm.layout, llm.plain_layout = layout, plain
     return llm
 
 

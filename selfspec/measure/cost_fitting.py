@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
@@ -20,7 +21,7 @@ from selfspec.basics.machine import synchronise
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
 from selfspec.facts.costs import CostModel, Prices
-from selfspec.facts.draft_path import MODES, DraftPath, Mode
+from selfspec.facts.draft_path import LOW, DraftPath, HeadMode, Mode
 from selfspec.facts.skip import SkipSet
 from selfspec.measure.cost_sweeps import EFFORTS, Sample, Sweep, effort_within, pace, quiet, room_for
 from selfspec.runtime.forward import Runtime
@@ -109,9 +110,8 @@ def measure_costs(
     context, lengths = room_for(runtime, context)
     draw = random.Random(seed)
     begun = time.perf_counter()
-    running: list[Mode] = [mode for mode in MODES if mode in {"full", *modes} - {"skip"}]
-    low = len(running) - 1
-    effort = effort_within(within, *pace(runtime, context, sampler, draw), further=2 * low)
+    running: list[HeadMode] = [mode for mode in get_args(HeadMode) if mode in ("full", *modes)]
+    effort = effort_within(within, *pace(runtime, context, sampler, draw), further=2 * (len(running) - 1))
     heads = {mode: _head_seconds(runtime, mode) for mode in running}
     shares = iter(FIRST)
     paths = [
@@ -162,7 +162,7 @@ def measure_path_costs(
     drafts = {k: t for (_, k), t in _quiet_drafts(sweep.samples).items()}
     start, base = _line(drafts)
     error = statistics.mean(abs((start + k * base) / t - 1) for k, t in drafts.items())
-    nothing: dict[Mode, Prices] = {"full": Prices(attention=0.0, mlp=0.0, head=_head_seconds(runtime, "full"))}
+    nothing: dict[Mode, Prices] = {"full": Prices(attention=0.0, mlp=0.0, head=_head_seconds(runtime))}
     return _model(sweep, _Fit(start, base, (), error), nothing)
 
 
@@ -198,7 +198,7 @@ def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, Prices]) -> CostModel:
         round=overhead,
         prefill=_prefill_seconds(runtime, context) / context,
         head=prices["full"].head,
-        low={mode: of for mode, of in prices.items() if mode in ("int8", "int4")},
+        low={mode: prices[mode] for mode in LOW if mode in prices},
         error=None if fit.error is None else round(fit.error, 4),
     )
 
@@ -213,7 +213,7 @@ def _quiet_drafts(samples: Sequence[Sample]) -> dict[tuple[DraftPath, int], floa
 
 
 def _random_path(
-    layers: int, modes: Sequence[Mode], draw: random.Random, shares: tuple[float, float] | None = None
+    layers: int, modes: Sequence[HeadMode], draw: random.Random, shares: tuple[float, float] | None = None
 ) -> DraftPath:
     """Up to three quarters of attention and of MLP sub-layers bypassed, the rest mostly in one of the modes.
 
@@ -227,8 +227,7 @@ def _random_path(
         mostly = draw.choice(modes)
         others = [draw.choice(modes) if draw.random() < OTHERS else mostly for _ in range(layers)]
         chosen += ["skip" if i in bypassed else mode for i, mode in enumerate(others)]
-    head = draw.choice(modes)
-    return DraftPath.of(chosen, head="full" if head == "skip" else head)
+    return DraftPath.of(chosen, head=draw.choice(modes))
 
 
 def _disturbed(plain: Sequence[Sequence[float]]) -> bool:
@@ -255,10 +254,10 @@ def _prefill_seconds(runtime: Runtime, context: int) -> float:
 
 
 @torch.inference_mode()
-def _head_seconds(runtime: Runtime, mode: Mode) -> float:
+def _head_seconds(runtime: Runtime, mode: HeadMode = "full") -> float:
     """The head over one row, in a mode."""
     x = torch.zeros((1, runtime.skeleton.sizes.hidden), dtype=runtime.dtype, device=runtime.device)
-    way = runtime.compile(DraftPath(head="full" if mode == "skip" else mode))
+    way = runtime.compile(DraftPath(head=mode))
     return _timed(lambda: way.head(x), runtime, 24)
 
 

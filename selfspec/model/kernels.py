@@ -6,8 +6,6 @@ than float32. So they are timed on a weight like the model's, once for each kind
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selfspec.basics.files import cache_folder, read_cached, write_cached
+from selfspec.basics.files import cached_file, read_cached, write_cached
 from selfspec.basics.machine import machine
 from selfspec.model.linears import Call
 from selfspec.model.low_precision import Bits, Kernel, Rounded, fake, rounded
@@ -185,4 +183,4 @@ def _path(weight: Tensor, bits: Bits) -> Path:
         list(weight.shape),
         str(weight.dtype),
     ]
-    return cache_folder() / "kernels" / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]}.json"
+    return cached_file("kernels", what)

@@ -7,8 +7,6 @@ remembered.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import cache_folder, read_cached, write_cached
+from selfspec.basics.files import cached_file, read_cached, write_cached
 from selfspec.basics.machine import machine
 from selfspec.model.families import Parts, parts_of
 from selfspec.model.linears import Group, is_exact, join_, linear, side_by_side
@@ -58,8 +56,8 @@ def lay_out_(model: Any, layout: str = "auto", *, drafting: bool = False, few_bi
     `columns`: the same by columns. `onednn`: packed (`PackedLinear`), for float32 and bfloat16 on a CPU only; no other
     copy is kept, except that a head that is also the embedding is then held twice. `auto`: the layout that was measured
     to be fastest on this machine, with `drafting` for drafting and verifying, with `few_bits` where drafts run in few
-    bits, else for plain decoding. Raises
-    `SelfspecError` for an unknown layout, one that this model cannot have, and a model that is not served.
+    bits, else for plain decoding. Raises `SelfspecError` for an unknown layout, one that this model cannot have, and a
+    model that is not served.
     """
     check_layout(layout)
     if layout == "auto":
@@ -284,7 +282,7 @@ def _path(parts: Parts) -> Path:
         shapes,
         str(parts.head.module.weight.dtype),
     ]
-    return cache_folder() / "layouts" / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]}.json"
+    return cached_file("layouts", what)
 
 
 def _sound(data: Any) -> Times | None:

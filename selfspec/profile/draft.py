@@ -14,7 +14,7 @@ from selfspec.basics.errors import SelfspecError, short
 from selfspec.basics.schema import Count, Data
 from selfspec.facts.confidence import Confidence
 from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.draft_path import DraftPath
+from selfspec.facts.draft_path import DraftPath, as_path
 from selfspec.facts.identity import Identity
 from selfspec.facts.limits import WIDEST_DRAFT
 from selfspec.facts.skip import SkipSet
@@ -109,7 +109,7 @@ class LayerSkipSpec(DraftSpec):
         confidence: Confidence | None = None,
     ) -> Self:
         """Of a draft path or a skip set; without a controller, the adaptive threshold."""
-        path = DraftPath(path) if isinstance(path, SkipSet) else path
+        path = as_path(path)
         return cls(
             skip=Skip.of(path.skip),
             int8=Skip.of(path.int8) if len(path.int8) else None,

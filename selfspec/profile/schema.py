@@ -164,8 +164,7 @@ class Profile(Data):
     @property
     def draft_share(self) -> float:
         """The share of the vocabulary that drafts are from."""
-        size, vocabulary = self.model.vocabulary, self.layer_skip.vocabulary
-        return 1.0 if vocabulary is None or not size else len(vocabulary) / size
+        return self.path.share(self.model.vocabulary)
 
     @property
     def outlook(self) -> Outlook:

@@ -77,8 +77,9 @@ class Paths:
         head = self.held("head", 0, path.head) if path.head in BITS else None
         if path.vocabulary is None:
             return total + (head or 0)
-        share = len(path.vocabulary) / words
-        return total + round(share * (words * sizes.hidden * sizes.dtype.itemsize if head is None else head))
+        return total + round(
+            path.share(words) * (words * sizes.hidden * sizes.dtype.itemsize if head is None else head)
+        )
 
     @torch.no_grad()
     def _compiled(self, path: DraftPath) -> CompiledPath:

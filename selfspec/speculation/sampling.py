@@ -156,20 +156,23 @@ class Sampler:
                 del self._noise[next(iter(self._noise))]
         return noise
 
-    def best(self, scores: Tensor, position: int, *, with_gap: bool = True) -> tuple[int, float]:
+    def best(
+        self, scores: Tensor, position: int, *, p: Tensor | None = None, with_gap: bool = True
+    ) -> tuple[int, float]:
         """The token of processed scores `[V]` that a drafter takes for `position`, and its gap to the next best.
 
-        The gap is of scores, or with tied noise of log p + g; 0 where it is not asked for. Of a sampler that is greedy
-        or tied: any other's tokens are drawn.
+        `p`: their probabilities, where they are known already. The gap is of scores, or with tied noise of log p + g; 0
+        where it is not asked for. Without tied noise sampled tokens are drawn instead.
         """
         if self.greedy:
             token = int(scores.argmax())
             return token, gap(scores, token) if with_gap else 0.0
-        p = self.probs(scores)
-        (token,) = self.draws(p.unsqueeze(0), [position])
-        if token < 0:
+        p = self.probs(scores) if p is None else p
+        race = p / self._noise_at(position, p)  # as `draws` has it
+        token = int(race.argmax())
+        if not 0 < float(race[token]) < math.inf:
             raise SelfspecError(NO_TOKEN)
-        return token, gap((p / self._noise_at(position, p)).log(), token) if with_gap else 0.0
+        return token, gap(race.log(), token) if with_gap else 0.0
 
     def coin(self, probability: float) -> bool:
         """True with this probability."""

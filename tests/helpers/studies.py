@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from selfspec.search.ledger import Ledger
@@ -12,6 +13,7 @@ from selfspec.search.storage import MEMORY
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import CostModel
 from selfspec.facts.draft_path import DraftPath
+from selfspec.profile.schema import Measurement
 
 # A plain step takes 10 s, and so does a draft step that bypasses nothing; five rows are verified in 15 s.
 COSTS = CostModel(context=9, base=2.0, attention=1.0, mlp=3.0, widths=[1, 5], verify=[10.0, 15.0], round=0.0)
@@ -57,3 +59,28 @@ def small_study(where: str | Path = MEMORY, study: str = "selfspec", **settings:
         )
         ledger.keep_score(score, Space(2), draft_cost=cost, seconds=2.0)
     return ledger
+
+
+def measured_as(speedup: float, interval: tuple[float, float] | None = None) -> Callable[..., Measurement]:
+    """What takes the place of measuring: every drafter is found to be so many times as fast as plain decoding."""
+
+    def measure(llm, drafter, prompts, options, *, held_out, rounds, **_):
+        return Measurement(
+            machine="test",
+            device="cpu",
+            dtype="float32",
+            threads=1,
+            prompts=len(prompts),
+            held_out=held_out,
+            max_new_tokens=options.max_new_tokens,
+            rounds=rounds,
+            temperature=0,
+            plain_tokens_per_second=100,
+            tokens_per_second=100 * speedup,
+            speedup=speedup,
+            interval=[*(interval or (speedup, speedup))],
+            acceptance_rate=0.5,
+            tokens_per_round=2,
+        )
+
+    return measure

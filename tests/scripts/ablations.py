@@ -86,8 +86,8 @@ def rows(
                 score = Replayed(replay, costs, candidates=candidates).score(path)
                 row[f"{kind}, {candidates} candidates"] = round(score.speedup, 3)
         row |= {"acceptance": round(score.acceptance_rate, 3), "tokens a pass": round(score.tokens_per_round, 2)}
-        share = 1.0 if path.vocabulary is None else len(path.vocabulary) / replay.vocabulary
-        row["draft step"] = round(costs.draft(path, replay.layers, vocabulary=share) / costs.plain, 3)
+        draft = costs.draft(path, replay.layers, vocabulary=path.share(replay.vocabulary))
+        row["draft step"] = round(draft / costs.plain, 3)
         yield row
 
 

@@ -136,11 +136,3 @@ def test_one_prompt_alone(llm, prompts, folder):
     texts, seen = decoded(llm, prompts[:1], Decoding(6))
     assert [text.new for text in texts] == [6]
     assert seen == [*range(1, 7), 12]
-
-
-def test_the_folder(monkeypatch, tmp_path):
-    monkeypatch.delenv("SELFSPEC_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert continuations.cache_folder() == tmp_path / "selfspec"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert continuations.cache_folder().parts[-2:] == (".cache", "selfspec")

@@ -13,14 +13,14 @@ from selfspec.search.ledger import Ledger, Texts
 from selfspec.search.pick import as_profile
 from selfspec.search.space import Space
 from selfspec.search.watch import Silent
-from studies import small_study
+from studies import measured_as, small_study
 
 from selfspec.facts.costs import CostModel
 from selfspec.facts.stats import Stats
 from selfspec.measure.timing import Runs
 from selfspec.profile.draft import PlainSpec
 from selfspec.profile.reading import parse_profile, profile_text
-from selfspec.profile.schema import Calibration, Measurement
+from selfspec.profile.schema import Calibration
 
 COSTS = CostModel(
     context=60, base=1e-4, attention=4e-5, mlp=4e-5, widths=[1, 2, 8], verify=[1.3e-3, 1.35e-3, 1.5e-3], round=4e-5
@@ -66,32 +66,12 @@ def told(monkeypatch, tmp_path):
     """What a machine would measure is told; a pace at which there is time for everything."""
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(prepare, "measure_costs", lambda *_, **__: COSTS)
-    monkeypatch.setattr(finalists, "measure", measured)
+    monkeypatch.setattr(finalists, "measure", measured_as(1.3, (1.2, 1.4)))
     at(monkeypatch, QUICK)
 
 
 def at(monkeypatch, pace):
     monkeypatch.setattr(study.Pace, "of", lambda *_: pace)
-
-
-def measured(llm, drafter, prompts, options, *, held_out, rounds, **_):
-    return Measurement(
-        machine="test",
-        device="cpu",
-        dtype="float32",
-        threads=1,
-        prompts=len(prompts),
-        held_out=held_out,
-        max_new_tokens=options.max_new_tokens,
-        rounds=rounds,
-        temperature=0,
-        plain_tokens_per_second=100,
-        tokens_per_second=130,
-        speedup=1.3,
-        interval=[1.2, 1.4],
-        acceptance_rate=0.5,
-        tokens_per_round=2,
-    )
 
 
 def search(llm, budget, watch=None, **options):

@@ -7,6 +7,7 @@ import selfspec.search
 from selfspec.search import Prompts, finalists, find_profile, objective, prepare, study, watch
 from selfspec.search.calibration import choose, record
 from selfspec.search.forecast import Pace
+from studies import measured_as
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.facts.controller import ControllerSpec
@@ -15,7 +16,6 @@ from selfspec.facts.skip import SkipSet
 from selfspec.facts.stats import Stats
 from selfspec.profile.draft import PlainSpec
 from selfspec.profile.reading import parse_profile, profile_text
-from selfspec.profile.schema import Measurement
 
 COSTS = CostModel(
     context=60, base=1e-4, attention=4e-5, mlp=4e-5, widths=[1, 2, 8], verify=[1.3e-3, 1.35e-3, 1.5e-3], round=4e-5
@@ -28,7 +28,7 @@ def clockless(monkeypatch):
     """Costs and measurements that are no clock's, so that a search is the same every time."""
     monkeypatch.setattr(prepare, "measure_costs", lambda *_, **__: COSTS)
     monkeypatch.setattr(study.Pace, "of", lambda *_: PACE)
-    monkeypatch.setattr(finalists, "measure", fixed_measure(1.3))
+    monkeypatch.setattr(finalists, "measure", measured_as(1.3))
     monkeypatch.setattr(finalists, "_best", lambda search, base, scores, on: scores[0])
 
 
@@ -47,30 +47,7 @@ def scored(monkeypatch):
 
     monkeypatch.setattr(objective, "decode_all", decode_all)
     monkeypatch.setattr(finalists, "_best", lambda search, base, scores, on: scores[0])
-    monkeypatch.setattr(finalists, "measure", fixed_measure(1.3))
-
-
-def fixed_measure(speedup):
-    def measure(llm, drafter, prompts, options, *, held_out, **_):
-        return Measurement(
-            machine="test",
-            device="cpu",
-            dtype="float32",
-            threads=1,
-            prompts=len(prompts),
-            held_out=held_out,
-            max_new_tokens=options.max_new_tokens,
-            rounds=3,
-            temperature=0,
-            plain_tokens_per_second=100,
-            tokens_per_second=100 * speedup,
-            speedup=speedup,
-            interval=[speedup, speedup],
-            acceptance_rate=0.5,
-            tokens_per_round=2,
-        )
-
-    return measure
+    monkeypatch.setattr(finalists, "measure", measured_as(1.3))
 
 
 class Watched:
@@ -221,7 +198,7 @@ def test_the_papers_objective(llm, scored, strategy):
 
 
 def test_when_nothing_beats_plain_decoding_the_profile_says_so(llm, clockless, monkeypatch):
-    monkeypatch.setattr(finalists, "measure", fixed_measure(0.9))
+    monkeypatch.setattr(finalists, "measure", measured_as(0.9))
     profile = search(llm, trials=3)
     assert profile.draft == PlainSpec()
     assert (profile.measured, profile.predicted) == ([], None)
