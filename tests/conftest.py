@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 
+os.environ["SELFSPEC_CACHE"] = tempfile.mkdtemp(prefix="selfspec-tests-")  # no test reads or writes the user's cache
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of the processes that tests start: threads wait for each other
@@ -15,6 +19,7 @@ from wants import pytest_terminal_summary as pytest_terminal_summary  # pytest f
 import selfspec
 from selfspec import builtin
 
+atexit.register(shutil.rmtree, os.environ["SELFSPEC_CACHE"], ignore_errors=True)
 torch.set_num_threads(1)
 hypothesis.settings.register_profile(  # how long an example takes is the machine's, not the code's
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -30,13 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory) -> None:
-    """No test reads or writes the user's cache."""
-    os.environ["SELFSPEC_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def told_layout(request, own_cache) -> None:
+def told_layout(request) -> None:
     """What `auto` measures is what --layout says: another machine's fastest is none of a test's business."""
     times = layouts.fastest(request.config.getoption("layout"))
     with pytest.MonkeyPatch.context() as patch:

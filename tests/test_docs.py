@@ -94,7 +94,7 @@ def named(path: Path) -> str:
 
 
 @pytest.fixture(scope="session")
-def shell(tmp_path_factory, own_cache):
+def shell(tmp_path_factory):
     warm = WarmShell(tmp_path_factory.mktemp("warm"), BUDGETS, CONSTANTS)
     yield warm
     warm.close()

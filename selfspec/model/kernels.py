@@ -1,4 +1,4 @@
-"""What multiplies weights in few bits on this machine: torch's own products, the fastest of those that it has.
+"""What multiplies weights in few bits on this machine: selfspec's own products or torch's, whichever is fastest.
 
 Which is fastest depends on the processor: a product may run on a kernel made for it, or on a reference that is slower
 than float32. So they are timed on a weight like the model's, once for each kind of model, and the choice is remembered.
@@ -17,15 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import cached_file, read_cached, write_cached
 from selfspec.basics.machine import machine
 from selfspec.model.linears import Call
 from selfspec.model.low_precision import Bits, Kernel, Rounded, fake, rounded
+from selfspec.model.native import NativeProduct, available
 
 _OUTPUTS, _VALUES = 4096, 2**26  # of a weight to time on: outputs at least, and values at most that are more than those
 _REPEATS = 5
 _ENLARGED = 2.0**20
 _WIDE = 24  # rows from which on a product with weights that are held in bfloat16 is faster than one in few bits
+_IN_A_PASS = 0.5  # of what a native product takes alone: with others it makes a native pass, with nothing in between
 _ERROR = 0.05  # of a product's size, that a kernel's may be off the rounded weight's own
 
 
@@ -114,9 +117,14 @@ def _wide_too(product: Call, into: int) -> Call:
     return either
 
 
+def native(weight: Rounded, _dtype: torch.dtype) -> Call:
+    """Selfspec's own: 8-bit or 4-bit weights and float32 rows."""
+    return NativeProduct(weight)
+
+
 KERNELS: Mapping[Bits, Mapping[str, Kernel]] = {
-    8: {"weights only": weights_only, "both in 8 bits": both_in_8_bits},
-    4: {"weights only": four_bits},
+    8: {"native": native, "weights only": weights_only, "both in 8 bits": both_in_8_bits},
+    4: {"native": native, "weights only": four_bits},
 }
 
 
@@ -133,6 +141,8 @@ def kernel_for(weight: Tensor, bits: Bits) -> Kernel:
     if isinstance(known, str) and known in (*KERNELS[bits], "fake"):
         return KERNELS[bits].get(known, fake)
     times = kernel_times(weight, bits)
+    if "native" in times:
+        times["native"] *= _IN_A_PASS
     best = min(times, key=lambda name: times[name]) if times else "fake"
     write_cached(path, best)
     return KERNELS[bits].get(best, fake)
@@ -158,7 +168,7 @@ def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, floa
             call = kernel(held, weight.dtype)
             if _near(call(several), exact) and _near(call(several[:1]), exact[:1]):
                 calls[name] = partial(call, x)
-        except (RuntimeError, AttributeError, NotImplementedError):
+        except (RuntimeError, AttributeError, NotImplementedError, SelfspecError):
             continue
     times = dict.fromkeys(calls, float("inf"))
     for _ in range(_REPEATS):
@@ -180,6 +190,7 @@ def _path(weight: Tensor, bits: Bits) -> Path:
         torch.get_num_threads(),
         torch.__version__,
         bits,
+        available(),
         list(weight.shape),
         str(weight.dtype),
     ]

@@ -23,9 +23,10 @@ from selfspec.basics.files import cached_file, read_cached, write_cached
 from selfspec.basics.machine import machine
 from selfspec.model.families import Parts, parts_of
 from selfspec.model.linears import Group, is_exact, join_, linear, side_by_side
+from selfspec.model.native import available, library, nativise_
 from selfspec.model.packed import PackedLinear, pack_
 
-LAYOUTS = ("rows", "columns", "onednn")
+LAYOUTS = ("rows", "columns", "onednn", "native")
 WIDTHS = (1, 2, 3, 4, 8, 128)  # rows that are timed: a decoding step, verifications, a prompt
 _SAMPLE = 512 * 2**20  # bytes of weights that are timed, where the model has as many: more than processors cache
 _BUDGET = 1.5  # seconds of timing; every layout is timed at least twice
@@ -54,24 +55,31 @@ def lay_out_(model: Any, layout: str = "auto", *, drafting: bool = False, few_bi
 
     `rows`: by rows, as they were loaded, those of linears that read the same input side by side in one tensor.
     `columns`: the same by columns. `onednn`: packed (`PackedLinear`), for float32 and bfloat16 on a CPU only; no other
-    copy is kept, except that a head that is also the embedding is then held twice. `auto`: the layout that was measured
-    to be fastest on this machine, with `drafting` for drafting and verifying, with `few_bits` where drafts run in few
-    bits, else for plain decoding. Raises `SelfspecError` for an unknown layout, one that this model cannot have, and a
-    model that is not served.
+    copy is kept, except that a head that is also the embedding is then held twice. `native`: by rows, for products and
+    passes of selfspec's own (`native.py`); for the same dtypes, with a C++ compiler. `auto`: the layout that was
+    measured to be fastest on this machine, with `drafting` for drafting and verifying, with `few_bits` where drafts run
+    in few bits, else for plain decoding. Raises `SelfspecError` for an unknown layout, one that this model cannot have,
+    and a model that is not served.
     """
     check_layout(layout)
     if layout == "auto":
         layout = choose(layout_times(model), drafting=drafting, few_bits=few_bits)
-    if layout != "onednn":
+    if layout in ("rows", "columns"):
         join_all_(model, columns=layout == "columns")
         return layout
     parts = parts_of(model)
-    if not _packable(parts):
+    if layout == "onednn" and not _packable(parts):
         raise SelfspecError(
             "layout 'onednn' is for float32 and bfloat16 weights on a CPU with oneDNN; want auto, rows or columns"
         )
+    if layout == "native":
+        library()
+        if not _plain(parts):
+            raise SelfspecError(
+                "layout 'native' is for float32 and bfloat16 weights on a CPU; want auto, rows or columns"
+            )
     for group in (*parts.groups(), parts.head):
-        pack_(group)
+        (pack_ if layout == "onednn" else nativise_)(group)
     return layout
 
 
@@ -105,11 +113,19 @@ def weight_bytes(model: Any) -> int:
     return sum([*held.values(), *(p.bytes for p in packed.values())])
 
 
-def _packable(parts: Parts) -> bool:
+def _plain(parts: Parts) -> bool:
+    """Whether all weights are a CPU's, all of float32 or all of bfloat16."""
     modules = [module for group in (parts.head, *parts.groups()) for module in group.modules]
     dtype = modules[0].weight.dtype
-    if not all(is_exact(m) and m.weight.device.type == "cpu" and m.weight.dtype == dtype for m in modules):
+    if dtype not in (torch.float32, torch.bfloat16):
         return False
+    return all(is_exact(m) and m.weight.device.type == "cpu" and m.weight.dtype == dtype for m in modules)
+
+
+def _packable(parts: Parts) -> bool:
+    if not _plain(parts):
+        return False
+    dtype = parts.head.module.weight.dtype
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
@@ -118,7 +134,7 @@ def _packable(parts: Parts) -> bool:
 def layout_times(model: Any) -> Times:
     """`measure_layouts`, or what it gave before for this kind of model; empty where only `rows` can be had."""
     parts = parts_of(model)
-    if not _packable(parts):
+    if not (_packable(parts) or (_plain(parts) and available())):
         return {}
     path = _path(parts)
     times = _sound(read_cached(path))
@@ -219,12 +235,14 @@ def _products(layers: Sequence[Sequence[Group]], layout: str) -> list[_Product]:
         for group in groups:
             if layout == "onednn":
                 pack_(group)
+            elif layout == "native":
+                nativise_(group)
             else:
                 join_(group, columns=layout == "columns")
         products = [_product(group.modules) for group in groups]
         for product in products[: len(layers[0])]:
             product.run(product.x)
-    except (RuntimeError, AttributeError):
+    except (RuntimeError, AttributeError, SelfspecError):
         return []
     return products
 
@@ -278,6 +296,7 @@ def _path(parts: Parts) -> Path:
         machine(torch.device("cpu")),
         torch.get_num_threads(),
         torch.__version__,
+        available(),
         len(parts.layers),
         shapes,
         str(parts.head.module.weight.dtype),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ def embedding(module: Any) -> Call:
 
 def linear(module: Any) -> Call:
     """A linear from `[N, in]` to `[N, out]`: an exact `nn.Linear` without a module call's overhead."""
-    if (whole := _whole_parts([module])) is not None:
+    if (whole := whole_parts([module])) is not None:
         return whole.product
     if not is_exact(module):
         return on_rows(module)
@@ -78,6 +78,8 @@ def on_rows(module: Any) -> Call:
 
 def linear_onto(module: Any) -> Onto:
     """A linear whose output for `x` `[N, in]` is added to `base` `[N, out]` in place: `f(base, x)`."""
+    if (whole := whole_parts([module])) is not None and isinstance(whole.product, InPlace):
+        return whole.product.add
     if not is_exact(module) or module.bias is not None:
         call = linear(module)
         return lambda base, x: base.add_(call(x))
@@ -101,15 +103,15 @@ def side_by_side(modules: Sequence[Any]) -> Into:
     `[N, sum of outs]`.
     """
     if all(map(is_exact, modules)):
-        weight = _whole([module.weight.detach() for module in modules])
+        weight = whole_of([module.weight.detach() for module in modules])
         biases = [module.bias.detach() for module in modules if module.bias is not None]
-        bias = _whole(biases) if len(biases) == len(modules) else None
+        bias = whole_of(biases) if len(biases) == len(modules) else None
         if weight is not None and (bias is not None or not biases):
             product = _product(weight, bias)
             return lambda x, out: product(x, out=out)
-    if (parts := _whole_parts(modules)) is not None:
+    if (parts := whole_parts(modules)) is not None:
         multiply = parts.product
-        return lambda x, out: out.copy_(multiply(x))
+        return multiply.write if isinstance(multiply, InPlace) else lambda x, out: out.copy_(multiply(x))
     calls = [linear(module) for module in modules]
     return lambda x, out: torch.cat([call(x) for call in calls], dim=-1, out=out)
 
@@ -185,7 +187,7 @@ def join_(group: Group, *, columns: bool = False) -> None:
             row += len(part)
 
 
-def _whole(parts: Sequence[Tensor]) -> Tensor | None:
+def whole_of(parts: Sequence[Tensor]) -> Tensor | None:
     """The tensor that `parts` are consecutive rows of, stored by rows or by columns; None where they are not."""
     first, rows = parts[0], sum(len(part) for part in parts)
     if first.dim() == 2 and first.stride(0) == 1 != first.stride(1):
@@ -203,9 +205,9 @@ def _whole(parts: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((rows, *first.shape[1:]), strides)
 
 
-def _whole_parts(modules: Sequence[Any]) -> Product | None:
+def whole_parts(modules: Sequence[Any]) -> Product | None:
     """The product that `modules` are all the parts of, in order; None where they are not."""
-    if not all(isinstance(module, PartLinear) and is_plain(module) for module in modules):
+    if not all(isinstance(module, PartLinear) and module.current and is_plain(module) for module in modules):
         return None
     whole, start = modules[0].whole, 0
     for module in modules:
@@ -223,6 +225,20 @@ def is_exact(module: nn.Module) -> bool:
 def is_readable(module: nn.Module) -> bool:
     """Whether a linear's weight is at hand, and is all that it multiplies with."""
     return is_exact(module) or (isinstance(module, PartLinear) and module.readable and is_plain(module))
+
+
+@runtime_checkable
+class InPlace(Protocol):
+    """A product that needs no tensor of its own for what it gives."""
+
+    def write(self, x: Tensor, out: Tensor) -> None:
+        """The product with rows `x` `[N, in]`, written to `out` `[N, out]`."""
+
+    def add(self, base: Tensor, x: Tensor) -> None:
+        """The product with rows `x` `[N, in]`, added to `base` `[N, out]`."""
+
+    def with_bias(self, bias: Tensor) -> InPlace:
+        """The same with a bias."""
 
 
 class Product(Protocol):
@@ -252,6 +268,11 @@ class PartLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The product with `x` `[.., in]`."""
         return self.whole.product(x).narrow(-1, self.start, self.out_features)
+
+    @property
+    def current(self) -> bool:
+        """Whether `whole` still multiplies with its weight."""
+        return True
 
     def over(self, outputs: Tensor) -> Call:
         """The product with the weight's rows `outputs` alone."""

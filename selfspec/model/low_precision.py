@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from selfspec.model.linears import Call, Group, PartLinear, is_readable
+from selfspec.model.linears import Call, Group, InPlace, PartLinear, is_readable
 
 Bits = Literal[8, 4]
 GROUPS = (64, 32)  # inputs that share a scale and a zero in 4 bits, the first of them that divides the inputs
@@ -114,6 +114,8 @@ class Whole:
         assert self._made_of is not None
         (weight, bias, bits, kernel), self._made_of = self._made_of, None
         multiply = kernel(rounded(weight, bits), weight.dtype)
+        if bias is not None and isinstance(multiply, InPlace):
+            return multiply.with_bias(bias)
         return multiply if bias is None else lambda x: multiply(x).to(bias.dtype) + bias
 
 

@@ -31,7 +31,7 @@ class Norms:
 
     def __init__(self, eps: float) -> None:
         self._eps = eps
-        self._made: WeakSet[_ScaledNorm] = WeakSet()
+        self._made: WeakSet[ScaledNorm] = WeakSet()
 
     def read(self, module: Any, device: torch.device) -> Norm:
         """A norm of a stream on `device`. A copy of its weight, which is small, is kept even where it is offloaded."""
@@ -41,7 +41,7 @@ class Norms:
             return _called(module)
         if weight.dtype not in (torch.float32, torch.float64):
             return _RoundedNorm(weight.detach()) if weight.device.type == device.type == "cpu" else _called(module)
-        norm = _ScaledNorm(weight.detach().to(device))
+        norm = ScaledNorm(weight.detach().to(device))
         self._made.add(norm)
         return norm
 
@@ -51,7 +51,7 @@ class Norms:
             norm.refresh()
 
 
-class _ScaledNorm:
+class ScaledNorm:
     """In float32 and float64: the same formula in fewer and cheaper calls.
 
     x * weight / sqrt(mean(x^2) + eps) = x * (weight * sqrt(D)) / |(x, sqrt(D * eps))|. transformers' own computes in
@@ -59,7 +59,7 @@ class _ScaledNorm:
     """
 
     def __init__(self, weight: Tensor) -> None:
-        self._weight = weight
+        self.weight = weight
         with torch.inference_mode(False):
             self._scaled = torch.empty_like(weight)
         self.refresh()
@@ -67,9 +67,11 @@ class _ScaledNorm:
     @torch.inference_mode(False)  # it is written to again later, wherever this is called
     @torch.no_grad()
     def refresh(self) -> None:
-        torch.mul(self._weight, len(self._weight) ** 0.5, out=self._scaled)
+        """Take over the weight as it is now."""
+        torch.mul(self.weight, len(self.weight) ** 0.5, out=self._scaled)
 
     def __call__(self, x: Tensor, longer: Tensor, out: Tensor) -> Tensor:
+        """The rows `x`, normed."""
         return torch.mul(x, self._scaled, out=out).div_(torch.linalg.vector_norm(longer, dim=-1, keepdim=True))
 
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 ALL_ROWS = slice(None)
+_SPARE = 16  # slots beyond those for tokens: a vector is read whole
 
 
 class Cache:
-    """Keys and values `[B, H_kv, slots, d]` for each layer, with a spare last slot that no mask shows.
+    """Keys and values `[B, H_kv, slots, d]` for each layer, with spare last slots that no mask shows.
 
     With `turned` a head's keys lie in memory as `[d, slots]`, the order in which a CPU's product of one query with all
     of them reads fastest.
@@ -44,10 +45,10 @@ class Cache:
 
         def keys(layers: int, device: torch.device) -> Tensor:
             if turned:
-                return zeros(layers, device, head_dim, slots + 1).transpose(-1, -2)
-            return zeros(layers, device, slots + 1, head_dim)
+                return zeros(layers, device, head_dim, slots + _SPARE).transpose(-1, -2)
+            return zeros(layers, device, slots + _SPARE, head_dim)
 
-        self._whole = [(keys(*run), zeros(*run, slots + 1, head_dim)) for run in runs]
+        self._whole = [(keys(*run), zeros(*run, slots + _SPARE, head_dim)) for run in runs]
         # Rows and key heads are folded; one key head serves `group` query heads, repeated without copying.
         folded = [(keys.flatten(1, 2), values.flatten(1, 2)) for keys, values in self._whole]
         self._folded = [(keys.transpose(-1, -2), values) for keys, values in folded]

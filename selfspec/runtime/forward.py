@@ -23,6 +23,7 @@ from selfspec.model.low_precision import Kernel
 from selfspec.model.skeleton import read_skeleton
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.masks import Masks
+from selfspec.runtime.passes import ROWS, Spot
 from selfspec.runtime.paths import CompiledPath, Paths
 from selfspec.runtime.places import Place, move
 from selfspec.runtime.scratch import Scratch, Scratches
@@ -135,6 +136,7 @@ class Runtime:
         self._keep = torch.eye(s.head_dim, dtype=s.dtype, device=self.device)
         self._cos, self._sin = self._rope(min(slots, self.skeleton.context))
         self._swap = self._keep.roll(s.head_dim // 2, 0)
+        self._spot = Spot(self.cache, self._cos, self._sin) if self._direct else None
 
     def _rope(self, positions: int) -> tuple[Tensor, Tensor]:
         """The model's own rope as tables `[positions, 1, d]`, both scaled by `_turn_scale`.
@@ -179,12 +181,19 @@ class Runtime:
         if rows.indices(self.rows) == (0, self.rows, 1):
             rows = ALL_ROWS
         batch, n = tokens.shape
-        place = self._place(batch, n, positions, positions if slots is None else slots, mask, rows)
+        way = self._full if path is None else path
+        slots = positions if slots is None else slots
         scratch = self._scratches.get(batch, n, self.device)
         scratch.stream.copy_(self.skeleton.embed(tokens).flatten(0, 1))
+        native = way.native if batch == 1 and n <= ROWS and not (hidden or between or logits is None) else None
+        if native is not None and self._spot is not None:
+            additive = None if mask is None else self._masks.additive(mask)
+            native.run(scratch, self._spot.set(n, positions, slots, additive, rows.indices(self.rows)[0]))
+            out = way.head(scratch.normed if logits == "all" else scratch.normed[n - 1 :])
+            return Step(out.unsqueeze(0), {}, {})
+        place = self._place(batch, n, positions, slots, mask, rows)
         streams: dict[int, Tensor] = {}
         halves: dict[int, Tensor] = {}
-        way = self._full if path is None else path
         for index, device, attention, mlp in way.blocks:
             if index in hidden:
                 streams[index] = _kept(scratch)

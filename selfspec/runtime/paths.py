@@ -15,6 +15,7 @@ from selfspec.model.families.base import Attention, Mlp, SubLayer
 from selfspec.model.linears import Call
 from selfspec.model.low_precision import Bits
 from selfspec.model.skeleton import Skeleton
+from selfspec.runtime.passes import NativePass, native_pass
 
 BITS: dict[Mode, Bits] = {"int8": 8, "int4": 4}
 
@@ -33,13 +34,14 @@ class CompiledPath:
     """A draft path of one model: for each layer its number, its device, and its attention and MLP; None: bypassed.
 
     `bytes`: memory held beside the model. `in_full`: what could not be had in few bits, and runs in full (attention or
-    mlp with the layer's number, head).
+    mlp with the layer's number, head). `native`: the blocks and the last norm as one call, where that is to be had.
     """
 
     blocks: tuple[tuple[int, torch.device, Attention | None, Mlp | None], ...]
     head: Call
     bytes: int = 0
     in_full: tuple[str, ...] = ()
+    native: NativePass | None = None
     held: tuple[_Made, ...] = field(default=(), repr=False)
 
 
@@ -109,7 +111,8 @@ class Paths:
         if head is not None:
             held.append(head)
         runs_head = self._skeleton.head if head is None else head.runs
-        return CompiledPath(tuple(runs), runs_head, sum(m.bytes for m in held), tuple(in_full), tuple(held))
+        native = native_pass(self._skeleton.sizes, runs, self._skeleton.norm)
+        return CompiledPath(tuple(runs), runs_head, sum(m.bytes for m in held), tuple(in_full), native, tuple(held))
 
     def _sublayer(self, index: int, part: SubLayer, bits: Bits) -> _Made | None:
         return self._once((index, part, bits), lambda: self._skeleton.lowered.sublayer(index, part, bits))

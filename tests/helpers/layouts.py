@@ -6,13 +6,17 @@ import pytest
 import torch
 from wants import reason
 
+from selfspec.model import native
 from selfspec.model.layout import LAYOUTS, WIDTHS, Times, layout_times
 from selfspec.model.loading import load_model
 
 HAS_ONEDNN = bool(torch.backends.mkldnn.is_available())
-AVAILABLE = [name for name in LAYOUTS if name != "onednn" or HAS_ONEDNN]
-CHOOSABLE = list(LAYOUTS) if HAS_ONEDNN else ["rows"]  # by `auto`, which without oneDNN has nothing to choose from
+HAS_NATIVE = native.available()
+_LACKING = {"onednn": not HAS_ONEDNN, "native": not HAS_NATIVE}
+AVAILABLE = [name for name in LAYOUTS if not _LACKING.get(name)]
+CHOOSABLE = AVAILABLE if HAS_ONEDNN or HAS_NATIVE else ["rows"]  # by `auto`, which else has nothing to choose from
 HAS_BFLOAT16 = HAS_ONEDNN and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+needs_native = pytest.mark.skipif(not HAS_NATIVE, reason=reason("a C++ compiler"))
 needs_onednn = pytest.mark.skipif(not HAS_ONEDNN, reason=reason("oneDNN"))
 needs_bfloat16 = pytest.mark.skipif(not HAS_BFLOAT16, reason="oneDNN computes in bfloat16 on newer processors only")
 
@@ -22,7 +26,7 @@ def fastest(plain: str, drafting: str | None = None) -> Times:
 
     Both read one row about as fast, as a layout for drafting must; `drafting` reads more rows faster.
     """
-    times: Times = {name: dict.fromkeys(WIDTHS, 4.0) for name in LAYOUTS}
+    times: Times = {name: dict.fromkeys(WIDTHS, 4.0) for name in AVAILABLE}
     times[plain] = {width: 1.0 if width == 1 else 2.0 for width in WIDTHS}
     if drafting is not None and drafting != plain:
         times[drafting] = {width: 2.0 if width == max(WIDTHS) else 1.02 for width in WIDTHS}

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from selfspec.search import continuations
 from selfspec.search.budget import Deadline
 from selfspec.search.continuations import FEWEST, Decoding, continue_prompts
 from transformers.generation import RepetitionPenaltyLogitsProcessor

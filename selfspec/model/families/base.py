@@ -30,6 +30,10 @@ not change their products; cosines of dimensions that are not turned are 1, sine
 """
 
 
+Plain = tuple[Sequence[Any], Sequence[Any]]
+"""A sub-layer's linears: those that read the normed stream side by side, and the one that writes to the stream."""
+
+
 class Workspace(Protocol):
     """The residual stream of a pass over N rows, and tensors to compute in, which whoever comes next overwrites."""
 
@@ -47,12 +51,14 @@ class Attention:
     """What a family computes of an attention sub-layer. Rope, cache and attention itself are the runtime's.
 
     `norm` gives what is read of the stream. `qkv` writes its queries, keys and values before rope, side by side,
-    `[N, (H + 2 * H_kv) * d]`. `add` adds to the stream what the heads' outputs `[N, H * d]` come to.
+    `[N, (H + 2 * H_kv) * d]`. `add` adds to the stream what the heads' outputs `[N, H * d]` come to. `plain`: the
+    linears, where `qkv` and `add` are nothing else.
     """
 
     norm: Norm
     qkv: Into
     add: Onto
+    plain: Plain | None = None
 
 
 class Mlp(Protocol):
@@ -64,12 +70,16 @@ class Mlp(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """down(act(gate(x)) * up(x)) of the normed stream x; `act` may change what it is given."""
+    """down(act(gate(x)) * up(x)) of the normed stream x; `act` may change what it is given.
+
+    `plain`: the linears, where `act` is SiLU.
+    """
 
     norm: Norm
     gate_up: Into
     act: Call
     down: Onto
+    plain: Plain | None = None
 
     def run(self, work: Workspace) -> None:
         """Add that to the stream."""

@@ -64,17 +64,20 @@ class Llama:
         before_attention, before_mlp = layer.norms
         device = device_of(before_attention)
         act = layer.module.mlp.act_fn
+        silu = type(act) in (nn.SiLU, SiLUActivation) and is_plain(act)
         return Block(
             attention=Attention(
                 norm=norms.read(before_attention, device),
                 qkv=side_by_side(qkv.modules),
                 add=linear_onto(o.module),
+                plain=(qkv.modules, o.modules),
             ),
             mlp=GatedMlp(
                 norm=norms.read(before_mlp, device),
                 gate_up=side_by_side(gate_up.modules),
-                act=partial(F.silu, inplace=True) if type(act) in (nn.SiLU, SiLUActivation) and is_plain(act) else act,
+                act=partial(F.silu, inplace=True) if silu else act,
                 down=linear_onto(down.module),
+                plain=(gate_up.modules, down.modules) if silu else None,
             ),
             device=device,
         )

@@ -264,7 +264,7 @@ def test_commit_gathers_a_path():
     with runtime.session(20):
         cache = runtime.cache
         for keys in cache.keys:
-            keys.copy_(torch.arange(cache.slots + 1).view(1, 1, -1, 1).expand_as(keys))
+            keys.copy_(torch.arange(keys.shape[2]).view(1, 1, -1, 1).expand_as(keys))
         cache.length[0] = 4
         cache.commit(0, (1, 3, 4))  # nodes at slots 6, 8, 9, below the root at slot 4
         assert cache.length == [8]
