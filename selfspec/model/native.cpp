@@ -32,41 +32,50 @@ typedef int8_t bytes __attribute__((vector_size(V), aligned(1)));
 
 enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, INT4 };
 
-// A weight [out, in]. INT8: values * scale, a scale for each output. INT4: (values - 8) * scale + zero, a scale and a
-// zero for each `group` inputs; of 32 inputs, the first 16 are the low halves of 16 bytes, the others the high halves.
+// A weight [out, in]. INT8: values * scale, a bfloat16 for each output. INT4: (values - 8) * scale + zero, for each
+// output and 2^group inputs the two as one number of 32 bits, the zero's first; of 32 inputs, the first 16 are the low
+// halves of 16 bytes, the others the high halves.
 struct Weight {
     int64_t kind, out, in, group;
     const char *values;
-    const uint16_t *scale, *zero;  // bfloat16
-    const float *bias;             // or none
+    const void *scale;
+    const float *bias;  // or none
 };
 
 // A layer: RMSNorm and linears, the gated MLP with SiLU. No `qkv`, no `gate_up`: that sub-layer is bypassed.
 struct Layer {
-    const float *before_attention;
+    const void *before_attention;
     const Weight *qkv, *o;
-    const float *before_mlp;
+    const void *before_mlp;
     const Weight *gate_up, *down;
 };
 
 struct Pass {
+    int64_t kind;  // of norms' weights and of the cache: FLOAT32 or BFLOAT16; all else is computed in float32
     int64_t layers, hidden, heads, kv_heads, head_dim, intermediate;
-    double eps;
+    double eps, scaling;  // `scaling`: of queries
     const Layer *layer;
-    const float *norm;  // the last one
+    const void *norm;  // the last one
 };
 
 // Where a pass's tokens stand. `cos`, `sin` [positions, head_dim]; keys [layers, .., kv_heads, head_dim, stride] and
 // values [layers, .., kv_heads, stride, head_dim] of one sequence. Token i sees the slots up to slots[i], or, with a
 // `mask` [n, seen] of 0 and -inf, which is added to the scores, those of the first `seen`.
 struct Place {
-    int64_t n, seen, stride, each_layer;  // floats from a layer's keys to the next one's
+    int64_t n, seen, stride, each_layer;  // numbers from a layer's keys to the next one's
     const int64_t *positions, *slots;
     const float *cos, *sin, *mask;
-    float *keys, *values;
+    void *keys, *values;
 };
 
 INLINE floats at(const float *p) { return *(const floats *)p; }
+INLINE floats at(const uint16_t *p) { return (floats)(__builtin_convertvector(*(const halves *)p, ints) << 16); }
+INLINE void keep(float *p, float x) { *p = x; }
+INLINE void keep(uint16_t *p, float x) {  // to the nearest, the even one of two
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    *p = x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
 INLINE floats to_floats(ints x) { return __builtin_convertvector(x, floats); }
 INLINE float bfloat16(uint16_t x) {
     uint32_t bits = (uint32_t)x << 16;
@@ -114,15 +123,11 @@ template <int K> INLINE int64_t row_bytes(int64_t in) {
     return K == FLOAT32 ? 4 * in : K == BFLOAT16 ? 2 * in : K == INT8 ? in : in / 2;
 }
 
-// V values of a weight's row from input k on.
-template <int K> INLINE floats load(const char *row, int64_t k, const uint16_t *scale, const uint16_t *zero, int64_t group) {
+// V values of a weight's row from input k on; not INT4's.
+template <int K> INLINE floats load(const char *row, int64_t k) {
     if constexpr (K == FLOAT32) return at((const float *)row + k);
-    if constexpr (K == BFLOAT16) return (floats)(__builtin_convertvector(*(const halves *)((const uint16_t *)row + k), ints) << 16);
-    if constexpr (K == INT8) return to_floats(widened((const int8_t *)row + k));
-    int64_t within = k & 31;
-    ints both = widened((const int8_t *)row + (k >> 5) * 16 + (within & 15));
-    ints value = (both >> (within & 16 ? 4 : 0)) & 15;
-    return to_floats(value) * bfloat16(scale[k / group]) + (bfloat16(zero[k / group]) - 8.0f * bfloat16(scale[k / group]));
+    if constexpr (K == BFLOAT16) return at((const uint16_t *)row + k);
+    return to_floats(widened((const int8_t *)row + k));
 }
 template <int K> INLINE float load_one(const char *row, int64_t k) {
     if constexpr (K == FLOAT32) return ((const float *)row)[k];
@@ -130,33 +135,77 @@ template <int K> INLINE float load_one(const char *row, int64_t k) {
     return ((const int8_t *)row)[k];  // INT4's inputs come by 32
 }
 
-// Outputs o to o + O of R rows.
+// What INT4's low halves stand for, less 8.
+INLINE floats signed_halves(ints x) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_permutexvar_ps((__m512i)x, _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
+#else
+    return to_floats((x & 15) - 8);
+#endif
+}
+
+// Sums of R rows' products with O outputs' weights from `from` on, each `row` bytes after the one before.
 template <int K, int R, int O>
-INLINE void block(const Weight &w, int64_t o, const float *x, int64_t ldx, float *y, int64_t ldy, bool add) {
-    const int64_t in = w.in, row = row_bytes<K>(in), groups = K == INT4 ? in / w.group : 0;
-    const char *from = w.values + o * row;
-    const uint16_t *scale = w.scale + (K == INT4 ? o * groups : o), *zero = w.zero + o * groups;
-    floats a[R][O] = {};
+INLINE int64_t sums(const Weight &w, const char *from, int64_t row, const float *x, int64_t ldx, floats (&a)[R][O]) {
     int64_t k = 0;
-    for (; k + V <= in; k += V) {
+    for (; k + V <= w.in; k += V) {
         floats rows[R];
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) rows[r] = at(x + r * ldx + k);
 #pragma GCC unroll 12
         for (int i = 0; i < O; i++) {
-            floats b = load<K>(from + i * row, k, scale + i * groups, zero + i * groups, w.group);
+            floats b = load<K>(from + i * row, k);
             int64_t byte = row_bytes<K>(k);
             if ((byte & 63) == 0) __builtin_prefetch(from + (O + i) * row + byte);
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) a[r][i] += rows[r] * b;
         }
     }
+    return k;
+}
+template <int R, int O>
+INLINE void sums_of_halves(const Weight &w, const char *from, const uint32_t *grid, const float *x, int64_t ldx, floats (&a)[R][O]) {
+    const int64_t row = w.in / 2, groups = w.in >> w.group;
+    for (int64_t k = 0; k < w.in; k += 32) {
+        floats scale[O], zero[O];
+#pragma GCC unroll 12
+        for (int i = 0; i < O; i++) {
+            ints both = ints{} + (int32_t)grid[i * groups + (k >> w.group)];
+            scale[i] = (floats)(both << 16);
+            zero[i] = (floats)(both & (int32_t)0xffff0000);
+            if ((k & 127) == 0) __builtin_prefetch(from + (O + i) * row + k / 2);
+        }
+        for (int j = 0; j < 16; j += V) {
+#pragma GCC unroll 12
+            for (int i = 0; i < O; i++) {
+                ints both = widened((const int8_t *)from + i * row + k / 2 + j);
+                floats low = signed_halves(both) * scale[i] + zero[i], high = signed_halves(both >> 4) * scale[i] + zero[i];
+#pragma GCC unroll 12
+                for (int r = 0; r < R; r++) a[r][i] += at(x + r * ldx + k + j) * low;
+#pragma GCC unroll 12
+                for (int r = 0; r < R; r++) a[r][i] += at(x + r * ldx + k + 16 + j) * high;
+            }
+        }
+    }
+}
+
+// Outputs o to o + O of R rows.
+template <int K, int R, int O>
+INLINE void block(const Weight &w, int64_t o, const float *x, int64_t ldx, float *y, int64_t ldy, bool add) {
+    const int64_t row = row_bytes<K>(w.in);
+    const char *from = w.values + o * row;
+    floats a[R][O] = {};
+    int64_t k = w.in;
+    if constexpr (K == INT4)
+        sums_of_halves<R, O>(w, from, (const uint32_t *)w.scale + o * (w.in >> w.group), x, ldx, a);
+    else
+        k = sums<K, R, O>(w, from, row, x, ldx, a);
     for (int r = 0; r < R; r++)
         for (int i = 0; i < O; i++) {
             float sum = total(a[r][i]);
             if constexpr (K != INT4)
-                for (int64_t j = k; j < in; j++) sum += x[r * ldx + j] * load_one<K>(from + i * row, j);
-            if constexpr (K == INT8) sum *= bfloat16(scale[i]);
+                for (int64_t j = k; j < w.in; j++) sum += x[r * ldx + j] * load_one<K>(from + i * row, j);
+            if constexpr (K == INT8) sum *= bfloat16(((const uint16_t *)w.scale)[o + i]);
             if (w.bias) sum += w.bias[o + i];
             float *to = y + r * ldy + o + i;
             *to = add ? *to + sum : sum;
@@ -224,7 +273,8 @@ private:
     }
 };
 
-static void normed(const float *x, int64_t ldx, const float *weight, double eps, float *out, int64_t n, int64_t size) {
+template <typename T>
+static void normed(const float *x, int64_t ldx, const T *weight, double eps, float *out, int64_t n, int64_t size) {
     for (int64_t r = 0; r < n; r++, x += ldx, out += size) {
         floats squares = {};
         for (int64_t k = 0; k < size; k += V) squares += at(x + k) * at(x + k);
@@ -242,8 +292,8 @@ INLINE void turn(float *head, const float *cos, const float *sin, int64_t d) {  
 }
 
 // Scores of B vectors of slots from s on.
-template <int B>
-INLINE void score(const float *q, const float *keys, const float *mask, int64_t s, int64_t seen, int64_t stride, int64_t d, float *scores, floats &most) {
+template <typename T, int B>
+INLINE void score(const float *q, const T *keys, const float *mask, int64_t s, int64_t seen, int64_t stride, int64_t d, float *scores, floats &most) {
     floats a[B] = {};
     for (int64_t k = 0; k < d; k++)
         for (int i = 0; i < B; i++) a[i] += at(keys + k * stride + s + i * V) * q[k];
@@ -260,11 +310,12 @@ INLINE void score(const float *q, const float *keys, const float *mask, int64_t 
 
 // One query head `q` [d] over keys [d, stride] and values [stride, d] of `seen` slots, to `out` [d]. Beyond `seen` lie
 // spare slots, which are read and not used.
-static void attend(const float *q, const float *keys, const float *values, const float *mask, int64_t seen, int64_t stride, int64_t d, float *scores, float *out) {
+template <typename T>
+static void attend(const float *q, const T *keys, const T *values, const float *mask, int64_t seen, int64_t stride, int64_t d, float *scores, float *out) {
     floats most = floats{} - INFINITY;
     int64_t s = 0;
-    for (; s + 4 * V <= seen; s += 4 * V) score<4>(q, keys, mask, s, seen, stride, d, scores, most);
-    for (; s < seen; s += V) score<1>(q, keys, mask, s, seen, stride, d, scores, most);
+    for (; s + 4 * V <= seen; s += 4 * V) score<T, 4>(q, keys, mask, s, seen, stride, d, scores, most);
+    for (; s < seen; s += V) score<T, 1>(q, keys, mask, s, seen, stride, d, scores, most);
     float largest = most[0];
     for (int i = 1; i < V; i++) largest = most[i] > largest ? most[i] : largest;
     floats sums = {};
@@ -283,40 +334,43 @@ static void attend(const float *q, const float *keys, const float *values, const
     }
 }
 
-// What thread t does of a pass. Scratch by `scratch_floats`: what all share, then what is each thread's own.
-static void run(const Pass &p, const Place &at_, float *stream, int64_t ld, float *shared, float *own, const Team &team) {
-    const int64_t n = at_.n, d = p.head_dim, D = p.hidden, I = p.intermediate, stride = at_.stride;
+// What thread t does of a pass. `shared`, `own`: what it computes in.
+template <typename T>
+static void run(const Pass &p, const Place &place, float *stream, float *shared, float *own, const Team &team) {
+    const int64_t n = place.n, d = p.head_dim, D = p.hidden, I = p.intermediate, stride = place.stride;
     const int64_t heads = p.heads + 2 * p.kv_heads, width = heads * d, group = p.heads / p.kv_heads;
     float *qkv = shared, *mixed = qkv + n * width, *activated = mixed + n * p.heads * d, *scores = own + n * D;
     float *gate_up = activated + n * I;
     for (int64_t l = 0; l < p.layers; l++) {
         const Layer &layer = p.layer[l];
-        float *keys = at_.keys + l * at_.each_layer, *values = at_.values + l * at_.each_layer;
+        T *keys = (T *)place.keys + l * place.each_layer, *values = (T *)place.values + l * place.each_layer;
         if (layer.qkv) {
-            normed(stream, ld, layer.before_attention, p.eps, own, n, D);
+            normed(stream, D, (const T *)layer.before_attention, p.eps, own, n, D);
             multiply(*layer.qkv, team.share(width, 8), team.end(width, 8), own, D, qkv, width, n, false);
             team.wait();
             for (int64_t i = team.t; i < n * heads; i += team.threads) {
-                int64_t r = i / heads, h = i % heads, slot = at_.slots[r], pos = at_.positions[r];
+                int64_t r = i / heads, h = i % heads, slot = place.slots[r], pos = place.positions[r];
                 float *head = qkv + r * width + h * d;
-                if (h < p.heads + p.kv_heads) turn(head, at_.cos + pos * d, at_.sin + pos * d, d);
-                if (h >= p.heads + p.kv_heads)
-                    memcpy(values + ((h - p.heads - p.kv_heads) * stride + slot) * d, head, d * 4);
-                else if (h >= p.heads)
-                    for (int64_t k = 0; k < d; k++) keys[((h - p.heads) * d + k) * stride + slot] = head[k];
+                if (h < p.heads + p.kv_heads) turn(head, place.cos + pos * d, place.sin + pos * d, d);
+                if (h < p.heads)
+                    for (int64_t k = 0; k < d; k++) head[k] *= (float)p.scaling;
+                else if (h < p.heads + p.kv_heads)
+                    for (int64_t k = 0; k < d; k++) keep(keys + ((h - p.heads) * d + k) * stride + slot, head[k]);
+                else
+                    for (int64_t k = 0; k < d; k++) keep(values + ((h - p.heads - p.kv_heads) * stride + slot) * d + k, head[k]);
             }
             team.wait();
             for (int64_t i = team.t; i < n * p.heads; i += team.threads) {
                 int64_t r = i / p.heads, h = i % p.heads, of = h / group * stride * d;
-                const float *mask = at_.mask ? at_.mask + r * at_.seen : nullptr;
-                attend(qkv + r * width + h * d, keys + of, values + of, mask, mask ? at_.seen : at_.slots[r] + 1, stride, d, scores, mixed + (r * p.heads + h) * d);
+                const float *mask = place.mask ? place.mask + r * place.seen : nullptr;
+                attend(qkv + r * width + h * d, keys + of, values + of, mask, mask ? place.seen : place.slots[r] + 1, stride, d, scores, mixed + (r * p.heads + h) * d);
             }
             team.wait();
-            multiply(*layer.o, team.share(D, 8), team.end(D, 8), mixed, p.heads * d, stream, ld, n, true);
+            multiply(*layer.o, team.share(D, 8), team.end(D, 8), mixed, p.heads * d, stream, D, n, true);
             team.wait();
         }
         if (layer.gate_up) {
-            normed(stream, ld, layer.before_mlp, p.eps, own, n, D);
+            normed(stream, D, (const T *)layer.before_mlp, p.eps, own, n, D);
             int64_t from = team.share(I, 16), to = team.end(I, 16);
             multiply(*layer.gate_up, from, to, own, D, gate_up, 2 * I, n, false);
             multiply(*layer.gate_up, I + from, I + to, own, D, gate_up, 2 * I, n, false);
@@ -326,10 +380,34 @@ static void run(const Pass &p, const Place &at_, float *stream, int64_t ld, floa
                     *(floats *)(activated + r * I + k) = gate / (exponential(-gate) + 1.0f) * up;
                 }
             team.wait();
-            multiply(*layer.down, team.share(D, 8), team.end(D, 8), activated, I, stream, ld, n, true);
+            multiply(*layer.down, team.share(D, 8), team.end(D, 8), activated, I, stream, D, n, true);
             team.wait();
         }
     }
+}
+
+extern "C" {
+// Floats that `selfspec_pass` computes in: those that threads share, and those of each.
+int64_t selfspec_shared(const Pass *p, int64_t n) {
+    return n * ((p->heads + 2 * p->kv_heads) * p->head_dim + p->heads * p->head_dim + 3 * p->intermediate);
+}
+int64_t selfspec_own(const Pass *p, int64_t n, int64_t seen) { return n * p->hidden + (seen + V) / V * V + V; }
+}
+
+template <typename T>
+static void pass(const Pass *p, const Place *place, float *stream, float *out, float *scratch, int64_t seen, int64_t threads) {
+    float *owns = scratch + selfspec_shared(p, place->n);
+    int64_t own = selfspec_own(p, place->n, seen);
+    if (threads < 2) {
+        run<T>(*p, *place, stream, scratch, owns, Team(0, 1));
+    } else {
+#pragma omp parallel num_threads(threads)
+        {
+            Team team;
+            run<T>(*p, *place, stream, scratch, owns + team.t * own, team);
+        }
+    }
+    normed(stream, p->hidden, (const T *)p->norm, p->eps, out, place->n, p->hidden);
 }
 
 extern "C" {
@@ -346,25 +424,11 @@ void selfspec_multiply(const Weight *w, const float *x, int64_t ldx, float *y, i
     }
 }
 
-// Floats that `selfspec_pass` computes in: those that threads share, and those of each.
-int64_t selfspec_shared(const Pass *p, int64_t n) {
-    return n * ((p->heads + 2 * p->kv_heads) * p->head_dim + p->heads * p->head_dim + 3 * p->intermediate);
-}
-int64_t selfspec_own(const Pass *p, int64_t n, int64_t seen) { return n * p->hidden + (seen + V) / V * V + V; }
-
 // Runs the stream [n, hidden] through the layers, in place; `out` [n, hidden]: what the last norm makes of it.
-void selfspec_pass(const Pass *p, const Place *place, float *stream, int64_t ld, float *out, float *scratch, int64_t seen, int64_t threads) {
-    float *owns = scratch + selfspec_shared(p, place->n);
-    int64_t own = selfspec_own(p, place->n, seen);
-    if (threads < 2) {
-        run(*p, *place, stream, ld, scratch, owns, Team(0, 1));
-    } else {
-#pragma omp parallel num_threads(threads)
-        {
-            Team team;
-            run(*p, *place, stream, ld, scratch, owns + team.t * own, team);
-        }
-    }
-    normed(stream, ld, p->norm, p->eps, out, place->n, p->hidden);
+void selfspec_pass(const Pass *p, const Place *place, float *stream, float *out, float *scratch, int64_t seen, int64_t threads) {
+    if (p->kind == BFLOAT16)
+        pass<uint16_t>(p, place, stream, out, scratch, seen, threads);
+    else
+        pass<float>(p, place, stream, out, scratch, seen, threads);
 }
 }

@@ -40,7 +40,7 @@ _SOURCE = Path(__file__).with_name("native.cpp")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC", "-w")
 _HERE = (("-march=native",), ("-mcpu=native",), ())  # this processor's own instructions, as compilers take it
 _PATIENCE = 120  # seconds for the compiler
-_KINDS = {torch.float32: 0, torch.bfloat16: 1}
+KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _INT8, _INT4 = 2, 3
 
 
@@ -49,7 +49,7 @@ class Weight(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("kind", "out", "in", "group")),
-        *((name, c_void_p) for name in ("values", "scale", "zero", "bias")),
+        *((name, c_void_p) for name in ("values", "scale", "bias")),
     ]
 
 
@@ -65,8 +65,9 @@ class Pass(ctypes.Structure):
     """The layers that a pass goes through."""
 
     _fields_: ClassVar = [
-        *((name, c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
+        *((name, c_int64) for name in ("kind", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
         ("eps", c_double),
+        ("scaling", c_double),
         ("layer", POINTER(Layer)),
         ("norm", c_void_p),
     ]
@@ -167,7 +168,7 @@ def _typed(found: Any) -> Any:
     found.selfspec_multiply.restype = None
     found.selfspec_shared.argtypes, found.selfspec_shared.restype = [pointer, number], number
     found.selfspec_own.argtypes, found.selfspec_own.restype = [pointer, number, number], number
-    found.selfspec_pass.argtypes = [pointer, pointer, pointer, number, pointer, pointer, number, number]
+    found.selfspec_pass.argtypes = [pointer, pointer, pointer, pointer, pointer, number, number]
     found.selfspec_pass.restype = None
     return found
 
@@ -183,21 +184,22 @@ class NativeProduct:
         self._multiply = library().selfspec_multiply
         self._of, self._wide = weight, weight.t() if isinstance(weight, Tensor) else None
         self.bias = None if bias is None else bias.float().contiguous()
-        scale = zero = None
+        scale = None
         if isinstance(weight, Rounded):
             values, scale, zero = weight.values, weight.scale.contiguous(), weight.zero
-            (self.out, self.into), group = values.shape, values.shape[1]
-            kind = _INT8 if weight.bits == 8 else _INT4
+            (self.out, self.into), group = values.shape, 0
+            kind = _INT8 if zero is None else _INT4
             if zero is not None:
-                zero, group = zero.contiguous(), group // scale.shape[1]
+                group = (values.shape[1] // scale.shape[1]).bit_length() - 1
+                scale = torch.stack([scale, zero], -1)
                 halves = values.view(self.out, -1, 2, 16)
                 values = halves[:, :, 0] | (halves[:, :, 1] << 4)
-                self._of = replace(weight, values=values)
+                self._of = replace(weight, values=values, scale=scale[..., 0], zero=scale[..., 1])
         else:
-            values, kind, group = weight, _KINDS[weight.dtype], weight.shape[1]
+            values, kind, group = weight, KINDS[weight.dtype], 0
             self.out, self.into = weight.shape
         self.values = values.contiguous()
-        self._held = (self.values, scale, zero, self.bias)
+        self._held = (self.values, scale, self.bias)
         pointers = [None if t is None else t.data_ptr() for t in self._held]
         self.described = Weight(kind, self.out, self.into, group, *pointers)
         self.address = ctypes.addressof(self.described)

@@ -40,7 +40,7 @@ class Norms:
         if not plain or (weight := weight_of(module)) is None:
             return _called(module)
         if weight.dtype not in (torch.float32, torch.float64):
-            return _RoundedNorm(weight.detach()) if weight.device.type == device.type == "cpu" else _called(module)
+            return RoundedNorm(weight.detach()) if weight.device.type == device.type == "cpu" else _called(module)
         norm = ScaledNorm(weight.detach().to(device))
         self._made.add(norm)
         return norm
@@ -75,18 +75,19 @@ class ScaledNorm:
         return torch.mul(x, self._scaled, out=out).div_(torch.linalg.vector_norm(longer, dim=-1, keepdim=True))
 
 
-class _RoundedNorm:
+class RoundedNorm:
     """In half precision: computed in float32, and rounded where transformers' own norms are.
 
     That is before the product with the weight, and after it. An accelerator runs the module itself.
     """
 
     def __init__(self, weight: Tensor) -> None:
-        self._weight, self._share = weight, len(weight) ** -0.5
+        self.weight, self._share = weight, len(weight) ** -0.5
 
     def __call__(self, x: Tensor, longer: Tensor, out: Tensor) -> Tensor:
+        """The rows `x`, normed."""
         norm = torch.linalg.vector_norm(longer, dim=-1, keepdim=True, dtype=torch.float32).mul_(self._share)
-        return torch.div(x, norm, out=out).mul_(self._weight)
+        return torch.div(x, norm, out=out).mul_(self.weight)
 
 
 def _called(module: nn.Module) -> Norm:

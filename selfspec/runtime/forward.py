@@ -55,8 +55,9 @@ class Runtime:
         self._turn_scale = self.skeleton.scaling**0.5 if exact else 1.0
         self._scaling = 1.0 if exact else self.skeleton.scaling
         self._direct = exact and self.device.type == "cpu"
-        self._paths = Paths(self.skeleton)
+        self._paths = Paths(self.skeleton, self._scaling)
         self._full = self.compile(FULL)
+        self._turned = self._direct or self._full.native is not None
         self._begin(rows)
 
     def beside(self, *, rows: int = 1) -> Runtime:
@@ -131,12 +132,12 @@ class Runtime:
             head_dim=s.head_dim,
             dtype=s.dtype,
             devices=[block.device for block in self.skeleton.blocks],
-            turned=self._direct,
+            turned=self._turned,
         )
         self._keep = torch.eye(s.head_dim, dtype=s.dtype, device=self.device)
         self._cos, self._sin = self._rope(min(slots, self.skeleton.context))
         self._swap = self._keep.roll(s.head_dim // 2, 0)
-        self._spot = Spot(self.cache, self._cos, self._sin) if self._direct else None
+        self._spot = Spot(self.cache, self._cos, self._sin) if self._turned else None
 
     def _rope(self, positions: int) -> tuple[Tensor, Tensor]:
         """The model's own rope as tables `[positions, 1, d]`, both scaled by `_turn_scale`.
@@ -183,15 +184,15 @@ class Runtime:
         batch, n = tokens.shape
         way = self._full if path is None else path
         slots = positions if slots is None else slots
-        scratch = self._scratches.get(batch, n, self.device)
-        scratch.stream.copy_(self.skeleton.embed(tokens).flatten(0, 1))
         native = way.native if batch == 1 and n <= ROWS and not (hidden or between or logits is None) else None
         if native is not None and self._spot is not None:
             additive = None if mask is None else self._masks.additive(mask)
-            native.run(scratch, self._spot.set(n, positions, slots, additive, rows.indices(self.rows)[0]))
-            out = way.head(scratch.normed if logits == "all" else scratch.normed[n - 1 :])
-            return Step(out.unsqueeze(0), {}, {})
+            spot = self._spot.set(n, positions, slots, additive, rows.indices(self.rows)[0])
+            normed = native.run(self.skeleton.embed(tokens)[0].float(), spot).to(self.dtype)
+            return Step(way.head(normed if logits == "all" else normed[n - 1 :]).unsqueeze(0), {}, {})
         place = self._place(batch, n, positions, slots, mask, rows)
+        scratch = self._scratches.get(batch, n, self.device)
+        scratch.stream.copy_(self.skeleton.embed(tokens).flatten(0, 1))
         streams: dict[int, Tensor] = {}
         halves: dict[int, Tensor] = {}
         for index, device, attention, mlp in way.blocks:

@@ -1,7 +1,7 @@
 """Whole passes over a few tokens in one native call, for layers that are nothing but what `native.cpp` computes.
 
-What is multiplied is then all that a step costs: a pass of many small operations spends as long between them. Knows
-nothing of drafts and prompts.
+What is multiplied is then all that a step costs: a pass of many small operations spends as long between them. All is
+computed in float32 but for the cache, which is the model's. Knows nothing of drafts and prompts.
 """
 
 from __future__ import annotations
@@ -13,82 +13,87 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.model.families.base import Attention, Mlp, Workspace
+from selfspec.model.families.base import Attention, Mlp
 from selfspec.model.linears import whole_parts
-from selfspec.model.native import ROWS, Layer, NativeProduct, Pass, Place, library
-from selfspec.model.norms import Norm, ScaledNorm
+from selfspec.model.native import KINDS, ROWS, Layer, NativeProduct, Pass, Place, library
+from selfspec.model.norms import Norm, RoundedNorm, ScaledNorm
 from selfspec.model.sizes import Sizes
 from selfspec.runtime.cache import Cache
 
+__all__ = ["ROWS", "NativePass", "Spot", "native_pass"]
 _LONGEST_VECTOR = 16  # float32 values: what sizes are multiples of
 
 
 class NativePass:
-    """The layers of one path, native as a whole; see `native_pass`."""
+    """The layers of one path, and the last norm, as one call; see `native_pass`."""
 
-    def __init__(self, sizes: Sizes, layers: Sequence[Layer], norm: ScaledNorm, held: Sequence[Any]) -> None:
+    def __init__(
+        self, sizes: Sizes, scaling: float, layers: Sequence[Layer], norm: ScaledNorm | RoundedNorm, held: Sequence[Any]
+    ) -> None:
         self._held = (norm, *held)  # what `layers` point to
-        self._layers = (Layer * len(layers))(*layers)
+        described = (Layer * len(layers))(*layers)
         s = sizes
-        sized = (len(layers), s.hidden, s.heads, s.kv_heads, s.head_dim, s.intermediate, s.eps)
-        self._described = Pass(*sized, self._layers, norm.weight.data_ptr())
+        sized = (KINDS[s.dtype], len(layers), s.hidden, s.heads, s.kv_heads, s.head_dim, s.intermediate, s.eps)
+        self._described = Pass(*sized, scaling, described, norm.weight.data_ptr())
         self._at = ctypes.addressof(self._described)
         self._functions = library()
 
-    def run(self, work: Workspace, spot: Spot) -> None:
-        """Bring the stream through the layers, in place; `normed` is then what the last norm makes of it."""
-        threads, stream, out = torch.get_num_threads(), work.stream, work.normed
-        functions, n = self._functions, len(stream)
-        seen = max(spot.place.seen, spot.most)
-        own = functions.selfspec_own(self._at, n, seen)
-        scratch = torch.empty(functions.selfspec_shared(self._at, n) + threads * own)
-        functions.selfspec_pass(
-            self._at,
-            ctypes.addressof(spot.place),
-            stream.data_ptr(),
-            stream.stride(0),
-            out.data_ptr(),
-            scratch.data_ptr(),
-            seen,
-            threads,
-        )
+    def run(self, stream: Tensor, spot: Spot) -> Tensor:
+        """What the last norm makes of the stream `[n, D]`, float32, which is changed in place."""
+        functions, n, threads = self._functions, len(stream), torch.get_num_threads()
+        out = torch.empty_like(stream)
+        room = functions.selfspec_shared(self._at, n) + threads * functions.selfspec_own(self._at, n, spot.seen)
+        scratch = torch.empty(room)
+        pointers = (stream.data_ptr(), out.data_ptr(), scratch.data_ptr())
+        functions.selfspec_pass(self._at, ctypes.addressof(spot.place), *pointers, spot.seen, threads)
+        return out
 
 
 class Spot:
-    """Where up to `ROWS` tokens stand in a row of a cache, as a native pass reads it. Made once for a cache."""
+    """Where up to `ROWS` tokens stand in a row of a cache of turned keys, as a native pass reads it.
+
+    Made once for a cache; `cos` and `sin` are `[positions, 1, d]`. `seen`: slots, up to the last that is seen.
+    """
 
     def __init__(self, cache: Cache, cos: Tensor, sin: Tensor) -> None:
-        self._keys, self._values = cache.keys[0], cache.values[0]
-        self._each_row = self._values.stride(0)
+        values = cache.values[0]
+        self._tables = cos, sin = cos.float().contiguous(), sin.float().contiguous()
         self._numbers = torch.arange(cache.slots + 1)
-        each = cache.values[1].data_ptr() - self._values.data_ptr() if len(cache.values) > 1 else 0
-        self.place = Place(stride=self._values.shape[2], each_layer=each // 4, cos=cos.data_ptr(), sin=sin.data_ptr())
-        self.most = 0
-        self._tensors: tuple[Any, ...] = (cos, sin)
+        self._keys, self._values = cache.keys[0].data_ptr(), values.data_ptr()
+        self._row = values.stride(0) * values.element_size()
+        each = (cache.values[1].data_ptr() - self._values) // values.element_size() if len(cache.values) > 1 else 0
+        self.place = Place(stride=values.shape[2], each_layer=each, cos=cos.data_ptr(), sin=sin.data_ptr())
+        self.seen = 0
 
     def set(self, n: int, positions: int | Tensor, slots: int | Tensor, mask: Tensor | None, row: int) -> Spot:
         """Of `n` tokens of a row; `mask` is additive, `[1, 1, n, seen]`; other arguments as in `Runtime.forward`."""
         place = self.place
         at, to = (self._numbers[p : p + n] if isinstance(p, int) else p.contiguous() for p in (positions, slots))
-        self._now = (at, to, mask)
-        place.n, place.seen = n, 0 if mask is None else mask.shape[-1]
-        self.most = slots + n if isinstance(slots, int) else int(slots.max()) + 1
-        place.positions, place.slots = at.data_ptr(), to.data_ptr()
+        if mask is not None:
+            mask = mask.float().contiguous()
+            self.seen = mask.shape[-1]
+        else:
+            self.seen = slots + n if isinstance(slots, int) else int(slots.max()) + 1
+        self._now = (at, to, mask)  # held while they are read
+        place.n, place.seen, place.positions, place.slots = n, self.seen, at.data_ptr(), to.data_ptr()
         place.mask = None if mask is None else mask.data_ptr()
-        place.keys = self._keys.data_ptr() + 4 * row * self._each_row
-        place.values = self._values.data_ptr() + 4 * row * self._each_row
+        place.keys, place.values = self._keys + row * self._row, self._values + row * self._row
         return self
 
 
 def native_pass(
-    sizes: Sizes, blocks: Sequence[tuple[int, torch.device, Attention | None, Mlp | None]], norm: Norm
+    sizes: Sizes,
+    scaling: float,
+    blocks: Sequence[tuple[int, torch.device, Attention | None, Mlp | None]],
+    norm: Norm,
 ) -> NativePass | None:
     """The blocks of a path as one native pass; None unless every one of them is native and plain.
 
-    That is: float32 on a CPU, RMSNorm, products that are native, rope over whole heads, a gated MLP with SiLU.
+    That is: float32 or bfloat16 on a CPU, RMSNorm, products that are native, rope over whole heads, a gated MLP with
+    SiLU. `scaling` multiplies queries after rope.
     """
     plain = all(size % _LONGEST_VECTOR == 0 for size in (sizes.hidden, sizes.head_dim, sizes.intermediate))
-    if sizes.dtype != torch.float32 or not plain or not isinstance(norm, ScaledNorm):
+    if sizes.dtype not in KINDS or not plain or not isinstance(norm, (ScaledNorm, RoundedNorm)):
         return None
     layers: list[Layer] = []
     held: list[Any] = []
@@ -108,20 +113,15 @@ def native_pass(
             for name, product in zip(names[1:], products, strict=True):
                 setattr(layer, name, product.address)
         layers.append(layer)
-    return NativePass(sizes, layers, norm, held) if held else None
+    return NativePass(sizes, scaling, layers, norm, held) if held else None
 
 
-def _made_of(part: Attention | Mlp) -> tuple[ScaledNorm, NativeProduct, NativeProduct] | None:
+def _made_of(part: Any) -> tuple[ScaledNorm | RoundedNorm, NativeProduct, NativeProduct] | None:
     """A sub-layer's norm, its products that read the stream, and that which writes to it, where they are native."""
     plain = getattr(part, "plain", None)
-    if plain is None or not isinstance(part.norm, ScaledNorm):  # type: ignore[union-attr]
+    if plain is None or not isinstance(part.norm, (ScaledNorm, RoundedNorm)):
         return None
-    wholes = [whole_parts(modules) for modules in plain]
-    products = [None if whole is None else whole.product for whole in wholes]
-    if not all(isinstance(product, NativeProduct) for product in products):
+    into, onto = (None if (whole := whole_parts(modules)) is None else whole.product for modules in plain)
+    if not isinstance(into, NativeProduct) or not isinstance(onto, NativeProduct):
         return None
-    into, onto = products
-    return part.norm, into, onto  # type: ignore[union-attr, return-value]
-
-
-__all__ = ["ROWS", "NativePass", "Spot", "native_pass"]
+    return part.norm, into, onto

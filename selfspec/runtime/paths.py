@@ -48,8 +48,9 @@ class CompiledPath:
 class Paths:
     """The compiled paths of one model, and what they hold of its weights, each made once and kept while it is used."""
 
-    def __init__(self, skeleton: Skeleton) -> None:
-        self._skeleton = skeleton
+    def __init__(self, skeleton: Skeleton, scaling: float) -> None:
+        """`scaling` multiplies queries after rope, in native passes."""
+        self._skeleton, self._scaling = skeleton, scaling
         self._paths: WeakValueDictionary[DraftPath, CompiledPath] = WeakValueDictionary()
         self._made: WeakValueDictionary[Hashable, _Made] = WeakValueDictionary()
 
@@ -111,7 +112,7 @@ class Paths:
         if head is not None:
             held.append(head)
         runs_head = self._skeleton.head if head is None else head.runs
-        native = native_pass(self._skeleton.sizes, runs, self._skeleton.norm)
+        native = native_pass(self._skeleton.sizes, self._scaling, runs, self._skeleton.norm)
         return CompiledPath(tuple(runs), runs_head, sum(m.bytes for m in held), tuple(in_full), native, tuple(held))
 
     def _sublayer(self, index: int, part: SubLayer, bits: Bits) -> _Made | None:
