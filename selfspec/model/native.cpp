@@ -60,7 +60,7 @@ struct Pass {
 
 // Where a pass's tokens stand. `cos`, `sin` [positions, head_dim]; keys [layers, .., kv_heads, head_dim, stride] and
 // values [layers, .., kv_heads, stride, head_dim] of one sequence. Token i sees the slots up to slots[i], or, with a
-// `mask` [n, seen] of 0 and -inf, which is added to the scores, those of the first `seen`.
+// `mask` [n, seen] of 0 and -inf, which is added to the scores, those of the first `seen`. No slot from `seen` on is seen.
 struct Place {
     int64_t n, seen, stride, each_layer;  // numbers from a layer's keys to the next one's
     const int64_t *positions, *slots;
@@ -291,46 +291,102 @@ INLINE void turn(float *head, const float *cos, const float *sin, int64_t d) {  
     }
 }
 
-// Scores of B vectors of slots from s on.
-template <typename T, int B>
-INLINE void score(const float *q, const T *keys, const float *mask, int64_t s, int64_t seen, int64_t stride, int64_t d, float *scores, floats &most) {
-    floats a[B] = {};
+// A query head: `q` [d], what it sees, where its scores are kept, and where its output [d] goes.
+struct Query {
+    const float *q, *mask;
+    int64_t seen;
+    float *scores, *out;
+};
+
+// Scores of Q queries of one key head over B vectors of slots from s on; `most`: the largest so far.
+template <typename T, int Q, int B>
+INLINE void score(const Query *query, const T *keys, int64_t s, int64_t stride, int64_t d, floats (&most)[Q]) {
+    floats a[Q][B] = {};
     for (int64_t k = 0; k < d; k++)
-        for (int i = 0; i < B; i++) a[i] += at(keys + k * stride + s + i * V) * q[k];
+        for (int i = 0; i < B; i++) {
+            floats key = at(keys + k * stride + s + i * V);
+            for (int j = 0; j < Q; j++) a[j][i] += key * query[j].q[k];
+        }
     ints lane;
     for (int i = 0; i < V; i++) lane[i] = i + (int)s;
-    for (int i = 0; i < B; i++, lane += V) {
-        if (mask)
-            for (int j = 0; j < V && s + i * V + j < seen; j++) a[i][j] += mask[s + i * V + j];
-        a[i] = lane < (int)seen ? a[i] : floats{} - INFINITY;
-        *(floats *)(scores + s + i * V) = a[i];
-        most = a[i] > most ? a[i] : most;
-    }
+    for (int i = 0; i < B; i++, lane += V)
+        for (int j = 0; j < Q; j++) {
+            const float *mask = query[j].mask;
+            const int64_t from = s + i * V, to = from + V < query[j].seen ? from + V : query[j].seen;
+            floats x = a[j][i];
+            if (mask)
+                for (int64_t l = from; l < to; l++) x[l - from] += mask[l];
+            x = lane < (int)query[j].seen ? x : floats{} - INFINITY;
+            *(floats *)(query[j].scores + from) = x;
+            most[j] = x > most[j] ? x : most[j];
+        }
 }
 
-// One query head `q` [d] over keys [d, stride] and values [stride, d] of `seen` slots, to `out` [d]. Beyond `seen` lie
-// spare slots, which are read and not used.
-template <typename T>
-static void attend(const float *q, const T *keys, const T *values, const float *mask, int64_t seen, int64_t stride, int64_t d, float *scores, float *out) {
-    floats most = floats{} - INFINITY;
-    int64_t s = 0;
-    for (; s + 4 * V <= seen; s += 4 * V) score<T, 4>(q, keys, mask, s, seen, stride, d, scores, most);
-    for (; s < seen; s += V) score<T, 1>(q, keys, mask, s, seen, stride, d, scores, most);
-    float largest = most[0];
-    for (int i = 1; i < V; i++) largest = most[i] > largest ? most[i] : largest;
-    floats sums = {};
-    for (s = 0; s < seen; s += V) {
-        floats e = exponential(at(scores + s) - largest);
-        *(floats *)(scores + s) = e;
-        sums += e;
+// N vectors, from k on, of the Q queries' outputs.
+template <typename T, int Q, int N>
+INLINE void mix(const Query *query, const T *values, int64_t seen, int64_t d, int64_t k, const float *by) {
+    floats o[Q][N] = {};
+    for (int64_t s = 0; s < seen; s++)
+        for (int i = 0; i < N; i++) {
+            floats value = at(values + s * d + k + i * V);
+            for (int j = 0; j < Q; j++) o[j][i] += value * query[j].scores[s];
+        }
+    for (int j = 0; j < Q; j++)
+        for (int i = 0; i < N; i++) *(floats *)(query[j].out + k + i * V) = o[j][i] * by[j];
+}
+
+// Attention of Q queries over one key head's keys [d, stride] and values [stride, d]. What lies beyond what is seen, in
+// spare slots too, is read and does not count.
+template <typename T, int Q>
+static void attend(const Query *query, const T *keys, const T *values, int64_t stride, int64_t d) {
+    floats most[Q];
+    int64_t seen = 0, s = 0;
+    for (int j = 0; j < Q; j++) {
+        most[j] = floats{} - INFINITY;
+        if (query[j].seen > seen) seen = query[j].seen;
     }
-    float by = 1.0f / total(sums);
-    for (int64_t k = 0; k < d; k += 4 * V) {
-        int vectors = d - k >= 4 * V ? 4 : (int)((d - k) / V);
-        floats o[4] = {};
-        for (s = 0; s < seen; s++)
-            for (int i = 0; i < vectors; i++) o[i] += at(values + s * d + k + i * V) * scores[s];
-        for (int i = 0; i < vectors; i++) *(floats *)(out + k + i * V) = o[i] * by;
+    constexpr int B = Q > 1 ? 2 : 4;
+    for (; s + B * V <= seen; s += B * V) score<T, Q, B>(query, keys, s, stride, d, most);
+    for (; s < seen; s += V) score<T, Q, 1>(query, keys, s, stride, d, most);
+    float by[Q];
+    for (int j = 0; j < Q; j++) {
+        float largest = most[j][0];
+        for (int i = 1; i < V; i++) largest = most[j][i] > largest ? most[j][i] : largest;
+        floats sums = {};
+        for (s = 0; s < seen; s += V) {
+            floats e = exponential(at(query[j].scores + s) - largest);
+            *(floats *)(query[j].scores + s) = e;
+            sums += e;
+        }
+        by[j] = 1.0f / total(sums);
+    }
+    int64_t k = 0;
+    for (; k + 4 * V <= d; k += 4 * V) mix<T, Q, 4>(query, values, seen, d, k, by);
+    for (; k < d; k += V) mix<T, Q, 1>(query, values, seen, d, k, by);
+}
+
+// This thread's share of attention: of each key head, some of the queries that read it at once.
+template <typename T>
+static void attention(const Pass &p, const Place &place, const float *qkv, int64_t width, const T *keys, const T *values, float *scores, float *mixed, const Team &team) {
+    const int64_t n = place.n, d = p.head_dim, group = p.heads / p.kv_heads, of_head = n * group;
+    const int64_t each = n * p.heads >= 8 * team.threads ? 4 : n * p.heads >= 4 * team.threads ? 2 : 1;
+    const int64_t parts = (of_head + each - 1) / each, room = (place.seen + V) / V * V + V;
+    for (int64_t i = team.t; i < p.kv_heads * parts; i += team.threads) {
+        const int64_t head = i / parts, from = i % parts * each, to = from + each < of_head ? from + each : of_head;
+        Query query[4];
+        for (int64_t j = from; j < to; j++) {
+            int64_t r = j / group, h = head * group + j % group;
+            const float *mask = place.mask ? place.mask + r * place.seen : nullptr;
+            int64_t seen = mask ? place.seen : place.slots[r] + 1;
+            query[j - from] = Query{qkv + r * width + h * d, mask, seen, scores + (j - from) * room, mixed + (r * p.heads + h) * d};
+        }
+        const int64_t first = head * place.stride * d;
+        switch (to - from) {
+            case 1: attend<T, 1>(query, keys + first, values + first, place.stride, d); break;
+            case 2: attend<T, 2>(query, keys + first, values + first, place.stride, d); break;
+            case 3: attend<T, 3>(query, keys + first, values + first, place.stride, d); break;
+            default: attend<T, 4>(query, keys + first, values + first, place.stride, d);
+        }
     }
 }
 
@@ -338,7 +394,7 @@ static void attend(const float *q, const T *keys, const T *values, const float *
 template <typename T>
 static void run(const Pass &p, const Place &place, float *stream, float *shared, float *own, const Team &team) {
     const int64_t n = place.n, d = p.head_dim, D = p.hidden, I = p.intermediate, stride = place.stride;
-    const int64_t heads = p.heads + 2 * p.kv_heads, width = heads * d, group = p.heads / p.kv_heads;
+    const int64_t heads = p.heads + 2 * p.kv_heads, width = heads * d;
     float *qkv = shared, *mixed = qkv + n * width, *activated = mixed + n * p.heads * d, *scores = own + n * D;
     float *gate_up = activated + n * I;
     for (int64_t l = 0; l < p.layers; l++) {
@@ -360,11 +416,7 @@ static void run(const Pass &p, const Place &place, float *stream, float *shared,
                     for (int64_t k = 0; k < d; k++) keep(values + ((h - p.heads - p.kv_heads) * stride + slot) * d + k, head[k]);
             }
             team.wait();
-            for (int64_t i = team.t; i < n * p.heads; i += team.threads) {
-                int64_t r = i / p.heads, h = i % p.heads, of = h / group * stride * d;
-                const float *mask = place.mask ? place.mask + r * place.seen : nullptr;
-                attend(qkv + r * width + h * d, keys + of, values + of, mask, mask ? place.seen : place.slots[r] + 1, stride, d, scores, mixed + (r * p.heads + h) * d);
-            }
+            attention<T>(p, place, qkv, width, keys, values, scores, mixed, team);
             team.wait();
             multiply(*layer.o, team.share(D, 8), team.end(D, 8), mixed, p.heads * d, stream, D, n, true);
             team.wait();
@@ -391,7 +443,7 @@ extern "C" {
 int64_t selfspec_shared(const Pass *p, int64_t n) {
     return n * ((p->heads + 2 * p->kv_heads) * p->head_dim + p->heads * p->head_dim + 3 * p->intermediate);
 }
-int64_t selfspec_own(const Pass *p, int64_t n, int64_t seen) { return n * p->hidden + (seen + V) / V * V + V; }
+int64_t selfspec_own(const Pass *p, int64_t n, int64_t seen) { return n * p->hidden + 4 * ((seen + V) / V * V + V); }
 }
 
 template <typename T>
