@@ -10,13 +10,13 @@
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
-#if defined(__AVX512F__) || defined(__AVX2__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
 constexpr int V = 16;  // floats in a vector
 #elif defined(__AVX__)
 constexpr int V = 8;
@@ -84,7 +84,7 @@ INLINE float bfloat16(uint16_t x) {
     return f;
 }
 INLINE ints widened(const int8_t *p) {
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
     return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
 #elif defined(__AVX2__)
     return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
@@ -92,12 +92,19 @@ INLINE ints widened(const int8_t *p) {
     return __builtin_convertvector(*(const bytes *)p, ints);
 #endif
 }
-INLINE float total(floats a) {
-    float t[V];
-    memcpy(t, &a, sizeof t);
-    for (int half = V / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) t[i] += t[i + half];
-    return t[0];
+INLINE float total(floats a) {  // of both halves, of theirs, and so on, on every processor
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)a), _mm512_extractf32x8_ps((__m512)a, 1));
+#elif defined(__AVX__)
+    __m256 half = (__m256)a;
+#endif
+#if defined(__AVX__)
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+#else
+    return (a[0] + a[2]) + (a[1] + a[3]);
+#endif
 }
 
 // e^x, within 2 units in the last place; 0 below -87.
@@ -137,7 +144,7 @@ template <int K> INLINE float load_one(const char *row, int64_t k) {
 
 // What INT4's low halves stand for, less 8.
 INLINE floats signed_halves(ints x) {
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
     return (floats)_mm512_permutexvar_ps((__m512i)x, _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
 #else
     return to_floats((x & 15) - 8);
