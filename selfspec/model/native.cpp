@@ -2,7 +2,7 @@
 // time on. Compiled on the machine that it runs on (`native.py`), for its vectors.
 //
 // Every output of a row is summed in one order, whatever other rows there are: a row gives the same bits alone and
-// among others. Outputs are shared out among threads, in runs of eight; no sum is ever split.
+// among others, in a pass too. Outputs are shared out among threads, in runs of eight; no sum is ever split.
 
 #include <cmath>
 #include <cstdint>
@@ -329,17 +329,21 @@ INLINE void score(const Query *query, const T *keys, int64_t s, int64_t stride, 
         }
 }
 
-// N vectors, from k on, of the Q queries' outputs.
+// N vectors, from k on, of the Q queries' outputs. Slots are summed one by one: those that are not seen, between those
+// that are, change nothing, so that a token gives the same bits in a tree and in a chain.
 template <typename T, int Q, int N>
-INLINE void mix(const Query *query, const T *values, int64_t seen, int64_t d, int64_t k, const float *by) {
+INLINE void mix(const Query *query, const T *values, int64_t seen, int64_t d, int64_t k) {
     floats o[Q][N] = {};
-    for (int64_t s = 0; s < seen; s++)
+    float sum[Q] = {};
+    for (int64_t s = 0; s < seen; s++) {
         for (int i = 0; i < N; i++) {
             floats value = at(values + s * d + k + i * V);
             for (int j = 0; j < Q; j++) o[j][i] += value * query[j].scores[s];
         }
+        for (int j = 0; j < Q; j++) sum[j] += query[j].scores[s];
+    }
     for (int j = 0; j < Q; j++)
-        for (int i = 0; i < N; i++) *(floats *)(query[j].out + k + i * V) = o[j][i] * by[j];
+        for (int i = 0; i < N; i++) *(floats *)(query[j].out + k + i * V) = o[j][i] / sum[j];
 }
 
 // Attention of Q queries over one key head's keys [d, stride] and values [stride, d]. What lies beyond what is seen, in
@@ -355,21 +359,14 @@ static void attend(const Query *query, const T *keys, const T *values, int64_t s
     constexpr int B = Q > 1 ? 2 : 4;
     for (; s + B * V <= seen; s += B * V) score<T, Q, B>(query, keys, s, stride, d, most);
     for (; s < seen; s += V) score<T, Q, 1>(query, keys, s, stride, d, most);
-    float by[Q];
     for (int j = 0; j < Q; j++) {
         float largest = most[j][0];
         for (int i = 1; i < V; i++) largest = most[j][i] > largest ? most[j][i] : largest;
-        floats sums = {};
-        for (s = 0; s < seen; s += V) {
-            floats e = exponential(at(query[j].scores + s) - largest);
-            *(floats *)(query[j].scores + s) = e;
-            sums += e;
-        }
-        by[j] = 1.0f / total(sums);
+        for (s = 0; s < seen; s += V) *(floats *)(query[j].scores + s) = exponential(at(query[j].scores + s) - largest);
     }
     int64_t k = 0;
-    for (; k + 4 * V <= d; k += 4 * V) mix<T, Q, 4>(query, values, seen, d, k, by);
-    for (; k < d; k += V) mix<T, Q, 1>(query, values, seen, d, k, by);
+    for (; k + 4 * V <= d; k += 4 * V) mix<T, Q, 4>(query, values, seen, d, k);
+    for (; k < d; k += V) mix<T, Q, 1>(query, values, seen, d, k);
 }
 
 // This thread's share of attention: of each key head, some of the queries that read it at once.
