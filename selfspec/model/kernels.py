@@ -22,13 +22,13 @@ from selfspec.basics.files import cached_file, read_cached, write_cached
 from selfspec.basics.machine import machine
 from selfspec.model.linears import Call
 from selfspec.model.low_precision import Bits, Kernel, Rounded, fake, rounded
-from selfspec.model.native import NativeProduct, available
+from selfspec.model.native import IN_A_PASS, NativeProduct
+from selfspec.model.native_library import available
 
 _OUTPUTS, _VALUES = 4096, 2**26  # of a weight to time on: outputs at least, and values at most that are more than those
 _REPEATS = 5
 _ENLARGED = 2.0**20
 _WIDE = 24  # rows from which on a product with weights that are held in bfloat16 is faster than one in few bits
-_IN_A_PASS = 0.5  # of what a native product takes alone: with others it makes a native pass, with nothing in between
 _ERROR = 0.05  # of a product's size, that a kernel's may be off the rounded weight's own
 
 
@@ -142,7 +142,7 @@ def kernel_for(weight: Tensor, bits: Bits) -> Kernel:
         return KERNELS[bits].get(known, fake)
     times = kernel_times(weight, bits)
     if "native" in times:
-        times["native"] *= _IN_A_PASS
+        times["native"] *= IN_A_PASS
     best = min(times, key=lambda name: times[name]) if times else "fake"
     write_cached(path, best)
     return KERNELS[bits].get(best, fake)

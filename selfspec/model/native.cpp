@@ -36,10 +36,9 @@ enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, INT4 };
 // output and 2^group inputs the two as one number of 32 bits, the zero's first; of 32 inputs, the first 16 are the low
 // halves of 16 bytes, the others the high halves.
 struct Weight {
-    int64_t kind, out, in, group;
+    int64_t kind, out, in, group, bias_kind;  // the bias is FLOAT32 or BFLOAT16
     const char *values;
-    const void *scale;
-    const float *bias;  // or none
+    const void *scale, *bias;  // no bias: null
 };
 
 // A layer: RMSNorm and linears, the gated MLP with SiLU. No `qkv`, no `gate_up`: that sub-layer is bypassed.
@@ -213,7 +212,7 @@ INLINE void block(const Weight &w, int64_t o, const float *x, int64_t ldx, float
             if constexpr (K != INT4)
                 for (int64_t j = k; j < w.in; j++) sum += x[r * ldx + j] * load_one<K>(from + i * row, j);
             if constexpr (K == INT8) sum *= bfloat16(((const uint16_t *)w.scale)[o + i]);
-            if (w.bias) sum += w.bias[o + i];
+            if (w.bias) sum += w.bias_kind == BFLOAT16 ? bfloat16(((const uint16_t *)w.bias)[o + i]) : ((const float *)w.bias)[o + i];
             float *to = y + r * ldy + o + i;
             *to = add ? *to + sum : sum;
         }

@@ -1,45 +1,29 @@
-"""selfspec's own products and passes for processors: `native.cpp`, compiled on the machine that it runs on.
+"""selfspec's own products for processors: `native.cpp`, as torch's tensors and modules meet it.
 
 Products of up to `ROWS` rows with float32, bfloat16, 8-bit and 4-bit weights, which read each weight once for all of
-them. A row gives the same bits alone and among others. Compiled once, in seconds, with the C++ compiler that `CXX`
-names or that the system has, and kept in the cache. Without a compiler, torch's products are what there is. Knows
+them. A row gives the same bits alone and among others. Without a compiler, torch's products are what there is. Knows
 nothing of families and caches.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Sequence
 from ctypes import POINTER, c_double, c_int64, c_void_p
 from dataclasses import replace
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import cache_folder
-from selfspec.basics.machine import machine
-from selfspec.model.linears import Group, PartLinear, join_, whole_of
+from selfspec.model.linears import Group, PartLinear, is_exact, join_, whole_of
 from selfspec.model.low_precision import Rounded
+from selfspec.model.native_library import library
 
 ROWS = 16  # up to which these products are taken
-_log = logging.getLogger("selfspec")
-_SOURCE = Path(__file__).with_name("native.cpp")
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC", "-w")
-_HERE = (("-march=native",), ("-mcpu=native",), ())  # this processor's own instructions, as compilers take it
-_PATIENCE = 120  # seconds for the compiler
+# What native products count, of what they take called one by one: in a pass of theirs there is nothing in between,
+# where a pass of others takes a fifth more than its products on a model of 135M parameters, and more on smaller ones.
+IN_A_PASS = 0.7
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _INT8, _INT4 = 2, 3
 
@@ -48,7 +32,7 @@ class Weight(ctypes.Structure):
     """A weight, and what it is scaled by, as `native.cpp` reads it."""
 
     _fields_: ClassVar = [
-        *((name, c_int64) for name in ("kind", "out", "in", "group")),
+        *((name, c_int64) for name in ("kind", "out", "in", "group", "bias_kind")),
         *((name, c_void_p) for name in ("values", "scale", "bias")),
     ]
 
@@ -82,97 +66,6 @@ class Place(ctypes.Structure):
     ]
 
 
-def library() -> Any:
-    """The compiled functions. Raises `SelfspecError` that says why there are none."""
-    found = _library(os.environ.get("SELFSPEC_NATIVE", ""), os.environ.get("CXX", ""))
-    if isinstance(found, str):
-        raise SelfspecError(found)
-    return found
-
-
-def available() -> bool:
-    """Whether there are compiled functions."""
-    try:
-        library()
-    except SelfspecError:
-        return False
-    return True
-
-
-@lru_cache
-def _library(wanted: str, compiler: str) -> Any:
-    """The functions, or why there are none."""
-    if wanted == "0":
-        return "native products are turned off by SELFSPEC_NATIVE=0"
-    names = [compiler] if compiler else ["c++", "g++", "clang++"]
-    command = next((parts for name in names if (parts := shlex.split(name)) and shutil.which(parts[0])), None)
-    if command is None:
-        return f"native products need a C++ compiler; none found ({', '.join(names)}); install g++, or name one by CXX"
-    key = [_SOURCE.read_text(), machine(torch.device("cpu")), platform.machine(), _instructions(), torch.__version__]
-    name = hashlib.sha256("\0".join([*key, *command]).encode()).hexdigest()[:32] + ".so"
-    try:
-        folder = cache_folder() / "native"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not _own(folder):
-            raise OSError
-    except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="selfspec-native-"))
-    file = folder / name
-    if not (file.exists() and _own(file)) and (problem := _compile(command, file)):
-        return f"native products: {problem}"
-    try:
-        return _typed(ctypes.CDLL(str(file)))
-    except (OSError, AttributeError) as error:
-        return f"native products: {file} cannot be loaded ({error}); delete it"
-
-
-def _own(path: Path) -> bool:
-    """Whether only this user can have put it there: what is loaded is run."""
-    known = path.stat()
-    return not hasattr(os, "getuid") or (known.st_uid == os.getuid() and not known.st_mode & 0o022)
-
-
-def _instructions() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-
-
-def _compile(command: Sequence[str], file: Path) -> str | None:
-    """Compile to `file`, whole or not at all; what was wrong."""
-    _log.warning("compiling products for this processor, once ...")
-    problem = ""
-    handle, made = tempfile.mkstemp(dir=file.parent, suffix=".so")
-    os.close(handle)
-    try:
-        for here in _HERE:
-            call = [*command, *_FLAGS, *here, str(_SOURCE), "-o", made]
-            done = subprocess.run(call, capture_output=True, text=True, timeout=_PATIENCE, check=False)
-            if done.returncode == 0:
-                os.chmod(made, 0o700)
-                os.replace(made, file)
-                return None
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
-            problem = problem or next((line for line in lines if "error" in line), " ".join(lines[:1]))
-    except (OSError, subprocess.TimeoutExpired) as error:
-        problem = str(error)
-    finally:
-        Path(made).unlink(missing_ok=True)
-    return f"{command[0]} failed: {problem}"
-
-
-def _typed(found: Any) -> Any:
-    pointer, number = c_void_p, c_int64
-    found.selfspec_vector.argtypes, found.selfspec_vector.restype = [], number
-    found.selfspec_multiply.argtypes = [pointer, pointer, number, pointer, number, number, number, number]
-    found.selfspec_multiply.restype = None
-    found.selfspec_shared.argtypes, found.selfspec_shared.restype = [pointer, number], number
-    found.selfspec_own.argtypes, found.selfspec_own.restype = [pointer, number, number], number
-    found.selfspec_pass.argtypes = [pointer, pointer, pointer, pointer, pointer, number, number]
-    found.selfspec_pass.restype = None
-    return found
-
-
 class NativeProduct:
     """Multiplies rows `[N, in]` with a weight `[out, in]`: float32 or bfloat16, stored by rows, or in few bits.
 
@@ -183,7 +76,7 @@ class NativeProduct:
     def __init__(self, weight: Tensor | Rounded, bias: Tensor | None = None) -> None:
         self._multiply = library().selfspec_multiply
         self._of, self._wide = weight, weight.t() if isinstance(weight, Tensor) else None
-        self.bias = None if bias is None else bias.float().contiguous()
+        self.bias = bias if bias is None or bias.dtype in KINDS else bias.float()
         scale = None
         if isinstance(weight, Rounded):
             values, scale, zero = weight.values, weight.scale.contiguous(), weight.zero
@@ -201,7 +94,8 @@ class NativeProduct:
         self.values = values.contiguous()
         self._held = (self.values, scale, self.bias)
         pointers = [None if t is None else t.data_ptr() for t in self._held]
-        self.described = Weight(kind, self.out, self.into, group, *pointers)
+        bias_kind = 0 if self.bias is None else KINDS[self.bias.dtype]
+        self.described = Weight(kind, self.out, self.into, group, bias_kind, *pointers)
         self.address = ctypes.addressof(self.described)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -237,7 +131,7 @@ class NativeProduct:
         if self._wide is None:
             self._wide = self._unpacked().weight(torch.bfloat16).t()
         out = x.to(self._wide.dtype) @ self._wide
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        return (out if self.bias is None else out + self.bias).to(x.dtype)
 
     def _unpacked(self) -> Rounded:
         assert isinstance(self._of, Rounded)
@@ -252,6 +146,9 @@ class NativeProduct:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeProduct:
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NativeProduct, (self._of if isinstance(self._of, Tensor) else self._unpacked(), self.bias)
 
 
 class _Held:
@@ -279,10 +176,15 @@ class NativeLinear(PartLinear):
 
     @property
     def current(self) -> bool:
-        """Whether its weight still is a part of `whole`."""
-        values, weight = self.whole.product.values, self.weight
-        own = values.data_ptr() + self.start * values.stride(0) * values.element_size()
-        return weight.dtype == values.dtype and weight.data_ptr() == own
+        """Whether its weight and bias still are parts of `whole`'s."""
+        product = self.whole.product
+        return self._is_part(self.weight, product.values) and self._is_part(self.bias, product.bias)
+
+    def _is_part(self, mine: Tensor | None, whole: Tensor | None) -> bool:
+        if mine is None or whole is None:
+            return mine is whole
+        at = whole.data_ptr() + self.start * whole.stride(0) * whole.element_size()
+        return mine.dtype == whole.dtype and mine.data_ptr() == at
 
     def forward(self, x: Tensor) -> Tensor:
         """The product with `x` `[.., in]`."""
@@ -295,6 +197,8 @@ def nativise_(group: Group) -> None:
 
     Where only some have a bias, each is by itself.
     """
+    for module in group.modules if all(map(is_exact, group.modules)) else ():
+        module.weight.data = module.weight.data.contiguous()
     join_(group)
     modules = group.modules
     weight = whole_of([module.weight.detach() for module in modules])
@@ -302,10 +206,7 @@ def nativise_(group: Group) -> None:
         for name in group.names if len(modules) > 1 else ():
             nativise_(Group(group.parent, (name,)))
         return
-    bias = None
-    if modules[0].bias is not None:
-        biases = [module.bias.detach() for module in modules]
-        bias = torch.cat(biases) if (joined := whole_of(biases)) is None else joined
+    bias = None if modules[0].bias is None else whole_of([module.bias.detach() for module in modules])
     held, start = _Held(weight, bias), 0
     for name, module in zip(group.names, modules, strict=True):
         setattr(group.parent, name, NativeLinear(held, start, module))

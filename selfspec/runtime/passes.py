@@ -15,7 +15,8 @@ from torch import Tensor
 
 from selfspec.model.families.base import Attention, Mlp
 from selfspec.model.linears import whole_parts
-from selfspec.model.native import KINDS, ROWS, Layer, NativeProduct, Pass, Place, library
+from selfspec.model.native import KINDS, ROWS, Layer, NativeProduct, Pass, Place
+from selfspec.model.native_library import library
 from selfspec.model.norms import Norm, RoundedNorm, ScaledNorm
 from selfspec.model.sizes import Sizes
 from selfspec.runtime.cache import Cache
@@ -58,20 +59,28 @@ class Spot:
     def __init__(self, cache: Cache, cos: Tensor, sin: Tensor) -> None:
         values = cache.values[0]
         self._tables = cos, sin = cos.float().contiguous(), sin.float().contiguous()
-        self._numbers = torch.arange(cache.slots + 1)
+        self._numbers = torch.arange(values.shape[2])
         self._keys, self._values = cache.keys[0].data_ptr(), values.data_ptr()
         self._row = values.stride(0) * values.element_size()
         each = (cache.values[1].data_ptr() - self._values) // values.element_size() if len(cache.values) > 1 else 0
         self.place = Place(stride=values.shape[2], each_layer=each, cos=cos.data_ptr(), sin=sin.data_ptr())
         self.seen = 0
 
+    def _checked(self, at: int | Tensor, n: int, end: int) -> Tensor:
+        """Positions or slots as the native pass reads them. Raises `RuntimeError` where there are none such."""
+        first, last = (at, at + n - 1) if isinstance(at, int) else (int(at.min()), int(at.max()))
+        if first < 0 or last >= end:
+            raise RuntimeError(f"positions and slots go from 0 to {end - 1}; want no {first if first < 0 else last}")
+        return self._numbers[at : at + n] if isinstance(at, int) else at.long().contiguous()
+
     def set(self, n: int, positions: int | Tensor, slots: int | Tensor, mask: Tensor | None, row: int) -> Spot:
         """Of `n` tokens of a row; `mask` is additive, `[1, 1, n, seen]`; other arguments as in `Runtime.forward`."""
         place = self.place
-        at, to = (self._numbers[p : p + n] if isinstance(p, int) else p.contiguous() for p in (positions, slots))
+        at, to = self._checked(positions, n, len(self._tables[0])), self._checked(slots, n, place.stride)
         if mask is not None:
-            mask = mask.float().contiguous()
-            self.seen = mask.shape[-1]
+            mask = mask.float()
+            self.seen = min(mask.shape[-1], place.stride)
+            mask = mask[..., : self.seen].contiguous()
         else:
             self.seen = slots + n if isinstance(slots, int) else int(slots.max()) + 1
         self._now = (at, to, mask)  # held while they are read

@@ -6,12 +6,12 @@ import pytest
 import torch
 from wants import reason
 
-from selfspec.model import native
 from selfspec.model.layout import LAYOUTS, WIDTHS, Times, layout_times
 from selfspec.model.loading import load_model
+from selfspec.model.native_library import available
 
 HAS_ONEDNN = bool(torch.backends.mkldnn.is_available())
-HAS_NATIVE = native.available()
+HAS_NATIVE = available()
 _LACKING = {"onednn": not HAS_ONEDNN, "native": not HAS_NATIVE}
 AVAILABLE = [name for name in LAYOUTS if not _LACKING.get(name)]
 CHOOSABLE = AVAILABLE if HAS_ONEDNN or HAS_NATIVE else ["rows"]  # by `auto`, which else has nothing to choose from

@@ -15,6 +15,7 @@ import selfspec
 from selfspec.basics.errors import SelfspecError
 from selfspec.model import layout
 from selfspec.model.layout import LAYOUTS, choose, lay_out_, measure_layouts, weight_bytes
+from selfspec.model.native import IN_A_PASS
 from selfspec.model.packed import PackedLinear
 from selfspec.runtime.forward import Runtime
 
@@ -182,10 +183,9 @@ def test_each_width_of_each_layout_is_timed_and_the_least_counts(monkeypatch):
     monkeypatch.setattr(layout, "_right", lambda first, rows: not "columns".startswith(first))
     monkeypatch.setattr(layout, "_timed", timed)
     found = measure_layouts(single("llama"))
-    assert found == {
-        name: {width: seconds[name] * width for width in layout.WIDTHS} for name in seconds if name != "columns"
-    }
-    assert set(seen) == {(name, width) for name in found for width in layout.WIDTHS}
+    assert found.pop("native") == {width: 0.5 * width * (IN_A_PASS if width <= 8 else 1) for width in layout.WIDTHS}
+    assert found == {name: {width: seconds[name] * width for width in layout.WIDTHS} for name in ("rows", "onednn")}
+    assert set(seen) == {(name, width) for name in (*found, "native") for width in layout.WIDTHS}
 
 
 @needs_onednn

@@ -485,3 +485,26 @@ def test_drafts_change_nothing_in_bfloat16_either(name):
             for candidates in (1, 3):
                 drafter = LayerSkipDrafter(runtime, path, FixedK(4), candidates=candidates)
                 assert run(runtime, drafter, prompt, 60)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("positions", "slots"),
+    [(0, 271), (0, -1), (127, 3), (-1, 3), (0, [3, 100000]), (0, [-1, 3]), ([3, 1000], 3), ([-1, 3], 3)],
+)
+def test_places_that_there_are_not_are_refused(positions, slots):
+    """By op-by-op passes, too; a native pass would write anywhere."""
+    runtime = Runtime(model_of("llama"))
+    assert runtime.compile(FULL).native is not None
+    at, to = (torch.tensor([x]) if isinstance(x, list) else x for x in (positions, slots))
+    with runtime.session(120), pytest.raises(RuntimeError, match="positions and slots go from 0 to"):
+        runtime.forward(torch.tensor([[3, 1]]), at, slots=to)
+
+
+def test_places_may_be_of_any_integers():
+    runtime = Runtime(model_of("llama"))
+    token = torch.tensor([[3]])
+    with runtime.session(20):
+        expected = runtime.forward(token, 0).logits
+        for dtype in (torch.int32, torch.int64, torch.uint8):
+            at = torch.tensor([[0]]).to(dtype)
+            assert torch.equal(runtime.forward(token, at, slots=at).logits, expected)

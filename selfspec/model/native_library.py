@@ -1,0 +1,146 @@
+"""Compiles `native.cpp` on the machine that it is to run on, once, and loads it: in seconds, or a few milliseconds.
+
+The C++ compiler is the one that `CXX` names, or that the system has. Knows nothing of what is compiled but its names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from ctypes import c_int64, c_void_p
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import cache_folder
+from selfspec.basics.machine import machine
+
+_log = logging.getLogger("selfspec")
+_SOURCE = Path(__file__).with_name("native.cpp")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC", "-w")
+_HERE = (("-march=native",), ("-mcpu=native",), ())  # this processor's own instructions, as compilers take it
+_OTHERWISE = "name another compiler by CXX, or do without by SELFSPEC_NATIVE=0"
+_PATIENCE = 120  # seconds for the compiler
+
+
+def library() -> Any:
+    """The compiled functions. Raises `SelfspecError` that says why there are none."""
+    found = _library(os.environ.get("SELFSPEC_NATIVE", ""), os.environ.get("CXX", ""))
+    if isinstance(found, str):
+        raise SelfspecError(found)
+    return found
+
+
+def available() -> bool:
+    """Whether there are compiled functions."""
+    try:
+        library()
+    except SelfspecError:
+        return False
+    return True
+
+
+@lru_cache
+def _library(wanted: str, compiler: str) -> Any:
+    """The functions, or why there are none."""
+    if wanted == "0":
+        return "native products are turned off by SELFSPEC_NATIVE=0"
+    names = [compiler] if compiler else ["c++", "g++", "clang++"]
+    command = next((parts for name in names if (parts := _words(name)) and shutil.which(parts[0])), None)
+    if command is None:
+        return f"native products need a C++ compiler; none found ({', '.join(names)}); install g++, or name one by CXX"
+    key = [_SOURCE.read_text(), machine(torch.device("cpu")), platform.machine(), _instructions(), torch.__version__]
+    name = hashlib.sha256(repr([*key, *command, _FLAGS, _HERE]).encode()).hexdigest()[:32]
+    folder = _folder()
+    for known in _known(folder, name):
+        try:
+            return _typed(ctypes.CDLL(str(known)))
+        except (OSError, AttributeError):
+            known.unlink(missing_ok=True)
+    made = _compile(command, folder, name)
+    try:
+        return f"native products: {made}" if isinstance(made, str) else _typed(ctypes.CDLL(str(made)))
+    except (OSError, AttributeError) as error:
+        return f"native products: {made} cannot be loaded ({error}); {_OTHERWISE}"
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return []
+
+
+def _folder() -> Path:
+    """Where compiled functions are kept: in the cache, if nobody else can write there."""
+    try:
+        folder = cache_folder() / "native"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if _own(folder):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="selfspec-native-"))
+
+
+def _known(folder: Path, name: str) -> list[Path]:
+    """What was compiled before, as long as it was then: half a library would end the process."""
+    found = [(file, file.name.split(".")[1]) for file in folder.glob(f"{name}.*.so")]
+    return [file for file, size in found if _own(file) and size == str(file.stat().st_size)]
+
+
+def _own(path: Path) -> bool:
+    """Whether only this user can have put it there: what is loaded is run."""
+    known = path.stat()
+    return not hasattr(os, "getuid") or (known.st_uid == os.getuid() and not known.st_mode & 0o022)
+
+
+def _instructions() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _compile(command: Sequence[str], folder: Path, name: str) -> Path | str:
+    """The compiled file, whole or not at all; else what was wrong."""
+    _log.warning("compiling products for this processor, once ...")
+    problem = ""
+    handle, made = tempfile.mkstemp(dir=folder, suffix=".so")
+    try:
+        for here in _HERE:
+            call = [*command, *_FLAGS, *here, str(_SOURCE), "-o", made]
+            done = subprocess.run(call, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+            if done.returncode == 0:
+                os.chmod(made, 0o700)
+                return Path(made).replace(folder / f"{name}.{Path(made).stat().st_size}.so")
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            problem = problem or next((line for line in lines if "error" in line), " ".join(lines[:1]))
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = str(error)
+    finally:
+        os.close(handle)
+        Path(made).unlink(missing_ok=True)
+    return f"{shlex.join(command)} failed{': ' * bool(problem)}{problem}; {_OTHERWISE}"
+
+
+def _typed(found: Any) -> Any:
+    pointer, number = c_void_p, c_int64
+    found.selfspec_vector.argtypes, found.selfspec_vector.restype = [], number
+    found.selfspec_multiply.argtypes = [pointer, pointer, number, pointer, number, number, number, number]
+    found.selfspec_multiply.restype = None
+    found.selfspec_shared.argtypes, found.selfspec_shared.restype = [pointer, number], number
+    found.selfspec_own.argtypes, found.selfspec_own.restype = [pointer, number, number], number
+    found.selfspec_pass.argtypes = [pointer, pointer, pointer, pointer, pointer, number, number]
+    found.selfspec_pass.restype = None
+    return found
