@@ -1,10 +1,11 @@
-"""Picking from a study's trials: those that no other beats in both acceptance and draft cost, the best at a cost."""
+"""Picking from a study's trials: those that none beats in acceptance, draft cost and memory; the best within both."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.facts.bits import extra_share
 from selfspec.facts.identity import Identity
 from selfspec.profile.schema import Calibration, Prediction, Profile, SearchRecord
 
@@ -12,22 +13,43 @@ from .finalists import drafting_as
 from .ledger import Entry, Ledger
 
 
-def pareto(entries: Sequence[Entry]) -> list[Entry]:
-    """The trials that none beats, rising in draft cost and in acceptance; pruned ones are left out."""
-    front: list[Entry] = []
+def pareto(entries: Sequence[Entry], memory: Callable[[Entry], float | None] = lambda entry: None) -> list[Entry]:
+    """The trials that none beats in acceptance, draft cost and `memory`, rising in draft cost; no pruned ones.
+
+    Of several that are equal in all, the first. Memory that is not known counts as none.
+    """
     known = [e for e in entries if e.draft_cost is not None and not e.score.pruned]
-    for entry in sorted(known, key=lambda e: (e.draft_cost, -e.score.acceptance_rate)):
-        if not front or entry.score.acceptance_rate > front[-1].score.acceptance_rate:
-            front.append(entry)
-    return front
+    ranked = sorted(((e.draft_cost or 0.0, memory(e) or 0.0, -e.score.acceptance_rate, i) for i, e in enumerate(known)))
+    front: list[tuple[float, float, float, int]] = []
+    for cost, held, wrong, i in ranked:  # none that comes later costs less
+        if not any(other[1] <= held and other[2] <= wrong for other in front):
+            front.append((cost, held, wrong, i))
+    return [known[i] for *_, i in front]
 
 
-def best_within(ledger: Ledger, max_draft_cost: float | None) -> Entry:
+def memory_of(ledger: Ledger) -> Callable[[Entry], float | None]:
+    """What a trial's path holds beside the model, as `extra_share` has it."""
+    model = Identity.model_validate(ledger.settings["model"])
+    dtype = str(ledger.settings.get("dtype", "")).removeprefix("torch.")
+    return lambda entry: extra_share(entry.score.path, model, dtype=dtype)
+
+
+def best_within(ledger: Ledger, max_draft_cost: float | None = None, max_memory: float | None = None) -> Entry:
     """The fastest trial by prediction, its draft step no dearer than that share of a plain one.
 
-    Raises `SelfspecError` where there is none.
+    `max_memory`: what it may hold beside the model, as a share of the model's bytes. Raises `SelfspecError` where there
+    is none.
     """
     known = [e for e in ledger.entries if not e.score.pruned]
+    if max_memory is not None:
+        held = memory_of(ledger)
+        shares = [held(e) or 0.0 for e in known]
+        known = [e for e, share in zip(known, shares, strict=True) if share <= max_memory]
+        if shares and not known:
+            raise SelfspecError(
+                f"{ledger.place}: no trial holds {max_memory:g} of the model's bytes or less; "
+                f"the smallest holds {min(shares):.3f}"
+            )
     if max_draft_cost is not None:
         costs = [e.draft_cost for e in known if e.draft_cost is not None]
         known = [e for e in known if e.draft_cost is not None and e.draft_cost <= max_draft_cost]

@@ -93,10 +93,13 @@ def pick(
     max_draft_cost: Annotated[
         float | None, typer.Option(help="The most that a draft step may cost, as a share of a plain step.")
     ] = None,
+    max_memory: Annotated[
+        float | None, typer.Option(help="The most that drafts may hold beside the model, as a share of its bytes.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.yaml"),
     json: Json = False,
 ) -> None:
-    """Save the best set of a search whose draft is cheap enough; show acceptance against draft cost."""
+    """Save the best set of a search whose draft is cheap enough; show acceptance against draft cost and memory."""
     from selfspec.cli.pick import run
 
-    run(study, storage, max_draft_cost, out, as_json=json)
+    run(study, storage, max_draft_cost, out, max_memory=max_memory, as_json=json)

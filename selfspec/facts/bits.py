@@ -54,6 +54,26 @@ def bits_per_weight(path: DraftPath, model: Identity, *, full: float = 32.0) -> 
     return bits / (model.layers * (attention + mlp) + head)
 
 
+def extra_share(path: DraftPath, model: Identity, *, dtype: str | None = None) -> float | None:
+    """What a path holds beside a model, as a share of the weights of all its sub-layers and its head in a dtype.
+
+    That is: weights in few bits, and the weights of a head over some tokens only. The dtype, what is taken for granted
+    and what is raised are as in `bits_read`.
+    """
+    modes = path.modes(model.layers)
+    sizes = _weights(model)
+    if sizes is None or model.vocabulary is None:
+        return None
+    attention, mlp, head = sizes
+    full = DTYPES.get(dtype or "", 32.0)
+    held: dict[Mode, float] = {"full": 0.0, **READ}
+    of_head = full if path.vocabulary is not None and path.head == "full" else held[path.head]
+    bits = head * path.share(model.vocabulary) * of_head
+    bits += attention * sum(held[mode] for mode in modes[: model.layers])
+    bits += mlp * sum(held[mode] for mode in modes[model.layers :])
+    return bits / (model.layers * (attention + mlp) + head) / full
+
+
 def _weights(model: Identity) -> tuple[int, int, int] | None:
     """How many an attention, an MLP and the head have."""
     hidden, heads, inner, tokens = model.hidden, model.heads, model.intermediate, model.vocabulary

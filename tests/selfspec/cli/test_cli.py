@@ -745,6 +745,10 @@ WRONG = {
         ["profile", "pick", "old.yaml.trials.jsonl", "--max-draft-cost", "0"],
         "--max-draft-cost 0: want more than 0",
     ),
+    "pick from too little": (
+        ["profile", "pick", "old.yaml.trials.jsonl", "--max-memory", "-1"],
+        "--max-memory -1: want 0 or more, as a share of the model's bytes",
+    ),
     "profile's costs": (["profile", "validate", "costs.yaml"], "want rising numbers of rows from 1 on"),
     "no trials": (["search", "--trials", "0"], "'--trials'"),
     "out without folder": (["search", "--out", "no/p.yaml"], "the folder no does not exist"),

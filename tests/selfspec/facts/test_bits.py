@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.bits import bits_per_weight, bits_read
+from selfspec.facts.bits import bits_per_weight, bits_read, extra_share
 from selfspec.facts.draft_path import FULL, MODES, DraftPath
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
@@ -31,6 +31,23 @@ WEIGHTS = 2 * (192 + 384) + 80
 )
 def test_by_hand(path, bits):
     assert bits_per_weight(path, MODEL) == pytest.approx(bits / WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("path", "dtype", "bits"),
+    [
+        (FULL, None, 0),
+        (DraftPath.skipping((0, 1), (0, 1)), None, 0),
+        (DraftPath(int8=SkipSet((), (1,))), "float32", 8 * 384),
+        (DraftPath(int4=SkipSet((0,), (1,)), head="int8"), "bfloat16", 4.5 * 576 + 8 * 80),
+        (DraftPath(head="int4", vocabulary=(1, 2, 5)), None, 4.5 * 0.3 * 80),
+        (DraftPath(vocabulary=(1, 2, 5)), "bfloat16", 16 * 0.3 * 80),
+    ],
+)
+def test_what_is_held_beside_the_model_by_hand(path, dtype, bits):
+    full = 16 if dtype == "bfloat16" else 32
+    assert extra_share(path, MODEL, dtype=dtype) == pytest.approx(bits / WEIGHTS / full)
+    assert extra_share(path, MODEL.model_copy(update={"heads": None}), dtype=dtype) is None
 
 
 @given(
