@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import logging
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -18,6 +19,8 @@ from selfspec.model.skeleton import Skeleton
 from selfspec.runtime.passes import NativePass, native_pass
 
 BITS: dict[Mode, Bits] = {"int8": 8, "int4": 4}
+_LONG = 2**28  # bytes of weights in few bits that take long enough to make to say so
+_log = logging.getLogger("selfspec")
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -90,6 +93,8 @@ class Paths:
         modes = path.modes(layers)
         held: list[_Made] = []
         in_full: list[str] = []
+        if (fresh := self._to_make(modes)) > _LONG:
+            _log.warning("bringing weights into few bits, %.1f GB of them ...", fresh / 1e9)
 
         def lowered(i: int, part: SubLayer, mode: Mode) -> Any:
             if mode not in BITS:
@@ -114,6 +119,13 @@ class Paths:
         runs_head = self._skeleton.head if head is None else head.runs
         native = native_pass(self._skeleton.sizes, self._scaling, runs, self._skeleton.norm)
         return CompiledPath(tuple(runs), runs_head, sum(m.bytes for m in held), tuple(in_full), native, tuple(held))
+
+    def _to_make(self, modes: Sequence[Mode]) -> int:
+        """Bytes of sub-layers in few bits that are not there yet."""
+        layers = len(self._skeleton.blocks)
+        wanted = [("attention" if i < layers else "mlp", i % layers, mode) for i, mode in enumerate(modes)]
+        fresh = [part for part in wanted if part[2] in BITS and (part[1], part[0], BITS[part[2]]) not in self._made]
+        return sum(self.held(*part) or 0 for part in fresh)
 
     def _sublayer(self, index: int, part: SubLayer, bits: Bits) -> _Made | None:
         return self._once((index, part, bits), lambda: self._skeleton.lowered.sublayer(index, part, bits))

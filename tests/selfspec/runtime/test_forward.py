@@ -340,3 +340,16 @@ def test_a_runtime_beside_another_shares_what_is_compiled_and_has_a_cache_of_its
         assert runtime.rows == 1
         for i in range(3):
             torch.testing.assert_close(runtime.forward(tokens[i : i + 1], 0, path=path).logits[0], together[i])
+
+
+def test_that_weights_are_brought_into_few_bits_is_said_where_it_takes_long(monkeypatch, caplog):
+    runtime = Runtime(tiny(CONFIGS["llama"], dtype=torch.float32), kernel=fake)
+    every = tuple(range(runtime.layers))
+    path = DraftPath(int8=SkipSet(every, every))
+    monkeypatch.setattr("selfspec.runtime.paths._LONG", runtime.extra_bytes(path) - 1)
+    kept = runtime.compile(path)
+    assert [record.message for record in caplog.records] == ["bringing weights into few bits, 0.0 GB of them ..."]
+    caplog.clear()
+    other = runtime.compile(DraftPath(int8=SkipSet(every[1:], every)))
+    assert kept.bytes > other.bytes
+    assert not caplog.records, "they are there"
