@@ -23,13 +23,14 @@ from typing import Any
 import torch
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import cache_folder
+from selfspec.basics.files import cache_folder, read_cached, write_cached
 from selfspec.basics.machine import machine
 
 _log = logging.getLogger("selfspec")
 _SOURCE = Path(__file__).with_name("native.cpp")
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC", "-w")
-_HERE = (("-march=native",), ("-mcpu=native",), ())  # this processor's own instructions, as compilers take it
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-shared", "-fPIC", "-w")
+# This processor's own instructions and threads, as compilers take them; some know no threads.
+_HERE = (("-fopenmp", "-march=native"), ("-fopenmp", "-mcpu=native"), ("-fopenmp",), ("-march=native",), ())
 _OTHERWISE = "name another compiler by CXX, or do without by SELFSPEC_NATIVE=0"
 _PATIENCE = 120  # seconds for the compiler
 
@@ -61,6 +62,7 @@ def _library(wanted: str, compiler: str) -> Any:
     if command is None:
         return f"native products need a C++ compiler; none found ({', '.join(names)}); install g++, or name one by CXX"
     key = [_SOURCE.read_text(), machine(torch.device("cpu")), platform.machine(), _instructions(), torch.__version__]
+    key.append(str(Path(shutil.which(command[0]) or "").stat().st_mtime_ns))  # another compiler may do better
     name = hashlib.sha256(repr([*key, *command, _FLAGS, _HERE]).encode()).hexdigest()[:32]
     folder = _folder()
     for known in _known(folder, name):
@@ -68,11 +70,18 @@ def _library(wanted: str, compiler: str) -> Any:
             return _typed(ctypes.CDLL(str(known)))
         except (OSError, AttributeError):
             known.unlink(missing_ok=True)
+    failed = folder / f"{name}.failed"  # so that a compiler that cannot is not asked by every process
+    if isinstance(problem := read_cached(failed), str):
+        return problem
     made = _compile(command, folder, name)
     try:
-        return f"native products: {made}" if isinstance(made, str) else _typed(ctypes.CDLL(str(made)))
+        if not isinstance(made, str):
+            return _typed(ctypes.CDLL(str(made)))
+        problem = f"native products: {made}"
     except (OSError, AttributeError) as error:
-        return f"native products: {made} cannot be loaded ({error}); {_OTHERWISE}"
+        problem = f"native products: {made} cannot be loaded ({error}); {_OTHERWISE}"
+    write_cached(failed, problem)
+    return problem
 
 
 def _words(command: str) -> list[str]:

@@ -457,14 +457,29 @@ def test_what_a_compiler_that_fails_says_is_said(monkeypatch, tmp_path, anew):
     monkeypatch.setenv("CXX", name)
     assert said() == f"native products: {name} failed: native.cpp:3: error: not today; {native_library._OTHERWISE}"
     check_without(monkeypatch)
-    assert list(anew.iterdir()) == [], "nothing half made is left"
+    assert [file.suffix for file in anew.iterdir()] == [".failed"], "nothing half made is left"
+
+
+@needs_native
+def test_a_compiler_that_failed_is_not_asked_again_until_it_is_another(monkeypatch, tmp_path, quick):
+    real = real_compiler()
+    name = compiler(tmp_path, f"echo >> {tmp_path}/calls; echo 'error: not today' >&2; exit 1")
+    monkeypatch.setenv("CXX", name)
+    before = said()
+    calls = (tmp_path / "calls").read_text()
+    native_library._library.cache_clear()
+    assert said() == before
+    assert (tmp_path / "calls").read_text() == calls
+    compiler(tmp_path, f'exec {real} "$@"')
+    native_library._library.cache_clear()
+    assert native_library.library().selfspec_vector() == 7
 
 
 def test_a_compiler_that_takes_too_long_is_given_up(monkeypatch, tmp_path, anew):
     monkeypatch.setenv("CXX", compiler(tmp_path, "exec sleep 5"))
     monkeypatch.setattr(native_library, "_PATIENCE", 0.1)
     assert "timed out" in said()
-    assert list(anew.iterdir()) == []
+    assert [file.suffix for file in anew.iterdir()] == [".failed"]
 
 
 @needs_native
