@@ -85,8 +85,8 @@ class SearchOptions:
     counted, and the first to end measures the best; the others raise `AnotherFinishes`.
 
     `watch` is told how the search goes. `budget` is the time of a search that began before, in place of `minutes` from
-    now on. `plain_llm` gives the same model with weights that lie as suits plain decoding,
-    where those of the model searched on suit drafting; it is called once, and speedups are over it.
+    now on. `plain_llm` gives the same model with weights that lie as suits plain decoding, where those of the model
+    searched on suit drafting; it is called once, and speedups are over it.
 
     Raises `SelfspecError` for whatever is wrong without regard to a model.
     """

@@ -42,16 +42,7 @@ def bits_per_weight(path: DraftPath, model: Identity, *, full: float = 32.0) -> 
     reads little, do not count. Heads are taken to be as wide as the residual stream divided by their number. None
     where one of the model's sizes is not known. Raises `SelfspecError` for a layer that it does not have.
     """
-    modes = path.modes(model.layers)
-    sizes = _weights(model)
-    if sizes is None or model.vocabulary is None:
-        return None
-    attention, mlp, head = sizes
-    read: dict[Mode, float] = {"full": full, **READ}
-    bits = head * path.share(model.vocabulary) * read[path.head]
-    bits += attention * sum(read[mode] for mode in modes[: model.layers])
-    bits += mlp * sum(read[mode] for mode in modes[model.layers :])
-    return bits / (model.layers * (attention + mlp) + head)
+    return _mean(path, model, full, path.share(model.vocabulary) * {"full": full, **READ}[path.head])
 
 
 def extra_share(path: DraftPath, model: Identity, *, dtype: str | None = None) -> float | None:
@@ -60,18 +51,24 @@ def extra_share(path: DraftPath, model: Identity, *, dtype: str | None = None) -
     That is: weights in few bits, and the weights of a head over some tokens only. The dtype, what is taken for granted
     and what is raised are as in `bits_read`.
     """
+    full = DTYPES.get(dtype or "", 32.0)
+    held = full if path.vocabulary is not None and path.head == "full" else {"full": 0.0, **READ}[path.head]
+    bits = _mean(path, model, 0.0, path.share(model.vocabulary) * held)
+    return None if bits is None else bits / full
+
+
+def _mean(path: DraftPath, model: Identity, full: float, head: float) -> float | None:
+    """Bits per weight where one in full counts `full`, the others as in `READ`, and the head's `head` each."""
     modes = path.modes(model.layers)
     sizes = _weights(model)
-    if sizes is None or model.vocabulary is None:
+    if sizes is None:
         return None
-    attention, mlp, head = sizes
-    full = DTYPES.get(dtype or "", 32.0)
-    held: dict[Mode, float] = {"full": 0.0, **READ}
-    of_head = full if path.vocabulary is not None and path.head == "full" else held[path.head]
-    bits = head * path.share(model.vocabulary) * of_head
-    bits += attention * sum(held[mode] for mode in modes[: model.layers])
-    bits += mlp * sum(held[mode] for mode in modes[model.layers :])
-    return bits / (model.layers * (attention + mlp) + head) / full
+    of_attention, of_mlp, of_head = sizes
+    bits: dict[Mode, float] = {"full": full, **READ}
+    total = of_head * head
+    total += of_attention * sum(bits[mode] for mode in modes[: model.layers])
+    total += of_mlp * sum(bits[mode] for mode in modes[model.layers :])
+    return total / (model.layers * (of_attention + of_mlp) + of_head)
 
 
 def _weights(model: Identity) -> tuple[int, int, int] | None:

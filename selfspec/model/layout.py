@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,13 @@ _STEP = 0.35  # what a draft step costs, in passes of the whole model over one r
 _ROUNDS = ((1, 2, 1.65), (1, 3, 1.78), (2, 4, 2.13), (3, 8, 2.6))
 # The same where drafts run in few bits: they are right 95 times of 100, and cost the same in every layout.
 _LOW_STEP, _LOW_ROUNDS = 0.45, ((3, 4, 3.7), (7, 8, 6.6))
+
+_LAY: dict[str, Callable[[Group], None]] = {
+    "rows": join_,
+    "columns": partial(join_, columns=True),
+    "onednn": pack_,
+    "native": nativise_,
+}
 
 Times = dict[str, dict[int, float]]
 """Seconds by layout and by number of rows."""
@@ -80,7 +88,7 @@ def lay_out_(model: Any, layout: str = "auto", *, drafting: bool = False, few_bi
                 "layout 'native' is for float32 and bfloat16 weights on a CPU; want auto, rows or columns"
             )
     for group in (*parts.groups(), parts.head):
-        (pack_ if layout == "onednn" else nativise_)(group)
+        _LAY[layout](group)
     return layout
 
 
@@ -135,7 +143,7 @@ def _packable(parts: Parts) -> bool:
 def layout_times(model: Any) -> Times:
     """`measure_layouts`, or what it gave before for this kind of model; empty where only `rows` can be had."""
     parts = parts_of(model)
-    if not (_packable(parts) or (_plain(parts) and available())):
+    if not _plain(parts) or not (available() or _packable(parts)):
         return {}
     path = _path(parts)
     times = _sound(read_cached(path))
@@ -237,12 +245,7 @@ def _products(layers: Sequence[Sequence[Group]], layout: str) -> list[_Product]:
     try:
         groups = [_copy(group) for layer in layers for group in layer]
         for group in groups:
-            if layout == "onednn":
-                pack_(group)
-            elif layout == "native":
-                nativise_(group)
-            else:
-                join_(group, columns=layout == "columns")
+            _LAY[layout](group)
         products = [_product(group.modules) for group in groups]
         for product in products[: len(layers[0])]:
             product.run(product.x)

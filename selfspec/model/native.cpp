@@ -17,11 +17,11 @@
 #define INLINE static inline __attribute__((always_inline))
 
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
-constexpr int V = 16;  // floats in a vector
+#define V 16  // floats in a vector
 #elif defined(__AVX__)
-constexpr int V = 8;
+#define V 8
 #else
-constexpr int V = 4;
+#define V 4
 #endif
 constexpr int ROWS = V >= 16 ? 12 : 8;  // rows that a weight is read once for, as far as registers reach
 
@@ -59,7 +59,8 @@ struct Pass {
 
 // Where a pass's tokens stand. `cos`, `sin` [positions, head_dim]; keys [layers, .., kv_heads, head_dim, stride] and
 // values [layers, .., kv_heads, stride, head_dim] of one sequence. Token i sees the slots up to slots[i], or, with a
-// `mask` [n, seen] of 0 and -inf, which is added to the scores, those of the first `seen`. No slot from `seen` on is seen.
+// `mask` [n, seen] of 0 and -inf, which is added to the scores, those of the first `seen`. No slot from `seen` on is
+// seen.
 struct Place {
     int64_t n, seen, stride, each_layer;  // numbers from a layer's keys to the next one's
     const int64_t *positions, *slots;
@@ -83,7 +84,7 @@ INLINE float bfloat16(uint16_t x) {
     return f;
 }
 INLINE ints widened(const int8_t *p) {
-#if defined(__AVX512F__) && defined(__AVX512DQ__)
+#if V == 16
     return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
 #elif defined(__AVX2__)
     return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
@@ -92,12 +93,12 @@ INLINE ints widened(const int8_t *p) {
 #endif
 }
 INLINE float total(floats a) {  // of both halves, of theirs, and so on, on every processor
-#if defined(__AVX512F__) && defined(__AVX512DQ__)
+#if V == 16
     __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)a), _mm512_extractf32x8_ps((__m512)a, 1));
-#elif defined(__AVX__)
+#elif V == 8
     __m256 half = (__m256)a;
 #endif
-#if defined(__AVX__)
+#if V > 4
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
@@ -143,7 +144,7 @@ template <int K> INLINE float load_one(const char *row, int64_t k) {
 
 // What INT4's low halves stand for, less 8.
 INLINE floats signed_halves(ints x) {
-#if defined(__AVX512F__) && defined(__AVX512DQ__)
+#if V == 16
     return (floats)_mm512_permutexvar_ps((__m512i)x, _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
 #else
     return to_floats((x & 15) - 8);
@@ -290,12 +291,17 @@ static void normed(const float *x, int64_t ldx, const T *weight, double eps, flo
 }
 
 INLINE void turn(float *head, const float *cos, const float *sin, int64_t d) {  // `sin`'s first half is negative
-    for (int64_t k = 0; k < d / 2; k += 1) {
+    for (int64_t k = 0; k < d / 2; k++) {
         float low = head[k], high = head[k + d / 2];
         head[k] = low * cos[k] + high * sin[k];
         head[k + d / 2] = high * cos[k + d / 2] + low * sin[k + d / 2];
     }
 }
+
+constexpr int QUERIES = 4;  // that read a key head at once
+
+// Floats that a query's scores are kept in: whole vectors, also beyond the last slot.
+static int64_t score_floats(const Place &place) { return (place.seen + V) / V * V + V; }
 
 // A query head: `q` [d], what it sees, where its scores are kept, and where its output [d] goes.
 struct Query {
@@ -372,11 +378,11 @@ static void attend(const Query *query, const T *keys, const T *values, int64_t s
 template <typename T>
 static void attention(const Pass &p, const Place &place, const float *qkv, int64_t width, const T *keys, const T *values, float *scores, float *mixed, const Team &team) {
     const int64_t n = place.n, d = p.head_dim, group = p.heads / p.kv_heads, of_head = n * group;
-    const int64_t each = n * p.heads >= 8 * team.threads ? 4 : n * p.heads >= 4 * team.threads ? 2 : 1;
-    const int64_t parts = (of_head + each - 1) / each, room = (place.seen + V) / V * V + V;
+    const int64_t each = n * p.heads >= 8 * team.threads ? QUERIES : n * p.heads >= 4 * team.threads ? 2 : 1;
+    const int64_t parts = (of_head + each - 1) / each, room = score_floats(place);
     for (int64_t i = team.t; i < p.kv_heads * parts; i += team.threads) {
         const int64_t head = i / parts, from = i % parts * each, to = from + each < of_head ? from + each : of_head;
-        Query query[4];
+        Query query[QUERIES];
         for (int64_t j = from; j < to; j++) {
             int64_t r = j / group, h = head * group + j % group;
             const float *mask = place.mask ? place.mask + r * place.seen : nullptr;
@@ -441,28 +447,25 @@ static void run(const Pass &p, const Place &place, float *stream, float *shared,
     }
 }
 
-extern "C" {
-// Floats that `selfspec_pass` computes in: those that threads share, and those of each.
-int64_t selfspec_shared(const Pass *p, int64_t n) {
-    return n * ((p->heads + 2 * p->kv_heads) * p->head_dim + p->heads * p->head_dim + 3 * p->intermediate);
+// Floats that a pass computes in: those that threads share, and those of each.
+static int64_t shared_floats(const Pass &p, const Place &place) {
+    return place.n * (2 * (p.heads + p.kv_heads) * p.head_dim + 3 * p.intermediate);
 }
-int64_t selfspec_own(const Pass *p, int64_t n, int64_t seen) { return n * p->hidden + 4 * ((seen + V) / V * V + V); }
-}
+static int64_t own_floats(const Pass &p, const Place &place) { return place.n * p.hidden + QUERIES * score_floats(place); }
 
 template <typename T>
-static void pass(const Pass *p, const Place *place, float *stream, float *out, float *scratch, int64_t seen, int64_t threads) {
-    float *owns = scratch + selfspec_shared(p, place->n);
-    int64_t own = selfspec_own(p, place->n, seen);
+static void pass(const Pass &p, const Place &place, float *stream, float *out, float *scratch, int64_t threads) {
+    float *owns = scratch + shared_floats(p, place);
     if (threads < 2) {
-        run<T>(*p, *place, stream, scratch, owns, Team(0, 1));
+        run<T>(p, place, stream, scratch, owns, Team(0, 1));
     } else {
 #pragma omp parallel num_threads(threads)
         {
             Team team;
-            run<T>(*p, *place, stream, scratch, owns + team.t * own, team);
+            run<T>(p, place, stream, scratch, owns + team.t * own_floats(p, place), team);
         }
     }
-    normed(stream, p->hidden, (const T *)p->norm, p->eps, out, place->n, p->hidden);
+    normed(stream, p.hidden, (const T *)p.norm, p.eps, out, place.n, p.hidden);
 }
 
 extern "C" {
@@ -479,11 +482,16 @@ void selfspec_multiply(const Weight *w, const float *x, int64_t ldx, float *y, i
     }
 }
 
+// Floats of scratch that `selfspec_pass` computes in.
+int64_t selfspec_scratch(const Pass *p, const Place *place, int64_t threads) {
+    return shared_floats(*p, *place) + threads * own_floats(*p, *place);
+}
+
 // Runs the stream [n, hidden] through the layers, in place; `out` [n, hidden]: what the last norm makes of it.
-void selfspec_pass(const Pass *p, const Place *place, float *stream, float *out, float *scratch, int64_t seen, int64_t threads) {
+void selfspec_pass(const Pass *p, const Place *place, float *stream, float *out, float *scratch, int64_t threads) {
     if (p->kind == BFLOAT16)
-        pass<uint16_t>(p, place, stream, out, scratch, seen, threads);
+        pass<uint16_t>(*p, *place, stream, out, scratch, threads);
     else
-        pass<float>(p, place, stream, out, scratch, seen, threads);
+        pass<float>(*p, *place, stream, out, scratch, threads);
 }
 }

@@ -69,13 +69,15 @@ class Place(ctypes.Structure):
 class NativeProduct:
     """Multiplies rows `[N, in]` with a weight `[out, in]`: float32 or bfloat16, stored by rows, or in few bits.
 
-    Sums are float32. More than `ROWS` rows are torch's to multiply; with a weight in few bits, with what it stands for,
-    held in bfloat16 from the first such rows on. Raises `SelfspecError` without compiled functions.
+    Of linears that read the same input, it is the `Product` of them all. Sums are float32. More than `ROWS` rows are
+    torch's to multiply; with a weight in few bits, with what it stands for, held in bfloat16 from the first such rows
+    on. Raises `SelfspecError` without compiled functions.
     """
 
     def __init__(self, weight: Tensor | Rounded, bias: Tensor | None = None) -> None:
         self._multiply = library().selfspec_multiply
-        self._of, self._wide = weight, weight.t() if isinstance(weight, Tensor) else None
+        self._of = weight
+        self._wide: Tensor | None = None  # transposed, for many rows
         self.bias = bias if bias is None or bias.dtype in KINDS else bias.float()
         scale = None
         if isinstance(weight, Rounded):
@@ -129,36 +131,32 @@ class NativeProduct:
 
     def _of_many(self, x: Tensor) -> Tensor:
         if self._wide is None:
-            self._wide = self._unpacked().weight(torch.bfloat16).t()
+            weight = self._given()
+            self._wide = (weight.weight(torch.bfloat16) if isinstance(weight, Rounded) else weight).t()
         out = x.to(self._wide.dtype) @ self._wide
         return (out if self.bias is None else out + self.bias).to(x.dtype)
 
-    def _unpacked(self) -> Rounded:
-        assert isinstance(self._of, Rounded)
-        if self._of.bits == 8:
+    def _given(self) -> Tensor | Rounded:
+        """The weight that it was made of; in 4 bits, unpacked."""
+        if isinstance(self._of, Tensor) or self._of.bits == 8:
             return self._of
         halves = self.values.view(self.out, -1, 1, 16)
         return replace(self._of, values=torch.cat([halves & 15, (halves >> 4) & 15], 2).view(self.out, self.into))
 
+    @property
+    def product(self) -> NativeProduct:
+        """Itself."""
+        return self
+
     def with_bias(self, bias: Tensor) -> NativeProduct:
         """The same with a bias `[out]`."""
-        return NativeProduct(self._of if isinstance(self._of, Tensor) else self._unpacked(), bias)
+        return NativeProduct(self._given(), bias)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeProduct:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NativeProduct, (self._of if isinstance(self._of, Tensor) else self._unpacked(), self.bias)
-
-
-class _Held:
-    """A weight in full that several linears are parts of."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.product, self.out = NativeProduct(weight, bias), len(weight)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
-        return self
+        return NativeProduct, (self._given(), self.bias)
 
 
 class NativeLinear(PartLinear):
@@ -167,18 +165,17 @@ class NativeLinear(PartLinear):
     Called by others it computes as before; so it does, everywhere, once its weight has been moved or cast.
     """
 
-    whole: _Held
+    whole: NativeProduct
     readable: ClassVar[bool] = True
 
-    def __init__(self, whole: _Held, start: int, linear: nn.Linear) -> None:
+    def __init__(self, whole: NativeProduct, start: int, linear: nn.Linear) -> None:
         super().__init__(whole, start, linear)
         self.weight, self.bias = linear.weight, linear.bias
 
     @property
     def current(self) -> bool:
         """Whether its weight and bias still are parts of `whole`'s."""
-        product = self.whole.product
-        return self._is_part(self.weight, product.values) and self._is_part(self.bias, product.bias)
+        return self._is_part(self.weight, self.whole.values) and self._is_part(self.bias, self.whole.bias)
 
     def _is_part(self, mine: Tensor | None, whole: Tensor | None) -> bool:
         if mine is None or whole is None:
@@ -207,7 +204,7 @@ def nativise_(group: Group) -> None:
             nativise_(Group(group.parent, (name,)))
         return
     bias = None if modules[0].bias is None else whole_of([module.bias.detach() for module in modules])
-    held, start = _Held(weight, bias), 0
+    whole, start = NativeProduct(weight, bias), 0
     for name, module in zip(group.names, modules, strict=True):
-        setattr(group.parent, name, NativeLinear(held, start, module))
+        setattr(group.parent, name, NativeLinear(whole, start, module))
         start += module.out_features

@@ -148,8 +148,7 @@ def _typed(found: Any) -> Any:
     found.selfspec_vector.argtypes, found.selfspec_vector.restype = [], number
     found.selfspec_multiply.argtypes = [pointer, pointer, number, pointer, number, number, number, number]
     found.selfspec_multiply.restype = None
-    found.selfspec_shared.argtypes, found.selfspec_shared.restype = [pointer, number], number
-    found.selfspec_own.argtypes, found.selfspec_own.restype = [pointer, number, number], number
-    found.selfspec_pass.argtypes = [pointer, pointer, pointer, pointer, pointer, number, number]
+    found.selfspec_scratch.argtypes, found.selfspec_scratch.restype = [pointer, pointer, number], number
+    found.selfspec_pass.argtypes = [pointer, pointer, pointer, pointer, pointer, number]
     found.selfspec_pass.restype = None
     return found

@@ -41,19 +41,17 @@ class NativePass:
 
     def run(self, stream: Tensor, spot: Spot) -> Tensor:
         """What the last norm makes of the stream `[n, D]`, float32, which is changed in place."""
-        functions, n, threads = self._functions, len(stream), torch.get_num_threads()
+        functions, place, threads = self._functions, ctypes.addressof(spot.place), torch.get_num_threads()
         out = torch.empty_like(stream)
-        room = functions.selfspec_shared(self._at, n) + threads * functions.selfspec_own(self._at, n, spot.seen)
-        scratch = torch.empty(room)
-        pointers = (stream.data_ptr(), out.data_ptr(), scratch.data_ptr())
-        functions.selfspec_pass(self._at, ctypes.addressof(spot.place), *pointers, spot.seen, threads)
+        scratch = torch.empty(functions.selfspec_scratch(self._at, place, threads))
+        functions.selfspec_pass(self._at, place, stream.data_ptr(), out.data_ptr(), scratch.data_ptr(), threads)
         return out
 
 
 class Spot:
     """Where up to `ROWS` tokens stand in a row of a cache of turned keys, as a native pass reads it.
 
-    Made once for a cache; `cos` and `sin` are `[positions, 1, d]`. `seen`: slots, up to the last that is seen.
+    Made once for a cache; `cos` and `sin` are `[positions, 1, d]`.
     """
 
     def __init__(self, cache: Cache, cos: Tensor, sin: Tensor) -> None:
@@ -64,27 +62,24 @@ class Spot:
         self._row = values.stride(0) * values.element_size()
         each = (cache.values[1].data_ptr() - self._values) // values.element_size() if len(cache.values) > 1 else 0
         self.place = Place(stride=values.shape[2], each_layer=each, cos=cos.data_ptr(), sin=sin.data_ptr())
-        self.seen = 0
 
-    def _checked(self, at: int | Tensor, n: int, end: int) -> Tensor:
-        """Positions or slots as the native pass reads them. Raises `RuntimeError` where there are none such."""
+    def _checked(self, at: int | Tensor, n: int, end: int) -> tuple[Tensor, int]:
+        """Positions or slots as the native pass reads them, and the last. `RuntimeError` for what is not there."""
         first, last = (at, at + n - 1) if isinstance(at, int) else (int(at.min()), int(at.max()))
         if first < 0 or last >= end:
             raise RuntimeError(f"positions and slots go from 0 to {end - 1}; want no {first if first < 0 else last}")
-        return self._numbers[at : at + n] if isinstance(at, int) else at.long().contiguous()
+        return (self._numbers[at : at + n] if isinstance(at, int) else at.long().contiguous()), last
 
     def set(self, n: int, positions: int | Tensor, slots: int | Tensor, mask: Tensor | None, row: int) -> Spot:
         """Of `n` tokens of a row; `mask` is additive, `[1, 1, n, seen]`; other arguments as in `Runtime.forward`."""
         place = self.place
-        at, to = self._checked(positions, n, len(self._tables[0])), self._checked(slots, n, place.stride)
+        at, _ = self._checked(positions, n, len(self._tables[0]))
+        to, last = self._checked(slots, n, place.stride)
         if mask is not None:
-            mask = mask.float()
-            self.seen = min(mask.shape[-1], place.stride)
-            mask = mask[..., : self.seen].contiguous()
-        else:
-            self.seen = slots + n if isinstance(slots, int) else int(slots.max()) + 1
+            mask = mask[..., : place.stride].float().contiguous()
         self._now = (at, to, mask)  # held while they are read
-        place.n, place.seen, place.positions, place.slots = n, self.seen, at.data_ptr(), to.data_ptr()
+        place.seen = last + 1 if mask is None else mask.shape[-1]
+        place.n, place.positions, place.slots = n, at.data_ptr(), to.data_ptr()
         place.mask = None if mask is None else mask.data_ptr()
         place.keys, place.values = self._keys + row * self._row, self._values + row * self._row
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -75,10 +75,7 @@ class Paths:
 
     def bytes(self, path: DraftPath) -> int:
         """Memory that a path takes beside the model once it is compiled."""
-        layers = len(self._skeleton.blocks)
-        modes = path.modes(layers)
-        parts = [("attention" if i < layers else "mlp", i % layers, mode) for i, mode in enumerate(modes)]
-        total = sum(self.held(*part) or 0 for part in parts)
+        total = sum(self.held(*part) or 0 for part in self._parts(path))
         sizes, words = self._skeleton.sizes, self._skeleton.identity.vocabulary or 1
         head = self.held("head", 0, path.head) if path.head in BITS else None
         if path.vocabulary is None:
@@ -93,7 +90,9 @@ class Paths:
         modes = path.modes(layers)
         held: list[_Made] = []
         in_full: list[str] = []
-        if (fresh := self._to_make(modes)) > _LONG:
+        low = [(part, i, mode) for part, i, mode in self._parts(path) if mode in BITS]
+        fresh = sum(self.held(*one) or 0 for one in low if (one[1], one[0], BITS[one[2]]) not in self._made)
+        if fresh > _LONG:
             _log.warning("bringing weights into few bits, %.1f GB of them ...", fresh / 1e9)
 
         def lowered(i: int, part: SubLayer, mode: Mode) -> Any:
@@ -120,12 +119,12 @@ class Paths:
         native = native_pass(self._skeleton.sizes, self._scaling, runs, self._skeleton.norm)
         return CompiledPath(tuple(runs), runs_head, sum(m.bytes for m in held), tuple(in_full), native, tuple(held))
 
-    def _to_make(self, modes: Sequence[Mode]) -> int:
-        """Bytes of sub-layers in few bits that are not there yet."""
+    def _parts(self, path: DraftPath) -> list[tuple[SubLayer, int, Mode]]:
+        """Every sub-layer, its layer's number, and its mode."""
         layers = len(self._skeleton.blocks)
-        wanted = [("attention" if i < layers else "mlp", i % layers, mode) for i, mode in enumerate(modes)]
-        fresh = [part for part in wanted if part[2] in BITS and (part[1], part[0], BITS[part[2]]) not in self._made]
-        return sum(self.held(*part) or 0 for part in fresh)
+        modes = path.modes(layers)
+        attention: list[tuple[SubLayer, int, Mode]] = [("attention", i, modes[i]) for i in range(layers)]
+        return attention + [("mlp", i, modes[layers + i]) for i in range(layers)]
 
     def _sublayer(self, index: int, part: SubLayer, bits: Bits) -> _Made | None:
         return self._once((index, part, bits), lambda: self._skeleton.lowered.sublayer(index, part, bits))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from selfspec.basics.errors import SelfspecError
 from selfspec.facts.draft_path import MODES, DraftPath
 from selfspec.model.kernels import KERNELS
 from selfspec.model.low_precision import Bits, Kernel, rounded
@@ -51,14 +52,14 @@ def as_rounded(model: Any, path: DraftPath, in_full: tuple[str, ...] = ()) -> An
 
 
 def kernels() -> list[tuple[Bits, str, Kernel]]:
-    """Those of torch's that are to be had here."""
+    """Those that are to be had here."""
     found: list[tuple[Bits, str, Kernel]] = []
     for bits, named in KERNELS.items():
         for name, kernel in named.items():
             try:
                 for rows in (1, 3):
                     kernel(rounded(torch.randn(64, 64), bits), torch.float32)(torch.randn(rows, 64))
-            except (RuntimeError, AttributeError, NotImplementedError):
+            except (RuntimeError, AttributeError, NotImplementedError, SelfspecError):
                 continue
             found.append((bits, name, kernel))
     return found

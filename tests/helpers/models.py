@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -112,3 +114,14 @@ def run(
 def plain(runtime: Runtime, prompt: list[int], room: int) -> list[int]:
     """Greedy plain decoding."""
     return run(runtime, PlainDrafter(), prompt, room)[0]
+
+
+@contextmanager
+def threads(n: int) -> Iterator[None]:
+    """With so many of torch's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

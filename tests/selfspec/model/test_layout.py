@@ -14,7 +14,7 @@ from models import CONFIGS, plain, tiny
 import selfspec
 from selfspec.basics.errors import SelfspecError
 from selfspec.model import layout
-from selfspec.model.layout import LAYOUTS, choose, lay_out_, measure_layouts, weight_bytes
+from selfspec.model.layout import choose, lay_out_, measure_layouts, weight_bytes
 from selfspec.model.native import IN_A_PASS
 from selfspec.model.packed import PackedLinear
 from selfspec.runtime.forward import Runtime
@@ -196,7 +196,7 @@ def test_layouts_are_measured_once(tmp_path, monkeypatch):
     assert [lay_out_(single("llama"), drafting=True) for _ in range(2)] == ["columns", "columns"]
     assert len(seen) == 1
     (kept,) = (tmp_path / "layouts").iterdir()
-    assert set(json.loads(kept.read_text())) == set(LAYOUTS)
+    assert set(json.loads(kept.read_text())) == set(AVAILABLE)
     for broken in ("", "{}", "[1]", '{"rows": {"1": "a"}}', '{"rows": {"1": 1, "2": 1, "4": 1, "8": 1, "128": -1}}'):
         kept.write_text(broken)
         assert lay_out_(single("llama"), drafting=True) == "columns"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import needs_native
 from lowering import random_path
-from models import SIZES, plain, run, tiny
+from models import SIZES, plain, run, threads, tiny
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from selfspec.controllers import FixedK
@@ -129,16 +129,6 @@ def counted(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(NativePass, "run", lambda self, *given: seen.append(given[-1].place.n) or real(self, *given))
         yield seen
-
-
-@contextmanager
-def threads(n):
-    before = torch.get_num_threads()
-    torch.set_num_threads(n)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @each_model
