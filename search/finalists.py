@@ -100,6 +100,8 @@ def drafting_as(base: Profile, score: Score, confidence: Confidence | None) -> P
         make_controller(score.controller).spec(),
         candidates=score.candidates,
         confidence=None if confidence is None or confidence.plain else confidence,
+        proposers=score.proposers,
+        spared=score.spared,
     )
     return base.model_copy(update={"draft": draft, "acceptance": score.acceptance})
 

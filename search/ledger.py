@@ -24,6 +24,7 @@ from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import CostModel
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
+from selfspec.profile.draft import ProposerSpec
 from selfspec.profile.schema import Calibration
 
 from .climbing import Gains
@@ -276,7 +277,9 @@ def _study(storage: BaseStorage, name: str | None, *, make: bool) -> optuna.Stud
 def _as_json(score: Score) -> dict[str, Any]:
     acceptance = None if score.acceptance is None else score.acceptance.model_dump(mode="json")
     controller = score.controller.model_dump(mode="json")
-    return asdict(score) | {"path": _path_as_json(score.path), "controller": controller, "acceptance": acceptance}
+    proposers = [of.model_dump(mode="json") for of in score.proposers]
+    given = {"path": _path_as_json(score.path), "controller": controller, "acceptance": acceptance}
+    return asdict(score) | given | {"proposers": proposers}
 
 
 def _score(data: Mapping[str, Any]) -> Score:
@@ -285,6 +288,7 @@ def _score(data: Mapping[str, Any]) -> Score:
     trial["controller"] = ControllerSpec.model_validate(trial["controller"])
     if trial["acceptance"] is not None:
         trial["acceptance"] = AcceptanceCurve.model_validate(trial["acceptance"])
+    trial["proposers"] = tuple(map(ProposerSpec.model_validate, trial.get("proposers", ())))
     return Score(**trial)
 
 

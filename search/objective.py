@@ -11,7 +11,7 @@ from typing import Protocol
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller, FixedK, make_controller
-from selfspec.drafters import PlainDrafter
+from selfspec.drafters import PlainDrafter, make_ahead
 from selfspec.facts.acceptance import AcceptanceCurve, Outlook
 from selfspec.facts.confidence import PROBABILITY
 from selfspec.facts.controller import ControllerSpec
@@ -19,15 +19,17 @@ from selfspec.facts.costs import CostModel
 from selfspec.facts.draft_path import DraftPath, as_path
 from selfspec.facts.skip import SkipSet
 from selfspec.facts.stats import Stats
-from selfspec.facts.work import DRAFT_STEP, Work
+from selfspec.facts.work import Work
 from selfspec.llm.llm import LLM
 from selfspec.measure.timing import method
+from selfspec.profile.draft import ProposerSpec
 from selfspec.profile.schema import Prediction, Profile
 from selfspec.speculation.drafter import Drafter
 from selfspec.text.prompt import Prompt
 
 from .continuations import Decoding
 from .curve import fit_curve
+from .guessing import spared, with_guesses
 from .playing import LONGEST_DRAFT, controllers_in_play, long_enough
 from .replay import Replay
 from .trace import Trace, walk
@@ -46,7 +48,7 @@ class Score:
 
     `tokens_per_second` counts decoding alone under replay, and the prompt's pass too when decoding was timed.
     `candidates`: for each place at most, the drafted token counted; `acceptance`: the curve that the controller rests
-    on.
+    on; `proposers`: what guesses tokens that a draft step checks, and `spared`: what share of one that spares a token.
     """
 
     path: DraftPath
@@ -58,6 +60,8 @@ class Score:
     pruned: bool = False
     candidates: int = 1
     acceptance: AcceptanceCurve | None = None
+    proposers: tuple[ProposerSpec, ...] = ()
+    spared: float = 0.0
 
     @property
     def skip(self) -> SkipSet:
@@ -113,6 +117,7 @@ class _Plan:
 
     controller: Controller
     candidates: int = 1
+    spared: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +150,7 @@ class Replayed:
     several candidates for each place; those that ask for an outlook are told the trace's. A path is looked at on a
     share of the starts, then on a larger one, and pruned when it is worse than the best path known, text by text, by
     more than `ERRORS` standard errors of the mean difference. `candidates`: for each place, the most that are tried;
-    those that the replay answers for when left out.
+    those that the replay answers for when left out. `proposers`: what guesses tokens that draft steps check together.
     """
 
     def __init__(
@@ -155,8 +160,10 @@ class Replayed:
         controllers: Sequence[Controller] | None = None,
         *,
         candidates: int | None = None,
+        proposers: Sequence[ProposerSpec] = (),
     ) -> None:
         self._replay, self._costs = replay, costs
+        self._proposers, self._ahead = tuple(proposers), make_ahead(proposers, costs.wider)
         self._candidates = replay.candidates if candidates is None else candidates
         self._controllers = controllers
         self._best: _Incumbent | None = None
@@ -165,10 +172,11 @@ class Replayed:
         """Replay a share, and more where that is promising."""
         path = as_path(path)
         controllers, best = self._in_play(self._draft(path)), self._best
-        traces: list[Trace] = []
+        drafted: list[Trace] = []
         parts: dict[float, list[Trace]] = {}
         for share in SHARES:
-            parts[share] = traces = self._replay.trace(path, controllers, share=share, known=traces)
+            drafted = self._replay.trace(path, controllers, share=share, known=drafted)
+            parts[share] = traces = self._guessed(drafted)
             if share < 1 and best is not None:
                 value = self._value(path, traces, controllers)
                 theirs = self._priced(best.value.plan, best.traces[share], self._draft(best.path))
@@ -178,6 +186,10 @@ class Replayed:
         if best is None or value.speed > best.value.speed:
             self._best = _Incumbent(path, parts, value)
         return self._as_score(path, value, value.speed, pruned=False)
+
+    def _guessed(self, traces: Sequence[Trace]) -> list[Trace]:
+        """The traces with what guesses spare."""
+        return with_guesses(self._replay, traces, self._ahead) if self._proposers else [*traces]
 
     def _in_play(self, draft: float) -> Sequence[Controller]:
         """The controllers to tune, where a draft step takes so many seconds."""
@@ -201,7 +213,7 @@ class Replayed:
             tried = replace(path, vocabulary=tokens)
             controllers = self._in_play(self._draft(tried))
             traces = self._replay.trace(tried, controllers, share=SHARES[0])
-            speed = self._value(tried, traces, controllers).speed
+            speed = self._value(tried, self._guessed(traces), controllers).speed
             if best is None or speed > best[0]:
                 best = speed, tried, traces
         assert best is not None
@@ -209,7 +221,7 @@ class Replayed:
         if tried.vocabulary is None:
             return None
         controllers = self._in_play(self._draft(tried))
-        value = self._value(tried, self._replay.trace(tried, controllers, known=traces), controllers)
+        value = self._value(tried, self._guessed(self._replay.trace(tried, controllers, known=traces)), controllers)
         return self._as_score(tried, value, value.speed, pruned=False)
 
     def gain(self, path: DraftPath | SkipSet, *, draft: int = ALONE, share: float = RANKING_SHARE) -> float:
@@ -227,6 +239,7 @@ class Replayed:
 
     def _value(self, path: DraftPath, traces: Sequence[Trace], controllers: Sequence[Controller]) -> _Value:
         draft = self._draft(path)
+        without = spared(traces, self._costs)
 
         def best(plans: Iterable[_Plan], count: int = 1) -> list[_Value]:
             values = [self._priced(plan, traces, draft) for plan in plans]
@@ -241,9 +254,10 @@ class Replayed:
         if asking:
             curve = fit_curve(traces, self._candidates)
             words = path.share(self._replay.vocabulary)
-            outlook = Outlook.of(self._costs, path, self._replay.layers, curve, vocabulary=words)
+            outlook = Outlook.of(self._costs, path, self._replay.layers, curve, vocabulary=words, spared=without)
             found += [self._at_its_rate(controller, outlook, traces, draft) for controller in asking]
-        return max(found, key=lambda value: value.speed)
+        fastest = max(found, key=lambda value: value.speed)
+        return replace(fastest, plan=replace(fastest.plan, spared=without))
 
     def _at_its_rate(self, controller: Controller, outlook: Outlook, traces: Sequence[Trace], draft: float) -> _Value:
         """A controller that is told this outlook, and starts at the rate that it brings about (Dinkelbach 1967)."""
@@ -261,7 +275,7 @@ class Replayed:
 
     def _priced(self, plan: _Plan, traces: Sequence[Trace], draft: float) -> _Value:
         walks = walk(traces, plan.controller, candidates=plan.candidates, seeded=self._replay.seeded)
-        seconds = tuple(self._costs.seconds(w.rounds, {DRAFT_STEP: draft}) for w in walks)
+        seconds = tuple(self._costs.seconds(w.rounds, self._costs.prices(draft)) for w in walks)
         return _Value(plan, tuple(w.stats for w in walks), seconds)
 
     def _as_score(self, path: DraftPath, value: _Value, speed: float, *, pruned: bool) -> Score:
@@ -278,6 +292,8 @@ class Replayed:
             pruned,
             candidates=value.plan.candidates,
             acceptance=None if outlook is None else outlook.curve,
+            proposers=self._proposers,
+            spared=round(value.plan.spared, 4),
         )
 
 
@@ -294,12 +310,14 @@ def predict(replay: Replay, profile: Profile) -> Prediction:
     controller = make_controller(described.controller, profile.outlook)
     replay.confidence = described.confidence or PROBABILITY
     traces = replay.trace(profile.path, [controller])
+    if described.proposers:
+        traces = with_guesses(replay, traces, make_ahead(described.proposers, costs.wider))
     walks = walk(traces, controller, candidates=described.candidates, seeded=replay.seeded)
     total = Stats.total(done.stats for done in walks)
     rounds = sum((done.rounds for done in walks), Counter[tuple[Work, int]]())
     prefill = costs.prefill * sum(text.prompt for text in replay.texts)
     draft = costs.draft(profile.path, replay.layers, vocabulary=profile.draft_share)
-    seconds = prefill + costs.seconds(rounds, {DRAFT_STEP: draft})
+    seconds = prefill + costs.seconds(rounds, costs.prices(draft))
     if replay.own_keys:
         seconds += prefill * draft / costs.plain
     return Prediction(

@@ -16,6 +16,7 @@ import typer
 from selfspec.basics.errors import SelfspecError
 from selfspec.facts.draft_path import MODES, Mode
 from selfspec.llm.options import TopK, TopP
+from selfspec.profile.draft import ProposerSpec, parse_proposers
 
 from .space import BYPASSING, GRANULARITIES, parse_keep, parse_modes
 from .strategies import check_strategy
@@ -150,6 +151,14 @@ class SearchOptions:
             rich_help_panel=_SETS,
         ),
     ] = None
+    drafters: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="What may guess tokens that one draft step checks together: lookup, or none.",
+            rich_help_panel=_DRAFTS,
+        ),
+    ] = "lookup"
     granularity: Annotated[
         str, typer.Option(help="sublayer (attention and MLP apart) or layer.", rich_help_panel=_SETS)
     ] = "sublayer"
@@ -243,7 +252,7 @@ class SearchOptions:
             raise SelfspecError(
                 f"extra_memory {self.extra_memory}: want 0 or more and finite, as a share of the model's"
             )
-        _ = self.kept_layers, self.fixed, self.allowed_modes
+        _ = self.kept_layers, self.fixed, self.allowed_modes, self.proposers
 
     def _check_together(self) -> None:
         if self.kv == "own" and self.allowed_modes != BYPASSING:
@@ -274,6 +283,12 @@ class SearchOptions:
         if self.modes is None:
             return MODES if (self.objective, self.kv) == ("replay", "shared") else BYPASSING
         return parse_modes(self.modes if isinstance(self.modes, str) else ",".join(self.modes))
+
+    @property
+    def proposers(self) -> tuple[ProposerSpec, ...]:
+        """What may guess below the draft path. Raises `SelfspecError` for text that names no such thing."""
+        found = parse_proposers(self.drafters)
+        return found if (self.objective, self.kv) == ("replay", "shared") else ()
 
     @property
     def fixed(self) -> "ControllerSpec | None":
@@ -308,5 +323,6 @@ class SearchOptions:
             "rule": self.decoding.verified_by,
             "keep": list(self.kept_layers),
             "modes": list(self.allowed_modes),
+            "drafters": [of.kind for of in self.proposers],
             "controller": None if self.fixed is None else self.fixed.model_dump(mode="json"),
         }

@@ -8,7 +8,7 @@ from selfspec.controllers import AdaptiveThreshold, Controller, FixedK, RateOpti
 from selfspec.facts.costs import CostModel
 
 LONGEST_DRAFT = 12  # tokens that the controllers in play may draft
-LONG_ENOUGH = 0.95  # of the speed of the longest drafts, were every token right: what shorter ones in play must reach
+LONG_ENOUGH = 0.98  # of the speed of the longest drafts, were every token right: what shorter ones in play must reach
 LOWEST_THRESHOLD, LONGEST_FIXED = 0.05, 3
 
 

@@ -13,6 +13,7 @@ from selfspec.facts.costs import CostModel
 from selfspec.facts.draft_path import DraftPath
 from selfspec.llm.llm import LLM
 from selfspec.measure.cost_fitting import forward_seconds, measure_costs
+from selfspec.profile.draft import ProposerSpec
 from selfspec.profile.schema import Calibration
 
 from .budget import Budget, Deadline
@@ -57,6 +58,7 @@ class Search:
     planned: Task | None = None
     described: Callable[[int], Calibration] | None = None
     own_keys: bool = False
+    proposers: tuple[ProposerSpec, ...] = ()
     plain_llm: LLM | None = None
 
     def plan(self, room: int | None = None) -> Texts:
@@ -97,7 +99,7 @@ def replayed(
     )
     replay.keep(space.path(space.start))
     replay.confidence = _confidence(search, replay)
-    worth = Replayed(replay, costs, None if fixed is None else [fixed])
+    worth = Replayed(replay, costs, None if fixed is None else [fixed], proposers=search.proposers)
     if not warm:
         return search, worth, Problem(space, search.seed), costs, replay
     planning = BUDGETS * search.pace.rows(PLACES * len(texts))
@@ -175,7 +177,7 @@ def _costs(search: Search, texts: Sequence[Text], context: int | None) -> CostMo
             sampler=search.decoding.sampler(),
             within=search.budget.share("costs"),
             seed=search.seed,
-            modes=search.space.modes,
+            modes=("full", *search.space.modes),
             on_decoding=show,
         )
         if search.plain_llm is not None:

@@ -81,6 +81,7 @@ class Replay:
         self.confidence = PROBABILITY
         self._noise = noise or self._uniforms
         self._runtime = (like or Runtime(model)).beside(rows=len(self.texts))
+        self.ends = self._runtime.skeleton.ends
         self._longest = max(len(text.tokens) for text in self.texts)
         self._first = [0]  # number of each text's first start
         for text in self.texts:
@@ -111,7 +112,7 @@ class Replay:
             self._targets = self._committed.targets(self.sampler)
         ends = [text.prompt + text.room for text in self.texts for _ in range(text.new)]
         self._room = torch.tensor(ends, device=device)
-        self._ends = torch.tensor(sorted(self._runtime.skeleton.ends), dtype=torch.long, device=device)
+        self._ends = torch.tensor(sorted(self.ends), dtype=torch.long, device=device)
 
     def keep(self, path: DraftPath) -> None:
         """Hold a path's weights in few bits, which other paths share, until the replay is over."""
@@ -318,6 +319,7 @@ class Replay:
         going = may & (confidence.double() >= min(c.lowest(step + 1) for c in controllers))
         real = live.real
         ids = live.ids[real].cpu()
+        record.token[ids, step] = token[real].cpu()
         record.confidence[ids, step] = confidence[real].double().cpu()
         record.depth[ids] += 1
         record.run[ids] += match[real].cpu()
@@ -329,11 +331,9 @@ class Replay:
         """What was recorded of a text's starts `low` to `high`."""
         own = slice(self._first[text] + low, self._first[text] + high)
         depth = record.depth[own].tolist()
-        return Trace(
-            self.texts[text].new,
-            self.texts[text].room,
-            [row[:n] for row, n in zip(record.confidence[own].tolist(), depth, strict=True)],
-            record.run[own].tolist(),
-            record.rank[own].tolist(),
-            record.unfinished[own].tolist(),
+        confidences, drafted = (
+            [row[:n] for row, n in zip(of[own].tolist(), depth, strict=True)]
+            for of in (record.confidence, record.token)
         )
+        runs, ranks, unfinished = (of[own].tolist() for of in (record.run, record.rank, record.unfinished))
+        return Trace(self.texts[text].new, self.texts[text].room, confidences, runs, ranks, unfinished, drafted)

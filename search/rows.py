@@ -43,6 +43,7 @@ class Record:
     """What is recorded of the draft from every start: `[starts, depth]` and `[starts]`."""
 
     def __init__(self, starts: int, depth: int) -> None:
+        self.token = torch.zeros((starts, depth), dtype=torch.long)
         self.confidence = torch.zeros((starts, depth), dtype=torch.float64)
         self.depth = torch.zeros(starts, dtype=torch.long)
         self.run = torch.zeros(starts, dtype=torch.long)

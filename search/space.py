@@ -26,8 +26,9 @@ class Space:
     """A variable for each sub-layer, or for each layer, in the order they are run, and one for the head.
 
     `keep`: layers that are never skipped; `granularity`: one of `GRANULARITIES`. `modes`: those that sub-layers may
-    have, among them "full". `fixed`: sub-layers that cannot be had in few bits; `head`: the modes of the head. What has
-    no choice is no variable. Raises `SelfspecError` for a layer that does not exist, and when nothing is left to try.
+    have. `fixed`: sub-layers that cannot be had in few bits; `head`: the modes of the head. What has no choice is no
+    variable, and runs in full; a head of one mode has that. Raises `SelfspecError` for a layer that does not exist, and
+    when nothing is left to try.
     """
 
     layers: int
@@ -103,7 +104,7 @@ class Space:
         for part, of, number in zip(self.variables, self.choices, point, strict=False):
             for i in (*part.attention, *(self.layers + i for i in part.mlp)):
                 modes[i] = of[number]
-        head = self.choices[-1][point[-1]] if len(self.head) > 1 else "full"
+        head = self.choices[-1][point[-1]] if len(self.head) > 1 else self.head[0]
         return DraftPath.of(modes, head="full" if head == "skip" else head)
 
     def point(self, path: DraftPath | SkipSet) -> Point:

@@ -131,6 +131,7 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
         planned=time_for(task, pace, budget),
         described=described,
         own_keys=options.kv == "own",
+        proposers=options.proposers,
         plain_llm=plain_llm,
     )
     return search, _Drawn(HeldOut(others, chosen.held_out), chosen.rest, chosen.chat)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from selfspec.controllers import Controller, Play
 from selfspec.facts.limits import WIDEST_DRAFT
 from selfspec.facts.stats import Stats
-from selfspec.facts.work import Work, steps_of
+from selfspec.facts.work import GUESSED, Work, passes_of, steps_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,9 @@ class Trace:
     `confidences[i]` are those of the tokens drafted from start i; the first `runs[i]` of them are the text's own.
     `ranks[i]`: which candidate for the place after those is the text's token (1 for the second; the drafted token,
     the first, is not; 0: none of them). `unfinished[i]`: the draft ended because no controller in play would have gone
-    on, not because it had to.
+    on, not because it had to. `drafted[i]`: the tokens drafted from start i. `passes[i]`: the passes that draft them
+    where guesses spare some, by the token each begins with and how many go through it; left out, one for each token.
+    `free[i]`: the chances of the tokens that may be taken as guessed, and how many of them are the text's own.
     """
 
     tokens: int
@@ -34,12 +36,19 @@ class Trace:
     runs: Sequence[int]
     ranks: Sequence[int]
     unfinished: Sequence[bool]
+    drafted: Sequence[Sequence[int]] = ()
+    passes: Sequence[Sequence[tuple[int, int]]] = ()
+    free: Sequence[tuple[Sequence[float], int]] = ()
 
     def then(self, later: Trace) -> Trace:
         """This trace lengthened by that of the starts after it."""
-        parts = ("confidences", "runs", "ranks", "unfinished")
-        joined = ([*getattr(self, part), *getattr(later, part)] for part in parts)
+        parts = ("confidences", "runs", "ranks", "unfinished", "drafted", "passes", "free")
+        joined = ([*getattr(self, part), *getattr(later, part)] or () for part in parts)
         return Trace(self.tokens, self.room, *joined)
+
+    def work(self, start: int, drafted: int) -> Work:
+        """What drafting so many tokens from a start takes."""
+        return passes_of(w for i, w in self.passes[start] if i < drafted) if self.passes else steps_of(drafted)
 
 
 @dataclass(slots=True)
@@ -54,7 +63,7 @@ class Step(NamedTuple):
     """One round of a walk: the confidences of what was drafted, and how many of these tokens were the text's own.
 
     `candidates`: how many tokens were verified at all places together, the drafted ones counted; `other`: whether
-    another candidate was right where the drafted token was not. `emitted`: tokens.
+    another candidate was right where the drafted token was not. `emitted`: tokens. `work`: what drafting took.
     """
 
     confidences: Sequence[float]
@@ -62,6 +71,7 @@ class Step(NamedTuple):
     candidates: int
     other: bool
     emitted: int
+    work: Work
 
 
 def walk(traces: Iterable[Trace], controller: Controller, *, candidates: int = 1, seeded: bool = False) -> list[Walk]:
@@ -81,9 +91,9 @@ def walk(traces: Iterable[Trace], controller: Controller, *, candidates: int = 1
 def _walk(trace: Trace, controller: Controller, most: int) -> Walk:
     done = Walk()
     stats = done.stats
-    for confidences, kept, candidates, other, emitted in steps(trace, controller, candidates=most):
-        drafted = len(confidences)
-        done.rounds[steps_of(drafted), 1 + candidates] += 1
+    for confidences, kept, candidates, other, emitted, work in steps(trace, controller, candidates=most):
+        drafted = len(confidences) or candidates
+        done.rounds[work, 1 + candidates] += 1
         stats.rounds += 1
         stats.drafted += drafted
         stats.nodes += candidates
@@ -96,6 +106,10 @@ def steps(trace: Trace, controller: Controller, *, candidates: int = 1) -> Itera
     """The rounds of decoding one text, in order; `controller` has observed each when it is given out."""
     start, deepest = 0, WIDEST_DRAFT // candidates
     while start < len(trace.runs):
+        if guessed := _guessed(trace, start, controller):
+            yield guessed
+            start += guessed.emitted
+            continue
         play = _played(trace, start, controller, deepest)
         counts, run = play.candidates(candidates, nodes=WIDEST_DRAFT), trace.runs[start]
         drafted, verified = len(counts), sum(counts)
@@ -103,8 +117,18 @@ def steps(trace: Trace, controller: Controller, *, candidates: int = 1) -> Itera
         kept = min(run, drafted)
         emitted = min(kept + other + 1, trace.tokens - start)
         controller.observe(play.confidences, kept, candidates=verified, other=other)
-        yield Step(play.confidences, kept, verified, other, emitted)
+        yield Step(play.confidences, kept, verified, other, emitted, trace.work(start, drafted))
         start += emitted
+
+
+def _guessed(trace: Trace, start: int, controller: Controller) -> Step | None:
+    """The round from `start` where the controller takes a guess as it is."""
+    chances, run = trace.free[start] if trace.free else ((), 0)
+    taken = controller.free(chances)
+    if not taken:
+        return None
+    kept = min(run, taken)
+    return Step((), kept, taken, False, min(kept + 1, trace.tokens - start), GUESSED)
 
 
 def _played(trace: Trace, start: int, controller: Controller, deepest: int) -> Play:

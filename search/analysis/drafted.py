@@ -9,7 +9,6 @@ import pandas as pd
 
 from selfspec.controllers import CONTROLLERS, Controller, FixedK
 from selfspec.facts.skip import SkipSet
-from selfspec.facts.work import DRAFT_STEP
 
 from ..curve import Drafted, drafted
 from ..objective import Replayed
@@ -116,4 +115,5 @@ def compare_controllers(bench: Workbench, skip: SkipSet) -> pd.DataFrame:
 def _speedup(bench: Workbench, traces: Sequence[Trace], controller: Controller, draft: float) -> float:
     walks = walk(traces, controller, seeded=bench.replay.seeded)
     tokens = sum(done.stats.tokens for done in walks)
-    return tokens * bench.costs.plain / sum(bench.costs.seconds(done.rounds, {DRAFT_STEP: draft}) for done in walks)
+    prices = bench.costs.prices(draft)
+    return tokens * bench.costs.plain / sum(bench.costs.seconds(done.rounds, prices) for done in walks)

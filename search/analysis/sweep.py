@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 from selfspec.facts.costs import CostModel
+from selfspec.facts.draft_path import WORDS, HeadMode
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
 from selfspec.text.prompt_files import Prompts
@@ -37,7 +39,7 @@ def sweep(bench: Workbench, *, counts: Sequence[int] | None = None, each: int = 
     sets of each count. Columns: `family`, `temperature`, `skipped`, `attention` and `mlp` (how many of either),
     `speedup` (predicted, over plain decoding), `acceptance_rate`, `tokens_per_round`, `draft_cost` (a draft step as a
     share of a plain one), `bound` (the speedup of perfect stopping, of greedy elimination alone, as it takes longest),
-    `score` (the `Score` itself).
+    `score` (the `Score` itself), `rest` (how what is not bypassed drafts, in words).
     """
     counts = range(2, 3 * len(bench.space) // 4 + 1, 2) if counts is None else sorted(counts)
     sets = _sets(bench, counts, each, seed)
@@ -49,14 +51,15 @@ def row(bench: Workbench, family: str, score: Score, *, bound: bool = True) -> d
     return {
         "family": family,
         "temperature": bench.temperature,
+        "rest": f"the rest {WORDS[bench.rest]}",
         "skipped": len(score.skip),
         "attention": len(score.skip.attention),
         "mlp": len(score.skip.mlp),
         "speedup": score.speedup,
         "acceptance_rate": score.acceptance_rate,
         "tokens_per_round": score.tokens_per_round,
-        "draft_cost": bench.draft_cost(score.skip),
-        "bound": bench.bound(score.skip).speedup if bound else None,
+        "draft_cost": bench.draft_cost(score.path),
+        "bound": bench.bound(score.path).speedup if bound else None,
         "score": score,
     }
 
@@ -93,7 +96,7 @@ def elimination(bench: Workbench, counts: Iterable[int]) -> Iterator[SkipSet]:
     strategy = Greedy(bench.space, seed=bench.seed, gains=bench.problem.gains)
     while wanted and not strategy.done:
         path = strategy.ask()
-        strategy.tell(path, bench.score(path.skip).speedup)
+        strategy.tell(path, bench.score(path).speedup)
         if (taken := len(strategy.base.skip)) in wanted:
             wanted.discard(taken)
             yield strategy.base.skip
@@ -120,10 +123,10 @@ def representatives(rows: pd.DataFrame, *, each: int = 3) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Speedups:
-    """`rows` as of `sweep`, some measured; `sensitivity` by temperature, as of `sensitivity_frame`."""
+    """`rows` as of `sweep`, some measured; `sensitivity` by temperature and rest, as of `sensitivity_frame`."""
 
     rows: pd.DataFrame
-    sensitivity: dict[float, pd.DataFrame]
+    sensitivity: dict[tuple[float, HeadMode], pd.DataFrame]
 
 
 def speedups(
@@ -131,6 +134,7 @@ def speedups(
     prompts: Sequence[str] | Prompts | None = None,
     *,
     temperatures: Sequence[float] = (0.0, 0.8),
+    rests: Sequence[HeadMode] = ("full",),
     count: int = 8,
     max_new_tokens: int = 64,
     counts: Sequence[int] | None = None,
@@ -142,34 +146,36 @@ def speedups(
 ) -> Speedups:
     """Everything that a plot of speedup against bypassed sub-layers shows, at several temperatures.
 
-    A `sweep`, and the Pareto front (acceptance against draft cost) and the profile of a search of `trials` with the
-    same texts; some of every family is measured in `rounds` rounds (0: nothing is). With `costs`, another machine's or
-    model's, nothing is measured or searched: the texts and drafts are this model's, and the seconds theirs.
+    What is not bypassed drafts in each of `rests`. Beside a `sweep` there are the Pareto front (acceptance against
+    draft cost) and the profile of a search of `trials` with the same texts; some of every family is measured in
+    `rounds` rounds (0: nothing is). With `costs`, another machine's or model's, nothing is measured or searched: the
+    texts and drafts are this model's, and the seconds theirs.
     """
     rows: list[pd.DataFrame] = []
     sensitivity = {}
-    for temperature in temperatures:
+    for temperature, rest in product(temperatures, rests):
         how: dict[str, Any] = {
             "count": count,
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
             "seed": seed,
         }
-        profile, front = None, list[SkipSet]()
+        profile, front = None, list[Score]()
         if costs is None and trials:
             with TemporaryDirectory() as folder:
-                trials_file = Path(folder) / "trials.jsonl"
-                profile = find_profile(llm, prompts, trials=trials, keep_best=True, storage=trials_file, **how)
-                front = [entry.score.skip for entry in pareto(Ledger(trials_file, None).entries)]
-        with Workbench(llm, prompts, costs=costs if profile is None else profile.costs, **how) as bench:
+                searched = how | {"trials": trials, "storage": Path(folder) / "trials.jsonl"}
+                profile = find_profile(llm, prompts, modes=f"{rest},skip", drafters="none", keep_best=True, **searched)
+                front = [entry.score for entry in pareto(Ledger(searched["storage"], None).entries)]
+        known = costs if profile is None else profile.costs
+        with Workbench(llm, prompts, costs=known, rest=rest, **how) as bench:
             found = sweep(bench, counts=counts, each=each, seed=seed)
-            others = [row(bench, FRONT, bench.score(skip), bound=False) for skip in front]
+            others = [row(bench, FRONT, bench.score(score.path), bound=False) for score in front]
             if profile is not None:
-                others.append(row(bench, CHOSEN, bench.score(profile.skip_set)))
+                others.append(row(bench, CHOSEN, bench.score(profile.path)))
             found = pd.concat([found, pd.DataFrame(others)], ignore_index=True) if others else found
             if rounds and costs is None:
                 measured = measure_rows(bench, representatives(found), rounds=rounds)
                 found = found.join(measured[["measured", "low", "high"]])
             rows.append(found)
-            sensitivity[temperature] = sensitivity_frame(bench.ledger)
+            sensitivity[temperature, rest] = sensitivity_frame(bench.ledger)
     return Speedups(pd.concat(rows, ignore_index=True), sensitivity)

@@ -12,8 +12,10 @@ from selfspec.controllers import FixedK
 from selfspec.drafters import PlainDrafter
 from selfspec.facts.acceptance import Outlook
 from selfspec.facts.costs import CostModel
+from selfspec.facts.draft_path import DraftPath, HeadMode
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
+from selfspec.llm.prompts import encode, takes_messages
 from selfspec.measure.timing import interleave, method
 from selfspec.profile.schema import Profile
 from selfspec.text.prompt import Prompt
@@ -24,6 +26,7 @@ from ..continuations import Decoding
 from ..curve import fit_curve
 from ..finalists import drafting_as
 from ..ledger import Ledger
+from ..narrowing import Choices
 from ..objective import Replayed, Score
 from ..oracle import Bound, oracle_bound
 from ..playing import LONGEST_DRAFT, controllers_in_play, deepest
@@ -37,9 +40,10 @@ from ..trace import Trace
 class Workbench:
     """What a search knows before its first trial, and the worth of any skip set; a context manager.
 
-    `prompts`: calibration text, what `read_prompts` read, or None for the built-in model's; `count` of them are
-    continued by `max_new_tokens` at `temperature`, and as many others are kept in `held_out` for measuring. The costs
-    are measured, unless given. Sub-layers' gains are in `problem`. Raises `SelfspecError` as `find_profile` does.
+    `prompts`: calibration text, what `read_prompts` read, or None for what comes with selfspec; `count` of them are
+    continued by `max_new_tokens` at `temperature`, and as many others are kept in `held_out` for measuring. What is not
+    bypassed, and the head, drafts in the mode `rest`. The costs are measured, unless given. Sub-layers' gains are in
+    `problem`. Raises `SelfspecError` as `find_profile` does.
     """
 
     costs: CostModel
@@ -56,20 +60,24 @@ class Workbench:
         temperature: float = 0.0,
         seed: int = 0,
         costs: CostModel | None = None,
+        rest: HeadMode = "full",
     ) -> None:
         self.llm = llm
-        self.seed = seed
+        self.seed, self.rest = seed, rest
         self.decoding = Decoding(max_new_tokens, temperature)
         self.decoding.check()
-        chosen = choose(prompts, source="prompts", count=count, seed=seed)
-        self.held_out = chosen.measure
-        self.prompts = tuple(llm.check(prompt, max_new_tokens) for prompt in chosen.search)
+        chosen = choose(prompts, source="prompts", count=count, seed=seed, takes_messages=takes_messages(llm))
+        self.prompts, self.held_out = (
+            tuple(llm.check(encode(llm, prompt, chat=chosen.chat), max_new_tokens) for prompt in part)
+            for part in (chosen.search, chosen.measure)
+        )
         if not self.prompts:
             raise SelfspecError("there are no prompts to work on")
-        self.space = Space(llm.runtime.layers)
+        self.space = Space(llm.runtime.layers, modes=(rest, "skip"), head=(rest,))
         self.controllers = controllers_in_play(LONGEST_DRAFT)
         settings = {"model": llm.identity.model_dump(mode="json"), "keep": [], "granularity": "sublayer"}
         self.ledger = Ledger(settings=settings)
+        self.ledger.keep_choices(Choices(modes=[*self.space.modes], head=[*self.space.head]))
         if costs is not None:
             self.ledger.keep_costs(costs)
         self._held = ExitStack()
@@ -95,9 +103,13 @@ class Workbench:
         """The search's objective as it is before the first trial: no best set is known, so that none is pruned."""
         return Replayed(self.replay, self.costs, self.controllers)
 
-    def score(self, skip: SkipSet) -> Score:
-        """What a skip set is worth with the best of the controllers, looked at in full."""
-        return self.objective().score(skip)
+    def path(self, of: DraftPath | SkipSet) -> DraftPath:
+        """A draft path as it is, or that of a skip set here."""
+        return self.space.nearest(of) if isinstance(of, SkipSet) else of
+
+    def score(self, of: DraftPath | SkipSet) -> Score:
+        """What a skip set or a path is worth with the best of the controllers, looked at in full."""
+        return self.objective().score(self.path(of))
 
     def profile(self, score: Score) -> Profile:
         """A profile that drafts as was scored."""
@@ -114,20 +126,20 @@ class Workbench:
         found = (runs.speedup(str(i), "plain") for i in range(len(profiles)))
         return [(speedup, low, high) for speedup, (low, high) in found]
 
-    def traces(self, skip: SkipSet) -> list[Trace]:
-        """Drafts under `skip` from every place of the texts, as long as any of the controllers' may be."""
-        return self.replay.trace(skip, [FixedK(deepest(self.controllers))])
+    def traces(self, of: DraftPath | SkipSet) -> list[Trace]:
+        """Drafts from every place of the texts, as long as any of the controllers' may be."""
+        return self.replay.trace(self.path(of), [FixedK(deepest(self.controllers))])
 
-    def draft_cost(self, skip: SkipSet) -> float:
+    def draft_cost(self, of: DraftPath | SkipSet) -> float:
         """A draft step as a share of a plain one."""
-        return self.costs.draft_share(skip, self.space.layers)
+        return self.costs.draft_share(self.path(of), self.space.layers)
 
-    def outlook(self, skip: SkipSet) -> Outlook:
-        """What a rate-optimal controller is to know of drafting under `skip`."""
-        curve = fit_curve(self.traces(skip), self.replay.candidates)
-        return Outlook.of(self.costs, skip, self.space.layers, curve)
+    def outlook(self, of: DraftPath | SkipSet) -> Outlook:
+        """What a rate-optimal controller is to know of such drafts."""
+        curve = fit_curve(self.traces(of), self.replay.candidates)
+        return Outlook.of(self.costs, self.path(of), self.space.layers, curve)
 
-    def bound(self, skip: SkipSet) -> Bound:
-        """What drafting under `skip` would bring if every draft ended, and had candidates, exactly where it should."""
-        draft = self.costs.draft(skip, self.space.layers)
-        return oracle_bound(self.traces(skip), self.costs, draft, candidates=self.replay.candidates)
+    def bound(self, of: DraftPath | SkipSet) -> Bound:
+        """What such drafts would bring if every one ended, and had candidates, exactly where it should."""
+        draft = self.costs.draft(self.path(of), self.space.layers)
+        return oracle_bound(self.traces(of), self.costs, draft, candidates=self.replay.candidates)

@@ -39,6 +39,13 @@ class Controller(ABC):
         """How many candidates each place is to have, the drafted token counted: 1 to `most` each; here, `most`."""
         return [most] * len(confidences)
 
+    def free(self, chances: Sequence[float]) -> int:
+        """How many tokens of a guess that costs nothing are worth verifying as they are; 0 (here): draft instead.
+
+        `chances`: of each token, that it is right where those before it are.
+        """
+        return 0
+
     def observe(  # noqa: B027 (a controller need not learn)
         self, confidences: Sequence[float], accepted: int, *, candidates: int | None = None, other: bool = False
     ) -> None:

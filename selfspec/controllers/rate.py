@@ -61,6 +61,9 @@ class RateOptimal(Controller):
     P * candidates[0](c) tokens, the third P * candidates[1](c), and so on. The likeliest of all places are taken, as
     many as bring most after `rate` times the time of their rows is taken off.
 
+    Free guesses: n tokens that cost nothing, with chances c_1, c_2, .., bring 1 + c_1 + c_1 c_2 + .. and take a round
+    of n + 1 rows. Where the best n brings more than `rate` times that round, they are verified, and nothing is drafted.
+
     `rate` is 1 at least, and is updated by what rounds bring. It never goes on below the confidence `floor`, nor
     beyond `k_max` tokens. `strength`: how many observations the outlook's curve counts for; `memory`: what an
     observation still counts for when the next is made.
@@ -120,6 +123,18 @@ class RateOptimal(Controller):
         for _, i in further[:taken]:
             counts[i] += 1
         return counts
+
+    def free(self, chances: Sequence[float]) -> int:
+        """The number that is expected to bring most beyond what drafting brings in the time; 0 where none does."""
+        best, taken = 0.0, 0
+        tokens = reach = 1.0
+        for n, chance in enumerate(chances, start=1):
+            reach *= chance
+            tokens += reach
+            worth = tokens - self.rate * self.outlook.rounds[1 + n]
+            if worth > best:
+                best, taken = worth, n
+        return taken
 
     def lowest(self, drafted: int) -> float:
         """The floor."""

@@ -1,9 +1,20 @@
 """Drafters: who proposes tokens; one interface, one file each, a registry of kinds. Knows nothing of the loop."""
 
+from selfspec.drafters.free import FreeDrafter
 from selfspec.drafters.guard import Guard
 from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.drafters.plain import PlainDrafter
-from selfspec.drafters.registry import make_drafter, register
+from selfspec.drafters.registry import make_ahead, make_drafter, register
 from selfspec.speculation.drafter import Drafter, Limit
 
-__all__ = ["Drafter", "Guard", "LayerSkipDrafter", "Limit", "PlainDrafter", "make_drafter", "register"]
+__all__ = [
+    "Drafter",
+    "FreeDrafter",
+    "Guard",
+    "LayerSkipDrafter",
+    "Limit",
+    "PlainDrafter",
+    "make_ahead",
+    "make_drafter",
+    "register",
+]

@@ -15,7 +15,8 @@ from selfspec.facts.confidence import PROBABILITY, Confidence
 from selfspec.facts.draft_path import DraftPath, as_path
 from selfspec.facts.limits import WIDEST_DRAFT
 from selfspec.facts.skip import SkipSet
-from selfspec.facts.work import Work, steps_of
+from selfspec.facts.work import GUESSED, Work, passes_of
+from selfspec.proposers.ahead import Ahead, Reading
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
@@ -27,12 +28,36 @@ from selfspec.speculation.step import Step
 
 @dataclass(slots=True)
 class _Chain:
-    """One sequence's draft under way. `rows`: scores of its tokens `[V]`, or what they were drawn from."""
+    """One sequence's draft under way. `rows`: scores of its tokens `[V]`, or what they were drawn from.
+
+    `logits` `[n, V]`: raw ones from the last pass that are still to be used, the next token's first; what follows it
+    holds where the draft goes on with the tokens `ahead`. `passes`: how many tokens went through each pass. `room`:
+    the most tokens that the draft may have.
+    """
 
     seq: SequenceState
     play: Play
+    room: int
     tokens: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    ahead: list[int] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)
+
+    def take(self) -> Tensor:
+        """The next token's logits `[1, V]`."""
+        return self.logits.pop(0)
+
+    def put(self, token: int) -> None:
+        """The token is drafted: what was computed for another one is of no use."""
+        self.tokens.append(token)
+        if self.ahead and self.ahead.pop(0) != token:
+            self.ahead, self.logits = [], []
+
+    @property
+    def work(self) -> Work:
+        """What its passes took."""
+        return passes_of(self.passes)
 
 
 class LayerSkipDrafter:
@@ -41,8 +66,11 @@ class LayerSkipDrafter:
     Its own keys go to the slots that verification then overwrites. `path`: a draft path, or the sub-layers that it
     bypasses. `controller` ends a draft: each sequence with a seed starts it afresh, all others share what it learns.
     It is told the `confidence` in each token that was drafted. `candidates`: the most for each place, the token that
-    the draft goes on from counted; 1 drafts a chain. Sequences draft in lockstep. Raises `SelfspecError` for a path
-    that the model does not have (`Runtime.compile`), and for no candidate or more than a verification holds.
+    the draft goes on from counted; 1 drafts a chain. Sequences draft in lockstep. `ahead`: guesses that a pass along
+    the path is to check beside its one token; what is drafted stays what the path drafts, in fewer passes. Where the
+    controller takes one as it is, nothing is drafted along the path in that round. Raises
+    `SelfspecError` for a path that the model does not have (`Runtime.compile`), and for no candidate or more than a
+    verification holds.
     """
 
     hidden: Sequence[int] = ()
@@ -56,6 +84,7 @@ class LayerSkipDrafter:
         *,
         candidates: int = 1,
         confidence: Confidence = PROBABILITY,
+        ahead: Ahead | None = None,
     ) -> None:
         if not 1 <= candidates <= WIDEST_DRAFT:
             raise SelfspecError(f"candidates {candidates}: want 1 (the drafted token itself) to {WIDEST_DRAFT}")
@@ -63,59 +92,84 @@ class LayerSkipDrafter:
         self.path = as_path(path)
         self.controller = controller
         self.confidence = confidence
+        self.ahead = ahead or Ahead((), ())
         words = self.path.vocabulary
         self.candidates = candidates if words is None else min(candidates, len(words))
         self._way = runtime.compile(self.path)
         self._deepest = WIDEST_DRAFT // candidates  # so that all candidates fit into one verification
         self._own: dict[SequenceState, Controller] = {}
+        self._readings: dict[SequenceState, Reading] = {}
 
     def begin(self, seq: SequenceState, prefill: Step) -> None:
         """A sequence with a seed starts the controller afresh."""
+        if self.ahead.proposers:
+            self._readings[seq] = self.ahead.reading()
         if seq.sampler.seeded:
             self._own[seq] = self.controller.start()
 
     def end(self, seq: SequenceState) -> None:
         """Forget the sequence; the scratch slots are the runtime's."""
         self._own.pop(seq, None)
+        self._readings.pop(seq, None)
 
     def dearest(self, limit: Limit) -> Work:
-        """As many draft steps as the draft may be deep."""
-        return steps_of(min(limit.depth, limit.nodes, self._deepest))
+        """As many passes as the draft may be deep, each as wide as it may be."""
+        depth = min(limit.depth, limit.nodes, self._deepest)
+        return passes_of(min(self.ahead.widest, depth - i) for i in range(depth))
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Tell the controller what was accepted of the chain, and whether another candidate was."""
         draft, path = outcome.draft, outcome.path
+        if draft.work == GUESSED:
+            return
         drafted = len(draft.confidence)
         other = bool(path) and path[-1] >= drafted
         self.controller_of(seq).observe(draft.confidence, len(path) - other, candidates=len(draft), other=other)
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """A chain for each sequence, with further candidates where they were asked for."""
-        chains = [
-            _Chain(seq, Play(self.controller_of(seq), depth=min(limit.depth, limit.nodes, self._deepest)))
-            for seq, limit in zip(seqs, limits, strict=True)
-        ]
+        chains, drafts = [], dict[int, Draft]()
+        for i, (seq, limit) in enumerate(zip(seqs, limits, strict=True)):
+            room = min(limit.depth, limit.nodes)
+            chains.append(_Chain(seq, Play(self.controller_of(seq), depth=min(room, self._deepest)), room))
+            if seq in self._readings and (guessed := self._free(seq, room)):
+                drafts[i] = Draft.chain(guessed, work=GUESSED)
+                chains[-1].play.wants = False
         while live := [chain for chain in chains if chain.play.wants]:
-            for chain, logits in zip(live, self._logits(live), strict=True):
-                self._draft(chain, logits)
-        return [self._drafted(chain, limit.nodes) for chain, limit in zip(chains, limits, strict=True)]
+            self._pass(live)
+            for chain in live:
+                while chain.play.wants and chain.logits:
+                    self._draft(chain, chain.take())
+        each = enumerate(zip(chains, limits, strict=True))
+        return [drafts.get(i) or self._drafted(chain, limit.nodes) for i, (chain, limit) in each]
+
+    def _free(self, seq: SequenceState, room: int) -> list[int]:
+        """A guess that is to be verified as it is; empty: the sequence drafts."""
+        reading = self._readings[seq]
+        reading.read(seq.tokens)
+        guess = reading.free(room, seq.ends)
+        return list(guess.tokens[: self.controller_of(seq).free(guess.chances)])
 
     def controller_of(self, seq: SequenceState) -> Controller:
         """The controller that plays a sequence's drafts."""
         return self._own.get(seq, self.controller)
 
-    def _logits(self, chains: Sequence[_Chain]) -> list[Tensor]:
-        """Raw logits `[1, V]` after each chain's last token, from one pass along the path."""
-        placed = [
-            Placed(c.seq.row, c.tokens[-1] if c.tokens else c.seq.tokens[-1], len(c.seq.tokens) - 1 + len(c.tokens))
-            for c in chains
-        ]
+    def _pass(self, chains: Sequence[_Chain]) -> None:
+        """Raw logits after each chain's last token, and after those guessed to follow it, from one pass."""
+        placed = []
+        for c in chains:
+            if c.seq in self._readings:
+                c.ahead = list(self._readings[c.seq].guess(c.tokens, c.room - len(c.tokens) - 1).tokens)
+            c.passes.append(1 + len(c.ahead))
+            root = c.tokens[-1] if c.tokens else c.seq.tokens[-1]
+            placed.append(Placed(c.seq.row, root, len(c.seq.tokens) - 1 + len(c.tokens), Draft.chain(c.ahead)))
         laid = lay_out(placed, spare=self.runtime.cache.spare, device=self.runtime.device)
         logits = self.runtime.forward(
             laid.tokens, laid.positions, path=self._way, slots=laid.slots, mask=laid.mask, rows=laid.rows
         ).logits
         assert logits is not None
-        return [logits[at] for at in laid.at]
+        for c, at in zip(chains, laid.at, strict=True):
+            c.logits = [logits[at, i : i + 1] for i in range(c.passes[-1])]
 
     def _draft(self, chain: _Chain, logits: Tensor) -> None:
         """Draft the chain's next token, unless none can be."""
@@ -132,7 +186,7 @@ class LayerSkipDrafter:
         else:
             token = sampler.draw(q, position)
             apart = gap(row, int(row.argmax())) if told.gap else 0.0
-        chain.tokens.append(token)
+        chain.put(token)
         chain.rows.append(row if sampler.greedy else q)
         probability = float(q[token]) if told.probability else 0.0
         chain.play.see(told.of(probability, apart), last=token in seq.ends)
@@ -149,7 +203,7 @@ class LayerSkipDrafter:
         if not tokens:
             return NO_DRAFT
         q = None if sampler.greedy else torch.stack(rows)
-        draft = Draft.chain(tokens, q=q, confidence=chain.play.confidences, work=steps_of(len(tokens)))
+        draft = Draft.chain(tokens, q=q, confidence=chain.play.confidences, work=chain.work)
         counts = chain.play.candidates(self.candidates, nodes=nodes) if self.candidates > 1 else ()
         if all(count == 1 for count in counts):
             return draft

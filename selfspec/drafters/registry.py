@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import make_controller
+from selfspec.drafters.free import FreeDrafter
 from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.drafters.plain import PlainDrafter
+from selfspec.facts.acceptance import AcceptanceCurve
 from selfspec.facts.confidence import PROBABILITY
-from selfspec.profile.draft import DraftSpec, LayerSkipSpec, PlainSpec, register_spec
+from selfspec.facts.costs import WIDER
+from selfspec.profile.draft import DraftSpec, LayerSkipSpec, LookupSpec, PlainSpec, ProposerSpec, register_spec
 from selfspec.profile.schema import Profile
+from selfspec.proposers.ahead import Ahead
+from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
 
@@ -37,6 +43,11 @@ def make_drafter(runtime: Runtime, profile: Profile) -> Drafter:
     return _MAKERS[kind](runtime, profile.draft, profile)
 
 
+def make_ahead(specs: Sequence[ProposerSpec], wider: Sequence[float]) -> Ahead:
+    """What guesses below a draft path; `wider`: what its passes over 2, 3, .. tokens take, over one."""
+    return Ahead([Lookup() for _ in specs], (1.0, *wider))
+
+
 def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> LayerSkipDrafter:
     """The model itself along a cheaper path. Raises `SelfspecError` where that does not fit the model."""
     return LayerSkipDrafter(
@@ -45,8 +56,16 @@ def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> 
         make_controller(spec.controller, profile.outlook),
         candidates=spec.candidates,
         confidence=spec.confidence or PROBABILITY,
+        ahead=make_ahead(spec.proposers or (), WIDER if profile.costs is None else profile.costs.wider),
     )
+
+
+def make_free(spec: LookupSpec, profile: Profile) -> FreeDrafter:
+    """A proposer's guesses as drafts: they cost nothing but their verification."""
+    outlook = replace(profile.outlook, draft=0.0, curve=profile.acceptance or AcceptanceCurve())
+    return FreeDrafter([Lookup()], make_controller(spec.controller, outlook))
 
 
 register(PlainSpec, lambda runtime, spec, profile: PlainDrafter())
 register(LayerSkipSpec, make_layer_skip)
+register(LookupSpec, lambda runtime, spec, profile: make_free(spec, profile))

@@ -14,11 +14,11 @@ from pydantic import ConfigDict, Field, model_validator
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.schema import Data
-from selfspec.facts.costs import CostModel
+from selfspec.facts.costs import WIDER, CostModel
 from selfspec.facts.draft_path import DraftPath, as_path
 from selfspec.facts.limits import MOST_ROWS
 from selfspec.facts.skip import SkipSet
-from selfspec.facts.work import DRAFT_STEP, Work
+from selfspec.facts.work import DRAFT_STEP, GUESS, Part, Work
 
 Chance = Annotated[float, Field(ge=0, le=1)]
 Chances = Annotated[list[Chance], Field(min_length=2)]
@@ -83,13 +83,15 @@ def between(values: Sequence[float], place: tuple[int, float]) -> float:
 class Outlook:
     """What drafting costs and brings, as a rate-optimal controller is to know it: times in plain decoding steps.
 
-    `draft`: of one draft step; `rounds[w]`: of a round whose verification has w rows, its draft steps left out
-    (`rounds[0]` is never read); `curve`: how often drafted tokens are right.
+    `draft`: of one drafted token; `rounds[w]`: of a round whose verification has w rows, its draft steps left out
+    (`rounds[0]` is never read); `curve`: how often drafted tokens are right; `wider`: of a draft step over one token,
+    over two, and so on, where that is not one for each drafted token.
     """
 
     draft: float = 0.5
     rounds: tuple[float, ...] = tuple(1 + 0.05 * (rows - 1) for rows in range(MOST_ROWS + 1))
     curve: AcceptanceCurve = field(default_factory=AcceptanceCurve)
+    wider: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -100,18 +102,31 @@ class Outlook:
         curve: AcceptanceCurve,
         *,
         vocabulary: float = 1.0,
+        spared: float = 0.0,
     ) -> Outlook:
-        """Of drafting along a path, by a cost model; `vocabulary`: the share of all tokens that may be drafted."""
+        """Of drafting along a path, by a cost model.
+
+        `vocabulary`: the share of all tokens that may be drafted; `spared`: of a draft step, by guesses that its passes
+        check.
+        """
         rounds = ((costs.round + costs.verification(rows)) / costs.plain for rows in range(MOST_ROWS + 1))
-        return cls(costs.draft(path, layers, vocabulary=vocabulary) / costs.plain, tuple(rounds), curve)
+        draft = costs.draft(path, layers, vocabulary=vocabulary) / costs.plain
+        return cls((1 - spared) * draft, tuple(rounds), curve, costs.passes(draft))
 
     def price(self, work: Work) -> float:
         """Plain decoding steps that this work takes; a part that nobody has priced counts as one for each call."""
-        return sum(calls * (self.draft if part == DRAFT_STEP else 1.0) for part, calls in work)
+        return sum(calls * self._price(part) for part, calls in work)
+
+    def _price(self, part: Part) -> float:
+        if part == GUESS:
+            return 0.0
+        known = self.wider or (self.draft,)
+        return known[part.rows - 1] if part.name == DRAFT_STEP.name and part.rows <= len(known) else 1.0
 
 
 def guess(path: DraftPath | SkipSet, layers: int, curve: AcceptanceCurve | None = None) -> Outlook:
     """An outlook where nothing was measured: a draft step takes as long as what it reads of the weights suggests."""
     shares = {"full": 1.0, "int8": 0.4, "int4": 0.3, "skip": 0.0}
     modes = as_path(path).modes(layers)
-    return Outlook(draft=0.1 + 0.9 * sum(shares[mode] for mode in modes) / len(modes), curve=curve or AcceptanceCurve())
+    draft = 0.1 + 0.9 * sum(shares[mode] for mode in modes) / len(modes)
+    return Outlook(draft, curve=curve or AcceptanceCurve(), wider=(draft, *(draft * share for share in WIDER)))

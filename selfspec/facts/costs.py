@@ -15,8 +15,9 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.basics.schema import Data, Positive, Rate, Seconds
 from selfspec.facts.draft_path import DraftPath, LowMode, Mode, as_path
 from selfspec.facts.skip import SkipSet
-from selfspec.facts.work import Part, Work
+from selfspec.facts.work import GUESS, Part, Work, draft_pass
 
+WIDER = (1.12, 1.24, 1.36, 1.48, 1.6)  # what draft steps over 2, 3, .. tokens take where that was not measured
 CHEAPER = 0.9  # of what running in full costs: a mode that costs more is not worth trying
 
 
@@ -35,9 +36,10 @@ class CostModel(Data):
     `attention_per_key` more for every key in the cache beyond `context`, or less. A verification of `widths[i]` rows
     takes `verify[i]`; for more than one row that includes the fixed cost of starting a draft. Every round takes `round`
     on top. `prefill` is per prompt token; `head` is the part of a draft step that the head over the whole vocabulary
-    takes. `low`: the prices of what runs in few bits instead, by mode; modes that are not there are taken to cost what
-    running in full does. `fastest`: of a plain decoding step on weights that lie in memory as suits it, where those
-    measured lie as suits drafting. `error`: mean relative error of the draft step on paths that the fit did not see.
+    takes. `wider`: what a draft step over 2, 3, .. tokens takes, over one of one token. `low`: the prices of what runs
+    in few bits instead, by mode; modes that are not there are taken to cost what running in full does. `fastest`: of a
+    plain decoding step on weights that lie in memory as suits it, where those measured lie as suits drafting. `error`:
+    mean relative error of the draft step on paths that the fit did not see.
     """
 
     context: Positive
@@ -50,6 +52,7 @@ class CostModel(Data):
     round: Seconds
     prefill: Seconds = 0.0
     head: Seconds = 0.0
+    wider: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = list(WIDER)
     low: dict[LowMode, Prices] = {}
     fastest: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     error: Rate | None = None
@@ -107,6 +110,15 @@ class CostModel(Data):
     def draft_share(self, path: DraftPath | SkipSet, layers: int) -> float:
         """A draft step as a share of a plain decoding step: the literature's c."""
         return self.draft(path, layers) / self.plain
+
+    def passes(self, draft: float) -> tuple[float, ...]:
+        """Seconds of draft steps over one token, which takes `draft`, over two at once, and so on."""
+        return (draft, *(draft * share for share in self.wider))
+
+    def prices(self, draft: float) -> dict[Part, float]:
+        """Seconds of one call of each part of a draft's work, where a draft step over one token takes `draft`."""
+        steps = {draft_pass(rows): seconds for rows, seconds in enumerate(self.passes(draft), start=1)}
+        return {GUESS: 0.0, **steps}
 
     def verification(self, rows: int) -> float:
         """Seconds of a verification of `rows` rows: between measured widths, and beyond the last two, a line."""

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from selfspec.facts.stats import Round
+from selfspec.facts.work import GUESSED
 
 
 class Origin(StrEnum):
@@ -17,6 +18,7 @@ class Origin(StrEnum):
     PLAIN = "plain"
     ACCEPTED_DRAFT = "accepted draft"
     ACCEPTED_CANDIDATE = "accepted candidate"
+    ACCEPTED_GUESS = "accepted guess"
     CORRECTED = "corrected"
     BONUS = "bonus"
 
@@ -30,6 +32,7 @@ _MEANINGS = {
     Origin.PLAIN: "the model's own, nothing was drafted",
     Origin.ACCEPTED_DRAFT: "drafted, and accepted",
     Origin.ACCEPTED_CANDIDATE: "another candidate, and accepted",
+    Origin.ACCEPTED_GUESS: "what followed before, and accepted",
     Origin.CORRECTED: "the model's own, for a rejected one",
     Origin.BONUS: "the model's own, after a whole draft",
 }
@@ -77,9 +80,8 @@ def origins(done: Round) -> list[Origin]:
     first: dict[int, int] = {}  # of the nodes below each node
     for node, parent in enumerate(done.parents):
         first.setdefault(parent, node)
-    found = [
-        Origin.ACCEPTED_DRAFT if first[done.parents[node]] == node else Origin.ACCEPTED_CANDIDATE for node in done.path
-    ]
+    drafted = Origin.ACCEPTED_GUESS if done.work == GUESSED else Origin.ACCEPTED_DRAFT
+    found = [drafted if first[done.parents[node]] == node else Origin.ACCEPTED_CANDIDATE for node in done.path]
     found.append(Origin.CORRECTED if _last(done.path) in first else Origin.BONUS)
     return found[: done.tokens]
 

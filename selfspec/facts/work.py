@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -16,10 +18,22 @@ class Part(NamedTuple):
 
 
 DRAFT_STEP = Part("draft step")  # one token through a draft path
+GUESS = Part("guess")  # what no model computes
 Work = tuple[tuple[Part, int], ...]  # each part once, with how often it was called; () is free
 NO_WORK: Work = ()
+GUESSED: Work = ((GUESS, 1),)
 
 
 def steps_of(drafted: int) -> Work:
     """The work of a chain that a draft path drafts token by token."""
     return ((DRAFT_STEP, drafted),) if drafted else NO_WORK
+
+
+def passes_of(widths: Iterable[int]) -> Work:
+    """The work of a draft path's passes over so many tokens each."""
+    return tuple((draft_pass(rows), calls) for rows, calls in sorted(Counter(widths).items()))
+
+
+def draft_pass(rows: int) -> Part:
+    """So many tokens through a draft path at once."""
+    return Part(DRAFT_STEP.name, rows)

@@ -46,6 +46,13 @@ def _ours(llm: LLM, options: Options, keep: Keep, drafter: Drafter | None = None
     )
 
 
+def _lookup(llm: LLM, profile: Profile) -> Drafter:
+    """What followed before, at the profile's costs."""
+    from selfspec.profile.draft import LookupSpec
+
+    return llm.drafts_with(profile.model_copy(update={"draft": LookupSpec(), "acceptance": None}))
+
+
 def _theirs(llm: LLM, options: Options, keep: Keep, settings: Mapping[str, int] = MappingProxyType({})) -> Method:
     """Decoding by transformers, with further settings of its `generate`."""
     from selfspec.measure.timing import transformers_generate
@@ -60,7 +67,13 @@ METHODS = {
     "skip": BenchMethod(
         "skip", lambda llm, profile, options, keep: _ours(llm, options, keep, llm.drafts_with(profile))
     ),
+    "path": BenchMethod(  # its draft path alone, without guesses
+        "skip", lambda llm, profile, options, keep: _ours(llm, options, keep, llm.drafts_with(profile.unaided))
+    ),
     "guarded": BenchMethod("skip", lambda llm, profile, options, keep: _ours(llm, options, keep, llm.guarded(profile))),
+    "lookup": BenchMethod(
+        "plain", lambda llm, profile, options, keep: _ours(llm, options, keep, _lookup(llm, profile))
+    ),
     # transformers' own, its drafts from the first half of the layers, and from the prompt
     "hf": BenchMethod("hf", lambda llm, profile, options, keep: _theirs(llm, options, keep)),
     "hf-early-exit": BenchMethod(

@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import get_args
 
 import torch
@@ -21,7 +22,7 @@ from selfspec.basics.machine import synchronise
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
 from selfspec.facts.costs import CostModel, Prices
-from selfspec.facts.draft_path import LOW, DraftPath, HeadMode, Mode
+from selfspec.facts.draft_path import FULL, LOW, DraftPath, HeadMode, Mode, as_path
 from selfspec.facts.skip import SkipSet
 from selfspec.measure.cost_sweeps import EFFORTS, Sample, Sweep, effort_within, pace, quiet, room_for
 from selfspec.runtime.forward import Runtime
@@ -30,6 +31,7 @@ from selfspec.speculation.sampling import Sampler
 LONGER = 4  # times longer where something disturbs the machine
 DOUBTFUL = 0.1  # error on fresh paths
 FIRST = ((0.2, 0.7), (0.75, 0.2), (0.5, 0.75))  # shares of attention and of MLPs that the first paths bypass
+WIDEST = 8  # tokens of a draft step
 OTHERS = 0.3  # of a random path's sub-layers, that may run in another mode than most of their kind
 
 
@@ -138,7 +140,10 @@ def measure_costs(
                 mode: Prices(attention=attention, mlp=mlp, head=heads[mode])
                 for mode, (attention, mlp) in zip(running, fit.prices, strict=True)
             }
-            return _model(sweep, fit, prices)
+            low: list[HeadMode] = [mode for mode in LOW if mode in prices]
+            cheapest = low[0] if low else "full"
+            every: list[Mode] = [cheapest] * (2 * runtime.layers)
+            return _model(sweep, fit, prices, DraftPath.of(every, head=cheapest))
 
 
 def measure_path_costs(
@@ -163,7 +168,7 @@ def measure_path_costs(
     start, base = _line(drafts)
     error = statistics.mean(abs((start + k * base) / t - 1) for k, t in drafts.items())
     nothing: dict[Mode, Prices] = {"full": Prices(attention=0.0, mlp=0.0, head=_head_seconds(runtime))}
-    return _model(sweep, _Fit(start, base, (), error), nothing)
+    return _model(sweep, _Fit(start, base, (), error), nothing, as_path(path))
 
 
 def _line(times: Mapping[int, float]) -> tuple[float, float]:
@@ -176,8 +181,8 @@ def _line(times: Mapping[int, float]) -> tuple[float, float]:
     return float(start), float(base)
 
 
-def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, Prices]) -> CostModel:
-    """The cost model of what was timed."""
+def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, Prices], path: DraftPath) -> CostModel:
+    """The cost model of what was timed; `path`: by which draft steps over several tokens are judged."""
     runtime, context, samples = sweep.runtime, sweep.context, sweep.samples
     repeats = 2 * sweep.effort.rounds
     forward = forward_seconds(runtime, context, repeats=repeats)
@@ -198,6 +203,7 @@ def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, Prices]) -> CostModel:
         round=overhead,
         prefill=_prefill_seconds(runtime, context) / context,
         head=prices["full"].head,
+        wider=_wider(runtime, context, path, repeats),
         low={mode: prices[mode] for mode in LOW if mode in prices},
         error=None if fit.error is None else round(fit.error, 4),
     )
@@ -236,14 +242,26 @@ def _disturbed(plain: Sequence[Sequence[float]]) -> bool:
     return half[-1] > 1.1 * half[0]
 
 
-def forward_seconds(runtime: Runtime, context: int, *, rows: int = 1, repeats: int = 48) -> float:
+def forward_seconds(
+    runtime: Runtime, context: int, *, rows: int = 1, repeats: int = 48, path: DraftPath = FULL
+) -> float:
     """Seconds of a bare forward of `rows` rows over `context` keys and themselves, once caches have settled.
 
     Raises `BusyError` while the runtime has a stream.
     """
     tokens = torch.zeros((1, rows), dtype=torch.long, device=runtime.device)
+    way = None if path == FULL else runtime.compile(path)
     with runtime.session(context + rows):
-        return _timed(lambda: runtime.forward(tokens, context), runtime, repeats)
+        return _timed(lambda: runtime.forward(tokens, context, path=way), runtime, repeats)
+
+
+def _wider(runtime: Runtime, context: int, path: DraftPath, repeats: int) -> list[float]:
+    """What passes along a path over 2, 3, .. `WIDEST` tokens take, over one of one token; none less than a narrower."""
+    times = [
+        forward_seconds(runtime, context, rows=rows, repeats=repeats, path=path)
+        for rows in range(1, min(WIDEST, runtime.skeleton.context - context) + 1)
+    ]
+    return [round(time / times[0], 3) for time in accumulate(times, max)][1:]
 
 
 def _prefill_seconds(runtime: Runtime, context: int) -> float:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from selfspec.basics.schema import Json
 from selfspec.facts.costs import CostModel
 from selfspec.facts.stats import Round, acceptance_by_position
-from selfspec.facts.work import DRAFT_STEP
 from selfspec.measure.agreement import Verdict, counted
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ def expected(rounds: Sequence[Round], costs: CostModel) -> float:
     if not tokens:
         return 1.0
     counted = Counter((done.work, 1 + done.nodes) for done in rounds)
-    return tokens * costs.plain / costs.seconds(counted, {DRAFT_STEP: costs.base})
+    return tokens * costs.plain / costs.seconds(counted, costs.prices(costs.base))
 
 
 def _quantiles(seconds: Sequence[float]) -> Json:

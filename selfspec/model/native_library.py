@@ -73,7 +73,10 @@ def _library(wanted: str, compiler: str) -> Any:
     failed = folder / f"{name}.failed"  # so that a compiler that cannot is not asked by every process
     if isinstance(problem := read_cached(failed), str):
         return problem
-    made = _compile(command, folder, name)
+    try:
+        made = _compile(command, folder, name)
+    except OSError as error:  # a full disk: not for good
+        return f"native products: {shlex.join(command)} failed: {error}; {_OTHERWISE}"
     try:
         if not isinstance(made, str):
             return _typed(ctypes.CDLL(str(made)))
@@ -122,7 +125,7 @@ def _instructions() -> str:
 
 
 def _compile(command: Sequence[str], folder: Path, name: str) -> Path | str:
-    """The compiled file, whole or not at all; else what was wrong."""
+    """The compiled file, whole or not at all; else what was wrong. `OSError` where it could not be tried."""
     _log.warning("compiling products for this processor, once ...")
     problem = ""
     handle, made = tempfile.mkstemp(dir=folder, suffix=".so")
@@ -135,7 +138,7 @@ def _compile(command: Sequence[str], folder: Path, name: str) -> Path | str:
                 return Path(made).replace(folder / f"{name}.{Path(made).stat().st_size}.so")
             lines = [line for line in done.stderr.splitlines() if line.strip()]
             problem = problem or next((line for line in lines if "error" in line), " ".join(lines[:1]))
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
         problem = str(error)
     finally:
         os.close(handle)

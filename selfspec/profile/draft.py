@@ -5,13 +5,14 @@ What a description is made into, a drafter, is known to `selfspec.drafters`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field
 
 from selfspec.basics.errors import SelfspecError, short
 from selfspec.basics.schema import Count, Data
+from selfspec.facts.acceptance import Chance
 from selfspec.facts.confidence import Confidence
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.draft_path import DraftPath, as_path
@@ -75,12 +76,31 @@ class PlainSpec(DraftSpec):
         return "drafts nothing"
 
 
+class ProposerSpec(Data):
+    """What guesses tokens below a draft path: by `lookup`, those that followed before."""
+
+    kind: Literal["lookup"] = "lookup"
+
+
+class LookupSpec(DraftSpec):
+    """What followed the longest repeated suffix of prompt and output is taken to follow it again (prompt lookup)."""
+
+    kind: Literal["lookup"] = "lookup"
+    controller: ControllerSpec = Field(ControllerSpec(name="rate"), description="What ends drafts of it alone.")
+
+    @property
+    def said(self) -> str:
+        """Where drafts come from."""
+        return "drafts what followed before"
+
+
 class LayerSkipSpec(DraftSpec):
     """The model itself drafts, some of its attention and MLP sub-layers bypassed (Draft & Verify, 2309.08168).
 
     Others, and the head, may run with their weights in 8 or 4 bits. `confidence`: what says how likely a drafted token
     is right; its probability when left out. `candidates`: all tokens proposed for one place at most, the drafted one
-    counted; 1 drafts a chain. `vocabulary`: the only tokens that are drafted.
+    counted; 1 drafts a chain. `vocabulary`: the only tokens that are drafted. `proposers`: what guesses the tokens that
+    a draft step checks beside its one, and `spared`: the share of a draft step that this spares each drafted token.
     """
 
     kind: Literal["layer-skip"] = "layer-skip"
@@ -98,6 +118,12 @@ class LayerSkipSpec(DraftSpec):
     vocabulary: Annotated[list[Count], Field(min_length=1)] | None = Field(
         None, description="The only tokens that are drafted; all when left out."
     )
+    proposers: Annotated[list[ProposerSpec], Field(min_length=1)] | None = Field(
+        None, description="What guesses tokens that one draft step checks together; nothing when left out."
+    )
+    spared: Chance | None = Field(
+        None, description="The share of a draft step that guesses spare each drafted token; 0 when left out."
+    )
 
     @classmethod
     def of(
@@ -107,6 +133,8 @@ class LayerSkipSpec(DraftSpec):
         *,
         candidates: int = 1,
         confidence: Confidence | None = None,
+        proposers: Sequence[ProposerSpec] = (),
+        spared: float = 0.0,
     ) -> Self:
         """Of a draft path or a skip set; without a controller, the adaptive threshold."""
         path = as_path(path)
@@ -119,6 +147,8 @@ class LayerSkipSpec(DraftSpec):
             controller=controller or ControllerSpec(name="adaptive"),
             candidates=candidates,
             vocabulary=None if path.vocabulary is None else list(path.vocabulary),
+            proposers=list(proposers) or None,
+            spared=spared or None,
         )
 
     @property
@@ -143,7 +173,8 @@ class LayerSkipSpec(DraftSpec):
     @property
     def said(self) -> str:
         """How many sub-layers are bypassed, or in few bits."""
-        return self.path.said if self.drafts else "drafts nothing"
+        guesses = f"; guesses by {', '.join(of.kind for of in self.proposers)}" if self.proposers else ""
+        return f"{self.path.said}{guesses}" if self.drafts else "drafts nothing"
 
     def check(self, model: Identity) -> None:
         """Raise `SelfspecError` for a layer or a token that the model does not have, or one named twice."""
@@ -156,6 +187,17 @@ class LayerSkipSpec(DraftSpec):
                 f"so 0 to {model.vocabulary - 1} can be drafted"
             )
         self.path.check(model.layers)
+
+
+PROPOSERS: tuple[Literal["lookup"], ...] = get_args(ProposerSpec.model_fields["kind"].annotation)
+
+
+def parse_proposers(text: str) -> tuple[ProposerSpec, ...]:
+    """Proposers such as `lookup`, with commas between them, or `none`. Raises `SelfspecError` for anything else."""
+    given = [part.strip() for part in text.split(",") if part.strip()]
+    if not given or (given != ["none"] and not {*given} <= {*PROPOSERS}):
+        raise SelfspecError(f"drafters '{text}': want {', '.join(PROPOSERS)}, with commas between them, or none")
+    return tuple(ProposerSpec(kind=kind) for kind in PROPOSERS if kind in given)
 
 
 _KINDS: dict[str, type[DraftSpec]] = {}
@@ -196,5 +238,5 @@ def parse_draft(data: Any) -> DraftSpec:
     return _KINDS[kind].model_validate(data)
 
 
-for _kind in (PlainSpec, LayerSkipSpec):
+for _kind in (PlainSpec, LayerSkipSpec, LookupSpec):
     register_spec(_kind)

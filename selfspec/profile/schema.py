@@ -149,6 +149,12 @@ class Profile(Data):
         return self.layer_skip.path
 
     @property
+    def unaided(self) -> Self:
+        """The same draft path without guesses below it."""
+        alone = self.layer_skip.model_copy(update={"proposers": None, "spared": None})
+        return self.model_copy(update={"draft": alone}) if isinstance(self.draft, LayerSkipSpec) else self
+
+    @property
     def bits_read(self) -> BitsRead | None:
         """Bits per weight that a draft step reads, where the profile says the model's sizes.
 
@@ -173,7 +179,8 @@ class Profile(Data):
         if self.costs is None:
             return guess(self.path, layers, self.acceptance)
         curve = self.acceptance or AcceptanceCurve()
-        return Outlook.of(self.costs, self.path, layers, curve, vocabulary=self.draft_share)
+        spared = self.layer_skip.spared or 0.0
+        return Outlook.of(self.costs, self.path, layers, curve, vocabulary=self.draft_share, spared=spared)
 
     def controlled_by(self, controller: ControllerSpec) -> Self:
         """The same with another controller. Raises `SelfspecError` where what drafts has none."""

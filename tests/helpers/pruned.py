@@ -35,8 +35,9 @@ class PrunedModel(LayerSkipDrafter):
         self._model = pruned(runtime.model, skip)
         self._known: dict[tuple[int, ...], Tensor] = {}
 
-    def _logits(self, chains: Sequence[Any]) -> list[Tensor]:
-        return [self._after((*chain.seq.tokens, *chain.tokens)) for chain in chains]
+    def _pass(self, chains: Sequence[Any]) -> None:
+        for chain in chains:
+            chain.logits = [self._after((*chain.seq.tokens, *chain.tokens))]
 
     def _after(self, tokens: tuple[int, ...]) -> Tensor:
         if tokens not in self._known:

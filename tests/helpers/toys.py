@@ -13,6 +13,7 @@ from transformers import LogitsProcessor
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.facts.work import Work, steps_of
+from selfspec.proposers.base import Guess
 from selfspec.runtime.checkers import ModelChecker
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
@@ -323,3 +324,28 @@ def enumerate_outcomes(
         yield run(sampler), sampler.weight
         for place in range(len(sampler.taken)):
             scripts.extend([*sampler.taken[:place], other] for other in sampler.others[place])
+
+
+class Adding:
+    """A proposer: each token is the sum of all before it, as sure as it is told to be."""
+
+    def __init__(self, vocabulary: int, chance: float = 0.9) -> None:
+        self.vocabulary, self.chance = vocabulary, chance
+
+    def reader(self) -> AddingReader:
+        return AddingReader(self)
+
+
+class AddingReader:
+    def __init__(self, of: Adding) -> None:
+        self.of, self.sum = of, 0
+
+    def append(self, token: int) -> None:
+        self.sum += token
+
+    def guess(self, drafted: Sequence[int], most: int) -> Guess:
+        total, tokens = self.sum + sum(drafted), list[int]()
+        while len(tokens) < most:
+            tokens.append(total % self.of.vocabulary)
+            total += tokens[-1]
+        return Guess(tokens, [self.of.chance] * most)

@@ -35,6 +35,7 @@ from selfspec.facts.draft_path import MODES, DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.prompts import encode
 from selfspec.measure.cost_fitting import measure_costs
+from selfspec.profile.draft import ProposerSpec
 from selfspec.profile.reading import read_profile
 
 
@@ -85,6 +86,8 @@ def rows(
             for candidates in (1, replay.candidates):
                 score = Replayed(replay, costs, candidates=candidates).score(path)
                 row[f"{kind}, {candidates} candidates"] = round(score.speedup, 3)
+        with_guesses = Replayed(replay, costs, proposers=[ProposerSpec()]).score(path)
+        row |= {"with guesses": round(with_guesses.speedup, 3), "spared": with_guesses.spared}
         row |= {"acceptance": round(score.acceptance_rate, 3), "tokens a pass": round(score.tokens_per_round, 2)}
         draft = costs.draft(path, replay.layers, vocabulary=path.share(replay.vocabulary))
         row["draft step"] = round(draft / costs.plain, 3)

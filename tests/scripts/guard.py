@@ -2,8 +2,9 @@
 
     python tests/scripts/guard.py --out tests/scripts/guard.json
 
-Three cases, over 100 and 500 tokens: a model of random weights, of which hardly a draft is right; a profile whose draft
-is never right (it drafts one token that the text does not have); and a machine on which every pass takes twice as long
+Over 100 and 500 tokens: a model of random weights, of which hardly a draft is right; profiles whose draft is never
+right (it drafts one token that the text does not have), half of the layers bypassed, or all in 8 bits with guesses
+below; and a machine on which every pass takes twice as long
 from the middle of the text on. `free` is the same drafter without the guard. Other users of a machine disturb single
 runs by more than the guard is allowed, so the shortest of several runs counts, and plain decoding is compared with
 itself.
@@ -26,12 +27,13 @@ import selfspec
 from selfspec import builtin
 from selfspec.drafters import PlainDrafter
 from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
 from selfspec.measure.timing import conditions, interleave, method
 from selfspec.model.layout import lay_out_
-from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.draft import LayerSkipSpec, ProposerSpec
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 
@@ -51,6 +53,12 @@ def random_weights(llm: LLM) -> tuple[LLM, Profile]:
 def never_right(llm: LLM) -> tuple[LLM, Profile]:
     """Drafts of one token that texts do not have."""
     return llm, Profile(model=llm.identity, draft=LayerSkipSpec.of(HALF, _fixed(6), vocabulary=[1]))
+
+
+def never_right_in_few_bits(llm: LLM) -> tuple[LLM, Profile]:
+    """The same of a path in 8 bits, with guesses below it."""
+    path = DraftPath.of(["int8"] * (2 * llm.runtime.layers), head="int8", vocabulary=(1,))
+    return llm, Profile(model=llm.identity, draft=LayerSkipSpec.of(path, _fixed(6), proposers=[ProposerSpec()]))
 
 
 def slowed(llm: LLM) -> tuple[LLM, Profile]:
@@ -120,6 +128,7 @@ def main() -> None:
     cases: dict[str, Callable[[LLM], tuple[LLM, Profile]]] = {
         "random weights": random_weights,
         "never right": never_right,
+        "never right, in 8 bits": never_right_in_few_bits,
         "twice as slow from the middle on": slowed,
     }
     found: dict[str, Any] = {**conditions(llm.runtime), "prompts": PROMPTS, "cases": {}}

@@ -1,10 +1,11 @@
 """Greedy speculation equals plain decoding in float64: many prompts, skip sets and controllers.
 
     python tests/scripts/proof.py --out tests/scripts/proof.json
+    python tests/scripts/proof.py --paths few-bits --prompts 40 --out tests/scripts/proof-few-bits.json
 
-Runs 150 held-out prompts x 32 tokens under 22 skip sets (the shipped one, the empty one, 20 random ones), 12 draft
-paths with sub-layers and the head in few bits (all in 8, all in 4, 10 random ones), and every controller, in two
-processes, and writes what it counted. Exit code 1 when any text differs.
+Runs held-out prompts x 32 tokens under every controller along 22 skip sets (the shipped one, the empty one, 20 random
+ones), or along 12 draft paths with sub-layers and the head in few bits (all in 8, all in 4, 10 random ones), with
+guesses by lookup below them; in two processes. Writes what it counted. Exit code 1 when any text differs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import multiprocessing
 import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,10 +29,11 @@ from selfspec.drafters import PlainDrafter
 from selfspec.drafters.registry import make_layer_skip
 from selfspec.facts.confidence import Confidence
 from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.draft_path import MODES, DraftPath, HeadMode
+from selfspec.facts.draft_path import LOW, MODES, DraftPath, HeadMode
 from selfspec.facts.skip import SkipSet
 from selfspec.facts.stats import Stats
-from selfspec.profile.draft import LayerSkipSpec
+from selfspec.facts.work import DRAFT_STEP
+from selfspec.profile.draft import LayerSkipSpec, ProposerSpec
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 
@@ -49,12 +53,10 @@ def skip_sets() -> dict[str, SkipSet]:
     return sets
 
 
-def paths() -> dict[str, DraftPath]:
-    """All skip sets; everything in 8 bits, and in 4; and random paths, any sub-layer and the head in any mode."""
+def few_bits() -> dict[str, DraftPath]:
+    """Everything in 8 bits, and in 4; and random paths, any sub-layer and the head in any mode."""
     draw = random.Random(1)
-    made = {name: DraftPath(skip) for name, skip in skip_sets().items()}
-    made["all int8"] = DraftPath.of(["int8"] * 32, head="int8")
-    made["all int4"] = DraftPath.of(["int4"] * 32, head="int4")
+    made = {f"all {mode}": DraftPath.of([mode] * 32, head=mode) for mode in LOW}
     for number in range(10):
         modes, head = draw.choices(MODES, k=32), draw.choice(HEADS)
         words = tuple(draw.sample(range(4096), 3840)) if number % 2 else None
@@ -62,16 +64,22 @@ def paths() -> dict[str, DraftPath]:
     return made
 
 
-def part(prompts: list[str]) -> dict[str, dict[str, float]]:
+PATHS: dict[str, Callable[[], dict[str, DraftPath]]] = {
+    "skip": lambda: {name: DraftPath(skip) for name, skip in skip_sets().items()},
+    "few-bits": few_bits,
+}
+
+
+def part(prompts: list[str], kind: str) -> dict[str, dict[str, float]]:
     """Counts for each draft path and controller over some of the prompts."""
     torch.set_num_threads(1)
     llm = selfspec.load(profile="none", dtype="float64")
     plain = [llm.generate(p, max_new_tokens=TOKENS, drafter=PlainDrafter()).tokens for p in prompts]
     counts: dict[str, dict[str, float]] = {}
-    for name, path in paths().items():
-        confidence = BY_GAP if path.low_precision else None
+    for name, path in PATHS[kind]().items():
+        how: dict[str, Any] = {"confidence": BY_GAP, "proposers": [ProposerSpec()]} if kind == "few-bits" else {}
         for controller in CONTROLLERS:
-            spec = LayerSkipSpec.of(path, ControllerSpec(name=controller), confidence=confidence)
+            spec = LayerSkipSpec.of(path, ControllerSpec(name=controller), **how)
             drafter = make_layer_skip(llm.runtime, spec, Profile(model=llm.identity))
             total, different = Stats(), 0
             for prompt, expected in zip(prompts, plain, strict=True):
@@ -85,6 +93,8 @@ def part(prompts: list[str]) -> dict[str, dict[str, float]]:
                 "texts": len(prompts),
                 "different": different,
                 "tokens": total.tokens,
+                "rounds": total.rounds,
+                "draft steps": sum(calls for made, calls in total.work.items() if made.name == DRAFT_STEP.name),
                 "drafted": total.drafted,
                 "accepted": total.accepted,
             }
@@ -94,13 +104,14 @@ def part(prompts: list[str]) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Run it and write the summary."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--paths", choices=PATHS, default="skip")
     parser.add_argument("--prompts", type=int, default=150)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     start = time.perf_counter()
     prompts = builtin.prompts("heldout")[: options.prompts]
     with multiprocessing.get_context("spawn").Pool(2) as pool:
-        parts = pool.map(part, [prompts[::2], prompts[1::2]])
+        parts = pool.starmap(part, [(prompts[::2], options.paths), (prompts[1::2], options.paths)])
     cases = {
         name: {key: value if key in OF_THE_PATH else sum(p[name][key] for p in parts) for key, value in counts.items()}
         for name, counts in parts[0].items()
@@ -108,6 +119,7 @@ def main() -> None:
     different = sum(case["different"] for case in cases.values())
     summary = {
         "claim": "greedy, float64: token for token",
+        "paths": options.paths,
         "prompts": len(prompts),
         "tokens_each": TOKENS,
         "texts": sum(case["texts"] for case in cases.values()),

@@ -14,6 +14,7 @@ from transformers.generation.logits_process import MinLengthLogitsProcessor
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.facts.controller import ControllerSpec
+from selfspec.profile.draft import ProposerSpec
 
 DEFAULT = {
     "max_new_tokens": 64,
@@ -34,6 +35,7 @@ DEFAULT = {
     "controller": None,
     "modes": ["full", "int8", "int4", "skip"],
     "extra_memory": None,
+    "drafters": ["lookup"],
 }
 
 
@@ -85,6 +87,12 @@ def test_text_as_on_the_command_line_means_what_values_mean():
     assert SearchOptions(controller=text.fixed, keep=[15, 0]).settings() == text.settings()
 
 
+def test_guesses_are_for_selfspecs_own_drafts():
+    assert SearchOptions().proposers == SearchOptions(drafters=" lookup,lookup").proposers == (ProposerSpec(),)
+    assert SearchOptions(drafters="none").proposers == ()
+    assert SearchOptions(kv="own").proposers == SearchOptions(objective="wallclock").proposers == ()
+
+
 def test_whole_numbers_of_any_kind_and_no_others():
     options = SearchOptions(trials=np.int64(3), seed=np.int32(2))
     assert (type(options.trials), type(options.settings()["seed"])) == (int, int)
@@ -102,6 +110,8 @@ def test_how_tokens_are_chosen():
     [
         ({"controller": "magic"}, "controller 'magic' is not known"),
         ({"controller": ControllerSpec(name="fixed", options={"k": 0})}, "want a whole number"),
+        ({"drafters": "look"}, "drafters 'look': want lookup, with commas between them, or none"),
+        ({"drafters": ""}, "drafters '': want lookup"),
         ({"keep": "first"}, "keep 'first': want layer numbers such as 0,15"),
         ({"kv": "own", "objective": "wallclock"}, "kv 'own' needs the replay objective"),
     ],

@@ -56,7 +56,10 @@ def test_no_more_tokens_are_verified_than_fit_into_one_pass():
 def test_a_round_says_what_it_verified():
     controller = AdaptiveThreshold()
     found = list(steps(trace([1, 0, 0, 1], ranks=[1, 0, 0, 0], room=9, depth=2), controller, candidates=2))
-    assert found == [Step([0.9, 0.9], 1, 4, True, 3), Step([0.9, 0.9], 1, 4, False, 1)]
+    assert found == [
+        Step([0.9, 0.9], 1, 4, True, 3, steps_of(2)),
+        Step([0.9, 0.9], 1, 4, False, 1, steps_of(2)),
+    ]
 
 
 def test_nothing_is_counted_after_the_end_of_the_text():

@@ -11,7 +11,7 @@ from selfspec.search.trace import Trace, walk
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK
-from selfspec.facts.costs import CostModel
+from selfspec.facts.costs import CostModel, Prices
 from selfspec.facts.work import DRAFT_STEP
 
 CHEAP = CostModel(context=60, base=0.1, attention=0.03, mlp=0.03, widths=[1, 16], verify=[1.0, 1.5], round=0.02)
@@ -78,7 +78,19 @@ class TestSweep:
         found = sweep.speedups(llm, temperatures=(0.8,), count=1, max_new_tokens=6, counts=(2,), each=1, costs=CHEAP)
         assert list(found.rows.groupby("temperature").size()) == [7]
         assert "measured" not in found.rows
-        assert {len(frame) for frame in found.sensitivity.values()} == {32}
+        assert {key: len(frame) for key, frame in found.sensitivity.items()} == {(0.8, "full"): 32}
+        assert set(found.rows["rest"]) == {"the rest in full"}
+
+    def test_the_rest_in_8_bits(self, llm):
+        eight = CHEAP.model_copy(update={"low": {"int8": Prices(attention=0.01, mlp=0.01, head=0.0)}})
+        with Workbench(llm, count=1, max_new_tokens=6, costs=eight, rest="int8") as bench:
+            found = sweep.sweep(bench, counts=(2, 4), each=1)
+        for score, skipped, cost in found[["score", "skipped", "draft_cost"]].itertuples(index=False):
+            assert set(score.path.modes(16)) <= {"int8", "skip"}
+            assert score.path.head == "int8"
+            assert cost == pytest.approx((0.1 + 0.01 * (32 - skipped)) / 1.02)
+        assert set(found["rest"]) == {"the rest in 8 bits"}
+        assert list(found[found["family"] == sweep.GREEDY]["skipped"]) == [2, 4]
 
     def test_no_prompts(self, llm):
         with pytest.raises(SelfspecError, match="no prompts"):

@@ -65,12 +65,15 @@ def test_each_origin_is_told_apart():
         "",
         "\x1b[3;38;2;0;158;115m",
         "\x1b[0m\x1b[4;38;2;0;114;178m",
+        "\x1b[0m\x1b[3;4;38;2;86;180;233m",
         "\x1b[0m\x1b[1;38;2;213;94;0m",
         "\x1b[0m\x1b[1;3;38;2;204;121;167m",
     ]
     for options in ({"color_system": "256"}, {"color_system": "standard"}, {"no_color": True}):
         assert len(set(styles(**options))) == len(Origin)
-    assert styles(no_color=True) == ["", "\x1b[3m", "\x1b[0m\x1b[4m", "\x1b[0m\x1b[1m", "\x1b[0m\x1b[1;3m"]
+    assert styles(no_color=True) == [
+        *("", "\x1b[3m", "\x1b[0m\x1b[4m", "\x1b[0m\x1b[3;4m", "\x1b[0m\x1b[1m", "\x1b[0m\x1b[1;3m")
+    ]
 
 
 def test_the_legend_in_narrow_and_wide_terminals():

@@ -25,7 +25,7 @@ COMMANDS = {
         ],
         "Prompts": PROMPTS,
         "Sampling": ["top-k", "top-p"],
-        "How drafts are made and verified": ["rule", "controller", "kv"],
+        "How drafts are made and verified": ["rule", "controller", "kv", "drafters"],
         "Which sets are tried": ["keep", "modes", "extra-memory", "granularity", "max-draft-cost", "keep-best"],
         "How the search goes": ["strategy", "context", "seed"],
         "To search as the paper does (with --strategy skopt)": ["objective", "warm-starts"],

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.controllers import RateOptimal
+from selfspec.controllers import FixedK, RateOptimal
 from selfspec.facts.acceptance import AcceptanceCurve, Outlook, between, guess
 from selfspec.facts.limits import MOST_ROWS
 from selfspec.facts.skip import SkipSet
@@ -143,3 +143,23 @@ def test_a_curve_as_it_was_saved_before():
 def test_wrong_curves_are_refused(change, message):
     with pytest.raises((ValidationError, SelfspecError), match=message):
         AcceptanceCurve(**{**AcceptanceCurve().model_dump(), **change})
+
+
+class TestFreeGuesses:
+    """Rounds of n rows take 1 + n / 10 plain steps."""
+
+    def controller(self, rate):
+        return RateOptimal(rate=rate, outlook=Outlook(0.3, tuple(1 + rows / 10 for rows in range(MOST_ROWS + 1))))
+
+    def test_they_are_taken_where_they_bring_more_than_drafting(self):
+        """Four sure tokens and one more in 1.5 steps: more than three a step, less than four."""
+        assert self.controller(3.0).free([1.0] * 4) == 4
+        assert self.controller(4.0).free([1.0] * 4) == 0
+        assert self.controller(1.0).free([]) == 0
+
+    def test_they_are_cut_where_another_does_not_pay(self):
+        assert self.controller(1.5).free([0.9, 0.9, 0.05, 0.9]) == 2
+        assert self.controller(1.5).free([0.9, 0.9, 0.5, 1.0, 1.0, 1.0]) == 6
+
+    def test_other_controllers_take_none(self):
+        assert FixedK(4).free([1.0] * 9) == 0

@@ -7,18 +7,20 @@ import random
 import pytest
 from breaking import Breaking
 from models import plain, run, small
-from toys import HiddenHead, Lockstep, RandomTree, Scripted, Staged, TinyModel
+from toys import Adding, HiddenHead, Lockstep, RandomTree, Scripted, Staged, TinyModel
 
 from selfspec.basics.errors import BusyError, SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.decoding.engine import Engine
-from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
+from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.facts.acceptance import Outlook
 from selfspec.facts.confidence import Confidence
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.limits import WIDEST_DRAFT
 from selfspec.facts.skip import SkipSet
 from selfspec.model.low_precision import fake
+from selfspec.proposers.ahead import Ahead
+from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sampling import Sampler
@@ -31,6 +33,7 @@ ROOMS = [9, 14, 3, 12, 7, 10]
 ENDS = frozenset([2, 8])
 LOW = DraftPath(SkipSet((1,), (0,)), int8=SkipSet((0, 2), (1, 2)), head="int8")
 BY_GAP = Confidence(bias=0.2, probability=0.4, gap=0.8)
+GUESSES = Ahead([Lookup(), Adding(VOCABULARY, 0.3)], (1.0, 1.1, 1.15, 1.2))
 DRAFTERS = {
     "plain": lambda runtime: PlainDrafter(),
     "random tree": lambda runtime: RandomTree(VOCABULARY, (3, 2, 1)),
@@ -52,6 +55,11 @@ DRAFTERS = {
         runtime, LOW, RateOptimal(floor=0.1, outlook=Outlook(0.2)), candidates=4, confidence=BY_GAP
     ),
     "guarded": lambda runtime: Guard(LayerSkipDrafter(runtime, SKIP, FixedK(3), candidates=2), outlook=Outlook(0.1)),
+    "guesses": lambda runtime: LayerSkipDrafter(runtime, SKIP, AdaptiveThreshold(k_max=6), ahead=GUESSES),
+    "guesses, candidates": lambda runtime: LayerSkipDrafter(
+        runtime, LOW, StaticThreshold(0.3, 4), candidates=3, confidence=BY_GAP, ahead=GUESSES
+    ),
+    "lookup": lambda runtime: FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),
 }
 
 

@@ -6,18 +6,20 @@ import pytest
 import torch
 from breaking import Breaking
 from models import plain, run, small
-from toys import HiddenHead, RandomTree, Scripted, Staged, TinyModel, always_wrong, oracle
+from toys import Adding, HiddenHead, RandomTree, Scripted, Staged, TinyModel, always_wrong, oracle
 from transformers import SuppressTokensLogitsProcessor
 
 from selfspec.basics.errors import BusyError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.decoding.loop import decode
-from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
+from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.facts.acceptance import Outlook
 from selfspec.facts.confidence import Confidence
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.model.low_precision import fake
+from selfspec.proposers.ahead import Ahead
+from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.rules import find_rule, greedy
 from selfspec.speculation.sampling import Sampler
@@ -29,6 +31,7 @@ SKIP = SkipSet((1,), (0, 2))
 ENDS = frozenset([2, 8])
 LOW = DraftPath(SkipSet((1,), (0,)), int8=SkipSet((0, 2), (1, 2)), head="int8")
 BY_GAP = Confidence(bias=0.2, probability=0.4, gap=0.8)
+GUESSES = Ahead([Lookup(), Adding(VOCABULARY, 0.3)], (1.0, 1.1, 1.15, 1.2))
 DRAFTERS = {
     "plain": lambda runtime, prompt: PlainDrafter(),
     "random tree": lambda runtime, prompt: RandomTree(VOCABULARY, (3, 2, 1)),
@@ -55,6 +58,11 @@ DRAFTERS = {
     ),
     "guarded": lambda runtime, prompt: Guard(LayerSkipDrafter(runtime, SKIP, FixedK(3), candidates=2)),
     "layer skip, adaptive": lambda runtime, prompt: LayerSkipDrafter(runtime, SKIP, AdaptiveThreshold(k_max=6)),
+    "guesses": lambda runtime, prompt: LayerSkipDrafter(runtime, SKIP, AdaptiveThreshold(k_max=6), ahead=GUESSES),
+    "guesses, candidates": lambda runtime, prompt: LayerSkipDrafter(
+        runtime, LOW, StaticThreshold(0.3, 4), candidates=3, confidence=BY_GAP, ahead=GUESSES
+    ),
+    "lookup": lambda runtime, prompt: FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),
 }
 
 

@@ -11,12 +11,14 @@ import yaml
 import selfspec
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
-from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter, make_drafter, register
+from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter, PlainDrafter, make_drafter, register
 from selfspec.drafters import registry as makers
 from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.costs import CostModel
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
+from selfspec.facts.work import GUESS, draft_pass
 from selfspec.profile import draft as kinds
 from selfspec.profile.draft import DraftSpec, LayerSkipSpec, PlainSpec
 from selfspec.profile.reading import parse_profile, profile_schema, profile_text
@@ -73,7 +75,7 @@ def test_a_kind_of_ones_own_is_read_checked_and_written(echo):
     for draft, why in (
         ("{kind: echo, time: 3}", "p: unknown key 'draft.time'"),
         ("{kind: echo, times: '3'}", "p: draft.times: .* integer, got '3'"),
-        ("{kind: other}", "p: draft.kind: 'other' is not known; known: plain, layer-skip, echo"),
+        ("{kind: other}", "p: draft.kind: 'other' is not known; known: plain, layer-skip, lookup, echo"),
     ):
         with pytest.raises(SelfspecError, match=why):
             parsed(draft)
@@ -126,6 +128,33 @@ def test_what_is_built_in(llm):
     made = make_drafter(llm.runtime, Profile(model=llm.identity, draft=draft))
     assert isinstance(made, LayerSkipDrafter)
     assert (made.path.skip, made.controller, made.candidates) == (SkipSet((3,), (5,)), FixedK(3), 2)
+
+
+def test_guesses_below_a_path_and_alone(llm):
+    low = parsed("{kind: layer-skip, int8: {mlp: [3]}, proposers: [{kind: lookup}], spared: 0.25}")
+    assert low.draft.said == "1 sub-layer in 8 bits; guesses by lookup"
+    assert parse_profile(profile_text(low), source="p") == low
+    assert low.unaided.draft == LayerSkipSpec.of(DraftPath(int8=SkipSet((), (3,))))
+    costs = CostModel(context=9, base=1, attention=1, mlp=1, widths=[1], verify=[40.0], round=0, wider=[1.5, 2.5])
+    low = low.model_copy(update={"costs": costs})
+    made = make_drafter(llm.runtime, low)
+    assert isinstance(made, LayerSkipDrafter)
+    assert made.ahead.prices == (1.0, 1.5, 2.5)
+    assert low.outlook.draft == pytest.approx(0.75 * 33 / 40)
+    assert low.outlook.price(((draft_pass(2), 3), (GUESS, 4))) == pytest.approx(3 * 1.5 * 33 / 40)
+    alone = parsed("{kind: lookup}")
+    assert (alone.drafts, alone.unaided) == (True, alone)
+    assert isinstance(make_drafter(llm.runtime, alone), FreeDrafter)
+    assert make_drafter(llm.runtime, alone.model_copy(update={"costs": costs})).controller.outlook.draft == 0
+    text = llm.generate(PROMPT * 5, max_new_tokens=24, drafter=PlainDrafter()).tokens
+    for profile in (low, alone):
+        assert llm.generate(PROMPT * 5, max_new_tokens=24, drafter=make_drafter(llm.runtime, profile)).tokens == text
+
+
+@pytest.mark.parametrize("draft", ["{kind: lookup, controller: {name: magic}}", "{kind: layer-skip, proposers: []}"])
+def test_guesses_that_cannot_be(draft, llm):
+    with pytest.raises(SelfspecError, match="magic|proposers"):
+        make_drafter(llm.runtime, parsed(draft))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from selfspec.builtin import model_folder
 from selfspec.drafters import PlainDrafter
 from selfspec.facts.events import Origin, Rejected, counts, origins
 from selfspec.facts.stats import Round
+from selfspec.facts.work import GUESSED
 from selfspec.llm.options import Options
 from selfspec.llm.stream import Stream
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
@@ -25,7 +26,7 @@ from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.step import Step
 from selfspec.text.pieces import TextStream
 
-PLAIN, DRAFT, CANDIDATE, CORRECTED, BONUS = Origin
+PLAIN, DRAFT, CANDIDATE, GUESS, CORRECTED, BONUS = Origin
 PROMPT = "import os\n\ndef main(args):\n    "
 SKIP = SkipSet(attention=(3, 5, 9), mlp=(7, 11))
 TOKENIZER = AutoTokenizer.from_pretrained(model_folder())
@@ -146,6 +147,7 @@ class TestOrigins:
         assert origins(Round(2, 2, 3, 0.1, 3, **tree, path=(0, 2))) == [DRAFT, CANDIDATE, BONUS]
         assert origins(Round(2, 1, 2, 0.1, 3, **tree, path=(0,))) == [DRAFT, CORRECTED]
         assert origins(Round(2, 1, 1, 0.1, 3, **tree, path=(0, 2))) == [DRAFT]  # ended within the draft
+        assert origins(Round(2, 2, 3, 0.1, 3, **tree, path=(0, 1), work=GUESSED)) == [GUESS, GUESS, BONUS]
         assert origins(Round(0, 0, 1, 0.1)) == [PLAIN]
 
 

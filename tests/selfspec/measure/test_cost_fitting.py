@@ -64,6 +64,7 @@ def test_a_machine_of_known_speed_is_found_out(model, clock):
         assert costs.verification(rows) == pytest.approx(plain + ROW * (rows - 1), rel=1e-3)
     assert costs.prefill == pytest.approx((plain + 39 * ROW) / 40)
     assert costs.attention_per_key == 0
+    assert costs.wider == pytest.approx([1 + rows * ROW / plain for rows in range(1, 8)], abs=1e-3)
 
 
 @pytest.mark.parametrize("within", [1e9, 1e5, 5e4, 2e4, 1.0])
@@ -155,6 +156,8 @@ def test_real_costs(llm, temperature):
     assert costs.context == 50
     assert costs.widths == [1, 2, 3, 4, 5, 6, 8, 12, 16]
     assert all(math.isfinite(t) and t > 0 for t in costs.verify)
+    assert costs.wider == sorted(costs.wider)
+    assert costs.wider[0] >= 1
     figures = (costs.base, costs.attention, costs.mlp, costs.round, costs.prefill, costs.head, costs.error)
     assert all(math.isfinite(figure) and figure >= 0 for figure in figures)
 
@@ -167,3 +170,4 @@ def test_short_contexts_are_served():
     assert costs.context < 90
     assert costs.widths[0] == 1
     assert all(math.isfinite(t) for t in costs.verify)
+    assert len(costs.wider) <= 7

@@ -472,6 +472,17 @@ def test_a_compiler_that_takes_too_long_is_given_up(monkeypatch, tmp_path, anew)
 
 
 @needs_native
+def test_what_keeps_a_compiler_from_running_is_not_remembered(monkeypatch, anew):
+    def full(*_, **__):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(native_library.subprocess, "run", full)
+        assert "failed: no space left" in said()
+    assert list(anew.iterdir()) == []
+
+
+@needs_native
 def test_a_compiler_that_does_not_know_this_processor_is_enough(monkeypatch, tmp_path, quick):
     refuse = "case \"$*\" in *=native*) echo 'error: unknown processor' >&2; exit 1;; esac"
     monkeypatch.setenv("CXX", compiler(tmp_path, f'{refuse}\nexec {real_compiler()} "$@"'))

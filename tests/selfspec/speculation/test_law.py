@@ -11,17 +11,18 @@ import itertools
 import pytest
 import torch
 from models import run, small
-from toys import Enumerating, HiddenHead, RandomTree, Reusing, Scripted, Staged, TinyModel, enumerate_outcomes
+from toys import Adding, Enumerating, HiddenHead, RandomTree, Reusing, Scripted, Staged, TinyModel, enumerate_outcomes
 from transformers.generation import logits_process as hf
 
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
-from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
+from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.facts.acceptance import AcceptanceCurve, Outlook
 from selfspec.facts.confidence import Confidence
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.limits import MOST_ROWS
 from selfspec.facts.skip import SkipSet
 from selfspec.model.low_precision import fake
+from selfspec.proposers.ahead import Ahead
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation import rules as verify
 from selfspec.speculation.drafts import Draft
@@ -38,6 +39,7 @@ UNSURE = Outlook(
 LOW = DraftPath(SkipSet((0,)), None, SkipSet((1,), (0, 1)), head="int8")
 FEW_WORDS = DraftPath(LOW.skip, (0, 2), LOW.int8, head="int8")
 BY_GAP = Confidence(bias=-0.5, probability=0.3, gap=0.7)
+GUESSES = Ahead([Adding(VOCABULARY)], (1.0, 1.0, 1.0))  # as many as there may be
 DRAFTERS = {
     "plain": lambda runtime: PlainDrafter(),
     "chain": lambda runtime: RandomTree(VOCABULARY, (1, 1)),
@@ -72,6 +74,11 @@ DRAFTERS = {
         runtime, LOW, RateOptimal(floor=0.0, k_max=2, outlook=UNSURE), candidates=3, confidence=BY_GAP
     ),
     "few bits, draft vocabulary": lambda runtime: LayerSkipDrafter(runtime, FEW_WORDS, FixedK(2)),
+    "guesses": lambda runtime: LayerSkipDrafter(runtime, SkipSet((0,), (1,)), StaticThreshold(0.3, 3), ahead=GUESSES),
+    "guesses, candidates": lambda runtime: LayerSkipDrafter(
+        runtime, LOW, StaticThreshold(0.4, 2), candidates=2, confidence=BY_GAP, ahead=GUESSES
+    ),
+    "guesses alone": lambda runtime: FreeDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2)),
     "guarded": lambda runtime: Guard(RandomTree(VOCABULARY, (1, 1)), clock=itertools.count().__next__),
 }
 SETTINGS = {
@@ -127,6 +134,7 @@ MANY = (
     "layer skip, candidates",
     "layer skip, rate",
     "few bits, candidates",
+    "guesses, candidates",
 )
 CASES = [(name, room) for name in DRAFTERS for room in (2, 3, 4) if name not in MANY or room < 4]
 
@@ -201,6 +209,15 @@ class Deduplicating(RandomTree):
         return Draft.chain([guess]) if drawn == guess else Draft((guess, drawn), (-1, -1), q[None], (-1, 0))
 
 
+class Insisting(LayerSkipDrafter):
+    """Puts the guess in the place of the token that was drawn."""
+
+    def _draft(self, chain, logits):
+        guessed = chain.ahead[:1]
+        super()._draft(chain, logits)
+        chain.tokens[-1:] = guessed or chain.tokens[-1:]
+
+
 def following_from(change):
     """A rule whose token after a wholly accepted draft follows `change(scores)` in place of p."""
 
@@ -235,6 +252,10 @@ WRONG_DRAFTERS = {
     "a drawn duplicate removed": (
         lambda runtime: Deduplicating(VOCABULARY),
         lambda runtime: Merging(VOCABULARY),
+    ),
+    "a guess in the place of what was drawn": (
+        lambda runtime: Insisting(runtime, SkipSet((0,), (1,)), FixedK(2), ahead=GUESSES),
+        lambda runtime: LayerSkipDrafter(runtime, SkipSet((0,), (1,)), FixedK(2), ahead=GUESSES),
     ),
 }
 WARM = [hf.TemperatureLogitsWarper(0.5)]

@@ -6,16 +6,18 @@ import pytest
 import torch
 from models import run, small
 from scipy import stats as scipy_stats
-from toys import HiddenHead, RandomTree, Scripted, TinyModel, Toy
+from toys import Adding, HiddenHead, RandomTree, Scripted, TinyModel, Toy
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, StaticThreshold
-from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.drafters import FreeDrafter, LayerSkipDrafter, PlainDrafter
 from selfspec.drafters.layer_skip import _drawn
 from selfspec.facts.confidence import Confidence
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.model.low_precision import fake
+from selfspec.proposers.ahead import Ahead
+from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sampling import Sampler
@@ -48,6 +50,7 @@ class Garbage(Toy):
 
 LOW = DraftPath(SkipSet((1,)), int8=SkipSet((0,), (0, 1)), head="int8")
 BY_GAP = Confidence(bias=0.3, probability=0.0, gap=0.8)
+GUESSES = Ahead([Lookup(), Adding(VOCABULARY, 0.3)], (1.0, 1.1, 1.15, 1.2))
 DRAFTERS = {
     "tree": lambda runtime: RandomTree(VOCABULARY, (3, 2, 1)),
     "one-hot": lambda runtime: Scripted(lambda tokens: [sum(tokens) % 7, len(tokens) % 7, 3], 3),
@@ -63,6 +66,13 @@ DRAFTERS = {
     "few bits, candidates": lambda runtime: LayerSkipDrafter(
         runtime, LOW, StaticThreshold(0.5, 3), candidates=3, confidence=BY_GAP
     ),
+    "guesses": lambda runtime: LayerSkipDrafter(
+        runtime, SkipSet((1,), (0,)), AdaptiveThreshold(k_max=6), ahead=GUESSES
+    ),
+    "guesses, candidates": lambda runtime: LayerSkipDrafter(
+        runtime, LOW, StaticThreshold(0.3, 4), candidates=3, confidence=BY_GAP, ahead=GUESSES
+    ),
+    "lookup": lambda runtime: FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),
 }
 
 

@@ -1,0 +1,126 @@
+"""Guesses below a draft path: what is drafted stays the path's own, token for token, in fewer passes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from models import plain, run, small
+
+from selfspec.controllers import FixedK
+from selfspec.drafters import LayerSkipDrafter
+from selfspec.facts.draft_path import DraftPath
+from selfspec.facts.skip import SkipSet
+from selfspec.facts.work import draft_pass
+from selfspec.model.low_precision import fake
+from selfspec.proposers.ahead import Ahead
+from selfspec.proposers.base import Guess
+from selfspec.proposers.lookup import Lookup
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafter import Limit
+from selfspec.speculation.sampling import Sampler
+
+VOCABULARY, PROMPTS = 11, [[1, 4, 2, 9], [7], [3, 3, 3, 0, 5, 10, 8], [6, 2]]
+PATH = DraftPath(SkipSet((1,), (0,)), int8=SkipSet((0, 2), (1, 2)), head="int8")
+SAMPLERS = {
+    "greedy": lambda: Sampler(),
+    "match": lambda: Sampler(temperature=0.8, seed=3),
+    "sampled": lambda: Sampler(temperature=0.8, seed=3, tied=False),
+}
+
+
+class Random:
+    """Guesses of a text that are right now and then."""
+
+    def reader(self):
+        return RandomReader()
+
+
+class RandomReader:
+    def __init__(self):
+        self.text = []
+
+    def append(self, token):
+        self.text.append(token)
+
+    def guess(self, drafted, most):
+        draw = random.Random(repr([*self.text, *drafted]))
+        n = draw.randint(0, most)
+        return Guess([draw.randrange(VOCABULARY) for _ in range(n)], [0.9] * n)
+
+
+class Knowing:
+    """Guesses a text that it knows."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def reader(self):
+        return KnowingReader(self.text)
+
+
+class KnowingReader:
+    def __init__(self, text):
+        self.text, self.told = text, 0
+
+    def append(self, token):
+        self.told += 1
+
+    def guess(self, drafted, most):
+        at = self.told + len(drafted)
+        tokens = self.text[at : at + most]
+        return Guess(tokens, [1.0] * len(tokens))
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    return Runtime(small(VOCABULARY, seed=2), kernel=fake)
+
+
+def drafted(runtime, ahead, prompt, sampler, *, candidates=1):
+    drafter = LayerSkipDrafter(runtime, PATH, FixedK(5), candidates=candidates, ahead=ahead)
+    tokens, outcomes = run(runtime, drafter, prompt, 24, sampler=sampler)
+    return tokens, [outcome.draft for outcome in outcomes]
+
+
+@pytest.mark.parametrize("candidates", [1, 3])
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize("proposer", [Random(), Lookup()], ids=["random", "lookup"])
+def test_drafts_are_the_paths_own(runtime, proposer, kind, candidates):
+    """Tokens, what they were drawn from and how sure the draft was, whatever was guessed."""
+    spared = 0
+    for prompt in PROMPTS:
+        mine, theirs = (
+            drafted(runtime, ahead, prompt, SAMPLERS[kind](), candidates=candidates)
+            for ahead in (Ahead([proposer], (1.0, 1.0, 1.0, 1.0)), None)
+        )
+        assert mine[0] == theirs[0]
+        for a, b in zip(mine[1], theirs[1], strict=True):
+            assert (a.tokens, a.parents, a.q_row) == (b.tokens, b.parents, b.q_row)
+            assert a.confidence == pytest.approx(b.confidence, abs=1e-12)
+            if a.q is not None:
+                torch.testing.assert_close(a.q, b.q, rtol=0, atol=1e-12)
+            spared += sum(calls for _, calls in b.work) - sum(calls for _, calls in a.work)
+    assert spared > 0
+
+
+def test_right_guesses_leave_one_pass(runtime):
+    prompt = PROMPTS[0]
+    text = plain(runtime, prompt, 24)
+    drafter = LayerSkipDrafter(runtime, SkipSet(), FixedK(4), ahead=Ahead([Knowing([*prompt, *text])], (1.0,) * 4))
+    tokens, outcomes = run(runtime, drafter, prompt, 21)
+    assert tokens == text[:21]
+    assert {outcome.draft.work for outcome in outcomes[:-1]} == {((draft_pass(4), 1),)}
+
+
+def test_the_dearest_work_is_never_exceeded(runtime):
+    drafter = LayerSkipDrafter(runtime, PATH, FixedK(6), ahead=Ahead([Random()], (1.0, 1.1, 1.2)))
+    for depth in range(1, 7):
+        limit = Limit(depth)
+        dearest = drafter.dearest(limit)
+        assert sum(calls for _, calls in dearest) == depth
+        assert max(part.rows for part, _ in dearest) == min(3, depth)
+    for draft in drafted(runtime, drafter.ahead, PROMPTS[2], Sampler())[1]:
+        assert sum(calls for _, calls in draft.work) <= len(draft)
+        assert max((part.rows for part, _ in draft.work), default=1) <= 3
