@@ -16,7 +16,6 @@ import typer
 from selfspec.basics.errors import SelfspecError
 from selfspec.facts.draft_path import MODES, Mode
 from selfspec.llm.options import TopK, TopP
-from selfspec.profile.draft import ProposerSpec, parse_proposers
 
 from .space import BYPASSING, GRANULARITIES, parse_keep, parse_modes
 from .strategies import check_strategy
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     from selfspec.facts.controller import ControllerSpec
     from selfspec.llm.llm import LLM
+    from selfspec.profile.draft import ProposerSpec
     from selfspec.text.prompt_files import Prompts
 
     from .budget import Budget
@@ -285,8 +285,10 @@ class SearchOptions:
         return parse_modes(self.modes if isinstance(self.modes, str) else ",".join(self.modes))
 
     @property
-    def proposers(self) -> tuple[ProposerSpec, ...]:
+    def proposers(self) -> "tuple[ProposerSpec, ...]":
         """What may guess below the draft path. Raises `SelfspecError` for text that names no such thing."""
+        from selfspec.profile.draft import parse_proposers
+
         found = parse_proposers(self.drafters)
         return found if (self.objective, self.kv) == ("replay", "shared") else ()
 

@@ -24,14 +24,13 @@ from selfspec.drafters import LayerSkipDrafter
 from selfspec.facts.costs import CostModel, Prices
 from selfspec.facts.draft_path import FULL, LOW, DraftPath, HeadMode, Mode, as_path
 from selfspec.facts.skip import SkipSet
-from selfspec.measure.cost_sweeps import EFFORTS, Sample, Sweep, effort_within, pace, quiet, room_for
+from selfspec.measure.cost_sweeps import EFFORTS, WIDE, Sample, Sweep, effort_within, pace, quiet, room_for
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
 
 LONGER = 4  # times longer where something disturbs the machine
 DOUBTFUL = 0.1  # error on fresh paths
 FIRST = ((0.2, 0.7), (0.75, 0.2), (0.5, 0.75))  # shares of attention and of MLPs that the first paths bypass
-WIDEST = 8  # tokens of a draft step
 OTHERS = 0.3  # of a random path's sub-layers, that may run in another mode than most of their kind
 
 
@@ -203,7 +202,7 @@ def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, Prices], path: DraftPa
         round=overhead,
         prefill=_prefill_seconds(runtime, context) / context,
         head=prices["full"].head,
-        wider=_wider(runtime, context, path, repeats),
+        wider=_wider(runtime, context, path, sweep.effort.rounds),
         low={mode: prices[mode] for mode in LOW if mode in prices},
         error=None if fit.error is None else round(fit.error, 4),
     )
@@ -256,12 +255,14 @@ def forward_seconds(
 
 
 def _wider(runtime: Runtime, context: int, path: DraftPath, repeats: int) -> list[float]:
-    """What passes along a path over 2, 3, .. `WIDEST` tokens take, over one of one token; none less than a narrower."""
-    times = [
-        forward_seconds(runtime, context, rows=rows, repeats=repeats, path=path)
-        for rows in range(1, min(WIDEST, runtime.skeleton.context - context) + 1)
-    ]
-    return [round(time / times[0], 3) for time in accumulate(times, max)][1:]
+    """What passes along a path over 2, 3, .. tokens take, over one of one token; none takes less than a narrower."""
+    import numpy as np
+
+    widths = [rows for rows in WIDE if rows <= max(runtime.skeleton.context - context, 1)]
+    times = [forward_seconds(runtime, context, rows=rows, repeats=repeats, path=path) for rows in widths]
+    shares = [time / times[0] for time in accumulate(times, max)]
+    between = np.interp(range(2, widths[-1] + 1), widths, shares)
+    return [round(float(share), 3) for share in between]
 
 
 def _prefill_seconds(runtime: Runtime, context: int) -> float:

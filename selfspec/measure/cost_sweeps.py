@@ -27,6 +27,8 @@ LENGTHS = {1: 6, 2: 5, 3: 4, 4: 3, 5: 2, 7: 2, 11: 1, 15: 1}
 ROUNDS = sum(LENGTHS.values())  # of one decoding: few, so that the context stays near the one asked for
 SETTLING = 5  # rounds before them that are not counted, until caches have settled
 LONG = 20.0  # seconds that a sweep may take without being thinned out
+WIDE = (1, 2, 4, 8)  # tokens of draft steps that are timed, too
+WIDE_STEPS = 9.0  # what one of each takes in plain steps, where rows are dear
 ROUND_STEPS = 4.0  # what a round with a draft takes, in plain steps, on average over `LENGTHS`
 PACE = 6  # plain steps that tell how long a sweep will take
 
@@ -55,7 +57,8 @@ class Effort:
         steps += (
             self.decodings - drafting
         ) * plain + self.decodings  # and the round that reads the prompt's last token
-        return (steps + PACE + 2 * plain) * step + (self.decodings + 3) * prompt
+        steps += WIDE_STEPS * self.rounds
+        return (steps + PACE + 2 * plain) * step + (self.decodings + 6) * prompt
 
 
 # Of a model whose plain step takes 29 ms, the draft steps of 40 other skip sets came out wrong by (root mean square, 30

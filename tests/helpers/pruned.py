@@ -37,6 +37,7 @@ class PrunedModel(LayerSkipDrafter):
 
     def _pass(self, chains: Sequence[Any]) -> None:
         for chain in chains:
+            chain.passes.append(1)
             chain.logits = [self._after((*chain.seq.tokens, *chain.tokens))]
 
     def _after(self, tokens: tuple[int, ...]) -> Tensor:

@@ -131,7 +131,8 @@ def test_scores_are_worth_what_real_decoding_counts(llm64, clockless):
     total = Stats.total(llm64.generate(p, max_new_tokens=12, drafter=drafter).stats for p in prompts)
     assert score.tokens_per_round == pytest.approx(total.tokens_per_round)
     assert score.acceptance_rate == pytest.approx(total.acceptance_rate)
-    seconds = total.rounds * COSTS.round + total.drafted * COSTS.draft(profile.skip_set, 16)
+    prices = COSTS.prices(COSTS.draft(profile.skip_set, 16))
+    seconds = total.rounds * COSTS.round + sum(calls * prices[part] for part, calls in total.work.items())
     seconds += sum(COSTS.verification(rows) * n for rows, n in rows_of(llm64, drafter).items())
     assert score.tokens_per_second == pytest.approx(total.tokens / seconds)
 

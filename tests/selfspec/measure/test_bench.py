@@ -72,7 +72,9 @@ def test_each_method_says_what_it_is_and_on_which_weights_it_runs():
     assert {name: known.weights for name, known in METHODS.items()} == {
         "plain": "plain",
         "skip": "skip",
+        "path": "skip",
         "guarded": "skip",
+        "lookup": "plain",
         "hf": "hf",
         "hf-early-exit": "hf",
         "hf-prompt-lookup": "hf",
