@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -64,7 +63,7 @@ class _Prices:
     def see_plain(self, seconds: float) -> None:
         """A plain round took so long."""
         self.plain.append(seconds)
-        self.step = statistics.median_low(self.plain)
+        self.step = _median(self.plain)
         self.then = None
 
     def see_drafted(self, work: Work, drafting: float, rest: float) -> None:
@@ -82,7 +81,7 @@ class _Prices:
         if rest < self.step:
             self.plain.clear()
         if len(self.rest) >= LATELY:
-            now = statistics.median_low(list(self.rest)[-LATELY:])
+            now = _median(list(self.rest)[-LATELY:])
             self.then = now if self.then is None else self.then
             if not 1 / (1 + CHANGED) < now / self.then < 1 + CHANGED:
                 self.plain.clear()
@@ -151,7 +150,10 @@ class Guard:
         """The drafter's, no larger than the bound allows; none where it allows none."""
         timed = {seq for seq in self._accounts if not seq.sampler.seeded}
         self._round = _Round(self._clock(), self.prices, timed) if timed else None
-        seconds = self._to_spend(timed) / max(1, len(timed.intersection(seqs)))
+        seconds = self._to_spend(timed)
+        if seconds <= 0 and len(timed) == len(self._accounts):
+            return [NO_DRAFT] * len(seqs)  # as most rounds where drafts lose: such a one is to cost little
+        seconds /= max(1, len(timed.intersection(seqs)))
         allowed = [
             self._by_outlook(self._accounts[seq], limit) if seq.sampler.seeded else self._by_clock(seconds, limit)
             for seq, limit in zip(seqs, limits, strict=True)
@@ -170,8 +172,11 @@ class Guard:
     @property
     def prices(self) -> _Prices:
         """What rounds of as many sequences as there are now have taken."""
-        sequences = max(1, len(self._accounts))
-        return self._prices.setdefault(sequences, _Prices(sequences))
+        sequences = len(self._accounts) or 1
+        known = self._prices.get(sequences)
+        if known is None:
+            known = self._prices[sequences] = _Prices(sequences)
+        return known
 
     def _to_spend(self, timed: set[SequenceState]) -> float:
         """Seconds that drafting may take in this round, so that each of the sequences keeps its bound."""
@@ -190,7 +195,7 @@ class Guard:
             work = self.drafter.dearest(Limit(depth, limit.nodes)) or UNNAMED
             return prices.draft(work) <= seconds
 
-        return Limit(_most(fits, limit.depth), limit.nodes) if seconds > 0 else NOTHING
+        return Limit(_most(fits, limit.depth), limit.nodes) if seconds > 0 and fits(1) else NOTHING
 
     def _by_outlook(self, account: _Account, limit: Limit) -> Limit:
         outlook = self.outlook
@@ -257,6 +262,11 @@ def _most(fits: Callable[[int], bool], limit: int) -> int:
         middle = (low + limit) // 2
         low, limit = (middle, limit) if fits(middle) else (low, middle)
     return low
+
+
+def _median(seconds: Sequence[float] | deque[float]) -> float:
+    """The lower of both where there are two."""
+    return sorted(seconds)[(len(seconds) - 1) // 2]
 
 
 def _dear(seconds: deque[float]) -> float:

@@ -97,6 +97,8 @@ class LayerSkipDrafter:
         self.candidates = candidates if words is None else min(candidates, len(words))
         self._way = runtime.compile(self.path)
         self._deepest = WIDEST_DRAFT // candidates  # so that all candidates fit into one verification
+        widest = self.ahead.widest
+        self._dearest = [passes_of(min(widest, n - i) for i in range(n)) for n in range(self._deepest + 1)]
         self._own: dict[SequenceState, Controller] = {}
         self._readings: dict[SequenceState, Reading] = {}
 
@@ -114,13 +116,12 @@ class LayerSkipDrafter:
 
     def dearest(self, limit: Limit) -> Work:
         """As many passes as the draft may be deep, each as wide as it may be."""
-        depth = min(limit.depth, limit.nodes, self._deepest)
-        return passes_of(min(self.ahead.widest, depth - i) for i in range(depth))
+        return self._dearest[max(min(limit.depth, limit.nodes, self._deepest), 0)]
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Tell the controller what was accepted of the chain, and whether another candidate was."""
         draft, path = outcome.draft, outcome.path
-        if draft.work == GUESSED:
+        if not draft.confidence:  # nothing was drafted along the path
             return
         drafted = len(draft.confidence)
         other = bool(path) and path[-1] >= drafted

@@ -52,7 +52,7 @@ def random_weights(llm: LLM) -> tuple[LLM, Profile]:
 
 def never_right(llm: LLM) -> tuple[LLM, Profile]:
     """Drafts of one token that texts do not have."""
-    return llm, Profile(model=llm.identity, draft=LayerSkipSpec.of(HALF, _fixed(6), vocabulary=[1]))
+    return llm, Profile(model=llm.identity, draft=LayerSkipSpec.of(DraftPath(HALF, (1,)), _fixed(6)))
 
 
 def never_right_in_few_bits(llm: LLM) -> tuple[LLM, Profile]:
