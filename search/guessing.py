@@ -17,7 +17,12 @@ from .trace import Trace
 
 
 def with_guesses(replay: Replay, traces: Sequence[Trace], ahead: Ahead) -> list[Trace]:
-    """The traces, told of the passes that draft from every start, and of the guesses that may be taken as they are."""
+    """The traces, told of the passes that draft from every start, and of the guesses that may be taken as they are.
+
+    As they are where nothing guesses.
+    """
+    if not ahead.proposers:
+        return [*traces]
     return [_with_guesses(t, trace, ahead, replay.ends) for t, trace in zip(replay.texts, traces, strict=True)]
 
 

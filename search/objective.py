@@ -189,7 +189,7 @@ class Replayed:
 
     def _guessed(self, traces: Sequence[Trace]) -> list[Trace]:
         """The traces with what guesses spare."""
-        return with_guesses(self._replay, traces, self._ahead) if self._proposers else [*traces]
+        return with_guesses(self._replay, traces, self._ahead)
 
     def _in_play(self, draft: float) -> Sequence[Controller]:
         """The controllers to tune, where a draft step takes so many seconds."""
@@ -275,7 +275,8 @@ class Replayed:
 
     def _priced(self, plan: _Plan, traces: Sequence[Trace], draft: float) -> _Value:
         walks = walk(traces, plan.controller, candidates=plan.candidates, seeded=self._replay.seeded)
-        seconds = tuple(self._costs.seconds(w.rounds, self._costs.prices(draft)) for w in walks)
+        prices = self._costs.prices(draft)
+        seconds = tuple(self._costs.seconds(w.rounds, prices) for w in walks)
         return _Value(plan, tuple(w.stats for w in walks), seconds)
 
     def _as_score(self, path: DraftPath, value: _Value, speed: float, *, pruned: bool) -> Score:
@@ -310,8 +311,7 @@ def predict(replay: Replay, profile: Profile) -> Prediction:
     controller = make_controller(described.controller, profile.outlook)
     replay.confidence = described.confidence or PROBABILITY
     traces = replay.trace(profile.path, [controller])
-    if described.proposers:
-        traces = with_guesses(replay, traces, make_ahead(described.proposers, costs.wider))
+    traces = with_guesses(replay, traces, make_ahead(described.proposers or (), costs.wider))
     walks = walk(traces, controller, candidates=described.candidates, seeded=replay.seeded)
     total = Stats.total(done.stats for done in walks)
     rounds = sum((done.rounds for done in walks), Counter[tuple[Work, int]]())

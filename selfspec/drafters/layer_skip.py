@@ -11,19 +11,19 @@ from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller, Play
+from selfspec.drafters.played import PlayedDrafter
 from selfspec.facts.confidence import PROBABILITY, Confidence
 from selfspec.facts.draft_path import DraftPath, as_path
 from selfspec.facts.limits import WIDEST_DRAFT
 from selfspec.facts.skip import SkipSet
 from selfspec.facts.work import GUESSED, Work, passes_of
-from selfspec.proposers.ahead import Ahead, Reading
+from selfspec.proposers.ahead import Ahead
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.passes import Placed, lay_out
 from selfspec.speculation.sampling import gap
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.step import Step
 
 
 @dataclass(slots=True)
@@ -32,21 +32,18 @@ class _Chain:
 
     `logits` `[n, V]`: raw ones from the last pass that are still to be used, the next token's first; what follows it
     holds where the draft goes on with the tokens `ahead`. `passes`: how many tokens went through each pass. `room`:
-    the most tokens that the draft may have.
+    the most tokens that the draft may have. `guessed`: what is to be verified in place of a draft along the path.
     """
 
     seq: SequenceState
     play: Play
     room: int
+    guessed: Sequence[int] = ()
     tokens: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     ahead: list[int] = field(default_factory=list)
     passes: list[int] = field(default_factory=list)
-
-    def take(self) -> Tensor:
-        """The next token's logits `[1, V]`."""
-        return self.logits.pop(0)
 
     def put(self, token: int) -> None:
         """The token is drafted: what was computed for another one is of no use."""
@@ -54,13 +51,8 @@ class _Chain:
         if self.ahead and self.ahead.pop(0) != token:
             self.ahead, self.logits = [], []
 
-    @property
-    def work(self) -> Work:
-        """What its passes took."""
-        return passes_of(self.passes)
 
-
-class LayerSkipDrafter:
+class LayerSkipDrafter(PlayedDrafter):
     """Drafts along `path`, with the model's own keys and values of all that is committed.
 
     Its own keys go to the slots that verification then overwrites. `path`: a draft path, or the sub-layers that it
@@ -68,13 +60,9 @@ class LayerSkipDrafter:
     It is told the `confidence` in each token that was drafted. `candidates`: the most for each place, the token that
     the draft goes on from counted; 1 drafts a chain. Sequences draft in lockstep. `ahead`: guesses that a pass along
     the path is to check beside its one token; what is drafted stays what the path drafts, in fewer passes. Where the
-    controller takes one as it is, nothing is drafted along the path in that round. Raises
-    `SelfspecError` for a path that the model does not have (`Runtime.compile`), and for no candidate or more than a
-    verification holds.
+    controller takes one as it is, nothing is drafted along the path in that round. Raises `SelfspecError` for a path
+    that the model does not have (`Runtime.compile`), and for no candidate or more than a verification holds.
     """
-
-    hidden: Sequence[int] = ()
-    drafts = True
 
     def __init__(
         self,
@@ -88,31 +76,16 @@ class LayerSkipDrafter:
     ) -> None:
         if not 1 <= candidates <= WIDEST_DRAFT:
             raise SelfspecError(f"candidates {candidates}: want 1 (the drafted token itself) to {WIDEST_DRAFT}")
+        super().__init__(controller, ahead or Ahead())
         self.runtime = runtime
         self.path = as_path(path)
-        self.controller = controller
         self.confidence = confidence
-        self.ahead = ahead or Ahead((), ())
         words = self.path.vocabulary
         self.candidates = candidates if words is None else min(candidates, len(words))
         self._way = runtime.compile(self.path)
         self._deepest = WIDEST_DRAFT // candidates  # so that all candidates fit into one verification
-        widest = self.ahead.widest
+        widest = len(self.ahead.prices)
         self._dearest = [passes_of(min(widest, n - i) for i in range(n)) for n in range(self._deepest + 1)]
-        self._own: dict[SequenceState, Controller] = {}
-        self._readings: dict[SequenceState, Reading] = {}
-
-    def begin(self, seq: SequenceState, prefill: Step) -> None:
-        """A sequence with a seed starts the controller afresh."""
-        if self.ahead.proposers:
-            self._readings[seq] = self.ahead.reading()
-        if seq.sampler.seeded:
-            self._own[seq] = self.controller.start()
-
-    def end(self, seq: SequenceState) -> None:
-        """Forget the sequence; the scratch slots are the runtime's."""
-        self._own.pop(seq, None)
-        self._readings.pop(seq, None)
 
     def dearest(self, limit: Limit) -> Work:
         """As many passes as the draft may be deep, each as wide as it may be."""
@@ -129,38 +102,25 @@ class LayerSkipDrafter:
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """A chain for each sequence, with further candidates where they were asked for."""
-        chains, drafts = [], dict[int, Draft]()
-        for i, (seq, limit) in enumerate(zip(seqs, limits, strict=True)):
-            room = min(limit.depth, limit.nodes)
-            chains.append(_Chain(seq, Play(self.controller_of(seq), depth=min(room, self._deepest)), room))
-            if seq in self._readings and (guessed := self._free(seq, room)):
-                drafts[i] = Draft.chain(guessed, work=GUESSED)
-                chains[-1].play.wants = False
+        chains = [self._begun(seq, min(limit.depth, limit.nodes)) for seq, limit in zip(seqs, limits, strict=True)]
         while live := [chain for chain in chains if chain.play.wants]:
             self._pass(live)
             for chain in live:
                 while chain.play.wants and chain.logits:
-                    self._draft(chain, chain.take())
-        each = enumerate(zip(chains, limits, strict=True))
-        return [drafts.get(i) or self._drafted(chain, limit.nodes) for i, (chain, limit) in each]
+                    self._draft(chain, chain.logits.pop(0))
+        return [self._drafted(chain, limit.nodes) for chain, limit in zip(chains, limits, strict=True)]
 
-    def _free(self, seq: SequenceState, room: int) -> list[int]:
-        """A guess that is to be verified as it is; empty: the sequence drafts."""
-        reading = self._readings[seq]
-        reading.read(seq.tokens)
-        guess = reading.free(room, seq.ends)
-        return list(guess.tokens[: self.controller_of(seq).free(guess.chances)])
-
-    def controller_of(self, seq: SequenceState) -> Controller:
-        """The controller that plays a sequence's drafts."""
-        return self._own.get(seq, self.controller)
+    def _begun(self, seq: SequenceState, room: int) -> _Chain:
+        """A draft that has no token yet; none is to come where the controller takes a guess as it is."""
+        controller, guess = self.controller_of(seq), self.guess(seq, room)
+        guessed = guess.tokens[: controller.free(guess.chances)]
+        return _Chain(seq, Play(controller, depth=0 if guessed else min(room, self._deepest)), room, guessed)
 
     def _pass(self, chains: Sequence[_Chain]) -> None:
         """Raw logits after each chain's last token, and after those guessed to follow it, from one pass."""
         placed = []
         for c in chains:
-            if c.seq in self._readings:
-                c.ahead = list(self._readings[c.seq].guess(c.tokens, c.room - len(c.tokens) - 1).tokens)
+            c.ahead = list(self.reading(c.seq).guess(c.tokens, c.room - len(c.tokens) - 1).tokens)
             c.passes.append(1 + len(c.ahead))
             root = c.tokens[-1] if c.tokens else c.seq.tokens[-1]
             placed.append(Placed(c.seq.row, root, len(c.seq.tokens) - 1 + len(c.tokens), Draft.chain(c.ahead)))
@@ -202,9 +162,9 @@ class LayerSkipDrafter:
         """The draft that a chain has come to, with at most `nodes` tokens."""
         sampler, tokens, rows = chain.seq.sampler, chain.tokens, chain.rows
         if not tokens:
-            return NO_DRAFT
+            return Draft.chain(chain.guessed, work=GUESSED) if chain.guessed else NO_DRAFT
         q = None if sampler.greedy else torch.stack(rows)
-        draft = Draft.chain(tokens, q=q, confidence=chain.play.confidences, work=chain.work)
+        draft = Draft.chain(tokens, q=q, confidence=chain.play.confidences, work=passes_of(chain.passes))
         counts = chain.play.candidates(self.candidates, nodes=nodes) if self.candidates > 1 else ()
         if all(count == 1 for count in counts):
             return draft

@@ -17,12 +17,14 @@ from selfspec.facts.costs import WIDER
 from selfspec.profile.draft import DraftSpec, LayerSkipSpec, LookupSpec, PlainSpec, ProposerSpec, register_spec
 from selfspec.profile.schema import Profile
 from selfspec.proposers.ahead import Ahead
+from selfspec.proposers.base import Proposer
 from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
 
 Spec = TypeVar("Spec", bound=DraftSpec)
 
+_PROPOSERS: dict[str, Callable[[], Proposer]] = {"lookup": Lookup}
 _MAKERS: dict[str, Callable[[Runtime, Any, Profile], Drafter]] = {}
 
 
@@ -45,7 +47,7 @@ def make_drafter(runtime: Runtime, profile: Profile) -> Drafter:
 
 def make_ahead(specs: Sequence[ProposerSpec], wider: Sequence[float]) -> Ahead:
     """What guesses below a draft path; `wider`: what its passes over 2, 3, .. tokens take, over one."""
-    return Ahead([Lookup() for _ in specs], (1.0, *wider))
+    return Ahead([_PROPOSERS[spec.kind]() for spec in specs], (1.0, *wider) if specs else (1.0,))
 
 
 def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> LayerSkipDrafter:
@@ -63,7 +65,7 @@ def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> 
 def make_free(spec: LookupSpec, profile: Profile) -> FreeDrafter:
     """A proposer's guesses as drafts: they cost nothing but their verification."""
     outlook = replace(profile.outlook, draft=0.0, curve=profile.acceptance or AcceptanceCurve())
-    return FreeDrafter([Lookup()], make_controller(spec.controller, outlook))
+    return FreeDrafter([_PROPOSERS[spec.kind]()], make_controller(spec.controller, outlook))
 
 
 register(PlainSpec, lambda runtime, spec, profile: PlainDrafter())

@@ -21,14 +21,9 @@ class Ahead:
     `prices[i]`: what a pass of the path over i + 1 tokens takes; none is wider.
     """
 
-    def __init__(self, proposers: Sequence[Proposer], prices: Sequence[float]) -> None:
+    def __init__(self, proposers: Sequence[Proposer] = (), prices: Sequence[float] = (1.0,)) -> None:
         self.proposers = tuple(proposers)
         self.prices = tuple(prices)
-
-    @property
-    def widest(self) -> int:
-        """The most tokens of a pass."""
-        return len(self.prices) if self.proposers else 1
 
     def reading(self) -> Reading:
         """Of a text that has no token yet."""

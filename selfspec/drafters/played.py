@@ -1,0 +1,54 @@
+"""What drafters have in common that a controller plays: whose controller it is, and what is guessed of each text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from selfspec.controllers import Controller
+from selfspec.proposers.ahead import Ahead, Reading
+from selfspec.proposers.base import Guess
+from selfspec.speculation.sequence import SequenceState
+from selfspec.speculation.step import Step
+
+_NOTHING = Ahead().reading()
+
+
+class PlayedDrafter:
+    """`controller`: each sequence with a seed starts it afresh, all others share what it learns.
+
+    `ahead`: what guesses how a sequence's text goes on.
+    """
+
+    hidden: Sequence[int] = ()
+    drafts = True
+
+    def __init__(self, controller: Controller, ahead: Ahead) -> None:
+        self.controller = controller
+        self.ahead = ahead
+        self._own: dict[SequenceState, Controller] = {}
+        self._readings: dict[SequenceState, Reading] = {}
+
+    def begin(self, seq: SequenceState, prefill: Step) -> None:
+        """A text of its own, and a controller where it has a seed."""
+        self._readings[seq] = self.ahead.reading()
+        if seq.sampler.seeded:
+            self._own[seq] = self.controller.start()
+
+    def end(self, seq: SequenceState) -> None:
+        """Forget the sequence; the scratch slots are the runtime's."""
+        self._own.pop(seq, None)
+        self._readings.pop(seq, None)
+
+    def controller_of(self, seq: SequenceState) -> Controller:
+        """The controller that plays a sequence's drafts."""
+        return self._own.get(seq, self.controller)
+
+    def reading(self, seq: SequenceState) -> Reading:
+        """What guesses the sequence's text; nothing does of one that did not begin here, as when costs are measured."""
+        return self._readings.get(seq, _NOTHING)
+
+    def guess(self, seq: SequenceState, room: int) -> Guess:
+        """How the sequence's text may go on, `room` tokens at most, read up to where it is now."""
+        reading = self.reading(seq)
+        reading.read(seq.tokens)
+        return reading.free(room, seq.ends)
