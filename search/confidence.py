@@ -19,7 +19,7 @@ from .curve import drafted
 from .replay import Replay
 from .trace import Trace
 
-FEWEST = 60  # drafted tokens, and a tenth as many wrong ones, less than which tell nothing
+FEWEST = 60  # drafted tokens, less than which tell nothing; a tenth as many wrong ones tell which are wrong
 BETTER = 0.98  # of the log loss of fewer features, at the most, for more of them to be read
 LARGEST = 30.0  # of a feature
 GAP = Confidence(probability=0.0, gap=1.0)  # g / (1 + g), of a gap g
@@ -60,14 +60,21 @@ def _of(traces: Sequence[Trace]) -> tuple[Floats, NDArray[np.bool_]]:
 
 
 def chosen(odds: Floats, gap: Floats, right: NDArray[np.bool_]) -> Confidence:
-    """The confidence with the least log loss; of more features only where they bring clearly more."""
-    if len(right) < FEWEST or not FEWEST / 10 <= (~right).sum() <= len(right) - FEWEST / 10:
+    """The confidence with the least log loss; of more features only where they bring clearly more.
+
+    It is the share of all tokens that are right where hardly any is wrong, or no feature tells which.
+    """
+    if len(right) < FEWEST:
         return PROBABILITY
+    share = (right.sum() + 0.5) / (len(right) + 1)
+    always = Confidence(bias=round(math.log(share / (1 - share)), DIGITS), probability=0.0)
+    if not FEWEST / 10 <= (~right).sum() <= len(right) - FEWEST / 10:
+        return always
     tried = [((odds,), (1, 0)), ((gap,), (0, 1)), ((odds, gap), (1, 1))]
     found = [(_fitted(columns, right), reads) for columns, reads in tried]
     singles = [((loss, weights), reads) for (loss, weights), reads in found[:2] if weights[1] > 0]
     if not singles:
-        return PROBABILITY
+        return always
     best = min(singles, key=lambda one: one[0][0])
     (loss, weights), _ = found[2]
     if min(weights[1:]) > 0 and loss < BETTER * best[0][0]:

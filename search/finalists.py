@@ -21,6 +21,7 @@ from .forecast import CHOOSING, FINALISTS
 from .objective import Score, predict
 from .prepare import Search
 from .replay import Replay
+from .unseen import Again
 
 WITHIN_REACH = 0.9  # of plain decoding's speed: sets predicted to be slower than that are not measured for a choice
 ROUNDS = 3  # of measuring, at most
@@ -47,11 +48,13 @@ def finish(
     replay: Replay | None,
     keep_best: bool,
     smaller_head: Callable[[Score], Score | None] | None = None,
+    again: Again | None = None,
 ) -> Profile:
-    """Choose among the best few of `scores` by measuring them, and complete the profile `base`.
+    """Choose among the best few of `scores`, measure that one, and complete the profile `base`.
 
-    The best of many noisy scores is biased, so the measured best wins, and is then measured once more, against plain
-    decoding; each on as many prompts and tokens as there is time for. An interrupted search's best is taken as it is,
+    The best of many noisy scores is biased. So `again` chooses one of them, the best first, by texts that none of them
+    was scored on; without it, the one wins that measures best. It is then measured against plain decoding. Each on as
+    many prompts and tokens as there is time for. An interrupted search's best is taken as it is,
     and so is that of a search for drafts with keys of their own, as no decoding here is such; an interrupt here ends
     the measuring. `smaller_head` scores the best set again with smaller draft vocabularies; the best of those joins.
     Raises `SelfspecError` when nothing was scored.
@@ -59,14 +62,15 @@ def finish(
     record = base.search
     assert record is not None
     ranked = {score.path: score for score in sorted(scores, key=lambda s: s.tokens_per_second) if not score.pruned}
-    finalists = list(ranked.values())[::-1][:FINALISTS]
+    finalists = _finalists(search, list(ranked.values())[::-1])
     if not finalists:
         raise SelfspecError("no draft path could be scored: every one proposed costs more than max_draft_cost allows")
     measured: Measurement | None = None
     best, told = finalists[0], search.ledger.confidence
     try:
         if not record.interrupted and record.kv == "shared":
-            best = _best(search, base, _with_smaller_head(search, finalists, smaller_head), on)
+            able = _with_smaller_head(search, finalists, smaller_head)
+            best = _best(search, base, able, on) if again is None else again(able)
             measured = _measured(search, drafting_as(base, best, told), on)
     except KeyboardInterrupt:
         record = record.model_copy(update={"interrupted": True})
@@ -104,6 +108,12 @@ def drafting_as(base: Profile, score: Score, confidence: Confidence | None) -> P
         spared=score.spared,
     )
     return base.model_copy(update={"draft": draft, "acceptance": score.acceptance})
+
+
+def _finalists(search: Search, ranked: Sequence[Score]) -> list[Score]:
+    """The best few, and what every search starts from, unless it was pruned: no chance has had a part in that."""
+    start = search.space.path(search.space.start)
+    return [score for place, score in enumerate(ranked) if place < FINALISTS or score.path == start]
 
 
 def _with_smaller_head(

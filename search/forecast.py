@@ -16,7 +16,7 @@ from .objective import ALONE, RANKING_SHARE
 from .playing import LONGEST_DRAFT
 from .warm import BUDGETS
 
-FINALISTS, CHOOSING = 3, 4  # sets that are measured for a choice, and prompts that they are measured on
+FINALISTS, CHOOSING = 4, 4  # sets that are chosen among, and prompts that they are measured on for that
 WIDE, SLOW = 64, 0.1  # rows of the wide pass that is timed, and seconds of a step from which on a narrower one is
 PLACES = 6  # of each text, whose streams are looked at
 TRIALS = 12  # that there should be time for, even if that means less text
@@ -108,6 +108,9 @@ class Task:
             }
         if not self.replayed:
             return found | {"costs": (1 + 1 / n) * trial, "ranking": n * prompt}
+        continued = n * prompt + self.new * (pace.step + pace.rows(n - 1))
+        if self.measured:
+            found["choosing"] = continued + (1 + FINALISTS) * trial
         together = 1 if self.decided else pace.rows(n - 1) / pace.step
         ranked = self.variables * ALONE * pace.rows(n * self.new * RANKING_SHARE) + BUDGETS * pace.rows(n * PLACES)
         return found | {

@@ -13,6 +13,7 @@ from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
 from selfspec.runtime.forward import Runtime
 
+from .objective import Objective, Score
 from .space import BYPASSING, Space
 
 SHARES = {4: 0.3, 2: 0.55}  # of the model's bytes that weights in few bits may take, by the bytes of its numbers
@@ -86,3 +87,30 @@ class Memory:
     def excess(self, path: DraftPath) -> float:
         """By how much a path takes more than it may; 0 or less where it does not."""
         return self.share(path) - self.limit if path.low_precision else 0.0
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """An objective within the space and its bound on the draft's cost."""
+
+    worth: Objective
+    costs: CostModel | None
+    space: Space
+    max_draft_cost: float | None
+    memory: Memory
+
+    def score(self, path: DraftPath) -> Score | None:
+        """The worth of a path; None for one whose draft is too dear, or takes too much memory."""
+        if self.excess(path) > 0:
+            return None
+        return self.worth.score(path)
+
+    def excess(self, path: DraftPath) -> float:
+        """By how much it is dearer than allowed: a share of a plain step, or of the model's memory."""
+        cost = self.draft_cost(path)
+        over = 0.0 if self.max_draft_cost is None or cost is None else cost - self.max_draft_cost
+        return max(over, self.memory.excess(path))
+
+    def draft_cost(self, path: DraftPath) -> float | None:
+        """A draft step as a share of a plain one; None where no cost model is known."""
+        return None if self.costs is None else self.costs.draft_share(path, self.space.layers)

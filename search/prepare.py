@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from selfspec.controllers import Controller
-from selfspec.facts.confidence import Confidence
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import CostModel
 from selfspec.facts.draft_path import DraftPath
@@ -84,21 +83,9 @@ def replayed(
     space = search.space
     deadline = search.budget.deadline("ranking")
     watch.stage("reading the texts", None)
-    replay = held.enter_context(
-        Replay(
-            search.llm.model,
-            texts,
-            sampler=search.decoding.sampler(),
-            rule=search.decoding.verified_by,
-            depth=LONGEST_DRAFT if fixed is None else deepest([fixed]),
-            candidates=1 if search.own_keys else CANDIDATES,  # engines' draft models draft chains
-            seed=search.seed,
-            own_keys=search.own_keys,
-            like=search.llm.runtime,
-        )
-    )
+    replay = held.enter_context(replay_of(search, texts, fixed))
     replay.keep(space.path(space.start))
-    replay.confidence = _confidence(search, replay)
+    _confidence(search, replay)
     worth = Replayed(replay, costs, None if fixed is None else [fixed], proposers=search.proposers)
     if not warm:
         return search, worth, Problem(space, search.seed), costs, replay
@@ -112,6 +99,23 @@ def replayed(
     near = first_k(space, alike)
     first = dict.fromkeys((*likely(space, known), *planned[:3], *near[1:3], every_second(space)))
     return search, worth, Problem(space, search.seed, tuple(first), known, planned), costs, replay
+
+
+def replay_of(search: Search, texts: Sequence[Text], fixed: Controller | None) -> Replay:
+    """The replay of texts as the search would draft them, told of what is known to be sure; `fixed` ends drafts."""
+    replay = Replay(
+        search.llm.model,
+        texts,
+        sampler=search.decoding.sampler(),
+        rule=search.decoding.verified_by,
+        depth=LONGEST_DRAFT if fixed is None else deepest([fixed]),
+        candidates=1 if search.own_keys else CANDIDATES,  # engines' draft models draft chains
+        seed=search.seed,
+        own_keys=search.own_keys,
+        like=search.llm.runtime,
+    )
+    replay.confidence = search.ledger.confidence or replay.confidence
+    return replay
 
 
 def _narrowed(search: Search, costs: CostModel) -> Space:
@@ -129,15 +133,17 @@ def _narrowed(search: Search, costs: CostModel) -> Space:
     return choices.of(space)
 
 
-def _confidence(search: Search, replay: Replay) -> Confidence:
-    """What tells best how likely a drafted token is right, by drafts in the base mode, else with few sub-layers."""
-    known = search.ledger.confidence
-    if known is None:
+def _confidence(search: Search, replay: Replay) -> None:
+    """Find what tells best how likely a drafted token is right, by drafts in the base mode, else with few sub-layers.
+
+    The replay then tells it, unless the study knew before.
+    """
+    if search.ledger.confidence is None:
         search.watch.stage("reading what drafts are sure of", None)
         space = search.space
         path = space.path(space.start) if space.base != "full" else every_fourth(space)
-        known = search.ledger.keep_confidence(fit_confidence(replay, path, draft=CONFIDENT, share=CONFIDENCE_SHARE))
-    return known
+        found = fit_confidence(replay, path, draft=CONFIDENT, share=CONFIDENCE_SHARE)
+        replay.confidence = search.ledger.keep_confidence(found)
 
 
 def _continued(search: Search) -> list[Text]:

@@ -26,7 +26,7 @@ from .finalists import HeldOut, finish
 from .forecast import Pace, Task, said, time_for
 from .heads import with_smaller_head
 from .ledger import Ledger
-from .narrowing import Memory, possible
+from .narrowing import Bounded, Memory, possible
 from .objective import Objective, Score
 from .options import SearchOptions
 from .outcome import begun, untried, with_shortage
@@ -35,6 +35,7 @@ from .replay import Replay
 from .space import Space
 from .storage import MEMORY
 from .strategies import Problem, Strategy, make_strategy
+from .unseen import FEWEST, PROMPTS, Again, best_on_others
 from .watch import Silent, Trial
 
 P = ParamSpec("P")
@@ -62,7 +63,7 @@ def run_search(llm: LLM, options: SearchOptions) -> Profile:
         known = _known_beforehand(search, options, held, drawn)
         search = known.search
         memory = Memory.of(llm, options.extra_memory)
-        bounded = _Bounded(known.worth, known.costs, search.space, options.max_draft_cost, memory)
+        bounded = Bounded(known.worth, known.costs, search.space, options.max_draft_cost, memory)
         propose = partial(make_strategy, options.strategy, known.problem)
         interrupted = _run_trials(search, bounded, propose, options.trials)
         if not interrupted and not search.ledger.finishes():
@@ -75,15 +76,17 @@ def run_search(llm: LLM, options: SearchOptions) -> Profile:
             known.replay,
             options.keep_best,
             known.smaller_head,
+            known.again,
         )
     return with_shortage(search, options, profile)
 
 
 @dataclass(frozen=True)
 class _Drawn:
-    """Prompts that are not searched on: to measure on, and the texts of more, whose tokens can be counted."""
+    """Prompts that are not searched on: to measure on, to choose among the best by, and more, to count tokens in."""
 
     held_out: HeldOut
+    others: tuple[list[int], ...]
     rest: tuple[str, ...]
     chat: bool
 
@@ -102,9 +105,9 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
         chat=options.chat,
         takes_messages=takes_messages(llm),
     )
-    prompts, others = (
+    prompts, measured, others = (
         _fitted(llm, part, options, template=chosen.template, chat=chosen.chat)
-        for part in (chosen.search, chosen.measure)
+        for part in (chosen.search, chosen.measure, chosen.rest[:PROMPTS])
     )
     if not prompts:
         raise SelfspecError(f"{options.source}: holds no prompts")
@@ -116,7 +119,7 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
         plain_llm = options.plain_llm()
     watch.stage("timing the model", None)
     pace = Pace.of(llm.runtime, max(map(len, prompts)))
-    task = _task(options, space, ledger, prompts, others)
+    task = _task(options, space, ledger, prompts, measured)
     watch.say(said(task, pace, budget))
     search = Search(
         llm=llm,
@@ -134,7 +137,7 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
         proposers=options.proposers,
         plain_llm=plain_llm,
     )
-    return search, _Drawn(HeldOut(others, chosen.held_out), chosen.rest, chosen.chat)
+    return search, _Drawn(HeldOut(measured, chosen.held_out), others, chosen.rest, chosen.chat)
 
 
 def _space(llm: LLM, options: SearchOptions) -> Space:
@@ -209,7 +212,8 @@ def _ledger(llm: LLM, options: SearchOptions, calibration: Calibration) -> Ledge
 class _Known:
     """What is known before the first trial: what sets are worth, what strategies start from, and, by replay, costs.
 
-    `smaller_head` scores a set again with smaller draft vocabularies, where that can pay.
+    `smaller_head` scores a set again with smaller draft vocabularies, where that can pay; `again` chooses one of the
+    best by other texts.
     """
 
     search: Search
@@ -218,6 +222,7 @@ class _Known:
     costs: CostModel | None = None
     replay: Replay | None = None
     smaller_head: Callable[[Score], Score | None] | None = None
+    again: Again | None = None
 
 
 def _known_beforehand(search: Search, options: SearchOptions, held: ExitStack, drawn: _Drawn) -> _Known:
@@ -231,7 +236,8 @@ def _known_beforehand(search: Search, options: SearchOptions, held: ExitStack, d
     if options.kv == "shared" and llm.runtime.skeleton.head_over([0]) is not None:  # whose weight is at hand
         seen = chain((text.tokens for text in replay.texts), _encoded(llm, drawn.rest, chat=drawn.chat))
         smaller_head = partial(with_smaller_head, worth, texts=seen, size=llm.identity.vocabulary or 0)
-    return _Known(search, worth, problem, costs, replay, smaller_head)
+    again = partial(best_on_others, search, costs, controller, drawn.others) if len(drawn.others) >= FEWEST else None
+    return _Known(search, worth, problem, costs, replay, smaller_head, again)
 
 
 def _fitted(
@@ -252,34 +258,7 @@ def _encoded(llm: LLM, prompts: Iterable[str], *, chat: bool) -> Iterator[list[i
             yield encode(llm, prompt, chat=chat)
 
 
-@dataclass(frozen=True)
-class _Bounded:
-    """An objective within the space and its bound on the draft's cost."""
-
-    worth: Objective
-    costs: CostModel | None
-    space: Space
-    max_draft_cost: float | None
-    memory: Memory
-
-    def score(self, path: DraftPath) -> Score | None:
-        """The worth of a path; None for one whose draft is too dear, or takes too much memory."""
-        if self.excess(path) > 0:
-            return None
-        return self.worth.score(path)
-
-    def excess(self, path: DraftPath) -> float:
-        """By how much it is dearer than allowed: a share of a plain step, or of the model's memory."""
-        cost = self.draft_cost(path)
-        over = 0.0 if self.max_draft_cost is None or cost is None else cost - self.max_draft_cost
-        return max(over, self.memory.excess(path))
-
-    def draft_cost(self, path: DraftPath) -> float | None:
-        """A draft step as a share of a plain one; None where no cost model is known."""
-        return None if self.costs is None else self.costs.draft_share(path, self.space.layers)
-
-
-def _run_trials(search: Search, worth: _Bounded, strategy: Callable[[], Strategy], trials: int) -> bool:
+def _run_trials(search: Search, worth: Bounded, strategy: Callable[[], Strategy], trials: int) -> bool:
     """Ask, score, tell, until the study has so many trials, by whichever worker; whether an interrupt ended it.
 
     A resumed search asks for what it asked for before, which is known. What other workers score now is taken to be
@@ -327,7 +306,7 @@ def _run_trials(search: Search, worth: _Bounded, strategy: Callable[[], Strategy
     return False
 
 
-def _scored(search: Search, worth: _Bounded, path: DraftPath) -> Score | None:
+def _scored(search: Search, worth: Bounded, path: DraftPath) -> Score | None:
     """The worth of a path, claimed while it is scored and then kept; None for one that is too dear."""
     search.ledger.claim(path)
     begun = search.budget.spent

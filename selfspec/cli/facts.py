@@ -87,7 +87,7 @@ def _head(mode: Mode) -> str:
 def _confidence(confidence: Confidence) -> str:
     if confidence.plain:
         return "the draft's probability"
-    if not confidence.probability and not confidence.gap:
+    if confidence.reads == "nothing":
         return f"always {confidence.of(0.5, 1.0):.2g}"
     by = {"both": "probability and gap", "gap": "gap of the two best logits", "probability": "probability"}
     weights = ", ".join(f"{name} {value:g}" for name, value in confidence.model_dump().items() if value)

@@ -39,8 +39,10 @@ class Confidence(Data):
 
     @property
     def reads(self) -> str:
-        """What it is told by: probability, gap, or both."""
-        return "both" if self.probability and self.gap else "gap" if self.gap else "probability"
+        """What it is told by: probability, gap, both, or nothing, where it is the same for all tokens."""
+        if not self.probability:
+            return "gap" if self.gap else "nothing"
+        return "both" if self.gap else "probability"
 
     def of(self, probability: float, gap: float) -> float:
         """The confidence in a token of this probability, with this gap."""

@@ -98,6 +98,19 @@ def four_bits(weight: Rounded, _dtype: torch.dtype) -> Call:
     return _wide_too(lambda x: product(x, packed, group, both).narrow(1, 0, out), into)
 
 
+def four_bits_on_cuda(weight: Rounded, _dtype: torch.dtype) -> Call:
+    """The same on CUDA (compute capability 8.0 and above), where torch wants outputs by 8 and inputs by 32."""
+    assert weight.zero is not None
+    out, into = weight.values.shape
+    more = -out % 8
+    values = F.pad(weight.values, (0, 0, 0, more)).to(torch.uint8)
+    tiles = next(n for n in (8, 4, 2) if into % (16 * n) == 0)
+    packed = torch.ops.aten._convert_weight_to_int4pack(values[:, ::2] << 4 | values[:, 1::2], tiles)
+    both = F.pad(torch.stack([weight.scale, weight.zero], -1), (0, 0, 0, 0, 0, more)).transpose(0, 1).contiguous()
+    product, group = torch.ops.aten._weight_int4pack_mm.default, into // weight.scale.shape[1]
+    return _wide_too(lambda x: product(x, packed, group, both).narrow(1, 0, out), into)
+
+
 def _wide_too(product: Call, into: int) -> Call:
     """A product of bfloat16 rows in few bits; of many rows, as a replay has, with what it makes of the weights.
 
@@ -110,7 +123,7 @@ def _wide_too(product: Call, into: int) -> Call:
         if len(x) < _WIDE:
             return product(x)
         if not held:
-            eye = torch.eye(into, dtype=torch.bfloat16)
+            eye = torch.eye(into, dtype=torch.bfloat16, device=x.device)
             held.append(torch.cat([product(rows) for rows in torch.split(eye, 64)]))  # the weight, transposed
         return x @ held[0]
 
@@ -126,26 +139,31 @@ KERNELS: Mapping[Bits, Mapping[str, Kernel]] = {
     8: {"native": native, "weights only": weights_only, "both in 8 bits": both_in_8_bits},
     4: {"native": native, "weights only": four_bits},
 }
+ON_CUDA: Mapping[Bits, Mapping[str, Kernel]] = {
+    8: {"weights only": weights_only},
+    4: {"weights only": four_bits_on_cuda},
+}
+_HERE = {"cpu": KERNELS, "cuda": ON_CUDA}  # by kind of device
 
 
 def kernel_for(weight: Tensor, bits: Bits) -> Kernel:
     """The fastest for products of one row with weights like this one.
 
-    `fake` where there is none: torch's are for the CPU, so on any other device, CUDA among them, drafts in few bits are
-    no faster than in full, and take the memory of weights in full.
+    `fake` where there is none, as on any device but the CPU and CUDA: drafts in few bits are no faster there than in
+    full, and take the memory of weights in full.
     """
-    if weight.device.type != "cpu":
+    if weight.device.type not in _HERE:
         return fake
-    path = _path(weight, bits)
+    kernels, path = _HERE[weight.device.type][bits], _path(weight, bits)
     known = read_cached(path)
-    if isinstance(known, str) and known in (*KERNELS[bits], "fake"):
-        return KERNELS[bits].get(known, fake)
+    if isinstance(known, str) and known in (*kernels, "fake"):
+        return kernels.get(known, fake)
     times = kernel_times(weight, bits)
     if "native" in times:
         times["native"] *= IN_A_PASS
     best = min(times, key=lambda name: times[name]) if times else "fake"
     write_cached(path, best)
-    return KERNELS[bits].get(best, fake)
+    return kernels.get(best, fake)
 
 
 @torch.inference_mode()
@@ -157,13 +175,13 @@ def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, floa
     generator = torch.Generator().manual_seed(0)
     into = weight.shape[1]
     out = max(min(len(weight), _VALUES // into), _OUTPUTS)
-    like = torch.randn(out, into, generator=generator).to(weight.dtype)
-    several = torch.randn(max(rows, 3), into, generator=generator).to(weight.dtype)
+    like = torch.randn(out, into, generator=generator).to(weight)
+    several = torch.randn(max(rows, 3), into, generator=generator).to(weight)
     x = several[:rows]
     held = rounded(like, bits)
     exact = several.float() @ held.weight(torch.float32).t()
     calls: dict[str, Callable[[], Tensor]] = {}
-    for name, kernel in KERNELS[bits].items():
+    for name, kernel in _HERE[weight.device.type][bits].items():
         try:
             call = kernel(held, weight.dtype)
             if _near(call(several), exact) and _near(call(several[:1]), exact[:1]):
@@ -176,6 +194,8 @@ def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, floa
             for _ in range(2):  # the second with warm caches
                 begun = time.perf_counter()
                 run()
+                if weight.is_cuda:
+                    torch.cuda.synchronize(weight.device)
                 times[name] = min(times[name], time.perf_counter() - begun)
     return times
 
@@ -186,7 +206,7 @@ def _near(ours: Tensor, exact: Tensor) -> bool:
 
 def _path(weight: Tensor, bits: Bits) -> Path:
     what: Sequence[object] = [
-        machine(torch.device("cpu")),
+        machine(weight.device),
         torch.get_num_threads(),
         torch.__version__,
         bits,

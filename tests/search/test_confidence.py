@@ -50,9 +50,17 @@ def test_it_is_the_share_of_being_right():
 def test_without_enough_to_tell_it_is_the_probability():
     odds, gap, right = drawn("gap", FEWEST - 1)
     assert chosen(odds, gap, right) == PROBABILITY
+
+
+def test_where_nothing_tells_it_is_the_share_of_all_that_are_right():
+    """A token of low probability is as likely right as any other, and no threshold may end drafts after it."""
     odds, gap, right = drawn("gap")
-    assert chosen(odds, gap, np.ones_like(right)) == PROBABILITY, "nothing was ever wrong"
-    assert chosen(gap, gap, ~right) == PROBABILITY, "what is surer is not right less often"
+    few = np.ones_like(right)
+    few[:5] = False
+    for wrong, why in ((few, "hardly any is wrong"), (~right, "what is surer is not right less often")):
+        found = chosen(odds if wrong is few else gap, gap, wrong)
+        assert found.reads == "nothing", why
+        assert found.of(1e-6, 1e-6) == found.of(0.99, 9.0) == pytest.approx(wrong.mean(), abs=1e-3)
 
 
 def test_log_loss():

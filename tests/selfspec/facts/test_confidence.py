@@ -47,6 +47,7 @@ def test_what_it_reads():
     assert Confidence(gap=1).reads == "both"
     assert Confidence(probability=0, gap=1).reads == "gap"
     assert Confidence(bias=1).reads == "probability"
+    assert Confidence(bias=1, probability=0).reads == "nothing"
     assert not Confidence(bias=1).plain
     assert Confidence(probability=0, gap=1).of(math.nan, 2.0) == pytest.approx(2 / 3)
 

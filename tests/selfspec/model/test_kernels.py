@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowering import kernels
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from selfspec.basics.files import cache_folder
 from selfspec.model import kernels as chosen
-from selfspec.model.kernels import KERNELS, kernel_for, kernel_times
+from selfspec.model.kernels import KERNELS, ON_CUDA, four_bits_on_cuda, kernel_for, kernel_times
 from selfspec.model.linears import Group
-from selfspec.model.low_precision import bytes_of, fake, in_few_bits, rounded
+from selfspec.model.low_precision import Rounded, bytes_of, fake, in_few_bits, rounded
 
 HAD = kernels()
 each_kernel = pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_without_a_kernel_it_is_the_rounded_weight_itself(monkeypatch, fresh_cac
     timed = told(monkeypatch)
     assert [kernel_for(torch.randn(8, 64), 8) for _ in range(2)] == [fake, fake]
     assert len(timed) == 1  # which is remembered too
-    assert kernel_for(torch.empty(8, 64, device="meta"), 4) is fake  # torch's are for the CPU
+    assert kernel_for(torch.empty(8, 64, device="meta"), 4) is fake
 
 
 def test_kernels_that_fail_or_are_wrong_are_not_taken(monkeypatch, fresh_cache):
@@ -176,3 +177,43 @@ def test_large_weights_are_timed_on_smaller_ones(monkeypatch, fresh_cache):
     for out in (8, 100, 1000):
         kernel_times(torch.randn(out, 64), 8)
     assert [tuple(shape) for shape in seen] == [(64, 64), (100, 64), (128, 64)]
+
+
+@pytest.mark.parametrize("into", [32, 64, 128, 576])
+@pytest.mark.parametrize("out", [16, 40])
+def test_shapes_of_products_in_4_bits_on_cuda(into, out):
+    """By torch's own checks of shapes: what packs, and what multiplies, take them."""
+    held = rounded(torch.randn(out, into), 4)
+    assert held.zero is not None
+    with FakeTensorMode() as there:
+        product = four_bits_on_cuda(
+            Rounded(4, *map(there.from_tensor, (held.values, held.scale, held.zero))), torch.bfloat16
+        )
+        for rows in (1, 3, 40):
+            assert product(torch.empty(rows, into, dtype=torch.float16)).shape == (rows, out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("out", "into"), [(16, 64), (40, 576), (1000, 1536)])
+def test_products_on_cuda(bits, dtype, out, into):
+    torch.manual_seed(0)
+    weight, x = torch.randn(out, into).to("cuda", dtype), torch.randn(40, into).to("cuda", dtype)
+    held = rounded(weight, bits)
+    whole = held.weight(torch.float64)
+    for name, kernel in ON_CUDA[bits].items():
+        product = kernel(held, dtype)
+        for rows in (1, 3, 40):
+            ours, exact = product(x[:rows]).double(), x[:rows].double() @ whole.t()
+            assert float((ours - exact).norm()) < 0.02 * float(exact.norm()), (name, rows)
+        assert torch.equal(product(x[:3])[1], product(torch.stack([-x[0], x[1], 2 * x[2]]))[1]), "rows see each other"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_choice_on_cuda(bits, fresh_cache):
+    weight = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
+    times = kernel_times(weight, bits)
+    assert {*times} <= {*ON_CUDA[bits]}
+    assert kernel_for(weight, bits) is (ON_CUDA[bits][min(times, key=times.__getitem__)] if times else fake)

@@ -1,0 +1,151 @@
+"""Choosing among the best few of a search by texts that none of them was scored on."""
+
+from __future__ import annotations
+
+import pytest
+from selfspec.search import find_profile, unseen
+from selfspec.search.budget import Budget
+from selfspec.search.continuations import Decoding
+from selfspec.search.forecast import FINALISTS, Pace
+from selfspec.search.ledger import Ledger
+from selfspec.search.objective import Score
+from selfspec.search.prepare import Search
+from selfspec.search.space import Space
+from selfspec.search.storage import MEMORY
+from selfspec.search.unseen import best_on_others
+from selfspec.search.watch import Silent
+
+import selfspec
+from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.costs import CostModel
+from selfspec.facts.draft_path import DraftPath
+
+COSTS = CostModel(context=9, base=0.3, attention=0.02, mlp=0.02, widths=[1, 8], verify=[1.0, 1.1], round=0.05)
+PATHS = [DraftPath.skipping((), (i,)) for i in range(3)]
+PROMPTS = [[1, 2, 3], [4, 5], [7, 8, 9], [3, 3]]
+
+
+def scored(path, speed):
+    return Score(path, speed, speed, 0.5, 2.0, ControllerSpec(name="fixed", options={"k": 2}))
+
+
+SCORES = [scored(path, speed) for path, speed in zip(PATHS, (3.0, 2.0, 1.0), strict=True)]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return selfspec.load("builtin", profile="none")
+
+
+@pytest.fixture
+def search(llm):
+    def made(**given):
+        return Search(
+            llm=llm,
+            space=Space(llm.runtime.layers),
+            decoding=Decoding(8),
+            prompts=([1, 2],),
+            seed=0,
+            ledger=Ledger(MEMORY, "s", {}),
+            **given,
+        )
+
+    return made
+
+
+class Told:
+    """In place of `Replayed`: speeds that were told, and what was asked for."""
+
+    speeds = dict(zip(PATHS, (1.0, 5.0, 2.0), strict=True))
+    clock = None
+    each = 0.0
+
+    def __init__(self, replay, costs, controllers=None, *, proposers=()):
+        self.texts = replay.texts
+        type(self).asked = []
+
+    def score(self, path):
+        self.asked.append((path, [text.tokens[: text.prompt] for text in self.texts]))
+        if self.clock is not None:
+            self.clock.now += self.each
+        return scored(path, self.speeds[path])
+
+
+def test_the_best_by_other_texts_is_taken_as_it_was_scored(search, monkeypatch):
+    monkeypatch.setattr(unseen, "Replayed", Told)
+    assert best_on_others(search(), COSTS, None, PROMPTS, SCORES) is SCORES[1]
+    assert [path for path, _ in Told.asked] == PATHS
+    assert Told.asked[0][1] == [tuple(prompt) for prompt in PROMPTS]
+
+
+def test_a_real_replay_of_other_texts_decides(search):
+    """Of three sub-layers of random weights, one is worth most on these texts, whichever comes first."""
+    found = {best_on_others(search(), COSTS, None, PROMPTS, order).path for order in (SCORES, SCORES[::-1])}
+    assert len(found) == 1
+
+
+def test_one_alone_is_taken(search, monkeypatch):
+    monkeypatch.delattr(unseen, "Replayed")
+    assert best_on_others(search(), COSTS, None, PROMPTS, SCORES[:1]) is SCORES[0]
+
+
+class Clock:
+    """Seconds, as many as it was told."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.mark.parametrize(("seconds", "best"), [(0.0, 0), (1e6, 1)])
+def test_as_many_are_scored_as_there_is_time_for(search, monkeypatch, seconds, best):
+    clock = Clock()
+    monkeypatch.setattr(unseen, "Replayed", Told)
+    monkeypatch.setattr(Told, "clock", clock)
+    monkeypatch.setattr(Told, "each", 10.0)
+    given = search(budget=Budget(seconds, clock=clock), pace=Pace(1.0, 0.1))
+    assert best_on_others(given, COSTS, None, PROMPTS, SCORES) is SCORES[best]
+
+
+def test_time_may_end_after_some_of_them(search, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(unseen, "Replayed", Told)
+    monkeypatch.setattr(Told, "clock", clock)
+    monkeypatch.setattr(Told, "each", 10.0)
+    budget = Budget(60.0, clock=clock)
+    allowed = budget.share("choosing")
+    given = search(budget=budget, pace=Pace(1e-3, 1e-4))
+    assert best_on_others(given, COSTS, None, PROMPTS, SCORES).path in PATHS
+    assert 1 <= len(Told.asked) < len(SCORES)
+    assert clock.now <= allowed + 10.0
+
+
+class Stages(Silent):
+    """Remembers the stages."""
+
+    def __init__(self):
+        self.totals = {}
+
+    def stage(self, name, total):
+        self.totals[name] = total
+
+
+def test_a_search_chooses_so_with_what_it_started_from_among_the_best():
+    stages = Stages()
+    prompts = [f"{i} {i + 1} {i + 2}" for i in range(12)]
+    profile = find_profile(
+        selfspec.load("builtin", profile="none"), prompts=prompts, count=3, trials=8, max_new_tokens=8, watch=stages
+    )
+    assert 2 <= stages.totals["choosing among the best few"] <= FINALISTS + 2  # and a smaller head
+    assert stages.totals["continuing other prompts"] == 16
+    assert profile.search.trials == 8
+
+
+def test_with_too_few_prompts_for_that_the_clock_decides():
+    """Six prompts are searched on and measured on; none is left."""
+    stages = Stages()
+    prompts = [f"{i} {i + 1} {i + 2}" for i in range(6)]
+    llm = selfspec.load("builtin", profile="none")
+    find_profile(llm, prompts=prompts, count=3, trials=4, max_new_tokens=8, watch=stages)
+    assert "continuing other prompts" not in stages.totals
