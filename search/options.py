@@ -54,6 +54,7 @@ _NOT_COMPARED = {  # what says how far a search goes, and where, but not what a 
     "watch",
     "plain_llm",
     "budget",
+    "store",  # which "drafters" names
 }
 _NAMED = {"warm": "warm starts", "logits_processor": "logits processors"}  # in the ledger, if not by the field's name
 
@@ -159,6 +160,10 @@ class SearchOptions:
             rich_help_panel=_DRAFTS,
         ),
     ] = "lookup"
+    store: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Texts to guess from, too: what index made.", rich_help_panel=_DRAFTS),
+    ] = None
     granularity: Annotated[
         str, typer.Option(help="sublayer (attention and MLP apart) or layer.", rich_help_panel=_SETS)
     ] = "sublayer"
@@ -253,6 +258,10 @@ class SearchOptions:
                 f"extra_memory {self.extra_memory}: want 0 or more and finite, as a share of the model's"
             )
         _ = self.kept_layers, self.fixed, self.allowed_modes, self.proposers
+        if self.store is not None:
+            from selfspec.proposers.store import Store
+
+            Store(self.store)
 
     def _check_together(self) -> None:
         if self.kv == "own" and self.allowed_modes != BYPASSING:
@@ -289,7 +298,7 @@ class SearchOptions:
         """What may guess below the draft path. Raises `SelfspecError` for text that names no such thing."""
         from selfspec.profile.draft import parse_proposers
 
-        found = parse_proposers(self.drafters)
+        found = parse_proposers(self.drafters, None if self.store is None else str(Path(self.store).resolve()))
         return found if (self.objective, self.kv) == ("replay", "shared") else ()
 
     @property
@@ -325,6 +334,6 @@ class SearchOptions:
             "rule": self.decoding.verified_by,
             "keep": list(self.kept_layers),
             "modes": list(self.allowed_modes),
-            "drafters": [of.kind for of in self.proposers],
+            "drafters": [of.kind if of.path is None else f"{of.kind} {of.path}" for of in self.proposers],
             "controller": None if self.fixed is None else self.fixed.model_dump(mode="json"),
         }

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from selfspec.controllers import FixedK, make_controller
+from selfspec.drafters import make_ahead
 from selfspec.facts.costs import CostModel
+from selfspec.facts.work import GUESSED
 from selfspec.llm.llm import LLM
 from selfspec.profile.schema import Profile
 from selfspec.text.prompt import Prompt
 
 from .continuations import Decoding, continue_prompts
+from .guessing import with_guesses
 from .playing import deepest
 from .replay import Replay
 from .trace import Trace
@@ -29,22 +32,26 @@ def oracle_bound(traces: Sequence[Trace], costs: CostModel, draft: float, *, can
     """The least time in which drafts at `draft` seconds a token decode the texts, by dynamic programming.
 
     From every start the draft may end after any of its tokens; wrong ones, which would only be lost, are not drafted.
+    Passes that guesses spare are not counted, and a guess may be verified as it is, as far as it is right.
     But where the right token is among the `candidates` for the first wrong one's place (the drafted one counted), the
     draft may also go that far, with the candidates up to the right one. The prompt's pass is left out.
     """
     tokens = rounds = 0
-    seconds = 0.0
+    seconds, prices = 0.0, costs.prices(draft)
     for trace in traces:
         best: list[tuple[float, int]] = [(0.0, 0)] * (trace.tokens + 1)  # seconds and rounds from each start on
         for start in reversed(range(len(trace.runs))):
             run, rank = trace.runs[start], trace.ranks[start]
-            ways = [(k, k + 1, k + 1) for k in range(min(run, trace.tokens - start) + 1)]  # drafted, rows, tokens
+            left = trace.tokens - start
+            ways = [(trace.work(start, k), k + 1, k + 1) for k in range(min(run, left) + 1)]  # work, rows, tokens
             if 1 <= rank < candidates:
-                ways.append((run + 1, 2 + run + rank, run + 2))
+                ways.append((trace.work(start, run + 1), 2 + run + rank, run + 2))
+            if trace.free:
+                ways += [(GUESSED, n + 1, n + 1) for n in range(1, min(trace.free[start][1], left) + 1)]
             options = []
-            for drafted, rows, emitted in ways:
+            for work, rows, emitted in ways:
                 later, more = best[min(start + emitted, trace.tokens)]
-                options.append((costs.round + drafted * draft + costs.verification(rows) + later, more + 1))
+                options.append((costs.seconds({(work, rows): 1}, prices) + later, more + 1))
             best[start] = min(options)
         seconds += best[0][0]
         rounds += best[0][1]
@@ -69,5 +76,6 @@ def oracle(
         llm.model, texts, sampler=decoding.sampler(), depth=depth, candidates=candidates, seed=seed, like=llm.runtime
     ) as replay:
         traces = replay.trace(profile.path, [FixedK(depth)])
+        traces = with_guesses(replay, traces, make_ahead(described.proposers or (), costs.wider, replay.vocabulary))
     draft = costs.draft(profile.path, llm.runtime.layers)
     return oracle_bound(traces, costs, draft, candidates=candidates)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from selfspec.cli.flat import flat
-from selfspec.cli.options import AuditCommand, BenchCommand, ChatCommand, GenerateCommand, SearchCommand
+from selfspec.cli.options import AuditCommand, BenchCommand, ChatCommand, GenerateCommand, IndexCommand, SearchCommand
 from selfspec.cli.profile_app import profile_app
 from selfspec.cli.see_app import see_app
 
@@ -77,3 +77,12 @@ def bench(given: BenchCommand) -> int:
     from selfspec.cli.bench import run
 
     return run(given)
+
+
+@app.command()
+@flat
+def index(given: IndexCommand) -> None:
+    """Make a store of texts, your own or earlier answers, that drafts are guessed from: --store."""
+    from selfspec.cli.index import run
+
+    run(given)

@@ -39,7 +39,7 @@ def run(options: AuditCommand) -> int:
     if options.data.chat:
         check_chat(model)
     llm = load(model, profile="none", device=options.where.place, dtype=options.where.dtype, drafting=True)
-    drafting = drafted_with(llm.identity, profile, options.drafting.profile, spec)
+    drafting = drafted_with(llm.identity, profile, options.drafting.profile, spec, options.drafting.store)
     drafter = llm.drafts_with(drafting.profile)
     given = options.data.given(llm, read, limit=options.limit, max_new_tokens=options.max_new_tokens)
     with progress(stderr()) as bar:

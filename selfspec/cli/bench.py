@@ -62,7 +62,7 @@ def run(options: BenchCommand) -> int:
     def drafting_of(identity: Identity) -> Drafting:
         if not drafts:
             return Drafting(Profile(model=identity), "not drafting")
-        return drafted_with(identity, profile, options.drafting.profile, spec)
+        return drafted_with(identity, profile, options.drafting.profile, spec, options.drafting.store)
 
     subjects = load_subjects(
         name,

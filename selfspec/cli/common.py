@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -28,6 +29,7 @@ from selfspec.model.loading import check_model_name
 from selfspec.profile.draft import LayerSkipSpec, Skip
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
+from selfspec.proposers.store import Store
 
 SIGN_STYLES = {"#": "bold green", "8": "bold cyan", "4": "bold yellow", ".": "red"}  # of skip maps, by sign
 SEARCH_HINT = "no profile known to be faster: decoding plainly. Search one with: selfspec search --model {model}"
@@ -60,6 +62,8 @@ def chosen(given: DraftingOptions) -> tuple[str, Profile | None, ControllerSpec 
     """
     found = None if given.profile == "auto" else checked_profile(given.profile)
     name = model_for(given.model, found)
+    if given.store is not None:
+        Store(given.store)
     return name, found, None if given.controller is None else parse_controller(given.controller)
 
 
@@ -80,9 +84,13 @@ class Drafting:
 
 
 def drafted_with(
-    identity: Identity, profile: Profile | None, name: str, controller: ControllerSpec | None = None
+    identity: Identity,
+    profile: Profile | None,
+    name: str,
+    controller: ControllerSpec | None = None,
+    store: Path | None = None,
 ) -> Drafting:
-    """What to draft with, and perhaps another controller than the profile's.
+    """What to draft with, perhaps another controller than the profile's, and a store to guess from.
 
     A profile, by its name, or one that ships for this model, or every second layer. Raises `SelfspecError` for a
     profile of another model, or one that drafts nothing.
@@ -103,6 +111,8 @@ def drafted_with(
         source = f"profile {name}, {profile.draft.said}"
     if controller is not None:
         profile = profile.controlled_by(controller)
+    if store is not None:
+        profile, source = profile.with_store(store), f"{source}, and what {store} holds"
     return Drafting(profile, source)
 
 

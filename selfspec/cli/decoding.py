@@ -72,7 +72,10 @@ class Decoding:
         """The model with its profile."""
         from selfspec.llm.llm import load
 
-        return load(self.model, profile=self.profile, device=self.given.where.place, dtype=self.given.where.dtype)
+        given = self.given
+        return load(
+            self.model, profile=self.profile, device=given.where.place, dtype=given.where.dtype, store=given.store
+        )
 
     def load_plain(self, *, layout: str = "auto") -> LLM:
         """The model without a profile; its weights, unless it is said how, as suits plain decoding."""

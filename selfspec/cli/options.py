@@ -31,6 +31,12 @@ Controller = Annotated[
         rich_help_panel=_DRAFTING,
     ),
 ]
+Store = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Texts to guess from, beside the prompt: what index made.", rich_help_panel=_DRAFTING
+    ),
+]
 System = Annotated[
     str | None, typer.Option(metavar="TEXT", help="A system message, which comes before the user's first.")
 ]
@@ -47,6 +53,7 @@ class DraftingOptions:
         str, typer.Option(help="A file, the name of a shipped one, or auto: one made for the model, else half of it.")
     ] = "auto"
     controller: Controller = None
+    store: Store = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +103,7 @@ class DecodingOptions:
         ),
     ] = None
     controller: Controller = None
+    store: Store = None
     regex: Annotated[
         str | None, typer.Option(help="The new text matches this regular expression.", rich_help_panel=_GUIDED)
     ] = None
@@ -180,6 +188,23 @@ class BenchCommand:
     ] = 1
     out: Annotated[Path | None, typer.Option(help="Write everything that was measured here, as JSON.")] = None
     where: DeviceOptions
+    json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexCommand:
+    """What `index` was told."""
+
+    texts: Annotated[
+        list[str], typer.Argument(help="Files and folders of texts; .jsonl and .parquet files by row.", metavar="TEXTS")
+    ]
+    model: Annotated[str, typer.Option(help="Whose tokens: a folder, GGUF file, hub id, smollm2-135m, or builtin.")] = (
+        "builtin"
+    )
+    out: Annotated[Path, typer.Option(help="Where the store goes.")] = Path("texts.store")
+    add: Annotated[bool, typer.Option("--add", help="Keep what the store at --out holds already.")] = False
+    column: Annotated[str | None, typer.Option(help="Column of the texts; 'prompt', else 'text', if left out.")] = None
+    template: Annotated[str | None, typer.Option(help="Texts made of columns, as '{question}\\n{answer}'.")] = None
     json: Json = False
 
 

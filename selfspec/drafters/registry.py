@@ -14,17 +14,17 @@ from selfspec.drafters.plain import PlainDrafter
 from selfspec.facts.acceptance import AcceptanceCurve
 from selfspec.facts.confidence import PROBABILITY
 from selfspec.facts.costs import WIDER
-from selfspec.profile.draft import DraftSpec, LayerSkipSpec, LookupSpec, PlainSpec, ProposerSpec, register_spec
+from selfspec.profile.draft import DraftSpec, GuessesSpec, LayerSkipSpec, PlainSpec, ProposerSpec, register_spec
 from selfspec.profile.schema import Profile
 from selfspec.proposers.ahead import Ahead
 from selfspec.proposers.base import Proposer
 from selfspec.proposers.lookup import Lookup
+from selfspec.proposers.store import Store, Stored
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
 
 Spec = TypeVar("Spec", bound=DraftSpec)
 
-_PROPOSERS: dict[str, Callable[[], Proposer]] = {"lookup": Lookup}
 _MAKERS: dict[str, Callable[[Runtime, Any, Profile], Drafter]] = {}
 
 
@@ -45,9 +45,22 @@ def make_drafter(runtime: Runtime, profile: Profile) -> Drafter:
     return _MAKERS[kind](runtime, profile.draft, profile)
 
 
-def make_ahead(specs: Sequence[ProposerSpec], wider: Sequence[float]) -> Ahead:
+def make_proposer(spec: ProposerSpec, vocabulary: int | None) -> Proposer:
+    """What guesses, for a model of that vocabulary. Raises `SelfspecError` for a store that is made for another."""
+    if spec.path is None:
+        return Lookup()
+    store = Store(spec.path)
+    if vocabulary and store.vocabulary != vocabulary:
+        raise SelfspecError(
+            f"{spec.path}: its tokens are of a vocabulary of {store.vocabulary}, the model's has {vocabulary}; "
+            "make a store with this model: selfspec index"
+        )
+    return Stored(store)
+
+
+def make_ahead(specs: Sequence[ProposerSpec], wider: Sequence[float], vocabulary: int | None) -> Ahead:
     """What guesses below a draft path; `wider`: what its passes over 2, 3, .. tokens take, over one."""
-    return Ahead([_PROPOSERS[spec.kind]() for spec in specs], (1.0, *wider) if specs else (1.0,))
+    return Ahead([make_proposer(spec, vocabulary) for spec in specs], (1.0, *wider) if specs else (1.0,))
 
 
 def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> LayerSkipDrafter:
@@ -58,16 +71,21 @@ def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> 
         make_controller(spec.controller, profile.outlook),
         candidates=spec.candidates,
         confidence=spec.confidence or PROBABILITY,
-        ahead=make_ahead(spec.proposers or (), WIDER if profile.costs is None else profile.costs.wider),
+        ahead=make_ahead(
+            spec.proposers or (),
+            WIDER if profile.costs is None else profile.costs.wider,
+            runtime.skeleton.identity.vocabulary,
+        ),
     )
 
 
-def make_free(spec: LookupSpec, profile: Profile) -> FreeDrafter:
-    """A proposer's guesses as drafts: they cost nothing but their verification."""
+def make_free(runtime: Runtime, spec: GuessesSpec, profile: Profile) -> FreeDrafter:
+    """Proposers' guesses as drafts: they cost nothing but their verification."""
     outlook = replace(profile.outlook, draft=0.0, curve=profile.acceptance or AcceptanceCurve())
-    return FreeDrafter([_PROPOSERS[spec.kind]()], make_controller(spec.controller, outlook))
+    proposers = [make_proposer(of, runtime.skeleton.identity.vocabulary) for of in spec.proposers]
+    return FreeDrafter(proposers, make_controller(spec.controller, outlook))
 
 
 register(PlainSpec, lambda runtime, spec, profile: PlainDrafter())
 register(LayerSkipSpec, make_layer_skip)
-register(LookupSpec, lambda runtime, spec, profile: make_free(spec, profile))
+register(GuessesSpec, make_free)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -31,13 +30,14 @@ from selfspec.profile.choosing import check_profile, choose_profile
 from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
+from selfspec.proposers.store import Store
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.sampling import whole
 from selfspec.speculation.sequence import SequenceState
 from selfspec.text.guided import Guide
 from selfspec.text.pieces import TextStream
-from selfspec.text.prompt import Prompt, is_unicode
+from selfspec.text.prompt import Prompt, is_unicode, token_ids
 
 
 def _generate(llm: LLM, prompt: Prompt, options: GenerateOptions) -> Generation:
@@ -162,7 +162,7 @@ class LLM:
         """The token ids of a prompt, as `tokenizer(prompt)` gives them. Raises `SelfspecError` when empty or wrong."""
         if isinstance(prompt, str) and not is_unicode(prompt):
             raise SelfspecError("the prompt is not valid Unicode text; give UTF-8")
-        ids = list(self.tokenizer(prompt).input_ids) if isinstance(prompt, str) else _token_ids(prompt)
+        ids = list(self.tokenizer(prompt).input_ids) if isinstance(prompt, str) else token_ids(prompt)
         if not ids:
             raise SelfspecError("the prompt is empty; give at least one token")
         vocabulary = self.runtime.skeleton.identity.vocabulary or 0
@@ -284,6 +284,7 @@ def load(
     layout: str = "auto",
     drafting: bool | None = None,
     few_bits: bool | None = None,
+    store: str | Path | None = None,
 ) -> LLM:
     """Load a folder, a GGUF file, a hub id, `smollm2-135m` or `builtin`, with the profile to draft with.
 
@@ -291,45 +292,47 @@ def load(
     a shipped profile, or a `Profile`. `device`: one, or a `DeviceMap` for a model larger than one. `dtype` `auto`:
     float32 on a CPU, else the checkpoint's. `layout`: how the weights lie in memory, see `layout.lay_out_`; `auto` is
     what was measured to be fastest here, for drafting or for plain decoding. `drafting` says for which, and `few_bits`
-    whether drafts run in few bits; left out, as the profile does. Raises `SelfspecError`.
+    whether drafts run in few bits; left out, as the profile does. `store`: a file of texts to guess from, which
+    `selfspec index` made. Raises `SelfspecError`.
     """
     check_layout(layout)
+    if store is not None:
+        Store(store)
     named = profile if profile in ("auto", "none") or isinstance(profile, Profile) else find_profile_file(profile)
     loaded, tokenizer = load_model(model, device=device, dtype=dtype)
-    chosen = choose_profile(read_skeleton(loaded).identity.model_copy(update={"name": model}), named)
+    identity = read_skeleton(loaded).identity.model_copy(update={"name": model})
+    chosen = choose_profile(identity, named)
     if drafting is None:
         drafting = chosen is not None and chosen.drafts
     if few_bits is None:
         few_bits = chosen is not None and chosen.path.low_precision
     plain = choose(layout_times(loaded), drafting=False) if layout == "auto" else layout
     layout = lay_out_(loaded, layout, drafting=drafting, few_bits=few_bits)
-    llm = LLM(loaded, tokenizer, name=model, profile=chosen)
+    llm = LLM(loaded, tokenizer, name=model, profile=_with_store(chosen, identity, store))
     llm.layout, llm.plain_layout = layout, plain
     return llm
 
 
-def wrap(model: Any, tokenizer: Any, *, profile: str | Path | Profile = "auto", name: str | None = None) -> LLM:
+def wrap(
+    model: Any,
+    tokenizer: Any,
+    *,
+    profile: str | Path | Profile = "auto",
+    name: str | None = None,
+    store: str | Path | None = None,
+) -> LLM:
     """Use a model that `transformers` has loaded; it is not changed, and can still be used as before.
 
     Adapters, and hooks on leaf modules, should be in place already; wrap again after moving, casting or replacing
-    weights. `profile` as in `load`. Raises `SelfspecError`.
+    weights. `profile` and `store` as in `load`. Raises `SelfspecError`.
     """
     if isinstance(profile, (str, Path)) and profile not in ("auto", "none"):
         profile = find_profile_file(profile)
     llm = LLM(model, tokenizer, name=name)
-    if (chosen := choose_profile(llm.identity, profile)) is not None:
+    if (chosen := _with_store(choose_profile(llm.identity, profile), llm.identity, store)) is not None:
         llm._use(chosen)
     return llm
 
 
-def _token_ids(prompt: Any) -> list[int]:
-    """Token ids from any sequence of whole numbers, a tensor or an array `[n]` or `[1, n]` among them."""
-    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if isinstance(ids, (list, tuple)) and len(ids) == 1 and isinstance(ids[0], (list, tuple)):
-        ids = ids[0]
-    if not isinstance(ids, Sequence) or isinstance(ids, (bytes, bytearray)) or any(isinstance(i, bool) for i in ids):
-        raise SelfspecError(f"a prompt is a text or token ids; got {type(prompt).__name__}")
-    try:
-        return [operator.index(i) for i in ids]
-    except TypeError:
-        raise SelfspecError("a prompt's token ids are whole numbers; got something else among them") from None
+def _with_store(profile: Profile | None, identity: Identity, store: str | Path | None) -> Profile | None:
+    return profile if store is None else (profile or Profile(model=identity)).with_store(store)

@@ -47,10 +47,11 @@ def _ours(llm: LLM, options: Options, keep: Keep, drafter: Drafter | None = None
 
 
 def _lookup(llm: LLM, profile: Profile) -> Drafter:
-    """What followed before, at the profile's costs."""
-    from selfspec.profile.draft import LookupSpec
+    """Guesses alone, at the profile's costs."""
+    from selfspec.profile.draft import GuessesSpec
 
-    return llm.drafts_with(profile.model_copy(update={"draft": LookupSpec(), "acceptance": None}))
+    draft = GuessesSpec(proposers=getattr(profile.draft, "proposers", None) or GuessesSpec().proposers)
+    return llm.drafts_with(profile.model_copy(update={"draft": draft, "acceptance": None}))
 
 
 def _theirs(llm: LLM, options: Options, keep: Keep, settings: Mapping[str, int] = MappingProxyType({})) -> Method:

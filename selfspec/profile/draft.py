@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from selfspec.basics.errors import SelfspecError, short
 from selfspec.basics.schema import Count, Data
@@ -77,21 +77,37 @@ class PlainSpec(DraftSpec):
 
 
 class ProposerSpec(Data):
-    """What guesses tokens below a draft path: by `lookup`, those that followed before."""
+    """What guesses how a text goes on: by `lookup` as it did before, by `store` as texts in a store of texts did."""
 
-    kind: Literal["lookup"] = "lookup"
+    kind: Literal["lookup", "store"] = "lookup"
+    path: str | None = Field(None, description="The store's file.")
+
+    @model_validator(mode="after")
+    def _path_of_a_store(self) -> Self:
+        if (self.kind == "store") != bool(self.path):
+            want = "want the path of its file" if self.kind == "store" else "takes no path"
+            raise SelfspecError(f"proposer '{self.kind}': {want}")
+        return self
 
 
-class LookupSpec(DraftSpec):
-    """What followed the longest repeated suffix of prompt and output is taken to follow it again (prompt lookup)."""
+Proposers = Annotated[list[ProposerSpec], Field(min_length=1)]
 
-    kind: Literal["lookup"] = "lookup"
-    controller: ControllerSpec = Field(ControllerSpec(name="rate"), description="What ends drafts of it alone.")
+
+class GuessesSpec(DraftSpec):
+    """What proposers guess is drafted as it is: no model computes it (prompt lookup, REST)."""
+
+    kind: Literal["guesses"] = "guesses"
+    proposers: Proposers = Field([ProposerSpec()], description="What guesses; the guess that promises most is drafted.")
+    controller: ControllerSpec = Field(ControllerSpec(name="rate"), description="What ends drafts.")
 
     @property
     def said(self) -> str:
-        """Where drafts come from."""
-        return "drafts what followed before"
+        """What guesses."""
+        return f"drafts guesses by {_kinds(self.proposers)}"
+
+
+def _kinds(proposers: Sequence[ProposerSpec]) -> str:
+    return ", ".join(of.kind for of in proposers)
 
 
 class LayerSkipSpec(DraftSpec):
@@ -118,7 +134,7 @@ class LayerSkipSpec(DraftSpec):
     vocabulary: Annotated[list[Count], Field(min_length=1)] | None = Field(
         None, description="The only tokens that are drafted; all when left out."
     )
-    proposers: Annotated[list[ProposerSpec], Field(min_length=1)] | None = Field(
+    proposers: Proposers | None = Field(
         None, description="What guesses tokens that one draft step checks together; nothing when left out."
     )
     spared: Chance | None = Field(
@@ -173,7 +189,7 @@ class LayerSkipSpec(DraftSpec):
     @property
     def said(self) -> str:
         """How many sub-layers are bypassed, or in few bits."""
-        guesses = f"; guesses by {', '.join(of.kind for of in self.proposers)}" if self.proposers else ""
+        guesses = f"; guesses by {_kinds(self.proposers)}" if self.proposers else ""
         return f"{self.path.said}{guesses}" if self.drafts else "drafts nothing"
 
     def check(self, model: Identity) -> None:
@@ -189,15 +205,12 @@ class LayerSkipSpec(DraftSpec):
         self.path.check(model.layers)
 
 
-PROPOSERS: tuple[Literal["lookup"], ...] = get_args(ProposerSpec.model_fields["kind"].annotation)
-
-
-def parse_proposers(text: str) -> tuple[ProposerSpec, ...]:
-    """Proposers such as `lookup`, with commas between them, or `none`. Raises `SelfspecError` for anything else."""
-    given = [part.strip() for part in text.split(",") if part.strip()]
-    if not given or (given != ["none"] and not {*given} <= {*PROPOSERS}):
-        raise SelfspecError(f"drafters '{text}': want {', '.join(PROPOSERS)}, with commas between them, or none")
-    return tuple(ProposerSpec(kind=kind) for kind in PROPOSERS if kind in given)
+def parse_proposers(text: str, store: str | None = None) -> tuple[ProposerSpec, ...]:
+    """Proposers from `lookup` or `none`, and one of a store where its file is named. Raises `SelfspecError`."""
+    if text.strip() not in ("lookup", "none"):
+        raise SelfspecError(f"drafters '{text}': want lookup or none")
+    named = (ProposerSpec(),) if text.strip() == "lookup" else ()
+    return named if store is None else (*named, ProposerSpec(kind="store", path=store))
 
 
 _KINDS: dict[str, type[DraftSpec]] = {}
@@ -238,5 +251,5 @@ def parse_draft(data: Any) -> DraftSpec:
     return _KINDS[kind].model_validate(data)
 
 
-for _kind in (PlainSpec, LayerSkipSpec, LookupSpec):
+for _kind in (PlainSpec, LayerSkipSpec, GuessesSpec):
     register_spec(_kind)

@@ -21,7 +21,7 @@ from selfspec.facts.costs import CostModel
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
-from selfspec.profile.draft import DraftSpec, LayerSkipSpec, PlainSpec, parse_draft
+from selfspec.profile.draft import DraftSpec, GuessesSpec, LayerSkipSpec, PlainSpec, ProposerSpec, parse_draft
 from selfspec.profile.parts import Part, check_parts
 
 
@@ -153,6 +153,19 @@ class Profile(Data):
         """The same draft path without guesses below it."""
         alone = self.layer_skip.model_copy(update={"proposers": None, "spared": None})
         return self.model_copy(update={"draft": alone}) if isinstance(self.draft, LayerSkipSpec) else self
+
+    def with_store(self, path: str | Path) -> Self:
+        """The same with guesses from a store of texts; where nothing is drafted, guesses are, by lookup too.
+
+        Raises `SelfspecError` where what drafts takes no guesses.
+        """
+        store = ProposerSpec(kind="store", path=str(path))
+        if not self.drafts:
+            return self.model_copy(update={"draft": GuessesSpec(proposers=[ProposerSpec(), store]), "acceptance": None})
+        if "proposers" not in type(self.draft).model_fields:
+            raise SelfspecError(f"a draft of kind '{self.draft.kind}' takes no guesses; leave the store out")
+        kept = [of for of in getattr(self.draft, "proposers", None) or () if of != store]
+        return self.model_copy(update={"draft": self.draft.model_copy(update={"proposers": [*kept, store]})})
 
     @property
     def bits_read(self) -> BitsRead | None:

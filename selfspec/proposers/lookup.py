@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from selfspec.proposers.base import NO_GUESS, Chances, Guess
 from selfspec.proposers.suffixes import SuffixAutomaton
 
-# By the length of the repeated suffix, from 0: what is taken until the text itself tells; a guess, not measured.
-FIRST = (0.0, 0.15, 0.3, 0.45, 0.55, 0.65, 0.75, 0.8, 0.85, 0.9)
+# By the length of the repeated suffix, from 0, until the text itself tells: of SmolLM2's answers to chat prompts.
+FIRST = (0.0, 0.18, 0.48, 0.51, 0.64, 0.71, 0.8, 0.8, 0.8, 0.93)
 
 
 class LookupReader:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import Any
+
+from selfspec.basics.errors import SelfspecError
 
 Prompt = str | Sequence[int]  # text or token ids
 
@@ -10,3 +14,19 @@ Prompt = str | Sequence[int]  # text or token ids
 def is_unicode(text: str) -> bool:
     """Whether a text can be encoded at all: not with half a surrogate pair, or bytes that were no text."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def token_ids(prompt: Any) -> list[int]:
+    """Token ids from any sequence of whole numbers, a tensor or an array `[n]` or `[1, n]` among them.
+
+    Raises `SelfspecError` for anything else.
+    """
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(ids, (list, tuple)) and len(ids) == 1 and isinstance(ids[0], (list, tuple)):
+        ids = ids[0]
+    if not isinstance(ids, Sequence) or isinstance(ids, (bytes, bytearray)) or any(isinstance(i, bool) for i in ids):
+        raise SelfspecError(f"a prompt is a text or token ids; got {type(prompt).__name__}")
+    try:
+        return [operator.index(i) for i in ids]
+    except TypeError:
+        raise SelfspecError("a prompt's token ids are whole numbers; got something else among them") from None

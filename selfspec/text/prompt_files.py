@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import kind
+from selfspec.basics.files import kind, read_text
 from selfspec.text.rows import checked, json_rows, lines
 from selfspec.text.shape import Shape
 from selfspec.text.sources import PRESETS, read_folder, read_parquet, read_preset
@@ -103,6 +103,17 @@ def read_prompts(
         found, tasks = _read_file(path, shape)
         name = path.name
     return Prompts(name, tuple(found), shape.column, shape.template, tasks=tasks)
+
+
+def read_texts(data: str | Path, *, column: str | None = None, template: str | None = None) -> list[str]:
+    """Whole texts: the rows of a `.jsonl` or `.parquet` file, each file of a folder, or one file as it is.
+
+    `column` and `template` as in `Shape`, for rows. Raises `SelfspecError` naming the file.
+    """
+    path = Path(data)
+    if kind(path) == "file" and path.suffix.lower() not in (".jsonl", ".parquet"):
+        return [text] if (text := read_text(path)).strip() else []
+    return list(read_prompts(data, column=column, template=template).texts)
 
 
 def _read_file(path: Path, shape: Shape) -> tuple[list[str], tuple[str, ...]]:

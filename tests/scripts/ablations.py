@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import built_in
 import numpy as np
 import torch
 from selfspec.search.confidence import GAP, chosen, features
@@ -26,14 +27,12 @@ from selfspec.search.objective import Replayed
 from selfspec.search.replay import Replay
 
 import selfspec
-from selfspec import builtin
 from selfspec.basics.machine import machine
 from selfspec.controllers import FixedK
 from selfspec.facts.confidence import PROBABILITY
 from selfspec.facts.costs import CostModel
 from selfspec.facts.draft_path import MODES, DraftPath
 from selfspec.facts.skip import SkipSet
-from selfspec.llm.prompts import encode
 from selfspec.measure.cost_fitting import measure_costs
 from selfspec.profile.draft import ProposerSpec
 from selfspec.profile.reading import read_profile
@@ -105,10 +104,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     llm = selfspec.load(given.model, profile="none", drafting=True, few_bits=True)
-    chat = given.model != "builtin"
-    texts = [text for text, _ in builtin.chat_prompts("calibration")] if chat else builtin.prompts("calibration")
     decoding = Decoding(64, given.temperature)
-    made = continue_prompts(llm, [encode(llm, text, chat=chat) for text in texts[: given.prompts]], decoding)
+    made = continue_prompts(llm, built_in.prompts(llm, "calibration", given.prompts), decoding)
     costs = measure_costs(llm.runtime, context=128, modes=MODES, sampler=decoding.sampler(), seconds=20.0)
     tokens = frequent([text.tokens for text in made], (llm.identity.vocabulary or 0) // 4)
     found = None if given.profile is None else read_profile(given.profile).path

@@ -13,18 +13,17 @@ import argparse
 import random
 import statistics
 
+import built_in
 import torch
 from selfspec.search.continuations import Decoding, continue_prompts
 from selfspec.search.objective import predict
 from selfspec.search.replay import Replay
 
 import selfspec
-from selfspec import builtin
 from selfspec.basics.machine import machine
 from selfspec.controllers import StaticThreshold
 from selfspec.drafters import PlainDrafter
 from selfspec.facts.draft_path import LOW, DraftPath, Mode
-from selfspec.llm.prompts import encode
 from selfspec.measure.cost_fitting import measure_costs
 from selfspec.measure.timing import interleave, method
 from selfspec.profile.draft import LayerSkipSpec
@@ -58,9 +57,7 @@ def main() -> None:
     draw = random.Random(options.seed)
     paths = [random_path(draw, llm.runtime.layers, modes) for _ in range(options.sets)]
     decoding, controller = Decoding(64, options.temperature), StaticThreshold(0.5, 6)
-    chat = options.model != "builtin"
-    asked = [text for text, _ in builtin.chat_prompts("heldout")] if chat else builtin.prompts("heldout")
-    prompts = [encode(llm, text, chat=chat) for text in asked[: options.prompts]]
+    prompts = built_in.prompts(llm, "heldout", options.prompts)
     texts = continue_prompts(llm, prompts, decoding, seed=options.seed)
     context = round(statistics.mean(text.prompt + text.new / 2 for text in texts))
     measured = {"context": context, "sampler": decoding.sampler(), "seconds": 20 if low else 4}

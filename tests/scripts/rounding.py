@@ -17,25 +17,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+import built_in
 import torch
 from selfspec.search.continuations import Decoding, continue_prompts
-from selfspec.search.target_text import Text
 from torch import Tensor, nn
 
 import selfspec
-from selfspec import builtin
-from selfspec.llm.llm import LLM
-from selfspec.llm.prompts import encode
 from selfspec.model.low_precision import rounded
 
 SIZE, SHRINKS = 64, [1 - 0.04 * i for i in range(12)]
-
-
-def texts(llm: LLM, part: str, count: int, decoding: Decoding) -> list[Text]:
-    """Prompts that come with selfspec, continued."""
-    chat = llm.name != "builtin"
-    asked = [text for text, _ in builtin.chat_prompts(part)] if chat else builtin.prompts(part)
-    return continue_prompts(llm, [encode(llm, text, chat=chat) for text in asked[:count]], decoding)
 
 
 def ranges(grouped: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -106,7 +96,8 @@ def main() -> None:
         return add
 
     hooks = [module.register_forward_pre_hook(seen(name)) for name, module in linears.items()]
-    calibration, held = texts(llm, "calibration", 24, Decoding(96, 0.8)), texts(llm, "heldout", 12, Decoding(64))
+    calibration = continue_prompts(llm, built_in.prompts(llm, "calibration", 24), Decoding(96, 0.8))
+    held = continue_prompts(llm, built_in.prompts(llm, "heldout", 12), Decoding(64))
     moments.clear()
     for text in calibration:
         model(torch.tensor([text.tokens]))

@@ -13,6 +13,7 @@ import json
 import time
 from pathlib import Path
 
+import built_in
 import torch
 from selfspec.search import find_profile
 from selfspec.search.continuations import Decoding, continue_prompts
@@ -20,10 +21,8 @@ from selfspec.search.objective import Replayed
 from selfspec.search.replay import Replay
 
 import selfspec
-from selfspec import builtin
 from selfspec.basics.machine import machine
 from selfspec.facts.draft_path import MODES
-from selfspec.llm.prompts import encode
 from selfspec.measure.cost_fitting import measure_costs
 from selfspec.profile.draft import ProposerSpec
 from selfspec.profile.reading import read_profile
@@ -49,10 +48,8 @@ def main() -> None:
         found[f"seed {seed}"] = profile.path
         measured = profile.measured[0].speedup if profile.measured else float("nan")
         print(f"seed {seed}: {time.perf_counter() - begun:.0f} s, {profile.draft.said}; measured {measured:.2f}x")
-    chat = given.model != "builtin"
-    asked = [text for text, _ in builtin.chat_prompts("heldout")] if chat else builtin.prompts("heldout")
     decoding = Decoding(64, given.temperature)
-    texts = continue_prompts(llm, [encode(llm, text, chat=chat) for text in asked[: given.prompts]], decoding)
+    texts = continue_prompts(llm, built_in.prompts(llm, "heldout", given.prompts), decoding)
     costs = measure_costs(llm.runtime, modes=MODES, sampler=decoding.sampler(), seconds=20.0)
     with Replay(llm.model, texts, sampler=decoding.sampler(), like=llm.runtime) as replay:
         scores = {

@@ -72,7 +72,16 @@ def test_the_ledger_compares_what_it_always_did():
 
 
 def test_how_far_a_search_goes_and_where_is_not_compared():
-    further = {"trials": 9, "minutes": 3.0, "count": 2, "keep_best": True, "storage": "x", "study": "y", "watch": None}
+    further = {
+        "trials": 9,
+        "minutes": 3.0,
+        "count": 2,
+        "keep_best": True,
+        "storage": "x",
+        "study": "y",
+        "watch": None,
+        "store": None,
+    }
     where = {"prompts": ["a"], "source": "mine", "chat": True, "plain_llm": lambda: None, "budget": Budget()}
     assert SearchOptions(**further, **where).settings() == DEFAULT
     assert {*further, *where} == study.SearchOptions.__dataclass_fields__.keys() - {
@@ -88,7 +97,7 @@ def test_text_as_on_the_command_line_means_what_values_mean():
 
 
 def test_guesses_are_for_selfspecs_own_drafts():
-    assert SearchOptions().proposers == SearchOptions(drafters=" lookup,lookup").proposers == (ProposerSpec(),)
+    assert SearchOptions().proposers == SearchOptions(drafters=" lookup ").proposers == (ProposerSpec(),)
     assert SearchOptions(drafters="none").proposers == ()
     assert SearchOptions(kv="own").proposers == SearchOptions(objective="wallclock").proposers == ()
 
@@ -110,7 +119,7 @@ def test_how_tokens_are_chosen():
     [
         ({"controller": "magic"}, "controller 'magic' is not known"),
         ({"controller": ControllerSpec(name="fixed", options={"k": 0})}, "want a whole number"),
-        ({"drafters": "look"}, "drafters 'look': want lookup, with commas between them, or none"),
+        ({"drafters": "look"}, "drafters 'look': want lookup or none"),
         ({"drafters": ""}, "drafters '': want lookup"),
         ({"keep": "first"}, "keep 'first': want layer numbers such as 0,15"),
         ({"kv": "own", "objective": "wallclock"}, "kv 'own' needs the replay objective"),

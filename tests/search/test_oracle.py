@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from selfspec.search.continuations import Decoding
@@ -72,6 +73,19 @@ def test_walking_is_never_faster_than_the_bound():
     for k in (1, 2, 3, 4):
         (done,) = walk([trace], FixedK(k))
         assert done.stats.tokens * COSTS.plain / COSTS.seconds(done.rounds, {DRAFT_STEP: DRAFT}) <= bound
+
+
+def test_what_guesses_spare_raises_the_bound():
+    """Two drafted tokens in one pass over two; a guess of two right tokens takes no time to draft."""
+    alone = Trace(3, 3, [[0.5] * 2, [0.5], []], [2, 1, 0], [0] * 3, [False] * 3)
+    plain, drafted = COSTS.plain, [0.05 + 2 * DRAFT + COSTS.verification(3), 3 * COSTS.plain]
+    assert oracle_bound([alone], COSTS, DRAFT).speedup == pytest.approx(3 * plain / min(drafted))
+    wide = COSTS.model_copy(update={"wider": [1.1]})
+    spared = replace(alone, passes=[[(0, 2)], [(0, 1)], []], drafted=[[1, 2], [2], []])
+    bound = oracle_bound([spared], wide, DRAFT).speedup
+    assert bound == pytest.approx(3 * plain / (0.05 + 1.1 * DRAFT + COSTS.verification(3)))
+    free = replace(alone, free=[([0.5] * 3, 2), ([], 0), ([], 0)])
+    assert oracle_bound([free], COSTS, DRAFT).speedup == pytest.approx(3 * plain / (0.05 + COSTS.verification(3)))
 
 
 def test_candidates_raise_the_bound_where_the_right_one_is_among_them():

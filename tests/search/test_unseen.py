@@ -12,7 +12,7 @@ from selfspec.search.objective import Score
 from selfspec.search.prepare import Search
 from selfspec.search.space import Space
 from selfspec.search.storage import MEMORY
-from selfspec.search.unseen import best_on_others
+from selfspec.search.unseen import CLEARLY, best_on_others
 from selfspec.search.watch import Silent
 
 import selfspec
@@ -76,6 +76,17 @@ def test_the_best_by_other_texts_is_taken_as_it_was_scored(search, monkeypatch):
     assert best_on_others(search(), COSTS, None, PROMPTS, SCORES) is SCORES[1]
     assert [path for path, _ in Told.asked] == PATHS
     assert Told.asked[0][1] == [tuple(prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(("better", "kept"), [(0.5 * (CLEARLY - 1), True), (2 * (CLEARLY - 1), False)])
+def test_what_a_search_starts_from_stays_unless_another_is_clearly_faster(search, monkeypatch, better, kept):
+    """A little more on a few texts is noise."""
+    given = search()
+    start = given.space.path(given.space.start)
+    monkeypatch.setattr(unseen, "Replayed", Told)
+    monkeypatch.setattr(Told, "speeds", {PATHS[0]: 1.0 + better, start: 1.0})
+    scores = [SCORES[0], scored(start, 1.0)]
+    assert best_on_others(given, COSTS, None, PROMPTS, scores) is scores[kept]
 
 
 def test_a_real_replay_of_other_texts_decides(search):

@@ -21,15 +21,15 @@ ROOMS = {  # each with the rooms that it may import
     "show": "basics facts profile",
     "speculation": "basics facts",
     "controllers": "basics facts",
-    "proposers": "",
+    "proposers": "basics",
     "model": "basics builtin facts",
     "runtime": "basics facts model speculation",
     "drafters": "basics facts profile speculation controllers proposers runtime",
     "decoding": "basics facts speculation runtime",
-    "llm": "basics facts profile show text speculation controllers model runtime drafters decoding",
+    "llm": "basics facts profile show text speculation controllers model proposers runtime drafters decoding",
     "measure": "basics facts profile text speculation controllers model runtime drafters decoding llm",
     "search": "basics facts profile text speculation controllers proposers runtime drafters decoding llm measure",
-    "cli": "basics builtin facts profile show text speculation controllers model llm measure search",
+    "cli": "basics builtin facts profile show text speculation controllers proposers model llm measure search",
 }
 ALLOWED = {room: set(names.split()) for room, names in ROOMS.items()}
 WITHOUT_TORCH = ("basics", "facts", "profile", "controllers", "proposers", "show.tables", "show.explanations")

@@ -11,10 +11,10 @@ from selfspec.cli import main
 
 DEVICE = ["device", "dtype", "threads", "device-map", "max-memory", "offload-folder"]
 PROMPTS = ["column", "template", "chat"]
-DRAFTING = {"Drafting": ["controller"], "Prompts": PROMPTS, "Device": DEVICE}
+DRAFTING = {"Drafting": ["controller", "store"], "Prompts": PROMPTS, "Device": DEVICE}
 DECODING = {
     "Sampling": ["top-k", "top-p", "seed", "generation-config", "set"],
-    "Drafting": ["rule", "controller"],
+    "Drafting": ["rule", "controller", "store"],
     "What the text must be (needs llguidance)": ["regex", "json-schema"],
     "Device": DEVICE,
 }
@@ -25,7 +25,7 @@ COMMANDS = {
         ],
         "Prompts": PROMPTS,
         "Sampling": ["top-k", "top-p"],
-        "How drafts are made and verified": ["rule", "controller", "kv", "drafters"],
+        "How drafts are made and verified": ["rule", "controller", "kv", "drafters", "store"],
         "Which sets are tried": ["keep", "modes", "extra-memory", "granularity", "max-draft-cost", "keep-best"],
         "How the search goes": ["strategy", "context", "seed"],
         "To search as the paper does (with --strategy skopt)": ["objective", "warm-starts"],
@@ -55,6 +55,7 @@ COMMANDS = {
         ],
         **DRAFTING,
     },
+    "index": {"Arguments": [], "Options": ["model", "out", "add", "column", "template", "json", "help"]},
     "report": {
         "Options": [
             *("out", "profile", "study", "storage", "bench", "model", "prompts", "limit", "max-new-tokens"),

@@ -7,6 +7,7 @@ import random
 import pytest
 from breaking import Breaking
 from models import plain, run, small
+from stores import babble, stored
 from toys import Adding, HiddenHead, Lockstep, RandomTree, Scripted, Staged, TinyModel
 
 from selfspec.basics.errors import BusyError, SelfspecError
@@ -34,6 +35,7 @@ ENDS = frozenset([2, 8])
 LOW = DraftPath(SkipSet((1,), (0,)), int8=SkipSet((0, 2), (1, 2)), head="int8")
 BY_GAP = Confidence(bias=0.2, probability=0.4, gap=0.8)
 GUESSES = Ahead([Lookup(), Adding(VOCABULARY, 0.3)], (1.0, 1.1, 1.15, 1.2))
+STORED = stored(babble(VOCABULARY), VOCABULARY)
 DRAFTERS = {
     "plain": lambda runtime: PlainDrafter(),
     "random tree": lambda runtime: RandomTree(VOCABULARY, (3, 2, 1)),
@@ -60,6 +62,7 @@ DRAFTERS = {
         runtime, LOW, StaticThreshold(0.3, 4), candidates=3, confidence=BY_GAP, ahead=GUESSES
     ),
     "lookup": lambda runtime: FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),
+    "store": lambda runtime: FreeDrafter([Lookup(), STORED], StaticThreshold(0.1, 5)),
 }
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from breaking import Breaking
 from models import plain, run, small
+from stores import babble, stored
 from toys import Adding, HiddenHead, RandomTree, Scripted, Staged, TinyModel, always_wrong, oracle
 from transformers import SuppressTokensLogitsProcessor
 
@@ -32,6 +33,7 @@ ENDS = frozenset([2, 8])
 LOW = DraftPath(SkipSet((1,), (0,)), int8=SkipSet((0, 2), (1, 2)), head="int8")
 BY_GAP = Confidence(bias=0.2, probability=0.4, gap=0.8)
 GUESSES = Ahead([Lookup(), Adding(VOCABULARY, 0.3)], (1.0, 1.1, 1.15, 1.2))
+STORED = stored(babble(VOCABULARY), VOCABULARY)
 DRAFTERS = {
     "plain": lambda runtime, prompt: PlainDrafter(),
     "random tree": lambda runtime, prompt: RandomTree(VOCABULARY, (3, 2, 1)),
@@ -63,6 +65,10 @@ DRAFTERS = {
         runtime, LOW, StaticThreshold(0.3, 4), candidates=3, confidence=BY_GAP, ahead=GUESSES
     ),
     "lookup": lambda runtime, prompt: FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),
+    "store": lambda runtime, prompt: FreeDrafter([Lookup(), STORED], StaticThreshold(0.1, 5)),
+    "guesses from a store": lambda runtime, prompt: LayerSkipDrafter(
+        runtime, LOW, StaticThreshold(0.3, 4), candidates=3, confidence=BY_GAP, ahead=Ahead([STORED], (1.0,) * 4)
+    ),
 }
 
 

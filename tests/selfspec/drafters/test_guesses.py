@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from models import plain, run, small
+from stores import babble, stored
 
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
@@ -86,7 +87,9 @@ def drafted(runtime, ahead, prompt, sampler, *, candidates=1):
 
 @pytest.mark.parametrize("candidates", [1, 3])
 @pytest.mark.parametrize("kind", SAMPLERS)
-@pytest.mark.parametrize("proposer", [Random(), Lookup()], ids=["random", "lookup"])
+@pytest.mark.parametrize(
+    "proposer", [Random(), Lookup(), stored(babble(VOCABULARY), VOCABULARY)], ids=["random", "lookup", "store"]
+)
 def test_drafts_are_the_paths_own(runtime, proposer, kind, candidates):
     """Tokens, what they were drawn from and how sure the draft was, whatever was guessed."""
     spared = 0

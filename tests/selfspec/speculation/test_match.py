@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import run, small
 from scipy import stats as scipy_stats
+from stores import babble, stored
 from toys import Adding, HiddenHead, RandomTree, Scripted, TinyModel, Toy
 
 from selfspec.basics.errors import SelfspecError
@@ -51,6 +52,7 @@ class Garbage(Toy):
 LOW = DraftPath(SkipSet((1,)), int8=SkipSet((0,), (0, 1)), head="int8")
 BY_GAP = Confidence(bias=0.3, probability=0.0, gap=0.8)
 GUESSES = Ahead([Lookup(), Adding(VOCABULARY, 0.3)], (1.0, 1.1, 1.15, 1.2))
+STORED = stored(babble(VOCABULARY), VOCABULARY)
 DRAFTERS = {
     "tree": lambda runtime: RandomTree(VOCABULARY, (3, 2, 1)),
     "one-hot": lambda runtime: Scripted(lambda tokens: [sum(tokens) % 7, len(tokens) % 7, 3], 3),
@@ -73,6 +75,7 @@ DRAFTERS = {
         runtime, LOW, StaticThreshold(0.3, 4), candidates=3, confidence=BY_GAP, ahead=GUESSES
     ),
     "lookup": lambda runtime: FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),
+    "store": lambda runtime: FreeDrafter([Lookup(), STORED], StaticThreshold(0.1, 5)),
 }
 
 

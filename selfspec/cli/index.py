@@ -1,0 +1,65 @@
+"""`selfspec index`: a store of texts to guess from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import check_writable, kind
+from selfspec.cli.common import print_json, progress, stderr, stdout
+from selfspec.cli.options import IndexCommand
+from selfspec.model.loading import check_model_name, load_tokenizer, read_identity
+from selfspec.proposers.store import Store, write_store
+from selfspec.text.prompt_files import read_texts
+
+BATCH = 64  # texts that are encoded together
+
+
+def run(options: IndexCommand) -> None:
+    """Check everything, read the texts, and write the store. Raises `SelfspecError`."""
+    begun = time.perf_counter()
+    check_model_name(options.model)
+    check_writable(options.out)
+    kept: list[tuple[int, ...]] = []
+    vocabulary = read_identity(options.model).vocabulary or 0
+    if options.add and kind(options.out) != "missing":
+        held = Store(options.out)
+        if held.vocabulary != vocabulary:
+            raise SelfspecError(
+                f"{options.out}: its tokens are of a vocabulary of {held.vocabulary}, the model's has {vocabulary}; "
+                "want the model that it was made with"
+            )
+        kept = list(held)
+    template = None if options.template is None else options.template.replace("\\n", "\n")
+    texts = [text for source in options.texts for text in read_texts(source, column=options.column, template=template)]
+    encoded = list(_encoded(options.model, texts))
+    tokens = write_store(options.out, [*kept, *encoded], vocabulary=vocabulary)
+    found = {
+        "store": str(options.out),
+        "model": options.model,
+        "texts": sum(map(bool, [*kept, *encoded])),
+        "tokens": tokens,
+        "bytes": options.out.stat().st_size,
+        "seconds": round(time.perf_counter() - begun, 2),
+    }
+    if options.json:
+        print_json(found)
+        return
+    stdout().print(
+        f"{found['texts']} texts, {tokens:,} tokens, {found['bytes']:,} bytes, in {found['seconds']} s: {options.out}. "
+        f"Use it with: selfspec generate --model {options.model} --store {options.out}",
+        soft_wrap=True,
+        markup=False,
+    )
+
+
+def _encoded(model: str, texts: list[str]) -> Iterator[list[int]]:
+    """The texts as token ids, without those that begin or end a prompt."""
+    tokenizer = load_tokenizer(model)
+    with progress(stderr()) as shown:
+        task = shown.add_task("encoding", total=len(texts))
+        for first in range(0, len(texts), BATCH):
+            batch = texts[first : first + BATCH]
+            yield from tokenizer(batch, add_special_tokens=False).input_ids
+            shown.advance(task, len(batch))

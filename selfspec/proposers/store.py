@@ -1,0 +1,249 @@
+"""A store of texts: how they went on wherever the end of another text stands in them (REST, He et al. 2311.08252).
+
+A suffix array (Manber and Myers 1993) over all of them, in one file that is mapped into memory: opened at once, however
+large, and read where it is searched. Next tokens are voted on by all places that match longest, as in infini-gram
+(Liu et al. 2401.17377). Needs neither torch nor, but for building, numpy.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import check_file, write_bytes
+from selfspec.proposers.base import NO_GUESS, Chances, Guess
+
+REACH = 16  # tokens of a match at most
+VOTES = 16  # places that say how a match went on, at most
+_APART = 2**32 - 1  # in the place of a token, between two texts
+_FORMAT = "selfspec store 1"
+_SIZE = struct.Struct("<Q")  # of a safetensors file's header
+_PLACE = struct.Struct("<I")
+
+
+class Found(NamedTuple):
+    """The longest match of a text's end: its tokens, and the places in the order of the array, from first to last."""
+
+    length: int
+    first: int
+    last: int
+
+
+class Store:
+    """Texts that can be searched. `vocabulary`: of the model that they were made for; `tokens` of all of them.
+
+    The file is one of safetensors, with all tokens from the last to the first, 4 bytes each, the largest first, and
+    their places, sorted by the up to `REACH` tokens before each; so what ends a text is what begins its place. Raises
+    `SelfspecError` for a file that is none.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        check_file(self.path)
+        try:
+            with self.path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            (size,) = _SIZE.unpack_from(self._map, 0)
+            header = json.loads(self._map[_SIZE.size : _SIZE.size + size])
+            told = header["__metadata__"]
+            start = _SIZE.size + size
+            first, end, order, over = (
+                int(offset) for part in ("tokens", "order") for offset in header[part]["data_offsets"]
+            )
+            self.vocabulary, self.texts = int(told["vocabulary"]), int(told["texts"])
+            if told["format"] != _FORMAT or start + max(end, over) > len(self._map):
+                raise ValueError
+        except OSError as error:
+            raise SelfspecError(f"{self.path}: cannot be read ({error.strerror})") from None
+        except (ValueError, KeyError, TypeError, struct.error):
+            raise SelfspecError(f"{self.path}: is no store of texts; make one with: selfspec index") from None
+        self._tokens, self._end = start + first, start + end
+        self._order, self._places = start + order, (over - order) // _PLACE.size
+
+    @property
+    def tokens(self) -> int:
+        """Of all texts."""
+        return self._places
+
+    def find(self, text: Sequence[int]) -> Found:
+        """The longest end of a text that stands in the store, of `REACH` tokens at most; its length is 0 for none."""
+        key = _key(text[-REACH:])
+        at = self._bisect(key, 0, self._places)
+        length = max((_common(key, self._at(i, len(key))) for i in (at - 1, at) if 0 <= i < self._places), default=0)
+        if not length:
+            return Found(0, 0, 0)
+        head = key[: 4 * length]
+        return Found(length, self._bisect(head, 0, at), self._bisect(head, at, self._places, after=True))
+
+    def after(self, found: Found, most: int) -> list[tuple[int, ...]]:
+        """What followed at up to `VOTES` of the places, evenly taken, `most` tokens at most, to the end of the text."""
+        count = found.last - found.first
+        taken = range(count) if count <= VOTES else (i * count // VOTES for i in range(VOTES))
+        return [self._following(found.first + i, most) for i in taken]
+
+    def _following(self, place: int, most: int) -> tuple[int, ...]:
+        (at,) = _PLACE.unpack_from(self._map, self._order + 4 * place)
+        n = min(most, at)
+        read = self._tokens + 4 * at
+        tokens = struct.unpack(f">{n}I", self._map[read - 4 * n : read])[::-1]
+        return tokens[: tokens.index(_APART)] if _APART in tokens else tokens
+
+    def _at(self, place: int, size: int) -> bytes:
+        (at,) = _PLACE.unpack_from(self._map, self._order + 4 * place)
+        read = self._tokens + 4 * at
+        return self._map[read : min(read + size, self._end)]
+
+    def _bisect(self, key: bytes, low: int, high: int, *, after: bool = False) -> int:
+        """The first place whose text is not below a key; or, `after`, is above what begins with it."""
+        data, order, tokens, size, end = self._map, self._order, self._tokens, len(key), self._end
+        unpack = _PLACE.unpack_from
+        while low < high:
+            middle = (low + high) // 2
+            read = tokens + 4 * unpack(data, order + 4 * middle)[0]
+            text = data[read : min(read + size, end)]
+            if text < key or (after and text == key):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        """Every text."""
+        numbers = struct.unpack(f">{(self._end - self._tokens) // 4}I", self._map[self._tokens : self._end])[::-1]
+        for between, text in groupby(numbers, _APART.__eq__):
+            if not between:
+                yield tuple(text)
+
+
+def write_store(path: str | Path, texts: Iterable[Sequence[int]], *, vocabulary: int) -> int:
+    """Write a store of texts, given as token ids; the number of their tokens.
+
+    Raises `SelfspecError` where there is none, for one that the vocabulary does not have, and for 2^32 or more.
+    """
+    import numpy as np
+    from safetensors.numpy import save
+
+    held = [np.asarray(text, dtype=np.int64) for text in texts if len(text)]
+    count = sum(map(len, held))
+    if not count:
+        raise SelfspecError("nothing to store: the texts have no tokens")
+    if count + len(held) >= _APART:
+        raise SelfspecError(f"{count:,} tokens: a store holds fewer than {_APART:,}; make several")
+    if min(int(text.min()) for text in held) < 0 or max(int(text.max()) for text in held) >= vocabulary:
+        raise SelfspecError(f"a token is not among the {vocabulary} of the vocabulary")
+    apart = np.array([_APART], dtype=np.int64)
+    backwards = np.concatenate([part for text in held for part in (apart, text)][1:])[::-1].astype(np.uint32)
+    order = _sorted(backwards)
+    order = order[backwards[order] != _APART]
+    data = save(
+        {"tokens": np.frombuffer(backwards.astype(">u4").tobytes(), dtype=np.uint8), "order": order},
+        {"format": _FORMAT, "vocabulary": str(vocabulary), "texts": str(len(held))},
+    )
+    write_bytes(Path(path), data)
+    return count
+
+
+def _sorted(tokens: Any) -> Any:
+    """Places `[n]` of tokens `[n]`, sorted by the `REACH` tokens from each on, by doubling what is compared."""
+    import numpy as np
+
+    rank = np.unique(tokens, return_inverse=True)[1].astype(np.uint64) + np.uint64(1)
+    reach = 1
+    while reach < REACH:
+        then = np.zeros_like(rank)
+        then[:-reach] = rank[reach:]
+        key = rank << np.uint64(32) | then
+        order = np.argsort(key)
+        steps = np.diff(key[order], prepend=np.uint64(0)) != 0
+        rank[order] = np.cumsum(steps).astype(np.uint64)
+        reach *= 2
+    return np.argsort(rank, kind="stable").astype(np.uint32)
+
+
+def _key(text: Sequence[int]) -> bytes:
+    return struct.pack(f">{len(text)}I", *text[::-1])
+
+
+def _common(one: bytes, other: bytes) -> int:
+    """Tokens that both begin with."""
+    for i in range(0, min(len(one), len(other)), 4):
+        if one[i : i + 4] != other[i : i + 4]:
+            return i // 4
+    return min(len(one), len(other)) // 4
+
+
+# Of a match's length, 8 at most, the chance where half of its places or fewer agree, where more do or there is but one,
+# and where all of several do: of SmolLM2's answers to questions, in a store of its answers to others.
+_BY_LENGTH = (
+    (0.0, 0.0, 0.0),
+    (0.08, 0.1, 0.13),
+    (0.1, 0.18, 0.31),
+    (0.15, 0.22, 0.4),
+    (0.15, 0.3, 0.4),
+    (0.2, 0.35, 0.6),
+    (0.2, 0.45, 0.65),
+    (0.2, 0.45, 0.7),
+    (0.2, 0.5, 0.9),
+)
+FIRST = tuple(chance for agreed in _BY_LENGTH for chance in agreed)
+LEARNT = 4  # every so many tokens of a text are looked at to learn how often guesses are right
+
+
+class StoreReader:
+    """One text, and how often what followed its end in the store followed it, too."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._end: list[int] = []
+        self._read = 0
+        self._chances = Chances(FIRST)
+
+    def append(self, token: int) -> None:
+        """See, now and then, whether it was right, then read the token."""
+        self._read += 1
+        if self._read % LEARNT == 0:
+            for guessed, strength in self._guesses((), 1):
+                self._chances.see(strength, guessed == token)
+        self._end = [*self._end[1 - REACH :], token]
+
+    def guess(self, drafted: Sequence[int], most: int) -> Guess:
+        """What most places went on with, token for token, of those that went on as guessed so far."""
+        found = self._guesses(drafted, most)
+        return Guess([token for token, _ in found], [self._chances(how) for _, how in found]) if found else NO_GUESS
+
+    def _guesses(self, drafted: Sequence[int], most: int) -> list[tuple[int, int]]:
+        """Each with how strong it is."""
+        end = [*self._end, *drafted]
+        if not end or most < 1:
+            return []
+        match = self._store.find(end)
+        if not match.length:
+            return []
+        places, found = self._store.after(match, most), list[tuple[int, int]]()
+        for i in range(most):
+            votes = Counter(place[i] for place in places if len(place) > i)
+            if not votes:
+                break
+            ((token, count),) = votes.most_common(1)
+            agreed = 2 if count == len(places) > 1 else int(2 * count > len(places))
+            found.append((token, 3 * min(match.length + i, len(FIRST) // 3 - 1) + agreed))
+            places = [place for place in places if place[i : i + 1] == (token,)]
+        return found
+
+
+class Stored:
+    """What followed in a store."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def reader(self) -> StoreReader:
+        """One for a text that has no token yet."""
+        return StoreReader(self.store)

@@ -1,0 +1,119 @@
+"""`selfspec index`, and `--store` of the commands that decode."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+
+import pytest
+
+import selfspec
+from selfspec.cli import main
+from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter
+from selfspec.proposers.store import Store, write_store
+
+TEXT = "def read_header(self, stream):\n    return stream.read(self.size).decode('latin-1').split(self.separator)\n"
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys, tmp_path):
+    """Run the command in a fresh folder with texts: exit code, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    (tmp_path / "code.py").write_text(TEXT)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(3)))
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["selfspec", *map(str, args)])
+        monkeypatch.setattr(sys, "stdin", None)
+        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code, out, err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return selfspec.load("builtin", profile="none")
+
+
+def test_texts_become_a_store(cli, tmp_path, llm):
+    code, out, _ = cli("index", "code.py", "rows.jsonl", "--out", "x.store", "--json")
+    told = json.loads(out)
+    assert not code
+    held = [llm.tokenizer.decode(text) for text in Store("x.store")]
+    assert held == [TEXT, "row 0", "row 1", "row 2"]
+    assert (told["texts"], told["bytes"]) == (4, (tmp_path / "x.store").stat().st_size)
+    assert told["tokens"] == sum(len(llm.tokenizer(text).input_ids) for text in held)
+
+
+def test_a_folder_of_texts_and_columns(cli, tmp_path):
+    (tmp_path / "docs").mkdir()
+    for name in ("a.md", "b.txt"):
+        (tmp_path / "docs" / name).write_text(f"the text of {name}\non two lines\n")
+    (tmp_path / "qa.jsonl").write_text(json.dumps({"q": "why?", "a": "because"}) + "\n")
+    code, out, _ = cli("index", "docs", "--out", "docs.store")
+    assert not code
+    assert "2 texts" in out
+    assert "Use it with: selfspec generate --model builtin --store docs.store" in out
+    assert not cli("index", "qa.jsonl", "--template", "{q}\\n{a}", "--out", "qa.store")[0]
+    tokenizer = selfspec.load("builtin", profile="none").tokenizer
+    assert [tokenizer.decode(text) for text in Store("qa.store")] == ["why?\nbecause"]
+
+
+def test_add_keeps_what_is_there(cli):
+    for texts in (["code.py"], ["rows.jsonl", "--add"], ["rows.jsonl", "--add"]):
+        assert not cli("index", *texts, "--out", "x.store")[0]
+    assert Store("x.store").texts == 1 + 3 + 3
+    assert not cli("index", "code.py", "--out", "x.store")[0]
+    assert Store("x.store").texts == 1
+
+
+@pytest.mark.parametrize("profile", ["none", "stdlib-llama-3.7m"])
+def test_what_is_generated_stays_the_same_in_fewer_rounds(cli, profile):
+    """The model's own answer is stored; with it the same answer comes in a few rounds."""
+    code, out, _ = cli("generate", "--profile", "none", "--max-new-tokens", 40, "--json", TEXT)
+    assert not code
+    plain = json.loads(out)
+    with open("answer.txt", "w", encoding="utf-8") as file:
+        file.write(TEXT + plain["text"])
+    assert not cli("index", "answer.txt", "rows.jsonl", "--out", "x.store")[0]
+    llm = selfspec.load("builtin", profile=profile, store="x.store")
+    assert isinstance(llm.drafter, Guard)
+    drafter = FreeDrafter if profile == "none" else LayerSkipDrafter
+    found = llm.generate(TEXT, max_new_tokens=40, drafter=llm.drafts_with(llm.profile))
+    assert isinstance(llm.drafts_with(llm.profile), drafter)
+    assert found.text == plain["text"]
+    assert found.stats.rounds < 20
+    code, out, _ = cli("generate", "--profile", profile, "--store", "x.store", "--max-new-tokens", 40, "--json", TEXT)
+    assert not code
+    assert json.loads(out)["text"] == plain["text"]
+
+
+def test_wrong_input_is_one_line(cli, tmp_path):
+    write_store(tmp_path / "other.store", [[1, 2]], vocabulary=9)
+    (tmp_path / "blank.txt").write_text(" \n")
+    wrong = {
+        ("index", "gone.txt"): "gone.txt: no such file",
+        ("index", "blank.txt"): "nothing to store",
+        ("index", "code.py", "--model", "nowhere/at all"): "nowhere/at all",
+        ("index", "code.py", "--out", "gone/x.store"): "the folder gone does not exist",
+        ("index", "code.py", "--add", "--out", "code.py"): "code.py: is no store of texts",
+        ("index", "code.py", "--add", "--out", "other.store"): "a vocabulary of 9, the model's has 4096",
+        ("generate", "--store", "gone.store", "x"): "gone.store: no such file",
+        ("generate", "--store", "code.py", "x"): "code.py: is no store of texts; make one with: selfspec index",
+        ("generate", "--store", "other.store", "x"): "a vocabulary of 9, the model's has 4096",
+        ("bench", "--store", "gone.store"): "gone.store: no such file",
+        ("search", "--store", "gone.store"): "gone.store: no such file",
+    }
+    for args, said in wrong.items():
+        code, _, err = cli(*args)
+        assert code == 2, args
+        assert said in " ".join(err.split()), args
+        assert len(err.strip().splitlines()) <= 2, err
+        assert "Traceback" not in err
+    assert (tmp_path / "code.py").read_text() == TEXT, "nothing is lost"

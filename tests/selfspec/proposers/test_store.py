@@ -1,0 +1,160 @@
+"""A store of texts: what it finds is what a search through all of them finds."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stores import FOLDER, babble, stored
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.proposers.base import NO_GUESS
+from selfspec.proposers.store import LEARNT, REACH, VOTES, Store, write_store
+
+tokens = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+texts = st.lists(tokens, min_size=1, max_size=5)
+
+
+def followed(held, end):
+    """The longest end of `end` that stands in a text, and what followed at each place, by looking everywhere."""
+    for length in range(min(len(end), REACH), 0, -1):
+        tail = tuple(end[-length:])
+        places = [
+            tuple(text[i + length :])
+            for text in held
+            for i in range(len(text) - length + 1)
+            if tuple(text[i : i + length]) == tail
+        ]
+        if places:
+            return length, places
+    return 0, []
+
+
+@given(texts, st.lists(st.integers(0, 4), min_size=1, max_size=24), st.integers(1, 5))
+def test_it_finds_what_looking_everywhere_finds(held, end, most):
+    store = stored(held, 5).store
+    length, places = followed(held, end)
+    found = store.find(end)
+    assert found.length == length
+    assert found.last - found.first == len(places)
+    given = store.after(found, most)
+    assert len(given) == min(len(places), VOTES)
+    if len(places) <= VOTES:
+        assert Counter(given) == Counter(place[:most] for place in places)
+    else:
+        assert not Counter(given) - Counter(place[:most] for place in places)
+
+
+@given(texts)
+def test_all_texts_come_back(held):
+    store = stored(held, 4).store
+    assert [list(text) for text in store] == held
+    assert store.tokens == sum(map(len, held))
+    assert (store.texts, store.vocabulary) == (len(held), 4)
+
+
+def test_matches_longer_than_the_reach():
+    long = [*range(3 * REACH)]
+    store = stored([long, [99, *long[REACH : 2 * REACH], 98]], 100).store
+    found = store.find(long[: 2 * REACH])
+    assert found.length == REACH
+    assert Counter(store.after(found, 1)) == Counter([(2 * REACH,), (98,)]), "what is before the reach does not count"
+
+
+def test_large_tokens_are_sorted_as_numbers():
+    held = [[256, 1], [1, 256], [65536, 7], [7, 65536, 300]]
+    store = stored(held, 70000).store
+    for end in ([256], [1], [65536], [7], [7, 65536], [300], [255]):
+        assert store.find(end).length == followed(held, end)[0]
+
+
+def test_most_places_decide_token_for_token():
+    proposer = stored([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 6], [1, 2, 9]], 10)
+    reader = proposer.reader()
+    for token in (1, 2):
+        reader.append(token)
+    assert list(reader.guess((), 4).tokens) == [3, 4, 6]
+    assert list(reader.guess((3,), 1).tokens) == [4]
+    assert list(reader.guess((9,), 4).tokens) == [], "nothing follows that text"
+    assert reader.guess((8,), 4) == NO_GUESS
+    assert reader.guess((), 0) == NO_GUESS
+
+
+def test_chances_follow_what_was_right():
+    """Of the same length and agreement, guesses that come true are believed more, and others less."""
+    proposer = stored([[1, 2] * 40], 10)
+    right, wrong = proposer.reader(), proposer.reader()
+    for _ in range(10 * LEARNT):
+        for reader, third in ((right, 2), (wrong, 3)):
+            for token in (5, 1, third):
+                reader.append(token)
+    for token in (5, 1):
+        right.append(token)
+        wrong.append(token)
+    mine, theirs = right.guess((), 1), wrong.guess((), 1)
+    assert mine.tokens == theirs.tokens == [2]
+    assert 0 <= theirs.chances[0] < mine.chances[0] <= 1
+
+
+@given(st.integers(0, 99), st.integers(0, 60), st.lists(st.integers(0, 5), max_size=3), st.integers(0, 6))
+def test_guesses_follow_from_the_text_alone(seed, n, drafted, most):
+    """However often they were asked for, and in whichever order texts were read."""
+    proposer = stored(babble(6, seed=seed), 6)
+    (text,) = babble(6, seed=seed + 100, texts=1)
+    asked, silent, other = proposer.reader(), proposer.reader(), proposer.reader()
+    for token in text[:n]:
+        asked.append(token)
+        asked.guess((), 3)
+        other.append(token ^ 1)
+    for token in text[:n]:
+        silent.append(token)
+    assert asked.guess(drafted, most) == silent.guess(drafted, most)
+    assert len(asked.guess(drafted, most).tokens) <= most
+
+
+def damaged():
+    good = (FOLDER / "good.store", write_store(FOLDER / "good.store", [[1, 2, 3]], vocabulary=4))[0].read_bytes()
+    size = int.from_bytes(good[:8], "little")
+    header = json.loads(good[8 : 8 + size])
+
+    def with_header(**changed):
+        text = json.dumps({**header, **changed}).encode()
+        return len(text).to_bytes(8, "little") + text + good[8 + size :]
+
+    yield "empty", b""
+    yield "short", good[:5]
+    yield "cut off", good[:-4]
+    yield "no header", (10**9).to_bytes(8, "little") + good[8:]
+    yield "text", b"some text that is no store at all\n" * 9
+    yield "another format", with_header(__metadata__={**header["__metadata__"], "format": "selfspec store 9"})
+    yield "no vocabulary", with_header(__metadata__={"format": "selfspec store 1"})
+    yield "no places", with_header(order={"dtype": "U32"})
+    yield "a list", with_header(__metadata__=[])
+
+
+@pytest.mark.parametrize(("what", "data"), [*damaged()], ids=[name for name, _ in damaged()])
+def test_what_is_no_store_is_refused(tmp_path, what, data):
+    path = tmp_path / "x.store"
+    path.write_bytes(data)
+    with pytest.raises(SelfspecError, match="x.store: is no store of texts; make one with: selfspec index"):
+        Store(path)
+
+
+def test_what_cannot_be_stored(tmp_path):
+    path = tmp_path / "x.store"
+    for held, said in (
+        ([], "nothing to store"),
+        ([[]], "nothing to store"),
+        ([[1, 9]], "not among the 4"),
+        ([[-1]], "not"),
+    ):
+        with pytest.raises(SelfspecError, match=said):
+            write_store(path, held, vocabulary=4)
+    assert not path.exists()
+    with pytest.raises(SelfspecError, match="no such file"):
+        Store(path)
+    with pytest.raises(SelfspecError, match="folder"):
+        Store(tmp_path)
