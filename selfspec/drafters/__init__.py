@@ -4,6 +4,7 @@ from selfspec.drafters.free import FreeDrafter
 from selfspec.drafters.guard import Guard
 from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.drafters.plain import PlainDrafter
+from selfspec.drafters.recycle import RecycleDrafter
 from selfspec.drafters.registry import make_ahead, make_drafter, register
 from selfspec.speculation.drafter import Drafter, Limit
 
@@ -14,6 +15,7 @@ __all__ = [
     "LayerSkipDrafter",
     "Limit",
     "PlainDrafter",
+    "RecycleDrafter",
     "make_ahead",
     "make_drafter",
     "register",

@@ -10,7 +10,7 @@ from selfspec.facts.work import GUESSED, NO_WORK, Work
 from selfspec.proposers.ahead import Ahead
 from selfspec.proposers.base import Proposer
 from selfspec.speculation.drafter import Limit
-from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
+from selfspec.speculation.drafts import NO_DRAFT, Draft
 from selfspec.speculation.sequence import SequenceState
 
 
@@ -39,7 +39,3 @@ class FreeDrafter(PlayedDrafter):
                 break
         n = len(play.confidences)
         return Draft.chain(guess.tokens[:n], confidence=play.confidences, work=GUESSED) if n else NO_DRAFT
-
-    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Tell the controller what was accepted."""
-        self.controller_of(seq).observe(outcome.draft.confidence, len(outcome.path))

@@ -106,12 +106,13 @@ class Guard:
         seconds lost to drafting + this round's dearest cost - t <= 1.65 t + 0.015 t (tokens + 1),   t a plain round's
 
     So decoding takes at most 5% longer than plain decoding over 100 tokens, and 3% over 500, however wrong the drafts
-    are, where a plain step takes milliseconds (the guard's own 10 us are 2% of one that takes half of one); what is spared of that is for a round that is dearer than those before it, and for the guard itself. What
-    drafting loses in a round is what the round took less t for each of its tokens; a plain round loses nothing. t is
-    the median of recent plain rounds: the first two rounds, one after 128 tokens without, those that the bound forces,
-    and two where verifying takes longer or shorter than it did, or less than t. A draft is judged by what its work
-    costs, each part at the second dearest of its recent calls. Of a machine that changes its speed, t is that of its
-    slower times. Of sequences that take rounds together each keeps the bound, against plain rounds of as many.
+    are, where a plain step takes milliseconds: the guard's own 10 us a round are 2% of half of one. What is spared of
+    that is for a round that is dearer than those before it, and for the guard itself. What drafting loses in a round is
+    what the round took less t for each of its tokens; a plain round loses nothing. t is the median of recent plain
+    rounds: the first two rounds, one after 128 tokens without, those that the bound forces, and two where verifying
+    takes longer or shorter than it did, or less than t. A draft is judged by what its work costs, each part at the
+    second dearest of its recent calls. Of a machine that changes its speed, t is that of its slower times. Of sequences
+    that take rounds together each keeps the bound, against plain rounds of as many.
 
     With a seeded sampler nothing depends on `clock`: rounds cost what `outlook` says, for every row that is verified,
     and without one nothing is bounded. Everything else is the drafter's own.

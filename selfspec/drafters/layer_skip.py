@@ -20,7 +20,7 @@ from selfspec.facts.work import GUESSED, Work, passes_of
 from selfspec.proposers.ahead import Ahead
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
-from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
+from selfspec.speculation.drafts import NO_DRAFT, Draft
 from selfspec.speculation.passes import Placed, lay_out
 from selfspec.speculation.sampling import gap
 from selfspec.speculation.sequence import SequenceState
@@ -90,15 +90,6 @@ class LayerSkipDrafter(PlayedDrafter):
     def dearest(self, limit: Limit) -> Work:
         """As many passes as the draft may be deep, each as wide as it may be."""
         return self._dearest[max(min(limit.depth, limit.nodes, self._deepest), 0)]
-
-    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Tell the controller what was accepted of the chain, and whether another candidate was."""
-        draft, path = outcome.draft, outcome.path
-        if not draft.confidence:  # nothing was drafted along the path
-            return
-        drafted = len(draft.confidence)
-        other = bool(path) and path[-1] >= drafted
-        self.controller_of(seq).observe(draft.confidence, len(path) - other, candidates=len(draft), other=other)
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """A chain for each sequence, with further candidates where they were asked for."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from selfspec.controllers import Controller
 from selfspec.proposers.ahead import Ahead, Reading
 from selfspec.proposers.base import Guess
+from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.step import Step
 
@@ -38,6 +39,15 @@ class PlayedDrafter:
         """Forget the sequence; the scratch slots are the runtime's."""
         self._own.pop(seq, None)
         self._readings.pop(seq, None)
+
+    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
+        """Tell the controller what was accepted of the chain, and whether another candidate was."""
+        draft, path = outcome.draft, outcome.path
+        if not draft.confidence:  # the controller had no part in it
+            return
+        drafted = len(draft.confidence)
+        other = bool(path) and path[-1] >= drafted
+        self.controller_of(seq).observe(draft.confidence, len(path) - other, candidates=len(draft), other=other)
 
     def controller_of(self, seq: SequenceState) -> Controller:
         """The controller that plays a sequence's drafts."""

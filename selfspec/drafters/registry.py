@@ -7,14 +7,24 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.controllers import make_controller
+from selfspec.controllers import Controller, make_controller
 from selfspec.drafters.free import FreeDrafter
 from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.drafters.plain import PlainDrafter
+from selfspec.drafters.recycle import RecycleDrafter
 from selfspec.facts.acceptance import AcceptanceCurve
 from selfspec.facts.confidence import PROBABILITY
+from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import WIDER
-from selfspec.profile.draft import DraftSpec, GuessesSpec, LayerSkipSpec, PlainSpec, ProposerSpec, register_spec
+from selfspec.profile.draft import (
+    DraftSpec,
+    GuessesSpec,
+    LayerSkipSpec,
+    PlainSpec,
+    ProposerSpec,
+    RecycleSpec,
+    register_spec,
+)
 from selfspec.profile.schema import Profile
 from selfspec.proposers.ahead import Ahead
 from selfspec.proposers.base import Proposer
@@ -81,11 +91,21 @@ def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> 
 
 def make_free(runtime: Runtime, spec: GuessesSpec, profile: Profile) -> FreeDrafter:
     """Proposers' guesses as drafts: they cost nothing but their verification."""
-    outlook = replace(profile.outlook, draft=0.0, curve=profile.acceptance or AcceptanceCurve())
     proposers = [make_proposer(of, runtime.skeleton.identity.vocabulary) for of in spec.proposers]
-    return FreeDrafter(proposers, make_controller(spec.controller, outlook))
+    return FreeDrafter(proposers, _of_free_drafts(spec.controller, profile))
+
+
+def make_recycle(spec: RecycleSpec, profile: Profile) -> RecycleDrafter:
+    """Token recycling, whose drafts cost nothing but their verification."""
+    return RecycleDrafter(_of_free_drafts(spec.controller, profile), candidates=spec.candidates)
+
+
+def _of_free_drafts(controller: ControllerSpec, profile: Profile) -> Controller:
+    outlook = replace(profile.outlook, draft=0.0, curve=profile.acceptance or AcceptanceCurve())
+    return make_controller(controller, outlook)
 
 
 register(PlainSpec, lambda runtime, spec, profile: PlainDrafter())
 register(LayerSkipSpec, make_layer_skip)
 register(GuessesSpec, make_free)
+register(RecycleSpec, lambda runtime, spec, profile: make_recycle(spec, profile))

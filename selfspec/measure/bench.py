@@ -200,7 +200,7 @@ class Benchmark:
             if t.tasks:
                 tasks = by_task(ran.runs, name, t.tasks, bases=bases, verdicts=verdicts)
                 found["methods"][name]["by_task"] = tasks
-        if "skip" in t.methods and len(t.profile.skip_set):
+        if "skip" in t.methods and t.profile.path.cheaper:
             found["skip"] = self._about_skip(options, [run for prompt in ran.runs.stats["skip"] for run in prompt])
         read = _bytes_read(self.subjects.plain)
         found["process_peak_bytes"] = process_peak()

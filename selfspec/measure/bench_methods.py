@@ -46,11 +46,12 @@ def _ours(llm: LLM, options: Options, keep: Keep, drafter: Drafter | None = None
     )
 
 
-def _lookup(llm: LLM, profile: Profile) -> Drafter:
-    """Guesses alone, at the profile's costs."""
-    from selfspec.profile.draft import GuessesSpec
+def _free(llm: LLM, profile: Profile, kind: str) -> Drafter:
+    """Drafts that no model computes, at the profile's costs."""
+    from selfspec.profile.draft import GuessesSpec, RecycleSpec
 
-    draft = GuessesSpec(proposers=getattr(profile.draft, "proposers", None) or GuessesSpec().proposers)
+    guesses = GuessesSpec(proposers=getattr(profile.draft, "proposers", None) or GuessesSpec().proposers)
+    draft = RecycleSpec() if kind == "recycle" else guesses
     return llm.drafts_with(profile.model_copy(update={"draft": draft, "acceptance": None}))
 
 
@@ -73,7 +74,10 @@ METHODS = {
     ),
     "guarded": BenchMethod("skip", lambda llm, profile, options, keep: _ours(llm, options, keep, llm.guarded(profile))),
     "lookup": BenchMethod(
-        "plain", lambda llm, profile, options, keep: _ours(llm, options, keep, _lookup(llm, profile))
+        "plain", lambda llm, profile, options, keep: _ours(llm, options, keep, _free(llm, profile, "lookup"))
+    ),
+    "recycle": BenchMethod(
+        "plain", lambda llm, profile, options, keep: _ours(llm, options, keep, _free(llm, profile, "recycle"))
     ),
     # transformers' own, its drafts from the first half of the layers, and from the prompt
     "hf": BenchMethod("hf", lambda llm, profile, options, keep: _theirs(llm, options, keep)),

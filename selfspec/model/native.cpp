@@ -2,7 +2,7 @@
 // time on. Compiled on the machine that it runs on (`native.py`), for its vectors.
 //
 // Every output of a row is summed in one order, whatever other rows there are: a row gives the same bits alone and
-// among others, in a pass too. Outputs are shared out among threads, in runs of eight; no sum is ever split.
+// among others, in a pass too. Outputs are shared out among threads, in runs of 16; no sum is ever split.
 
 #include <cmath>
 #include <cstdint>
@@ -12,6 +12,12 @@
 #endif
 #if defined(__AVX__)
 #include <immintrin.h>
+#endif
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#include <cstdlib>
+#include <sys/syscall.h>
+#include <unistd.h>
+#define TILES
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -246,10 +252,131 @@ static void part(const Weight &w, int64_t from, int64_t to, const float *x, int6
         }
 }
 
+// AMX's tiles for BFLOAT16 weights: as many outputs as a tile has lines, over as many inputs as a line has numbers. A
+// row is the sum of three bfloat16 numbers, to float32's last bit, so that products are exact and sums float32's; 16 take
+// hardly longer than one. A row is a column of its tile, which no other row changes.
+#if defined(TILES)
+constexpr int64_t LINES = 16, LINE = 32, PARTS = 3;
+
+static bool tiles_allowed() {  // by Linux, which keeps tiles' state for those who ask
+    static const bool allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+    return allowed;
+}
+
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start = 0, none[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t lines[16] = {};
+};
+
+// Where a thread keeps rows in parts, and a tile of sums.
+struct Kept {
+    char *data = nullptr;
+    size_t size = 0;
+    ~Kept() { free(data); }
+    char *of(size_t bytes) {
+        if (bytes > size) {
+            free(data);
+            data = (char *)aligned_alloc(64, size = (bytes + 4095) / 4096 * 4096);
+        }
+        return data;
+    }
+};
+
+// 32 floats in parts of bfloat16, each the next eight bits of what is left.
+INLINE void in_parts(const float *x, __m512i (&part)[PARTS]) {
+    const __m512i upper = _mm512_add_epi16(_mm512_set1_epi16(1), _mm512_slli_epi16(_mm512_set_epi16(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), 1));
+    const __m512 kept = _mm512_castsi512_ps(_mm512_set1_epi32((int)0xffff0000));
+    __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + V);
+    for (int64_t p = 0; p < PARTS; p++) {
+        part[p] = _mm512_permutex2var_epi16((__m512i)low, upper, (__m512i)high);
+        low = _mm512_sub_ps(low, _mm512_and_ps(low, kept));
+        high = _mm512_sub_ps(high, _mm512_and_ps(high, kept));
+    }
+}
+
+// Rows [rows, in] in parts [in / LINE, PARTS, LINE / 2, rows] of two neighbouring inputs each.
+static void split(const float *x, int64_t ldx, int64_t rows, int64_t in, uint32_t *out) {
+    const __m512i to = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32((int)rows));
+    for (int64_t k = 0; k < in; k += LINE, out += PARTS * LINE / 2 * rows)
+        for (int64_t r = 0; r < rows; r++) {
+            __m512i part[PARTS];
+            in_parts(x + r * ldx + k, part);
+            for (int64_t p = 0; p < PARTS; p++) _mm512_i32scatter_epi32(out + p * LINE / 2 * rows + r, to, part[p], 4);
+        }
+}
+
+// Adds up to two tiles' outputs o on, kept in `sums` [outputs, rows].
+INLINE void from_tiles(const Weight &w, int64_t o, int64_t outputs, const float *sums, float *y, int64_t ldy, int64_t rows, bool add) {
+    const __m512i at = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32((int)rows));
+    for (int64_t i = 0; i < outputs; i += LINES) {
+        floats bias = {};
+        if (w.bias) bias = w.bias_kind == BFLOAT16 ? ::at((const uint16_t *)w.bias + o + i) : ::at((const float *)w.bias + o + i);
+        for (int64_t r = 0; r < rows; r++) {
+            const float *from = sums + i * rows + r;
+            floats sum = rows == 1 ? ::at(from) : (floats)_mm512_i32gather_ps(at, from, 4), *to = (floats *)(y + r * ldy + o + i);
+            *to = add ? *to + (sum + bias) : sum + bias;
+        }
+    }
+}
+
+static void tiled(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
+    static thread_local Kept kept;
+    const int64_t size = PARTS * LINE / 2 * rows, line = 2 * w.in, of_two = 2 * LINES * rows;
+    uint32_t *const parts = (uint32_t *)kept.of((w.in / LINE * size + 2 * of_two) * 4);
+    float *sums = (float *)(parts + w.in / LINE * size), *before = sums + of_two;  // of these outputs, of those before
+    split(x, ldx, rows, w.in, parts);
+    TileShapes shapes;
+    for (int t = 0; t < 7; t++) shapes.lines[t] = LINES, shapes.bytes[t] = t == 2 || t == 3 ? 2 * LINE : 4 * rows;
+    _tile_loadconfig(&shapes);
+    for (int64_t o = from; o < to; o += 2 * LINES) {
+        const bool two = o + 2 * LINES <= to;
+        const char *values = w.values + o * line;
+        _tile_zero(0);
+        _tile_zero(1);
+        for (const uint32_t *part = parts; part < parts + w.in / LINE * size; part += size, values += 2 * LINE) {
+            for (int64_t i = 0; i < 2 * LINES; i++) _mm_prefetch(values + (2 * LINES + i) * line, _MM_HINT_T1);
+            _tile_loadd(2, values, line);
+            _tile_loadd(4, part, 4 * rows);
+            _tile_loadd(5, part + LINE / 2 * rows, 4 * rows);
+            _tile_loadd(6, part + LINE * rows, 4 * rows);
+            _tile_dpbf16ps(0, 2, 4);
+            if (two) _tile_loadd(3, values + LINES * line, line);
+            if (two) _tile_dpbf16ps(1, 3, 4);
+            _tile_dpbf16ps(0, 2, 5);
+            if (two) _tile_dpbf16ps(1, 3, 5);
+            _tile_dpbf16ps(0, 2, 6);
+            if (two) _tile_dpbf16ps(1, 3, 6);
+        }
+        _tile_stored(0, sums, 4 * rows);
+        _tile_stored(1, sums + of_two / 2, 4 * rows);
+        if (o > from) from_tiles(w, o - 2 * LINES, 2 * LINES, before, y, ldy, rows, add);  // the last ones are in memory by now
+        float *const last = before;
+        before = sums;
+        sums = last;
+    }
+    _tile_release();
+    const int64_t last = (to - from - 1) / (2 * LINES) * (2 * LINES) + from;
+    from_tiles(w, last, to - last, before, y, ldy, rows, add);
+}
+#endif
+
+// BFLOAT16 weights: by tiles where there are such, but for outputs and inputs that fill none.
+static void of_bfloat16(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
+#if defined(TILES)
+    if (w.in % LINE == 0 && rows >= 1 && rows <= LINES && tiles_allowed()) {
+        int64_t whole = from + (to - from) / LINES * LINES;
+        if (whole > from) tiled(w, from, whole, x, ldx, y, ldy, rows, add);
+        from = whole;
+    }
+#endif
+    part<BFLOAT16>(w, from, to, x, ldx, y, ldy, rows, add);
+}
+
 static void multiply(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
     switch (w.kind) {
         case FLOAT32: return part<FLOAT32>(w, from, to, x, ldx, y, ldy, rows, add);
-        case BFLOAT16: return part<BFLOAT16>(w, from, to, x, ldx, y, ldy, rows, add);
+        case BFLOAT16: return of_bfloat16(w, from, to, x, ldx, y, ldy, rows, add);
         case INT8: return part<INT8>(w, from, to, x, ldx, y, ldy, rows, add);
         default: return part<INT4>(w, from, to, x, ldx, y, ldy, rows, add);
     }
@@ -411,7 +538,7 @@ static void run(const Pass &p, const Place &place, float *stream, float *shared,
         T *keys = (T *)place.keys + l * place.each_layer, *values = (T *)place.values + l * place.each_layer;
         if (layer.qkv) {
             normed(stream, D, (const T *)layer.before_attention, p.eps, own, n, D);
-            multiply(*layer.qkv, team.share(width, 8), team.end(width, 8), own, D, qkv, width, n, false);
+            multiply(*layer.qkv, team.share(width, 16), team.end(width, 16), own, D, qkv, width, n, false);
             team.wait();
             for (int64_t i = team.t; i < n * heads; i += team.threads) {
                 int64_t r = i / heads, h = i % heads, slot = place.slots[r], pos = place.positions[r];
@@ -427,7 +554,7 @@ static void run(const Pass &p, const Place &place, float *stream, float *shared,
             team.wait();
             attention<T>(p, place, qkv, width, keys, values, scores, mixed, team);
             team.wait();
-            multiply(*layer.o, team.share(D, 8), team.end(D, 8), mixed, p.heads * d, stream, D, n, true);
+            multiply(*layer.o, team.share(D, 16), team.end(D, 16), mixed, p.heads * d, stream, D, n, true);
             team.wait();
         }
         if (layer.gate_up) {
@@ -441,7 +568,7 @@ static void run(const Pass &p, const Place &place, float *stream, float *shared,
                     *(floats *)(activated + r * I + k) = gate / (exponential(-gate) + 1.0f) * up;
                 }
             team.wait();
-            multiply(*layer.down, team.share(D, 8), team.end(D, 8), activated, I, stream, D, n, true);
+            multiply(*layer.down, team.share(D, 16), team.end(D, 16), activated, I, stream, D, n, true);
             team.wait();
         }
     }
@@ -478,7 +605,7 @@ void selfspec_multiply(const Weight *w, const float *x, int64_t ldx, float *y, i
 #pragma omp parallel num_threads(threads)
     {
         Team team;
-        multiply(*w, team.share(w->out, 8), team.end(w->out, 8), x, ldx, y, ldy, rows, add);
+        multiply(*w, team.share(w->out, 16), team.end(w->out, 16), x, ldx, y, ldy, rows, add);
     }
 }
 

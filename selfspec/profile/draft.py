@@ -110,6 +110,14 @@ def _kinds(proposers: Sequence[ProposerSpec]) -> str:
     return ", ".join(of.kind for of in proposers)
 
 
+class RecycleSpec(DraftSpec):
+    """What the model thought likely after a token, the last time, is drafted after it again (token recycling)."""
+
+    kind: Literal["recycle"] = "recycle"
+    candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(4, description="For each place at most.")
+    controller: ControllerSpec = Field(ControllerSpec(name="rate"), description="What ends drafts.")
+
+
 class LayerSkipSpec(DraftSpec):
     """The model itself drafts, some of its attention and MLP sub-layers bypassed (Draft & Verify, 2309.08168).
 
@@ -251,5 +259,5 @@ def parse_draft(data: Any) -> DraftSpec:
     return _KINDS[kind].model_validate(data)
 
 
-for _kind in (PlainSpec, LayerSkipSpec, GuessesSpec):
+for _kind in (PlainSpec, LayerSkipSpec, GuessesSpec, RecycleSpec):
     register_spec(_kind)

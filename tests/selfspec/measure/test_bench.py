@@ -75,6 +75,7 @@ def test_each_method_says_what_it_is_and_on_which_weights_it_runs():
         "path": "skip",
         "guarded": "skip",
         "lookup": "plain",
+        "recycle": "plain",
         "hf": "hf",
         "hf-early-exit": "hf",
         "hf-prompt-lookup": "hf",

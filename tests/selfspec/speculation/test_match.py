@@ -11,7 +11,7 @@ from toys import Adding, HiddenHead, RandomTree, Scripted, TinyModel, Toy
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, StaticThreshold
-from selfspec.drafters import FreeDrafter, LayerSkipDrafter, PlainDrafter
+from selfspec.drafters import FreeDrafter, LayerSkipDrafter, PlainDrafter, RecycleDrafter
 from selfspec.drafters.layer_skip import _drawn
 from selfspec.facts.confidence import Confidence
 from selfspec.facts.draft_path import DraftPath
@@ -75,6 +75,7 @@ DRAFTERS = {
         runtime, LOW, StaticThreshold(0.3, 4), candidates=3, confidence=BY_GAP, ahead=GUESSES
     ),
     "lookup": lambda runtime: FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),
+    "recycle": lambda runtime: RecycleDrafter(StaticThreshold(0.1, 5), candidates=3),
     "store": lambda runtime: FreeDrafter([Lookup(), STORED], StaticThreshold(0.1, 5)),
 }
 

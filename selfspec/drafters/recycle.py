@@ -1,0 +1,95 @@
+"""Token recycling (Luo et al. 2408.08696): what the model thought likely after a token is drafted after it again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.controllers import Controller, Play
+from selfspec.drafters.played import PlayedDrafter
+from selfspec.facts.limits import WIDEST_DRAFT
+from selfspec.facts.work import GUESSED, NO_WORK, Work
+from selfspec.proposers.ahead import Ahead
+from selfspec.proposers.base import Chances
+from selfspec.speculation.drafter import Limit
+from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
+from selfspec.speculation.sequence import SequenceState
+from selfspec.speculation.step import Step
+
+FIRST = 0.35  # the chance that a token is followed as it was last time, until a text itself tells
+
+
+@dataclass(slots=True)
+class _Table:
+    """By token, the likeliest that may follow it as the model saw it last; and how often the first of them did."""
+
+    after: dict[int, list[int]] = field(default_factory=dict)
+    chances: Chances = field(default_factory=lambda: Chances((FIRST,)))
+
+
+class RecycleDrafter(PlayedDrafter):
+    """Drafts a chain of likeliest successors, with further ones as candidates for each place, as `controller` has it.
+
+    The table is filled from the model's own logits at tokens that were committed, in rounds alone; so of a sequence
+    with a seed, which has a table of its own, it follows from the text. All others share one. `candidates`: the most
+    for each place, the chain's counted. Raises `SelfspecError` for none or more than a verification holds.
+    """
+
+    def __init__(self, controller: Controller, *, candidates: int = 4) -> None:
+        if not 1 <= candidates <= WIDEST_DRAFT:
+            raise SelfspecError(f"candidates {candidates}: want 1 (the likeliest itself) to {WIDEST_DRAFT}")
+        super().__init__(controller, Ahead())
+        self.candidates = candidates
+        self._shared, self._tables = _Table(), dict[SequenceState, _Table]()
+
+    def begin(self, seq: SequenceState, prefill: Step) -> None:
+        """A table of its own where it has a seed."""
+        super().begin(seq, prefill)
+        if seq.sampler.seeded:
+            self._tables[seq] = _Table()
+
+    def end(self, seq: SequenceState) -> None:
+        """Forget the sequence's own table."""
+        super().end(seq)
+        self._tables.pop(seq, None)
+
+    def dearest(self, limit: Limit) -> Work:
+        """Nothing, however long."""
+        return GUESSED if min(limit.depth, limit.nodes) > 0 else NO_WORK
+
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
+        """A chain for each sequence, with further candidates."""
+        return [self._drafted(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+
+    def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:
+        table, token = self._table(seq), seq.tokens[-1]
+        play = Play(self.controller_of(seq), depth=min(limit.depth, limit.nodes))
+        tokens, others = list[int](), list[list[int]]()
+        while play.wants and token in table.after:
+            token, *rest = table.after[token]
+            tokens.append(token)
+            others.append(rest)
+            play.see(table.chances(0), last=token in seq.ends)
+        if not tokens:
+            return NO_DRAFT
+        counts = play.candidates(self.candidates, nodes=limit.nodes)
+        draft = Draft.chain(tokens, confidence=play.confidences, work=GUESSED)
+        return draft.with_candidates([rest[: count - 1] for rest, count in zip(others, counts, strict=True)])
+
+    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
+        """Learn what follows the tokens that are committed now."""
+        super().observe(seq, outcome)
+        assert outcome.step.logits is not None
+        table = self._table(seq)
+        rows = [0, *(node + 1 for node in outcome.path)][: len(outcome.tokens)]
+        logits = outcome.step.logits[0, rows]
+        likeliest = logits.topk(min(self.candidates, logits.shape[-1])).indices.tolist()
+        read = seq.tokens[-len(rows) - 1 : -1]
+        for token, after, came in zip(read, likeliest, outcome.tokens, strict=True):
+            if token in table.after:
+                table.chances.see(0, table.after[token][0] == came)
+            table.after[token] = after
+
+    def _table(self, seq: SequenceState) -> _Table:
+        return self._tables.get(seq, self._shared)
