@@ -20,7 +20,7 @@ from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
 from selfspec.facts.work import GUESS, draft_pass
 from selfspec.profile import draft as kinds
-from selfspec.profile.draft import DraftSpec, LayerSkipSpec, PlainSpec
+from selfspec.profile.draft import DraftSpec, GuessesSpec, LayerSkipSpec, PlainSpec, ProposerSpec
 from selfspec.profile.reading import parse_profile, profile_schema, profile_text
 from selfspec.profile.schema import Profile
 from selfspec.speculation.drafts import Draft
@@ -75,7 +75,7 @@ def test_a_kind_of_ones_own_is_read_checked_and_written(echo):
     for draft, why in (
         ("{kind: echo, time: 3}", "p: unknown key 'draft.time'"),
         ("{kind: echo, times: '3'}", "p: draft.times: .* integer, got '3'"),
-        ("{kind: other}", "p: draft.kind: 'other' is not known; known: plain, layer-skip, lookup, echo"),
+        ("{kind: other}", "p: draft.kind: 'other' is not known; known: plain, layer-skip, guesses, recycle, echo"),
     ):
         with pytest.raises(SelfspecError, match=why):
             parsed(draft)
@@ -142,19 +142,45 @@ def test_guesses_below_a_path_and_alone(llm):
     assert made.ahead.prices == (1.0, 1.5, 2.5)
     assert low.outlook.draft == pytest.approx(0.75 * 33 / 40)
     assert low.outlook.price(((draft_pass(2), 3), (GUESS, 4))) == pytest.approx(3 * 1.5 * 33 / 40)
-    alone = parsed("{kind: lookup}")
+    alone = parsed("{kind: guesses}")
+    again = parsed("{kind: recycle, candidates: 2}")
     assert (alone.drafts, alone.unaided) == (True, alone)
     assert isinstance(make_drafter(llm.runtime, alone), FreeDrafter)
     assert make_drafter(llm.runtime, alone.model_copy(update={"costs": costs})).controller.outlook.draft == 0
     text = llm.generate(PROMPT * 5, max_new_tokens=24, drafter=PlainDrafter()).tokens
-    for profile in (low, alone):
+    assert make_drafter(llm.runtime, again).candidates == 2
+    assert alone.draft.said == "drafts guesses by lookup"
+    for profile in (low, alone, again):
         assert llm.generate(PROMPT * 5, max_new_tokens=24, drafter=make_drafter(llm.runtime, profile)).tokens == text
 
 
-@pytest.mark.parametrize("draft", ["{kind: lookup, controller: {name: magic}}", "{kind: layer-skip, proposers: []}"])
-def test_guesses_that_cannot_be(draft, llm):
-    with pytest.raises(SelfspecError, match="magic|proposers"):
+@pytest.mark.parametrize(
+    ("draft", "said"),
+    [
+        ("{kind: guesses, controller: {name: magic}}", "magic"),
+        ("{kind: guesses, proposers: []}", "proposers"),
+        ("{kind: guesses, proposers: [{kind: store}]}", "proposer 'store': want the path of its file"),
+        ("{kind: guesses, proposers: [{kind: lookup, path: x}]}", "proposer 'lookup': takes no path"),
+        ("{kind: guesses, proposers: [{kind: store, path: gone.store}]}", "gone.store: no such file"),
+        ("{kind: layer-skip, proposers: []}", "proposers"),
+        ("{kind: recycle, candidates: 0}", "candidates"),
+    ],
+)
+def test_guesses_that_cannot_be(draft, said, llm):
+    with pytest.raises(SelfspecError, match=said):
         make_drafter(llm.runtime, parsed(draft))
+
+
+def test_a_store_joins_what_a_profile_drafts():
+    """Beside its own guesses, once; where nothing is drafted, with lookup; and not where a kind takes none."""
+    store = ProposerSpec(kind="store", path="x.store")
+    path = parsed("{kind: layer-skip, int8: {mlp: [3]}, proposers: [{kind: lookup}]}")
+    assert path.with_store("x.store").draft.proposers == [ProposerSpec(), store]
+    assert path.with_store("x.store").with_store("x.store") == path.with_store("x.store")
+    assert parsed("{kind: layer-skip, int8: {mlp: [3]}}").with_store("x.store").draft.proposers == [store]
+    assert parsed("{kind: plain}").with_store("x.store").draft == GuessesSpec(proposers=[ProposerSpec(), store])
+    with pytest.raises(SelfspecError, match="kind 'recycle' takes no guesses; leave the store out"):
+        parsed("{kind: recycle}").with_store("x.store")
 
 
 @pytest.mark.parametrize(
