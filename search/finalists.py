@@ -23,7 +23,7 @@ from .prepare import Search
 from .replay import Replay
 from .unseen import Again
 
-WITHIN_REACH = 0.9  # of plain decoding's speed: sets predicted to be slower than that are not measured for a choice
+WITHIN_REACH = 0.9  # of plain decoding's speed: sets predicted to be slower than that are not chosen among
 ROUNDS = 3  # of measuring, at most
 FEW = 3  # prompts, less than which tell no interval
 NARROW, CLEAR = 0.04, 0.02  # an interval's width, or by how much it leaves out 1, that needs no further round
@@ -70,7 +70,8 @@ def finish(
     try:
         if not record.interrupted and record.kv == "shared":
             able = _with_smaller_head(search, finalists, smaller_head)
-            best = _best(search, base, able, on) if again is None else again(able)
+            within = [score for score in able if score.speedup >= WITHIN_REACH]
+            best = _best(search, base, able, on) if again is None else again(within or able[:1])
             measured = _measured(search, drafting_as(base, best, told), on)
     except KeyboardInterrupt:
         record = record.model_copy(update={"interrupted": True})

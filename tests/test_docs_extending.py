@@ -60,4 +60,7 @@ def test_what_it_says_of_wrong_profiles(folder):
     assert done.stderr == "error: wrong.yaml: unknown key 'draft.lengths'\n"
     done = run(folder, "selfspec", "profile", "validate", "copycat.yaml")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: copycat.yaml: draft.kind: 'copycat' is not known; known: plain, layer-skip, lookup\n"
+    assert (
+        done.stderr
+        == "error: copycat.yaml: draft.kind: 'copycat' is not known; known: plain, layer-skip, guesses, recycle\n"
+    )
