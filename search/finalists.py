@@ -54,9 +54,9 @@ def finish(
 
     The best of many noisy scores is biased. So `again` chooses one of them, the best first, by texts that none of them
     was scored on; without it, the one wins that measures best. It is then measured against plain decoding. Each on as
-    many prompts and tokens as there is time for. An interrupted search's best is taken as it is,
-    and so is that of a search for drafts with keys of their own, as no decoding here is such; an interrupt here ends
-    the measuring. `smaller_head` scores the best set again with smaller draft vocabularies; the best of those joins.
+    many prompts and tokens as there is time for. An interrupted search's best is taken as it is, and so is that of a
+    search for drafts with keys of their own, as no decoding here is such; an interrupt here ends the measuring.
+    `smaller_head` scores the best set again with smaller draft vocabularies; the best of those joins.
     Raises `SelfspecError` when nothing was scored.
     """
     record = base.search
@@ -70,8 +70,8 @@ def finish(
     try:
         if not record.interrupted and record.kv == "shared":
             able = _with_smaller_head(search, finalists, smaller_head)
-            within = [score for score in able if score.speedup >= WITHIN_REACH]
-            best = _best(search, base, able, on) if again is None else again(within or able[:1])
+            able = [score for score in able if score.speedup >= WITHIN_REACH] or able[:1]
+            best = _best(search, base, able, on) if again is None else again(able)
             measured = _measured(search, drafting_as(base, best, told), on)
     except KeyboardInterrupt:
         record = record.model_copy(update={"interrupted": True})
@@ -132,8 +132,7 @@ def _with_smaller_head(
 def _best(search: Search, base: Profile, finalists: Sequence[Score], on: HeldOut) -> Score:
     """The one that measures best, all interleaved; the one with the best score where there is no time to tell."""
     deadline = search.budget.deadline("choosing")
-    prompts = on.prompts[:CHOOSING]
-    able = [score for score in finalists if score.speedup >= WITHIN_REACH]
+    prompts, able = on.prompts[:CHOOSING], [*finalists]
     while len(able) > 1 and not (new := _tokens(search, deadline, prompts, methods=len(able))):
         able.pop()
     if len(able) < 2:

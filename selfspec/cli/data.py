@@ -18,6 +18,11 @@ _KINDS = ".jsonl, .txt or .parquet file, a folder, cnn_dailymail, xsum, gsm8k, h
 _PANEL = "Prompts"
 
 
+def as_typed(template: str | None) -> str | None:
+    r"""A template in which `\n`, as a shell leaves it, is a new line."""
+    return None if template is None else template.replace("\\n", "\n")
+
+
 @dataclass(frozen=True, slots=True)
 class DataOptions:
     """Which prompts, as given; `source` None: the built-in ones."""
@@ -53,8 +58,7 @@ class DataOptions:
             if self.column is not None or self.template is not None:
                 raise SelfspecError("--column and --template are of data of your own; say which, or leave them out")
             return None
-        template = None if self.template is None else self.template.replace("\\n", "\n")
-        return read_prompts(self.source, column=self.column, template=template, held_out=held_out)
+        return read_prompts(self.source, column=self.column, template=as_typed(self.template), held_out=held_out)
 
     @property
     def preset(self) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, kind
 from selfspec.cli.common import print_json, progress, stderr, stdout
+from selfspec.cli.data import as_typed
 from selfspec.cli.options import IndexCommand
 from selfspec.model.loading import check_model_name, load_tokenizer, read_identity
 from selfspec.proposers.store import Store, write_store
@@ -25,14 +25,10 @@ def run(options: IndexCommand) -> None:
     vocabulary = read_identity(options.model).vocabulary or 0
     if options.add and kind(options.out) != "missing":
         held = Store(options.out)
-        if held.vocabulary != vocabulary:
-            raise SelfspecError(
-                f"{options.out}: its tokens are of a vocabulary of {held.vocabulary}, the model's has {vocabulary}; "
-                "want the model that it was made with"
-            )
+        held.check(vocabulary)
         kept = list(held)
-    template = None if options.template is None else options.template.replace("\\n", "\n")
-    texts = [text for source in options.texts for text in read_texts(source, column=options.column, template=template)]
+    template = as_typed(options.template)
+    texts = [text for path in options.texts for text in read_texts(path, column=options.column, template=template)]
     encoded = list(_encoded(options.model, texts))
     tokens = write_store(options.out, [*kept, *encoded], vocabulary=vocabulary)
     found = {

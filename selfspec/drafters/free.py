@@ -28,10 +28,11 @@ class FreeDrafter(PlayedDrafter):
         return GUESSED if min(limit.depth, limit.nodes) > 0 else NO_WORK
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """A chain for each sequence."""
-        return [self._drafted(seq, min(limit.depth, limit.nodes)) for seq, limit in zip(seqs, limits, strict=True)]
+        """One for each sequence."""
+        return [self._drafted(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
 
-    def _drafted(self, seq: SequenceState, room: int) -> Draft:
+    def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:
+        room = min(limit.depth, limit.nodes)
         guess = self.guess(seq, room)
         play = Play(self.controller_of(seq), depth=room)
         for chance in guess.chances:

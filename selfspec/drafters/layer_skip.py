@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller, Play
-from selfspec.drafters.played import PlayedDrafter
+from selfspec.drafters.played import PlayedDrafter, check_candidates
 from selfspec.facts.confidence import PROBABILITY, Confidence
 from selfspec.facts.draft_path import DraftPath, as_path
 from selfspec.facts.limits import WIDEST_DRAFT
@@ -74,8 +73,7 @@ class LayerSkipDrafter(PlayedDrafter):
         confidence: Confidence = PROBABILITY,
         ahead: Ahead | None = None,
     ) -> None:
-        if not 1 <= candidates <= WIDEST_DRAFT:
-            raise SelfspecError(f"candidates {candidates}: want 1 (the drafted token itself) to {WIDEST_DRAFT}")
+        check_candidates(candidates)
         super().__init__(controller, ahead or Ahead())
         self.runtime = runtime
         self.path = as_path(path)

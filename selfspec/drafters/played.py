@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller
+from selfspec.facts.limits import WIDEST_DRAFT
 from selfspec.proposers.ahead import Ahead, Reading
 from selfspec.proposers.base import Guess
 from selfspec.speculation.drafts import Outcome
@@ -12,6 +14,12 @@ from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.step import Step
 
 _NOTHING = Ahead().reading()
+
+
+def check_candidates(count: int) -> None:
+    """Raise `SelfspecError` for no candidate, or more than a verification holds."""
+    if not 1 <= count <= WIDEST_DRAFT:
+        raise SelfspecError(f"candidates {count}: want 1 (the drafted token itself) to {WIDEST_DRAFT}")
 
 
 class PlayedDrafter:

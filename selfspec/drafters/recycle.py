@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller, Play
-from selfspec.drafters.played import PlayedDrafter
-from selfspec.facts.limits import WIDEST_DRAFT
-from selfspec.facts.work import GUESSED, NO_WORK, Work
-from selfspec.proposers.ahead import Ahead
+from selfspec.drafters.free import FreeDrafter
+from selfspec.drafters.played import check_candidates
+from selfspec.facts.work import GUESSED
 from selfspec.proposers.base import Chances
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
@@ -28,7 +25,7 @@ class _Table:
     chances: Chances = field(default_factory=lambda: Chances((FIRST,)))
 
 
-class RecycleDrafter(PlayedDrafter):
+class RecycleDrafter(FreeDrafter):
     """Drafts a chain of likeliest successors, with further ones as candidates for each place, as `controller` has it.
 
     The table is filled from the model's own logits at tokens that were committed, in rounds alone; so of a sequence
@@ -37,9 +34,8 @@ class RecycleDrafter(PlayedDrafter):
     """
 
     def __init__(self, controller: Controller, *, candidates: int = 4) -> None:
-        if not 1 <= candidates <= WIDEST_DRAFT:
-            raise SelfspecError(f"candidates {candidates}: want 1 (the likeliest itself) to {WIDEST_DRAFT}")
-        super().__init__(controller, Ahead())
+        check_candidates(candidates)
+        super().__init__((), controller)
         self.candidates = candidates
         self._shared, self._tables = _Table(), dict[SequenceState, _Table]()
 
@@ -53,14 +49,6 @@ class RecycleDrafter(PlayedDrafter):
         """Forget the sequence's own table."""
         super().end(seq)
         self._tables.pop(seq, None)
-
-    def dearest(self, limit: Limit) -> Work:
-        """Nothing, however long."""
-        return GUESSED if min(limit.depth, limit.nodes) > 0 else NO_WORK
-
-    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """A chain for each sequence, with further candidates."""
-        return [self._drafted(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
 
     def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:
         table, token = self._table(seq), seq.tokens[-1]

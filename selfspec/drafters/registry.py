@@ -60,11 +60,7 @@ def make_proposer(spec: ProposerSpec, vocabulary: int | None) -> Proposer:
     if spec.path is None:
         return Lookup()
     store = Store(spec.path)
-    if vocabulary and store.vocabulary != vocabulary:
-        raise SelfspecError(
-            f"{spec.path}: its tokens are of a vocabulary of {store.vocabulary}, the model's has {vocabulary}; "
-            "make a store with this model: selfspec index"
-        )
+    store.check(vocabulary)
     return Stored(store)
 
 

@@ -254,7 +254,7 @@ static void part(const Weight &w, int64_t from, int64_t to, const float *x, int6
 
 // AMX's tiles for BFLOAT16 weights: as many outputs as a tile has lines, over as many inputs as a line has numbers. A
 // row is the sum of three bfloat16 numbers, to float32's last bit, so that products are exact and sums float32's; 16 take
-// hardly longer than one. A row is a column of its tile, which no other row changes.
+// less than twice as long as one. A row is a column of its tile, which no other row changes.
 #if defined(TILES)
 constexpr int64_t LINES = 16, LINE = 32, PARTS = 3;
 
@@ -269,7 +269,7 @@ struct alignas(64) TileShapes {
     uint8_t lines[16] = {};
 };
 
-// Where a thread keeps rows in parts, and a tile of sums.
+// Where a thread keeps rows in parts, and tiles of sums.
 struct Kept {
     char *data = nullptr;
     size_t size = 0;
@@ -283,9 +283,13 @@ struct Kept {
     }
 };
 
+INLINE __m512i steps(int by) {  // 0, by, 2 * by, ..
+    return _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(by));
+}
+
 // 32 floats in parts of bfloat16, each the next eight bits of what is left.
 INLINE void in_parts(const float *x, __m512i (&part)[PARTS]) {
-    const __m512i upper = _mm512_add_epi16(_mm512_set1_epi16(1), _mm512_slli_epi16(_mm512_set_epi16(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), 1));
+    const __m512i upper = _mm512_add_epi32(_mm512_set1_epi32(0x00030001), steps(0x00040004));  // halves 1, 3, 5, ..
     const __m512 kept = _mm512_castsi512_ps(_mm512_set1_epi32((int)0xffff0000));
     __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + V);
     for (int64_t p = 0; p < PARTS; p++) {
@@ -297,7 +301,7 @@ INLINE void in_parts(const float *x, __m512i (&part)[PARTS]) {
 
 // Rows [rows, in] in parts [in / LINE, PARTS, LINE / 2, rows] of two neighbouring inputs each.
 static void split(const float *x, int64_t ldx, int64_t rows, int64_t in, uint32_t *out) {
-    const __m512i to = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32((int)rows));
+    const __m512i to = steps((int)rows);
     for (int64_t k = 0; k < in; k += LINE, out += PARTS * LINE / 2 * rows)
         for (int64_t r = 0; r < rows; r++) {
             __m512i part[PARTS];
@@ -308,7 +312,7 @@ static void split(const float *x, int64_t ldx, int64_t rows, int64_t in, uint32_
 
 // Adds up to two tiles' outputs o on, kept in `sums` [outputs, rows].
 INLINE void from_tiles(const Weight &w, int64_t o, int64_t outputs, const float *sums, float *y, int64_t ldy, int64_t rows, bool add) {
-    const __m512i at = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32((int)rows));
+    const __m512i at = steps((int)rows);
     for (int64_t i = 0; i < outputs; i += LINES) {
         floats bias = {};
         if (w.bias) bias = w.bias_kind == BFLOAT16 ? ::at((const uint16_t *)w.bias + o + i) : ::at((const float *)w.bias + o + i);

@@ -65,22 +65,25 @@ class Store:
         except (ValueError, KeyError, TypeError, struct.error):
             raise SelfspecError(f"{self.path}: is no store of texts; make one with: selfspec index") from None
         self._tokens, self._end = start + first, start + end
-        self._order, self._places = start + order, (over - order) // _PLACE.size
+        self._order, self.tokens = start + order, (over - order) // _PLACE.size
 
-    @property
-    def tokens(self) -> int:
-        """Of all texts."""
-        return self._places
+    def check(self, vocabulary: int | None) -> None:
+        """Raise `SelfspecError` where a model's vocabulary is another one; None is not known."""
+        if vocabulary and vocabulary != self.vocabulary:
+            raise SelfspecError(
+                f"{self.path}: its tokens are of a vocabulary of {self.vocabulary}, the model's has {vocabulary}; "
+                "want a store that was made with this model: selfspec index"
+            )
 
     def find(self, text: Sequence[int]) -> Found:
         """The longest end of a text that stands in the store, of `REACH` tokens at most; its length is 0 for none."""
         key = _key(text[-REACH:])
-        at = self._bisect(key, 0, self._places)
-        length = max((_common(key, self._at(i, len(key))) for i in (at - 1, at) if 0 <= i < self._places), default=0)
+        at = self._bisect(key, 0, self.tokens)
+        length = max((_common(key, self._at(i, len(key))) for i in (at - 1, at) if 0 <= i < self.tokens), default=0)
         if not length:
             return Found(0, 0, 0)
         head = key[: 4 * length]
-        return Found(length, self._bisect(head, 0, at), self._bisect(head, at, self._places, after=True))
+        return Found(length, self._bisect(head, 0, at), self._bisect(head, at, self.tokens, after=True))
 
     def after(self, found: Found, most: int) -> list[tuple[int, ...]]:
         """What followed at up to `VOTES` of the places, evenly taken, `most` tokens at most, to the end of the text."""

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import warnings
 
 import command
 import pytest
@@ -16,7 +15,6 @@ from chats import save_with_template, with_template
 from terminal import ESCAPES, Terminal
 
 import selfspec
-from selfspec.cli import main
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.identity import Identity
 from selfspec.profile.draft import LayerSkipSpec
@@ -50,24 +48,12 @@ def chat(llm):
 
 
 @pytest.fixture
-def cli(monkeypatch, capsys, tmp_path):
-    """Run the command in a fresh folder: exit code, standard output, standard error."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
+def cli(cli, monkeypatch):
+    """The command, to which lines, bytes or a stream are said."""
     monkeypatch.delenv("FORCE_COLOR", raising=False)
 
     def run(*args, said=None):
-        monkeypatch.setattr(sys, "argv", ["selfspec", *map(str, args)])
-        if isinstance(said, list):
-            said = "".join(f"{one}\n" for one in said).encode()
-        if isinstance(said, bytes):
-            said = io.TextIOWrapper(io.BytesIO(said))
-        monkeypatch.setattr(sys, "stdin", said)
-        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code, out, err
+        return cli(*args, stdin="".join(f"{one}\n" for one in said).encode() if isinstance(said, list) else said)
 
     return run
 

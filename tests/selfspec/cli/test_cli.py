@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import re
@@ -9,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import command
@@ -22,7 +20,6 @@ from wants import is_there, missing, needs
 
 import selfspec
 from selfspec import builtin
-from selfspec.cli import main
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.events import TokenEvent
 from selfspec.facts.identity import Identity
@@ -37,24 +34,6 @@ from selfspec.speculation.rules import RULES, Verdict
 SELFSPEC = str(Path(sys.executable).parent / "selfspec")
 PROMPT = "import os\n\ndef main(args):\n    "
 PUBLISHED = "llama-2-13b-swift-cnndm"
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys, tmp_path):
-    """Run the command in a fresh folder: exit code, standard output, standard error."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
-
-    def run(*args, stdin=None):
-        monkeypatch.setattr(sys, "argv", ["selfspec", *map(str, args)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)) if stdin is not None else None)
-        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code, out, err
-
-    return run
 
 
 @pytest.fixture(autouse=True)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
-import warnings
 
 import pytest
 
 import selfspec
-from selfspec.cli import main
 from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter
 from selfspec.proposers.store import Store, write_store
 
@@ -17,23 +14,11 @@ TEXT = "def read_header(self, stream):\n    return stream.read(self.size).decode
 
 
 @pytest.fixture
-def cli(monkeypatch, capsys, tmp_path):
-    """Run the command in a fresh folder with texts: exit code, standard output, standard error."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
+def cli(cli, tmp_path):
+    """The command, in a folder with texts."""
     (tmp_path / "code.py").write_text(TEXT)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(3)))
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["selfspec", *map(str, args)])
-        monkeypatch.setattr(sys, "stdin", None)
-        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code, out, err
-
-    return run
+    return cli
 
 
 @pytest.fixture(scope="module")

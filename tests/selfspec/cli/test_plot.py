@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-import warnings
 from pathlib import Path
 
 import pytest
 from studies import small_study
 
-from selfspec.cli import main
-
 BENCH = Path(__file__).parents[2] / "scripts" / "bench.json"
 
 
 @pytest.fixture
-def cli(monkeypatch, capsys, tmp_path):
-    """Run the command in a fresh folder that holds one file of each kind: exit code, standard error."""
-    monkeypatch.chdir(tmp_path)
+def cli(cli, tmp_path):
+    """`selfspec plot` in a folder that holds one file of each kind: exit code, standard error."""
     small_study(tmp_path / "trials.jsonl")
     shutil.copy(BENCH, tmp_path / "b.json")
     (tmp_path / "p.yaml").write_text("model: {layers: 4}\nskip: {attention: [1], mlp: [2, 3]}\n")
     (tmp_path / "p.json").write_text('{"model": {"layers": 4}, "skip": {"mlp": [2]}}')
 
     def run(*args):
-        monkeypatch.setattr(sys, "argv", ["selfspec", "plot", *map(str, args)])
-        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code, capsys.readouterr().err
+        code, _, err = cli("plot", *args)
+        return code, err
 
     return run
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-import warnings
 from pathlib import Path
 
 import pytest
 
-from selfspec.cli import main
 from selfspec.facts.confidence import Confidence
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.draft_path import DraftPath
@@ -22,22 +19,6 @@ from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 
 PATH = DraftPath(SkipSet((3, 5, 9)), None, SkipSet((1, 2, 4), (0, 1)), SkipSet((10, 11, 12), (11, 12, 13, 14)), "int8")
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys, tmp_path):
-    """Run the command in a fresh folder: exit code, standard output, standard error."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["selfspec", *map(str, args)])
-        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-import warnings
 from pathlib import Path
 
 import pytest
 
 import selfspec
 from selfspec import builtin
-from selfspec.cli import main
 from selfspec.cli.data import PromptOptions
 from selfspec.profile.reading import read_profile
 from selfspec.text.prompt_files import CHAT, Prompts
@@ -38,20 +35,16 @@ def instruct(tmp_path_factory):
 
 
 @pytest.fixture
-def cli(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def cli(cli, monkeypatch, tmp_path):
+    """What the command says, on standard output and standard error; nothing goes wrong."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("selfspec.measure.cost_fitting.LONGER", 1)
     (tmp_path / "mine.txt").write_text("def f():\nclass A:\n")
     (tmp_path / "question.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
 
     def run(*args):
-        monkeypatch.setattr(sys, "argv", ["selfspec", *map(str, args)])
-        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        assert ended.value.code == 0, err
+        code, out, err = cli(*args)
+        assert code == 0, err
         return out, err
 
     return run

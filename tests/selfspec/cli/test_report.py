@@ -39,18 +39,14 @@ def files(folder: Path) -> None:
 
 
 @pytest.fixture
-def cli(monkeypatch, capsys, tmp_path):
-    """Run the command in a fresh folder: exit code, standard error, the page."""
-    monkeypatch.chdir(tmp_path)
+def cli(cli, tmp_path):
+    """`selfspec report` in a folder with files of each kind: exit code, standard error, the page."""
     files(tmp_path)
 
     def run(*args):
-        monkeypatch.setattr(sys, "argv", ["selfspec", "report", *map(str, args)])
-        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-        with pytest.raises(SystemExit) as ended:
-            main()
+        code, _, err = cli("report", *args)
         page = tmp_path / "report.html"
-        return ended.value.code, capsys.readouterr().err, page.read_text() if page.exists() else None
+        return code, err, page.read_text() if page.exists() else None
 
     return run
 

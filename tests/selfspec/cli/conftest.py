@@ -1,0 +1,29 @@
+"""`selfspec` as a person calls it, in the tests' own process."""
+
+from __future__ import annotations
+
+import io
+import sys
+import warnings
+
+import pytest
+
+from selfspec.cli import main
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys, tmp_path):
+    """Run the command in a fresh folder: exit code, standard output, standard error. `stdin`: bytes, or a stream."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*args, stdin=None):
+        monkeypatch.setattr(sys, "argv", ["selfspec", *map(str, args)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)) if isinstance(stdin, bytes) else stdin)
+        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code, out, err
+
+    return run
