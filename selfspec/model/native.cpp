@@ -13,7 +13,7 @@
 #if defined(__AVX__)
 #include <immintrin.h>
 #endif
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
 #include <cstdlib>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -162,16 +162,18 @@ template <int K, int R, int O>
 INLINE int64_t sums(const Weight &w, const char *from, int64_t row, const float *x, int64_t ldx, floats (&a)[R][O]) {
     int64_t k = 0;
     for (; k + V <= w.in; k += V) {
-        floats rows[R];
-#pragma GCC unroll 12
-        for (int r = 0; r < R; r++) rows[r] = at(x + r * ldx + k);
+        floats weights[O];
+        const int64_t byte = row_bytes<K>(k);
 #pragma GCC unroll 12
         for (int i = 0; i < O; i++) {
-            floats b = load<K>(from + i * row, k);
-            int64_t byte = row_bytes<K>(k);
+            weights[i] = load<K>(from + i * row, k);
             if ((byte & 63) == 0) __builtin_prefetch(from + (O + i) * row + byte);
+        }
 #pragma GCC unroll 12
-            for (int r = 0; r < R; r++) a[r][i] += rows[r] * b;
+        for (int r = 0; r < R; r++) {
+            floats of_row = at(x + r * ldx + k);
+#pragma GCC unroll 12
+            for (int i = 0; i < O; i++) a[r][i] += of_row * weights[i];
         }
     }
     return k;
@@ -227,11 +229,10 @@ INLINE void block(const Weight &w, int64_t o, const float *x, int64_t ldx, float
 
 template <int K, int R>
 INLINE void outputs(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, bool add) {
-    constexpr int O = V >= 16 ? (R <= 2 ? 8 : R <= 6 ? 4 : 2) : (R == 1 ? 8 : R == 2 ? 4 : R <= 4 ? 2 : 1);
+    constexpr int O = V >= 16 ? (R <= 2 ? 8 : R <= 6 ? 4 : R <= 9 && K != INT4 ? 3 : 2) : (R == 1 ? 8 : R == 2 ? 4 : R <= 4 ? 2 : 1);
     int64_t o = from;
     for (; o + O <= to; o += O) block<K, R, O>(w, o, x, ldx, y, ldy, add);
-    for (; o < to; o++)
-        for (int r = 0; r < R; r++) block<K, 1, 1>(w, o, x + r * ldx, ldx, y + r * ldy, ldy, add);
+    for (; o < to; o++) block<K, R, 1>(w, o, x, ldx, y, ldy, add);
 }
 
 template <int K, int R>
@@ -252,136 +253,28 @@ static void part(const Weight &w, int64_t from, int64_t to, const float *x, int6
         }
 }
 
-// AMX's tiles for BFLOAT16 weights: as many outputs as a tile has lines, over as many inputs as a line has numbers. A
-// row is the sum of three bfloat16 numbers, to float32's last bit, so that products are exact and sums float32's; 16 take
-// less than twice as long as one. A row is a column of its tile, which no other row changes.
 #if defined(TILES)
-constexpr int64_t LINES = 16, LINE = 32, PARTS = 3;
-
-static bool tiles_allowed() {  // by Linux, which keeps tiles' state for those who ask
-    static const bool allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-    return allowed;
-}
-
-struct alignas(64) TileShapes {
-    uint8_t palette = 1, start = 0, none[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t lines[16] = {};
-};
-
-// Where a thread keeps rows in parts, and tiles of sums.
-struct Kept {
-    char *data = nullptr;
-    size_t size = 0;
-    ~Kept() { free(data); }
-    char *of(size_t bytes) {
-        if (bytes > size) {
-            free(data);
-            data = (char *)aligned_alloc(64, size = (bytes + 4095) / 4096 * 4096);
-        }
-        return data;
-    }
-};
-
-INLINE __m512i steps(int by) {  // 0, by, 2 * by, ..
-    return _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(by));
-}
-
-// 32 floats in parts of bfloat16, each the next eight bits of what is left.
-INLINE void in_parts(const float *x, __m512i (&part)[PARTS]) {
-    const __m512i upper = _mm512_add_epi32(_mm512_set1_epi32(0x00030001), steps(0x00040004));  // halves 1, 3, 5, ..
-    const __m512 kept = _mm512_castsi512_ps(_mm512_set1_epi32((int)0xffff0000));
-    __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + V);
-    for (int64_t p = 0; p < PARTS; p++) {
-        part[p] = _mm512_permutex2var_epi16((__m512i)low, upper, (__m512i)high);
-        low = _mm512_sub_ps(low, _mm512_and_ps(low, kept));
-        high = _mm512_sub_ps(high, _mm512_and_ps(high, kept));
-    }
-}
-
-// Rows [rows, in] in parts [in / LINE, PARTS, LINE / 2, rows] of two neighbouring inputs each.
-static void split(const float *x, int64_t ldx, int64_t rows, int64_t in, uint32_t *out) {
-    const __m512i to = steps((int)rows);
-    for (int64_t k = 0; k < in; k += LINE, out += PARTS * LINE / 2 * rows)
-        for (int64_t r = 0; r < rows; r++) {
-            __m512i part[PARTS];
-            in_parts(x + r * ldx + k, part);
-            for (int64_t p = 0; p < PARTS; p++) _mm512_i32scatter_epi32(out + p * LINE / 2 * rows + r, to, part[p], 4);
-        }
-}
-
-// Adds up to two tiles' outputs o on, kept in `sums` [outputs, rows].
-INLINE void from_tiles(const Weight &w, int64_t o, int64_t outputs, const float *sums, float *y, int64_t ldy, int64_t rows, bool add) {
-    const __m512i at = steps((int)rows);
-    for (int64_t i = 0; i < outputs; i += LINES) {
-        floats bias = {};
-        if (w.bias) bias = w.bias_kind == BFLOAT16 ? ::at((const uint16_t *)w.bias + o + i) : ::at((const float *)w.bias + o + i);
-        for (int64_t r = 0; r < rows; r++) {
-            const float *from = sums + i * rows + r;
-            floats sum = rows == 1 ? ::at(from) : (floats)_mm512_i32gather_ps(at, from, 4), *to = (floats *)(y + r * ldy + o + i);
-            *to = add ? *to + (sum + bias) : sum + bias;
-        }
-    }
-}
-
-static void tiled(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
-    static thread_local Kept kept;
-    const int64_t size = PARTS * LINE / 2 * rows, line = 2 * w.in, of_two = 2 * LINES * rows;
-    uint32_t *const parts = (uint32_t *)kept.of((w.in / LINE * size + 2 * of_two) * 4);
-    float *sums = (float *)(parts + w.in / LINE * size), *before = sums + of_two;  // of these outputs, of those before
-    split(x, ldx, rows, w.in, parts);
-    TileShapes shapes;
-    for (int t = 0; t < 7; t++) shapes.lines[t] = LINES, shapes.bytes[t] = t == 2 || t == 3 ? 2 * LINE : 4 * rows;
-    _tile_loadconfig(&shapes);
-    for (int64_t o = from; o < to; o += 2 * LINES) {
-        const bool two = o + 2 * LINES <= to;
-        const char *values = w.values + o * line;
-        _tile_zero(0);
-        _tile_zero(1);
-        for (const uint32_t *part = parts; part < parts + w.in / LINE * size; part += size, values += 2 * LINE) {
-            for (int64_t i = 0; i < 2 * LINES; i++) _mm_prefetch(values + (2 * LINES + i) * line, _MM_HINT_T1);
-            _tile_loadd(2, values, line);
-            _tile_loadd(4, part, 4 * rows);
-            _tile_loadd(5, part + LINE / 2 * rows, 4 * rows);
-            _tile_loadd(6, part + LINE * rows, 4 * rows);
-            _tile_dpbf16ps(0, 2, 4);
-            if (two) _tile_loadd(3, values + LINES * line, line);
-            if (two) _tile_dpbf16ps(1, 3, 4);
-            _tile_dpbf16ps(0, 2, 5);
-            if (two) _tile_dpbf16ps(1, 3, 5);
-            _tile_dpbf16ps(0, 2, 6);
-            if (two) _tile_dpbf16ps(1, 3, 6);
-        }
-        _tile_stored(0, sums, 4 * rows);
-        _tile_stored(1, sums + of_two / 2, 4 * rows);
-        if (o > from) from_tiles(w, o - 2 * LINES, 2 * LINES, before, y, ldy, rows, add);  // the last ones are in memory by now
-        float *const last = before;
-        before = sums;
-        sums = last;
-    }
-    _tile_release();
-    const int64_t last = (to - from - 1) / (2 * LINES) * (2 * LINES) + from;
-    from_tiles(w, last, to - last, before, y, ldy, rows, add);
-}
+#include "tiles.h"
 #endif
 
-// BFLOAT16 weights: by tiles where there are such, but for outputs and inputs that fill none.
-static void of_bfloat16(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
+// By tiles where there are such, but for outputs and inputs that fill none.
+template <int K>
+static void by_tiles(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
 #if defined(TILES)
-    if (w.in % LINE == 0 && rows >= 1 && rows <= LINES && tiles_allowed()) {
+    if (w.in % LINE<K> == 0 && rows >= 1 && rows <= LINES && tiles_allowed()) {
         int64_t whole = from + (to - from) / LINES * LINES;
-        if (whole > from) tiled(w, from, whole, x, ldx, y, ldy, rows, add);
+        if (whole > from) tiled<K>(w, from, whole, x, ldx, y, ldy, rows, add);
         from = whole;
     }
 #endif
-    part<BFLOAT16>(w, from, to, x, ldx, y, ldy, rows, add);
+    part<K>(w, from, to, x, ldx, y, ldy, rows, add);
 }
 
 static void multiply(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
     switch (w.kind) {
         case FLOAT32: return part<FLOAT32>(w, from, to, x, ldx, y, ldy, rows, add);
-        case BFLOAT16: return of_bfloat16(w, from, to, x, ldx, y, ldy, rows, add);
-        case INT8: return part<INT8>(w, from, to, x, ldx, y, ldy, rows, add);
+        case BFLOAT16: return by_tiles<BFLOAT16>(w, from, to, x, ldx, y, ldy, rows, add);
+        case INT8: return by_tiles<INT8>(w, from, to, x, ldx, y, ldy, rows, add);
         default: return part<INT4>(w, from, to, x, ldx, y, ldy, rows, add);
     }
 }
@@ -422,10 +315,17 @@ static void normed(const float *x, int64_t ldx, const T *weight, double eps, flo
 }
 
 INLINE void turn(float *head, const float *cos, const float *sin, int64_t d) {  // `sin`'s first half is negative
-    for (int64_t k = 0; k < d / 2; k++) {
-        float low = head[k], high = head[k + d / 2];
+    const int64_t half = d / 2;
+    int64_t k = 0;
+    for (; k + V <= half; k += V) {
+        floats low = at(head + k), high = at(head + half + k);
+        *(floats *)(head + k) = low * at(cos + k) + high * at(sin + k);
+        *(floats *)(head + half + k) = high * at(cos + half + k) + low * at(sin + half + k);
+    }
+    for (; k < half; k++) {
+        float low = head[k], high = head[half + k];
         head[k] = low * cos[k] + high * sin[k];
-        head[k + d / 2] = high * cos[k + d / 2] + low * sin[k + d / 2];
+        head[half + k] = high * cos[half + k] + low * sin[half + k];
     }
 }
 
@@ -448,6 +348,7 @@ INLINE void score(const Query *query, const T *keys, int64_t s, int64_t stride, 
     for (int64_t k = 0; k < d; k++)
         for (int i = 0; i < B; i++) {
             floats key = at(keys + k * stride + s + i * V);
+            if (i == 0) __builtin_prefetch(keys + k * stride + s + B * V);
             for (int j = 0; j < Q; j++) a[j][i] += key * query[j].q[k];
         }
     ints lane;
@@ -511,7 +412,7 @@ static void attention(const Pass &p, const Place &place, const float *qkv, int64
     const int64_t n = place.n, d = p.head_dim, group = p.heads / p.kv_heads, of_head = n * group;
     const int64_t each = n * p.heads >= 8 * team.threads ? QUERIES : n * p.heads >= 4 * team.threads ? 2 : 1;
     const int64_t parts = (of_head + each - 1) / each, room = score_floats(place);
-    for (int64_t i = team.t; i < p.kv_heads * parts; i += team.threads) {
+    for (int64_t i = team.share(p.kv_heads * parts, 1); i < team.end(p.kv_heads * parts, 1); i++) {  // neighbours: of few heads
         const int64_t head = i / parts, from = i % parts * each, to = from + each < of_head ? from + each : of_head;
         Query query[QUERIES];
         for (int64_t j = from; j < to; j++) {
@@ -544,8 +445,8 @@ static void run(const Pass &p, const Place &place, float *stream, float *shared,
             normed(stream, D, (const T *)layer.before_attention, p.eps, own, n, D);
             multiply(*layer.qkv, team.share(width, 16), team.end(width, 16), own, D, qkv, width, n, false);
             team.wait();
-            for (int64_t i = team.t; i < n * heads; i += team.threads) {
-                int64_t r = i / heads, h = i % heads, slot = place.slots[r], pos = place.positions[r];
+            for (int64_t i = team.share(heads, 1) * n; i < team.end(heads, 1) * n; i++) {  // of a head, one thread alone
+                int64_t h = i / n, r = i % n, slot = place.slots[r], pos = place.positions[r];
                 float *head = qkv + r * width + h * d;
                 if (h < p.heads + p.kv_heads) turn(head, place.cos + pos * d, place.sin + pos * d, d);
                 if (h < p.heads)
@@ -611,6 +512,32 @@ void selfspec_multiply(const Weight *w, const float *x, int64_t ldx, float *y, i
         Team team;
         multiply(*w, team.share(w->out, 16), team.end(w->out, 16), x, ldx, y, ldy, rows, add);
     }
+}
+
+// y [rows, out] = x [rows, in] times a FLOAT32 weight, without its bias; 0, and nothing done, where tiles cannot do it.
+int64_t selfspec_multiply_many(const Weight *w, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, int64_t threads) {
+#if defined(TILES)
+    if (w->kind != FLOAT32 || w->in % 32 || w->out % LINES || !tiles_allowed()) return 0;
+    const int64_t of_rows = w->in / 32 * CHUNK, room = rows < PIECE ? rows : PIECE;
+    __m512i *const parts = (__m512i *)aligned_alloc(64, (room + LINES - 1) / LINES * of_rows * 64);
+    if (!parts) return 0;
+#pragma omp parallel num_threads(threads)
+    {
+        Team team;
+        for (int64_t first = 0; first < rows; first += PIECE) {
+            const int64_t n = rows - first < PIECE ? rows - first : PIECE;
+            for (int64_t r = team.share(n, LINES); r < team.end(n, LINES); r += LINES)
+                lines_in_parts<true>(x + (first + r) * ldx, ldx, n - r < LINES ? n - r : LINES, w->in, parts + r / LINES * of_rows);
+            team.wait();
+            many(*w, team.share(w->out, LINES), team.end(w->out, LINES), parts, y + first * ldy, ldy, n);
+            team.wait();
+        }
+    }
+    free(parts);
+    return 1;
+#else
+    return 0;
+#endif
 }
 
 // Floats of scratch that `selfspec_pass` computes in.

@@ -70,12 +70,12 @@ class NativeProduct:
     """Multiplies rows `[N, in]` with a weight `[out, in]`: float32 or bfloat16, stored by rows, or in few bits.
 
     Of linears that read the same input, it is the `Product` of them all. Sums are float32. More than `ROWS` rows are
-    torch's to multiply; with a weight in few bits, with what it stands for, held in bfloat16 from the first such rows
-    on. Raises `SelfspecError` without compiled functions.
+    torch's to multiply, unless the processor has tiles that do it faster; with a weight in few bits, with what it
+    stands for, held in bfloat16 from the first such rows on. Raises `SelfspecError` without compiled functions.
     """
 
     def __init__(self, weight: Tensor | Rounded, bias: Tensor | None = None) -> None:
-        self._multiply = library().selfspec_multiply
+        self._multiply, self._multiply_many = library().selfspec_multiply, library().selfspec_multiply_many
         self._of = weight
         self._wide: Tensor | None = None  # transposed, for many rows
         self.bias = bias if bias is None or bias.dtype in KINDS else bias.float()
@@ -130,6 +130,11 @@ class NativeProduct:
         )
 
     def _of_many(self, x: Tensor) -> Tensor:
+        if self.values.dtype == x.dtype == torch.float32 and x.stride(1) == 1:
+            out = torch.empty(len(x), self.out)
+            at = x.data_ptr(), x.stride(0), out.data_ptr(), self.out, len(x)
+            if self._multiply_many(self.address, *at, torch.get_num_threads()):
+                return out if self.bias is None else out.add_(self.bias)
         if self._wide is None:
             weight = self._given()
             self._wide = (weight.weight(torch.bfloat16) if isinstance(weight, Rounded) else weight).t()

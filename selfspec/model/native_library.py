@@ -61,7 +61,8 @@ def _library(wanted: str, compiler: str) -> Any:
     command = next((parts for name in names if (parts := _words(name)) and shutil.which(parts[0])), None)
     if command is None:
         return f"native products need a C++ compiler; none found ({', '.join(names)}); install g++, or name one by CXX"
-    key = [_SOURCE.read_text(), machine(torch.device("cpu")), platform.machine(), _instructions(), torch.__version__]
+    sources = [part.read_text() for part in (_SOURCE, *sorted(_SOURCE.parent.glob("*.h")))]
+    key = [*sources, machine(torch.device("cpu")), platform.machine(), _instructions(), torch.__version__]
     key.append(str(Path(shutil.which(command[0]) or "").stat().st_mtime_ns))  # another compiler may do better
     name = hashlib.sha256(repr([*key, *command, _FLAGS, _HERE]).encode()).hexdigest()[:32]
     folder = _folder()
@@ -151,6 +152,8 @@ def _typed(found: Any) -> Any:
     found.selfspec_vector.argtypes, found.selfspec_vector.restype = [], number
     found.selfspec_multiply.argtypes = [pointer, pointer, number, pointer, number, number, number, number]
     found.selfspec_multiply.restype = None
+    found.selfspec_multiply_many.argtypes = [pointer, pointer, number, pointer, number, number, number]
+    found.selfspec_multiply_many.restype = number
     found.selfspec_scratch.argtypes, found.selfspec_scratch.restype = [pointer, pointer, number], number
     found.selfspec_pass.argtypes = [pointer, pointer, pointer, pointer, pointer, number]
     found.selfspec_pass.restype = None

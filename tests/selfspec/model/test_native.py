@@ -108,6 +108,26 @@ def test_with_weights_in_bfloat16_rows_are_not_rounded_to_it(seed, rows, out, in
 
 
 @needs_native
+@settings(max_examples=15)
+@given(seed=SEEDS, rows=st.integers(ROWS + 1, 70), out=st.integers(1, 9), into=st.integers(1, 4), bias=st.booleans())
+def test_many_rows_in_float32_are_multiplied_as_exactly(seed, rows, out, into, bias):
+    """Of whole sixteens of outputs and 32s of inputs, as processors with tiles take."""
+    product, weight, shift = product_of("float32", seed, 16 * out, 32 * into, bias=bias)
+    x = torch.randn(rows, 32 * into)
+    check_near("float32", product, x, weight, shift)
+
+
+@needs_native
+def test_so_are_those_that_are_cut_up():
+    """More inputs and rows than are kept near at once."""
+    product, weight, shift = product_of("float32", 0, 80, 3232, bias=True)
+    x = torch.randn(530, 3232)
+    check_near("float32", product, x, weight, shift)
+    wide = torch.randn(530, 3300)
+    check_near("float32", product, wide.narrow(1, 40, 3232), weight, shift)
+
+
+@needs_native
 @each_kind
 @settings(max_examples=25)
 @given(
