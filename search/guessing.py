@@ -32,9 +32,9 @@ def _with_guesses(text: Text, trace: Trace, ahead: Ahead, ends: Collection[int])
         at, room = text.prompt + start, trace.room - start - 1
         reading.read(text.tokens[:at])
         passes.append(reading.passes(drafted, room))
-        tokens, chances = reading.free(room, ends)
-        same = [a == b for a, b in zip(tokens, text.tokens[at:], strict=False)]
-        free.append((chances, same.index(False) if False in same else len(same)))
+        guess = reading.free(room, ends)
+        same = [a == b for a, b in zip(guess.tokens, text.tokens[at:], strict=False)]
+        free.append((guess.chances, same.index(False) if False in same else len(same)))
     return replace(trace, passes=passes, free=free)
 
 

@@ -30,6 +30,7 @@ from selfspec.profile.draft import LayerSkipSpec, Skip
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 from selfspec.proposers.store import Store
+from selfspec.show.markup import by_source
 
 SIGN_STYLES = {"#": "bold green", "8": "bold cyan", "4": "bold yellow", ".": "red"}  # of skip maps, by sign
 SEARCH_HINT = "no profile known to be faster: decoding plainly. Search one with: selfspec search --model {model}"
@@ -112,7 +113,7 @@ def drafted_with(
     if controller is not None:
         profile = profile.controlled_by(controller)
     if store is not None:
-        profile, source = profile.with_store(store), f"{source}, and what {store} holds"
+        profile, source = profile.guessing_from(store=store), f"{source}, and what {store} holds"
     return Drafting(profile, source)
 
 
@@ -137,7 +138,8 @@ def stats_line(stats: Stats) -> str:
     """What a generation, or several, took and what drafting gave, on one line."""
     return (
         f"{stats.tokens} tokens in {stats.seconds:.2f} s ({stats.tokens_per_second:.1f} a second), "
-        f"{stats.rounds} rounds, {stats.drafted} drafted, {stats.accepted} accepted ({stats.acceptance_rate:.0%}), "
+        f"{stats.rounds} rounds, {stats.drafted} drafted, {stats.accepted} accepted ({stats.acceptance_rate:.0%}"
+        f"{by_source(stats)}), "
         f"{stats.tokens_per_round:.2f} tokens a round"
     )
 

@@ -74,7 +74,12 @@ class Decoding:
 
         given = self.given
         return load(
-            self.model, profile=self.profile, device=given.where.place, dtype=given.where.dtype, store=given.store
+            self.model,
+            profile=self.profile,
+            device=given.where.place,
+            dtype=given.where.dtype,
+            store=given.store,
+            answers=given.answers,
         )
 
     def load_plain(self, *, layout: str = "auto") -> LLM:

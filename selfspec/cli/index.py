@@ -10,6 +10,7 @@ from selfspec.cli.common import print_json, progress, stderr, stdout
 from selfspec.cli.data import as_typed
 from selfspec.cli.options import IndexCommand
 from selfspec.model.loading import check_model_name, load_tokenizer, read_identity
+from selfspec.proposers.answers import Answers, keeps_answers
 from selfspec.proposers.store import Store, write_store
 from selfspec.text.prompt_files import read_texts
 
@@ -28,7 +29,12 @@ def run(options: IndexCommand) -> None:
         held.check(vocabulary)
         kept = list(held)
     template = as_typed(options.template)
-    texts = [text for path in options.texts for text in read_texts(path, column=options.column, template=template)]
+    texts = list[str]()
+    for path in options.texts:
+        if keeps_answers(path):
+            kept += Answers(path, vocabulary)
+        else:
+            texts += read_texts(path, column=options.column, template=template)
     encoded = list(_encoded(options.model, texts))
     tokens = write_store(options.out, [*kept, *encoded], vocabulary=vocabulary)
     found = {

@@ -104,6 +104,14 @@ class DecodingOptions:
     ] = None
     controller: Controller = None
     store: Store = None
+    answers: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Earlier answers to guess from, beside the prompt; new ones are added.",
+            rich_help_panel=_DRAFTING,
+        ),
+    ] = None
     regex: Annotated[
         str | None, typer.Option(help="The new text matches this regular expression.", rich_help_panel=_GUIDED)
     ] = None

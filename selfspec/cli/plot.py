@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 KINDS: dict[What, tuple[str, ...]] = {  # the first is the default
     "profile": ("skip-map", "confidence"),
     "study": ("skipped", "pareto", "sensitivity", "progress"),
-    "bench": ("bars", "position"),
+    "bench": ("bars", "position", "sources"),
 }
 _NAMES: dict[What, str] = {"profile": "a profile", "study": "a study", "bench": "a benchmark"}
 
@@ -87,12 +87,14 @@ def _of_study(options: PlotOptions, kind: str) -> Callable[[float], Figure]:
 
 
 def _of_bench(options: PlotOptions, kind: str) -> Callable[[float], Figure]:
-    from selfspec.show.plots.bench import acceptance_by_position, bench_bars
-    from selfspec.show.tables import bench_frame, bench_position_frame, read_bench
+    from selfspec.show.plots.bench import acceptance_by_position, bench_bars, tokens_by_source
+    from selfspec.show.tables import bench_frame, bench_position_frame, read_bench, source_frame
 
     bench = read_bench(Path(options.source))
     if kind == "bars":
         return lambda width: bench_bars(bench_frame(bench), width=width)
+    if kind == "sources":
+        return lambda width: tokens_by_source(source_frame(bench), width=width)
     return lambda width: acceptance_by_position(bench_position_frame(bench), width=width)
 
 

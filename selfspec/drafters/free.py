@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from selfspec.controllers import Controller, Play
-from selfspec.drafters.played import PlayedDrafter
+from selfspec.drafters.played import PlayedDrafter, guessed
 from selfspec.facts.work import GUESSED, NO_WORK, Work
 from selfspec.proposers.ahead import Ahead
 from selfspec.proposers.base import Proposer
 from selfspec.speculation.drafter import Limit
-from selfspec.speculation.drafts import NO_DRAFT, Draft
+from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sequence import SequenceState
 
 
@@ -38,5 +38,4 @@ class FreeDrafter(PlayedDrafter):
         for chance in guess.chances:
             if not play.see(chance):
                 break
-        n = len(play.confidences)
-        return Draft.chain(guess.tokens[:n], confidence=play.confidences, work=GUESSED) if n else NO_DRAFT
+        return guessed(guess.cut(len(play.confidences)), play.confidences)

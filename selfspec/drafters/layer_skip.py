@@ -10,18 +10,19 @@ import torch
 from torch import Tensor
 
 from selfspec.controllers import Controller, Play
-from selfspec.drafters.played import PlayedDrafter, check_candidates
+from selfspec.drafters.played import PlayedDrafter, check_candidates, guessed
 from selfspec.facts.confidence import PROBABILITY, Confidence
 from selfspec.facts.draft_path import DraftPath, as_path
 from selfspec.facts.limits import WIDEST_DRAFT
 from selfspec.facts.skip import SkipSet
-from selfspec.facts.work import GUESSED, Work, passes_of
+from selfspec.facts.work import DRAFT_PATH, Work, passes_of
 from selfspec.proposers.ahead import Ahead
+from selfspec.proposers.base import NO_GUESS, Guess
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
-from selfspec.speculation.drafts import NO_DRAFT, Draft
+from selfspec.speculation.drafts import Draft
 from selfspec.speculation.passes import Placed, lay_out
-from selfspec.speculation.sampling import gap
+from selfspec.speculation.sampling import best_of, gap
 from selfspec.speculation.sequence import SequenceState
 
 
@@ -32,22 +33,27 @@ class _Chain:
     `logits` `[n, V]`: raw ones from the last pass that are still to be used, the next token's first; what follows it
     holds where the draft goes on with the tokens `ahead`. `passes`: how many tokens went through each pass. `room`:
     the most tokens that the draft may have. `guessed`: what is to be verified in place of a draft along the path.
+    `source`: what guessed the tokens `ahead`; `sources`: for each drafted token, the path or what had guessed it.
     """
 
     seq: SequenceState
     play: Play
     room: int
-    guessed: Sequence[int] = ()
+    guessed: Guess = NO_GUESS
     tokens: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     ahead: list[int] = field(default_factory=list)
     passes: list[int] = field(default_factory=list)
+    source: str = ""
+    sources: list[str] = field(default_factory=list)
 
     def put(self, token: int) -> None:
         """The token is drafted: what was computed for another one is of no use."""
         self.tokens.append(token)
-        if self.ahead and self.ahead.pop(0) != token:
+        foreseen = bool(self.ahead) and self.ahead.pop(0) == token
+        self.sources.append(self.source if foreseen else DRAFT_PATH)
+        if not foreseen:
             self.ahead, self.logits = [], []
 
 
@@ -102,14 +108,15 @@ class LayerSkipDrafter(PlayedDrafter):
     def _begun(self, seq: SequenceState, room: int) -> _Chain:
         """A draft that has no token yet; none is to come where the controller takes a guess as it is."""
         controller, guess = self.controller_of(seq), self.guess(seq, room)
-        guessed = guess.tokens[: controller.free(guess.chances)]
-        return _Chain(seq, Play(controller, depth=0 if guessed else min(room, self._deepest)), room, guessed)
+        taken = guess.cut(controller.free(guess.chances))
+        return _Chain(seq, Play(controller, depth=0 if taken.tokens else min(room, self._deepest)), room, taken)
 
     def _pass(self, chains: Sequence[_Chain]) -> None:
         """Raw logits after each chain's last token, and after those guessed to follow it, from one pass."""
         placed = []
         for c in chains:
-            c.ahead = list(self.reading(c.seq).guess(c.tokens, c.room - len(c.tokens) - 1).tokens)
+            guess = self.reading(c.seq).guess(c.tokens, c.room - len(c.tokens) - 1)
+            c.ahead, c.source = list(guess.tokens), guess.source
             c.passes.append(1 + len(c.ahead))
             root = c.tokens[-1] if c.tokens else c.seq.tokens[-1]
             placed.append(Placed(c.seq.row, root, len(c.seq.tokens) - 1 + len(c.tokens), Draft.chain(c.ahead)))
@@ -135,7 +142,7 @@ class LayerSkipDrafter(PlayedDrafter):
             token, apart = sampler.best(row, position, p=q, with_gap=told.gap > 0)
         else:
             token = sampler.draw(q, position)
-            apart = gap(row, int(row.argmax())) if told.gap else 0.0
+            apart = gap(row, best_of(row)) if told.gap else 0.0
         chain.put(token)
         chain.rows.append(row if sampler.greedy else q)
         probability = float(q[token]) if told.probability else 0.0
@@ -151,20 +158,21 @@ class LayerSkipDrafter(PlayedDrafter):
         """The draft that a chain has come to, with at most `nodes` tokens."""
         sampler, tokens, rows = chain.seq.sampler, chain.tokens, chain.rows
         if not tokens:
-            return Draft.chain(chain.guessed, work=GUESSED) if chain.guessed else NO_DRAFT
+            return guessed(chain.guessed)
         q = None if sampler.greedy else torch.stack(rows)
-        draft = Draft.chain(tokens, q=q, confidence=chain.play.confidences, work=passes_of(chain.passes))
+        work = passes_of(chain.passes)
+        draft = Draft.chain(tokens, q=q, confidence=chain.play.confidences, work=work, sources=chain.sources)
         counts = chain.play.candidates(self.candidates, nodes=nodes) if self.candidates > 1 else ()
         if all(count == 1 for count in counts):
             return draft
         if sampler.greedy:
-            return draft.with_candidates(_likeliest(rows, tokens, counts))
+            return draft.with_candidates(_likeliest(rows, tokens, counts), source=DRAFT_PATH)
         first = len(chain.seq.tokens)
         others = (
             _drawn(sampler_row, token, count, chain.seq, first + i)
             for i, (sampler_row, token, count) in enumerate(zip(rows, tokens, counts, strict=True))
         )
-        return draft.with_candidates(list(others))
+        return draft.with_candidates(list(others), source=DRAFT_PATH)
 
 
 def _drawn(q: Tensor, token: int, count: int, seq: SequenceState, position: int) -> list[int]:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller
 from selfspec.facts.limits import WIDEST_DRAFT
+from selfspec.facts.work import GUESSED
 from selfspec.proposers.ahead import Ahead, Reading
 from selfspec.proposers.base import Guess
-from selfspec.speculation.drafts import Outcome
+from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.step import Step
 
@@ -20,6 +21,14 @@ def check_candidates(count: int) -> None:
     """Raise `SelfspecError` for no candidate, or more than a verification holds."""
     if not 1 <= count <= WIDEST_DRAFT:
         raise SelfspecError(f"candidates {count}: want 1 (the drafted token itself) to {WIDEST_DRAFT}")
+
+
+def guessed(guess: Guess, confidence: Sequence[float] = ()) -> Draft:
+    """A guess as a draft; `confidence`: where a controller was told of each token."""
+    if not guess.tokens:
+        return NO_DRAFT
+    sources = [guess.source] * len(guess.tokens)
+    return Draft.chain(guess.tokens, confidence=confidence, work=GUESSED, sources=sources)
 
 
 class PlayedDrafter:
@@ -39,14 +48,15 @@ class PlayedDrafter:
 
     def begin(self, seq: SequenceState, prefill: Step) -> None:
         """A text of its own, and a controller where it has a seed."""
-        self._readings[seq] = self.ahead.reading()
+        self._readings[seq] = self.ahead.reading(prompt=len(seq.tokens), seeded=seq.sampler.seeded)
         if seq.sampler.seeded:
             self._own[seq] = self.controller.start()
 
     def end(self, seq: SequenceState) -> None:
-        """Forget the sequence; the scratch slots are the runtime's."""
+        """Forget the sequence, once proposers that learn have; the scratch slots are the runtime's."""
         self._own.pop(seq, None)
-        self._readings.pop(seq, None)
+        if (reading := self._readings.pop(seq, None)) is not None:
+            reading.ended(seq.tokens)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Tell the controller what was accepted of the chain, and whether another candidate was."""

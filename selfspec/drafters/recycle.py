@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from selfspec.controllers import Controller, Play
 from selfspec.drafters.free import FreeDrafter
-from selfspec.drafters.played import check_candidates
-from selfspec.facts.work import GUESSED
-from selfspec.proposers.base import Chances
+from selfspec.drafters.played import check_candidates, guessed
+from selfspec.facts.work import RECYCLED
+from selfspec.proposers.base import Chances, Guess
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.sequence import SequenceState
@@ -62,8 +62,9 @@ class RecycleDrafter(FreeDrafter):
         if not tokens:
             return NO_DRAFT
         counts = play.candidates(self.candidates, nodes=limit.nodes)
-        draft = Draft.chain(tokens, confidence=play.confidences, work=GUESSED)
-        return draft.with_candidates([rest[: count - 1] for rest, count in zip(others, counts, strict=True)])
+        draft = guessed(Guess(tokens, (), RECYCLED), play.confidences)
+        others = [rest[: count - 1] for rest, count in zip(others, counts, strict=True)]
+        return draft.with_candidates(others, source=RECYCLED)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Learn what follows the tokens that are committed now."""

@@ -27,6 +27,7 @@ from selfspec.profile.draft import (
 )
 from selfspec.profile.schema import Profile
 from selfspec.proposers.ahead import Ahead
+from selfspec.proposers.answers import Answers
 from selfspec.proposers.base import Proposer
 from selfspec.proposers.lookup import Lookup
 from selfspec.proposers.store import Store, Stored
@@ -59,6 +60,8 @@ def make_proposer(spec: ProposerSpec, vocabulary: int | None) -> Proposer:
     """What guesses, for a model of that vocabulary. Raises `SelfspecError` for a store that is made for another."""
     if spec.path is None:
         return Lookup()
+    if spec.kind == "answers":
+        return Answers(spec.path, vocabulary)
     store = Store(spec.path)
     store.check(vocabulary)
     return Stored(store)

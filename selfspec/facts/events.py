@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from selfspec.facts.stats import Round
 from selfspec.facts.work import GUESSED
+
+T = TypeVar("T")
 
 
 class Origin(StrEnum):
@@ -56,7 +58,8 @@ class TokenEvent:
     `confidence`: the draft's probability of it; None where it was not drafted, and for a place's other candidates, of
     which none is known. `probability`: the model's own, the softmax of its raw logits, temperature and processors left
     out; None unless `probabilities` were asked for. `rejected`: what was drafted at this place and rejected before this
-    token was taken: the chain's token first, then the other candidates.
+    token was taken: the chain's token first, then the other candidates. `source`: what came up with it, by name: the
+    draft path, or a proposer, also where the path then drafted what that had guessed; None where it was not drafted.
     """
 
     token: int
@@ -67,6 +70,7 @@ class TokenEvent:
     confidence: float | None = None
     probability: float | None = None
     rejected: tuple[Rejected, ...] = ()
+    source: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
@@ -114,6 +118,7 @@ def token_events(
                     confidence=None if node is None else _at(done.confidence, node),
                     probability=_at(done.probabilities, i),
                     rejected=tuple(rejected),
+                    source=None if node is None else _at(done.sources, node),
                 )
             )
     return tuple(events)
@@ -137,5 +142,5 @@ def _last(path: Sequence[int]) -> int:
     return path[-1] if path else -1
 
 
-def _at(values: Sequence[float], i: int) -> float | None:
+def _at(values: Sequence[T], i: int) -> T | None:
     return values[i] if i < len(values) else None

@@ -20,7 +20,7 @@ class Round:
     What was drafted, as `drafts.Draft` has it: `proposed` tokens, each below its `parents` (-1: the last token emitted
     before), the `confidence` in the first of them; and `path`, those that were accepted. `probabilities`: the model's
     own of each emitted token, where asked for. `events.token_events` makes of it where each token came from. `work`:
-    what making the draft took.
+    what making the draft took; `sources`: what came up with each drafted token, by name, none where it is not told.
     """
 
     drafted: int
@@ -34,6 +34,7 @@ class Round:
     path: tuple[int, ...] = ()
     probabilities: tuple[float, ...] = ()
     work: Work = NO_WORK
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -42,9 +43,9 @@ class Stats:
 
     `drafted` counts tokens drafted one after the other, `nodes` the drafted tokens that were verified, all candidates
     of each place counted, `accepted` the drafted tokens that were emitted, `tokens` all that was emitted. `seconds` is
-    wall time, prefill included. `work`: how often each part of drafting was called. `prompt`: tokens that came before,
-    of which `kept` were not read again, as a conversation's cache held their keys. `log`: round by round, of one
-    generation.
+    wall time, prefill included. `work`: how often each part of drafting was called; `sources`: of the accepted tokens,
+    how many each source came up with, as far as it is told. `prompt`: tokens that came before, of which `kept` were not
+    read again, as a conversation's cache held their keys. `log`: round by round, of one generation.
     """
 
     rounds: int = 0
@@ -55,6 +56,7 @@ class Stats:
     seconds: float = 0.0
     log: list[Round] = field(default_factory=list)
     work: Counter[Part] = field(default_factory=Counter)
+    sources: Counter[str] = field(default_factory=Counter)
     prompt: int = 0
     kept: int = 0
 
@@ -69,6 +71,11 @@ class Stats:
         return self.tokens / self.rounds if self.rounds else 0.0
 
     @property
+    def shares(self) -> dict[str, float]:
+        """The share of all emitted tokens that each source came up with; the others are the model's own."""
+        return {source: tokens / self.tokens for source, tokens in self.sources.most_common()}
+
+    @property
     def tokens_per_second(self) -> float:
         """Emitted tokens per second of wall time."""
         return self.tokens / self.seconds if self.seconds else 0.0
@@ -78,6 +85,7 @@ class Stats:
         for name in ("rounds", "drafted", "nodes", "accepted", "tokens", "seconds", "prompt", "kept"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.work.update(other.work)
+        self.sources.update(other.sources)
 
     @classmethod
     def total(cls, parts: Iterable[Stats]) -> Stats:
@@ -91,7 +99,8 @@ class Stats:
         """Everything, rates included, ready for JSON."""
         names = ("rounds", "drafted", "nodes", "accepted", "acceptance_rate", "tokens_per_round")
         figures = {name: getattr(self, name) for name in (*names, "seconds", "tokens_per_second")}
-        return {**figures, "work": {str(part): calls for part, calls in self.work.items()}}
+        work = {str(part): calls for part, calls in self.work.items()}
+        return {**figures, "work": work, "sources": dict(self.sources.most_common())}
 
 
 def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:

@@ -17,6 +17,7 @@ class Part(NamedTuple):
         return self.name if self.rows == 1 else f"{self.name} of {self.rows} rows"
 
 
+DRAFT_PATH, RECYCLED = "draft path", "recycle"  # that tokens came from; of what is guessed, the proposer's name
 DRAFT_STEP = Part("draft step")  # one token through a draft path
 GUESS = Part("guess")  # what no model computes
 Work = tuple[tuple[Part, int], ...]  # each part once, with how often it was called; () is free

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from selfspec.llm.arguments import takes
 from selfspec.llm.conversation import Conversation
 from selfspec.llm.messages import Message, checked, render
 from selfspec.llm.options import GenerateOptions, Options
-from selfspec.llm.plan import Plan, new_tokens, plan
+from selfspec.llm.plan import Plan, new_tokens, plan, timed
 from selfspec.llm.stream import Generation, Stream
 from selfspec.model.layout import check_layout, choose, lay_out_, layout_times, weight_bytes
 from selfspec.model.loading import DeviceMap, load_model
@@ -30,6 +29,7 @@ from selfspec.profile.choosing import check_profile, choose_profile
 from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
+from selfspec.proposers.answers import check_answers
 from selfspec.proposers.store import Store
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
@@ -244,7 +244,7 @@ class LLM:
             drafter or self.drafter,
             seq,
             rule=planned.rule,
-            stop=_timed(text.push, planned.config.max_time),
+            stop=timed(text.push, planned.config.max_time),
             first_plain=first_plain,
             reuse=reuse,
         )
@@ -267,14 +267,6 @@ class LLM:
         return planned
 
 
-def _timed(push: Callable[[int], bool], seconds: float | None) -> Callable[[int], bool]:
-    """`push`, which also says stop when so many seconds have gone by."""
-    if seconds is None:
-        return push
-    deadline = time.perf_counter() + seconds
-    return lambda token: push(token) or time.perf_counter() > deadline
-
-
 def load(
     model: str = "builtin",
     *,
@@ -285,6 +277,7 @@ def load(
     drafting: bool | None = None,
     few_bits: bool | None = None,
     store: str | Path | None = None,
+    answers: str | Path | None = None,
 ) -> LLM:
     """Load a folder, a GGUF file, a hub id, `smollm2-135m` or `builtin`, with the profile to draft with.
 
@@ -293,11 +286,14 @@ def load(
     float32 on a CPU, else the checkpoint's. `layout`: how the weights lie in memory, see `layout.lay_out_`; `auto` is
     what was measured to be fastest here, for drafting or for plain decoding. `drafting` says for which, and `few_bits`
     whether drafts run in few bits; left out, as the profile does. `store`: a file of texts to guess from, which
-    `selfspec index` made. Raises `SelfspecError`.
+    `selfspec index` made; `answers`: one of earlier answers to guess from, to which new ones are added.
+    Raises `SelfspecError`.
     """
     check_layout(layout)
     if store is not None:
         Store(store)
+    if answers is not None:
+        check_answers(answers)
     named = profile if profile in ("auto", "none") or isinstance(profile, Profile) else find_profile_file(profile)
     loaded, tokenizer = load_model(model, device=device, dtype=dtype)
     identity = read_skeleton(loaded).identity.model_copy(update={"name": model})
@@ -308,7 +304,7 @@ def load(
         few_bits = chosen is not None and chosen.path.low_precision
     plain = choose(layout_times(loaded), drafting=False) if layout == "auto" else layout
     layout = lay_out_(loaded, layout, drafting=drafting, few_bits=few_bits)
-    llm = LLM(loaded, tokenizer, name=model, profile=_with_store(chosen, identity, store))
+    llm = LLM(loaded, tokenizer, name=model, profile=_guessing(chosen, identity, store, answers))
     llm.layout, llm.plain_layout = layout, plain
     return llm
 
@@ -320,19 +316,24 @@ def wrap(
     profile: str | Path | Profile = "auto",
     name: str | None = None,
     store: str | Path | None = None,
+    answers: str | Path | None = None,
 ) -> LLM:
     """Use a model that `transformers` has loaded; it is not changed, and can still be used as before.
 
     Adapters, and hooks on leaf modules, should be in place already; wrap again after moving, casting or replacing
-    weights. `profile` and `store` as in `load`. Raises `SelfspecError`.
+    weights. `profile`, `store` and `answers` as in `load`. Raises `SelfspecError`.
     """
     if isinstance(profile, (str, Path)) and profile not in ("auto", "none"):
         profile = find_profile_file(profile)
     llm = LLM(model, tokenizer, name=name)
-    if (chosen := _with_store(choose_profile(llm.identity, profile), llm.identity, store)) is not None:
+    if (chosen := _guessing(choose_profile(llm.identity, profile), llm.identity, store, answers)) is not None:
         llm._use(chosen)
     return llm
 
 
-def _with_store(profile: Profile | None, identity: Identity, store: str | Path | None) -> Profile | None:
-    return profile if store is None else (profile or Profile(model=identity)).with_store(store)
+def _guessing(
+    profile: Profile | None, identity: Identity, store: str | Path | None, answers: str | Path | None
+) -> Profile | None:
+    if store is None and answers is None:
+        return profile
+    return (profile or Profile(model=identity)).guessing_from(store=store, answers=answers)

@@ -6,7 +6,8 @@ One sequence, greedily or by sampling; what else a configuration can ask for is 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,3 +198,11 @@ def _numbers(value: Any) -> list[Any]:
     if isinstance(value, list | tuple | set):
         return [number for part in value for number in _numbers(part)]
     return [] if value is None else [value]
+
+
+def timed(push: Callable[[int], bool], seconds: float | None) -> Callable[[int], bool]:
+    """`push`, which also says stop when so many seconds have gone by."""
+    if seconds is None:
+        return push
+    deadline = time.perf_counter() + seconds
+    return lambda token: push(token) or time.perf_counter() > deadline

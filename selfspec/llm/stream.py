@@ -133,6 +133,7 @@ def _pieces(
                 outcome.path,
                 own,
                 draft.work,
+                draft.sources,
             )
             stats.log.append(done)
             stats.kept = seq.kept
@@ -144,6 +145,8 @@ def _pieces(
             stats.seconds += seconds
             for part, calls in draft.work:
                 stats.work[part] += calls
+            if draft.sources:
+                stats.sources.update(draft.sources[node] for node in outcome.path[: done.accepted])
             tokens += outcome.tokens
             if pieces and (piece := text.take()):
                 yield piece

@@ -34,6 +34,7 @@ def summary(runs: Runs, name: str, *, bases: Sequence[str]) -> Json:
         "tokens_per_round": total.tokens_per_round,
         "accepted_per_round": total.accepted / total.rounds if total.rounds else 0.0,
         "acceptance_rate": total.acceptance_rate if total.drafted else None,
+        "sources": total.shares,
         "acceptance_by_position": acceptance_by_position([done for run in each for done in run.log]),
     }
 
@@ -46,7 +47,7 @@ def by_task(
     Those of Spec-Bench, as its `evaluation/speed.py` has them: `mean_accepted_tokens`, emitted tokens a pass over all
     passes; `mean_tokens_per_second`, the mean over prompts of each one's tokens per second, prompt's pass included; and
     `speedup`, that mean over a base's. With several rounds, the mean of the rounds' figures. And `ratio`, as in
-    `summary`.
+    `summary`; `sources`: the share of the tokens that each source came up with, as far as it is told.
     """
     found: Json = {"tasks": []}
     for task in dict.fromkeys(tasks):
@@ -57,10 +58,11 @@ def by_task(
 
 
 def _on_prompts(runs: Runs, name: str, bases: Sequence[str], verdicts: Sequence[Verdict] | None) -> Json:
-    mine = runs.mean_speeds(name)
+    mine, total = runs.mean_speeds(name), runs.total(name)
     return {
         "prompts": len(runs.stats[name]),
-        "mean_accepted_tokens": runs.total(name).tokens_per_round,
+        "mean_accepted_tokens": total.tokens_per_round,
+        "sources": total.shares,
         "mean_tokens_per_second": mean(mine),
         "speedup": {base: mean(a / b for a, b in zip(mine, runs.mean_speeds(base), strict=True)) for base in bases},
         "ratio": _ratios(runs, name, bases),

@@ -79,49 +79,109 @@ INLINE float to_whole(const float *x, int64_t in, float *back) {
     return some ? most / size : 0;
 }
 
-// Rows [rows, in] in parts [in / LINE, PARTS, LINES, rows] of 4 bytes of neighbouring inputs each; `back` [rows].
-template <int K> static void split(const float *x, int64_t ldx, int64_t rows, int64_t in, uint32_t *out, float *back) {
-    const __m512i to = steps((int)rows);
-    for (int64_t r = 0; r < rows; r++, x += ldx) {
-        const __m512 by = _mm512_set1_ps(K == INT8 ? to_whole(x, in, back + r) : 1.0f);
-        uint32_t *at = out + r;
-        for (int64_t k = 0; k < in; k += LINE<K>) {
-            __m512i part[PARTS];
-            if constexpr (K == INT8)
-                in_parts(x + k, by, part);
-            else
-                in_parts(x + k, part);
-            for (int64_t p = 0; p < PARTS; p++, at += LINES * rows)
-                if (rows == 1)
-                    _mm512_storeu_si512(at, part[p]);
-                else
-                    _mm512_i32scatter_epi32(at, to, part[p], 4);
+// What rows are filled up to, so that they can be moved by fours.
+INLINE int64_t filled(int64_t rows) { return rows == 1 ? 1 : (rows + 3) / 4 * 4; }
+
+// Four rows of 16 numbers as 16 times four, each 4 `apart`.
+INLINE void spread(const __m512i (&row)[4], uint32_t *out, int64_t apart) {
+    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i low = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
+    for (int half = 0; half < 2; half++) {
+        const __m512i at = _mm512_add_epi32(first, _mm512_set1_epi32(8 * half));
+        const __m512i of_two = _mm512_permutex2var_epi32(row[0], at, row[1]), of_others = _mm512_permutex2var_epi32(row[2], at, row[3]);
+        for (int quarter = 0; quarter < 2; quarter++, out += 4 * apart) {
+            const __m512i four = _mm512_permutex2var_epi64(of_two, _mm512_add_epi64(low, _mm512_set1_epi64(4 * quarter)), of_others);
+            _mm_storeu_si128((__m128i *)out, _mm512_castsi512_si128(four));
+            _mm_storeu_si128((__m128i *)(out + apart), _mm512_extracti32x4_epi32(four, 1));
+            _mm_storeu_si128((__m128i *)(out + 2 * apart), _mm512_extracti32x4_epi32(four, 2));
+            _mm_storeu_si128((__m128i *)(out + 3 * apart), _mm512_extracti32x4_epi32(four, 3));
         }
     }
 }
 
-// Adds a block's outputs on, o the first, kept in `sums` [SUMS, outputs, rows], to y.
+// Four numbers of four rows each, `apart`.
+INLINE __m512i four_of(const float *from, int64_t apart) {
+    __m512i found = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)from));
+    found = _mm512_inserti32x4(found, _mm_loadu_si128((const __m128i *)(from + apart)), 1);
+    found = _mm512_inserti32x4(found, _mm_loadu_si128((const __m128i *)(from + 2 * apart)), 2);
+    return _mm512_inserti32x4(found, _mm_loadu_si128((const __m128i *)(from + 3 * apart)), 3);
+}
+
+// 16 numbers of four rows each, as four rows of 16.
+INLINE void gathered(const floats (&four)[4], floats (&row)[4]) {
+    const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29);
+    for (int r = 0; r < 4; r += 2) {
+        const __m512i at = _mm512_add_epi32(first, _mm512_set1_epi32(r));
+        const __m512 low = _mm512_permutex2var_ps((__m512)four[0], at, (__m512)four[1]), high = _mm512_permutex2var_ps((__m512)four[2], at, (__m512)four[3]);
+        row[r] = (floats)_mm512_shuffle_f32x4(low, high, 0x44);
+        row[r + 1] = (floats)_mm512_shuffle_f32x4(low, high, 0xee);
+    }
+}
+
+template <int K> INLINE void in_parts_of(const float *x, __m512 by, __m512i (&part)[PARTS]) {
+    if constexpr (K == INT8)
+        in_parts(x, by, part);
+    else
+        in_parts(x, part);
+}
+
+// Rows [rows, in] in parts [in / LINE, PARTS, LINES, filled] of 4 bytes of neighbouring inputs each; `back` [rows].
+template <int K> static void split(const float *x, int64_t ldx, int64_t rows, int64_t in, uint32_t *out, float *back) {
+    const int64_t wide = filled(rows);
+    for (int64_t r = 0; r < rows; r += 4) {
+        const int64_t n = rows - r < 4 ? rows - r : 4;
+        __m512 by[4];
+        for (int64_t i = 0; i < n; i++) by[i] = _mm512_set1_ps(K == INT8 ? to_whole(x + (r + i) * ldx, in, back + r + i) : 1.0f);
+        uint32_t *at = out + r;
+        __m512i part[4][PARTS] = {};
+        for (int64_t k = 0; k < in; k += LINE<K>) {
+            for (int64_t i = 0; i < n; i++) in_parts_of<K>(x + (r + i) * ldx + k, by[i], part[i]);
+            for (int64_t p = 0; p < PARTS; p++, at += LINES * wide)
+                if (rows == 1) {
+                    _mm512_storeu_si512(at, part[0][p]);
+                } else {
+                    const __m512i four[4] = {part[0][p], part[1][p], part[2][p], part[3][p]};
+                    spread(four, at, wide);
+                }
+        }
+    }
+}
+
+// The sums of 16 outputs' tile, or, of parts' own, what they come to.
+template <int K, typename Load> INLINE floats whole_sum(Load load) {
+    floats sum = {};
+    for (int64_t p = 0; p < SUMS<K>; p++) sum = K == INT8 ? sum * 256.0f + to_floats((ints)load(p)) : (floats)load(p);
+    return sum;
+}
+
+// Adds a block's outputs on, o the first, kept in `sums` [SUMS, outputs, filled], to y.
 template <int K>
 INLINE void from_tiles(const Weight &w, int64_t o, int64_t outputs, const float *sums, const float *back, float *y, int64_t ldy, int64_t rows, bool add) {
-    const __m512i at = steps((int)rows);
+    const int64_t wide = filled(rows), of_part = outputs * wide;
     for (int64_t i = 0; i < outputs; i += LINES) {
         floats bias = {}, scale = {};
-        if (w.bias) bias = w.bias_kind == BFLOAT16 ? ::at((const uint16_t *)w.bias + o + i) : ::at((const float *)w.bias + o + i);
-        if (K == INT8) scale = ::at((const uint16_t *)w.scale + o + i);
-        for (int64_t r = 0; r < rows; r++) {
-            floats sum = {}, *to = (floats *)(y + r * ldy + o + i);
-            for (int64_t p = 0; p < SUMS<K>; p++) {
-                const float *from = sums + (p * outputs + i) * rows + r;
-                floats some = rows == 1 ? ::at(from) : (floats)_mm512_i32gather_ps(at, from, 4);
-                sum = K == INT8 ? sum * 256.0f + to_floats((ints)some) : some;
+        if (w.bias) bias = w.bias_kind == BFLOAT16 ? at((const uint16_t *)w.bias + o + i) : at((const float *)w.bias + o + i);
+        if (K == INT8) scale = at((const uint16_t *)w.scale + o + i);
+        for (int64_t r = 0; r < rows; r += 4) {
+            const float *from = sums + i * wide + r;
+            floats row[4];
+            if (rows == 1) {
+                row[0] = whole_sum<K>([&](int64_t p) { return _mm512_loadu_si512(from + p * of_part); });
+            } else {
+                floats four[4];
+                for (int64_t q = 0; q < 4; q++)
+                    four[q] = whole_sum<K>([&](int64_t p) { return four_of(from + p * of_part + 4 * q * wide, wide); });
+                gathered(four, row);
             }
-            if (K == INT8) sum = sum * (scale * back[r]);
-            *to = add ? *to + (sum + bias) : sum + bias;
+            for (int64_t j = 0; j < 4 && r + j < rows; j++) {
+                floats sum = K == INT8 ? row[j] * (scale * back[r + j]) : row[j], *to = (floats *)(y + (r + j) * ldy + o + i);
+                *to = add ? *to + (sum + bias) : sum + bias;
+            }
         }
     }
 }
 
-// The sums of up to `BLOCK` outputs, whose weights begin at `values`, with rows in `parts`.
+// The sums of up to `BLOCK` outputs, whose weights begin at `values`, with rows, filled up, in `parts`.
 template <int K>
 INLINE void block_of_tiles(const char *values, int64_t line, int64_t outputs, const uint32_t *parts, int64_t count, int64_t rows, float *sums) {
     const int64_t part = LINES * rows, by = 4 * rows;
@@ -157,18 +217,18 @@ INLINE void block_of_tiles(const char *values, int64_t line, int64_t outputs, co
 template <int K>
 static void tiled(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
     static thread_local Kept kept;
-    const int64_t count = w.in / LINE<K>, of_parts = count * PARTS * LINES * rows, line = 64 * count, of_sums = PARTS * LINES * rows;
+    const int64_t wide = filled(rows), count = w.in / LINE<K>, of_parts = count * PARTS * LINES * wide, line = 64 * count, of_sums = PARTS * LINES * wide;
     uint32_t *const parts = (uint32_t *)kept.of((of_parts + 2 * of_sums) * 4);
     float *sums = (float *)(parts + of_parts), *before = sums + of_sums, back[LINES];  // of these outputs, of those before
     split<K>(x, ldx, rows, w.in, parts, back);
     TileShapes shapes;
-    for (int t = 0; t < 8; t++) shapes.lines[t] = LINES, shapes.bytes[t] = t == 3 || t == 4 ? 64 : 4 * rows;
+    for (int t = 0; t < 8; t++) shapes.lines[t] = LINES, shapes.bytes[t] = t == 3 || t == 4 ? 64 : 4 * wide;
     _tile_loadconfig(&shapes);
     int64_t outputs = 0;
     for (int64_t o = from; o < to; o += outputs) {
         const int64_t last = outputs;
         outputs = to - o < BLOCK<K> ? to - o : BLOCK<K>;
-        block_of_tiles<K>(w.values + o * line, line, outputs, parts, count, rows, sums);
+        block_of_tiles<K>(w.values + o * line, line, outputs, parts, count, wide, sums);
         if (last) from_tiles<K>(w, o - last, last, before, back, y, ldy, rows, add);  // they are in memory by now
         float *const these = sums;
         sums = before;

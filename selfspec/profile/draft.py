@@ -77,15 +77,19 @@ class PlainSpec(DraftSpec):
 
 
 class ProposerSpec(Data):
-    """What guesses how a text goes on: by `lookup` as it did before, by `store` as texts in a store of texts did."""
+    """What guesses how a text goes on.
 
-    kind: Literal["lookup", "store"] = "lookup"
-    path: str | None = Field(None, description="The store's file.")
+    `lookup`: as it did before; `store`: as texts in a store of texts did; `answers`: as earlier answers did, which are
+    kept in a file.
+    """
+
+    kind: Literal["lookup", "store", "answers"] = "lookup"
+    path: str | None = Field(None, description="The file of the store, or of the answers.")
 
     @model_validator(mode="after")
-    def _path_of_a_store(self) -> Self:
-        if (self.kind == "store") != bool(self.path):
-            want = "want the path of its file" if self.kind == "store" else "takes no path"
+    def _path_of_a_file(self) -> Self:
+        if (self.kind == "lookup") == bool(self.path):
+            want = "takes no path" if self.kind == "lookup" else "want the path of its file"
             raise SelfspecError(f"proposer '{self.kind}': {want}")
         return self
 

@@ -154,18 +154,21 @@ class Profile(Data):
         alone = self.layer_skip.model_copy(update={"proposers": None, "spared": None})
         return self.model_copy(update={"draft": alone}) if isinstance(self.draft, LayerSkipSpec) else self
 
-    def with_store(self, path: str | Path) -> Self:
-        """The same with guesses from a store of texts; where nothing is drafted, guesses are, by lookup too.
+    def guessing_from(self, *, store: str | Path | None = None, answers: str | Path | None = None) -> Self:
+        """The same with guesses from a store of texts, and from earlier answers.
 
-        Raises `SelfspecError` where what drafts takes no guesses.
+        Where nothing is drafted, guesses are, by lookup too. Raises `SelfspecError` where what drafts takes none.
         """
-        store = ProposerSpec(kind="store", path=str(path))
+        files: dict[Literal["store", "answers"], str | Path | None] = {"store": store, "answers": answers}
+        more = [ProposerSpec(kind=kind, path=str(path)) for kind, path in files.items() if path is not None]
+        if not more:
+            return self
         if not self.drafts:
-            return self.model_copy(update={"draft": GuessesSpec(proposers=[ProposerSpec(), store]), "acceptance": None})
+            return self.model_copy(update={"draft": GuessesSpec(proposers=[ProposerSpec(), *more]), "acceptance": None})
         if "proposers" not in type(self.draft).model_fields:
-            raise SelfspecError(f"a draft of kind '{self.draft.kind}' takes no guesses; leave the store out")
-        kept = [of for of in getattr(self.draft, "proposers", None) or () if of != store]
-        return self.model_copy(update={"draft": self.draft.model_copy(update={"proposers": [*kept, store]})})
+            raise SelfspecError(f"a draft of kind '{self.draft.kind}' takes no guesses; leave the {more[0].kind} out")
+        kept = [of for of in getattr(self.draft, "proposers", None) or () if of not in more]
+        return self.model_copy(update={"draft": self.draft.model_copy(update={"proposers": [*kept, *more]})})
 
     @property
     def bits_read(self) -> BitsRead | None:

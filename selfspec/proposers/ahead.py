@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate
 from operator import mul
 
-from selfspec.proposers.base import NO_GUESS, Guess, Proposer, Reader
+from selfspec.proposers.base import NO_GUESS, Guess, Learner, Proposer, Reader
 
 FREE = 15  # tokens of a guess that is verified as it is: a wider pass may cost far more than these
 
@@ -25,24 +25,38 @@ class Ahead:
         self.proposers = tuple(proposers)
         self.prices = tuple(prices)
 
-    def reading(self) -> Reading:
-        """Of a text that has no token yet."""
-        return Reading(self, [proposer.reader() for proposer in self.proposers])
+    def reading(self, *, prompt: int = 0, seeded: bool = False) -> Reading:
+        """Of a text that has no token yet, of which so many are to be the prompt's.
+
+        With a seed, nothing that earlier texts taught counts, and nothing is learnt.
+        """
+        learners = [proposer for proposer in self.proposers if isinstance(proposer, Learner)]
+        able = [proposer for proposer in self.proposers if not (seeded and proposer in learners)]
+        readers = [(proposer.name, proposer.reader()) for proposer in able]
+        return Reading(self, readers, prompt, () if seeded else learners)
 
 
 class Reading:
     """One text, as all proposers of an `Ahead` read it."""
 
-    def __init__(self, ahead: Ahead, readers: Sequence[Reader]) -> None:
+    def __init__(
+        self, ahead: Ahead, readers: Sequence[tuple[str, Reader]], prompt: int, learners: Sequence[Learner]
+    ) -> None:
         self._ahead, self._readers = ahead, readers
+        self._prompt, self._learners = prompt, learners
         self._told = 0
 
     def read(self, text: Sequence[int]) -> None:
         """The text has grown to this."""
-        for reader in self._readers:
+        for _, reader in self._readers:
             for token in text[self._told :]:
                 reader.append(token)
         self._told = len(text)
+
+    def ended(self, text: Sequence[int]) -> None:
+        """The text is whole."""
+        for learner in self._learners:
+            learner.learn(text[: self._prompt], text[self._prompt :])
 
     def free(self, most: int, ends: Collection[int]) -> Guess:
         """How the text may go on, up to one of `ends`: the guess that promises most right tokens.
@@ -50,12 +64,12 @@ class Reading:
         At most `most` tokens, and never more than `FREE`.
         """
         found, best = NO_GUESS, 0.0
-        for reader in self._readers:
-            tokens, chances = reader.guess((), min(most, FREE))
-            end = next((i for i, token in enumerate(tokens, start=1) if token in ends), len(tokens))
-            expected = sum(accumulate(chances[:end], mul))
+        for source, reader in self._readers:
+            guess = reader.guess((), min(most, FREE))
+            end = next((i for i, token in enumerate(guess.tokens, start=1) if token in ends), len(guess.tokens))
+            expected = sum(accumulate(guess.chances[:end], mul))
             if expected > best:
-                best, found = expected, Guess(tokens[:end], chances[:end])
+                best, found = expected, guess.cut(end, source)
         return found
 
     def guess(self, drafted: Sequence[int], most: int) -> Guess:
@@ -66,14 +80,14 @@ class Reading:
         prices = self._ahead.prices
         most = min(most, len(prices) - 1)
         found, best = NO_GUESS, 1.0 / prices[0]
-        for reader in self._readers:
+        for source, reader in self._readers:
             guess = reader.guess(drafted, most)
             tokens = reach = 1.0
             for n, chance in enumerate(guess.chances, start=1):
                 reach *= chance
                 tokens += reach
                 if tokens > best * prices[n]:
-                    best, found = tokens / prices[n], Guess(guess.tokens[:n], guess.chances[:n])
+                    best, found = tokens / prices[n], guess.cut(n, source)
         return found
 
     def passes(self, drafted: Sequence[int], room: int) -> list[tuple[int, int]]:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 MEMORY = 0.98  # what a guess still counts for when the next one is made
 STRENGTH = 8.0  # guesses that the first chances count for
 
 
 class Guess(NamedTuple):
-    """How a text may go on: tokens, and for each the chance that it is right where those before it are."""
+    """How a text may go on: tokens, and for each the chance that it is right where those before it are.
+
+    `source`: the name of the proposer, which `Ahead` fills in.
+    """
 
     tokens: Sequence[int] = ()
     chances: Sequence[float] = ()
+    source: str = ""
+
+    def cut(self, most: int, source: str | None = None) -> Guess:
+        """At most `most` tokens of it; of `source`, where that is said."""
+        return Guess(self.tokens[:most], self.chances[:most], self.source if source is None else source)
 
 
 NO_GUESS = Guess()
@@ -33,8 +41,20 @@ class Reader(Protocol):
 class Proposer(Protocol):
     """Guesses how texts go on, at next to no cost."""
 
+    @property
+    def name(self) -> str:
+        """Of what it guesses, in figures."""
+
     def reader(self) -> Reader:
         """One for a text that has no token yet."""
+
+
+@runtime_checkable
+class Learner(Proposer, Protocol):
+    """A proposer that what was decoded is told to. It guesses nothing of texts with a seed, and learns none of them."""
+
+    def learn(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """A text has ended."""
 
 
 @dataclass(slots=True)

@@ -42,6 +42,8 @@ class LookupReader:
 class Lookup:
     """Prompt lookup; every text by itself."""
 
+    name = "lookup"
+
     def reader(self) -> LookupReader:
         """One for a text that has no token yet."""
         return LookupReader()

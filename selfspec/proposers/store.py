@@ -244,6 +244,8 @@ class StoreReader:
 class Stored:
     """What followed in a store."""
 
+    name = "store"
+
     def __init__(self, store: Store) -> None:
         self.store = store
 

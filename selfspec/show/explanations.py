@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from selfspec.facts.draft_path import SIGNS, WORDS
+from selfspec.facts.work import DRAFT_PATH
 from selfspec.profile.schema import Profile
 
 
@@ -136,6 +137,22 @@ def acceptance_by_position(frame: pd.DataFrame) -> str:
         "count, and a token is accepted only with all before it. The controller drafts on where the draft is "
         "confident, so that the line need not fall; far positions rest on few drafts."
     )
+
+
+def tokens_by_source(frame: pd.DataFrame) -> str:
+    """Of `plots.bench.tokens_by_source`."""
+    (method, temperature), some = next(
+        iter(frame[frame["task"] == "all"].groupby(["method", "temperature"], sort=False))
+    )
+    shares = [f"{row.share:.0%} came from {_named(str(row.source))}" for row in some.itertuples(index=False)]
+    return (
+        f"Of all tokens of {method} at temperature {temperature:g}, {_listed(shares)}; the others are the model's own. "
+        "A token that a proposer had guessed counts as the proposer's, also where the draft path checked it first."
+    )
+
+
+def _named(source: str) -> str:
+    return "the draft path" if source == DRAFT_PATH else source
 
 
 def bench_bars(frame: pd.DataFrame) -> str:

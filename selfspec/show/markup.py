@@ -9,6 +9,7 @@ from html import escape
 
 from selfspec.facts.events import Origin, Rejected, TokenEvent, counts
 from selfspec.facts.stats import Stats
+from selfspec.facts.work import DRAFT_PATH
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,14 @@ def acceptance(stats: Stats) -> str:
     """What was accepted of what was drafted, in words."""
     if not stats.drafted:
         return "nothing was drafted"
-    return f"acceptance {stats.acceptance_rate:.0%} ({stats.accepted} of {stats.drafted} drafted)"
+    return f"acceptance {stats.acceptance_rate:.0%} ({stats.accepted} of {stats.drafted} drafted{by_source(stats)})"
+
+
+def by_source(stats: Stats) -> str:
+    """What came up with the accepted ones, where that was not the draft path alone."""
+    if set(stats.sources) <= {DRAFT_PATH}:
+        return ""
+    return ": " + ", ".join(f"{source} {tokens}" for source, tokens in stats.sources.most_common())
 
 
 def _title(event: TokenEvent) -> str:
@@ -79,6 +87,8 @@ def _title(event: TokenEvent) -> str:
     parts = [str(event.origin), f"round {event.round}"]
     if event.place is not None:
         parts.append(f"place {event.place} of the draft")
+    if event.source is not None:
+        parts.append(f"from: {event.source}")
     if event.confidence is not None:
         parts.append(f"the draft's confidence {event.confidence:.3f}")
     if event.probability is not None:

@@ -21,7 +21,7 @@ from selfspec.show.plots import bench as bench_plots
 from selfspec.show.plots import profile as profile_plots
 from selfspec.show.plots import study as study_plots
 from selfspec.show.plots.style import svg
-from selfspec.show.tables import bench_frame, bench_position_frame
+from selfspec.show.tables import bench_frame, bench_position_frame, source_frame
 
 WIDTH = 7.2  # inches of a plot
 
@@ -161,6 +161,10 @@ def bench_section(bench: dict[str, Any]) -> Section:
         text = reading.acceptance_by_position(positions)
         label = f"Acceptance by position in the benchmark. {text}"
         drawn.append(picture("benchposition", bench_plots.acceptance_by_position, positions, text, label))
+    sources = source_frame(bench)
+    if len(sources):
+        text = reading.tokens_by_source(sources)
+        drawn.append(picture("sources", bench_plots.tokens_by_source, sources, text, f"Sources of tokens. {text}"))
     wide = f", widened {bench['widened']} times" if bench["widened"] > 1 else ""
     threads = f"{bench['threads']} thread{'s' * (bench['threads'] > 1)}"
     task = f"{bench['prompts']} prompts x {bench['max_new_tokens']} tokens x {bench['rounds']} interleaved rounds"

@@ -40,6 +40,15 @@ class _Times(_Read):
     p95: Figure | None
 
 
+class _OfTask(_Read):
+    task: str = "all"
+    sources: dict[str, Share] = {}
+
+
+class _ByTask(_Read):
+    tasks: list[_OfTask]
+
+
 class _Method(_Read):
     tokens_per_second: Figure
     ratio: dict[str, _Ratio]
@@ -48,6 +57,8 @@ class _Method(_Read):
     tokens_per_round: Figure
     acceptance_rate: Share | None
     acceptance_by_position: list[Share]
+    sources: dict[str, Share] = {}
+    by_task: _ByTask | None = None
 
 
 class _Temperature(_Read):
@@ -140,6 +151,25 @@ def bench_position_frame(bench: Json) -> pd.DataFrame:
         for name, method in at["methods"].items()
     ]
     return pd.concat(parts, ignore_index=True)
+
+
+def source_frame(bench: Json) -> pd.DataFrame:
+    """A row for each temperature, method, task and source of a benchmark; task `all`: all prompts.
+
+    `share`: of the tokens that came out, those that a source (the draft path, lookup, ..) came up with; the others are
+    the model's own. Methods of which no source is told are left out. Raises `SelfspecError`.
+    """
+    check_bench(bench)
+    rows = []
+    for at in bench["temperatures"]:
+        for name, method in at["methods"].items():
+            tasks = (method.get("by_task") or {"tasks": ()})["tasks"]
+            for some in (*tasks, {"task": "all", "sources": method.get("sources", {})}):
+                shares = some.get("sources", {}).items()
+                rows += [
+                    (float(at["temperature"]), name, some["task"], source, float(share)) for source, share in shares
+                ]
+    return pd.DataFrame(rows, columns=["temperature", "method", "task", "source", "share"]).astype({"share": float})
 
 
 def position_frame(rounds: Sequence[Round], *, method: str = "skip", temperature: float = 0.0) -> pd.DataFrame:

@@ -20,7 +20,8 @@ class Draft:
     `tokens[i]` hangs below `parents[i]` (-1: the root; parents come first); tokens with one parent are the candidates
     for one place. `q_row[i]` names the row of `q` `[m, V]` it was drawn from; -1: chosen deterministically. Candidates
     from one row were drawn in order, without replacement; candidates are verified in order, and deterministic ones
-    come first. `confidence[i]`, of the first nodes at least, is optional. `work`: what making the draft took.
+    come first. `confidence[i]`, of the first nodes at least, is optional. `work`: what making the draft took;
+    `sources`: what came up with each token, by name, none where it is not told.
     """
 
     tokens: tuple[int, ...] = ()
@@ -29,10 +30,13 @@ class Draft:
     q_row: tuple[int, ...] = ()
     confidence: tuple[float, ...] = ()
     work: Work = NO_WORK
+    sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.parents) == len(self.q_row):
             raise ValueError("a draft needs a parent and a q_row for each token")
+        if self.sources and len(self.sources) != len(self.tokens):
+            raise ValueError("a draft's sources are of every token, or of none")
         if any(not -1 <= parent < node for node, parent in enumerate(self.parents)):
             raise ValueError("a draft's parents must come before their children")
         if max(self.q_row, default=-1) >= (0 if self.q is None else len(self.q)):
@@ -46,16 +50,17 @@ class Draft:
         q: Tensor | None = None,
         confidence: Sequence[float] = (),
         work: Work = NO_WORK,
+        sources: Sequence[str] = (),
     ) -> Draft:
         """A chain: with `q` `[n, V]`, token i was drawn from row i; without, chosen deterministically."""
         n = len(tokens)
         rows = tuple(range(n)) if q is not None else (-1,) * n
-        return cls(tuple(tokens), tuple(range(-1, n - 1)), q, rows, tuple(confidence), work)
+        return cls(tuple(tokens), tuple(range(-1, n - 1)), q, rows, tuple(confidence), work, tuple(sources))
 
-    def with_candidates(self, others: Sequence[Sequence[int]]) -> Draft:
+    def with_candidates(self, others: Sequence[Sequence[int]], *, source: str = "") -> Draft:
         """This chain with further candidates `others[i]` for the place of its token i, drawn or chosen as it was.
 
-        The chain's tokens stay the first nodes.
+        The chain's tokens stay the first nodes. `source`: of the candidates, where the chain's are told.
         """
         added = [(i, token) for i, tokens in enumerate(others) for token in tokens]
         return Draft(
@@ -65,6 +70,7 @@ class Draft:
             (*self.q_row, *(self.q_row[i] for i, _ in added)),
             self.confidence,
             self.work,
+            (*self.sources, *(source for _ in added)) if self.sources else (),
         )
 
     def __len__(self) -> int:
@@ -126,6 +132,7 @@ class Draft:
             tuple(self.q_row[i] for i in pick),
             tuple(self.confidence[i] for i in pick if i < len(self.confidence)),
             self.work,
+            tuple(self.sources[i] for i in pick) if self.sources else (),
         )
 
 

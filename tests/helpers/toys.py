@@ -332,6 +332,8 @@ class Adding:
     def __init__(self, vocabulary: int, chance: float = 0.9) -> None:
         self.vocabulary, self.chance = vocabulary, chance
 
+    name = "adding"
+
     def reader(self) -> AddingReader:
         return AddingReader(self)
 

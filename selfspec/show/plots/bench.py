@@ -57,6 +57,46 @@ def bench_bars(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
     return figure
 
 
+def tokens_by_source(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
+    """What came up with the tokens of each task, stacked: a panel for each method and temperature.
+
+    What is missing to 100% is the model's own. Raises `SelfspecError` where no source is told.
+    """
+    if frame.empty:
+        raise SelfspecError(
+            "the benchmark does not tell where tokens came from: nothing was drafted, or it is an old one"
+        )
+    tasks, sources = (list(dict.fromkeys(frame[column])) for column in ("task", "source"))
+    groups = list(frame.groupby(["method", "temperature"], sort=False))
+    with styled():
+        figure, panels = subplots(len(groups), height=0.75 + 0.27 * len(tasks), width=width, sharex=True)
+        for axes, ((method, temperature), some) in zip(panels, groups, strict=True):
+            before = np.zeros(len(tasks))
+            for look, source in enumerate(sources):
+                mine = some[some["source"] == source].set_index("task")["share"].reindex(tasks).fillna(0).to_numpy()
+                axes.barh(
+                    tasks,
+                    mine,
+                    0.72,
+                    left=before,
+                    color=SERIES[look % len(SERIES)],
+                    hatch=_HATCHES[look % len(_HATCHES)],
+                    edgecolor="white",
+                    label=source,
+                )
+                before += mine
+            axes.set_title(f"{method}, temperature {temperature:g}", fontsize=9)
+            axes.grid(axis="x")
+            axes.grid(visible=False, axis="y")
+            axes.tick_params(axis="y", length=0)
+            axes.invert_yaxis()
+            axes.set_xlim(0, 1)
+            axes.xaxis.set_major_formatter(PercentFormatter(1))
+        panels[-1].set_xlabel("tokens that a source came up with; the others are the model's own")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=4, fontsize=8.5)
+    return figure
+
+
 def acceptance_by_position(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
     """The share of drafted tokens that were accepted, by their position in the draft; a line for each method.
 

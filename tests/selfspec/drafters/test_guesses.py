@@ -34,6 +34,8 @@ SAMPLERS = {
 class Random:
     """Guesses of a text that are right now and then."""
 
+    name = "some"
+
     def reader(self):
         return RandomReader()
 
@@ -53,6 +55,8 @@ class RandomReader:
 
 class Knowing:
     """Guesses a text that it knows."""
+
+    name = "some"
 
     def __init__(self, text):
         self.text = text

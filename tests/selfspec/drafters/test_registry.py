@@ -171,16 +171,24 @@ def test_guesses_that_cannot_be(draft, said, llm):
         make_drafter(llm.runtime, parsed(draft))
 
 
-def test_a_store_joins_what_a_profile_drafts():
+@pytest.mark.parametrize("kind", ["store", "answers"])
+def test_a_file_of_texts_joins_what_a_profile_drafts(kind):
     """Beside its own guesses, once; where nothing is drafted, with lookup; and not where a kind takes none."""
-    store = ProposerSpec(kind="store", path="x.store")
+    file = ProposerSpec(kind=kind, path="some.texts")
+
+    def joined(profile):
+        return profile.guessing_from(**{kind: "some.texts"})
+
     path = parsed("{kind: layer-skip, int8: {mlp: [3]}, proposers: [{kind: lookup}]}")
-    assert path.with_store("x.store").draft.proposers == [ProposerSpec(), store]
-    assert path.with_store("x.store").with_store("x.store") == path.with_store("x.store")
-    assert parsed("{kind: layer-skip, int8: {mlp: [3]}}").with_store("x.store").draft.proposers == [store]
-    assert parsed("{kind: plain}").with_store("x.store").draft == GuessesSpec(proposers=[ProposerSpec(), store])
-    with pytest.raises(SelfspecError, match="kind 'recycle' takes no guesses; leave the store out"):
-        parsed("{kind: recycle}").with_store("x.store")
+    assert joined(path).draft.proposers == [ProposerSpec(), file]
+    assert joined(joined(path)) == joined(path)
+    assert joined(parsed("{kind: layer-skip, int8: {mlp: [3]}}")).draft.proposers == [file]
+    assert joined(parsed("{kind: plain}")).draft == GuessesSpec(proposers=[ProposerSpec(), file])
+    assert path.guessing_from() is path
+    both = path.guessing_from(store="a", answers="b").draft.proposers
+    assert [(one.kind, one.path) for one in both] == [("lookup", None), ("store", "a"), ("answers", "b")]
+    with pytest.raises(SelfspecError, match=f"kind 'recycle' takes no guesses; leave the {kind} out"):
+        joined(parsed("{kind: recycle}"))
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,9 @@ def test_generate_gives_text_tokens_and_stats(llm, drafter):
         "seconds",
         "tokens_per_second",
         "work",
+        "sources",
     ]
+    assert s.as_dict()["sources"] == {"draft path": s.accepted}
     assert s.as_dict()["work"] == {"draft step": s.drafted}
 
 

@@ -239,7 +239,7 @@ def test_stop_strings_end_the_text(llm):
 
 def test_time_runs_out(llm, monkeypatch):
     ticks = iter(range(10**6))
-    monkeypatch.setattr("selfspec.llm.llm.time.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("selfspec.llm.plan.time.perf_counter", lambda: float(next(ticks)))
     config = GenerationConfig(max_time=12.0, max_new_tokens=60, eos_token_id=None)
     assert 1 <= len(llm.generate(PROMPT, config, drafter=PlainDrafter()).tokens) < 15
 

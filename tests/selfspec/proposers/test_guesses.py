@@ -65,6 +65,8 @@ def test_chances_begin_as_given_and_follow_what_was_seen():
 class Sure:
     """Guesses the same at every place."""
 
+    name = "some"
+
     def __init__(self, tokens, chances):
         self.told, self.saying = [], Guess(tokens, chances)
 
@@ -121,8 +123,8 @@ class TestAhead:
     def test_what_may_be_taken_as_it_is(self):
         """Of the proposer that expects most right tokens, up to an end of sequence, and never many."""
         reading = Ahead([Sure([1, 2], [0.5, 0.5]), Sure([3, 4, 5], [0.6, 0.9, 0.9])], ()).reading()
-        assert reading.free(9, ()) == Guess([3, 4, 5], [0.6, 0.9, 0.9])
-        assert reading.free(2, ()) == Guess([3, 4], [0.6, 0.9])
-        assert reading.free(9, (3,)) == Guess([1, 2], [0.5, 0.5])
+        assert reading.free(9, ()) == Guess([3, 4, 5], [0.6, 0.9, 0.9], "some")
+        assert reading.free(2, ()) == Guess([3, 4], [0.6, 0.9], "some")
+        assert reading.free(9, (3,)) == Guess([1, 2], [0.5, 0.5], "some")
         assert reading.free(0, ()) == NO_GUESS
         assert len(Ahead([Sure([1] * 40, [1.0] * 40)], ()).reading().free(40, ()).tokens) == 15
