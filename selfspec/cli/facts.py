@@ -30,6 +30,7 @@ def facts(profile: Profile) -> dict[str, list[str]]:
         "predicted": _predicted(profile.predicted) if profile.predicted else [],
         "measured": [line for m in profile.measured for line in _measured(m)] or [standing(profile)],
         "note": [profile.note] if profile.note else [],
+        "also": [other.draft.said for other in profile.also],
     }
     return {field: lines for field, lines in some.items() if lines}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,23 @@ def list_profiles(folder: Path | None, *, as_json: bool) -> None:
         print_json({"profiles": [_summary(name, profile) for name, profile in profiles.items()]})
     else:
         stdout().print(_table(profiles))
+
+
+def join(files: Sequence[str], out: Path) -> None:
+    """Write one profile of several. Raises `SelfspecError`."""
+    quiet()
+    if len(files) < 2:
+        raise SelfspecError(f"{files[0]} alone is one profile already; want two or more")
+    check_writable(out)
+    first, *others = (checked_profile(file) for file in files)
+    for file, profile in zip(files, (first, *others), strict=True):
+        if difference := first.model.mismatch(profile.model):
+            raise SelfspecError(f"{file}: is of another model than {files[0]}: {difference}")
+        if profile.parts:
+            raise SelfspecError(f"{file}: has trained parts, which lie beside it; it cannot be joined")
+    write_profile(first.joined_with(others), out)
+    said = "; ".join(profile.draft.said for profile in (first, *others))
+    stderr().print(f"saved {out}: {len(files)} ways to draft ({said})", markup=False, soft_wrap=True)
 
 
 def schema() -> None:

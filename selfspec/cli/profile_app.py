@@ -79,6 +79,17 @@ def import_profile(
 
 
 @profile_app.command()
+def join(
+    files: Annotated[list[str], typer.Argument(help="Files, or names of shipped profiles, of one model.")],
+    out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.yaml"),
+) -> None:
+    """Make one profile of several: each sequence takes the one that has brought most, one with a seed the first."""
+    from selfspec.cli.profile import join
+
+    join(files, out)
+
+
+@profile_app.command()
 def schema() -> None:
     """Print the JSON schema of profiles, for editors that check and complete YAML."""
     from selfspec.cli.profile import schema

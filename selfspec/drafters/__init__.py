@@ -6,6 +6,7 @@ from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.drafters.plain import PlainDrafter
 from selfspec.drafters.recycle import RecycleDrafter
 from selfspec.drafters.registry import make_ahead, make_drafter, register
+from selfspec.drafters.router import Route, Router, routed
 from selfspec.speculation.drafter import Drafter, Limit
 
 __all__ = [
@@ -16,7 +17,10 @@ __all__ = [
     "Limit",
     "PlainDrafter",
     "RecycleDrafter",
+    "Route",
+    "Router",
     "make_ahead",
     "make_drafter",
     "register",
+    "routed",
 ]

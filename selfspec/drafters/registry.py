@@ -12,6 +12,7 @@ from selfspec.drafters.free import FreeDrafter
 from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.drafters.plain import PlainDrafter
 from selfspec.drafters.recycle import RecycleDrafter
+from selfspec.drafters.router import routed
 from selfspec.facts.acceptance import AcceptanceCurve
 from selfspec.facts.confidence import PROBABILITY
 from selfspec.facts.controller import ControllerSpec
@@ -50,6 +51,10 @@ def register(spec: type[Spec], make: Callable[[Runtime, Spec, Profile], Drafter]
 
 def make_drafter(runtime: Runtime, profile: Profile) -> Drafter:
     """The drafter that a profile describes. Raises `SelfspecError` where it does not fit the model."""
+    return routed(profile, lambda one: _made(runtime, one))
+
+
+def _made(runtime: Runtime, profile: Profile) -> Drafter:
     kind = profile.draft.kind
     if kind not in _MAKERS:
         raise SelfspecError(f"kind '{kind}' of drafts has no drafter; register it with one")

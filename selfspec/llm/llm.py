@@ -10,7 +10,7 @@ from typing import Any
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import parse_controller
 from selfspec.decoding.loop import decode
-from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter, make_drafter
+from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter, make_drafter, routed
 from selfspec.drafters.registry import make_layer_skip
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.draft_path import DraftPath, as_path
@@ -150,9 +150,9 @@ class LLM:
         draft = LayerSkipSpec.of(path, controller, confidence=confidence).model_copy(update={"candidates": candidates})
         return make_layer_skip(self.runtime, draft, base.model_copy(update={"draft": draft}))
 
-    def guarded(self, profile: Profile) -> Guard:
+    def guarded(self, profile: Profile) -> Drafter:
         """The drafter that a profile describes, kept from costing more than the guard's bound. Raises as that does."""
-        return Guard(self.drafts_with(profile), outlook=None if profile.costs is None else profile.outlook)
+        return routed(profile, lambda one: Guard(self.drafts_with(one), outlook=one.outlook if one.costs else None))
 
     def drafts_with(self, profile: Profile) -> Drafter:
         """The drafter that a profile describes. Raises `SelfspecError` where it does not fit the model."""
@@ -301,7 +301,7 @@ def load(
     if drafting is None:
         drafting = chosen is not None and chosen.drafts
     if few_bits is None:
-        few_bits = chosen is not None and chosen.path.low_precision
+        few_bits = chosen is not None and any(one.path.low_precision for one in chosen.alternatives)
     plain = choose(layout_times(loaded), drafting=False) if layout == "auto" else layout
     layout = lay_out_(loaded, layout, drafting=drafting, few_bits=few_bits)
     llm = LLM(loaded, tokenizer, name=model, profile=_guessing(chosen, identity, store, answers))

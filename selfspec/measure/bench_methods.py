@@ -52,7 +52,7 @@ def _free(llm: LLM, profile: Profile, kind: str) -> Drafter:
 
     guesses = GuessesSpec(proposers=getattr(profile.draft, "proposers", None) or GuessesSpec().proposers)
     draft = RecycleSpec() if kind == "recycle" else guesses
-    return llm.drafts_with(profile.model_copy(update={"draft": draft, "acceptance": None}))
+    return llm.drafts_with(profile.model_copy(update={"draft": draft, "acceptance": None, "also": []}))
 
 
 def _theirs(llm: LLM, options: Options, keep: Keep, settings: Mapping[str, int] = MappingProxyType({})) -> Method:

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import get_args
 
@@ -80,6 +80,19 @@ class _Fit:
         prices = tuple(zip(each[::2], each[1::2], strict=True))
         return cls(start, base, prices, statistics.mean(errors) if errors else None)
 
+    def through(
+        self, path: DraftPath, drafts: Mapping[tuple[DraftPath, int], float], modes: Sequence[Mode], layers: int
+    ) -> _Fit:
+        """The same, every draft step dearer or cheaper by as much as makes those along `path` what they were."""
+        figures = (self.start, self.base, *(x for pair in self.prices for x in pair))
+
+        def off(k: int, seen: float) -> float:
+            parts = _parts(path, k, modes, layers)
+            return (seen - sum(n * x for n, x in zip(parts, figures, strict=True))) / k
+
+        steps = [off(k, seen) for (of, k), seen in drafts.items() if of == path]
+        return replace(self, base=max(self.base + statistics.median(steps), 0.0)) if steps else self
+
 
 def _parts(path: DraftPath, k: int, modes: Sequence[Mode], layers: int) -> tuple[int, ...]:
     """How many times each of a `_Fit`'s figures is paid for drafting `k` tokens along `path`."""
@@ -101,6 +114,9 @@ def measure_costs(
 ) -> CostModel:
     """Time draft steps along random paths and verifications of several widths, and fit the cost model.
 
+    Paths wholly in few bits are among them, and the fit is right for the first of these: what is searched is near it,
+    and weights that a cache cannot hold cost more than the few that random paths leave.
+
     `context`: keys in the cache; less where the model's own context leaves no room. `sampler`: how tokens will be
     chosen. Goes on for `seconds` at least, longer where the machine is disturbed, and until every path was seen once.
     `within`: seconds that it may take, for which fewer rounds and paths are timed. `modes`: of the paths' sub-layers.
@@ -112,12 +128,12 @@ def measure_costs(
     draw = random.Random(seed)
     begun = time.perf_counter()
     running: list[HeadMode] = [mode for mode in get_args(HeadMode) if mode in ("full", *modes)]
-    effort = effort_within(within, *pace(runtime, context, sampler, draw), further=2 * (len(running) - 1))
+    effort = effort_within(within, *pace(runtime, context, sampler, draw), further=3 * (len(running) - 1))
     heads = {mode: _head_seconds(runtime, mode) for mode in running}
     shares = iter(FIRST)
-    paths = [
-        _random_path(runtime.layers, running, draw, next(shares, None)) for _ in range(effort.fitted + effort.fresh)
-    ]
+    corners = [DraftPath.of([mode] * (2 * runtime.layers), head=mode) for mode in running if mode != "full"]
+    drawn = effort.fitted + effort.fresh - len(corners)
+    paths = corners + [_random_path(runtime.layers, running, draw, next(shares, None)) for _ in range(drawn)]
     drafters = [LayerSkipDrafter(runtime, path, FixedK(1)) for path in paths]
     sweep = Sweep(runtime, context, sampler, lengths, draw, effort)
     done, sweeps = 0, 0
@@ -135,6 +151,8 @@ def measure_costs(
         doubtful = _disturbed(sweep.plain) or (fit.error or 0.0) > DOUBTFUL
         late = spent * (sweeps + 1) / sweeps > within
         if late or spent >= seconds * (LONGER if doubtful else 1):
+            if corners:
+                fit = fit.through(corners[0], drafts, running, runtime.layers)
             prices: dict[Mode, Prices] = {
                 mode: Prices(attention=attention, mlp=mlp, head=heads[mode])
                 for mode, (attention, mlp) in zip(running, fit.prices, strict=True)

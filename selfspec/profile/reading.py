@@ -64,7 +64,11 @@ def parse_profile(text: str, *, source: str) -> Profile:
 
 def profile_text(profile: Profile) -> str:
     """The YAML of a profile; reading it back gives an equal profile."""
-    data = profile.model_dump(mode="json", exclude_none=True, exclude=None if profile.parts else {"parts"})
+    data = profile.model_dump(mode="json", exclude_none=True)
+    for one in (data, *data["also"]):
+        for empty in ("parts", "also"):
+            if not one[empty]:
+                del one[empty]
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=110)
 
 

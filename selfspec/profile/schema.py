@@ -7,6 +7,7 @@ profile is also told as a JSON schema, `profile_schema`, for editors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -109,7 +110,7 @@ class Profile(Data):
 
     `draft`: what drafts, by its kind; plain decoding when left out. `parts`: trained weights that lie beside the
     file, by name. `acceptance`: how often drafted tokens were right. `published`: where it is from, if others
-    published it.
+    published it. `also`: further profiles of the model.
     """
 
     version: Literal[2] = Field(2, description="Of the format.")
@@ -125,18 +126,29 @@ class Profile(Data):
     measured: list[Measurement] = Field([], description="Speeds measured against plain decoding; empty: none was.")
     versions: dict[str, str] = Field({}, description="The packages that it was made with.")
     note: str | None = Field(None, description="Anything else that a reader should know.")
+    also: list[Profile] = Field([], description="Other ways to draft, among which each sequence takes one.")
 
     _folder: Path | None = PrivateAttr(None)
 
     @model_validator(mode="after")
     def _draft_fits(self) -> Self:
         self.draft.check(self.model)
+        for number, other in enumerate(self.also):
+            if other.also or other.parts:
+                raise SelfspecError(f"also.{number}: want a profile without parts and without others of its own")
+            if difference := self.model.mismatch(other.model):
+                raise SelfspecError(f"also.{number}: is of another model: {difference}")
         return self
+
+    @property
+    def alternatives(self) -> list[Self]:
+        """Each way to draft by itself, this one's own first."""
+        return [self.model_copy(update={"also": []}), *self.also] if self.also else [self]  # type: ignore[list-item]
 
     @property
     def drafts(self) -> bool:
         """Whether anything is ever drafted."""
-        return self.draft.drafts
+        return self.draft.drafts or any(other.drafts for other in self.also)
 
     @property
     def layer_skip(self) -> LayerSkipSpec:
@@ -150,9 +162,10 @@ class Profile(Data):
 
     @property
     def unaided(self) -> Self:
-        """The same draft path without guesses below it."""
+        """The same draft path without guesses below it, and without others."""
         alone = self.layer_skip.model_copy(update={"proposers": None, "spared": None})
-        return self.model_copy(update={"draft": alone}) if isinstance(self.draft, LayerSkipSpec) else self
+        draft = alone if isinstance(self.draft, LayerSkipSpec) else self.draft
+        return self.model_copy(update={"draft": draft, "also": []})
 
     def guessing_from(self, *, store: str | Path | None = None, answers: str | Path | None = None) -> Self:
         """The same with guesses from a store of texts, and from earlier answers.
@@ -163,12 +176,16 @@ class Profile(Data):
         more = [ProposerSpec(kind=kind, path=str(path)) for kind, path in files.items() if path is not None]
         if not more:
             return self
-        if not self.drafts:
-            return self.model_copy(update={"draft": GuessesSpec(proposers=[ProposerSpec(), *more]), "acceptance": None})
+        also = [other.guessing_from(store=store, answers=answers) for other in self.also]
+        if not self.draft.drafts:
+            draft = GuessesSpec(proposers=[ProposerSpec(), *more])
+            return self.model_copy(update={"draft": draft, "acceptance": None, "also": also})
         if "proposers" not in type(self.draft).model_fields:
             raise SelfspecError(f"a draft of kind '{self.draft.kind}' takes no guesses; leave the {more[0].kind} out")
         kept = [of for of in getattr(self.draft, "proposers", None) or () if of not in more]
-        return self.model_copy(update={"draft": self.draft.model_copy(update={"proposers": [*kept, *more]})})
+        return self.model_copy(
+            update={"draft": self.draft.model_copy(update={"proposers": [*kept, *more]}), "also": also}
+        )
 
     @property
     def bits_read(self) -> BitsRead | None:
@@ -202,7 +219,13 @@ class Profile(Data):
         """The same with another controller. Raises `SelfspecError` where what drafts has none."""
         if "controller" not in type(self.draft).model_fields:
             raise SelfspecError(f"a draft of kind '{self.draft.kind}' has no controller to replace; leave it out")
-        return self.model_copy(update={"draft": self.draft.model_copy(update={"controller": controller})})
+        draft = self.draft.model_copy(update={"controller": controller})
+        return self.model_copy(update={"draft": draft, "also": [of.controlled_by(controller) for of in self.also]})
+
+    def joined_with(self, others: Sequence[Profile]) -> Self:
+        """The same with further ways to draft. Raises `SelfspecError` where they do not go together."""
+        data = {"also": [*self.also, *(one for other in others for one in other.alternatives)]}
+        return type(self).model_validate({**dict(self), **data})
 
     def part_path(self, name: str) -> Path:
         """Where a part's file is. Raises `SelfspecError` for a part not named, and where no file was read."""

@@ -213,9 +213,11 @@ class Staged(Toy):
         self.inner[seq] = SequenceState(list(seq.tokens), seq.room, seq.sampler, seq.ends, seq.row, rule)
         self.runtime.cache.clear(seq.row)
         self.runtime.reserve(len(seq.tokens) + seq.room + 2 * self.depth)
+        self.proposals.begin(self.inner[seq], prefill)
 
     def end(self, seq: SequenceState) -> None:
-        self.inner.pop(seq, None)
+        if (inner := self.inner.pop(seq, None)) is not None:
+            self.proposals.end(inner)
         if not self.inner:
             self._held.close()
 
@@ -230,6 +232,10 @@ class Staged(Toy):
             self.runtime.forward(torch.tensor([seq.tokens[known:end]]), known, rows=rows, logits=None)
         cache.length[seq.row] = end
         (outcome,) = one_round(self.checker, self.proposals, [inner], [Limit(inner.room - 1)])
+        return self.made(outcome)
+
+    def made(self, outcome: Outcome) -> Draft:
+        """The draft that an inner round comes to."""
         laws = outcome.laws
         return Draft.chain(outcome.tokens, q=None if laws is None else laws[: len(outcome.tokens)])
 

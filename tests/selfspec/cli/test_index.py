@@ -102,3 +102,44 @@ def test_wrong_input_is_one_line(cli, tmp_path):
         assert len(err.strip().splitlines()) <= 2, err
         assert "Traceback" not in err
     assert (tmp_path / "code.py").read_text() == TEXT, "nothing is lost"
+
+
+def said(cli, *arguments):
+    code, out, _ = cli("generate", "--json", "--max-new-tokens", "24", *arguments, "def read_header(self, stream):")
+    assert not code
+    return json.loads(out)
+
+
+def test_answers_are_kept_and_guessed_from(cli, tmp_path):
+    """The second time nearly every token comes from the first answer, and is the same."""
+    first, second = (said(cli, "--profile", "none", "--answers", "mine.answers") for _ in range(2))
+    assert first["tokens"] == second["tokens"]
+    assert not first["stats"]["sources"].get("answers")
+    assert second["stats"]["sources"]["answers"] > 15
+    assert second["stats"]["rounds"] < first["stats"]["rounds"]
+    lines = (tmp_path / "mine.answers").read_text().splitlines()
+    assert len(lines) == 3
+    assert json.loads(lines[1]) == json.loads(lines[2])
+    code, out, _ = cli("index", "mine.answers", "code.py", "--out", "x.store", "--json")
+    assert not code
+    assert json.loads(out)["texts"] == 3
+    assert [list(text) for text in Store("x.store")][:2] == [json.loads(line) for line in lines[1:]]
+
+
+def test_with_a_seed_no_answer_is_kept(cli, tmp_path):
+    said(cli, "--profile", "none", "--answers", "mine.answers", "--temperature", "0.8", "--seed", "1")
+    assert not (tmp_path / "mine.answers").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("code.py", "code.py: holds no answers that selfspec kept; name another file"),
+        ("none/some.answers", "none/some.answers: the folder none does not exist; make it first"),
+        (".", ".: holds no answers that selfspec kept; name another file"),
+    ],
+)
+def test_a_file_without_answers_is_one_clear_line(cli, file, said):
+    code, _, err = cli("generate", "--answers", file, "x")
+    assert code == 2
+    assert " ".join(err.split()) == f"error: {said}"

@@ -17,6 +17,9 @@ def cli(cli, tmp_path):
     """`selfspec plot` in a folder that holds one file of each kind: exit code, standard error."""
     small_study(tmp_path / "trials.jsonl")
     shutil.copy(BENCH, tmp_path / "b.json")
+    bench = json.loads(BENCH.read_text())
+    bench["temperatures"][0]["methods"]["skip"]["sources"] = {"draft path": 0.5, "lookup": 0.2}
+    (tmp_path / "sources.json").write_text(json.dumps(bench))
     (tmp_path / "p.yaml").write_text("model: {layers: 4}\nskip: {attention: [1], mlp: [2, 3]}\n")
     (tmp_path / "p.json").write_text('{"model": {"layers": 4}, "skip": {"mlp": [2]}}')
 
@@ -38,6 +41,7 @@ DRAWN = {
     ("selfspec", "--storage", "trials.jsonl", "--kind", "pareto"): "pareto of a study",
     ("b.json",): "bars of a benchmark",
     ("b.json", "--kind", "position"): "position of a benchmark",
+    ("sources.json", "--kind", "sources"): "sources of a benchmark",
 }
 
 
@@ -73,6 +77,7 @@ WRONG = {
     "another JSON": (["other.json"], "other.json: want a profile, a search's file of trials, or what selfspec bench"),
     "cut JSON": (["cut.json"], "cut.json: want a profile, a search's file of trials, or what selfspec bench"),
     "damaged trials": (["damaged.jsonl"], "damaged.jsonl is damaged"),
+    "no sources": (["b.json", "--kind", "sources"], "the benchmark does not tell where tokens came from"),
     "a spoiled benchmark": (["spoiled.json"], "spoiled.json: not what selfspec bench --out writes"),
     "a picture": (["x.png"], "x.png: not UTF-8 text"),
     "a folder": (["."], ". is a folder; want a file"),

@@ -13,7 +13,7 @@ from toys import Adding, HiddenHead, Lockstep, RandomTree, Scripted, Staged, Tin
 from selfspec.basics.errors import BusyError, SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.decoding.engine import Engine
-from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter, PlainDrafter, RecycleDrafter
+from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter, PlainDrafter, RecycleDrafter, Route, Router
 from selfspec.facts.acceptance import Outlook
 from selfspec.facts.confidence import Confidence
 from selfspec.facts.draft_path import DraftPath
@@ -63,6 +63,12 @@ DRAFTERS = {
     ),
     "lookup": lambda runtime: FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),
     "recycle": lambda runtime: RecycleDrafter(StaticThreshold(0.1, 5), candidates=3),
+    "routes": lambda runtime: Router(
+        [
+            Route(LayerSkipDrafter(runtime, SKIP, FixedK(3)), Outlook(0.2)),
+            Route(FreeDrafter([Lookup()], StaticThreshold(0.1, 5)), Outlook(0.0)),
+        ]
+    ),
     "store": lambda runtime: FreeDrafter([Lookup(), STORED], StaticThreshold(0.1, 5)),
 }
 

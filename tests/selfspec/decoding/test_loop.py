@@ -13,7 +13,7 @@ from transformers import SuppressTokensLogitsProcessor
 from selfspec.basics.errors import BusyError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.decoding.loop import decode
-from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter, PlainDrafter, RecycleDrafter
+from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter, PlainDrafter, RecycleDrafter, Route, Router
 from selfspec.facts.acceptance import Outlook
 from selfspec.facts.confidence import Confidence
 from selfspec.facts.draft_path import DraftPath
@@ -66,6 +66,12 @@ DRAFTERS = {
     ),
     "lookup": lambda runtime, prompt: FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),
     "recycle": lambda runtime, prompt: RecycleDrafter(StaticThreshold(0.1, 5), candidates=3),
+    "routes": lambda runtime, prompt: Router(
+        [
+            Route(LayerSkipDrafter(runtime, SKIP, FixedK(3)), Outlook(0.2)),
+            Route(FreeDrafter([Lookup()], StaticThreshold(0.1, 5)), Outlook(0.0)),
+        ]
+    ),
     "store": lambda runtime, prompt: FreeDrafter([Lookup(), STORED], StaticThreshold(0.1, 5)),
     "guesses from a store": lambda runtime, prompt: LayerSkipDrafter(
         runtime, LOW, StaticThreshold(0.3, 4), candidates=3, confidence=BY_GAP, ahead=Ahead([STORED], (1.0,) * 4)

@@ -13,7 +13,7 @@ from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
-from selfspec.facts.work import draft_pass
+from selfspec.facts.work import DRAFT_PATH, draft_pass
 from selfspec.model.low_precision import fake
 from selfspec.proposers.ahead import Ahead
 from selfspec.proposers.base import Guess
@@ -110,6 +110,24 @@ def test_drafts_are_the_paths_own(runtime, proposer, kind, candidates):
                 torch.testing.assert_close(a.q, b.q, rtol=0, atol=1e-12)
             spared += sum(calls for _, calls in b.work) - sum(calls for _, calls in a.work)
     assert spared > 0
+
+
+@pytest.mark.parametrize("candidates", [1, 3])
+def test_each_token_is_told_from_what_came_up_with_it(runtime, candidates):
+    """Of a pass the first tokens as far as they were guessed, the proposer; every other the draft path."""
+    ahead = Ahead([Random()], (1.0, 1.0, 1.0, 1.0))
+    found = set()
+    for prompt in PROMPTS:
+        for draft in drafted(runtime, ahead, prompt, Sampler(), candidates=candidates)[1]:
+            chain = len(draft.confidence)
+            assert set(draft.sources[chain:]) <= {DRAFT_PATH}
+            passes = sum(calls for _, calls in draft.work)
+            guessed = draft.sources[:chain].count("some")
+            assert chain - passes <= guessed <= chain
+            found.update(draft.sources)
+    assert found == {DRAFT_PATH, "some"}
+    alone = drafted(runtime, None, PROMPTS[0], Sampler())[1]
+    assert {source for draft in alone for source in draft.sources} == {DRAFT_PATH}
 
 
 def test_right_guesses_leave_one_pass(runtime):

@@ -54,6 +54,17 @@ def test_figures_of_each_task():
     assert code["same_text"] == {"same": 0, "near_ties": 0, "bugs": 1}
 
 
+def test_sources_are_shares_of_what_came_out():
+    one = Stats(tokens=10, rounds=4, seconds=1.0)
+    one.sources.update({"lookup": 2, "draft path": 4})
+    other = Stats(tokens=30, rounds=20, seconds=1.0)
+    other.sources.update({"draft path": 10})
+    runs = Runs({"plain": [[Stats(tokens=10, rounds=10, seconds=1.0)]] * 2, "skip": [[one], [other]]})
+    found = by_task(runs, "skip", ("qa", "code"), bases=["plain"], verdicts=None)
+    assert [task["sources"] for task in found["tasks"]] == [{"draft path": 0.4, "lookup": 0.2}, {"draft path": 1 / 3}]
+    assert found["overall"]["sources"] == {"draft path": 14 / 40, "lookup": 2 / 40}
+
+
 def test_all_prompts_together_are_not_the_mean_of_the_tasks():
     found = by_task(RUNS, "skip", TASKS, bases=["plain"], verdicts=None)["overall"]
     assert found["prompts"] == 3

@@ -76,6 +76,21 @@ def test_acceptance_by_position():
     assert "67% (skip, temperature 0) and 67% (guarded, temperature 0.8)" in reading.acceptance_by_position(two)
 
 
+def test_sources():
+    columns = ["temperature", "method", "task", "source", "share"]
+    rows = [
+        (0.0, "skip", "qa", "draft path", 0.9),
+        (0.0, "skip", "all", "draft path", 0.6),
+        (0.0, "skip", "all", "lookup", 0.25),
+        (0.8, "skip", "all", "lookup", 0.1),
+    ]
+    text = reading.tokens_by_source(pd.DataFrame(rows, columns=columns))
+    assert (
+        "of skip at temperature 0, 60% came from the draft path and 25% came from lookup; the others are the model"
+        in text
+    )
+
+
 def test_bench():
     columns = ["temperature", "method", "speedup", "low", "high"]
     rows = [

@@ -28,10 +28,10 @@ def test_markup_in_the_text_is_text():
 def test_hovering_says_what_is_known():
     rejected = (Rejected(1, ' "x"\n', 0.25), Rejected(2, "y"))
     corrected = TokenEvent(3, "z", Origin.CORRECTED, 4, probability=0.5, rejected=rejected)
-    drafted = TokenEvent(3, "z", Origin.ACCEPTED_DRAFT, 4, place=2, confidence=0.75)
+    drafted = TokenEvent(3, "z", Origin.ACCEPTED_DRAFT, 4, place=2, confidence=0.75, source="lookup")
     assert [span["title"] for span in Read(tokens_html([corrected, drafted])).spans] == [
         'corrected; round 4; the model\'s probability 0.500; rejected: " \\"x\\"\\n" (0.250), "y"',
-        "accepted draft; round 4; place 2 of the draft; the draft's confidence 0.750",
+        "accepted draft; round 4; place 2 of the draft; from: lookup; the draft's confidence 0.750",
     ]
 
 
@@ -52,5 +52,9 @@ def test_the_legend_counts():
     assert Read(legend_html(every)).text == "accepted draft 3 (75%) · bonus 1 (25%)"
     stats = Stats(drafted=4, accepted=3)
     assert Read(legend_html(every, stats)).text.endswith(" · acceptance 75% (3 of 4 drafted)")
+    stats.sources.update({"lookup": 1, "draft path": 2})
+    assert Read(legend_html(every, stats)).text.endswith(" · acceptance 75% (3 of 4 drafted: draft path 2, lookup 1)")
+    del stats.sources["lookup"]
+    assert Read(legend_html(every, stats)).text.endswith(" · acceptance 75% (3 of 4 drafted)"), "nothing else guessed"
     assert Read(legend_html(events("a"), Stats())).text == "plain 1 (100%) · nothing was drafted"
     assert Read(legend_html([], Stats())).text == "nothing was drafted"

@@ -18,7 +18,7 @@ from selfspec.facts.skip import SkipSet
 from selfspec.facts.stats import Round
 from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.schema import Profile
-from selfspec.show.tables import bench_frame, bench_position_frame, position_frame, read_bench, skip_frame
+from selfspec.show.tables import bench_frame, bench_position_frame, position_frame, read_bench, skip_frame, source_frame
 
 REAL = Path(__file__).parents[2] / "scripts" / "bench.json"
 
@@ -50,6 +50,22 @@ def test_bench_positions(bench):
     assert mine["acceptance"].tolist() == bench["temperatures"][1]["methods"]["skip"]["acceptance_by_position"]
     assert mine["position"].tolist() == list(range(1, len(mine) + 1))
     assert mine["drafts"].isna().all()
+
+
+def test_sources_by_task(bench):
+    assert source_frame(bench).empty, "one of before sources were told"
+    of = {"sources": {"draft path": 0.5, "lookup": 0.25}}
+    for at in bench["temperatures"]:
+        at["methods"]["skip"] |= {**of, "by_task": {"tasks": [{"task": "qa", **of}, {"task": "rag", "sources": {}}]}}
+    frame = source_frame(bench)
+    assert set(frame["method"]) == {"skip"}
+    first = frame[frame["temperature"] == 0]
+    assert [tuple(row) for row in first[["task", "source", "share"]].itertuples(index=False)] == [
+        ("qa", "draft path", 0.5),
+        ("qa", "lookup", 0.25),
+        ("all", "draft path", 0.5),
+        ("all", "lookup", 0.25),
+    ]
 
 
 def test_positions_of_rounds():

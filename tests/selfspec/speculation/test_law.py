@@ -40,6 +40,27 @@ LOW = DraftPath(SkipSet((0,)), None, SkipSet((1,), (0, 1)), head="int8")
 FEW_WORDS = DraftPath(LOW.skip, (0, 2), LOW.int8, head="int8")
 BY_GAP = Confidence(bias=-0.5, probability=0.3, gap=0.7)
 GUESSES = Ahead([Adding(VOCABULARY)], (1.0, 1.0, 1.0))  # as many as there may be
+
+
+class Beside(Staged):
+    """What the inner round rejected is proposed, too: behind the token that was drawn in its place, or before it."""
+
+    before = False
+
+    def made(self, outcome):
+        draft, (kept, tried) = super().made(outcome), (outcome.path, outcome.draft.tokens)
+        at = len(kept)
+        if at == len(tried) or at >= len(draft) or tried[at] == draft.tokens[at]:
+            return draft
+        n = at + 1  # the draft up to what was drawn; behind it, or before it, the rejected one
+        parents = (*range(-1, at), at - 1)
+        if self.before:
+            tokens, rows = (*draft.tokens[:at], tried[at], draft.tokens[at]), (*range(at), -1, at)
+        else:
+            tokens, rows = (*draft.tokens[:n], tried[at]), (*range(n), -1)
+        return Draft(tokens, parents, draft.q[:n], rows)
+
+
 DRAFTERS = {
     "plain": lambda runtime: PlainDrafter(),
     "chain": lambda runtime: RandomTree(VOCABULARY, (1, 1)),
@@ -54,6 +75,14 @@ DRAFTERS = {
     "staged": lambda runtime: Staged(Runtime(small(VOCABULARY, 1, seed=9)), RandomTree(VOCABULARY, (1, 1)), 2),
     "staged, candidates": lambda runtime: Staged(
         Runtime(small(VOCABULARY, 1, seed=9)), RandomTree(VOCABULARY, (2,)), 2
+    ),
+    "three stages": lambda runtime: Staged(
+        Runtime(small(VOCABULARY, 1, seed=9)),
+        Staged(Runtime(small(VOCABULARY, 1, seed=5)), RandomTree(VOCABULARY, (1,)), 1),
+        2,
+    ),
+    "staged, a rejected proposal behind the drawn token": lambda runtime: Beside(
+        Runtime(small(VOCABULARY, 1, seed=9)), RandomTree(VOCABULARY, (1,)), 2
     ),
     "layer skip, fixed": lambda runtime: LayerSkipDrafter(runtime, SkipSet((0,), (1,)), FixedK(2)),
     "layer skip, static": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (1,)), StaticThreshold(0.4, 3)),
@@ -128,6 +157,7 @@ def deviation(runtime, make, room, *, rule, kind=Enumerating, processors=()):
 # Two and three tokens cover what would be a hundred thousand paths over four.
 MANY = (
     "staged, candidates",
+    "three stages",
     "all candidates",
     "chain with candidates",
     "candidates below",
@@ -218,6 +248,46 @@ class Insisting(LayerSkipDrafter):
         chain.tokens[-1:] = guessed or chain.tokens[-1:]
 
 
+class Before(Beside):
+    """The rejected proposal comes first, as if it had been chosen without a look at what was drawn."""
+
+    before = True
+
+
+class Uncorrected(Staged):
+    """Leaves out what the inner round drew in the place of a rejected proposal."""
+
+    def made(self, outcome):
+        kept = len(outcome.path) + (len(outcome.path) == len(outcome.draft))
+        return Draft.chain(outcome.tokens[:kept], q=outcome.laws[:kept] if kept else None)
+
+
+class OfTheResidual(Staged):
+    """Says of what the inner round drew in the place of a rejected proposal that it was drawn from the residual."""
+
+    def made(self, outcome):
+        draft, at = super().made(outcome), len(outcome.path)
+        if at == len(outcome.draft) or at >= len(draft):
+            return draft
+        left = (draft.q[at] - outcome.draft.q[at]).clamp(min=0)
+        q = draft.q.clone()
+        q[at] = left / left.sum()
+        return Draft.chain(draft.tokens, q=q)
+
+
+class OfTheInnerDraft(Staged):
+    """Says of all tokens that they were drawn from what the inner proposals were."""
+
+    def made(self, outcome):
+        draft, q = super().made(outcome), outcome.draft.q
+        n = 0 if q is None else min(len(draft), len(q))
+        return Draft.chain(draft.tokens[:n], q=q[:n] if n else None)
+
+
+def staged(kind):
+    return lambda runtime: kind(Runtime(small(VOCABULARY, 1, seed=9)), RandomTree(VOCABULARY, (1,)), 2)
+
+
 def following_from(change):
     """A rule whose token after a wholly accepted draft follows `change(scores)` in place of p."""
 
@@ -257,6 +327,10 @@ WRONG_DRAFTERS = {
         lambda runtime: Insisting(runtime, SkipSet((0,), (1,)), FixedK(2), ahead=GUESSES),
         lambda runtime: LayerSkipDrafter(runtime, SkipSet((0,), (1,)), FixedK(2), ahead=GUESSES),
     ),
+    "an inner correction left out": (staged(Uncorrected), staged(Staged)),
+    "the inner residual taken for q": (staged(OfTheResidual), staged(Staged)),
+    "q of the inner proposals": (staged(OfTheInnerDraft), staged(Staged)),
+    "a rejected proposal before the drawn token": (staged(Before), staged(Beside)),
 }
 WARM = [hf.TemperatureLogitsWarper(0.5)]
 

@@ -17,7 +17,7 @@ from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
 from selfspec.profile.draft import LayerSkipSpec, Skip
 from selfspec.profile.schema import Profile
-from selfspec.show.plots.bench import acceptance_by_position, bench_bars
+from selfspec.show.plots.bench import acceptance_by_position, bench_bars, tokens_by_source
 from selfspec.show.plots.profile import acceptance_by_confidence, skip_map
 from selfspec.show.plots.study import pareto, progress, sensitivity, speedup_against_skipped
 from selfspec.show.plots.style import save, svg
@@ -217,6 +217,29 @@ def test_bench_bars():
     assert "95% interval" in axes.get_ylabel()
     with pytest.raises(SelfspecError, match="no other method beside plain decoding"):
         bench_bars(BENCH[:1])
+
+
+def test_tokens_by_source():
+    columns = ["temperature", "method", "task", "source", "share"]
+    rows = [
+        (0.0, "skip", "qa", "draft path", 0.9),
+        (0.0, "skip", "all", "draft path", 0.6),
+        (0.0, "skip", "all", "lookup", 0.25),
+        (0.8, "skip", "all", "lookup", 0.1),
+    ]
+    figure = tokens_by_source(pd.DataFrame(rows, columns=columns))
+    first, second = figure.axes
+    assert [label.get_text() for label in first.get_yticklabels()] == ["qa", "all"]
+    spans = [(bar.get_x(), round(bar.get_width(), 6)) for bar in first.patches]
+    assert spans == [(0, 0.9), (0, 0.6), (0.9, 0), (0.6, 0.25)], "one source after the other"
+    assert len({bar.get_hatch() for bar in first.patches}) == 2
+    assert (first.get_title(loc="left"), second.get_title(loc="left")) == (
+        "skip, temperature 0",
+        "skip, temperature 0.8",
+    )
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["draft path", "lookup"]
+    with pytest.raises(SelfspecError, match="does not tell where tokens came from"):
+        tokens_by_source(pd.DataFrame([], columns=columns))
 
 
 def test_acceptance_by_position():
