@@ -9,7 +9,6 @@ from toys import always_wrong, oracle
 from selfspec.basics.errors import SelfspecError
 from selfspec.drafters import Guard, LayerSkipDrafter, Route, Router, make_drafter
 from selfspec.facts.acceptance import Outlook
-from selfspec.facts.identity import Identity
 from selfspec.facts.work import steps_of
 from selfspec.llm.llm import LLM
 from selfspec.profile.reading import parse_profile, profile_text
@@ -149,9 +148,9 @@ def test_ways_that_do_not_go_together(also, said):
 
 
 def test_each_way_has_a_guard_of_its_own():
-    model = small(VOCABULARY, seed=2)
+    model = small(VOCABULARY, 4, seed=2)
     profile = parse_profile(TWO, source="two.yaml")
-    llm = LLM(model, None, profile=profile.model_copy(update={"model": Identity(layers=4)}))
+    llm = LLM(model, None, profile=profile)
     assert isinstance(llm.drafter, Router)
     assert all(isinstance(route.drafter, Guard) for route in llm.drafter.routes)
     assert isinstance(llm.drafter.routes[0].drafter.drafter, LayerSkipDrafter)
