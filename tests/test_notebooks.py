@@ -16,8 +16,14 @@ def cells(request):
     return json.loads(request.param.read_text())["cells"]
 
 
+def decodes(cells):
+    """Whether a notebook runs a model, and does not only show what was measured."""
+    return any("selfspec.load(" in "".join(cell["source"]) for cell in cells)
+
+
 def test_all_of_them_are_here():
-    assert {path.stem for path in FOLDER.glob("*.ipynb")} == {"speedup_vs_skipped_layers", "controllers", "search"}
+    names = {"speedup_vs_skipped_layers", "controllers", "search", "sources"}
+    assert {path.stem for path in FOLDER.glob("*.ipynb")} == names
 
 
 def test_every_cell_was_run_in_order_and_none_failed(cells):
@@ -30,13 +36,15 @@ def test_each_plot_is_followed_by_what_it_shows(cells):
     plots = [
         i for i, cell in enumerate(cells) if any("image/png" in o.get("data", {}) for o in cell.get("outputs", []))
     ]
-    assert len(plots) >= 4
+    assert len(plots) >= (4 if decodes(cells) else 2)
     for i in plots:
         assert cells[i + 1]["cell_type"] == "markdown"
         assert 2 <= "".join(cells[i + 1]["source"]).replace("\n", " ").count(". ") + 1 <= 5
 
 
 def test_budgets_are_parameters_that_tests_make_small(cells):
+    if not decodes(cells):
+        return
     first = next(cell for cell in cells if cell["cell_type"] == "code")
     names = {n.id for n in ast.walk(ast.parse("".join(first["source"]))) if isinstance(n, ast.Name)}
     assert {"MODEL", "DATA", "PROMPTS", "NEW_TOKENS"} <= names
