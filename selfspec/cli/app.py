@@ -7,7 +7,15 @@ from typing import Annotated
 import typer
 
 from selfspec.cli.flat import flat
-from selfspec.cli.options import AuditCommand, BenchCommand, ChatCommand, GenerateCommand, IndexCommand, SearchCommand
+from selfspec.cli.options import (
+    AuditCommand,
+    BenchCommand,
+    ChatCommand,
+    GenerateCommand,
+    IndexCommand,
+    SearchCommand,
+    TrainCommand,
+)
 from selfspec.cli.profile_app import profile_app
 from selfspec.cli.see_app import see_app
 
@@ -39,6 +47,15 @@ def _root(
 def search(given: SearchCommand) -> int:
     """Find which sub-layers of this model, on this machine, to bypass while drafting; save a profile."""
     from selfspec.cli.search import run
+
+    return run(given)
+
+
+@app.command()
+@flat
+def train(given: TrainCommand) -> int:
+    """Train a small part on the model's own texts that drafts far better; the model and its output stay the same."""
+    from selfspec.cli.train import run
 
     return run(given)
 

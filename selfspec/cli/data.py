@@ -83,6 +83,15 @@ class DataOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainDataOptions(DataOptions):
+    """Which prompts to make texts from, as given; `source` None: the model makes them up."""
+
+    source: Annotated[
+        str | None, typer.Option("--data", help="Prompts to begin with, as search's; else the model makes them up.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
 class Given:
     """Prompts as a model is given them, in `prompts`, and as they were read. `chat`: as a user's messages."""
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli.data import DataOptions, PromptOptions
+from selfspec.cli.data import DataOptions, PromptOptions, TrainDataOptions
 from selfspec.cli.devices import DeviceOptions
 from selfspec.llm.options import Options
 from selfspec.measure.bench_methods import METHODS
@@ -75,6 +75,30 @@ class SearchCommand:
         beside = self.out.parent / f"{self.out.name}.trials.jsonl"
         kept: str | Path = place(beside if self.how.storage is None else self.how.storage)
         return kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainCommand:
+    """What `train` was told."""
+
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="The part: eagle.")]
+    model: Annotated[str, typer.Option(help="A folder, GGUF file, hub id, smollm2-135m, or builtin.")] = "builtin"
+    profile: Annotated[
+        str, typer.Option(help="Whose draft path is to have the part below it: a file, a shipped one, auto, or none.")
+    ] = "auto"
+    data: TrainDataOptions
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the part and its profiles go.")] = Path("parts")
+    minutes: Annotated[float, typer.Option(help="For all of it, texts included.")] = 20.0
+    max_new_tokens: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens of each answer to learn from.")] = 128
+    vocabulary: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens that a head may draft.")] = 8192
+    texts: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="Texts to learn from, whatever time they take.")
+    ] = None
+    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps of fitting, likewise.")] = None
+    rows: Annotated[int, typer.Option(min=1, metavar="N", help="Texts that are decoded together.")] = 128
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts, texts and fitting.")] = 0
+    where: DeviceOptions
+    json: Json = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller, make_controller
+from selfspec.drafters.eagle import EagleDrafter, HeadBelow
 from selfspec.drafters.free import FreeDrafter
 from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.drafters.plain import PlainDrafter
@@ -17,8 +18,11 @@ from selfspec.facts.acceptance import AcceptanceCurve
 from selfspec.facts.confidence import PROBABILITY
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import WIDER
+from selfspec.parts.eagle import EagleHead
+from selfspec.parts.files import read_part
 from selfspec.profile.draft import (
     DraftSpec,
+    EagleSpec,
     GuessesSpec,
     LayerSkipSpec,
     PlainSpec,
@@ -79,18 +83,34 @@ def make_ahead(specs: Sequence[ProposerSpec], wider: Sequence[float], vocabulary
 
 def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> LayerSkipDrafter:
     """The model itself along a cheaper path. Raises `SelfspecError` where that does not fit the model."""
+    wider = WIDER if profile.costs is None else profile.costs.wider
+    below = None
+    if spec.below is not None:
+        below = HeadBelow(_head(runtime, profile, spec.below.part), (1.0, *wider), spec.below.step)
     return LayerSkipDrafter(
         runtime,
         spec.path,
         make_controller(spec.controller, profile.outlook),
         candidates=spec.candidates,
         confidence=spec.confidence or PROBABILITY,
-        ahead=make_ahead(
-            spec.proposers or (),
-            WIDER if profile.costs is None else profile.costs.wider,
-            runtime.skeleton.identity.vocabulary,
-        ),
+        ahead=make_ahead(spec.proposers or (), wider, runtime.skeleton.identity.vocabulary),
+        below=below,
     )
+
+
+def make_eagle(runtime: Runtime, spec: EagleSpec, profile: Profile) -> EagleDrafter:
+    """A trained head, whose file lies beside the profile. Raises `SelfspecError` where that is of another model."""
+    return EagleDrafter(
+        _head(runtime, profile, spec.part),
+        make_controller(spec.controller, profile.outlook),
+        candidates=spec.candidates,
+        confidence=spec.confidence or PROBABILITY,
+        ahead=make_ahead(spec.proposers or (), (), runtime.skeleton.identity.vocabulary),
+    )
+
+
+def _head(runtime: Runtime, profile: Profile, part: str) -> EagleHead:
+    return EagleHead(runtime, read_part(profile.part_path(part)))
 
 
 def make_free(runtime: Runtime, spec: GuessesSpec, profile: Profile) -> FreeDrafter:
@@ -111,5 +131,6 @@ def _of_free_drafts(controller: ControllerSpec, profile: Profile) -> Controller:
 
 register(PlainSpec, lambda runtime, spec, profile: PlainDrafter())
 register(LayerSkipSpec, make_layer_skip)
+register(EagleSpec, make_eagle)
 register(GuessesSpec, make_free)
 register(RecycleSpec, lambda runtime, spec, profile: make_recycle(spec, profile))

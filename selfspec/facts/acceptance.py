@@ -18,7 +18,7 @@ from selfspec.facts.costs import WIDER, CostModel
 from selfspec.facts.draft_path import DraftPath, as_path
 from selfspec.facts.limits import MOST_ROWS
 from selfspec.facts.skip import SkipSet
-from selfspec.facts.work import DRAFT_STEP, GUESS, Part, Work
+from selfspec.facts.work import DRAFT_STEP, GUESS, HEAD_STEP, Part, Work
 
 Chance = Annotated[float, Field(ge=0, le=1)]
 Chances = Annotated[list[Chance], Field(min_length=2)]
@@ -85,13 +85,14 @@ class Outlook:
 
     `draft`: of one drafted token; `rounds[w]`: of a round whose verification has w rows, its draft steps left out
     (`rounds[0]` is never read); `curve`: how often drafted tokens are right; `wider`: of a draft step over one token,
-    over two, and so on, where that is not one for each drafted token.
+    over two, and so on, where that is not one for each drafted token; `head`: of a step of a head below a draft path.
     """
 
     draft: float = 0.5
     rounds: tuple[float, ...] = tuple(1 + 0.05 * (rows - 1) for rows in range(MOST_ROWS + 1))
     curve: AcceptanceCurve = field(default_factory=AcceptanceCurve)
     wider: tuple[float, ...] = ()
+    head: float = 0.0
 
     @classmethod
     def of(
@@ -118,8 +119,8 @@ class Outlook:
         return sum(calls * self._price(part) for part, calls in work)
 
     def _price(self, part: Part) -> float:
-        if part == GUESS:
-            return 0.0
+        if part in (GUESS, HEAD_STEP):
+            return self.head if part == HEAD_STEP else 0.0
         known = self.wider or (self.draft,)
         return known[part.rows - 1] if part.name == DRAFT_STEP.name and part.rows <= len(known) else 1.0
 

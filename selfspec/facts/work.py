@@ -19,6 +19,7 @@ class Part(NamedTuple):
 
 DRAFT_PATH, RECYCLED = "draft path", "recycle"  # that tokens came from; of what is guessed, the proposer's name
 DRAFT_STEP = Part("draft step")  # one token through a draft path
+HEAD_STEP = Part("head step")  # of a trained head that guesses below a draft path
 GUESS = Part("guess")  # what no model computes
 Work = tuple[tuple[Part, int], ...]  # each part once, with how often it was called; () is free
 NO_WORK: Work = ()
@@ -33,6 +34,11 @@ def steps_of(drafted: int) -> Work:
 def passes_of(widths: Iterable[int]) -> Work:
     """The work of a draft path's passes over so many tokens each."""
     return tuple((draft_pass(rows), calls) for rows, calls in sorted(Counter(widths).items()))
+
+
+def with_head_steps(work: Work, steps: int) -> Work:
+    """The same, and so many steps of a head below."""
+    return (*work, (HEAD_STEP, steps)) if steps else work
 
 
 def draft_pass(rows: int) -> Part:

@@ -56,6 +56,11 @@ class DraftSpec(Data):
         """What drafts, in a few words."""
         return f"drafts by {self.kind}"
 
+    @property
+    def step_share(self) -> float | None:
+        """What a drafted token takes, in plain decoding steps, where the description says it itself."""
+        return None
+
     def check(self, model: Identity) -> None:
         """Raise `SelfspecError` where it does not fit a model of that identity."""
 
@@ -122,6 +127,46 @@ class RecycleSpec(DraftSpec):
     controller: ControllerSpec = Field(ControllerSpec(name="rate"), description="What ends drafts.")
 
 
+PartName = Annotated[str, Field(min_length=1)]
+Step = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class EagleSpec(DraftSpec):
+    """A trained head drafts from the stream that left the model's last layer (EAGLE, 2401.15077).
+
+    `part`: its name among the profile's parts. `step`: what a step of it takes, in plain decoding steps.
+    """
+
+    kind: Literal["eagle"] = "eagle"
+    part: PartName = Field("eagle", description="The head's name among the profile's parts.")
+    step: Step = Field(0.05, description="What a step of the head takes, in plain decoding steps.")
+    confidence: Confidence | None = Field(
+        None, description="What says how likely a drafted token is right; its probability when left out."
+    )
+    controller: ControllerSpec = Field(ControllerSpec(name="rate"), description="What ends drafts.")
+    candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(1, description="For each place at most.")
+    proposers: Proposers | None = Field(
+        None, description="What guesses, in place of a draft where that promises more; nothing when left out."
+    )
+
+    @property
+    def said(self) -> str:
+        """That a head drafts, and what guesses."""
+        return "drafts by an EAGLE head" + (f"; guesses by {_kinds(self.proposers)}" if self.proposers else "")
+
+    @property
+    def step_share(self) -> float | None:
+        """Of the head."""
+        return self.step
+
+
+class Below(Data):
+    """A trained head that guesses what a draft step checks. `step`: what a step of it takes, over a draft step."""
+
+    part: PartName = Field("eagle", description="The head's name among the profile's parts.")
+    step: Step = Field(0.1, description="What a step of the head takes, over a draft step.")
+
+
 class LayerSkipSpec(DraftSpec):
     """The model itself drafts, some of its attention and MLP sub-layers bypassed (Draft & Verify, 2309.08168).
 
@@ -152,6 +197,7 @@ class LayerSkipSpec(DraftSpec):
     spared: Chance | None = Field(
         None, description="The share of a draft step that guesses spare each drafted token; 0 when left out."
     )
+    below: Below | None = Field(None, description="A trained head that guesses, too; none when left out.")
 
     @classmethod
     def of(
@@ -202,6 +248,7 @@ class LayerSkipSpec(DraftSpec):
     def said(self) -> str:
         """How many sub-layers are bypassed, or in few bits."""
         guesses = f"; guesses by {_kinds(self.proposers)}" if self.proposers else ""
+        guesses += "; an EAGLE head below" if self.below else ""
         return f"{self.path.said}{guesses}" if self.drafts else "drafts nothing"
 
     def check(self, model: Identity) -> None:
@@ -263,5 +310,5 @@ def parse_draft(data: Any) -> DraftSpec:
     return _KINDS[kind].model_validate(data)
 
 
-for _kind in (PlainSpec, LayerSkipSpec, GuessesSpec, RecycleSpec):
+for _kind in (PlainSpec, LayerSkipSpec, GuessesSpec, RecycleSpec, EagleSpec):
     register_spec(_kind)

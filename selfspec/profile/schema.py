@@ -8,6 +8,7 @@ profile is also told as a JSON schema, `profile_schema`, for editors.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -163,7 +164,7 @@ class Profile(Data):
     @property
     def unaided(self) -> Self:
         """The same draft path without guesses below it, and without others."""
-        alone = self.layer_skip.model_copy(update={"proposers": None, "spared": None})
+        alone = self.layer_skip.model_copy(update={"proposers": None, "spared": None, "below": None})
         draft = alone if isinstance(self.draft, LayerSkipSpec) else self.draft
         return self.model_copy(update={"draft": draft, "also": []})
 
@@ -210,10 +211,14 @@ class Profile(Data):
         """What a rate-optimal controller is told of drafting with this profile; where it says nothing, a guess."""
         layers = self.model.layers
         if self.costs is None:
-            return guess(self.path, layers, self.acceptance)
-        curve = self.acceptance or AcceptanceCurve()
-        spared = self.layer_skip.spared or 0.0
-        return Outlook.of(self.costs, self.path, layers, curve, vocabulary=self.draft_share, spared=spared)
+            found = guess(self.path, layers, self.acceptance)
+        else:
+            curve, spared = self.acceptance or AcceptanceCurve(), self.layer_skip.spared or 0.0
+            found = Outlook.of(self.costs, self.path, layers, curve, vocabulary=self.draft_share, spared=spared)
+        if (step := self.draft.step_share) is not None:
+            return replace(found, draft=step, wider=())
+        below = self.layer_skip.below
+        return found if below is None else replace(found, head=below.step * (found.wider or (found.draft,))[0])
 
     def controlled_by(self, controller: ControllerSpec) -> Self:
         """The same with another controller. Raises `SelfspecError` where what drafts has none."""

@@ -167,47 +167,48 @@ class Runtime:
         logits: Literal["all", "last"] | None = "all",
         hidden: Sequence[int] = (),
         between: Sequence[int] = (),
+        stream: Tensor | None = None,
     ) -> Step:
         """Run `tokens` `[B, n]` through the model, or through a draft `path` of it that `compile` made.
 
-        `positions` and `slots` are `[B, n]`, or an int: a contiguous run from there, the same for every row.
-        Without `slots`, they are the positions. `mask` `[B, n, S]` (true: seen) says which of the first S slots
-        each token sees; the default is causal, slots up to the token's own. Keys and values are written before
-        they are read, so a token may see itself and its pass. `rows` picks cache rows, B of them. `logits` picks
-        the rows that pay for the head; `hidden` picks the layers whose streams are returned, `between` those whose
-        streams between attention and MLP are.
-
-        A bypassed sub-layer adds nothing to the residual stream, computes nothing and writes no keys.
+        `positions` and `slots` are `[B, n]`, or an int: a contiguous run from there, the same for every row. Without
+        `slots`, they are the positions. `mask` `[B, n, S]` (true: seen) says which of the first S slots each token
+        sees; the default is causal, slots up to its own. Keys and values are written before they are read. `rows`
+        picks cache rows, B of them. `logits` picks the rows that pay for the head; `hidden` the layers whose streams
+        are returned, `between` those whose streams between attention and MLP are. `stream` `[B, n, D]` enters the
+        first layer in place of the tokens' embeddings. A bypassed sub-layer adds nothing, and writes no keys.
         """
         if rows.indices(self.rows) == (0, self.rows, 1):
             rows = ALL_ROWS
         batch, n = tokens.shape
         way = self._full if path is None else path
         slots = positions if slots is None else slots
-        native = way.native if batch == 1 and n <= ROWS and not (hidden or between or logits is None) else None
+        stream = self.skeleton.embed(tokens) if stream is None else stream
+        last = all(index == self.layers for index in hidden)
+        native = way.native if batch == 1 and n <= ROWS and last and not between and logits is not None else None
         if native is not None and self._spot is not None:
             additive = None if mask is None else self._masks.additive(mask)
             spot = self._spot.set(n, positions, slots, additive, rows.indices(self.rows)[0])
-            normed = native.run(self.skeleton.embed(tokens)[0].float(), spot).to(self.dtype)
-            return Step(way.head(normed if logits == "all" else normed[n - 1 :]).unsqueeze(0), {}, {})
+            left = stream[0].to(torch.float32, copy=True)
+            out = way.head(native.run(left, spot).to(self.dtype)[0 if logits == "all" else n - 1 :])
+            return Step(out.unsqueeze(0), {self.layers: left.to(self.dtype).unsqueeze(0)} if hidden else {})
         place = self._place(batch, n, positions, slots, mask, rows)
         scratch = self._scratches.get(batch, n, self.device)
-        scratch.stream.copy_(self.skeleton.embed(tokens).flatten(0, 1))
-        streams: dict[int, Tensor] = {}
-        halves: dict[int, Tensor] = {}
+        scratch.stream.copy_(stream.flatten(0, 1))
+        streams, halves = dict[int, Tensor](), dict[int, Tensor]()
         for index, device, attention, mlp in way.blocks:
             if index in hidden:
-                streams[index] = _kept(scratch)
+                streams[index] = scratch.kept()
             if scratch.device != device:
                 scratch, place = self._moved(scratch, place, device)
             if attention is not None:
                 self._attention(attention, index, scratch, place)
             if index in between:
-                halves[index] = _kept(scratch)
+                halves[index] = scratch.kept()
             if mlp is not None:
                 mlp.run(scratch)
         if self.layers in hidden:
-            streams[self.layers] = _kept(scratch)
+            streams[self.layers] = scratch.kept()
         if logits is None:
             return Step(None, streams, halves)
         of = slice(None) if logits == "all" or n == 1 else slice(n - 1, None, n)
@@ -327,8 +328,3 @@ class Runtime:
         there = self._scratches.get(scratch.batch, scratch.n, device)
         there.stream.copy_(scratch.stream)
         return there, move(place, device)
-
-
-def _kept(scratch: Scratch) -> Tensor:
-    """The stream as it is now, `[B, n, D]`."""
-    return scratch.stream.clone().view(scratch.batch, scratch.n, -1)

@@ -54,6 +54,10 @@ class Scratch:
         self.gate, self.up = self.gate_up.chunk(2, -1)
         self.activated = empty(rows, s.intermediate)
 
+    def kept(self) -> Tensor:
+        """The stream as it is now, `[B, n, D]`."""
+        return self.stream.clone().view(self.batch, self.n, -1)
+
     def gather_q(self) -> None:
         """Bring `q` up to date with `turned`."""
         if self._from is not None:

@@ -5,7 +5,8 @@
 - `together`: a search waits after each of its first N trials until another worker has made as many;
 - `killed`: a search is killed (-9) when it has said what it scores next and N trials are known;
 - `interrupted`: a search gets Ctrl-C at that point;
-- `interrupted-text`: a generation gets Ctrl-C at its Nth token.
+- `interrupted-text`: a generation gets Ctrl-C at its Nth token;
+- `killed-fit`, `interrupted-fit`: a training is killed, or gets Ctrl-C, at its Nth step.
 
 Costs are told, not measured.
 """
@@ -24,6 +25,7 @@ from selfspec.search.ledger import Ledger
 from selfspec.cli import main
 from selfspec.facts.costs import CostModel
 from selfspec.text.pieces import TextStream
+from selfspec.training.eagle import EagleLearner
 
 COSTS = CostModel(
     context=60, base=1e-4, attention=4e-5, mlp=4e-5, widths=[1, 2, 8], verify=[1.3e-3, 1.35e-3, 1.5e-3], round=4e-5
@@ -75,11 +77,30 @@ def interrupted_text(n: int) -> None:
     TextStream.push = push_and_end
 
 
+def sent_to_fit(signal_number: signal.Signals) -> Callable[[int], None]:
+    """Get a signal while a part is fitted."""
+
+    def at(n: int) -> None:
+        loss, steps = EagleLearner.loss, []
+
+        def loss_and_end(self, windows):
+            steps.append(windows)
+            if len(steps) == n:
+                os.kill(os.getpid(), signal_number)
+            return loss(self, windows)
+
+        EagleLearner.loss = loss_and_end
+
+    return at
+
+
 EVENTS = {
     "together": together,
     "killed": sent(signal.SIGKILL),
     "interrupted": sent(signal.SIGINT),
     "interrupted-text": interrupted_text,
+    "killed-fit": sent_to_fit(signal.SIGKILL),
+    "interrupted-fit": sent_to_fit(signal.SIGINT),
 }
 
 if __name__ == "__main__":

@@ -24,12 +24,14 @@ ROOMS = {  # each with the rooms that it may import
     "proposers": "basics",
     "model": "basics builtin facts",
     "runtime": "basics facts model speculation",
-    "drafters": "basics facts profile speculation controllers proposers runtime",
+    "parts": "basics facts runtime",
+    "drafters": "basics facts profile speculation controllers proposers runtime parts",
     "decoding": "basics facts speculation runtime",
     "llm": "basics facts profile show text speculation controllers model proposers runtime drafters decoding",
     "measure": "basics facts profile text speculation controllers model runtime drafters decoding llm",
     "search": "basics facts profile text speculation controllers proposers runtime drafters decoding llm measure",
-    "cli": "basics builtin facts profile show text speculation controllers proposers model llm measure search",
+    "training": "basics facts profile speculation runtime parts drafters decoding llm measure",
+    "cli": "basics builtin facts profile show text speculation controllers proposers model llm measure search training",
 }
 ALLOWED = {room: set(names.split()) for room, names in ROOMS.items()}
 WITHOUT_TORCH = ("basics", "facts", "profile", "controllers", "proposers", "show.tables", "show.explanations")

@@ -32,6 +32,15 @@ COMMANDS = {
         "Where trials are kept": ["storage", "study"],
         "Device": DEVICE,
     },
+    "train": {
+        "Arguments": [],
+        "Options": [
+            *("model", "profile", "data", "out", "minutes", "max-new-tokens", "vocabulary", "texts", "steps", "rows"),
+            *("seed", "json", "help"),
+        ],
+        "Prompts": PROMPTS,
+        "Device": DEVICE,
+    },
     "generate": {
         "Arguments": [],
         "Options": [

@@ -6,6 +6,7 @@ import random
 
 import pytest
 from breaking import Breaking
+from heads import random_head
 from models import plain, run, small
 from stores import babble, stored
 from toys import Adding, HiddenHead, Lockstep, RandomTree, Scripted, Staged, TinyModel
@@ -14,6 +15,7 @@ from selfspec.basics.errors import BusyError, SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.decoding.engine import Engine
 from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter, PlainDrafter, RecycleDrafter, Route, Router
+from selfspec.drafters.eagle import EagleDrafter, HeadBelow
 from selfspec.facts.acceptance import Outlook
 from selfspec.facts.confidence import Confidence
 from selfspec.facts.draft_path import DraftPath
@@ -28,6 +30,7 @@ from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 
 VOCABULARY, ROWS = 11, 4
+WORDS = tuple(range(10))
 SKIP = SkipSet((1,), (0, 2))
 PROMPTS = [[1, 4, 2, 9], [7], [3, 3, 3, 0, 5, 10, 8], [6, 2], [5, 5, 1], [0, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0]]
 ROOMS = [9, 14, 3, 12, 7, 10]
@@ -68,6 +71,13 @@ DRAFTERS = {
             Route(LayerSkipDrafter(runtime, SKIP, FixedK(3)), Outlook(0.2)),
             Route(FreeDrafter([Lookup()], StaticThreshold(0.1, 5)), Outlook(0.0)),
         ]
+    ),
+    "eagle": lambda runtime: EagleDrafter(random_head(runtime, WORDS), FixedK(4)),
+    "eagle, candidates": lambda runtime: EagleDrafter(
+        random_head(runtime, WORDS), StaticThreshold(0.05, 4), candidates=3, ahead=GUESSES
+    ),
+    "eagle below": lambda runtime: LayerSkipDrafter(
+        runtime, LOW, FixedK(5), ahead=GUESSES, below=HeadBelow(random_head(runtime, WORDS), (1.0,) * 5, 0.01)
     ),
     "store": lambda runtime: FreeDrafter([Lookup(), STORED], StaticThreshold(0.1, 5)),
 }

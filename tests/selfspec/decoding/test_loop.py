@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from breaking import Breaking
+from heads import random_head
 from models import plain, run, small
 from stores import babble, stored
 from toys import Adding, HiddenHead, RandomTree, Scripted, Staged, TinyModel, always_wrong, oracle
@@ -14,6 +15,7 @@ from selfspec.basics.errors import BusyError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.decoding.loop import decode
 from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter, PlainDrafter, RecycleDrafter, Route, Router
+from selfspec.drafters.eagle import EagleDrafter, HeadBelow
 from selfspec.facts.acceptance import Outlook
 from selfspec.facts.confidence import Confidence
 from selfspec.facts.draft_path import DraftPath
@@ -28,6 +30,7 @@ from selfspec.speculation.sequence import SequenceState
 
 VOCABULARY = 11
 PROMPTS = [[1, 4, 2, 9], [7], [3, 3, 3, 0, 5, 10, 8], [6, 2]]
+WORDS = tuple(range(10))
 SKIP = SkipSet((1,), (0, 2))
 ENDS = frozenset([2, 8])
 LOW = DraftPath(SkipSet((1,), (0,)), int8=SkipSet((0, 2), (1, 2)), head="int8")
@@ -71,6 +74,13 @@ DRAFTERS = {
             Route(LayerSkipDrafter(runtime, SKIP, FixedK(3)), Outlook(0.2)),
             Route(FreeDrafter([Lookup()], StaticThreshold(0.1, 5)), Outlook(0.0)),
         ]
+    ),
+    "eagle": lambda runtime, prompt: EagleDrafter(random_head(runtime, WORDS), FixedK(4)),
+    "eagle, candidates": lambda runtime, prompt: EagleDrafter(
+        random_head(runtime, WORDS), StaticThreshold(0.05, 4), candidates=3, ahead=GUESSES
+    ),
+    "eagle below": lambda runtime, prompt: LayerSkipDrafter(
+        runtime, LOW, FixedK(5), ahead=GUESSES, below=HeadBelow(random_head(runtime, WORDS), (1.0,) * 5, 0.01)
     ),
     "store": lambda runtime, prompt: FreeDrafter([Lookup(), STORED], StaticThreshold(0.1, 5)),
     "guesses from a store": lambda runtime, prompt: LayerSkipDrafter(

@@ -289,7 +289,7 @@ V2 = "model: {layers: 4}\nversion: 2\n"
         ),
         (
             f"{V2}draft: plain",
-            r"draft: want a mapping with 'kind' \(plain, layer-skip, guesses, recycle\), got 'plain'",
+            r"draft: want a mapping with 'kind' \(plain, layer-skip, guesses, recycle, eagle\), got 'plain'",
         ),
         (f"{V2}draft: {{kind: plain, skip: {{}}}}", "unknown key 'draft.skip'"),
         (f"{V2}draft: {{kind: layer-skip, siblings: 2}}", "unknown key 'draft.siblings'"),

@@ -1,0 +1,117 @@
+"""`selfspec train`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import TextColumn
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.cli.common import print_json, progress, quiet, set_threads, stderr
+from selfspec.cli.options import TrainCommand
+from selfspec.model.loading import check_model_name
+
+if TYPE_CHECKING:
+    from selfspec.training.fit import Fitted
+
+KINDS = ("eagle",)
+
+
+def run(given: TrainCommand) -> int:
+    """Check everything that can be checked before the model is loaded, then train. 130 after an interrupt."""
+    quiet()
+    if given.kind not in KINDS:
+        raise SelfspecError(f"kind '{given.kind}' of parts is not known; known: {', '.join(KINDS)}")
+    check_model_name(given.model)
+    prompts = given.data.read()
+    set_threads(given.where.threads)
+
+    from selfspec.llm.llm import load
+    from selfspec.training.fit import TrainOptions, check_folder, fit
+
+    options = TrainOptions(
+        minutes=given.minutes,
+        texts=given.texts,
+        steps=given.steps,
+        max_new_tokens=given.max_new_tokens,
+        vocabulary=given.vocabulary,
+        rows=given.rows,
+        seed=given.seed,
+    )
+    check_folder(given.out)
+    console = stderr()
+    llm = load(given.model, profile=given.profile, device=given.where.place, dtype=given.where.dtype)
+    with _Watch(console) as watch:
+        fitted = fit(
+            llm,
+            part="eagle",
+            out=given.out,
+            prompts=None if prompts is None else prompts.texts,
+            chat=given.data.chat,
+            profile=llm.profile,
+            options=options,
+            watch=watch,
+        )
+    _report(fitted, console)
+    if given.json:
+        done = fitted.progress
+        print_json(
+            {
+                "part": str(fitted.part),
+                "profiles": [str(path) for path in fitted.profiles],
+                "steps": done.steps,
+                "seconds": done.seconds,
+                "tokens_per_pass": done.best,
+                "acceptance": done.acceptance,
+                "history": done.history,
+                "texts": fitted.texts,
+                "interrupted": fitted.interrupted,
+            }
+        )
+    if fitted.interrupted:
+        again = shlex.join(["selfspec", *sys.argv[1:]])
+        console.print(f"to go on, run the same command again: {again}", markup=False, soft_wrap=True)
+        return 130
+    return 0
+
+
+class _Watch:
+    """A progress bar: what is done now, and how it goes."""
+
+    def __init__(self, console: Console) -> None:
+        self._bar = progress(console, TextColumn("{task.fields[said]}"))
+        self._task = self._bar.add_task("loading the model", total=None, said="")
+
+    def __enter__(self) -> _Watch:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def stage(self, name: str, total: float | None) -> None:
+        """What happens now."""
+        self._bar.remove_task(self._task)
+        self._task = self._bar.add_task(name, total=total, said="")
+
+    def step(self, done: float, said: str) -> None:
+        """So much of it is done."""
+        self._bar.update(self._task, completed=done, said=said)
+
+
+def _report(fitted: Fitted, console: Console) -> None:
+    done = fitted.progress
+    places = ", ".join(f"{share:.0%}" for share in done.acceptance)
+    console.print(
+        f"{done.best:.2f} tokens a pass on held-out texts, greedy drafts (right up to each place: {places}); "
+        f"{done.steps} steps on {fitted.texts} texts",
+        markup=False,
+        soft_wrap=True,
+    )
+    console.print(f"saved {fitted.part}", markup=False, soft_wrap=True)
+    for path in fitted.profiles:
+        command = f"selfspec generate --profile {shlex.quote(str(path))} 'your prompt'"
+        console.print(f"saved {path}; use it with: {command}", markup=False, soft_wrap=True)

@@ -1,0 +1,231 @@
+"""EAGLE (Li et al. 2401.15077): a trained head drafts from the model's last stream, alone or below a draft path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from selfspec.controllers import Controller
+from selfspec.drafters.chains import Chain, ChainDrafter
+from selfspec.facts.confidence import PROBABILITY, Confidence
+from selfspec.facts.work import Work, steps_of
+from selfspec.parts.eagle import KIND, EagleHead
+from selfspec.proposers.ahead import Ahead
+from selfspec.proposers.base import Chances, Guess
+from selfspec.speculation.drafter import Limit
+from selfspec.speculation.drafts import Outcome
+from selfspec.speculation.sampling import best_of
+from selfspec.speculation.sequence import SequenceState
+from selfspec.speculation.step import Step
+
+FIRST = tuple(0.05 + 0.09 * i for i in range(11))  # the chance of a guess, by its probability in tenths, at first
+USUAL = 1.3  # tokens in the time of a pass over one that guesses of the head are expected to bring, at first
+FADING = 0.9
+LIKELY = 0.8  # the most that the next guess is hoped to be right before it is known
+
+
+@dataclass(slots=True)
+class _Pairs:
+    """One sequence's pairs of a token and the stream before it: the head has read `start` of them, not yet these.
+
+    `stream`: after the last that it read. `chances`, `usual`: what guesses brought in this text.
+    """
+
+    start: int = 0
+    tokens: list[int] = field(default_factory=list)
+    streams: list[Tensor] = field(default_factory=list)
+    stream: Tensor | None = None
+    chances: Chances = field(default_factory=lambda: Chances(FIRST))
+    usual: float = USUAL
+
+    def add(self, tokens: Sequence[int], streams: Tensor) -> None:
+        """Further pairs, `[n]` and `[n, D]`."""
+        self.tokens += tokens
+        self.streams.append(streams)
+
+
+class HeadTexts:
+    """What a head is told of each sequence: the pairs of its committed tokens, with the model's own streams."""
+
+    def __init__(self, head: EagleHead) -> None:
+        self.head = head
+        self._pairs: dict[SequenceState, _Pairs] = {}
+
+    def begin(self, seq: SequenceState, prefill: Step) -> None:
+        """A sequence starts; `prefill` gave the streams at its prompt's tokens but the last."""
+        self.head.reserve(self.head.target.cache.slots)
+        pairs = self._pairs[seq] = _Pairs()
+        if (streams := prefill.hidden.get(self.head.layers)) is not None:
+            pairs.add(seq.tokens[1:], streams[0])
+
+    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
+        """Tokens were committed, each below a row of the verification."""
+        rows = [0, *(node + 1 for node in outcome.path)][: len(outcome.tokens)]
+        self._pairs[seq].add(outcome.tokens, outcome.step.hidden[self.head.layers][0, rows])
+
+    def end(self, seq: SequenceState) -> None:
+        """Forget the sequence."""
+        self._pairs.pop(seq, None)
+
+    def of(self, seq: SequenceState) -> _Pairs | None:
+        """A sequence's pairs; None for one that did not begin here."""
+        return self._pairs.get(seq)
+
+    def catch_up(self, seq: SequenceState, tokens: Sequence[int] = (), streams: Sequence[Tensor] = ()) -> Tensor | None:
+        """The words' logits after all of the sequence's pairs, and further ones of a draft; None where there are none.
+
+        Those of a draft are read again when they are committed.
+        """
+        pairs = self._pairs[seq]
+        read, told = [*pairs.tokens, *tokens], [*pairs.streams, *streams]
+        if not read:
+            return None
+        logits, pairs.stream = self.head.read(
+            seq.row, pairs.start, torch.tensor(read, device=self.head.target.device), torch.cat(list(told))
+        )
+        pairs.start += len(pairs.tokens)
+        pairs.tokens, pairs.streams = [], []
+        return logits
+
+    def go_on(self, seq: SequenceState, token: int, place: int) -> Tensor:
+        """The words' logits after a token that the head itself proposed, `place` tokens after the committed ones."""
+        pairs = self._pairs[seq]
+        assert pairs.stream is not None
+        at = torch.tensor([token], device=self.head.target.device)
+        logits, pairs.stream = self.head.read(seq.row, pairs.start + place, at, pairs.stream)
+        return logits
+
+
+class EagleDrafter(ChainDrafter):
+    """Drafts with a trained head, which reads the stream that left the model's last layer and goes on from its own."""
+
+    source = KIND
+    partial = True
+
+    def __init__(
+        self,
+        head: EagleHead,
+        controller: Controller,
+        *,
+        candidates: int = 1,
+        confidence: Confidence = PROBABILITY,
+        ahead: Ahead | None = None,
+    ) -> None:
+        super().__init__(controller, candidates=min(candidates, len(head.words)), confidence=confidence, ahead=ahead)
+        self.texts = HeadTexts(head)
+        self.hidden = (head.layers,)
+
+    def begin(self, seq: SequenceState, prefill: Step) -> None:
+        """The head is told of the prompt."""
+        super().begin(seq, prefill)
+        self.texts.begin(seq, prefill)
+
+    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
+        """The head is told of what was committed."""
+        super().observe(seq, outcome)
+        self.texts.observe(seq, outcome)
+
+    def end(self, seq: SequenceState) -> None:
+        """Forget the sequence."""
+        super().end(seq)
+        self.texts.end(seq)
+
+    def dearest(self, limit: Limit) -> Work:
+        """As many steps of the head as the draft may be deep."""
+        return steps_of(max(min(limit.depth, limit.nodes, self._deepest), 0))
+
+    def _pass(self, chains: Sequence[Chain]) -> None:
+        """One step of the head for each chain; the first reads what was committed since the last."""
+        for c in chains:
+            if not c.tokens:
+                logits = self.texts.catch_up(c.seq)
+            else:
+                logits = self.texts.go_on(c.seq, c.tokens[-1], len(c.tokens) - 1)
+            if logits is None:
+                c.play.wants = False
+                continue
+            c.passes.append(1)
+            c.logits = [self.texts.head.over_all(logits).unsqueeze(0)]
+
+
+class HeadBelow:
+    """Guesses by a head for the next pass of a draft path, which checks them beside the token that it must read.
+
+    `prices[i]`: what a pass of the path over i + 1 tokens takes, over one; `step`: what a step of the head takes.
+    """
+
+    def __init__(self, head: EagleHead, prices: Sequence[float], step: float) -> None:
+        self.texts = HeadTexts(head)
+        self.prices, self.step = tuple(prices), step
+
+    def guess(self, chain: Chain, other: Guess, room: int) -> Guess:
+        """What the next pass is to check, `room` tokens at most; `other` where that promises more than the head did.
+
+        Guesses go on while that is expected to bring more tokens for the time.
+        """
+        seq = chain.seq
+        pairs = self.texts.of(seq)
+        room = min(room, len(self.prices) - 1)
+        if pairs is None or room < 1 or self._rate(other) >= pairs.usual:
+            return other
+        drafted = len(chain.tokens)
+        logits = self.texts.catch_up(seq, chain.tokens, chain.streams)
+        if logits is None:
+            return other
+        chain.steps += 1
+        tokens, chances = list[int](), list[float]()
+        reach = expected = 1.0
+        time = self.prices[0] + self.step
+        while len(tokens) < room:
+            token, probability = self._pick(chain, tokens, logits)
+            chance = pairs.chances(round(10 * probability))
+            more = self.prices[len(tokens) + 1] - self.prices[len(tokens)]
+            if reach * chance * time <= more * expected:
+                break
+            chain.told.append(round(10 * probability))
+            tokens.append(token)
+            chances.append(chance)
+            reach *= chance
+            expected, time = expected + reach, time + more
+            if len(tokens) == room or LIKELY * reach * time <= (self.step + more) * expected or token in seq.ends:
+                break
+            logits = self.texts.go_on(seq, token, drafted + len(tokens) - 1)
+            chain.steps += 1
+            time += self.step
+        pairs.usual = FADING * pairs.usual + (1 - FADING) * expected / time
+        return Guess(tokens, chances, KIND) if tokens else other
+
+    def _rate(self, guess: Guess) -> float:
+        tokens = reach = 1.0
+        for chance in guess.chances:
+            reach *= chance
+            tokens += reach
+        return tokens / self.prices[len(guess.chances)]
+
+    def _pick(self, chain: Chain, guessed: Sequence[int], logits: Tensor) -> tuple[int, float]:
+        """The token that the path is likeliest to draft, and its probability."""
+        seq, head = chain.seq, self.texts.head
+        if not seq.sampler.processors:  # greedy, and nothing else
+            at = best_of(logits)
+            return int(head.words[at]), float((logits - logits[at]).exp().sum().reciprocal())
+        logits, before = head.over_all(logits), [*chain.tokens, *guessed]
+        row = seq.sampler.scores(logits.unsqueeze(0), ([*seq.tokens, *before] for _ in range(1)))[0]
+        q = row.softmax(-1)
+        if seq.sampler.tied:
+            token, _ = seq.sampler.best(row, len(seq.tokens) + len(before), p=q, with_gap=False)
+        else:
+            token = int(q.argmax())
+        return token, float(q[token])
+
+    def learn(self, chain: Chain) -> None:
+        """What the last pass of a chain guessed was right, or was not."""
+        pairs = self.texts.of(chain.seq)
+        if pairs is None:
+            return
+        for strength, guessed, token in zip(chain.told, chain.checked, chain.tokens[chain.begun :], strict=False):
+            pairs.chances.see(strength, guessed == token)
+            if guessed != token:
+                break

@@ -1,0 +1,280 @@
+"""Fitting a part: make texts, fit until time is up, keep the best; killed at any point, it goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from accelerate import Accelerator
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import cached_file, check_writable, kind
+from selfspec.llm.llm import LLM
+from selfspec.llm.prompts import fitting
+from selfspec.parts.files import write_part
+from selfspec.profile.schema import Profile
+from selfspec.training.eagle import DEPTH, WINDOW, EagleLearner, frequent, pairs_of
+from selfspec.training.profiles import write_profiles
+from selfspec.training.prompts import beginnings, made_up
+from selfspec.training.state import Progress, State
+from selfspec.training.texts import Text, Texts, make
+
+Kind = Literal["eagle"]
+KINDS: tuple[Kind, ...] = ("eagle",)
+MAKING = 0.4  # of the time, which making texts may take
+MOST_TEXTS = 100_000
+BATCH = 8  # windows that are fitted to at once
+RATE = 1.5e-3
+WARM_UP = 50  # steps until the learning rate is reached
+LOWEST = 0.05  # of it, at the end
+CLIP = 1.0
+EVERY = 60.0  # seconds between looks at what was held out, which are also what is kept
+LOOKED_AT = 48  # held-out texts, at most
+DECODED = 4  # held-out prompts that are decoded in the end
+FEWEST = 2  # texts without which nothing can be fitted
+_log = logging.getLogger("selfspec")
+
+
+class Watch(Protocol):
+    """Is told how it goes."""
+
+    def stage(self, name: str, total: float | None) -> None:
+        """What happens now, and how much of it there is."""
+
+    def step(self, done: float, said: str) -> None:
+        """So much of the stage is done."""
+
+
+class Silent:
+    """Tells nobody."""
+
+    def stage(self, name: str, total: float | None) -> None:
+        """Nothing."""
+
+    def step(self, done: float, said: str) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """`minutes` in all; `max_new_tokens` of each text's answer; `vocabulary`: tokens that a head may draft.
+
+    `texts` and `steps`: so many, whatever time they take; with both, the same call gives the same part. `rows`: texts
+    that are decoded together. Raises `SelfspecError` for a value out of range.
+    """
+
+    minutes: float = 20.0
+    texts: int | None = None
+    steps: int | None = None
+    max_new_tokens: int = 128
+    vocabulary: int = 8192
+    seed: int = 0
+    rows: int = 128
+
+    def __post_init__(self) -> None:
+        if not 0 < self.minutes < math.inf:
+            raise SelfspecError(f"minutes {self.minutes}: want more than 0")
+        for name, least in (("max_new_tokens", 16), ("vocabulary", 16), ("rows", 1), ("texts", FEWEST), ("steps", 1)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise SelfspecError(f"{name} {value}: want at least {least}")
+
+    def share(self, done: Progress) -> float:
+        """How much of fitting is done."""
+        return done.seconds / (60 * self.minutes * (1 - MAKING)) if self.steps is None else done.steps / self.steps
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A fitted part: its file, profiles that draft with it, and how it went. `interrupted`: time was not up."""
+
+    part: Path
+    profiles: tuple[Path, ...]
+    progress: Progress
+    texts: int
+    interrupted: bool
+
+
+def fit(
+    llm: LLM,
+    *,
+    part: Kind = "eagle",
+    out: Path,
+    prompts: Sequence[str] | None = None,
+    chat: bool = False,
+    profile: Profile | None = None,
+    options: TrainOptions | None = None,
+    watch: Watch | None = None,
+) -> Fitted:
+    """Fit a part of a model to its own texts, in `options.minutes`; save it, and profiles that use it, in `out`.
+
+    `prompts`: what texts begin with, as user's messages with `chat`; the model makes them up when left out. `profile`:
+    its draft path is to have the part below it. The same call after an interrupt goes on. Raises `SelfspecError` where
+    nothing can be fitted, and where `out` is no folder to write to.
+    """
+    options, watch = options or TrainOptions(), watch or Silent()
+    if part not in KINDS:
+        raise SelfspecError(f"kind '{part}' of parts is not known; known: {', '.join(KINDS)}")
+    check_folder(out)
+    texts = Texts(_folder(llm, prompts, chat, options))
+    state = State(out / f"{part}.checkpoint", _told(llm, part, options))
+    interrupted = False
+    try:
+        if not state.begun:
+            _make(llm, texts, prompts, chat, options, watch)
+        learner = EagleLearner(llm.runtime, _words(texts, options, llm), seed=options.seed)
+        _fit(learner, texts, options, state, watch)
+    except KeyboardInterrupt:
+        interrupted = True
+        if not state.begun:
+            raise
+        learner = EagleLearner(llm.runtime, _words(texts, options, llm), seed=options.seed)
+    state.best_into(learner)
+    path = out / f"{part}.safetensors"
+    write_part(path, learner.part())
+    watch.stage("measuring", None)
+    unseen = [texts.read(number) for number in texts.numbers(held_out=True)[:DECODED]]
+    begun: list[list[int]] = [text.tokens[: text.answer].tolist() for text in unseen]
+    return Fitted(path, write_profiles(llm, path, profile, begun), state.progress, len(texts), interrupted)
+
+
+def check_folder(out: Path) -> None:
+    """Raise `SelfspecError` unless a part can be written in the folder, which is made where it is missing."""
+    if kind(out) == "missing" and kind(out.parent) == "folder":
+        out.mkdir()
+    if kind(out) != "folder":
+        raise SelfspecError(f"{out} is no folder; want one that parts can be written to")
+    check_writable(out / "part.safetensors")
+
+
+def _told(llm: LLM, of: str, options: TrainOptions) -> dict[str, Any]:
+    """What a checkpoint must have been made with to be gone on from."""
+    identity = llm.identity.model_dump(mode="json", exclude={"name"})
+    return {"version": 1, "kind": of, "model": identity, "vocabulary": options.vocabulary, "seed": options.seed}
+
+
+def _folder(llm: LLM, prompts: Sequence[str] | None, chat: bool, options: TrainOptions) -> Path:
+    digest = None if prompts is None else hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
+    what = {
+        "version": 1,
+        "model": llm.identity.model_dump(mode="json", exclude={"name"}),
+        "dtype": str(llm.runtime.dtype),
+        "prompts": digest,
+        "chat": chat,
+        "room": options.max_new_tokens,
+        "seed": options.seed,
+    }
+    return cached_file("texts", what).with_suffix("")
+
+
+def _make(
+    llm: LLM,
+    texts: Texts,
+    prompts: Sequence[str] | None,
+    chat: bool,
+    options: TrainOptions,
+    watch: Watch,
+) -> None:
+    """Make as many texts as were asked for, or as there is time for."""
+    seconds = 60 * options.minutes * MAKING
+    own, given = None, None
+    if prompts is None:
+        config = llm.model.config
+        own = made_up(llm.tokenizer, llm.runtime.skeleton.ends, getattr(config, "bos_token_id", None))
+    else:
+        room = options.max_new_tokens
+        given = [llm.encode(fitting(llm, text, room, chat=chat)) for text in prompts]
+    watch.stage("making texts", seconds if options.texts is None else options.texts)
+    begun, tokens = time.perf_counter(), 0
+
+    def count(new: int) -> None:
+        nonlocal tokens
+        tokens += new
+        done = time.perf_counter() - begun if options.texts is None else len(texts)
+        watch.step(done, f"{len(texts)} texts, {tokens:,} new tokens")
+
+    make(
+        llm.runtime,
+        texts,
+        beginnings(given, own, seed=options.seed),
+        room=options.max_new_tokens,
+        most=options.texts or MOST_TEXTS,
+        go_on=lambda: options.texts is not None or time.perf_counter() - begun < seconds,
+        on_tokens=count,
+        rows=options.rows,
+    )
+
+
+def _words(texts: Texts, options: TrainOptions, llm: LLM) -> list[int]:
+    fitted = texts.numbers(held_out=False)
+    if len(fitted) < FEWEST:
+        raise SelfspecError("there was too little time to make texts to fit to; give more --minutes")
+    tokens = [token for number in fitted for token in texts.read(number).tokens.tolist()]
+    return frequent(tokens, options.vocabulary, llm.identity.vocabulary or 0)
+
+
+def _fit(learner: EagleLearner, texts: Texts, options: TrainOptions, state: State, watch: Watch) -> None:
+    """Steps until all are done or time is up, a look at what was held out now and then."""
+    device = learner.runtime.device.type
+    fast = device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if fast else "no")
+    optimizer = torch.optim.AdamW(learner.net.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)
+    state.into(learner, optimizer)
+    read = {number: texts.read(number) for number in texts.numbers(held_out=False)}
+    fitted = [text for text in read.values() if pairs_of(text) > 0]
+    unseen = [texts.read(number) for number in texts.numbers(held_out=True)[:LOOKED_AT]] or fitted[:1]
+    if not fitted:
+        raise SelfspecError(f"no text is longer than {DEPTH + 1} tokens; give more --max-new-tokens")
+    done = state.progress
+    watch.stage("fitting", 1.0)
+
+    def look() -> None:
+        with accelerator.autocast():
+            state.keep(learner, optimizer, learner.acceptance(unseen))
+
+    if not state.begun:
+        look()
+    kept = done.seconds
+    losses: list[float] = []
+    while options.share(done) < 1:
+        begun = time.perf_counter()
+        _set_rate(optimizer, done.steps, options.share(done))
+        draw = random.Random(f"{options.seed} {done.steps}")
+        windows = _windows(draw.choices(fitted, k=BATCH), draw)
+        with accelerator.autocast():
+            loss = learner.loss(windows)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        torch.nn.utils.clip_grad_norm_(learner.net.parameters(), CLIP)
+        optimizer.step()
+        done.steps += 1
+        losses = [*losses[-49:], float(loss.detach())]
+        done.seconds += time.perf_counter() - begun
+        watch.step(options.share(done), f"loss {statistics.mean(losses):.2f}, {done.best:.2f} tokens a pass held out")
+        if done.seconds - kept >= EVERY:
+            begun = time.perf_counter()
+            look()
+            done.seconds += time.perf_counter() - begun
+            kept = done.seconds
+    look()
+
+
+def _windows(texts: Sequence[Text], draw: random.Random) -> list[tuple[Text, int]]:
+    """Texts, each from a place on that leaves it as many pairs as the shortest has, `WINDOW` at most."""
+    least = min(WINDOW, *map(pairs_of, texts))
+    return [(text, draw.randrange(pairs_of(text) - least + 1)) for text in texts]
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, steps: int, share: float) -> None:
+    fallen = LOWEST + (1 - LOWEST) * (1 + math.cos(math.pi * min(share, 1.0))) / 2
+    for group in optimizer.param_groups:
+        group["lr"] = RATE * min(1.0, (steps + 1) / WARM_UP) * fallen

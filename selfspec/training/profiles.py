@@ -1,0 +1,83 @@
+"""Profiles that draft with a fitted part, and what its steps take on this machine."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from selfspec.decoding.loop import decode
+from selfspec.drafters import make_drafter
+from selfspec.facts.controller import ControllerSpec
+from selfspec.llm.llm import LLM
+from selfspec.measure.cost_fitting import forward_seconds
+from selfspec.parts.eagle import EagleHead
+from selfspec.parts.files import read_part
+from selfspec.profile.draft import Below, EagleSpec, LayerSkipSpec, ProposerSpec
+from selfspec.profile.parts import Part, sha256_of
+from selfspec.profile.reading import write_profile
+from selfspec.profile.schema import Profile
+from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
+
+CONTEXT = 128  # keys in the cache while steps are timed
+REPEATS = 30
+LONGEST = 6  # tokens that a head alone drafts
+TOKENS = 48  # decoded after each prompt, to see what guesses spare
+
+
+def write_profiles(llm: LLM, part: Path, own: Profile | None, prompts: Sequence[Sequence[int]]) -> tuple[Path, ...]:
+    """Write, beside the part, a profile of the head alone, and one of `own` with the head below its draft path.
+
+    `prompts` (token ids): decoded to see what the head spares a draft path.
+    """
+    head = EagleHead(llm.runtime, read_part(part))
+    step, plain = _step_seconds(head), forward_seconds(llm.runtime, CONTEXT, repeats=REPEATS)
+    parts = {head.kind: Part(file=part.name, sha256=sha256_of(part))}
+    controller = ControllerSpec(name="rate", options={"k_max": LONGEST})
+    draft = EagleSpec(part=head.kind, step=round(step / plain, 4), controller=controller, proposers=[ProposerSpec()])
+    alone = Profile(model=llm.identity, draft=draft, parts=parts, costs=None if own is None else own.costs)
+    written = [part.with_suffix(".yaml")]
+    write_profile(alone, written[0])
+    if own is not None and isinstance(own.draft, LayerSkipSpec) and own.drafts:
+        drafted = forward_seconds(llm.runtime, CONTEXT, repeats=REPEATS, path=own.path)
+        below = Below(part=head.kind, step=round(step / drafted, 4))
+        spec = own.draft.model_copy(update={"below": below, "spared": None})
+        joined = own.model_copy(
+            update={"draft": spec, "parts": parts, "measured": [], "predicted": None, "also": []}
+        ).read_from(part.parent)
+        spared = _spared(llm, joined, prompts)
+        written.append(part.with_name(f"{part.stem}-below.yaml"))
+        write_profile(joined.model_copy(update={"draft": spec.model_copy(update={"spared": spared})}), written[1])
+    return tuple(written)
+
+
+def _step_seconds(head: EagleHead) -> float:
+    """Of one pair through the head, once caches have settled."""
+    head.reserve(CONTEXT + 1)
+    device = head.target.device
+    token = torch.zeros(1, dtype=torch.long, device=device)
+    stream = torch.zeros((1, head.target.skeleton.sizes.hidden), dtype=head.target.dtype, device=device)
+    times = []
+    for _ in range(REPEATS):
+        begun = time.perf_counter()
+        logits, _ = head.read(0, CONTEXT, token, stream)
+        float(logits[0])  # waits for the device
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[REPEATS // 3 :])
+
+
+def _spared(llm: LLM, profile: Profile, prompts: Sequence[Sequence[int]]) -> float | None:
+    """The share of a draft step that guesses spare each drafted token of a few texts."""
+    outlook, drafter = profile.outlook, make_drafter(llm.runtime, profile)
+    took = tokens = 0.0
+    for prompt in prompts:
+        seq = SequenceState(list(prompt), TOKENS, Sampler(), llm.runtime.skeleton.ends)
+        for outcome in decode(llm.runtime, drafter, seq):
+            if outcome.draft.confidence:
+                took += outlook.price(outcome.draft.work)
+                tokens += len(outcome.draft.confidence)
+    return round(min(max(1 - took / (tokens * outlook.draft), 0.0), 0.95), 4) if tokens else None

@@ -1,0 +1,186 @@
+"""The model's own texts, and the stream that leaves its last layer at every token: what parts are fitted to.
+
+Texts are decoded together and kept on disk by what they depend on, some in each file; only what is read of them is in
+memory. A call that is killed loses no file that was written, and the next goes on where it ended.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from selfspec.basics.files import files_in, kind, write_bytes
+from selfspec.decoding.engine import Engine
+from selfspec.drafters import PlainDrafter
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafts import Outcome
+from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
+from selfspec.speculation.step import Step
+from selfspec.training.prompts import USERS_TURN, Beginning, Turns
+
+ROWS = 128  # texts that are decoded together: their products then are as fast as they get
+EACH = 32  # texts of a file
+HELD_OUT = 16  # every so many-th text is not fitted to
+TEMPERATURES = (0.0, 0.8)  # by turns
+
+
+class Text(NamedTuple):
+    """Tokens `[n]`, and the streams `[n - 1 or n, D]` that left the last layer at them, bfloat16.
+
+    `answer`: the first token of the answer.
+    """
+
+    tokens: Tensor
+    streams: Tensor
+    answer: int
+
+
+@dataclass(slots=True)
+class Texts:
+    """Texts in the files of a folder, by number."""
+
+    folder: Path
+    index: dict[int, Path] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for path in files_in(self.folder) if kind(self.folder) == "folder" else []:
+            if path.suffix == ".safetensors":
+                self._read(path)
+
+    def _read(self, path: Path) -> None:
+        try:
+            with safe_open(path, "pt") as file:
+                numbers = json.loads(file.metadata()["numbers"])
+        except Exception:  # torn, or of another's making: made again
+            return
+        self.index.update(dict.fromkeys(numbers, path))
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def add(self, texts: dict[int, Text]) -> None:
+        """Keep texts in a file of their own."""
+        tensors = {}
+        for number, text in texts.items():
+            tensors[f"{number}.tokens"], tensors[f"{number}.streams"] = text.tokens.int(), text.streams
+        numbers = {number: text.answer for number, text in texts.items()}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{min(texts):08d}-{max(texts):08d}.safetensors"
+        write_bytes(path, save(tensors, {"numbers": json.dumps(list(numbers)), "answers": json.dumps(numbers)}))
+        self.index.update(dict.fromkeys(numbers, path))
+
+    def read(self, number: int) -> Text:
+        """One of them, from its file."""
+        with safe_open(self.index[number], "pt") as file:
+            answer = json.loads(file.metadata()["answers"])[str(number)]
+            tokens = file.get_tensor(f"{number}.tokens").long()
+            return Text(tokens, file.get_tensor(f"{number}.streams"), answer)
+
+    def numbers(self, *, held_out: bool) -> list[int]:
+        """Those to fit to, or those that are not."""
+        return sorted(n for n in self.index if (n % HELD_OUT == 0) == held_out)
+
+
+class _Collector(PlainDrafter):
+    """Decodes plainly, and keeps the streams that leave the last layer."""
+
+    def __init__(self, layers: int) -> None:
+        self.hidden = (layers,)
+        self.streams: dict[SequenceState, list[Tensor]] = {}
+
+    def _keep(self, seq: SequenceState, step: Step) -> None:
+        if self.hidden[0] in step.hidden:
+            self.streams[seq].append(step.hidden[self.hidden[0]][0].to("cpu", torch.bfloat16))
+
+    def begin(self, seq: SequenceState, prefill: Step) -> None:
+        self.streams[seq] = []
+        self._keep(seq, prefill)
+
+    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
+        self._keep(seq, outcome.step)
+
+
+def make(
+    runtime: Runtime,
+    texts: Texts,
+    begin: Iterator[Beginning],
+    *,
+    room: int,
+    most: int,
+    go_on: Callable[[], bool] = lambda: True,
+    on_tokens: Callable[[int], None] = lambda new: None,
+    rows: int = ROWS,
+) -> None:
+    """Decode texts, an answer of at most `room` tokens each, until there are `most` or `go_on` says no.
+
+    Greedily and at temperature .8 by turns. Text `n` has the n-th beginning and the seed n. `on_tokens` is told how
+    many tokens have come. What is under way when `go_on` says no is kept as far as it came, if that is into the answer.
+    """
+    ends = runtime.skeleton.ends
+    collector = _Collector(runtime.layers)
+    waiting = _numbered(begin, texts, most)
+    under_way: dict[SequenceState, tuple[int, Turns]] = {}
+    done: dict[int, Text] = {}
+
+    def finished(seq: SequenceState) -> None:
+        number, turns = under_way.pop(seq)
+        streams = torch.cat(collector.streams.pop(seq))
+        said = seq.tokens[len(turns.beginning.tokens) :]
+        if turns.answering(said):
+            first = said.index(turns.beginning.turn[0]) + len(turns.beginning.turn) if turns.beginning.turn else 0
+            tokens = torch.tensor(seq.tokens)
+            done[number] = Text(tokens, streams, len(turns.beginning.tokens) + first)
+        if len(done) == EACH:
+            texts.add(done)
+            done.clear()
+
+    with Engine(runtime.beside(rows=rows), collector) as engine:
+        left = True
+        while go_on():
+            while left and len(engine.running) < rows and go_on():
+                if (one := next(waiting, None)) is None:
+                    left = False
+                else:
+                    seq = _sequence(*one, room, ends)
+                    under_way[seq] = one[0], seq.sampler.processors[0]
+                    engine.join(seq)
+            if not engine.running:
+                break
+            for seq, outcome in engine.step():
+                on_tokens(len(outcome.tokens))
+                if not seq.room:
+                    finished(seq)
+        for seq in engine.running:
+            finished(seq)
+    if done:
+        texts.add(done)
+
+
+def _numbered(begin: Iterator[Beginning], texts: Texts, most: int) -> Iterator[tuple[int, Beginning]]:
+    for number in range(most):
+        beginning = next(begin)
+        if number not in texts.index:
+            yield number, beginning
+
+
+def _sequence(number: int, beginning: Beginning, room: int, ends: frozenset[int]) -> SequenceState:
+    turns = Turns(beginning, TEMPERATURES[number % len(TEMPERATURES)])
+    seen: list[int] = []
+
+    def ended(token: int) -> bool:
+        """An end token ends a text unless it ends the user's turn."""
+        seen.append(token)
+        return token in ends and turns.answering(seen[:-1])
+
+    sampler = Sampler(temperature=1.0, seed=number, tied=False, processors=[turns])
+    whole = room + (USERS_TURN + len(beginning.turn) if beginning.turn else 0)
+    return SequenceState(list(beginning.tokens), whole, sampler, stop=ended)

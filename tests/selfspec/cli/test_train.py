@@ -1,0 +1,105 @@
+"""`selfspec train`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import command
+import pytest
+
+import selfspec
+
+FEW = [
+    "--texts",
+    "20",
+    "--steps",
+    "12",
+    "--max-new-tokens",
+    "16",
+    "--vocabulary",
+    "256",
+    "--rows",
+    "8",
+    "--threads",
+    "1",
+]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    """Prompts of code, a line each."""
+    file = tmp_path / "prompts.jsonl"
+    some = selfspec.builtin.prompts("calibration")[:8]
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in some))
+    return file
+
+
+def test_a_head_is_trained_and_used(cli, prompts, tmp_path):
+    code, out, err = cli("train", "eagle", "--data", prompts, *FEW, "--json")
+    told = json.loads(out)
+    assert not code
+    assert told["part"] == "parts/eagle.safetensors"
+    assert told["profiles"] == ["parts/eagle.yaml"]  # no draft path is the model's own
+    assert (told["steps"], told["texts"], told["interrupted"]) == (12, 20, False)
+    assert told["tokens_per_pass"] == max(brings for _, brings in told["history"])
+    assert "tokens a pass on held-out texts" in err
+    assert "use it with: selfspec generate --profile parts/eagle.yaml 'your prompt'" in err
+    plain = cli("generate", "--profile", "none", "--max-new-tokens", "24", "def read(")[1]
+    assert cli("generate", "--profile", "parts/eagle.yaml", "--max-new-tokens", "24", "def read(")[1] == plain
+
+
+def test_below_the_draft_path_of_a_profile(cli, prompts):
+    code, out, _ = cli("train", "eagle", "--profile", "stdlib-llama-3.7m", "--data", prompts, *FEW, "--json")
+    assert not code
+    assert json.loads(out)["profiles"] == ["parts/eagle.yaml", "parts/eagle-below.yaml"]
+    plain = cli("generate", "--profile", "none", "--max-new-tokens", "24", "def read(")[1]
+    assert cli("generate", "--profile", "parts/eagle-below.yaml", "--max-new-tokens", "24", "def read(")[1] == plain
+    assert not cli("profile", "show", "parts/eagle-below.yaml")[0]
+
+
+def run_in_a_process(event, folder, prompts):
+    arguments = [sys.executable, str(Path(command.__file__)), event, "train", "eagle", "--data", str(prompts), *FEW]
+    return subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_an_interrupt_saves_the_best_and_the_same_command_goes_on(cli, prompts, tmp_path):
+    ended = run_in_a_process("interrupted-fit:5", tmp_path, prompts)
+    assert ended.returncode == 130
+    assert "to go on, run the same command again" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert (tmp_path / "parts" / "eagle.yaml").exists()
+    code, out, _ = cli("train", "eagle", "--data", prompts, *FEW, "--json")
+    assert (code, json.loads(out)["steps"]) == (0, 12)
+
+
+def test_a_kill_loses_no_texts(cli, prompts, tmp_path):
+    assert run_in_a_process("killed-fit:5", tmp_path, prompts).returncode == -9
+    assert not (tmp_path / "parts" / "eagle.safetensors").exists()
+    assert (tmp_path / "parts" / "eagle.checkpoint").exists()
+    code, out, _ = cli("train", "eagle", "--data", prompts, *FEW, "--json")
+    assert (code, json.loads(out)["steps"]) == (0, 12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nonsense"], "kind 'nonsense' of parts is not known; known: eagle"),
+        (["eagle", "--minutes", "0"], "minutes 0.0: want more than 0"),
+        (["eagle", "--minutes", "nan"], "minutes nan: want more than 0"),
+        (["eagle", "--out", "file"], "file is no folder; want one that parts can be written to"),
+        (["eagle", "--out", "gone/parts"], "gone/parts is no folder"),
+        (["eagle", "--data", "gone.jsonl"], "gone.jsonl"),
+        (["eagle", "--model", "gone/model"], "gone/model"),
+        (["eagle", "--column", "q"], "--column and --template are of data of your own"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_wrong_input(cli, tmp_path, arguments, said):
+    (tmp_path / "file").write_text("")
+    code, out, err = cli("train", *arguments)
+    assert (code, out) == (2, "")
+    assert said in " ".join(err.split())
+    assert "Traceback" not in err

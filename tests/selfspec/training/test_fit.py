@@ -1,0 +1,117 @@
+"""Fitting a part: acceptance rises, the same call gives the same part, what was cut short goes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import selfspec
+from selfspec.basics.errors import SelfspecError
+from selfspec.parts.eagle import EagleHead
+from selfspec.parts.files import read_part
+from selfspec.profile.reading import read_profile
+from selfspec.profile.shipped import find_profile_file
+from selfspec.training.fit import Silent, TrainOptions, fit
+
+FEW = {"max_new_tokens": 24, "vocabulary": 512, "rows": 8, "texts": 20}
+PROMPT = "def read_text(path: Path) -> str:\n"
+
+
+class Cut(Silent):
+    """Interrupts the fit at a step."""
+
+    def __init__(self, at, by):
+        self.at, self.by, self.seen, self.stages = at, by, 0, []
+
+    def stage(self, name, total):
+        self.stages.append(name)
+
+    def step(self, done, said):
+        self.seen += self.stages[-1] == "fitting"
+        if self.seen == self.at:
+            raise self.by
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return selfspec.builtin.prompts("calibration")[:10]
+
+
+@pytest.fixture(scope="module")
+def fitted(llm, prompts, tmp_path_factory):
+    out = tmp_path_factory.mktemp("fitted")
+    profile = find_profile_file("stdlib-llama-3.7m")
+    return fit(llm, out=out, prompts=prompts, profile=profile, options=TrainOptions(steps=60, **FEW))
+
+
+def test_acceptance_rises(fitted):
+    (_, before), *_, (_, after) = fitted.progress.history
+    assert after > before
+    assert fitted.progress.best == after
+    assert fitted.progress.steps == 60
+    assert fitted.texts == 20
+
+
+def test_the_same_call_gives_the_same_part(llm, fitted, prompts, tmp_path):
+    again = fit(llm, out=tmp_path, prompts=prompts, options=TrainOptions(steps=60, **FEW))
+    one, other = read_part(fitted.part).tensors, read_part(again.part).tensors
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("by", [KeyboardInterrupt(), RuntimeError("killed")], ids=["interrupt", "kill"])
+def test_what_was_cut_short_goes_on(llm, fitted, prompts, tmp_path, by):
+    options = TrainOptions(steps=60, **FEW)
+    if isinstance(by, KeyboardInterrupt):
+        cut = fit(llm, out=tmp_path, prompts=prompts, options=options, watch=Cut(20, by))
+        assert cut.interrupted
+        assert EagleHead(llm.runtime, read_part(cut.part))  # usable as it is
+    else:
+        with pytest.raises(RuntimeError, match="killed"):
+            fit(llm, out=tmp_path, prompts=prompts, options=options, watch=Cut(20, by))
+    watch = Cut(0, by)
+    whole = fit(llm, out=tmp_path, prompts=prompts, options=options, watch=watch)
+    assert watch.stages[0] == "fitting"  # texts were made
+    assert not whole.interrupted
+    assert whole.progress.steps == 60
+    assert whole.progress.best == pytest.approx(fitted.progress.best, abs=0.2)
+
+
+def test_its_profiles_give_plain_decodings_text(llm, fitted):
+    plain = llm.generate(PROMPT, max_new_tokens=32).tokens
+    for path, said in zip(
+        fitted.profiles, ("drafts by an EAGLE head; guesses by lookup", "an EAGLE head below"), strict=True
+    ):
+        profile = read_profile(path)
+        assert said in profile.draft.said
+        found = llm.generate(PROMPT, max_new_tokens=32, drafter=llm.drafts_with(profile)).tokens
+        assert found == plain
+
+
+def test_a_part_that_was_changed_is_refused(fitted, tmp_path):
+    for path in (fitted.part, fitted.profiles[0]):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    with (tmp_path / fitted.part.name).open("ab") as file:
+        file.write(b" ")
+    with pytest.raises(SelfspecError, match="is another file than the profile was made with"):
+        read_profile(tmp_path / fitted.profiles[0].name)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"minutes": 0}, "minutes 0: want more than 0"),
+        ({"vocabulary": 3}, "vocabulary 3: want at least 16"),
+        ({"steps": 0}, "steps 0: want at least 1"),
+        ({"texts": 1}, "texts 1: want at least 2"),
+    ],
+)
+def test_values_out_of_range(options, said):
+    with pytest.raises(SelfspecError, match=said):
+        TrainOptions(**options)
+
+
+def test_no_folder_to_write_to(llm, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "gone" / "parts"):
+        with pytest.raises(SelfspecError, match="is no folder"):
+            fit(llm, out=out)

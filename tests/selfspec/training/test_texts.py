@@ -1,0 +1,117 @@
+"""The texts to learn from: the model's own, each what it is alone, kept in files that outlive a kill."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from chats import with_template
+from models import plain, small
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.runtime.forward import Runtime
+from selfspec.training.prompts import Beginning, Turns, beginnings, made_up
+from selfspec.training.texts import Texts, make
+
+VOCABULARY = 11
+PROMPTS = [[1, 4, 9], [7], [3, 3, 0, 5]]
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    return Runtime(small(VOCABULARY, seed=2))
+
+
+def made(runtime, folder, *, most, go_on=lambda: True, rows=3):
+    texts = Texts(folder)
+    begin = (Beginning(tuple(PROMPTS[n % 3])) for n in range(10**6))
+    make(runtime, texts, begin, room=8, most=most, go_on=go_on, rows=rows)
+    return texts
+
+
+def test_greedy_texts_are_plain_decodings(runtime, tmp_path):
+    texts = made(runtime, tmp_path, most=7)
+    assert sorted(texts.index) == list(range(7))
+    for number in (0, 2, 4, 6):  # the others are sampled
+        prompt = PROMPTS[number % 3]
+        text = texts.read(number)
+        assert text.tokens.tolist() == [*prompt, *plain(runtime, prompt, 8)]
+        assert text.answer == len(prompt)
+
+
+def test_streams_are_those_that_leave_the_last_layer(runtime, tmp_path):
+    text = made(runtime, tmp_path, most=2).read(1)
+    with runtime.session(32):
+        whole = runtime.forward(text.tokens[None], 0, hidden=(runtime.layers,)).hidden[runtime.layers][0]
+    assert len(text.streams) >= len(text.tokens) - 1
+    torch.testing.assert_close(text.streams, whole[: len(text.streams)].bfloat16(), atol=1e-2, rtol=1e-2)
+
+
+def test_what_was_made_is_made_once(runtime, tmp_path):
+    left = iter([True] * 12 + [False] * 9)
+    cut = made(runtime, tmp_path, most=5, go_on=lambda: next(left))
+    done = {number: cut.read(number).tokens for number in cut.index}
+    whole = made(runtime, tmp_path, most=5)
+    assert sorted(whole.index) == list(range(5))
+    assert done
+    assert all(torch.equal(whole.read(number).tokens, tokens) for number, tokens in done.items())
+
+
+def test_a_torn_file_is_left_out(runtime, tmp_path):
+    made(runtime, tmp_path, most=3)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:40])
+    assert not len(Texts(tmp_path))
+    assert len(made(runtime, tmp_path, most=3)) == 3
+
+
+def test_some_are_held_out(runtime, tmp_path):
+    texts = made(runtime, tmp_path, most=20)
+    assert texts.numbers(held_out=True) == [0, 16]
+    assert set(texts.numbers(held_out=True)).isdisjoint(texts.numbers(held_out=False))
+
+
+def test_an_instruct_model_makes_up_users_turns(llm):
+    end = llm.tokenizer.eos_token
+    ending = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}" + end + "{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    chat = with_template(llm, ending)
+    own = made_up(chat.tokenizer, chat.runtime.skeleton.ends, None)
+    assert chat.tokenizer.decode(own.tokens) == "<user>"
+    assert chat.tokenizer.decode(own.turn) == f"{end}<assistant>"
+
+
+def test_a_template_that_ends_turns_otherwise_is_not_followed(llm):
+    chat = with_template(llm)
+    assert made_up(chat.tokenizer, frozenset([2]), 7) == Beginning((7,))
+
+
+def test_a_turn_is_ended_by_the_template():
+    turns = Turns(Beginning((1, 2), (9, 4, 5)), 0.0)
+    scores = torch.tensor([[0.0, 3.0, 1.0, 0, 0, 0, 0, 0, 0, 0, 0]])
+
+    def best(said):
+        return int(turns(torch.tensor([[1, 2, *said]]), scores.clone()).argmax())
+
+    assert torch.equal(turns(torch.tensor([[1, 2, 7]]), scores), scores)  # the user speaks freely
+    assert [best([7, 9]), best([7, 9, 4]), best([7, 9, 4, 5]), best([7] * 96)] == [4, 5, 1, 9]
+    assert not turns.answering([7, 9, 4])
+    assert turns.answering([7, 9, 4, 5])
+
+
+def test_prompts_come_round_and_round_in_an_order_by_seed():
+    def first(seed):
+        begin = beginnings(PROMPTS, None, seed=seed)
+        return [next(begin).tokens for _ in range(6)]
+
+    assert sorted(first(0)[:3]) == sorted(map(tuple, PROMPTS))
+    assert sorted(first(0)[3:]) == sorted(map(tuple, PROMPTS))
+    assert first(0) == first(0)
+
+
+def test_nothing_to_begin_with():
+    tokenizer = type("Tokenizer", (), {"chat_template": None})()
+    assert made_up(tokenizer, frozenset([5, 3]), None).tokens == (3,)
+    with pytest.raises(SelfspecError, match="give prompts with --data"):
+        made_up(tokenizer, frozenset(), None)
