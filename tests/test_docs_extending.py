@@ -61,6 +61,6 @@ def test_what_it_says_of_wrong_profiles(folder):
     done = run(folder, "selfspec", "profile", "validate", "copycat.yaml")
     assert (done.returncode, done.stdout) == (2, "")
     assert (
-        done.stderr
-        == "error: copycat.yaml: draft.kind: 'copycat' is not known; known: plain, layer-skip, guesses, recycle\n"
+        done.stderr == "error: copycat.yaml: draft.kind: 'copycat' is not known; "
+        "known: plain, layer-skip, guesses, recycle, eagle\n"
     )

@@ -24,6 +24,7 @@ from selfspec.speculation.step import Step
 FIRST = tuple(0.05 + 0.09 * i for i in range(11))  # the chance of a guess, by its probability in tenths, at first
 USUAL = 1.3  # tokens in the time of a pass over one that guesses of the head are expected to bring, at first
 FADING = 0.9
+FORGETTING = 0.02
 LIKELY = 0.8  # the most that the next guess is hoped to be right before it is known
 
 
@@ -169,7 +170,10 @@ class HeadBelow:
         seq = chain.seq
         pairs = self.texts.of(seq)
         room = min(room, len(self.prices) - 1)
-        if pairs is None or room < 1 or self._rate(other) >= pairs.usual:
+        if pairs is None or room < 1:
+            return other
+        if self._rate(other) >= pairs.usual:
+            pairs.usual += FORGETTING * (USUAL - pairs.usual)  # so that the head is tried again
             return other
         drafted = len(chain.tokens)
         logits = self.texts.catch_up(seq, chain.tokens, chain.streams)

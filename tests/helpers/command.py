@@ -104,6 +104,7 @@ EVENTS = {
 }
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a process in the background does without
     event, _, n = sys.argv[1].partition(":")
     EVENTS[event](int(n))
     prepare.measure_costs = lambda *_, **__: COSTS

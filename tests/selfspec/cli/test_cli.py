@@ -96,6 +96,7 @@ class TestGenerate:
             "seconds",
             "tokens_per_second",
             "work",
+            "sources",
         ]
 
     def test_chat(self, cli, llm, tmp_path, monkeypatch):

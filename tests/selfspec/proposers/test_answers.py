@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from hypothesis import given
@@ -84,23 +85,25 @@ def test_a_torn_line_is_left_out_and_no_later_one_is_lost(tmp_path):
     assert [*kept(tmp_path)] == [(1, 2, 3), (6, 7)]
 
 
-def _learn_until_killed(path):
-    answers = Answers(path, VOCABULARY)
-    while True:
-        answers.learn([1], [2, 3, 4])
+LEARNING = """
+import sys
+from selfspec.proposers.answers import Answers
+answers = Answers(sys.argv[1], int(sys.argv[2]))
+while True:
+    answers.learn([1], [2, 3, 4])
+"""
 
 
 @pytest.mark.parametrize("after", [0.02, 0.1])
 def test_a_kill_loses_nothing_that_was_learnt_before(tmp_path, after):
     path = tmp_path / "some.answers"
     kept(tmp_path, [5, 6])
-    process = multiprocessing.get_context("spawn").Process(target=_learn_until_killed, args=(path,))
-    process.start()
-    while path.stat().st_size < 200 and process.is_alive():
-        pass
-    process.join(after)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    process = subprocess.Popen([sys.executable, "-c", LEARNING, str(path), str(VOCABULARY)])
+    while path.stat().st_size < 200 and process.poll() is None:
+        time.sleep(0.001)
+    time.sleep(after)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
     first, *others = [*kept(tmp_path)]
     assert first == (5, 6)
     assert others

@@ -12,7 +12,7 @@ from toys import Adding, HiddenHead, RandomTree, Scripted, TinyModel, Toy
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, StaticThreshold
 from selfspec.drafters import FreeDrafter, LayerSkipDrafter, PlainDrafter, RecycleDrafter
-from selfspec.drafters.layer_skip import _drawn
+from selfspec.drafters.chains import _drawn
 from selfspec.facts.confidence import Confidence
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
