@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
 from rich.progress import TextColumn
@@ -15,9 +15,9 @@ from selfspec.cli.options import TrainCommand
 from selfspec.model.loading import check_model_name
 
 if TYPE_CHECKING:
-    from selfspec.training.fit import Fitted
+    from selfspec.training.fit import Fitted, Kind
 
-KINDS = ("eagle",)
+KINDS = ("eagle", "medusa", "hydra", "mlp", "mtp")
 
 
 def run(given: TrainCommand) -> int:
@@ -47,7 +47,7 @@ def run(given: TrainCommand) -> int:
     with _Watch(console) as watch:
         fitted = fit(
             llm,
-            part="eagle",
+            part=cast("Kind", given.kind),
             out=given.out,
             prompts=None if prompts is None else prompts.texts,
             chat=given.data.chat,

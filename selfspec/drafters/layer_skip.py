@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from selfspec.controllers import Controller
 from selfspec.drafters.chains import Chain, ChainDrafter
-from selfspec.drafters.eagle import HeadBelow
+from selfspec.drafters.heads import HeadBelow
 from selfspec.facts.confidence import PROBABILITY, Confidence
 from selfspec.facts.draft_path import DraftPath, as_path
 from selfspec.facts.skip import SkipSet
@@ -56,7 +56,7 @@ class LayerSkipDrafter(ChainDrafter):
         self._way = runtime.compile(self.path)
         self.below = below
         if below is not None:
-            self.hidden = (runtime.layers,)
+            self.hidden = below.texts.head.layers
         widest = len((self.ahead if below is None else below).prices)
         self._dearest = [self._all_of(n, widest) for n in range(self._deepest + 1)]
 
@@ -110,7 +110,7 @@ class LayerSkipDrafter(ChainDrafter):
         for c, at in zip(chains, laid.at, strict=True):
             c.logits = [step.logits[at, i : i + 1] for i in range(c.passes[-1])]
             if self.below is not None:
-                c.streams.append(step.hidden[self.hidden[0]][at])
+                c.streams.append(self.below.texts.streams_of(step)[at])
 
     def _guess(self, chain: Chain) -> Guess:
         """What the chain's next pass is to check."""

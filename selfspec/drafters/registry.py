@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller, make_controller
-from selfspec.drafters.eagle import EagleDrafter, HeadBelow
 from selfspec.drafters.free import FreeDrafter
+from selfspec.drafters.heads import HeadBelow, HeadDrafter
 from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.drafters.plain import PlainDrafter
 from selfspec.drafters.recycle import RecycleDrafter
@@ -18,12 +18,13 @@ from selfspec.facts.acceptance import AcceptanceCurve
 from selfspec.facts.confidence import PROBABILITY
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import WIDER
-from selfspec.parts.eagle import EagleHead
 from selfspec.parts.files import read_part
+from selfspec.parts.heads import Head
+from selfspec.parts.kinds import make_head
 from selfspec.profile.draft import (
     DraftSpec,
-    EagleSpec,
     GuessesSpec,
+    HeadSpec,
     LayerSkipSpec,
     PlainSpec,
     ProposerSpec,
@@ -98,9 +99,9 @@ def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> 
     )
 
 
-def make_eagle(runtime: Runtime, spec: EagleSpec, profile: Profile) -> EagleDrafter:
+def make_head_drafter(runtime: Runtime, spec: HeadSpec, profile: Profile) -> HeadDrafter:
     """A trained head, whose file lies beside the profile. Raises `SelfspecError` where that is of another model."""
-    return EagleDrafter(
+    return HeadDrafter(
         _head(runtime, profile, spec.part),
         make_controller(spec.controller, profile.outlook),
         candidates=spec.candidates,
@@ -109,8 +110,8 @@ def make_eagle(runtime: Runtime, spec: EagleSpec, profile: Profile) -> EagleDraf
     )
 
 
-def _head(runtime: Runtime, profile: Profile, part: str) -> EagleHead:
-    return EagleHead(runtime, read_part(profile.part_path(part)))
+def _head(runtime: Runtime, profile: Profile, part: str) -> Head:
+    return make_head(runtime, read_part(profile.part_path(part)))
 
 
 def make_free(runtime: Runtime, spec: GuessesSpec, profile: Profile) -> FreeDrafter:
@@ -131,6 +132,6 @@ def _of_free_drafts(controller: ControllerSpec, profile: Profile) -> Controller:
 
 register(PlainSpec, lambda runtime, spec, profile: PlainDrafter())
 register(LayerSkipSpec, make_layer_skip)
-register(EagleSpec, make_eagle)
+register(HeadSpec, make_head_drafter)
 register(GuessesSpec, make_free)
 register(RecycleSpec, lambda runtime, spec, profile: make_recycle(spec, profile))

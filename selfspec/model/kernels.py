@@ -135,8 +135,10 @@ def native(weight: Rounded, _dtype: torch.dtype) -> Call:
     return NativeProduct(weight)
 
 
+# Without dot products of 8 bits, sums of products are held in 16 bits on the way, which do not hold them.
+_DOT_PRODUCTS = {"both in 8 bits": both_in_8_bits} if torch.cpu._is_vnni_supported() else {}
 KERNELS: Mapping[Bits, Mapping[str, Kernel]] = {
-    8: {"native": native, "weights only": weights_only, "both in 8 bits": both_in_8_bits},
+    8: {"native": native, "weights only": weights_only, **_DOT_PRODUCTS},
     4: {"native": native, "weights only": four_bits},
 }
 ON_CUDA: Mapping[Bits, Mapping[str, Kernel]] = {

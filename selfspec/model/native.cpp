@@ -12,6 +12,8 @@
 #endif
 #if defined(__AVX__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_FMA)
+#include <arm_neon.h>
 #endif
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
 #include <cstdlib>
@@ -72,6 +74,9 @@ struct Place {
     const int64_t *positions, *slots;
     const float *cos, *sin, *mask;
     void *keys, *values;
+    int64_t keeps;  // streams that are kept, each [n, hidden], one after the other in `kept`
+    const int64_t *keep;  // the layers that they enter
+    float *kept;
 };
 
 INLINE floats at(const float *p) { return *(const floats *)p; }
@@ -81,6 +86,18 @@ INLINE void keep(uint16_t *p, float x) {  // to the nearest, the even one of two
     uint32_t bits;
     memcpy(&bits, &x, 4);
     *p = x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+// a * b + c, rounded once where the processor can: asked for, as compilers decide by the code around it otherwise.
+INLINE floats fused(floats a, floats b, floats c) {
+#if V == 16
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif V == 8 && defined(__FMA__)
+    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif V == 4 && defined(__ARM_FEATURE_FMA)
+    return (floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
 }
 INLINE floats to_floats(ints x) { return __builtin_convertvector(x, floats); }
 INLINE float bfloat16(uint16_t x) {
@@ -119,15 +136,15 @@ INLINE floats exponential(floats x) {
     x = x > 88.0f ? floats{} + 88.0f : x;
     x = none ? floats{} : x;
     floats n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;  // rounded
-    floats r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
+    floats r = fused(n, floats{} - 0.693359375f, x);
+    r = fused(n, floats{} + 2.12194440e-4f, r);
     floats y = floats{} + 1.9875691500e-4f;
-    y = y * r + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
+    y = fused(y, r, floats{} + 1.3981999507e-3f);
+    y = fused(y, r, floats{} + 8.3334519073e-3f);
+    y = fused(y, r, floats{} + 4.1665795894e-2f);
+    y = fused(y, r, floats{} + 1.6666665459e-1f);
+    y = fused(y, r, floats{} + 5.0000001201e-1f);
+    y = fused(y * r, r, r) + 1.0f;
     floats power = (floats)((__builtin_convertvector(n, ints) + 127) << 23);
     return none ? floats{} : y * power;
 }
@@ -173,7 +190,7 @@ INLINE int64_t sums(const Weight &w, const char *from, int64_t row, const float 
         for (int r = 0; r < R; r++) {
             floats of_row = at(x + r * ldx + k);
 #pragma GCC unroll 12
-            for (int i = 0; i < O; i++) a[r][i] += of_row * weights[i];
+            for (int i = 0; i < O; i++) a[r][i] = fused(of_row, weights[i], a[r][i]);
         }
     }
     return k;
@@ -194,11 +211,11 @@ INLINE void sums_of_halves(const Weight &w, const char *from, const uint32_t *gr
 #pragma GCC unroll 12
             for (int i = 0; i < O; i++) {
                 ints both = widened((const int8_t *)from + i * row + k / 2 + j);
-                floats low = signed_halves(both) * scale[i] + zero[i], high = signed_halves(both >> 4) * scale[i] + zero[i];
+                floats low = fused(signed_halves(both), scale[i], zero[i]), high = fused(signed_halves(both >> 4), scale[i], zero[i]);
 #pragma GCC unroll 12
-                for (int r = 0; r < R; r++) a[r][i] += at(x + r * ldx + k + j) * low;
+                for (int r = 0; r < R; r++) a[r][i] = fused(at(x + r * ldx + k + j), low, a[r][i]);
 #pragma GCC unroll 12
-                for (int r = 0; r < R; r++) a[r][i] += at(x + r * ldx + k + 16 + j) * high;
+                for (int r = 0; r < R; r++) a[r][i] = fused(at(x + r * ldx + k + 16 + j), high, a[r][i]);
             }
         }
     }
@@ -308,7 +325,7 @@ template <typename T>
 static void normed(const float *x, int64_t ldx, const T *weight, double eps, float *out, int64_t n, int64_t size) {
     for (int64_t r = 0; r < n; r++, x += ldx, out += size) {
         floats squares = {};
-        for (int64_t k = 0; k < size; k += V) squares += at(x + k) * at(x + k);
+        for (int64_t k = 0; k < size; k += V) squares = fused(at(x + k), at(x + k), squares);
         float by = (float)(1.0 / std::sqrt((double)total(squares) / size + eps));
         for (int64_t k = 0; k < size; k += V) *(floats *)(out + k) = at(x + k) * at(weight + k) * by;
     }
@@ -319,8 +336,8 @@ INLINE void turn(float *head, const float *cos, const float *sin, int64_t d) {  
     int64_t k = 0;
     for (; k + V <= half; k += V) {
         floats low = at(head + k), high = at(head + half + k);
-        *(floats *)(head + k) = low * at(cos + k) + high * at(sin + k);
-        *(floats *)(head + half + k) = high * at(cos + half + k) + low * at(sin + half + k);
+        *(floats *)(head + k) = fused(low, at(cos + k), high * at(sin + k));
+        *(floats *)(head + half + k) = fused(high, at(cos + half + k), low * at(sin + half + k));
     }
     for (; k < half; k++) {
         float low = head[k], high = head[half + k];
@@ -349,7 +366,7 @@ INLINE void score(const Query *query, const T *keys, int64_t s, int64_t stride, 
         for (int i = 0; i < B; i++) {
             floats key = at(keys + k * stride + s + i * V);
             if (i == 0) __builtin_prefetch(keys + k * stride + s + B * V);
-            for (int j = 0; j < Q; j++) a[j][i] += key * query[j].q[k];
+            for (int j = 0; j < Q; j++) a[j][i] = fused(key, floats{} + query[j].q[k], a[j][i]);
         }
     ints lane;
     for (int i = 0; i < V; i++) lane[i] = i + (int)s;
@@ -375,7 +392,7 @@ INLINE void mix(const Query *query, const T *values, int64_t seen, int64_t d, in
     for (int64_t s = 0; s < seen; s++) {
         for (int i = 0; i < N; i++) {
             floats value = at(values + s * d + k + i * V);
-            for (int j = 0; j < Q; j++) o[j][i] += value * query[j].scores[s];
+            for (int j = 0; j < Q; j++) o[j][i] = fused(value, floats{} + query[j].scores[s], o[j][i]);
         }
         for (int j = 0; j < Q; j++) sum[j] += query[j].scores[s];
     }
@@ -439,6 +456,9 @@ static void run(const Pass &p, const Place &place, float *stream, float *shared,
     float *qkv = shared, *mixed = qkv + n * width, *activated = mixed + n * p.heads * d, *scores = own + n * D;
     float *gate_up = activated + n * I;
     for (int64_t l = 0; l < p.layers; l++) {
+        for (int64_t k = 0; k < place.keeps; k++)
+            if (place.keep[k] == l)
+                for (int64_t i = team.share(n * D, 16); i < team.end(n * D, 16); i++) place.kept[k * n * D + i] = stream[i];
         const Layer &layer = p.layer[l];
         T *keys = (T *)place.keys + l * place.each_layer, *values = (T *)place.values + l * place.each_layer;
         if (layer.qkv) {

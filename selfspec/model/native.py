@@ -63,6 +63,9 @@ class Place(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("n", "seen", "stride", "each_layer")),
         *((name, c_void_p) for name in ("positions", "slots", "cos", "sin", "mask", "keys", "values")),
+        ("keeps", c_int64),
+        ("keep", c_void_p),
+        ("kept", c_void_p),
     ]
 
 

@@ -28,7 +28,7 @@ from selfspec.basics.machine import machine
 
 _log = logging.getLogger("selfspec")
 _SOURCE = Path(__file__).with_name("native.cpp")
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-shared", "-fPIC", "-w")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-w")
 # This processor's own instructions and threads, as compilers take them; some know no threads.
 _HERE = (("-fopenmp", "-march=native"), ("-fopenmp", "-mcpu=native"), ("-fopenmp",), ("-march=native",), ())
 _OTHERWISE = "name another compiler by CXX, or do without by SELFSPEC_NATIVE=0"

@@ -131,13 +131,13 @@ PartName = Annotated[str, Field(min_length=1)]
 Step = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class EagleSpec(DraftSpec):
-    """A trained head drafts from the stream that left the model's last layer (EAGLE, 2401.15077).
+class HeadSpec(DraftSpec):
+    """A trained head drafts from streams that left the model's layers (EAGLE, Medusa and others).
 
     `part`: its name among the profile's parts. `step`: what a step of it takes, in plain decoding steps.
     """
 
-    kind: Literal["eagle"] = "eagle"
+    kind: Literal["head"] = "head"
     part: PartName = Field("eagle", description="The head's name among the profile's parts.")
     step: Step = Field(0.05, description="What a step of the head takes, in plain decoding steps.")
     confidence: Confidence | None = Field(
@@ -152,7 +152,9 @@ class EagleSpec(DraftSpec):
     @property
     def said(self) -> str:
         """That a head drafts, and what guesses."""
-        return "drafts by an EAGLE head" + (f"; guesses by {_kinds(self.proposers)}" if self.proposers else "")
+        return f"drafts by the trained head {self.part}" + (
+            f"; guesses by {_kinds(self.proposers)}" if self.proposers else ""
+        )
 
     @property
     def step_share(self) -> float | None:
@@ -248,7 +250,7 @@ class LayerSkipSpec(DraftSpec):
     def said(self) -> str:
         """How many sub-layers are bypassed, or in few bits."""
         guesses = f"; guesses by {_kinds(self.proposers)}" if self.proposers else ""
-        guesses += "; an EAGLE head below" if self.below else ""
+        guesses += f"; the trained head {self.below.part} below" if self.below else ""
         return f"{self.path.said}{guesses}" if self.drafts else "drafts nothing"
 
     def check(self, model: Identity) -> None:
@@ -310,5 +312,5 @@ def parse_draft(data: Any) -> DraftSpec:
     return _KINDS[kind].model_validate(data)
 
 
-for _kind in (PlainSpec, LayerSkipSpec, GuessesSpec, RecycleSpec, EagleSpec):
+for _kind in (PlainSpec, LayerSkipSpec, GuessesSpec, RecycleSpec, HeadSpec):
     register_spec(_kind)

@@ -23,7 +23,7 @@ from selfspec.model.low_precision import Kernel
 from selfspec.model.skeleton import read_skeleton
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.masks import Masks
-from selfspec.runtime.passes import ROWS, Spot
+from selfspec.runtime.passes import ROWS, NativePass, Spot
 from selfspec.runtime.paths import CompiledPath, Paths
 from selfspec.runtime.places import Place, move
 from selfspec.runtime.scratch import Scratch, Scratches
@@ -167,7 +167,6 @@ class Runtime:
         logits: Literal["all", "last"] | None = "all",
         hidden: Sequence[int] = (),
         between: Sequence[int] = (),
-        stream: Tensor | None = None,
     ) -> Step:
         """Run `tokens` `[B, n]` through the model, or through a draft `path` of it that `compile` made.
 
@@ -175,23 +174,22 @@ class Runtime:
         `slots`, they are the positions. `mask` `[B, n, S]` (true: seen) says which of the first S slots each token
         sees; the default is causal, slots up to its own. Keys and values are written before they are read. `rows`
         picks cache rows, B of them. `logits` picks the rows that pay for the head; `hidden` the layers whose streams
-        are returned, `between` those whose streams between attention and MLP are. `stream` `[B, n, D]` enters the
-        first layer in place of the tokens' embeddings. A bypassed sub-layer adds nothing, and writes no keys.
+        are returned, `between` those whose streams between attention and MLP are. A bypassed sub-layer adds nothing,
+        and writes no keys.
         """
         if rows.indices(self.rows) == (0, self.rows, 1):
             rows = ALL_ROWS
         batch, n = tokens.shape
         way = self._full if path is None else path
         slots = positions if slots is None else slots
-        stream = self.skeleton.embed(tokens) if stream is None else stream
-        last = all(index == self.layers for index in hidden)
-        native = way.native if batch == 1 and n <= ROWS and last and not between and logits is not None else None
+        stream = self.skeleton.embed(tokens)
+        native = way.native if batch == 1 and n <= ROWS and not between and logits is not None else None
         if native is not None and self._spot is not None:
             additive = None if mask is None else self._masks.additive(mask)
             spot = self._spot.set(n, positions, slots, additive, rows.indices(self.rows)[0])
-            left = stream[0].to(torch.float32, copy=True)
-            out = way.head(native.run(left, spot).to(self.dtype)[0 if logits == "all" else n - 1 :])
-            return Step(out.unsqueeze(0), {self.layers: left.to(self.dtype).unsqueeze(0)} if hidden else {})
+            normed, streams = self._native(native, spot, stream[0].float(), hidden)
+            out = way.head(normed[0 if logits == "all" else n - 1 :])
+            return Step(out.unsqueeze(0), streams)
         place = self._place(batch, n, positions, slots, mask, rows)
         scratch = self._scratches.get(batch, n, self.device)
         scratch.stream.copy_(stream.flatten(0, 1))
@@ -215,6 +213,16 @@ class Runtime:
         normed = self.skeleton.norm(scratch.stream[of], scratch.longer[of], scratch.normed[of])
         out = way.head(normed)
         return Step(out.to(self.device).view(batch, -1, out.shape[-1]), streams, halves)
+
+    def _native(
+        self, native: NativePass, spot: Spot, stream: Tensor, hidden: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """What the head reads `[n, D]` of a native pass over `stream`, and the streams at the layers `hidden`."""
+        inner = [index for index in hidden if index < self.layers]
+        normed, kept = native.run(stream, spot, inner)
+        if self.layers in hidden:
+            inner, kept = [*inner, self.layers], [*kept, stream]
+        return normed.to(self.dtype), {i: s.to(self.dtype).unsqueeze(0) for i, s in zip(inner, kept, strict=True)}
 
     def compile(self, path: DraftPath) -> CompiledPath:
         """A draft path as `forward` takes it, made once; a head over some tokens holds a copy of their weights.

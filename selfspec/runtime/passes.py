@@ -39,13 +39,18 @@ class NativePass:
         self._at = ctypes.addressof(self._described)
         self._functions = library()
 
-    def run(self, stream: Tensor, spot: Spot) -> Tensor:
-        """What the last norm makes of the stream `[n, D]`, float32, which is changed in place."""
+    def run(self, stream: Tensor, spot: Spot, keep: Sequence[int] = ()) -> tuple[Tensor, Sequence[Tensor]]:
+        """What the last norm makes of the stream `[n, D]`, float32, which is changed in place.
+
+        With it the streams that enter the layers `keep`.
+        """
         functions, place, threads = self._functions, ctypes.addressof(spot.place), torch.get_num_threads()
         out = torch.empty_like(stream)
+        layers, kept = torch.tensor(keep, dtype=torch.long), stream.new_empty((len(keep), *stream.shape))
+        spot.place.keeps, spot.place.keep, spot.place.kept = len(keep), layers.data_ptr(), kept.data_ptr()
         scratch = torch.empty(functions.selfspec_scratch(self._at, place, threads))
         functions.selfspec_pass(self._at, place, stream.data_ptr(), out.data_ptr(), scratch.data_ptr(), threads)
-        return out
+        return out, list(kept)
 
 
 class Spot:

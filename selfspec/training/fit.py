@@ -23,16 +23,17 @@ from selfspec.llm.llm import LLM
 from selfspec.llm.prompts import fitting
 from selfspec.parts.files import write_part
 from selfspec.profile.schema import Profile
-from selfspec.training.eagle import DEPTH, WINDOW, EagleLearner, frequent, pairs_of
+from selfspec.training.learner import NETS, Learner, frequent
 from selfspec.training.profiles import write_profiles
 from selfspec.training.prompts import beginnings, made_up
 from selfspec.training.state import Progress, State
-from selfspec.training.texts import Text, Texts, make
+from selfspec.training.texts import Text, Texts, layers_of, make
 
-Kind = Literal["eagle"]
-KINDS: tuple[Kind, ...] = ("eagle",)
+Kind = Literal["eagle", "medusa", "hydra", "mlp", "mtp"]
+KINDS = tuple(NETS)
 MAKING = 0.4  # of the time, which making texts may take
 MOST_TEXTS = 100_000
+WINDOW = 128  # pairs of a text that are fitted to at once
 BATCH = 8  # windows that are fitted to at once
 RATE = 1.5e-3
 WARM_UP = 50  # steps until the learning rate is reached
@@ -131,13 +132,13 @@ def fit(
     try:
         if not state.begun:
             _make(llm, texts, prompts, chat, options, watch)
-        learner = EagleLearner(llm.runtime, _words(texts, options, llm), seed=options.seed)
+        learner = _learner(llm, part, texts, options)
         _fit(learner, texts, options, state, watch)
     except KeyboardInterrupt:
         interrupted = True
         if not state.begun:
             raise
-        learner = EagleLearner(llm.runtime, _words(texts, options, llm), seed=options.seed)
+        learner = _learner(llm, part, texts, options)
     state.best_into(learner)
     path = out / f"{part}.safetensors"
     write_part(path, learner.part())
@@ -159,13 +160,13 @@ def check_folder(out: Path) -> None:
 def _told(llm: LLM, of: str, options: TrainOptions) -> dict[str, Any]:
     """What a checkpoint must have been made with to be gone on from."""
     identity = llm.identity.model_dump(mode="json", exclude={"name"})
-    return {"version": 1, "kind": of, "model": identity, "vocabulary": options.vocabulary, "seed": options.seed}
+    return {"version": 2, "kind": of, "model": identity, "vocabulary": options.vocabulary, "seed": options.seed}
 
 
 def _folder(llm: LLM, prompts: Sequence[str] | None, chat: bool, options: TrainOptions) -> Path:
     digest = None if prompts is None else hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
     what = {
-        "version": 1,
+        "version": 2,
         "model": llm.identity.model_dump(mode="json", exclude={"name"}),
         "dtype": str(llm.runtime.dtype),
         "prompts": digest,
@@ -214,26 +215,24 @@ def _make(
     )
 
 
-def _words(texts: Texts, options: TrainOptions, llm: LLM) -> list[int]:
-    fitted = texts.numbers(held_out=False)
-    if len(fitted) < FEWEST:
+def _learner(llm: LLM, part: Kind, texts: Texts, options: TrainOptions) -> Learner:
+    if len(texts.numbers(held_out=False)) < FEWEST:
         raise SelfspecError("there was too little time to make texts to fit to; give more --minutes")
-    tokens = [token for number in fitted for token in texts.read(number).tokens.tolist()]
-    return frequent(tokens, options.vocabulary, llm.identity.vocabulary or 0)
+    words = frequent(texts, options.vocabulary, llm.identity.vocabulary or 0)
+    return Learner(llm.runtime, part, words, layers_of(llm.runtime.layers), seed=options.seed)
 
 
-def _fit(learner: EagleLearner, texts: Texts, options: TrainOptions, state: State, watch: Watch) -> None:
+def _fit(learner: Learner, texts: Texts, options: TrainOptions, state: State, watch: Watch) -> None:
     """Steps until all are done or time is up, a look at what was held out now and then."""
     device = learner.runtime.device.type
     fast = device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if fast else "no")
     optimizer = torch.optim.AdamW(learner.net.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)
     state.into(learner, optimizer)
-    read = {number: texts.read(number) for number in texts.numbers(held_out=False)}
-    fitted = [text for text in read.values() if pairs_of(text) > 0]
-    unseen = [texts.read(number) for number in texts.numbers(held_out=True)[:LOOKED_AT]] or fitted[:1]
+    fitted = [number for number in texts.numbers(held_out=False) if texts.pairs(number, learner.depth) > 0]
     if not fitted:
-        raise SelfspecError(f"no text is longer than {DEPTH + 1} tokens; give more --max-new-tokens")
+        raise SelfspecError(f"no text is longer than {learner.depth + 1} tokens; give more --max-new-tokens")
+    unseen = [texts.read(number) for number in texts.numbers(held_out=True)[:LOOKED_AT] or fitted[:1]]
     done = state.progress
     watch.stage("fitting", 1.0)
 
@@ -249,7 +248,7 @@ def _fit(learner: EagleLearner, texts: Texts, options: TrainOptions, state: Stat
         begun = time.perf_counter()
         _set_rate(optimizer, done.steps, options.share(done))
         draw = random.Random(f"{options.seed} {done.steps}")
-        windows = _windows(draw.choices(fitted, k=BATCH), draw)
+        windows = _windows(texts, draw.choices(fitted, k=BATCH), learner.depth, draw)
         with accelerator.autocast():
             loss = learner.loss(windows)
         optimizer.zero_grad()
@@ -268,10 +267,12 @@ def _fit(learner: EagleLearner, texts: Texts, options: TrainOptions, state: Stat
     look()
 
 
-def _windows(texts: Sequence[Text], draw: random.Random) -> list[tuple[Text, int]]:
-    """Texts, each from a place on that leaves it as many pairs as the shortest has, `WINDOW` at most."""
-    least = min(WINDOW, *map(pairs_of, texts))
-    return [(text, draw.randrange(pairs_of(text) - least + 1)) for text in texts]
+def _windows(texts: Texts, numbers: Sequence[int], depth: int, draw: random.Random) -> list[Text]:
+    """Of texts, windows that all have as many pairs as the shortest text, `WINDOW` at most."""
+    every = [texts.pairs(number, depth) for number in numbers]
+    pairs = min(WINDOW, *every)
+    firsts = [draw.randrange(of - pairs + 1) for of in every]
+    return [texts.read(n, first, first + pairs + depth) for n, first in zip(numbers, firsts, strict=True)]
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, steps: int, share: float) -> None:

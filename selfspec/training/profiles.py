@@ -14,9 +14,10 @@ from selfspec.drafters import make_drafter
 from selfspec.facts.controller import ControllerSpec
 from selfspec.llm.llm import LLM
 from selfspec.measure.cost_fitting import forward_seconds
-from selfspec.parts.eagle import EagleHead
 from selfspec.parts.files import read_part
-from selfspec.profile.draft import Below, EagleSpec, LayerSkipSpec, ProposerSpec
+from selfspec.parts.heads import Head
+from selfspec.parts.kinds import make_head
+from selfspec.profile.draft import Below, HeadSpec, LayerSkipSpec, ProposerSpec
 from selfspec.profile.parts import Part, sha256_of
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
@@ -25,6 +26,7 @@ from selfspec.speculation.sequence import SequenceState
 
 CONTEXT = 128  # keys in the cache while steps are timed
 REPEATS = 30
+DRAFTED = 4  # tokens of the drafts that are timed
 LONGEST = 6  # tokens that a head alone drafts
 TOKENS = 48  # decoded after each prompt, to see what guesses spare
 
@@ -34,11 +36,11 @@ def write_profiles(llm: LLM, part: Path, own: Profile | None, prompts: Sequence[
 
     `prompts` (token ids): decoded to see what the head spares a draft path.
     """
-    head = EagleHead(llm.runtime, read_part(part))
+    head = make_head(llm.runtime, read_part(part))
     step, plain = _step_seconds(head), forward_seconds(llm.runtime, CONTEXT, repeats=REPEATS)
     parts = {head.kind: Part(file=part.name, sha256=sha256_of(part))}
-    controller = ControllerSpec(name="rate", options={"k_max": LONGEST})
-    draft = EagleSpec(part=head.kind, step=round(step / plain, 4), controller=controller, proposers=[ProposerSpec()])
+    controller = ControllerSpec(name="rate", options={"k_max": min(LONGEST, head.places)})
+    draft = HeadSpec(part=head.kind, step=round(step / plain, 4), controller=controller, proposers=[ProposerSpec()])
     alone = Profile(model=llm.identity, draft=draft, parts=parts, costs=None if own is None else own.costs)
     written = [part.with_suffix(".yaml")]
     write_profile(alone, written[0])
@@ -55,18 +57,22 @@ def write_profiles(llm: LLM, part: Path, own: Profile | None, prompts: Sequence[
     return tuple(written)
 
 
-def _step_seconds(head: EagleHead) -> float:
-    """Of one pair through the head, once caches have settled."""
-    head.reserve(CONTEXT + 1)
+def _step_seconds(head: Head) -> float:
+    """Of each token of a draft, its first pair read and the others its own, once caches have settled."""
+    head.reserve(CONTEXT + DRAFTED)
     device = head.target.device
-    token = torch.zeros(1, dtype=torch.long, device=device)
-    stream = torch.zeros((1, head.target.skeleton.sizes.hidden), dtype=head.target.dtype, device=device)
-    times = []
+    tokens = torch.zeros(CONTEXT, dtype=torch.long, device=device)
+    shape = CONTEXT, head.target.skeleton.sizes.hidden * len(head.layers)
+    streams = torch.zeros(shape, dtype=head.target.dtype, device=device)
+    head.read(0, 0, tokens[1:], streams[1:])
+    drafted, times = min(DRAFTED, head.places), []
     for _ in range(REPEATS):
         begun = time.perf_counter()
-        logits, _ = head.read(0, CONTEXT, token, stream)
+        logits, state = head.read(0, CONTEXT - 1, tokens[:1], streams[:1])
+        for place in range(1, drafted):
+            logits, state = head.go_on(0, CONTEXT, place, 0, state)
         float(logits[0])  # waits for the device
-        times.append(time.perf_counter() - begun)
+        times.append((time.perf_counter() - begun) / drafted)
     return statistics.median(times[REPEATS // 3 :])
 
 

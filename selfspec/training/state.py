@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from selfspec.basics.files import kind, write_bytes
-from selfspec.training.eagle import EagleLearner
+from selfspec.training.learner import Learner
 
 _log = logging.getLogger("selfspec")
 
@@ -49,17 +49,17 @@ class State:
         """Whether there is anything to go on from."""
         return bool(self._held)
 
-    def into(self, learner: EagleLearner, optimizer: torch.optim.Optimizer) -> None:
+    def into(self, learner: Learner, optimizer: torch.optim.Optimizer) -> None:
         """Go on from what is kept."""
         if self.begun:
             learner.net.load_state_dict(self._held["net"])
             optimizer.load_state_dict(self._held["optimizer"])
 
-    def best_into(self, learner: EagleLearner) -> None:
+    def best_into(self, learner: Learner) -> None:
         """The best weights that were seen."""
         learner.net.load_state_dict(self._held["best"])
 
-    def keep(self, learner: EagleLearner, optimizer: torch.optim.Optimizer, acceptance: list[float]) -> None:
+    def keep(self, learner: Learner, optimizer: torch.optim.Optimizer, acceptance: list[float]) -> None:
         """Write it all, whole or not at all."""
         done = self.progress
         brings = 1 + sum(acceptance)

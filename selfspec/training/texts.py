@@ -1,7 +1,7 @@
-"""The model's own texts, and the stream that leaves its last layer at every token: what parts are fitted to.
+"""The model's own texts, and streams that left some of its layers at every token: what parts are fitted to.
 
 Texts are decoded together and kept on disk by what they depend on, some in each file; only what is read of them is in
-memory. A call that is killed loses no file that was written, and the next goes on where it ended.
+memory, by windows. A call that is killed loses no file that was written, and the next goes on where it ended.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TEMPERATURES = (0.0, 0.8)  # by turns
 
 
 class Text(NamedTuple):
-    """Tokens `[n]`, and the streams `[n - 1 or n, D]` that left the last layer at them, bfloat16.
+    """Tokens `[n]`, and the streams `[n - 1 or n, layers, D]` that left the layers at them, bfloat16.
 
     `answer`: the first token of the answer.
     """
@@ -43,13 +43,31 @@ class Text(NamedTuple):
     streams: Tensor
     answer: int
 
+    def pairs(self, depth: int) -> int:
+        """Pairs that are followed by what `depth` steps from them are held against."""
+        return min(len(self.streams), len(self.tokens) - 1) - depth
+
+
+class _Place(NamedTuple):
+    """Where a text lies, and its sizes."""
+
+    path: Path
+    tokens: int
+    streams: int
+    answer: int
+
+
+def layers_of(layers: int) -> tuple[int, ...]:
+    """The layers whose streams are kept, of so many: a low one, one in the middle, and the last (as EAGLE-3)."""
+    return tuple(sorted({min(2, layers), (layers + 1) // 2, layers}))
+
 
 @dataclass(slots=True)
 class Texts:
     """Texts in the files of a folder, by number."""
 
     folder: Path
-    index: dict[int, Path] = field(default_factory=dict)
+    index: dict[int, _Place] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for path in files_in(self.folder) if kind(self.folder) == "folder" else []:
@@ -59,31 +77,42 @@ class Texts:
     def _read(self, path: Path) -> None:
         try:
             with safe_open(path, "pt") as file:
-                numbers = json.loads(file.metadata()["numbers"])
+                held = json.loads(file.metadata()["texts"])
         except Exception:  # torn, or of another's making: made again
             return
-        self.index.update(dict.fromkeys(numbers, path))
+        self.index.update({int(number): _Place(path, *sizes) for number, sizes in held.items()})
 
     def __len__(self) -> int:
         return len(self.index)
 
     def add(self, texts: dict[int, Text]) -> None:
         """Keep texts in a file of their own."""
-        tensors = {}
+        tensors, held = {}, {}
         for number, text in texts.items():
             tensors[f"{number}.tokens"], tensors[f"{number}.streams"] = text.tokens.int(), text.streams
-        numbers = {number: text.answer for number, text in texts.items()}
+            held[number] = len(text.tokens), len(text.streams), text.answer
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{min(texts):08d}-{max(texts):08d}.safetensors"
-        write_bytes(path, save(tensors, {"numbers": json.dumps(list(numbers)), "answers": json.dumps(numbers)}))
-        self.index.update(dict.fromkeys(numbers, path))
+        write_bytes(path, save(tensors, {"texts": json.dumps(held)}))
+        self.index.update({number: _Place(path, *sizes) for number, sizes in held.items()})
 
-    def read(self, number: int) -> Text:
-        """One of them, from its file."""
-        with safe_open(self.index[number], "pt") as file:
-            answer = json.loads(file.metadata()["answers"])[str(number)]
-            tokens = file.get_tensor(f"{number}.tokens").long()
-            return Text(tokens, file.get_tensor(f"{number}.streams"), answer)
+    def read(self, number: int, first: int = 0, last: int | None = None) -> Text:
+        """One of them from its file, or only its tokens and streams from `first` to before `last`."""
+        place, of = self.index[number], slice(first, last)
+        with safe_open(place.path, "pt") as file:
+            streams: Tensor = file.get_slice(f"{number}.streams")[of]
+            return Text(file.get_tensor(f"{number}.tokens").long()[of], streams, max(place.answer - first, 0))
+
+    def tokens(self, number: int) -> Tensor:
+        """The tokens of one."""
+        with safe_open(self.index[number].path, "pt") as file:
+            tokens: Tensor = file.get_tensor(f"{number}.tokens").long()
+            return tokens
+
+    def pairs(self, number: int, depth: int) -> int:
+        """As `Text.pairs`, of one that is not read."""
+        place = self.index[number]
+        return min(place.streams, place.tokens - 1) - depth
 
     def numbers(self, *, held_out: bool) -> list[int]:
         """Those to fit to, or those that are not."""
@@ -91,15 +120,16 @@ class Texts:
 
 
 class _Collector(PlainDrafter):
-    """Decodes plainly, and keeps the streams that leave the last layer."""
+    """Decodes plainly, and keeps the streams that leave layers."""
 
-    def __init__(self, layers: int) -> None:
-        self.hidden = (layers,)
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        self.hidden = layers
         self.streams: dict[SequenceState, list[Tensor]] = {}
 
     def _keep(self, seq: SequenceState, step: Step) -> None:
         if self.hidden[0] in step.hidden:
-            self.streams[seq].append(step.hidden[self.hidden[0]][0].to("cpu", torch.bfloat16))
+            streams = torch.stack([step.hidden[layer][0] for layer in self.hidden], 1)
+            self.streams[seq].append(streams.to("cpu", torch.bfloat16))
 
     def begin(self, seq: SequenceState, prefill: Step) -> None:
         self.streams[seq] = []
@@ -126,7 +156,7 @@ def make(
     many tokens have come. What is under way when `go_on` says no is kept as far as it came, if that is into the answer.
     """
     ends = runtime.skeleton.ends
-    collector = _Collector(runtime.layers)
+    collector = _Collector(layers_of(runtime.layers))
     waiting = _numbered(begin, texts, most)
     under_way: dict[SequenceState, tuple[int, Turns]] = {}
     done: dict[int, Text] = {}

@@ -25,7 +25,7 @@ from selfspec.search.ledger import Ledger
 from selfspec.cli import main
 from selfspec.facts.costs import CostModel
 from selfspec.text.pieces import TextStream
-from selfspec.training.eagle import EagleLearner
+from selfspec.training.learner import Learner
 
 COSTS = CostModel(
     context=60, base=1e-4, attention=4e-5, mlp=4e-5, widths=[1, 2, 8], verify=[1.3e-3, 1.35e-3, 1.5e-3], round=4e-5
@@ -81,7 +81,7 @@ def sent_to_fit(signal_number: signal.Signals) -> Callable[[int], None]:
     """Get a signal while a part is fitted."""
 
     def at(n: int) -> None:
-        loss, steps = EagleLearner.loss, []
+        loss, steps = Learner.loss, []
 
         def loss_and_end(self, windows):
             steps.append(windows)
@@ -89,7 +89,7 @@ def sent_to_fit(signal_number: signal.Signals) -> Callable[[int], None]:
                 os.kill(os.getpid(), signal_number)
             return loss(self, windows)
 
-        EagleLearner.loss = loss_and_end
+        Learner.loss = loss_and_end
 
     return at
 

@@ -1,34 +1,42 @@
-"""EAGLE heads for tests: of random weights, for any model."""
+"""Trained heads for tests: of random weights, for any model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
-from selfspec.parts.eagle import EagleHead, EagleShape, part_of
 from selfspec.parts.files import PartFile
+from selfspec.parts.heads import Head
+from selfspec.parts.kinds import make_head
 from selfspec.runtime.forward import Runtime
-from selfspec.training.eagle import EagleNet
+from selfspec.training.learner import Learner
+from selfspec.training.texts import layers_of
 
 
-def random_net(runtime: Runtime, *, seed: int = 0) -> EagleNet:
-    """Weights that nobody has trained, of the model's width."""
-    s = runtime.skeleton.sizes
-    torch.manual_seed(seed)
-    net = EagleNet(EagleShape(s.hidden, 2 * s.hidden, s.heads, s.kv_heads, s.head_dim, s.eps))
+def random_learner(
+    runtime: Runtime, words: Sequence[int], kind: str = "eagle", *, seed: int = 0, layers: Sequence[int] | None = None
+) -> Learner:
+    """Weights that nobody has trained, as bfloat16 holds them."""
+    learner = Learner(runtime, kind, words, layers_of(runtime.layers) if layers is None else layers, seed=seed)
     with torch.no_grad():
-        for parameter in net.parameters():
+        for parameter in learner.net.parameters():
             parameter.copy_(parameter + 0.3 * torch.randn_like(parameter)).copy_(parameter.bfloat16())
-    return net.requires_grad_(False)
+    learner.net.requires_grad_(False)
+    return learner
 
 
-def random_part(runtime: Runtime, words: Sequence[int], *, seed: int = 0) -> PartFile:
+def random_part(runtime: Runtime, words: Sequence[int], kind: str = "eagle", **how) -> PartFile:
     """A part of such weights; `words`: the tokens that it may draft."""
-    net = random_net(runtime, seed=seed)
-    return part_of(net.shape, net.tensors(), torch.tensor(list(words)), runtime)
+    return random_learner(runtime, words, kind, **how).part()
 
 
-def random_head(runtime: Runtime, words: Sequence[int], *, seed: int = 0, low: bool = True) -> EagleHead:
+def random_head(runtime: Runtime, words: Sequence[int], kind: str = "eagle", *, low: bool = True, **how) -> Head:
     """A head of such weights."""
-    return EagleHead(runtime, random_part(runtime, words, seed=seed), low=low)
+    return make_head(runtime, random_part(runtime, words, kind, **how), low=low)
+
+
+def net_of(learner: Learner) -> nn.Module:
+    """The net, in the model's own dtype."""
+    return learner.net.to(learner.runtime.dtype)

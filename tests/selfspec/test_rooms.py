@@ -24,7 +24,7 @@ ROOMS = {  # each with the rooms that it may import
     "proposers": "basics",
     "model": "basics builtin facts",
     "runtime": "basics facts model speculation",
-    "parts": "basics facts runtime",
+    "parts": "basics facts model runtime",
     "drafters": "basics facts profile speculation controllers proposers runtime parts",
     "decoding": "basics facts speculation runtime",
     "llm": "basics facts profile show text speculation controllers model proposers runtime drafters decoding",

@@ -15,7 +15,7 @@ from selfspec.basics.errors import BusyError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.decoding.loop import decode
 from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter, PlainDrafter, RecycleDrafter, Route, Router
-from selfspec.drafters.eagle import EagleDrafter, HeadBelow
+from selfspec.drafters.heads import HeadBelow, HeadDrafter
 from selfspec.facts.acceptance import Outlook
 from selfspec.facts.confidence import Confidence
 from selfspec.facts.draft_path import DraftPath
@@ -75,12 +75,19 @@ DRAFTERS = {
             Route(FreeDrafter([Lookup()], StaticThreshold(0.1, 5)), Outlook(0.0)),
         ]
     ),
-    "eagle": lambda runtime, prompt: EagleDrafter(random_head(runtime, WORDS), FixedK(4)),
-    "eagle, candidates": lambda runtime, prompt: EagleDrafter(
+    "eagle": lambda runtime, prompt: HeadDrafter(random_head(runtime, WORDS), FixedK(4)),
+    "eagle, candidates": lambda runtime, prompt: HeadDrafter(
         random_head(runtime, WORDS), StaticThreshold(0.05, 4), candidates=3, ahead=GUESSES
     ),
     "eagle below": lambda runtime, prompt: LayerSkipDrafter(
         runtime, LOW, FixedK(5), ahead=GUESSES, below=HeadBelow(random_head(runtime, WORDS), (1.0,) * 5, 0.01)
+    ),
+    "medusa": lambda runtime, prompt: HeadDrafter(random_head(runtime, WORDS, "medusa"), FixedK(4), candidates=2),
+    "hydra": lambda runtime, prompt: HeadDrafter(random_head(runtime, WORDS, "hydra"), FixedK(3)),
+    "mlp": lambda runtime, prompt: HeadDrafter(random_head(runtime, WORDS, "mlp"), FixedK(6)),
+    "mtp": lambda runtime, prompt: HeadDrafter(random_head(runtime, WORDS, "mtp"), FixedK(4)),
+    "mtp below": lambda runtime, prompt: LayerSkipDrafter(
+        runtime, LOW, FixedK(5), below=HeadBelow(random_head(runtime, WORDS, "mtp"), (1.0,) * 5, 0.01)
     ),
     "store": lambda runtime, prompt: FreeDrafter([Lookup(), STORED], StaticThreshold(0.1, 5)),
     "guesses from a store": lambda runtime, prompt: LayerSkipDrafter(

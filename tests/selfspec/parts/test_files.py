@@ -8,8 +8,8 @@ from heads import random_head, random_part
 from models import small
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.parts.eagle import EagleHead
 from selfspec.parts.files import read_part, write_part
+from selfspec.parts.kinds import make_head
 from selfspec.runtime.forward import Runtime
 
 WORDS = (1, 2, 4)
@@ -26,7 +26,7 @@ def test_what_is_written_is_read(runtime, tmp_path):
     read = read_part(tmp_path / "eagle.safetensors")
     assert (read.kind, dict(read.settings), read.model) == (part.kind, dict(part.settings), part.model)
     assert all(torch.equal(read.tensors[name], tensor) for name, tensor in part.tensors.items())
-    assert EagleHead(runtime, read).words.tolist() == list(WORDS)
+    assert make_head(runtime, read).words.tolist() == list(WORDS)
     assert random_head(runtime, WORDS).bytes > 0
 
 
@@ -36,7 +36,7 @@ def test_what_is_written_is_read(runtime, tmp_path):
 )
 def test_a_part_of_another_model_is_refused(runtime, other, said):
     with pytest.raises(SelfspecError, match=said):
-        EagleHead(Runtime(other()), random_part(runtime, WORDS))
+        make_head(Runtime(other()), random_part(runtime, WORDS))
 
 
 def test_files_that_are_no_parts(tmp_path):

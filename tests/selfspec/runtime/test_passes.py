@@ -127,7 +127,7 @@ def counted(monkeypatch):
     """The tokens of each native pass."""
     seen, real = [], NativePass.run
     with monkeypatch.context() as patch:
-        patch.setattr(NativePass, "run", lambda self, *given: seen.append(given[-1].place.n) or real(self, *given))
+        patch.setattr(NativePass, "run", lambda self, *given: seen.append(given[1].place.n) or real(self, *given))
         yield seen
 
 
@@ -197,7 +197,7 @@ def test_a_path_all_in_few_bits_needs_no_layout(name, mode):
     tokens = tokens_for(0, 30)
     with by_rows.session(N):
         natively = feed(by_rows, tokens, [7, 1, 1, 16, 5], path=path)
-        assert_near(natively, feed(by_rows, tokens, [7, 1, 1, 16, 5], path=path, hidden=(0,)))
+        assert_near(natively, feed(by_rows, tokens, [7, 1, 1, 16, 5], path=path, between=(0,)))
 
 
 @each_model
@@ -350,7 +350,7 @@ def test_the_cache_may_grow_between_passes(name):
 
 @each_dtype
 def test_which_passes_are_native(name, monkeypatch):
-    """Those of one row and up to so many tokens, of which nothing but logits is asked."""
+    """Those of one row and up to so many tokens, of which logits are asked, and no streams inside layers."""
     runtime, by_rows = both(name)
     tokens = tokens_for(0, ROWS + 1)
     with runtime.session(N), counted(monkeypatch) as seen:
@@ -360,7 +360,6 @@ def test_which_passes_are_native(name, monkeypatch):
         assert seen == [ROWS, ROWS]
         runtime.forward(tokens, 0)
         runtime.forward(tokens[:, :3], 0, logits=None)
-        runtime.forward(tokens[:, :3], 0, hidden=(1,))
         runtime.forward(tokens[:, :3], 0, between=(1,))
         assert seen == [ROWS, ROWS]
         runtime.forward(tokens[:, :1], 3)
@@ -383,6 +382,24 @@ def test_streams_are_what_they_are_operation_by_operation(name, n):
             assert (tuple(step.hidden), tuple(step.between)) == tuple(asked.values())
             found.append([step.logits, *step.hidden.values(), *step.between.values()])
             assert_near(runtime.forward(tokens[:, 20:], 20).logits, step.logits)
+    for mine, other in zip(*found, strict=True):
+        assert_near(mine, other)
+
+
+@each_model
+@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize("path", [FULL, DraftPath(SkipSet((1,), (0, 1)))], ids=["in full", "bypassed"])
+def test_streams_between_layers_come_from_native_passes_too(name, n, path, monkeypatch):
+    ours, theirs = both(name)
+    tokens, found = tokens_for(n, 20 + n), []
+    for runtime, native_ones in ((ours, [n]), (theirs, [])):
+        with runtime.session(N):
+            runtime.forward(tokens[:, :20], 0, logits=None)
+            with counted(monkeypatch) as seen:
+                step = runtime.forward(tokens[:, 20:], 20, path=runtime.compile(path), hidden=(0, 1, LAYERS))
+            assert seen == native_ones
+            assert sorted(step.hidden) == [0, 1, LAYERS]
+            found.append([step.logits, *(step.hidden[layer] for layer in (0, 1, LAYERS))])
     for mine, other in zip(*found, strict=True):
         assert_near(mine, other)
 

@@ -7,11 +7,11 @@ import torch
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
-from selfspec.parts.eagle import EagleHead
 from selfspec.parts.files import read_part
+from selfspec.parts.kinds import make_head
 from selfspec.profile.reading import read_profile
 from selfspec.profile.shipped import find_profile_file
-from selfspec.training.fit import Silent, TrainOptions, fit
+from selfspec.training.fit import KINDS, Silent, TrainOptions, fit
 
 FEW = {"max_new_tokens": 24, "vocabulary": 512, "rows": 8, "texts": 20}
 PROMPT = "def read_text(path: Path) -> str:\n"
@@ -52,6 +52,19 @@ def test_acceptance_rises(fitted):
     assert fitted.texts == 20
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "eagle"])
+def test_each_kind_learns_and_drafts(llm, prompts, tmp_path, kind):
+    options = TrainOptions(steps=200, **FEW)
+    fitted = fit(llm, part=kind, out=tmp_path, prompts=prompts, options=options)
+    (_, before), *_, (_, after) = fitted.progress.history
+    assert after > before
+    assert fitted.part.name == f"{kind}.safetensors"
+    (profile,) = map(read_profile, fitted.profiles)
+    plain = llm.generate(PROMPT, max_new_tokens=32).tokens
+    told = llm.generate(PROMPT, max_new_tokens=32, drafter=llm.drafts_with(profile))
+    assert told.tokens == plain
+
+
 def test_the_same_call_gives_the_same_part(llm, fitted, prompts, tmp_path):
     again = fit(llm, out=tmp_path, prompts=prompts, options=TrainOptions(steps=60, **FEW))
     one, other = read_part(fitted.part).tensors, read_part(again.part).tensors
@@ -64,7 +77,7 @@ def test_what_was_cut_short_goes_on(llm, fitted, prompts, tmp_path, by):
     if isinstance(by, KeyboardInterrupt):
         cut = fit(llm, out=tmp_path, prompts=prompts, options=options, watch=Cut(20, by))
         assert cut.interrupted
-        assert EagleHead(llm.runtime, read_part(cut.part))  # usable as it is
+        assert make_head(llm.runtime, read_part(cut.part))  # usable as it is
     else:
         with pytest.raises(RuntimeError, match="killed"):
             fit(llm, out=tmp_path, prompts=prompts, options=options, watch=Cut(20, by))
@@ -79,7 +92,9 @@ def test_what_was_cut_short_goes_on(llm, fitted, prompts, tmp_path, by):
 def test_its_profiles_give_plain_decodings_text(llm, fitted):
     plain = llm.generate(PROMPT, max_new_tokens=32).tokens
     for path, said in zip(
-        fitted.profiles, ("drafts by an EAGLE head; guesses by lookup", "an EAGLE head below"), strict=True
+        fitted.profiles,
+        ("drafts by the trained head eagle; guesses by lookup", "the trained head eagle below"),
+        strict=True,
     ):
         profile = read_profile(path)
         assert said in profile.draft.said

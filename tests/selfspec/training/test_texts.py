@@ -10,7 +10,7 @@ from models import plain, small
 from selfspec.basics.errors import SelfspecError
 from selfspec.runtime.forward import Runtime
 from selfspec.training.prompts import Beginning, Turns, beginnings, made_up
-from selfspec.training.texts import Texts, make
+from selfspec.training.texts import Texts, layers_of, make
 
 VOCABULARY = 11
 PROMPTS = [[1, 4, 9], [7], [3, 3, 0, 5]]
@@ -38,12 +38,25 @@ def test_greedy_texts_are_plain_decodings(runtime, tmp_path):
         assert text.answer == len(prompt)
 
 
-def test_streams_are_those_that_leave_the_last_layer(runtime, tmp_path):
-    text = made(runtime, tmp_path, most=2).read(1)
+def test_streams_are_those_that_leave_the_layers(runtime, tmp_path):
+    texts = made(runtime, tmp_path, most=2)
+    text = texts.read(1)
+    layers = layers_of(runtime.layers)
     with runtime.session(32):
-        whole = runtime.forward(text.tokens[None], 0, hidden=(runtime.layers,)).hidden[runtime.layers][0]
+        hidden = runtime.forward(text.tokens[None], 0, hidden=layers).hidden
     assert len(text.streams) >= len(text.tokens) - 1
-    torch.testing.assert_close(text.streams, whole[: len(text.streams)].bfloat16(), atol=1e-2, rtol=1e-2)
+    for i, layer in enumerate(layers):
+        whole = hidden[layer][0, : len(text.streams)].bfloat16()
+        torch.testing.assert_close(text.streams[:, i], whole, atol=1e-2, rtol=1e-2)
+    part = texts.read(1, 2, 5)
+    assert torch.equal(part.tokens, text.tokens[2:5])
+    assert torch.equal(part.streams, text.streams[2:5])
+    assert (texts.tokens(1).tolist(), texts.pairs(1, 3)) == (text.tokens.tolist(), text.pairs(3))
+
+
+@pytest.mark.parametrize(("layers", "kept"), [(1, (1,)), (2, (1, 2)), (3, (2, 3)), (8, (2, 4, 8)), (30, (2, 15, 30))])
+def test_a_low_a_middle_and_the_last_layer(layers, kept):
+    assert layers_of(layers) == kept
 
 
 def test_what_was_made_is_made_once(runtime, tmp_path):

@@ -1,9 +1,10 @@
-"""EAGLE (Li et al. 2401.15077): a trained head drafts from the model's last stream, alone or below a draft path."""
+"""Trained heads that draft from the model's streams (EAGLE, Medusa and others), alone or below a draft path."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from selfspec.controllers import Controller
 from selfspec.drafters.chains import Chain, ChainDrafter
 from selfspec.facts.confidence import PROBABILITY, Confidence
 from selfspec.facts.work import Work, steps_of
-from selfspec.parts.eagle import KIND, EagleHead
+from selfspec.parts.heads import Head
 from selfspec.proposers.ahead import Ahead
 from selfspec.proposers.base import Chances, Guess
 from selfspec.speculation.drafter import Limit
@@ -30,20 +31,20 @@ LIKELY = 0.8  # the most that the next guess is hoped to be right before it is k
 
 @dataclass(slots=True)
 class _Pairs:
-    """One sequence's pairs of a token and the stream before it: the head has read `start` of them, not yet these.
+    """One sequence's pairs of a token and the streams before it: the head has read `start` of them, not yet these.
 
-    `stream`: after the last that it read. `chances`, `usual`: what guesses brought in this text.
+    `state`: what it goes on from after the last that it read. `chances`, `usual`: what guesses brought in this text.
     """
 
     start: int = 0
     tokens: list[int] = field(default_factory=list)
     streams: list[Tensor] = field(default_factory=list)
-    stream: Tensor | None = None
+    state: Any = None
     chances: Chances = field(default_factory=lambda: Chances(FIRST))
     usual: float = USUAL
 
     def add(self, tokens: Sequence[int], streams: Tensor) -> None:
-        """Further pairs, `[n]` and `[n, D]`."""
+        """Further pairs, `[n]` and `[n, D * layers]`."""
         self.tokens += tokens
         self.streams.append(streams)
 
@@ -51,7 +52,7 @@ class _Pairs:
 class HeadTexts:
     """What a head is told of each sequence: the pairs of its committed tokens, with the model's own streams."""
 
-    def __init__(self, head: EagleHead) -> None:
+    def __init__(self, head: Head) -> None:
         self.head = head
         self._pairs: dict[SequenceState, _Pairs] = {}
 
@@ -59,13 +60,18 @@ class HeadTexts:
         """A sequence starts; `prefill` gave the streams at its prompt's tokens but the last."""
         self.head.reserve(self.head.target.cache.slots)
         pairs = self._pairs[seq] = _Pairs()
-        if (streams := prefill.hidden.get(self.head.layers)) is not None:
-            pairs.add(seq.tokens[1:], streams[0])
+        if prefill.hidden:
+            pairs.add(seq.tokens[1:], self.streams_of(prefill)[0])
+
+    def streams_of(self, step: Step) -> Tensor:
+        """What the head reads of a step, `[B, n, D * layers]`."""
+        streams = [step.hidden[layer] for layer in self.head.layers]
+        return streams[0] if len(streams) == 1 else torch.cat(streams, -1)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Tokens were committed, each below a row of the verification."""
         rows = [0, *(node + 1 for node in outcome.path)][: len(outcome.tokens)]
-        self._pairs[seq].add(outcome.tokens, outcome.step.hidden[self.head.layers][0, rows])
+        self._pairs[seq].add(outcome.tokens, self.streams_of(outcome.step)[0, rows])
 
     def end(self, seq: SequenceState) -> None:
         """Forget the sequence."""
@@ -84,31 +90,31 @@ class HeadTexts:
         read, told = [*pairs.tokens, *tokens], [*pairs.streams, *streams]
         if not read:
             return None
-        logits, pairs.stream = self.head.read(
+        logits, pairs.state = self.head.read(
             seq.row, pairs.start, torch.tensor(read, device=self.head.target.device), torch.cat(list(told))
         )
         pairs.start += len(pairs.tokens)
         pairs.tokens, pairs.streams = [], []
         return logits
 
-    def go_on(self, seq: SequenceState, token: int, place: int) -> Tensor:
-        """The words' logits after a token that the head itself proposed, `place` tokens after the committed ones."""
+    def go_on(self, seq: SequenceState, token: int, place: int, *, drafted: int = 0) -> Tensor:
+        """The words' logits after a token that the head proposed as its `place`-th, from 1.
+
+        Before it stand the committed tokens, and `drafted` further ones that the head was told when it caught up.
+        """
         pairs = self._pairs[seq]
-        assert pairs.stream is not None
-        at = torch.tensor([token], device=self.head.target.device)
-        logits, pairs.stream = self.head.read(seq.row, pairs.start + place, at, pairs.stream)
+        logits, pairs.state = self.head.go_on(seq.row, pairs.start + drafted, place, token, pairs.state)
         return logits
 
 
-class EagleDrafter(ChainDrafter):
-    """Drafts with a trained head, which reads the stream that left the model's last layer and goes on from its own."""
+class HeadDrafter(ChainDrafter):
+    """Drafts with a trained head, which reads streams that left the model's layers, and then what it made itself."""
 
-    source = KIND
     partial = True
 
     def __init__(
         self,
-        head: EagleHead,
+        head: Head,
         controller: Controller,
         *,
         candidates: int = 1,
@@ -116,8 +122,10 @@ class EagleDrafter(ChainDrafter):
         ahead: Ahead | None = None,
     ) -> None:
         super().__init__(controller, candidates=min(candidates, len(head.words)), confidence=confidence, ahead=ahead)
+        self.source = head.kind
+        self._deepest = min(self._deepest, head.places)
         self.texts = HeadTexts(head)
-        self.hidden = (head.layers,)
+        self.hidden = head.layers
 
     def begin(self, seq: SequenceState, prefill: Step) -> None:
         """The head is told of the prompt."""
@@ -144,7 +152,7 @@ class EagleDrafter(ChainDrafter):
             if not c.tokens:
                 logits = self.texts.catch_up(c.seq)
             else:
-                logits = self.texts.go_on(c.seq, c.tokens[-1], len(c.tokens) - 1)
+                logits = self.texts.go_on(c.seq, c.tokens[-1], len(c.tokens))
             if logits is None:
                 c.play.wants = False
                 continue
@@ -158,7 +166,7 @@ class HeadBelow:
     `prices[i]`: what a pass of the path over i + 1 tokens takes, over one; `step`: what a step of the head takes.
     """
 
-    def __init__(self, head: EagleHead, prices: Sequence[float], step: float) -> None:
+    def __init__(self, head: Head, prices: Sequence[float], step: float) -> None:
         self.texts = HeadTexts(head)
         self.prices, self.step = tuple(prices), step
 
@@ -169,7 +177,7 @@ class HeadBelow:
         """
         seq = chain.seq
         pairs = self.texts.of(seq)
-        room = min(room, len(self.prices) - 1)
+        room = min(room, len(self.prices) - 1, self.texts.head.places)
         if pairs is None or room < 1:
             return other
         if self._rate(other) >= pairs.usual:
@@ -196,11 +204,11 @@ class HeadBelow:
             expected, time = expected + reach, time + more
             if len(tokens) == room or LIKELY * reach * time <= (self.step + more) * expected or token in seq.ends:
                 break
-            logits = self.texts.go_on(seq, token, drafted + len(tokens) - 1)
+            logits = self.texts.go_on(seq, token, len(tokens), drafted=drafted)
             chain.steps += 1
             time += self.step
         pairs.usual = FADING * pairs.usual + (1 - FADING) * expected / time
-        return Guess(tokens, chances, KIND) if tokens else other
+        return Guess(tokens, chances, self.texts.head.kind) if tokens else other
 
     def _rate(self, guess: Guess) -> float:
         tokens = reach = 1.0

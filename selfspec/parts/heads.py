@@ -1,0 +1,154 @@
+"""What every trained head is: it reads streams that left some of the model's layers, and gives logits of its words.
+
+Pair i of a text is its token i + 1 and the model's streams at token i. A head reads the pairs of committed tokens, then
+its own: a token that it proposed, and what it made of the pair before. Each gives the logits of the token after it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.model.kernels import kernel_for
+from selfspec.model.linears import Call
+from selfspec.model.low_precision import bytes_of, rounded
+from selfspec.parts.files import PartFile
+from selfspec.runtime.forward import Runtime
+
+ENDLESS = 2**30
+WORDS = "vocabulary"  # the tensor of the tokens that a part drafts
+
+
+class Products:
+    """Makes products of rows `[N, in]` with weights, in 8 bits or in full, and counts the memory that they take."""
+
+    def __init__(self, target: Runtime, *, low: bool) -> None:
+        self._target, self._low = target, low
+        self.bytes = 0
+
+    @torch.no_grad()
+    def of(self, weight: Tensor, bias: Tensor | None = None) -> Call:
+        """With a weight `[out, in]`."""
+        if not self._low:
+            self.bytes += weight.numel() * weight.element_size()
+            return lambda x: F.linear(x, weight, bias)
+        kernel = self._target.skeleton.lowered.kernel or kernel_for(weight, 8)
+        product, dtype = kernel(rounded(weight, 8), weight.dtype), weight.dtype
+        self.bytes += bytes_of(8, *weight.shape)
+        if bias is None:
+            return lambda x: product(x).to(dtype)
+        return lambda x: product(x).to(dtype) + bias
+
+
+class Head(ABC):
+    """A head at work for a model; `low`: its weights in 8 bits. `places`: the most tokens that it drafts in a row.
+
+    `layers`: which streams it reads, as `Step.hidden` numbers them. `words`: the tokens that it knows. `bytes`: memory
+    that it takes. A part may hold a head over the words of its own, one for all places (`head.weight`) or one for each
+    (`head.0.weight`, ..). Raises `SelfspecError` for a part of another kind or model, and where it needs the model's
+    head, which is not at hand (quantised, adapted).
+    """
+
+    kind: ClassVar[str]
+    places = ENDLESS
+
+    def __init__(self, target: Runtime, part: PartFile, *, low: bool = True) -> None:
+        part.check(self.kind, target.skeleton.identity)
+        self.target = target
+        self.layers = tuple(part.settings.get("layers", (target.layers,)))
+        dtype, device = target.dtype, target.device
+        take = {name: t.to(device, dtype) for name, t in part.tensors.items() if t.is_floating_point()}
+        self._all = target.skeleton.identity.vocabulary or 0
+        words = part.tensors.get(WORDS)
+        self.words = (torch.arange(self._all) if words is None else words.long()).to(device)
+        self._make = Products(target, low=low)
+        own = [take.pop(name) for name in sorted(take, key=_number) if name.startswith("head.")]
+        self._heads = [self._make.of(weight) for weight in own or [head_rows(target, self.words)]]
+        try:
+            self._begin(part.settings, take)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise SelfspecError(f"the part does not hold what a head of kind {self.kind} is made of: {error}") from None
+
+    @abstractmethod
+    def _begin(self, settings: Any, tensors: dict[str, Tensor]) -> None:
+        """Take the part's tensors, of the model's dtype and on its device."""
+
+    @property
+    def bytes(self) -> int:
+        """Memory held beside the model."""
+        return self._make.bytes
+
+    def reserve(self, slots: int) -> None:  # noqa: B027 (most hold nothing)
+        """Hold so many pairs of each row."""
+
+    def read(self, row: int, start: int, tokens: Tensor, streams: Tensor) -> tuple[Tensor, Any]:
+        """Logits of the `words` after the last of the pairs `start` on, and what it goes on from.
+
+        `tokens` `[n]`, and `streams` `[n, D * number of layers]`, side by side in the order of `layers`. Pairs that
+        were read before from `start` on are forgotten.
+        """
+        out, state = self._read(row, start, tokens, self._embedded(tokens), streams)
+        return self._heads[0](out)[0], state
+
+    def go_on(self, row: int, start: int, place: int, token: int, state: Any) -> tuple[Tensor, Any]:
+        """The same after a token that it proposed as the `place`-th (from 1) after the pairs up to `start`."""
+        tokens = torch.tensor([token], device=self.target.device)
+        out, state = self._go_on(row, start, place, tokens, self._embedded(tokens), state)
+        return self._heads[min(place, len(self._heads) - 1)](out)[0], state
+
+    @abstractmethod
+    def _read(self, row: int, start: int, tokens: Tensor, embedded: Tensor, streams: Tensor) -> tuple[Tensor, Any]:
+        """What the head over the vocabulary reads `[1, D]`, and what goes on."""
+
+    @abstractmethod
+    def _go_on(
+        self, row: int, start: int, place: int, tokens: Tensor, embedded: Tensor, state: Any
+    ) -> tuple[Tensor, Any]:
+        """The same after its own token `[1]`."""
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self.target.skeleton.embed(tokens.unsqueeze(0))[0]
+        return embedded
+
+    def over_all(self, logits: Tensor) -> Tensor:
+        """Logits of the words as `[V]` over all tokens: minus infinity for those that the part does not know."""
+        every = logits.new_full((self._all,), -torch.inf)
+        every[self.words] = logits
+        return every
+
+
+def _number(name: str) -> int:
+    number = name.split(".")[1]
+    return int(number) if number.isdigit() else 0
+
+
+def head_rows(target: Runtime, words: Tensor) -> Tensor:
+    """Rows of the model's head, `[len(words), D]`. Raises `SelfspecError` where it is not at hand as plain weights."""
+    head = target.model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    if weight is None or not weight.is_floating_point() or getattr(head, "bias", None) is not None:
+        raise SelfspecError("the model's head is not at hand as plain weights; a trained head needs it")
+    rows: Tensor = weight.detach()[words.to(weight.device)]
+    return rows
+
+
+def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm over the last dimension; `x` itself without a weight."""
+    return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def part_of(
+    kind: str, settings: dict[str, Any], tensors: dict[str, Tensor], words: Sequence[int] | None, target: Runtime
+) -> PartFile:
+    """A head as a file holds it, matrices in bfloat16; `tensors` by the names that it reads; `words`: None for all."""
+    kinds = {name: torch.float32 if t.dim() < 2 else torch.bfloat16 for name, t in tensors.items()}
+    held = {name: tensor.detach().to("cpu", kinds[name]) for name, tensor in tensors.items()}
+    if words is not None:
+        held[WORDS] = torch.tensor(list(words), dtype=torch.int32)
+    return PartFile(kind, settings, held, target.skeleton.identity)

@@ -1,0 +1,177 @@
+"""Fitting a head to a model's own texts, whatever its kind: the common trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selfspec.parts.files import PartFile
+from selfspec.parts.heads import head_rows, part_of
+from selfspec.parts.layer import LayerShape
+from selfspec.parts.steps import Hydra, Medusa, Mlp, Steps
+from selfspec.runtime.forward import Runtime
+from selfspec.training.pairs import EagleNet, MtpNet
+from selfspec.training.texts import Text, Texts
+
+LATER = 0.8  # what each further step of a draft counts for
+PLACES = 6  # of a draft that held-out acceptance is told for, at most
+_MULTIPLE = 16  # tokens: what a head in few bits is over
+
+
+class Net(NamedTuple):
+    """What is fitted: `depth` steps together; `last`: whether it reads the last stream alone, normed."""
+
+    module: nn.Module
+    settings: dict[str, Any]
+    depth: int
+    places: int
+    last: bool
+
+
+def _shape(runtime: Runtime) -> LayerShape:
+    s = runtime.skeleton.sizes
+    return LayerShape(s.hidden, s.intermediate, s.heads, s.kv_heads, s.head_dim, s.eps)
+
+
+def _eagle(runtime: Runtime, streams: int) -> Net:
+    shape = _shape(runtime)
+    net = EagleNet(shape, layers=streams)
+    net.layer.begin(*_ends_of(runtime))
+    return Net(net, {"shape": asdict(shape)}, 3, PLACES, last=False)
+
+
+def _mtp(runtime: Runtime, streams: int) -> Net:
+    shape, places = _shape(runtime), 3
+    net = MtpNet(shape, places, layers=streams)
+    for layer in net.stack:
+        layer.begin(*_ends_of(runtime))
+    return Net(net, {"shape": asdict(shape), "places": places}, places, places, last=False)
+
+
+def _ends_of(runtime: Runtime) -> tuple[nn.Module, Tensor]:
+    base = runtime.model.base_model
+    return base.layers[-1], base.norm.weight.detach()
+
+
+def _steps(kind: type[Steps], places: int, **more: Any) -> Callable[[Runtime, int], Net]:
+    def make(runtime: Runtime, _streams: int) -> Net:
+        sizes = runtime.skeleton.sizes
+        made = {"hidden": sizes.hidden, "places": places, **more}
+        if kind is Mlp:
+            made["inner"] = sizes.hidden
+        net = kind(**made)
+        for parameter in net.parameters():  # heads begin by saying what the model says of the next token
+            if parameter.dim() > 1 and kind is not Mlp:
+                nn.init.normal_(parameter, 0, 0.005)
+        for block in net.modules():
+            short = getattr(block, "short", None)
+            if short is not None:
+                with torch.no_grad():
+                    short.weight[:, : sizes.hidden] += torch.eye(sizes.hidden)
+        return Net(net, {"net": made, "eps": sizes.eps}, places, places, last=True)
+
+    return make
+
+
+NETS: dict[str, Callable[[Runtime, int], Net]] = {
+    "eagle": _eagle,
+    "medusa": _steps(Medusa, 4),
+    "hydra": _steps(Hydra, 4),
+    "mlp": _steps(Mlp, 4),
+    "mtp": _mtp,
+}
+
+
+class Learner:
+    """A head of a kind under training for a model. `words`: the tokens that it may draft.
+
+    Texts hold the streams of `layers`, the last of which leaves the model's last layer. Raises `SelfspecError` where
+    the model's head is not at hand.
+    """
+
+    def __init__(self, runtime: Runtime, kind: str, words: Sequence[int], layers: Sequence[int], *, seed: int) -> None:
+        self.runtime, self.kind = runtime, kind
+        torch.manual_seed(seed)
+        self._words = torch.tensor(sorted(words), device=runtime.device)
+        self._head = head_rows(runtime, self._words).detach().float()
+        base = runtime.model.base_model
+        self._norm, self._eps = base.norm.weight.detach().float(), runtime.skeleton.sizes.eps
+        made = NETS[kind](runtime, len(layers))
+        self.net, self._made = made.module.float().to(runtime.device), made
+        self.depth, self.places = made.depth, made.places
+        self._layers = tuple(layers[-1:] if made.last else layers)
+
+    def loss(self, windows: Sequence[Text]) -> Tensor:
+        """Cross-entropy against the model's own distribution over the draft's tokens.
+
+        Windows of n + `depth` tokens each; the first n pairs are drafted from.
+        """
+        tokens, streams = torch.stack([w.tokens for w in windows]), torch.stack([w.streams for w in windows])
+        n = streams.shape[1] - self.depth
+        ids, embedded, streams = self._read(tokens[:, 1:], streams)
+        wanted = self._logits(streams[:, 1:, -1]).softmax(-1)
+        total = torch.zeros((), device=streams.device)
+        for k, out in enumerate(self.net(ids, embedded, self._given(streams[:, :n]), self.depth)):
+            drafted = F.linear(out, self._over(out)).float().log_softmax(-1)
+            total = total - LATER**k * (wanted[:, k : k + n] * drafted).sum(-1).mean()
+        return total
+
+    def _read(self, tokens: Tensor, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        device = self.runtime.device
+        tokens = tokens.to(device)
+        return tokens, self.runtime.skeleton.embed(tokens).float(), streams.to(device).float()
+
+    def _given(self, streams: Tensor) -> Tensor:
+        """Of `[B, n, layers, D]`, what the net reads."""
+        return self._normed(streams[:, :, -1]) if self._made.last else streams.flatten(2)
+
+    def _normed(self, streams: Tensor) -> Tensor:
+        return F.rms_norm(streams, streams.shape[-1:], self._norm, self._eps)
+
+    def _over(self, like: Tensor) -> Tensor:
+        return self._head.to(torch.bfloat16) if torch.is_autocast_enabled(like.device.type) else self._head
+
+    @torch.no_grad()
+    def _logits(self, streams: Tensor) -> Tensor:
+        read = self._normed(streams)
+        return F.linear(read, self._over(read)).float()
+
+    @torch.no_grad()
+    def acceptance(self, texts: Sequence[Text]) -> list[float]:
+        """For each place of a draft, how often all of it up to there is what the text goes on with, in answers."""
+        right, all_of = torch.zeros(self.places), 0
+        for text in texts:
+            n = text.pairs(self.places)
+            if n <= text.answer:
+                continue
+            ids, embedded, streams = self._read(text.tokens[None, 1 : n + self.places], text.streams[None, :n])
+            so_far = torch.ones(n - text.answer, dtype=torch.bool)
+            for k, out in enumerate(self.net(ids, embedded, self._given(streams), self.places)):
+                best = self._words[F.linear(out[0], self._over(out)).argmax(-1)].cpu()
+                so_far &= (best == text.tokens[k + 2 : k + 2 + n])[text.answer :]
+                right[k] += so_far.sum()
+            all_of += n - text.answer
+        return (right / max(all_of, 1)).tolist()
+
+    def part(self) -> PartFile:
+        """The head as it now is."""
+        tensors = dict(self.net.state_dict())
+        if self._made.last:
+            tensors["given_norm.weight"] = self._norm
+        settings = {**self._made.settings, "layers": list(self._layers)}
+        return part_of(self.kind, settings, tensors, self._words.tolist(), self.runtime)
+
+
+def frequent(texts: Texts, most: int, vocabulary: int) -> list[int]:
+    """The tokens that come most often in what is fitted to, `most` at most; by 16, where there are as many."""
+    counts = torch.zeros(vocabulary, dtype=torch.long)
+    for number in texts.numbers(held_out=False):
+        counts += torch.bincount(texts.tokens(number), minlength=vocabulary)
+    count = min(most, vocabulary)
+    count -= count % _MULTIPLE if count >= _MULTIPLE else 0
+    return sorted(counts.argsort(descending=True, stable=True)[:count].tolist())
