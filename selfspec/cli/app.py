@@ -11,6 +11,7 @@ from selfspec.cli.options import (
     AuditCommand,
     BenchCommand,
     ChatCommand,
+    ConvertCommand,
     GenerateCommand,
     IndexCommand,
     SearchCommand,
@@ -58,6 +59,15 @@ def train(given: TrainCommand) -> int:
     from selfspec.cli.train import run
 
     return run(given)
+
+
+@app.command()
+@flat
+def convert(given: ConvertCommand) -> None:
+    """Make a part of a published head (EAGLE, EAGLE-3, Medusa, Hydra, MLPSpeculator), and profiles that use it."""
+    from selfspec.cli.convert import run
+
+    run(given)
 
 
 @app.command()

@@ -102,6 +102,20 @@ class TrainCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertCommand:
+    """What `convert` was told."""
+
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of the head: its config.json and weights.")]
+    model: Annotated[str, typer.Option(help="Whose head it is: a folder, GGUF file, hub id, or smollm2-135m.")]
+    profile: Annotated[
+        str, typer.Option(help="Whose draft path is to have the head below it: a file, a shipped one, auto, or none.")
+    ] = "auto"
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the part and its profiles go.")] = Path("parts")
+    where: DeviceOptions
+    json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodingOptions:
     """Which model, what to draft with and how to decode; `how` lacks what is written otherwise on the command line."""
 

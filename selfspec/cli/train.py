@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
@@ -112,6 +114,11 @@ def _report(fitted: Fitted, console: Console) -> None:
         soft_wrap=True,
     )
     console.print(f"saved {fitted.part}", markup=False, soft_wrap=True)
-    for path in fitted.profiles:
+    use(fitted.profiles, console)
+
+
+def use(profiles: Sequence[Path], console: Console) -> None:
+    """Say how profiles that were saved are used."""
+    for path in profiles:
         command = f"selfspec generate --profile {shlex.quote(str(path))} 'your prompt'"
         console.print(f"saved {path}; use it with: {command}", markup=False, soft_wrap=True)

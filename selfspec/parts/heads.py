@@ -50,9 +50,9 @@ class Head(ABC):
     """A head at work for a model; `low`: its weights in 8 bits. `places`: the most tokens that it drafts in a row.
 
     `layers`: which streams it reads, as `Step.hidden` numbers them. `words`: the tokens that it knows. `bytes`: memory
-    that it takes. A part may hold a head over the words of its own, one for all places (`head.weight`) or one for each
-    (`head.0.weight`, ..). Raises `SelfspecError` for a part of another kind or model, and where it needs the model's
-    head, which is not at hand (quantised, adapted).
+    that it takes. A part may hold a head over the words of its own, one for all places (`head.weight`, `head.bias`) or
+    one for each (`head.0.weight`, ..). Raises `SelfspecError` for a part of another kind or model, and where it needs
+    the model's head, which is not at hand (quantised, adapted).
     """
 
     kind: ClassVar[str]
@@ -63,13 +63,18 @@ class Head(ABC):
         self.target = target
         self.layers = tuple(part.settings.get("layers", (target.layers,)))
         dtype, device = target.dtype, target.device
-        take = {name: t.to(device, dtype) for name, t in part.tensors.items() if t.is_floating_point()}
+        take = {
+            name: t.to(device) if name.endswith("inv_freq") else t.to(device, dtype)
+            for name, t in part.tensors.items()
+            if t.is_floating_point()
+        }
         self._all = target.skeleton.identity.vocabulary or 0
         words = part.tensors.get(WORDS)
         self.words = (torch.arange(self._all) if words is None else words.long()).to(device)
         self._make = Products(target, low=low)
-        own = [take.pop(name) for name in sorted(take, key=_number) if name.startswith("head.")]
-        self._heads = [self._make.of(weight) for weight in own or [head_rows(target, self.words)]]
+        own = sorted((name for name in take if name.startswith("head.") and name.endswith("weight")), key=_number)
+        heads = [(take.pop(name), take.pop(name.replace("weight", "bias"), None)) for name in own]
+        self._heads = [self._make.of(*head) for head in heads or [(head_rows(target, self.words), None)]]
         try:
             self._begin(part.settings, take)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -146,8 +151,9 @@ def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def part_of(
     kind: str, settings: dict[str, Any], tensors: dict[str, Tensor], words: Sequence[int] | None, target: Runtime
 ) -> PartFile:
-    """A head as a file holds it, matrices in bfloat16; `tensors` by the names that it reads; `words`: None for all."""
-    kinds = {name: torch.float32 if t.dim() < 2 else torch.bfloat16 for name, t in tensors.items()}
+    """A head as a file holds it, matrices in 16 bits; `tensors` by the names that it reads; `words`: None for all."""
+    of_16 = {name: torch.float16 if t.dtype == torch.float16 else torch.bfloat16 for name, t in tensors.items()}
+    kinds = {name: torch.float32 if t.dim() < 2 else of_16[name] for name, t in tensors.items()}
     held = {name: tensor.detach().to("cpu", kinds[name]) for name, tensor in tensors.items()}
     if words is not None:
         held[WORDS] = torch.tensor(list(words), dtype=torch.int32)

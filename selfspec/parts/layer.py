@@ -39,11 +39,15 @@ class PairLayer:
     def __init__(self, target: Runtime, shape: LayerShape, tensors: Mapping[str, Tensor], make: Products) -> None:
         self.shape = s = shape
         self._rows, self._dtype, self._device = target.rows, target.dtype, target.device
+        self._eps = target.skeleton.sizes.eps
         self._norms = {name.removesuffix(".weight"): t for name, t in tensors.items() if t.dim() == 1}
         fuse, fc = tensors.get("fuse.weight"), tensors.get("fc.weight")
         self._fuse = None if fuse is None else make.of(fuse)
         self._fc = None if fc is None else make.of(fc, tensors.get("fc.bias"))
-        self._qkv = make.of(torch.cat([tensors[f"{name}_proj.weight"] for name in "qkv"]))
+        biases = [tensors[f"{name}_proj.bias"] for name in "qkv" if f"{name}_proj.bias" in tensors]
+        self._qkv = make.of(
+            torch.cat([tensors[f"{name}_proj.weight"] for name in "qkv"]), torch.cat(biases) if biases else None
+        )
         self._o = make.of(tensors["o_proj.weight"])
         self._gate_up = make.of(torch.cat([tensors["gate_proj.weight"], tensors["up_proj.weight"]]))
         self._down = make.of(tensors["down_proj.weight"])
@@ -74,7 +78,8 @@ class PairLayer:
         s, n = self.shape, len(embedded)
         stream = streams
         if given:
-            stream = self._norm("given_norm", stream if self._fuse is None else self._fuse(stream))
+            stream = stream if self._fuse is None else self._fuse(stream)
+            stream = normed(stream, self._norms.get("given_norm"), self._eps)
         both = torch.cat((self._norm("embed_norm", embedded), self._norm("stream_norm", stream)), -1)
         if self._fc is not None:
             stream = self._fc(both)

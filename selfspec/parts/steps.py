@@ -157,6 +157,9 @@ class StepsHead(Head):
         self._eps, self._norm = float(settings["eps"]), tensors.pop("given_norm.weight")
         with torch.device("meta"):
             made = self.net(**settings["net"])
+        given: dict[int, str] = {}
+        for name, parameter in made.state_dict(keep_vars=True).items():  # what is tied has one of its names in the part
+            tensors[name] = tensors[given.setdefault(id(parameter), name)]
         made.load_state_dict(tensors, assign=True)
         self.steps = made.eval().requires_grad_(False)
         self._make.bytes += sum(p.numel() * p.element_size() for p in made.parameters())

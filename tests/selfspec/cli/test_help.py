@@ -41,6 +41,11 @@ COMMANDS = {
         "Prompts": PROMPTS,
         "Device": DEVICE,
     },
+    "convert": {
+        "Arguments": [],
+        "Options": ["model", "profile", "out", "json", "help"],
+        "Device": DEVICE,
+    },
     "generate": {
         "Arguments": [],
         "Options": [
@@ -91,7 +96,7 @@ def test_options_stand_in_panels_the_common_ones_first(command, monkeypatch, cap
     for line in lines:
         if title := re.match(r"╭─ (.*?) ─+╮", line):
             found[title[1]] = []
-        elif option := re.match(r"│ --([a-z-]+) ", line):
+        elif option := re.match(r"│ (?:[* ]  )?--([a-z-]+) ", line):
             found[[*found][-1]].append(option[1])
             lengths.append(1)
         elif lengths and line.startswith("│"):
