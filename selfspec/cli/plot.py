@@ -21,8 +21,9 @@ KINDS: dict[What, tuple[str, ...]] = {  # the first is the default
     "profile": ("skip-map", "confidence"),
     "study": ("skipped", "pareto", "sensitivity", "progress"),
     "bench": ("bars", "position", "sources"),
+    "training": ("learning", "places"),
 }
-_NAMES: dict[What, str] = {"profile": "a profile", "study": "a study", "bench": "a benchmark"}
+_NAMES: dict[What, str] = {"profile": "a profile", "study": "a study", "bench": "a benchmark", "training": "a training"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class PlotOptions:
 
 
 def run(options: PlotOptions) -> None:
-    """Draw one plot of a profile, a study or a benchmark."""
+    """Draw one plot of a profile, a study, a benchmark or a training."""
     quiet()
     check_writable(options.out)
     if options.out.resolve() in {Path(read).resolve() for read in (options.source, options.storage) if read}:
@@ -55,7 +56,7 @@ def run(options: PlotOptions) -> None:
     from selfspec.show.plots.style import WIDTH, check_format, save
 
     check_format(options.out)
-    draw = {"profile": _of_profile, "study": _of_study, "bench": _of_bench}[what]
+    draw = {"profile": _of_profile, "study": _of_study, "bench": _of_bench, "training": _of_training}[what]
     figure = draw(options, kind)(options.width or WIDTH)
     if options.title is not None:
         figure.suptitle(options.title, x=0.01, ha="left", fontsize=11, parse_math=False)
@@ -96,6 +97,16 @@ def _of_bench(options: PlotOptions, kind: str) -> Callable[[float], Figure]:
     if kind == "sources":
         return lambda width: tokens_by_source(source_frame(bench), width=width)
     return lambda width: acceptance_by_position(bench_position_frame(bench), width=width)
+
+
+def _of_training(options: PlotOptions, kind: str) -> Callable[[float], Figure]:
+    from selfspec.show.plots.training import acceptance_by_place, learning_curves
+    from selfspec.show.trainings import learning_frame, place_frame, read_trainings
+
+    trainings = read_trainings(Path(options.source))
+    if kind == "places":
+        return lambda width: acceptance_by_place(place_frame(trainings), width=width)
+    return lambda width: learning_curves(learning_frame(trainings), width=width)
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -18,8 +18,8 @@ def plot(
     source: Annotated[
         str,
         typer.Argument(
-            help="A profile (a file or a shipped one's name), a file of trials, a study's name in --storage, or what "
-            "bench --out wrote."
+            help="A profile (a file or a shipped one's name), a file of trials, a study's name in --storage, what "
+            "bench --out wrote, or the folder of train."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Where the picture goes: a .png, .svg or .pdf file.")],
@@ -27,14 +27,14 @@ def plot(
         str | None,
         typer.Option(
             help="Of a profile: skip-map or confidence; of a study: skipped, pareto, sensitivity or progress; of a "
-            "benchmark: bars or position. The first of each when left out."
+            "benchmark: bars, position or sources; of trainings: learning or places. The first of each when left out."
         ),
     ] = None,
     storage: Storage = None,
     width: Annotated[float | None, typer.Option(min=3, max=40, help="Inches; 7.2 when left out.")] = None,
     title: Annotated[str | None, typer.Option(help="Written above it.")] = None,
 ) -> None:
-    """Draw a profile, a search's trials, or a benchmark."""
+    """Draw a profile, a search's trials, a benchmark, or trainings."""
     from selfspec.cli.plot import PlotOptions, run
 
     run(PlotOptions(source=source, out=out, kind=kind, storage=storage, width=width, title=title))

@@ -1,4 +1,4 @@
-"""What a file is, by what it holds: a profile, a search's trials, or a benchmark; and opening a study."""
+"""What a file is, by what it holds: a profile, a search's trials, a benchmark, a training; and opening a study."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from selfspec.basics.files import kind, read_text
 if TYPE_CHECKING:
     from selfspec.search.ledger import Ledger
 
-What = Literal["profile", "study", "bench"]
+What = Literal["profile", "study", "bench", "training"]
 
 
 def recognise(source: str, storage: str | None) -> What:
@@ -24,15 +24,17 @@ def recognise(source: str, storage: str | None) -> What:
         return "study"
     if not source or kind(Path(source)) == "missing":
         return "profile"  # a shipped one's name, or nothing, as who reads it will say
+    if kind(Path(source)) == "folder":
+        return "training"
     text = read_text(Path(source)).lstrip()
     first = _json(text.partition("\n")[0])
     if isinstance(first, dict) and "op_code" in first:
         return "study"
     if isinstance(found := _json(text), dict) and "model" in found:
-        return "bench" if "temperatures" in found else "profile"
+        return "bench" if "temperatures" in found else "training" if "history" in found else "profile"
     if found is None and text and text[0] not in '{["':
         return "profile"
-    raise SelfspecError(f"{source}: want a profile, a search's file of trials, or what selfspec bench --out wrote")
+    raise SelfspecError(f"{source}: want a profile, a search's file of trials, or what selfspec bench or train wrote")
 
 
 def open_study(study: str, storage: str | None) -> Ledger:

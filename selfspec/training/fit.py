@@ -18,7 +18,8 @@ import torch
 from accelerate import Accelerator
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import cached_file, check_writable, kind
+from selfspec.basics.files import cached_file, check_writable, kind, write_text
+from selfspec.basics.machine import machine
 from selfspec.llm.llm import LLM
 from selfspec.llm.prompts import fitting
 from selfspec.parts.files import write_part
@@ -145,7 +146,30 @@ def fit(
     watch.stage("measuring", None)
     unseen = [texts.read(number) for number in texts.numbers(held_out=True)[:DECODED]]
     begun: list[list[int]] = [text.tokens[: text.answer].tolist() for text in unseen]
-    return Fitted(path, write_profiles(llm, path, profile, begun), state.progress, len(texts), interrupted)
+    fitted = Fitted(path, write_profiles(llm, path, profile, begun), state.progress, len(texts), interrupted)
+    _tell(llm, fitted, texts, part, options)
+    return fitted
+
+
+def _tell(llm: LLM, fitted: Fitted, texts: Texts, part: Kind, options: TrainOptions) -> None:
+    """Write beside the part how it went, for plots."""
+    done = fitted.progress
+    told = {
+        "kind": part,
+        "model": llm.name,
+        "machine": machine(llm.runtime.device),
+        "threads": torch.get_num_threads(),
+        "dtype": str(llm.runtime.dtype).removeprefix("torch."),
+        "vocabulary": options.vocabulary,
+        "texts": fitted.texts,
+        "tokens": texts.total,
+        "steps": done.steps,
+        "seconds": round(done.seconds, 3),
+        "tokens_per_pass": done.best,
+        "acceptance": done.acceptance,
+        "history": done.history,
+    }
+    write_text(fitted.part.with_suffix(".json"), json.dumps(told, indent=1) + "\n")
 
 
 def check_folder(out: Path) -> None:

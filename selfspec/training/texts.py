@@ -103,6 +103,11 @@ class Texts:
             streams: Tensor = file.get_slice(f"{number}.streams")[of]
             return Text(file.get_tensor(f"{number}.tokens").long()[of], streams, max(place.answer - first, 0))
 
+    @property
+    def total(self) -> int:
+        """Tokens of them all."""
+        return sum(place.tokens for place in self.index.values())
+
     def tokens(self, number: int) -> Tensor:
         """The tokens of one."""
         with safe_open(self.index[number].path, "pt") as file:

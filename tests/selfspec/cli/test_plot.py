@@ -12,6 +12,13 @@ from studies import small_study
 BENCH = Path(__file__).parents[2] / "scripts" / "bench.json"
 
 
+def training(**other):
+    """What a training wrote."""
+    told = {"kind": "eagle", "model": "m", "machine": "none", "threads": 1, "texts": 20, "tokens": 900, "steps": 40}
+    how = {"seconds": 90.0, "tokens_per_pass": 1.5, "acceptance": [0.4, 0.1], "history": [[0.0, 1.0], [90.0, 1.5]]}
+    return told | how | other
+
+
 @pytest.fixture
 def cli(cli, tmp_path):
     """`selfspec plot` in a folder that holds one file of each kind: exit code, standard error."""
@@ -20,6 +27,8 @@ def cli(cli, tmp_path):
     bench = json.loads(BENCH.read_text())
     bench["temperatures"][0]["methods"]["skip"]["sources"] = {"draft path": 0.5, "lookup": 0.2}
     (tmp_path / "sources.json").write_text(json.dumps(bench))
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "eagle.json").write_text(json.dumps(training()))
     (tmp_path / "p.yaml").write_text("model: {layers: 4}\nskip: {attention: [1], mlp: [2, 3]}\n")
     (tmp_path / "p.json").write_text('{"model": {"layers": 4}, "skip": {"mlp": [2]}}')
 
@@ -42,6 +51,8 @@ DRAWN = {
     ("b.json",): "bars of a benchmark",
     ("b.json", "--kind", "position"): "position of a benchmark",
     ("sources.json", "--kind", "sources"): "sources of a benchmark",
+    ("parts",): "learning of a training",
+    ("parts/eagle.json", "--kind", "places"): "places of a training",
 }
 
 
@@ -80,7 +91,8 @@ WRONG = {
     "no sources": (["b.json", "--kind", "sources"], "the benchmark does not tell where tokens came from"),
     "a spoiled benchmark": (["spoiled.json"], "spoiled.json: not what selfspec bench --out writes"),
     "a picture": (["x.png"], "x.png: not UTF-8 text"),
-    "a folder": (["."], ". is a folder; want a file"),
+    "a folder": (["."], ".: holds no .json file of a training; want the folder of selfspec train"),
+    "a spoiled training": (["parts"], "not what selfspec train writes (steps"),
     "no curve": (["p.yaml", "--kind", "confidence"], "the profile holds no acceptance curve"),
     "no such study": (["mine", "--storage", "trials.jsonl"], "there is no study 'mine' there; it holds selfspec"),
     "no such storage": (["mine", "--storage", "none.jsonl"], "--storage none.jsonl: no such file"),
@@ -104,11 +116,12 @@ def test_wrong_input_is_one_clear_line(cli, tmp_path, args, said):
     bench = json.loads(BENCH.read_text())
     bench["temperatures"][0]["methods"]["plain"] = 3
     (tmp_path / "spoiled.json").write_text(json.dumps(bench))
+    (tmp_path / "parts" / "hydra.json").write_text(json.dumps(training(steps="many")))
     (tmp_path / "x.png").write_bytes(b"\x89PNG\xff")
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     code, err = cli(*args, *([] if "--out" in args else ["--out", "a.png"]))
     assert code == 2
     assert err.startswith("error: ")
     assert said in err
     assert err.count("\n") == 1
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before

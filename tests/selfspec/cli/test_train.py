@@ -45,6 +45,8 @@ def test_a_head_is_trained_and_used(cli, prompts, tmp_path):
     assert told["profiles"] == ["parts/eagle.yaml"]  # no draft path is the model's own
     assert (told["steps"], told["texts"], told["interrupted"]) == (12, 20, False)
     assert told["tokens_per_pass"] == max(brings for _, brings in told["history"])
+    beside = json.loads((tmp_path / "parts" / "eagle.json").read_text())
+    assert (beside["steps"], beside["acceptance"]) == (12, told["acceptance"])
     assert "tokens a pass on held-out texts" in err
     assert "use it with: selfspec generate --profile parts/eagle.yaml 'your prompt'" in err
     plain = cli("generate", "--profile", "none", "--max-new-tokens", "24", "def read(")[1]
@@ -86,7 +88,7 @@ def test_a_kill_loses_no_texts(cli, prompts, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nonsense"], "kind 'nonsense' of parts is not known; known: eagle"),
+        (["nonsense"], "kind 'nonsense' of parts is not known; known: eagle, medusa, hydra, mlp, mtp"),
         (["eagle", "--minutes", "0"], "minutes 0.0: want more than 0"),
         (["eagle", "--minutes", "nan"], "minutes nan: want more than 0"),
         (["eagle", "--out", "file"], "file is no folder; want one that parts can be written to"),

@@ -21,6 +21,7 @@ from selfspec.show.plots.bench import acceptance_by_position, bench_bars, tokens
 from selfspec.show.plots.profile import acceptance_by_confidence, skip_map
 from selfspec.show.plots.study import pareto, progress, sensitivity, speedup_against_skipped
 from selfspec.show.plots.style import save, svg
+from selfspec.show.plots.training import acceptance_by_place, learning_curves
 
 TRIALS = pd.DataFrame(
     {
@@ -295,3 +296,14 @@ def test_what_is_set_elsewhere_stays():
     before = dict(mpl.rcParams)
     svg(skip_map(profile()))
     assert dict(mpl.rcParams) == before
+
+
+def test_trainings():
+    frame = pd.DataFrame({"kind": ["a", "a", "b"], "minutes": [0.0, 2.0, 1.0], "tokens_per_pass": [1.0, 1.5, 1.2]})
+    (axes,) = learning_curves(frame).axes
+    assert (line(axes, "a"), line(axes, "b")) == ([(0.0, 1.0), (2.0, 1.5)], [(1.0, 1.2)])
+    assert labels(axes) == ("minutes of fitting", "held-out tokens a pass,\ngreedy drafts")
+    places = pd.DataFrame({"kind": ["a", "a"], "place": [1, 2], "acceptance": [0.5, 0.2]})
+    (axes,) = acceptance_by_place(places).axes
+    assert line(axes, "a") == [(1.0, 0.5), (2.0, 0.2)]
+    assert labels(axes) == ("place in the draft", "right up to there")

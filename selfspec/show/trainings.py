@@ -1,0 +1,63 @@
+"""How trainings of parts went, as they tell it beside the part: one file for each. Knows nothing of torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import pandas as pd
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from selfspec.basics.errors import SelfspecError, one_line
+from selfspec.basics.files import files_in, kind, read_text
+
+Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Training(BaseModel):
+    """What one training came to; `history`: held-out tokens a pass by seconds of fitting."""
+
+    model_config = ConfigDict(extra="ignore")
+    kind: str
+    model: str
+    machine: str
+    threads: int
+    texts: int
+    tokens: int
+    steps: int
+    seconds: Figure
+    tokens_per_pass: Figure
+    acceptance: Annotated[list[Share], Field(min_length=1)]
+    history: Annotated[list[tuple[Figure, Figure]], Field(min_length=1)]
+
+
+def read_trainings(source: Path) -> list[Training]:
+    """Of a file that `selfspec train` wrote beside a part, or of all such in a folder. Raises `SelfspecError`."""
+    if kind(source) == "folder":
+        files = [path for path in files_in(source) if path.suffix == ".json" and '"history"' in read_text(path)]
+        if not files:
+            raise SelfspecError(f"{source}: holds no .json file of a training; want the folder of selfspec train --out")
+        return [_read(path) for path in sorted(files)]
+    return [_read(source)]
+
+
+def _read(path: Path) -> Training:
+    try:
+        return Training.model_validate_json(read_text(path))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "it"
+        raise SelfspecError(f"{path}: not what selfspec train writes ({where}: {one_line(first['msg'])})") from None
+
+
+def learning_frame(trainings: list[Training]) -> pd.DataFrame:
+    """A row for each look at what was held out: `kind`, `minutes` of fitting, `tokens_per_pass`."""
+    rows = [(of.kind, seconds / 60, brings) for of in trainings for seconds, brings in of.history]
+    return pd.DataFrame(rows, columns=["kind", "minutes", "tokens_per_pass"])
+
+
+def place_frame(trainings: list[Training]) -> pd.DataFrame:
+    """A row for each place of a draft, from 1: `acceptance`, how often held-out texts go on with all up to there."""
+    rows = [(of.kind, place, share) for of in trainings for place, share in enumerate(of.acceptance, start=1)]
+    return pd.DataFrame(rows, columns=["kind", "place", "acceptance"])
