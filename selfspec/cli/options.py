@@ -81,7 +81,7 @@ class SearchCommand:
 class TrainCommand:
     """What `train` was told."""
 
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="The part: eagle, medusa, hydra, mlp or mtp.")]
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="The part: eagle, medusa, hydra, mlp, mtp or chimera.")]
     model: Annotated[str, typer.Option(help="A folder, GGUF file, hub id, smollm2-135m, or builtin.")] = "builtin"
     profile: Annotated[
         str, typer.Option(help="Whose draft path is to have the part below it: a file, a shipped one, auto, or none.")

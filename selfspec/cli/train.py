@@ -19,7 +19,7 @@ from selfspec.model.loading import check_model_name
 if TYPE_CHECKING:
     from selfspec.training.fit import Fitted, Kind
 
-KINDS = ("eagle", "medusa", "hydra", "mlp", "mtp")
+KINDS = ("eagle", "medusa", "hydra", "mlp", "mtp", "chimera")
 
 
 def run(given: TrainCommand) -> int:

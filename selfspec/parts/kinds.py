@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.parts.chimera import ChimeraHead
 from selfspec.parts.eagle import EagleHead
 from selfspec.parts.files import PartFile
 from selfspec.parts.heads import Head
@@ -10,7 +11,9 @@ from selfspec.parts.mtp import MtpHead
 from selfspec.parts.steps import HydraHead, MedusaHead, MlpHead
 from selfspec.runtime.forward import Runtime
 
-HEADS: dict[str, type[Head]] = {head.kind: head for head in (EagleHead, MedusaHead, HydraHead, MlpHead, MtpHead)}
+HEADS: dict[str, type[Head]] = {
+    head.kind: head for head in (EagleHead, MedusaHead, HydraHead, MlpHead, MtpHead, ChimeraHead)
+}
 
 
 def make_head(target: Runtime, part: PartFile, *, low: bool = True) -> Head:

@@ -1,4 +1,4 @@
-"""A decoder layer over pairs of an embedding and a stream, with keys and values of its own: EAGLE's and MTP's."""
+"""Decoder layers with keys and values of their own, over pairs of an embedding and a stream: EAGLE's and MTP's."""
 
 from __future__ import annotations
 
@@ -26,24 +26,17 @@ class LayerShape:
     theta: float = 10000.0
 
 
-class PairLayer:
-    """A LLaMA's layer that reads an embedding and a stream for each pair, and gives the next pair's stream.
+class OwnLayer:
+    """A LLaMA's layer with keys and values of its own.
 
-    `tensors` by name; what is not there is left out. Of the model's streams alone, those of several layers side by side
-    are brought to one (`fuse`) and normed (`given_norm`). Then embedding and stream are normed (`embed_norm`,
-    `stream_norm`), and what comes out before a head over the vocabulary reads it (`norm`). With `fc` they become the
-    layer's own stream, which its attention reads normed (`input_layernorm`); without, attention reads both side by
-    side, and adds to the stream (EAGLE-3). `inv_freq`: rope's frequencies, where they are not those of `theta`.
+    `tensors` by the names of its projections and norms, biases of q, k and v among them; `inv_freq`: rope's
+    frequencies, where they are not those of `theta`.
     """
 
     def __init__(self, target: Runtime, shape: LayerShape, tensors: Mapping[str, Tensor], make: Products) -> None:
         self.shape = s = shape
         self._rows, self._dtype, self._device = target.rows, target.dtype, target.device
-        self._eps = target.skeleton.sizes.eps
         self._norms = {name.removesuffix(".weight"): t for name, t in tensors.items() if t.dim() == 1}
-        fuse, fc = tensors.get("fuse.weight"), tensors.get("fc.weight")
-        self._fuse = None if fuse is None else make.of(fuse)
-        self._fc = None if fc is None else make.of(fc, tensors.get("fc.bias"))
         biases = [tensors[f"{name}_proj.bias"] for name in "qkv" if f"{name}_proj.bias" in tensors]
         self._qkv = make.of(
             torch.cat([tensors[f"{name}_proj.weight"] for name in "qkv"]), torch.cat(biases) if biases else None
@@ -58,7 +51,7 @@ class PairLayer:
         self._slots, self._cache = 0, torch.empty(0)
 
     def reserve(self, slots: int) -> None:
-        """Hold so many pairs of each row; what was read stays."""
+        """Hold so many entries of each row; what was read stays."""
         if slots <= self._slots:
             return
         s, held = self.shape, self._slots
@@ -70,24 +63,15 @@ class PairLayer:
         self._cos = torch.cat([angles.cos()] * 2, -1).to(self._dtype).unsqueeze(1)
         self._sin = torch.cat([-angles.sin(), angles.sin()], -1).to(self._dtype).unsqueeze(1)
 
-    def read(self, row: int, start: int, embedded: Tensor, streams: Tensor, *, given: bool) -> Tensor:
-        """The streams `[n, D]` that leave the layer at pairs from `start` on, `embedded` `[n, D]`.
+    def run(self, row: int, start: int, stream: Tensor, read: Tensor, at: slice | Tensor) -> Tensor:
+        """What leaves the layer `[n, D]` at entries from `start` on, which have been reserved.
 
-        `given`: whether the streams `[n, D or more]` are the model's. Pairs must have been reserved.
+        `stream` `[n, D]` is what it adds to, `read` what its attention reads, `at` the positions.
         """
-        s, n = self.shape, len(embedded)
-        stream = streams
-        if given:
-            stream = stream if self._fuse is None else self._fuse(stream)
-            stream = normed(stream, self._norms.get("given_norm"), self._eps)
-        both = torch.cat((self._norm("embed_norm", embedded), self._norm("stream_norm", stream)), -1)
-        if self._fc is not None:
-            stream = self._fc(both)
-            both = self._norm("input_layernorm", stream)
-        heads = self._qkv(both).view(n, -1, s.head_dim)
+        s, n, end = self.shape, len(read), start + len(read)
+        heads = self._qkv(read).view(n, -1, s.head_dim)
         turning, v = heads[:, : s.heads + s.kv_heads], heads[:, s.heads + s.kv_heads :]
-        end = start + n
-        turned = turning * self._cos[start:end] + turning.roll(s.head_dim // 2, -1) * self._sin[start:end]
+        turned = turning * self._cos[at] + turning.roll(s.head_dim // 2, -1) * self._sin[at]
         cache = self._cache[:, row]
         cache[0, :, start:end], cache[1, :, start:end] = turned[:, s.heads :].transpose(0, 1), v.transpose(0, 1)
         mask = None if n == 1 or not start else self._seen(n, end)
@@ -100,18 +84,52 @@ class PairLayer:
             enable_gqa=s.heads != s.kv_heads,
         )
         stream = stream + self._o(mixed[0].transpose(0, 1).reshape(n, -1))
-        gate, up = self._gate_up(self._norm("post_attention_layernorm", stream)).chunk(2, -1)
+        gate, up = self._gate_up(self.normed("post_attention_layernorm", stream)).chunk(2, -1)
         return stream + self._down(F.silu(gate) * up)
 
     def last(self, streams: Tensor) -> Tensor:
         """What a head over the vocabulary reads of the last stream `[1, D]`."""
-        return self._norm("norm", streams[-1:])
+        return self.normed("norm", streams[-1:])
+
+    def normed(self, name: str, x: Tensor) -> Tensor:
+        """By the norm of that name; `x` itself where there is none."""
+        return normed(x, self._norms.get(name), self.shape.eps)
 
     def _seen(self, n: int, end: int) -> Tensor:
         return torch.ones(n, end, dtype=torch.bool, device=self._device).tril(end - n)
 
-    def _norm(self, name: str, x: Tensor) -> Tensor:
-        return normed(x, self._norms.get(name), self.shape.eps)
+
+class PairLayer(OwnLayer):
+    """One that reads an embedding and a stream for each pair, and gives the next pair's stream.
+
+    Of its tensors, what is not there is left out. Of the model's streams alone, those of several layers side by side
+    are brought to one (`fuse`) and normed (`given_norm`). Then embedding and stream are normed (`embed_norm`,
+    `stream_norm`), and what comes out before a head over the vocabulary reads it (`norm`). With `fc` they become the
+    layer's own stream, which its attention reads normed (`input_layernorm`); without, attention reads both side by
+    side, and adds to the stream (EAGLE-3).
+    """
+
+    def __init__(self, target: Runtime, shape: LayerShape, tensors: Mapping[str, Tensor], make: Products) -> None:
+        super().__init__(target, shape, tensors, make)
+        self._eps = target.skeleton.sizes.eps
+        fuse, fc = tensors.get("fuse.weight"), tensors.get("fc.weight")
+        self._fuse = None if fuse is None else make.of(fuse)
+        self._fc = None if fc is None else make.of(fc, tensors.get("fc.bias"))
+
+    def read(self, row: int, start: int, embedded: Tensor, streams: Tensor, *, given: bool) -> Tensor:
+        """The streams `[n, D]` that leave the layer at pairs from `start` on, `embedded` `[n, D]`.
+
+        `given`: whether the streams `[n, D or more]` are the model's.
+        """
+        stream = streams
+        if given:
+            stream = stream if self._fuse is None else self._fuse(stream)
+            stream = normed(stream, self._norms.get("given_norm"), self._eps)
+        both = torch.cat((self.normed("embed_norm", embedded), self.normed("stream_norm", stream)), -1)
+        if self._fc is not None:
+            stream = self._fc(both)
+            both = self.normed("input_layernorm", stream)
+        return self.run(row, start, stream, both, slice(start, start + len(both)))
 
 
 def layer_of(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

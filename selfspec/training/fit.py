@@ -30,7 +30,7 @@ from selfspec.training.prompts import beginnings, made_up
 from selfspec.training.state import Progress, State
 from selfspec.training.texts import Text, Texts, layers_of, make
 
-Kind = Literal["eagle", "medusa", "hydra", "mlp", "mtp"]
+Kind = Literal["eagle", "medusa", "hydra", "mlp", "mtp", "chimera"]
 KINDS = tuple(NETS)
 MAKING = 0.4  # of the time, which making texts may take
 MOST_TEXTS = 100_000

@@ -15,7 +15,7 @@ from selfspec.parts.heads import head_rows, part_of
 from selfspec.parts.layer import LayerShape
 from selfspec.parts.steps import Hydra, Medusa, Mlp, Steps
 from selfspec.runtime.forward import Runtime
-from selfspec.training.pairs import EagleNet, MtpNet
+from selfspec.training.pairs import ChimeraNet, EagleNet, MtpNet
 from selfspec.training.texts import Text, Texts
 
 LATER = 0.8  # what each further step of a draft counts for
@@ -53,6 +53,13 @@ def _mtp(runtime: Runtime, streams: int) -> Net:
     return Net(net, {"shape": asdict(shape), "places": places}, places, places, last=False)
 
 
+def _chimera(runtime: Runtime, _streams: int) -> Net:
+    shape, places = _shape(runtime), 4
+    net = ChimeraNet(shape, places)
+    net.begin(*_ends_of(runtime))
+    return Net(net, {"shape": asdict(shape), "places": places}, places, places, last=True)
+
+
 def _ends_of(runtime: Runtime) -> tuple[nn.Module, Tensor]:
     base = runtime.model.base_model
     return base.layers[-1], base.norm.weight.detach()
@@ -84,6 +91,7 @@ NETS: dict[str, Callable[[Runtime, int], Net]] = {
     "hydra": _steps(Hydra, 4),
     "mlp": _steps(Mlp, 4),
     "mtp": _mtp,
+    "chimera": _chimera,
 }
 
 

@@ -1,4 +1,4 @@
-"""Layers over pairs under training: EAGLE's one, on its own streams too (EAGLE-3's way), and MTP's several.
+"""Layers over pairs under training: EAGLE's one, on its own streams too (EAGLE-3's way), MTP's several, Chimera's.
 
 A net gives, for each of `depth` steps, what the head over the vocabulary reads `[B, n, D]`. It is told the pairs'
 tokens and those after them, embedded `[B, n + depth - 1, D]`, and the model's streams there `[B, n, D * layers]`.
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selfspec.parts.chimera import REACH
 from selfspec.parts.layer import LayerShape
 
 
@@ -25,8 +26,8 @@ class _Norm(nn.Module):
         return F.rms_norm(x.float(), (x.shape[-1],), self.weight, self.eps)
 
 
-class PairModule(nn.Module):
-    """A `PairLayer`'s weights, by its names. `layers`: so many streams of the model stand side by side."""
+class LayerModule(nn.Module):
+    """An `OwnLayer`'s weights, by its names."""
 
     q_proj: nn.Linear
     k_proj: nn.Linear
@@ -35,59 +36,36 @@ class PairModule(nn.Module):
     gate_proj: nn.Linear
     up_proj: nn.Linear
     down_proj: nn.Linear
-    fc: nn.Linear
-    fuse: nn.Linear
 
-    def __init__(self, shape: LayerShape, *, layers: int = 1) -> None:
+    def __init__(self, shape: LayerShape) -> None:
         super().__init__()
         self.shape = s = shape
-        self.embed_norm, self.stream_norm, self.norm = (_Norm(s.hidden, s.eps) for _ in range(3))
-        self.input_layernorm, self.post_attention_layernorm = (_Norm(s.hidden, s.eps) for _ in range(2))
-        linear = {
-            "q_proj": (s.hidden, s.heads * s.head_dim),
-            "k_proj": (s.hidden, s.kv_heads * s.head_dim),
-            "v_proj": (s.hidden, s.kv_heads * s.head_dim),
-            "o_proj": (s.heads * s.head_dim, s.hidden),
-            "gate_proj": (s.hidden, s.intermediate),
-            "up_proj": (s.hidden, s.intermediate),
-            "down_proj": (s.intermediate, s.hidden),
-            "fc": (2 * s.hidden, s.hidden),
-        }
-        if layers > 1:
-            linear["fuse"] = (layers * s.hidden, s.hidden)
-        for name, (inputs, outputs) in linear.items():
+        self.norm, self.input_layernorm, self.post_attention_layernorm = (_Norm(s.hidden, s.eps) for _ in range(3))
+        for name, inputs, outputs in (
+            ("q_proj", s.hidden, s.heads * s.head_dim),
+            ("k_proj", s.hidden, s.kv_heads * s.head_dim),
+            ("v_proj", s.hidden, s.kv_heads * s.head_dim),
+            ("o_proj", s.heads * s.head_dim, s.hidden),
+            ("gate_proj", s.hidden, s.intermediate),
+            ("up_proj", s.hidden, s.intermediate),
+            ("down_proj", s.intermediate, s.hidden),
+        ):
             self.add_module(name, nn.Linear(inputs, outputs, bias=False))
 
     @torch.no_grad()
     def begin(self, layer: nn.Module, norm: Tensor) -> None:
-        """From a layer of the model's, where it is a LLaMA's, and the model's last norm; of streams, the last one."""
+        """From a layer of the model's, where it is a LLaMA's, and the model's last norm."""
         own = {name.removeprefix("self_attn.").removeprefix("mlp."): p for name, p in layer.named_parameters()}
         for name, tensor in self.named_parameters():
             given = own.get(name)
             if given is not None and given.shape == tensor.shape:
                 tensor.copy_(given)
         self.norm.weight.copy_(norm)
-        self.fc.weight.normal_(0, 0.02)
-        if "fuse" in self._modules:
-            self.fuse.weight.normal_(0, 0.02)[:, -self.shape.hidden :] += torch.eye(self.shape.hidden)
 
-    def given(self, streams: Tensor) -> Tensor:
-        """The model's streams as one."""
-        return self.fuse(streams).float() if "fuse" in self._modules else streams
-
-    def joined(self, embedded: Tensor, stream: Tensor) -> Tensor:
-        """The layer's own stream `[B, n, D]`."""
-        joined: Tensor = self.fc(torch.cat((self.embed_norm(embedded), self.stream_norm(stream)), -1)).float()
-        return joined
-
-    def heads(self, x: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, scaled, keys and values `[B, H, n, d]` of the own stream at pairs from `first` on."""
+    def heads(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, scaled, keys and values `[B, H, n, d]` of the own stream at positions `[n]`."""
         s, (batch, n, _) = self.shape, x.shape
-        read, at, group = (
-            self.input_layernorm(x),
-            torch.arange(first, first + n, device=x.device),
-            s.heads // s.kv_heads,
-        )
+        read, group = self.input_layernorm(x), s.heads // s.kv_heads
 
         def split(projected: Tensor, count: int) -> Tensor:
             return projected.float().view(batch, n, count, s.head_dim).transpose(1, 2)
@@ -102,6 +80,33 @@ class PairModule(nn.Module):
         read = self.post_attention_layernorm(x)
         left: Tensor = x + self.down_proj(F.silu(self.gate_proj(read)) * self.up_proj(read)).float()
         return left
+
+
+class PairModule(LayerModule):
+    """A `PairLayer`'s weights, by its names. `layers`: so many streams of the model stand side by side."""
+
+    def __init__(self, shape: LayerShape, *, layers: int = 1) -> None:
+        super().__init__(shape)
+        self.embed_norm, self.stream_norm = (_Norm(shape.hidden, shape.eps) for _ in range(2))
+        self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=False)
+        self.fuse = nn.Linear(layers * shape.hidden, shape.hidden, bias=False) if layers > 1 else None
+
+    @torch.no_grad()
+    def begin(self, layer: nn.Module, norm: Tensor) -> None:
+        """The same; of streams, from the last one."""
+        super().begin(layer, norm)
+        self.fc.weight.normal_(0, 0.02)
+        if self.fuse is not None:
+            self.fuse.weight.normal_(0, 0.02)[:, -self.shape.hidden :] += torch.eye(self.shape.hidden)
+
+    def given(self, streams: Tensor) -> Tensor:
+        """The model's streams as one."""
+        return streams if self.fuse is None else self.fuse(streams).float()
+
+    def joined(self, embedded: Tensor, stream: Tensor) -> Tensor:
+        """The layer's own stream `[B, n, D]`."""
+        joined: Tensor = self.fc(torch.cat((self.embed_norm(embedded), self.stream_norm(stream)), -1)).float()
+        return joined
 
 
 class EagleNet(nn.Module):
@@ -121,16 +126,10 @@ class EagleNet(nn.Module):
         keys, values, out = list[Tensor](), list[Tensor](), list[Tensor]()
         for k in range(depth):
             x = self.layer.joined(embedded[:, k : k + n], stream)
-            q, key, value = self.layer.heads(x, k)
+            q, key, value = self.layer.heads(x, torch.arange(k, k + n, device=x.device))
             keys.append(key)
             values.append(value)
-            scores = [q @ keys[0].transpose(-1, -2) + causal]
-            scores += [(q * own).sum(-1, keepdim=True) for own in keys[1:]]
-            shares = torch.cat(scores, -1).softmax(-1)
-            mixed = shares[..., :n] @ values[0]
-            for i, own in enumerate(values[1:]):
-                mixed = mixed + shares[..., n + i : n + i + 1] * own
-            stream = self.layer.after(x, mixed)
+            stream = self.layer.after(x, mix(q, keys, values, causal))
             out.append(self.layer.norm(stream))
         return out
 
@@ -149,10 +148,60 @@ class MtpNet(nn.Module):
         causal, out = _causal(n, streams), list[Tensor]()
         for k, layer in enumerate(self.stack[:depth]):
             x = layer.joined(embedded[:, k : k + n], stream)
-            q, key, value = layer.heads(x, 0)
+            q, key, value = layer.heads(x, torch.arange(n, device=x.device))
             stream = layer.after(x, (q @ key.transpose(-1, -2) + causal).softmax(-1) @ value)
             out.append(layer.norm(stream))
         return out
+
+
+class ChimeraNet(nn.Module):
+    """A trigram encoder, a layer over its codes and streams, and a map for each place, by `ChimeraHead`'s names."""
+
+    def __init__(self, shape: LayerShape, places: int) -> None:
+        super().__init__()
+        hidden, of = shape.hidden, REACH + 1
+        self.layer = LayerModule(shape)
+        self.wide, self.narrow = nn.Linear(of * hidden, of * hidden), nn.Linear(of * hidden, hidden, bias=False)
+        self.maps = nn.ModuleList(nn.Linear(2 * hidden, hidden, bias=False) for _ in range(places))
+
+    @torch.no_grad()
+    def begin(self, layer: nn.Module, norm: Tensor) -> None:
+        """From a layer of the model's; each map from what the layer gives."""
+        self.layer.begin(layer, norm)
+        hidden = self.layer.shape.hidden
+        for one in self.maps:
+            one.weight.normal_(0, 0.005)[:, hidden:] += torch.eye(hidden)  # type: ignore[operator]
+
+    def forward(self, tokens: Tensor, embedded: Tensor, streams: Tensor, depth: int) -> list[Tensor]:
+        """See the module's docstring; `streams` are normed."""
+        n, width = streams.shape[1], embedded.shape[1]
+        padded = torch.cat((embedded[:, :1].expand(-1, REACH, -1), embedded), 1)
+        read = torch.cat([padded[:, i : i + width] for i in range(REACH + 1)], -1)
+        codes = self.narrow(read + F.silu(self.wide(read))).float()
+        at = torch.arange(n, device=streams.device)
+        causal = _causal(n, streams).repeat_interleave(2, 1)
+        keys, values, out, stream = list[Tensor](), list[Tensor](), list[Tensor](), streams
+        for k in range(depth):
+            code = codes[:, k : k + n]
+            _, *of_stream = self.layer.heads(stream, at + k)
+            q, *of_code = self.layer.heads(code, at + k + 1)
+            for held, one, other in zip((keys, values), of_stream, of_code, strict=True):
+                held += [torch.stack((one, other), 3).flatten(2, 3)] if not k else [one, other]
+            stream = self.layer.after(code, mix(q, keys, values, causal))
+            out.append(self.maps[k](torch.cat((streams, self.layer.norm(stream)), -1)))
+        return out
+
+
+def mix(q: Tensor, keys: list[Tensor], values: list[Tensor], causal: Tensor) -> Tensor:
+    """Attention `[B, H, n, d]` of each row over the first keys, as `causal` lets it, and over its own of the others."""
+    first = keys[0].shape[2]
+    scores = [q @ keys[0].transpose(-1, -2) + causal]
+    scores += [(q * own).sum(-1, keepdim=True) for own in keys[1:]]
+    shares = torch.cat(scores, -1).softmax(-1)
+    mixed = shares[..., :first] @ values[0]
+    for i, own in enumerate(values[1:]):
+        mixed = mixed + shares[..., first + i : first + i + 1] * own
+    return mixed
 
 
 def _causal(n: int, like: Tensor) -> Tensor:

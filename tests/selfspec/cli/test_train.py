@@ -88,7 +88,7 @@ def test_a_kill_loses_no_texts(cli, prompts, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nonsense"], "kind 'nonsense' of parts is not known; known: eagle, medusa, hydra, mlp, mtp"),
+        (["nonsense"], "kind 'nonsense' of parts is not known; known: eagle, medusa, hydra, mlp, mtp, chimera"),
         (["eagle", "--minutes", "0"], "minutes 0.0: want more than 0"),
         (["eagle", "--minutes", "nan"], "minutes nan: want more than 0"),
         (["eagle", "--out", "file"], "file is no folder; want one that parts can be written to"),

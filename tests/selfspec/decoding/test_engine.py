@@ -83,6 +83,7 @@ DRAFTERS = {
     "hydra": lambda runtime: HeadDrafter(random_head(runtime, WORDS, "hydra"), FixedK(3)),
     "mlp": lambda runtime: HeadDrafter(random_head(runtime, WORDS, "mlp"), FixedK(6)),
     "mtp": lambda runtime: HeadDrafter(random_head(runtime, WORDS, "mtp"), FixedK(4)),
+    "chimera": lambda runtime: HeadDrafter(random_head(runtime, WORDS, "chimera"), FixedK(4)),
     "mtp below": lambda runtime: LayerSkipDrafter(
         runtime, LOW, FixedK(5), below=HeadBelow(random_head(runtime, WORDS, "mtp"), (1.0,) * 5, 0.01)
     ),
