@@ -14,6 +14,7 @@ from selfspec.cli.devices import DeviceOptions
 from selfspec.llm.options import Options
 from selfspec.measure.bench_methods import METHODS
 from selfspec.search.options import SearchOptions
+from selfspec.training.options import TrainOptions
 
 _DRAFTING = "Drafting"
 _GUIDED = "What the text must be (needs llguidance)"
@@ -88,15 +89,7 @@ class TrainCommand:
     ] = "auto"
     data: TrainDataOptions
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the part and its profiles go.")] = Path("parts")
-    minutes: Annotated[float, typer.Option(help="For all of it, texts included.")] = 20.0
-    max_new_tokens: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens of each answer to learn from.")] = 128
-    vocabulary: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens that a head may draft.")] = 8192
-    texts: Annotated[
-        int | None, typer.Option(min=2, metavar="N", help="Texts to learn from, whatever time they take.")
-    ] = None
-    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps of fitting, likewise.")] = None
-    rows: Annotated[int, typer.Option(min=1, metavar="N", help="Texts that are decoded together.")] = 128
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts, texts and fitting.")] = 0
+    how: TrainOptions
     where: DeviceOptions
     json: Json = False
 

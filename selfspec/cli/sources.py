@@ -22,9 +22,10 @@ def recognise(source: str, storage: str | None) -> What:
     """
     if storage is not None:
         return "study"
-    if not source or kind(Path(source)) == "missing":
+    found_there = kind(Path(source)) if source else "missing"
+    if found_there == "missing":
         return "profile"  # a shipped one's name, or nothing, as who reads it will say
-    if kind(Path(source)) == "folder":
+    if found_there == "folder":
         return "training"
     text = read_text(Path(source)).lstrip()
     first = _json(text.partition("\n")[0])

@@ -6,73 +6,49 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import TextColumn
 
-from selfspec.basics.errors import SelfspecError
 from selfspec.cli.common import print_json, progress, quiet, set_threads, stderr
 from selfspec.cli.options import TrainCommand
 from selfspec.model.loading import check_model_name
+from selfspec.training.options import check_kind
 
 if TYPE_CHECKING:
-    from selfspec.training.fit import Fitted, Kind
-
-KINDS = ("eagle", "medusa", "hydra", "mlp", "mtp", "chimera")
+    from selfspec.training.fit import Fitted
 
 
 def run(given: TrainCommand) -> int:
     """Check everything that can be checked before the model is loaded, then train. 130 after an interrupt."""
     quiet()
-    if given.kind not in KINDS:
-        raise SelfspecError(f"kind '{given.kind}' of parts is not known; known: {', '.join(KINDS)}")
+    kind = check_kind(given.kind)
     check_model_name(given.model)
     prompts = given.data.read()
     set_threads(given.where.threads)
 
     from selfspec.llm.llm import load
-    from selfspec.training.fit import TrainOptions, check_folder, fit
+    from selfspec.training.fit import check_folder, fit
 
-    options = TrainOptions(
-        minutes=given.minutes,
-        texts=given.texts,
-        steps=given.steps,
-        max_new_tokens=given.max_new_tokens,
-        vocabulary=given.vocabulary,
-        rows=given.rows,
-        seed=given.seed,
-    )
     check_folder(given.out)
     console = stderr()
     llm = load(given.model, profile=given.profile, device=given.where.place, dtype=given.where.dtype)
     with _Watch(console) as watch:
         fitted = fit(
             llm,
-            part=cast("Kind", given.kind),
+            part=kind,
             out=given.out,
             prompts=None if prompts is None else prompts.texts,
             chat=given.data.chat,
             profile=llm.profile,
-            options=options,
+            options=given.how,
             watch=watch,
         )
     _report(fitted, console)
     if given.json:
-        done = fitted.progress
-        print_json(
-            {
-                "part": str(fitted.part),
-                "profiles": [str(path) for path in fitted.profiles],
-                "steps": done.steps,
-                "seconds": done.seconds,
-                "tokens_per_pass": done.best,
-                "acceptance": done.acceptance,
-                "history": done.history,
-                "texts": fitted.texts,
-                "interrupted": fitted.interrupted,
-            }
-        )
+        files = {"part": str(fitted.part), "profiles": [str(path) for path in fitted.profiles]}
+        print_json({**files, **fitted.told, "interrupted": fitted.interrupted})
     if fitted.interrupted:
         again = shlex.join(["selfspec", *sys.argv[1:]])
         console.print(f"to go on, run the same command again: {again}", markup=False, soft_wrap=True)

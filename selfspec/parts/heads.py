@@ -17,7 +17,7 @@ from torch import Tensor
 from selfspec.basics.errors import SelfspecError
 from selfspec.model.kernels import kernel_for
 from selfspec.model.linears import Call
-from selfspec.model.low_precision import bytes_of, rounded
+from selfspec.model.low_precision import Whole
 from selfspec.parts.files import PartFile
 from selfspec.runtime.forward import Runtime
 
@@ -38,12 +38,10 @@ class Products:
         if not self._low:
             self.bytes += weight.numel() * weight.element_size()
             return lambda x: F.linear(x, weight, bias)
-        kernel = self._target.skeleton.lowered.kernel or kernel_for(weight, 8)
-        product, dtype = kernel(rounded(weight, 8), weight.dtype), weight.dtype
-        self.bytes += bytes_of(8, *weight.shape)
-        if bias is None:
-            return lambda x: product(x).to(dtype)
-        return lambda x: product(x).to(dtype) + bias
+        whole = Whole(weight, bias, 8, self._target.skeleton.lowered.kernel or kernel_for(weight, 8))
+        self.bytes += whole.bytes
+        product, dtype = whole.product, weight.dtype
+        return lambda x: product(x).to(dtype)
 
 
 class Head(ABC):

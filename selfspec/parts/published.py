@@ -123,8 +123,8 @@ def _layer(tensors: Tensors, prefix: str) -> Tensors:
     return found
 
 
-def _shape(config: Mapping[str, Any], found: Tensors) -> tuple[LayerShape, Tensor | None]:
-    """A layer's sizes, and rope's frequencies where they are not those of a base alone."""
+def _shape(config: Mapping[str, Any], found: Tensors) -> dict[str, Any]:
+    """A layer's sizes; rope's frequencies are added to what was found where they are not those of a base alone."""
     hidden, heads = len(found["layer.down_proj.weight"]), int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or hidden // heads)
     told = config.get("rope_parameters") or {}
@@ -143,7 +143,7 @@ def _shape(config: Mapping[str, Any], found: Tensors) -> tuple[LayerShape, Tenso
         theta,
     )
     if rope == "default":
-        return shape, None
+        return asdict(shape)
     rotary = LlamaRotaryEmbedding(
         LlamaConfig(
             hidden_size=hidden,
@@ -153,7 +153,8 @@ def _shape(config: Mapping[str, Any], found: Tensors) -> tuple[LayerShape, Tenso
             rope_parameters={**scaling, "rope_type": rope, "rope_theta": theta},
         )
     )
-    return shape, rotary.inv_freq
+    found["layer.inv_freq"] = rotary.inv_freq
+    return asdict(shape)
 
 
 def _eagle(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
@@ -164,11 +165,9 @@ def _eagle(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFil
         if name in tensors:
             found[f"layer.{name.removeprefix('layers.0.')}"] = tensors.pop(name)
     _check_width(len(found["layer.fc.weight"]), target)
-    shape, inverse = _shape(config, found)
+    shape = _shape(config, found)
     found["layer.given_norm.weight"] = _last_norm(target)
-    if inverse is not None:
-        found["layer.inv_freq"] = inverse
-    return _part("eagle", {"shape": asdict(shape), "layers": [target.layers]}, found, tensors, target)
+    return _part("eagle", {"shape": shape, "layers": [target.layers]}, found, tensors, target)
 
 
 def _eagle_3(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
@@ -189,9 +188,7 @@ def _eagle_3(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartF
     fuse = found["layer.fuse.weight"]
     _check_width(fuse.shape[1] // 3, target)
     _check_width(len(fuse), target)
-    shape, inverse = _shape(config, found)
-    if inverse is not None:
-        found["layer.inv_freq"] = inverse
+    shape = _shape(config, found)
     n = target.layers
     told = (config.get("eagle_config") or config).get("eagle_aux_hidden_state_layer_ids")
     layers = [2, n // 2, n - 3] if told is None else [int(layer) for layer in told]
@@ -200,7 +197,7 @@ def _eagle_3(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartF
     found["head.weight"] = tensors.pop("lm_head.weight")
     offsets = tensors.pop("d2t", None)
     words = None if offsets is None else (torch.arange(len(offsets)) + offsets).tolist()
-    return _part("eagle", {"shape": asdict(shape), "layers": layers}, found, tensors, target, words=words)
+    return _part("eagle", {"shape": shape, "layers": layers}, found, tensors, target, words=words)
 
 
 def _numbers(tensors: Tensors, pattern: str) -> list[int]:
@@ -213,20 +210,24 @@ def _of_steps(kind_of: str, net: dict[str, Any], found: Tensors, left: Tensors, 
     return _part(kind_of, settings, found, left, target)
 
 
+def _blocks(tensors: Tensors, prefix: str, target: Runtime) -> tuple[dict[str, int], Tensors]:
+    """How many heads of how many blocks there are, and the blocks' linears, taken out."""
+    hidden = len(tensors[f"{prefix}0.0.linear.weight"])
+    _check_width(hidden, target)
+    places = len(_numbers(tensors, rf"{re.escape(prefix)}(\d+)\.0\.linear\.weight"))
+    blocks = len(_numbers(tensors, rf"{re.escape(prefix)}0\.(\d+)\.linear\.weight"))
+    names = [f"{j}.{i}.linear.{name}" for j in range(places) for i in range(blocks) for name in ("weight", "bias")]
+    found = {f"heads.{name}": tensors.pop(f"{prefix}{name}") for name in names}
+    return {"hidden": hidden, "places": places, "blocks": blocks}, found
+
+
 def _medusa(_config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
     """Blocks of each head, and its map to the vocabulary, where it has one of its own."""
-    places = len(_numbers(tensors, r"(\d+)\.\d+\.linear\.weight"))
-    blocks = len(_numbers(tensors, r"0\.(\d+)\.linear\.weight"))
-    hidden = len(tensors["0.0.linear.weight"])
-    _check_width(hidden, target)
-    found: Tensors = {}
-    for j in range(places):
-        for i in range(blocks):
-            for name in ("weight", "bias"):
-                found[f"heads.{j}.{i}.linear.{name}"] = tensors.pop(f"{j}.{i}.linear.{name}")
-        if (own := tensors.pop(f"{j}.{blocks}.weight", None)) is not None:
+    net, found = _blocks(tensors, "", target)
+    for j in range(net["places"]):
+        if (own := tensors.pop(f"{j}.{net['blocks']}.weight", None)) is not None:
             found[f"head.{j}.weight"] = own
-    return _of_steps("medusa", {"hidden": hidden, "places": places, "blocks": blocks}, found, tensors, target)
+    return _of_steps("medusa", net, found, tensors, target)
 
 
 def _hydra(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
@@ -236,21 +237,14 @@ def _hydra(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFil
         raise SelfspecError(
             f"the head is of Hydra's form '{arch}'; known is 'mlp', grounded, with hidden_state_offset 0"
         )
-    places = len(_numbers(tensors, r"hydra_mlp\.(\d+)\.0\.linear\.weight"))
-    blocks = len(_numbers(tensors, r"hydra_mlp\.0\.(\d+)\.linear\.weight"))
-    hidden = len(tensors["hydra_mlp.0.0.linear.weight"])
-    _check_width(hidden, target)
-    found: Tensors = {}
-    for j in range(places):
-        for i in range(blocks):
-            for name in ("weight", "bias"):
-                found[f"heads.{j}.{i}.linear.{name}"] = tensors.pop(f"hydra_mlp.{j}.{i}.linear.{name}")
-                if not i:
-                    found[f"heads.{j}.0.short.{name}"] = tensors.pop(f"hydra_mlp.{j}.0.res_connection.{name}")
+    net, found = _blocks(tensors, "hydra_mlp.", target)
+    for j in range(net["places"]):
+        for name in ("weight", "bias"):
+            found[f"heads.{j}.0.short.{name}"] = tensors.pop(f"hydra_mlp.{j}.0.res_connection.{name}")
         found[f"head.{j}.weight"] = tensors.pop(f"hydra_lm_head.{j}.weight")
         if (bias := tensors.pop(f"hydra_lm_head.{j}.bias", None)) is not None:
             found[f"head.{j}.bias"] = bias
-    return _of_steps("hydra", {"hidden": hidden, "places": places, "blocks": blocks}, found, tensors, target)
+    return _of_steps("hydra", net, found, tensors, target)
 
 
 def _mlp(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:

@@ -46,11 +46,15 @@ class NativePass:
         """
         functions, place, threads = self._functions, ctypes.addressof(spot.place), torch.get_num_threads()
         out = torch.empty_like(stream)
-        layers, kept = torch.tensor(keep, dtype=torch.long), stream.new_empty((len(keep), *stream.shape))
-        spot.place.keeps, spot.place.keep, spot.place.kept = len(keep), layers.data_ptr(), kept.data_ptr()
+        kept: list[Tensor] = []
+        spot.place.keeps = len(keep)
+        if keep:
+            layers, whole = torch.tensor(keep), stream.new_empty((len(keep), *stream.shape))
+            spot.place.keep, spot.place.kept = layers.data_ptr(), whole.data_ptr()
+            kept = list(whole)
         scratch = torch.empty(functions.selfspec_scratch(self._at, place, threads))
         functions.selfspec_pass(self._at, place, stream.data_ptr(), out.data_ptr(), scratch.data_ptr(), threads)
-        return out, list(kept)
+        return out, kept
 
 
 class Spot:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -23,15 +23,15 @@ from selfspec.basics.machine import machine
 from selfspec.llm.llm import LLM
 from selfspec.llm.prompts import fitting
 from selfspec.parts.files import write_part
+from selfspec.parts.kinds import make_head
 from selfspec.profile.schema import Profile
-from selfspec.training.learner import NETS, Learner, frequent
+from selfspec.training.learner import Learner, frequent
+from selfspec.training.options import FEWEST, Kind, TrainOptions, check_kind
 from selfspec.training.profiles import write_profiles
 from selfspec.training.prompts import beginnings, made_up
 from selfspec.training.state import Progress, State
 from selfspec.training.texts import Text, Texts, layers_of, make
 
-Kind = Literal["eagle", "medusa", "hydra", "mlp", "mtp", "chimera"]
-KINDS = tuple(NETS)
 MAKING = 0.4  # of the time, which making texts may take
 MOST_TEXTS = 100_000
 WINDOW = 128  # pairs of a text that are fitted to at once
@@ -43,7 +43,6 @@ CLIP = 1.0
 EVERY = 60.0  # seconds between looks at what was held out, which are also what is kept
 LOOKED_AT = 48  # held-out texts, at most
 DECODED = 4  # held-out prompts that are decoded in the end
-FEWEST = 2  # texts without which nothing can be fitted
 _log = logging.getLogger("selfspec")
 
 
@@ -67,43 +66,19 @@ class Silent:
         """Nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainOptions:
-    """`minutes` in all; `max_new_tokens` of each text's answer; `vocabulary`: tokens that a head may draft.
-
-    `texts` and `steps`: so many, whatever time they take; with both, the same call gives the same part. `rows`: texts
-    that are decoded together. Raises `SelfspecError` for a value out of range.
-    """
-
-    minutes: float = 20.0
-    texts: int | None = None
-    steps: int | None = None
-    max_new_tokens: int = 128
-    vocabulary: int = 8192
-    seed: int = 0
-    rows: int = 128
-
-    def __post_init__(self) -> None:
-        if not 0 < self.minutes < math.inf:
-            raise SelfspecError(f"minutes {self.minutes}: want more than 0")
-        for name, least in (("max_new_tokens", 16), ("vocabulary", 16), ("rows", 1), ("texts", FEWEST), ("steps", 1)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise SelfspecError(f"{name} {value}: want at least {least}")
-
-    def share(self, done: Progress) -> float:
-        """How much of fitting is done."""
-        return done.seconds / (60 * self.minutes * (1 - MAKING)) if self.steps is None else done.steps / self.steps
-
-
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A fitted part: its file, profiles that draft with it, and how it went. `interrupted`: time was not up."""
+    """A fitted part: its file, profiles that draft with it, and how it went. `interrupted`: time was not up.
+
+    `told`: how it went as the file beside the part tells it, for plots.
+    """
 
     part: Path
     profiles: tuple[Path, ...]
     progress: Progress
     texts: int
     interrupted: bool
+    told: dict[str, Any]
 
 
 def fit(
@@ -124,8 +99,7 @@ def fit(
     nothing can be fitted, and where `out` is no folder to write to.
     """
     options, watch = options or TrainOptions(), watch or Silent()
-    if part not in KINDS:
-        raise SelfspecError(f"kind '{part}' of parts is not known; known: {', '.join(KINDS)}")
+    check_kind(part)
     check_folder(out)
     texts = Texts(_folder(llm, prompts, chat, options))
     state = State(out / f"{part}.checkpoint", _told(llm, part, options))
@@ -142,34 +116,34 @@ def fit(
         learner = _learner(llm, part, texts, options)
     state.best_into(learner)
     path = out / f"{part}.safetensors"
-    write_part(path, learner.part())
+    fitted = learner.part()
+    write_part(path, fitted)
     watch.stage("measuring", None)
     unseen = [texts.read(number) for number in texts.numbers(held_out=True)[:DECODED]]
     begun: list[list[int]] = [text.tokens[: text.answer].tolist() for text in unseen]
-    fitted = Fitted(path, write_profiles(llm, path, profile, begun), state.progress, len(texts), interrupted)
-    _tell(llm, fitted, texts, part, options)
-    return fitted
+    profiles = write_profiles(llm, path, make_head(llm.runtime, fitted), profile, begun)
+    told = _story(llm, part, options, texts, state.progress)
+    write_text(path.with_suffix(".json"), json.dumps(told, indent=1) + "\n")
+    return Fitted(path, profiles, state.progress, len(texts), interrupted, told)
 
 
-def _tell(llm: LLM, fitted: Fitted, texts: Texts, part: Kind, options: TrainOptions) -> None:
-    """Write beside the part how it went, for plots."""
-    done = fitted.progress
-    told = {
+def _story(llm: LLM, part: Kind, options: TrainOptions, texts: Texts, done: Progress) -> dict[str, Any]:
+    """How it went."""
+    return {
         "kind": part,
         "model": llm.name,
         "machine": machine(llm.runtime.device),
         "threads": torch.get_num_threads(),
         "dtype": str(llm.runtime.dtype).removeprefix("torch."),
         "vocabulary": options.vocabulary,
-        "texts": fitted.texts,
+        "texts": len(texts),
         "tokens": texts.total,
         "steps": done.steps,
-        "seconds": round(done.seconds, 3),
+        "seconds": done.seconds,
         "tokens_per_pass": done.best,
         "acceptance": done.acceptance,
         "history": done.history,
     }
-    write_text(fitted.part.with_suffix(".json"), json.dumps(told, indent=1) + "\n")
 
 
 def check_folder(out: Path) -> None:
@@ -268,9 +242,9 @@ def _fit(learner: Learner, texts: Texts, options: TrainOptions, state: State, wa
         look()
     kept = done.seconds
     losses: list[float] = []
-    while options.share(done) < 1:
+    while _share(options, done) < 1:
         begun = time.perf_counter()
-        _set_rate(optimizer, done.steps, options.share(done))
+        _set_rate(optimizer, done.steps, _share(options, done))
         draw = random.Random(f"{options.seed} {done.steps}")
         windows = _windows(texts, draw.choices(fitted, k=BATCH), learner.depth, draw)
         with accelerator.autocast():
@@ -282,13 +256,20 @@ def _fit(learner: Learner, texts: Texts, options: TrainOptions, state: State, wa
         done.steps += 1
         losses = [*losses[-49:], float(loss.detach())]
         done.seconds += time.perf_counter() - begun
-        watch.step(options.share(done), f"loss {statistics.mean(losses):.2f}, {done.best:.2f} tokens a pass held out")
+        watch.step(_share(options, done), f"loss {statistics.mean(losses):.2f}, {done.best:.2f} tokens a pass held out")
         if done.seconds - kept >= EVERY:
             begun = time.perf_counter()
             look()
             done.seconds += time.perf_counter() - begun
             kept = done.seconds
     look()
+
+
+def _share(options: TrainOptions, done: Progress) -> float:
+    """How much of fitting is done."""
+    if options.steps is not None:
+        return done.steps / options.steps
+    return done.seconds / (60 * options.minutes * (1 - MAKING))
 
 
 def _windows(texts: Texts, numbers: Sequence[int], depth: int, draw: random.Random) -> list[Text]:

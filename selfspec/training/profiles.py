@@ -14,9 +14,7 @@ from selfspec.drafters import make_drafter
 from selfspec.facts.controller import ControllerSpec
 from selfspec.llm.llm import LLM
 from selfspec.measure.cost_fitting import forward_seconds
-from selfspec.parts.files import read_part
 from selfspec.parts.heads import Head
-from selfspec.parts.kinds import make_head
 from selfspec.profile.draft import Below, HeadSpec, LayerSkipSpec, ProposerSpec
 from selfspec.profile.parts import Part, sha256_of
 from selfspec.profile.reading import write_profile
@@ -31,12 +29,13 @@ LONGEST = 6  # tokens that a head alone drafts
 TOKENS = 48  # decoded after each prompt, to see what guesses spare
 
 
-def write_profiles(llm: LLM, part: Path, own: Profile | None, prompts: Sequence[Sequence[int]]) -> tuple[Path, ...]:
-    """Write, beside the part, a profile of the head alone, and one of `own` with the head below its draft path.
+def write_profiles(
+    llm: LLM, part: Path, head: Head, own: Profile | None, prompts: Sequence[Sequence[int]]
+) -> tuple[Path, ...]:
+    """Write, beside the part, a profile of its head alone, and one of `own` with the head below its draft path.
 
     `prompts` (token ids): decoded to see what the head spares a draft path.
     """
-    head = make_head(llm.runtime, read_part(part))
     step, plain = _step_seconds(head), forward_seconds(llm.runtime, CONTEXT, repeats=REPEATS)
     parts = {head.kind: Part(file=part.name, sha256=sha256_of(part))}
     controller = ControllerSpec(name="rate", options={"k_max": min(LONGEST, head.places)})

@@ -18,7 +18,7 @@ def convert(llm: LLM, folder: Path, out: Path, profile: Profile | None) -> tuple
     Raises `SelfspecError` for a head that is not known, or of another model.
     """
     part = read_published(folder, llm.runtime)
-    megabytes = make_head(llm.runtime, part).bytes / 1e6
+    head = make_head(llm.runtime, part)
     path = out / f"{part.kind}.safetensors"
     write_part(path, part)
-    return path, write_profiles(llm, path, profile, []), part.kind, round(megabytes, 2)
+    return path, write_profiles(llm, path, head, profile, []), part.kind, round(head.bytes / 1e6, 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from selfspec.parts.files import PartFile
 from selfspec.parts.heads import Head
@@ -35,8 +34,3 @@ def random_part(runtime: Runtime, words: Sequence[int], kind: str = "eagle", **h
 def random_head(runtime: Runtime, words: Sequence[int], kind: str = "eagle", *, low: bool = True, **how) -> Head:
     """A head of such weights."""
     return make_head(runtime, random_part(runtime, words, kind, **how), low=low)
-
-
-def net_of(learner: Learner) -> nn.Module:
-    """The net, in the model's own dtype."""
-    return learner.net.to(learner.runtime.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -12,26 +13,27 @@ from selfspec.show.plots.style import WIDTH, series, styled, subplots
 def learning_curves(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
     """Held-out tokens a pass by minutes of fitting, a line for each kind; `frame` as `learning_frame` gives it."""
     with styled():
-        figure, (axes,) = subplots(width=width, height=3.2)
-        for number, (kind, some) in enumerate(frame.groupby("kind", sort=False)):
-            axes.plot(some["minutes"], some["tokens_per_pass"], label=kind, **series(number))
-        axes.set_xlabel("minutes of fitting")
-        axes.set_ylabel("held-out tokens a pass,\ngreedy drafts")
+        figure, axes = _by_kind(frame, "minutes", "tokens_per_pass", width)
+        axes.set(xlabel="minutes of fitting", ylabel="held-out tokens a pass,\ngreedy drafts")
         axes.set_ylim(bottom=1)
-        axes.legend(fontsize=8.5)
     return figure
 
 
 def acceptance_by_place(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
     """How often all of a draft up to a place is right, a line for each kind; `frame` as `place_frame` gives it."""
     with styled():
-        figure, (axes,) = subplots(width=width, height=3.2)
-        for number, (kind, some) in enumerate(frame.groupby("kind", sort=False)):
-            axes.plot(some["place"], some["acceptance"], label=kind, **series(number))
-        axes.set_xlabel("place in the draft")
+        figure, axes = _by_kind(frame, "place", "acceptance", width)
+        axes.set(xlabel="place in the draft", ylabel="right up to there")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_ylabel("right up to there")
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.set_ylim(bottom=0)
-        axes.legend(fontsize=8.5)
     return figure
+
+
+def _by_kind(frame: pd.DataFrame, x: str, y: str, width: float) -> tuple[Figure, Axes]:
+    """A line of the column `y` over `x` for each kind."""
+    figure, (axes,) = subplots(width=width, height=3.2)
+    for number, (kind, some) in enumerate(frame.groupby("kind", sort=False)):
+        axes.plot(some[x], some[y], label=kind, **series(number))
+    axes.legend(fontsize=8.5)
+    return figure, axes

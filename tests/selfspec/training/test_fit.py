@@ -11,7 +11,8 @@ from selfspec.parts.files import read_part
 from selfspec.parts.kinds import make_head
 from selfspec.profile.reading import read_profile
 from selfspec.profile.shipped import find_profile_file
-from selfspec.training.fit import KINDS, Silent, TrainOptions, fit
+from selfspec.training.fit import Silent, fit
+from selfspec.training.options import KINDS, TrainOptions
 
 FEW = {"max_new_tokens": 24, "vocabulary": 512, "rows": 8, "texts": 20}
 PROMPT = "def read_text(path: Path) -> str:\n"

@@ -1,0 +1,50 @@
+"""What a training can be told, written once: the command line follows from it. Imports nothing heavy.
+
+Annotations are kept as values, for the command line.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
+
+import typer
+
+from selfspec.basics.errors import SelfspecError
+
+Kind = Literal["eagle", "medusa", "hydra", "mlp", "mtp", "chimera"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+FEWEST = 2  # texts without which nothing can be fitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """`minutes` in all; `max_new_tokens` of each text's answer; `vocabulary`: tokens that a head may draft.
+
+    `texts` and `steps`: so many, whatever time they take; with both, the same call gives the same part. `rows`: texts
+    that are decoded together. Raises `SelfspecError` for a value out of range.
+    """
+
+    minutes: Annotated[float, typer.Option(help="For all of it, texts included.")] = 20.0
+    max_new_tokens: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens of each answer to learn from.")] = 128
+    vocabulary: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens that a head may draft.")] = 8192
+    texts: Annotated[
+        int | None, typer.Option(min=FEWEST, metavar="N", help="Texts to learn from, whatever time they take.")
+    ] = None
+    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps of fitting, likewise.")] = None
+    rows: Annotated[int, typer.Option(min=1, metavar="N", help="Texts that are decoded together.")] = 128
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts, texts and fitting.")] = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.minutes < math.inf:
+            raise SelfspecError(f"minutes {self.minutes}: want more than 0")
+        for name, least in (("max_new_tokens", 16), ("vocabulary", 16), ("rows", 1), ("texts", FEWEST), ("steps", 1)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise SelfspecError(f"{name} {value}: want at least {least}")
+
+
+def check_kind(kind: str) -> Kind:
+    """The kind itself. Raises `SelfspecError` for one that is not known."""
+    for known in KINDS:
+        if kind == known:
+            return known
+    raise SelfspecError(f"kind '{kind}' of parts is not known; known: {', '.join(KINDS)}")
