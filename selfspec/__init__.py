@@ -43,9 +43,12 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and transformers only when they are needed."""
-    if name in _LAZY:
-        from importlib import import_module
+    """Import torch and transformers, and the rooms, only when they are needed."""
+    from importlib import import_module
+    from importlib.util import find_spec
 
+    if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module 'selfspec' has no attribute '{name}'")

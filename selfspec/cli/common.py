@@ -24,8 +24,8 @@ from selfspec.controllers import make_controller, parse_controller
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.draft_path import MODES, SIGNS, WORDS
 from selfspec.facts.identity import Identity
-from selfspec.facts.stats import Stats
-from selfspec.model.loading import check_model_name
+from selfspec.facts.stats import Finish, Stats
+from selfspec.model.loading import check_at_hand
 from selfspec.profile.draft import LayerSkipSpec, Skip
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
@@ -72,7 +72,7 @@ def model_for(model: str | None, profile: Profile | None) -> str:
     """The model named, else the profile's, else the built-in one. Raises `SelfspecError` when it can be none."""
     named = profile.model.name if profile is not None else None
     name = model if model is not None else named or builtin.NAME
-    check_model_name(name)
+    check_at_hand(name)
     return name
 
 
@@ -134,13 +134,23 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else "\ufffd" for char in text)
 
 
+_FINISH: dict[Finish | None, str] = {
+    None: "",
+    "end": "; the model ended the text",
+    "stop": "; ended at a stop string",
+    "guide": "; ended as the guide has it",
+    "length": "; cut at the token limit",
+    "time": "; cut as time was up",
+}
+
+
 def stats_line(stats: Stats) -> str:
     """What a generation, or several, took and what drafting gave, on one line."""
     return (
         f"{stats.tokens} tokens in {stats.seconds:.2f} s ({stats.tokens_per_second:.1f} a second), "
         f"{stats.rounds} rounds, {stats.drafted} drafted, {stats.accepted} accepted ({stats.acceptance_rate:.0%}"
         f"{by_source(stats)}), "
-        f"{stats.tokens_per_round:.2f} tokens a round"
+        f"{stats.tokens_per_round:.2f} tokens a round{_FINISH[stats.finish]}"
     )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from selfspec.cli.common import print_json, quiet, set_threads, stderr
 from selfspec.cli.options import ConvertCommand
 from selfspec.cli.train import use
-from selfspec.model.loading import check_model_name
+from selfspec.model.loading import check_at_hand
 
 
 def run(given: ConvertCommand) -> None:
     """Check the folders, load the model, and write the part and its profiles. Raises `SelfspecError`."""
     quiet()
-    check_model_name(given.model)
+    check_at_hand(given.model)
     set_threads(given.where.threads)
 
     from selfspec.llm.llm import load

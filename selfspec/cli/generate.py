@@ -44,6 +44,7 @@ def run(options: GenerateCommand) -> None:
         _compare(llm, asked, prompt, drafter, how, as_json=options.json, color=options.color)
     elif options.json:
         generation = llm.run(prompt, how, drafter=drafter, probabilities=options.color)
+        _warn_of_cut(generation, how)
         print_json(_as_json(generation, events=options.color))
     else:
         _stream(llm, prompt, drafter, how, stats=options.stats, color=options.color)
@@ -67,7 +68,8 @@ def _text(options: GenerateCommand) -> str:
 
 
 def _as_json(generation: Generation, *, events: bool) -> dict[str, Any]:
-    data = {"text": generation.text, "tokens": generation.tokens, "stats": generation.stats.as_dict()}
+    data: dict[str, Any] = {"text": generation.text, "tokens": generation.tokens, "finish": generation.finish}
+    data["stats"] = generation.stats.as_dict()
     return {**data, "events": [event.as_dict() for event in generation.events]} if events else data
 
 
@@ -80,6 +82,13 @@ def _stream(llm: LLM, prompt: Prompt, drafter: Drafter, how: Options, *, stats: 
             legend(stderr(), stream.result.events, stream.result.stats, llm.profile)
         if stats:
             stderr().print(stats_line(stream.result.stats), soft_wrap=True)
+        _warn_of_cut(stream.result, how)
+
+
+def _warn_of_cut(generation: Generation, how: Options) -> None:
+    """Say so where the text is not all that its guide asks for."""
+    if how.guide is not None and generation.finish in ("length", "time"):
+        stderr().print("the text was cut before the guide was complete; give more --max-new-tokens", soft_wrap=True)
 
 
 def _compare(

@@ -9,7 +9,7 @@ from selfspec.basics.files import check_writable, kind
 from selfspec.cli.common import print_json, progress, stderr, stdout
 from selfspec.cli.data import as_typed
 from selfspec.cli.options import IndexCommand
-from selfspec.model.loading import check_model_name, load_tokenizer, read_identity
+from selfspec.model.loading import check_at_hand, load_tokenizer, read_identity
 from selfspec.proposers.answers import Answers, keeps_answers
 from selfspec.proposers.store import Store, write_store
 from selfspec.text.prompt_files import read_texts
@@ -20,7 +20,7 @@ BATCH = 64  # texts that are encoded together
 def run(options: IndexCommand) -> None:
     """Check everything, read the texts, and write the store. Raises `SelfspecError`."""
     begun = time.perf_counter()
-    check_model_name(options.model)
+    check_at_hand(options.model)
     check_writable(options.out)
     kept: list[tuple[int, ...]] = []
     vocabulary = read_identity(options.model).vocabulary or 0

@@ -19,7 +19,7 @@ from selfspec.cli.common import print_json, progress, quiet, set_threads, skip_m
 from selfspec.cli.facts import facts, plain_step
 from selfspec.cli.options import SearchCommand
 from selfspec.facts.draft_path import LOW
-from selfspec.model.loading import check_model_name
+from selfspec.model.loading import check_at_hand
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
 
@@ -32,7 +32,7 @@ def run(given: SearchCommand) -> int:
     """Check everything that can be checked before the model is loaded, then search. 130 after an interrupt."""
     quiet()
     budget = _budget(given.how.minutes)
-    check_model_name(given.model)
+    check_at_hand(given.model)
     prompts = given.data.read()
     _check_places(given)
     console = stderr()
@@ -198,4 +198,5 @@ def _report(profile: Profile, out: Path, console: Console) -> None:
     if profile.note:
         console.print(profile.note, markup=False)
     command = f"selfspec generate --profile {shlex.quote(str(out))} 'your prompt'"
-    console.print(f"saved {out}; use it with: {command}", markup=False, soft_wrap=True)
+    use = f"use it with: {command}" if profile.drafts else "nothing is drafted with it: decoding is as without"
+    console.print(f"saved {out}; {use}", markup=False, soft_wrap=True)

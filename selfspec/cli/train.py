@@ -13,7 +13,7 @@ from rich.progress import TextColumn
 
 from selfspec.cli.common import print_json, progress, quiet, set_threads, stderr
 from selfspec.cli.options import TrainCommand
-from selfspec.model.loading import check_model_name
+from selfspec.model.loading import check_at_hand
 from selfspec.training.options import check_kind
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def run(given: TrainCommand) -> int:
     """Check everything that can be checked before the model is loaded, then train. 130 after an interrupt."""
     quiet()
     kind = check_kind(given.kind)
-    check_model_name(given.model)
+    check_at_hand(given.model)
     prompts = given.data.read()
     set_threads(given.where.threads)
 

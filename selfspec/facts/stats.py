@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from selfspec.facts.work import NO_WORK, Part, Work
+
+Finish = Literal["end", "stop", "guide", "length", "time"]
+"""Why a text ended: the model's end of sequence, a stop string, a guide that is complete, the token limit, `max_time`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,8 @@ class Stats:
     of each place counted, `accepted` the drafted tokens that were emitted, `tokens` all that was emitted. `seconds` is
     wall time, prefill included. `work`: how often each part of drafting was called; `sources`: of the accepted tokens,
     how many each source came up with, as far as it is told. `prompt`: tokens that came before, of which `kept` were not
-    read again, as a conversation's cache held their keys. `log`: round by round, of one generation.
+    read again, as a conversation's cache held their keys. `finish`: why the text ended, of one generation; None while
+    it goes on, and where it was broken off. `log`: round by round, of one generation.
     """
 
     rounds: int = 0
@@ -54,11 +59,12 @@ class Stats:
     accepted: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    log: list[Round] = field(default_factory=list)
+    log: list[Round] = field(default_factory=list, repr=False)
     work: Counter[Part] = field(default_factory=Counter)
     sources: Counter[str] = field(default_factory=Counter)
     prompt: int = 0
     kept: int = 0
+    finish: Finish | None = None
 
     @property
     def acceptance_rate(self) -> float:
@@ -81,7 +87,7 @@ class Stats:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def add(self, other: Stats) -> None:
-        """Add the counts and seconds of another generation to these; not its log."""
+        """Add the counts and seconds of another generation to these; not its log, and not why it ended."""
         for name in ("rounds", "drafted", "nodes", "accepted", "tokens", "seconds", "prompt", "kept"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.work.update(other.work)
@@ -100,7 +106,8 @@ class Stats:
         names = ("rounds", "drafted", "nodes", "accepted", "acceptance_rate", "tokens_per_round")
         figures = {name: getattr(self, name) for name in (*names, "seconds", "tokens_per_second")}
         work = {str(part): calls for part, calls in self.work.items()}
-        return {**figures, "work": work, "sources": dict(self.sources.most_common())}
+        sources = dict(self.sources.most_common())
+        return {**figures, "work": work, "sources": sources, "finish": self.finish}
 
 
 def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:

@@ -248,7 +248,8 @@ class LLM:
             first_plain=first_plain,
             reuse=reuse,
         )
-        return Stream(rounds, seq, text, pieces=pieces, probabilities=probabilities, ended=ended)
+        guided = options.guide is not None
+        return Stream(rounds, seq, text, pieces=pieces, probabilities=probabilities, guided=guided, ended=ended)
 
     def fitted(self, prompt: Prompt, options: Options) -> Options:
         """`options`, with fewer new tokens where no more fit after the prompt. Raises `SelfspecError` where none do."""

@@ -97,6 +97,11 @@ class Options:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise SelfspecError(f"GenerationConfig has no field '{name}'{hint}")
+        sampled = self.settings.get("do_sample")
+        if self.temperature is not None and sampled is not None and bool(sampled) != (self.temperature > 0):
+            raise SelfspecError(
+                f"temperature {self.temperature:g} and do_sample {sampled} contradict each other; leave one of them out"
+            )
         stop_texts(self.stop)
 
 

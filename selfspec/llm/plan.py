@@ -6,6 +6,7 @@ One sequence, greedily or by sampling; what else a configuration can ask for is 
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,20 @@ _TOKENS = (
     "suppress_tokens",
     "begin_suppress_tokens",
     "bad_words_ids",
+)
+
+
+_REAL = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "top_h",
+    "repetition_penalty",
+    "encoder_repetition_penalty",
 )
 
 
@@ -172,6 +187,11 @@ def _check(config: GenerationConfig, vocabulary: int) -> None:
         raise SelfspecError(f"generation config: do_sample {config.do_sample}: want true or false")
     if not isinstance(config.max_time, int | float | None):
         raise SelfspecError(f"generation config: max_time {config.max_time}: want seconds")
+    for name in _REAL:
+        value = getattr(config, name, None)
+        real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if value is not None and not real:
+            raise SelfspecError(f"generation config: {name} {value}: want a number")
     decay = config.exponential_decay_length_penalty
     if decay is not None and not (len(decay) == 2 and all(isinstance(number, int | float) for number in decay)):
         raise SelfspecError(
@@ -179,7 +199,7 @@ def _check(config: GenerationConfig, vocabulary: int) -> None:
         )
     for name in _TOKENS:
         for token in _numbers(getattr(config, name)):
-            if not isinstance(token, int) or isinstance(token, bool) or token >= vocabulary:
+            if not isinstance(token, int) or isinstance(token, bool) or not -1 <= token < vocabulary:
                 raise SelfspecError(
                     f"generation config: {name}: token {token} is not in the vocabulary of {vocabulary}"
                 )

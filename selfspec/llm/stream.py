@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from selfspec.facts.events import Origin, TokenEvent, origins, token_events
-from selfspec.facts.stats import Round, Stats
+from selfspec.facts.stats import Finish, Round, Stats
 from selfspec.show.markup import legend_html, tokens_html
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.sequence import SequenceState
@@ -27,6 +27,11 @@ class Generation:
     stats: Stats
     _source: TextStream = field(repr=False, compare=False)
 
+    @property
+    def finish(self) -> Finish | None:
+        """Why the text ended; None where it was broken off."""
+        return self.stats.finish
+
     @cached_property
     def events(self) -> tuple[TokenEvent, ...]:
         """Where each token came from, made when first asked for; the texts of all, joined, are `text`."""
@@ -42,7 +47,8 @@ class Stream:
 
     `close()` ends it early and frees the model; leaving the iteration and dropping the stream does so too. Without
     `pieces` all text comes at the end, for less work. With `probabilities` the events hold the model's own. `ended` is
-    told the text when it is over, however it ends, if there is a token at all.
+    told the text when it is over, however it ends, if there is a token at all. `guided`: it ends where a guide is
+    complete.
     """
 
     def __init__(
@@ -53,13 +59,15 @@ class Stream:
         *,
         pieces: bool = True,
         probabilities: bool = False,
+        guided: bool = False,
         ended: Callable[[str], None] | None = None,
     ) -> None:
         self._text = text
         self._tokens: list[int] = []
         self._stats = Stats(prompt=len(seq.tokens))
         # The generator knows nothing of this object, so that dropping the stream ends it at once.
-        shown = _pieces(rounds, seq, text, self._tokens, self._stats, pieces, probabilities)
+        finish = _finish(seq, text, self._tokens, guided=guided)
+        shown = _pieces(rounds, seq, text, self._tokens, self._stats, pieces, probabilities, finish)
         self._pieces = shown if ended is None else _told(shown, seq, text, ended)
 
     def __iter__(self) -> Iterator[str]:
@@ -69,7 +77,16 @@ class Stream:
         return next(self._pieces)
 
     def spans(self) -> Iterator[tuple[Origin, str]]:
-        """Iterate over the pieces of text as they come, cut where the tokens meet, each with its token's origin."""
+        """Iterate over the pieces of text as they come, cut where the tokens meet, each with its token's origin.
+
+        Leaving the iteration ends the generation.
+        """
+        try:
+            yield from self._spans()
+        finally:
+            self.close()
+
+    def _spans(self) -> Iterator[tuple[Origin, str]]:
         found: list[Origin] = []
         rounds = token = shown = 0
         for piece in self:
@@ -93,6 +110,24 @@ class Stream:
         self._pieces.close()
 
 
+def _finish(
+    seq: SequenceState, text: TextStream, tokens: Sequence[int], *, guided: bool
+) -> Callable[[], Finish | None]:
+    """Says why a sequence that begins now, and of which these `tokens` come, has ended; None while it has not."""
+    limit = seq.room
+
+    def finish() -> Finish | None:
+        if seq.room:
+            return None
+        if text.stopped:
+            return "stop"
+        if tokens and tokens[-1] in seq.ends:
+            return "guide" if guided else "end"
+        return "length" if len(tokens) >= limit else "time"
+
+    return finish
+
+
 def _told(pieces: Generator[str], seq: SequenceState, text: TextStream, ended: Callable[[str], None]) -> Generator[str]:
     """The pieces; once they are over, `ended` is told the text, if a token came."""
     before = len(seq.tokens)
@@ -112,6 +147,7 @@ def _pieces(
     stats: Stats,
     pieces: bool,
     probabilities: bool,
+    finish: Callable[[], Finish | None],
 ) -> Generator[str]:
     """Pieces of text as the rounds bring them; `tokens` and `stats` are filled along the way."""
     start = time.perf_counter()
@@ -148,6 +184,7 @@ def _pieces(
             if draft.sources:
                 stats.sources.update(draft.sources[node] for node in outcome.path[: done.accepted])
             tokens += outcome.tokens
+            stats.finish = finish()
             if pieces and (piece := text.take()):
                 yield piece
             start = time.perf_counter()  # what the reader does in between is not ours

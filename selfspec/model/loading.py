@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError, reason
 from selfspec.basics.files import kind
+from selfspec.basics.hub import unreachable
 from selfspec.model.gguf import check_gguf, description, own_dtype, weights
 from selfspec.model.gguf_header import is_gguf
 from selfspec.model.packaged import PACKAGED, packaged_file
@@ -117,6 +118,14 @@ def check_model_name(name: str) -> None:
         raise SelfspecError(f"model {name}: no such folder; {want}")
 
 
+def check_at_hand(name: str) -> None:
+    """Raise `SelfspecError` for what can be no model, and for a hub id without a copy here where no hub answers."""
+    check_model_name(name)
+    here = name == builtin.NAME or gguf_file(name) is not None or kind(Path(name)) == "folder"
+    if not here and stored_config(name) is None and (why := unreachable()) is not None:
+        raise SelfspecError(f"model {name} cannot be loaded: there is no such folder; {why}")
+
+
 def check_dtype(dtype: str) -> None:
     """Raise `SelfspecError` when `dtype` is not one of `DTYPES`."""
     if dtype not in DTYPES:
@@ -137,7 +146,7 @@ def load_model(name: str, *, device: str | DeviceMap = "auto", dtype: str = "aut
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
-    source, file, held = _source(name), gguf_file(name), _dtype(dtype, where)
+    source, file, held = _readable(name), gguf_file(name), _dtype(dtype, where)
     shown = logging.is_progress_bar_enabled()
     if Path(source).is_dir():
         logging.disable_progress_bar()  # nothing is downloaded
@@ -167,7 +176,7 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(_source(name), trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(_readable(name), trust_remote_code=False)
     except Exception as error:  # a broken checkpoint can raise anything
         raise SelfspecError(f"its tokenizer cannot be loaded: {reason(error)}") from error
 
@@ -180,7 +189,7 @@ def read_identity(name: str) -> Identity:
     from selfspec.model.skeleton import read_identity as read
 
     try:
-        config = AutoConfig.from_pretrained(_source(name), trust_remote_code=False)
+        config = AutoConfig.from_pretrained(_readable(name), trust_remote_code=False)
         find_family(config, name)
         return read(config)
     except SelfspecError:
@@ -226,6 +235,12 @@ def _source(name: str) -> str:
     if name == builtin.NAME:
         return str(builtin.model_folder())
     return name if (file := gguf_file(name)) is None else str(description(file))
+
+
+def _readable(name: str) -> str:
+    """`_source`, once `check_at_hand` has found nothing wrong. Raises as that does."""
+    check_at_hand(name)
+    return _source(name)
 
 
 def _device(name: str) -> torch.device:

@@ -17,11 +17,11 @@ from urllib.parse import quote
 
 from selfspec.basics.errors import SelfspecError, reason
 from selfspec.basics.files import check_file, read_text
+from selfspec.basics.hub import unreachable
 from selfspec.text.shape import Shape
 
 ROWS = 4096
 BATCH = 512  # rows in memory, where a parquet file may hold a million together
-PATIENCE = 5.0  # seconds that the hub has to answer
 RETRIES = 3  # of a read that breaks off
 SUFFIXES = (".txt", ".md", ".rst", ".tex", ".py", ".js", ".ts", ".java", ".c", ".h", ".cpp", ".go", ".rs")
 
@@ -116,7 +116,7 @@ def read_preset(name: str, shape: Shape, *, held_out: bool) -> list[str]:
 
     preset = PRESETS[name]
     split = preset.held_out if held_out else preset.split
-    missing = _unreachable()
+    missing = unreachable()
     try:
         with _settings(
             HF_HUB_OFFLINE=missing is not None, STREAMING_READ_MAX_RETRIES=RETRIES, STREAMING_OPEN_MAX_RETRIES=RETRIES
@@ -134,20 +134,6 @@ def read_preset(name: str, shape: Shape, *, held_out: bool) -> list[str]:
             f"{name}: {missing or reason(said)}; download a parquet file of {where} from {preset.address} "
             f"and give it: {'--prompts' if held_out else '--data'} FILE.parquet {shlex.join(given)}"
         ) from None
-
-
-def _unreachable() -> str | None:
-    """Why the hub cannot be asked; None where it answers. `datasets` itself would go on asking for half a minute."""
-    from datasets import config
-    from huggingface_hub import get_session
-
-    if config.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set, and the cache has no copy"
-    try:
-        get_session().head(config.HF_ENDPOINT, timeout=PATIENCE)
-    except Exception:  # whatever the network does
-        return f"{config.HF_ENDPOINT} cannot be reached, and the cache has no copy"
-    return None
 
 
 def _stream(kind: str, files: Iterable[Path], **options: Any) -> Any:

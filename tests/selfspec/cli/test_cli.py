@@ -83,7 +83,7 @@ class TestGenerate:
         data = json.loads(out)
         assert code == 0
         assert out.count("\n") == 1
-        assert list(data) == ["text", "tokens", "stats"]
+        assert list(data) == ["text", "tokens", "finish", "stats"]
         assert data["tokens"] == llm.generate(PROMPT, max_new_tokens=20).tokens
         assert data["stats"]["drafted"] > 0
         assert list(data["stats"]) == [
@@ -97,6 +97,7 @@ class TestGenerate:
             "tokens_per_second",
             "work",
             "sources",
+            "finish",
         ]
 
     def test_chat(self, cli, llm, tmp_path, monkeypatch):
@@ -265,7 +266,7 @@ class TestGenerate:
         monkeypatch.setattr("selfspec.cli.generate.COMPARE_ROUNDS", 1)
         args = ("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 8, "--json", "--color")
         data = json.loads(cli(*args)[1])
-        assert list(data) == ["text", "tokens", "stats", "events"]
+        assert list(data) == ["text", "tokens", "finish", "stats", "events"]
         assert [event["token"] for event in data["events"]] == data["tokens"]
         assert "".join(event["text"] for event in data["events"]) == data["text"]
         assert all(0 < event["probability"] < 1 for event in data["events"])

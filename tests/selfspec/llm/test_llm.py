@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -47,9 +49,47 @@ def test_generate_gives_text_tokens_and_stats(llm, drafter):
         "tokens_per_second",
         "work",
         "sources",
+        "finish",
     ]
     assert s.as_dict()["sources"] == {"draft path": s.accepted}
     assert s.as_dict()["work"] == {"draft step": s.drafted}
+
+
+def test_stats_are_told_in_a_line(llm, drafter):
+    stats = llm.generate(PROMPT, max_new_tokens=30, drafter=drafter).stats
+    assert stats.log
+    assert "Round(" not in repr(stats)
+
+
+def test_why_a_text_ended(llm, drafter):
+    """Each reason, with and without drafts, of whole texts and streams; none of what was broken off."""
+    whole = llm.generate(PROMPT, max_new_tokens=30)
+    assert whole.finish == "length"
+    end = whole.tokens[12]
+    for other in (drafter, None):
+        assert llm.generate(PROMPT, max_new_tokens=30, drafter=other).finish == "length"
+        assert llm.generate(PROMPT, settings={"eos_token_id": end}, drafter=other).finish == "end"
+        assert llm.generate(PROMPT, stop=whole.text[20:24], drafter=other).finish == "stop"
+        assert llm.generate(PROMPT, settings={"max_time": 1e-9}, drafter=other).finish == "time"
+        stream = llm.stream(PROMPT, max_new_tokens=30, drafter=other)
+        next(stream)
+        assert stream.result.finish is None
+        stream.close()
+        assert stream.result.finish is None
+
+
+def test_leaving_spans_frees_the_model(llm):
+    stream = llm.stream(PROMPT, max_new_tokens=30)
+    for _ in stream.spans():
+        break
+    assert len(llm.generate(PROMPT, max_new_tokens=3).tokens) == 3
+    assert stream.result.finish is None
+
+
+def test_rooms_need_no_import_of_their_own():
+    code = "import selfspec; selfspec.drafters.PlainDrafter; selfspec.search.find_profile; selfspec.nothing"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "module 'selfspec' has no attribute 'nothing'" in done.stderr.splitlines()[-1]
 
 
 def test_a_stream_gives_the_same_text(llm, drafter):

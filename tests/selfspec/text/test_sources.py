@@ -11,6 +11,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from pyarrow import parquet
 from selfspec.search.calibration import choose
 
+from selfspec.basics import hub as the_hub
 from selfspec.basics.errors import SelfspecError
 from selfspec.cli.data import _KINDS
 from selfspec.text import sources
@@ -206,7 +207,7 @@ class TestPresets:
     def test_what_to_do_without_it(self, hub, monkeypatch, error):
         hub(error=error)
         for reachable in (False, True):
-            monkeypatch.setattr(sources, "_unreachable", lambda: None if reachable else "cannot be reached")
+            monkeypatch.setattr(sources, "unreachable", lambda: None if reachable else "cannot be reached")
             with pytest.raises(SelfspecError, match=r"^gsm8k: ") as refused:
                 read_prompts("gsm8k")
             assert "\n" not in str(refused.value)
@@ -234,12 +235,13 @@ class TestPresets:
                 raise OSError("no route")
 
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(huggingface_hub, "get_session", Session)
         with pytest.raises(
             SelfspecError, match=r"gsm8k: https://\S+ cannot be reached, and the cache has no copy; down"
         ):
             read_prompts("gsm8k")
-        assert asked == [(datasets.config.HF_ENDPOINT, sources.PATIENCE)]
+        assert asked == [(datasets.config.HF_ENDPOINT, the_hub.PATIENCE)]
         assert datasets.config.HF_HUB_OFFLINE is False
 
     def test_the_help_names_them_all(self):
