@@ -55,7 +55,11 @@ class Decoding:
         )
         how.check()
         if self._guided:
-            check_guide(regex=given.regex, json_schema=self.schema)
+            try:
+                check_guide(regex=given.regex, json_schema=self.schema)
+            except SelfspecError as error:
+                of = "" if given.json_schema is None or given.regex is not None else f"{given.json_schema}: "
+                raise SelfspecError(f"{of}{error}") from None
         return how
 
     def check_chat(self, *, chat: bool, system: str | None) -> None:

@@ -44,10 +44,11 @@ def run(options: GenerateCommand) -> None:
         _compare(llm, asked, prompt, drafter, how, as_json=options.json, color=options.color)
     elif options.json:
         generation = llm.run(prompt, how, drafter=drafter, probabilities=options.color)
-        _warn_of_cut(generation, how)
+        _warn(generation, how, chat=options.chat)
         print_json(_as_json(generation, events=options.color))
     else:
-        _stream(llm, prompt, drafter, how, stats=options.stats, color=options.color)
+        shown = _stream(llm, prompt, drafter, how, stats=options.stats, color=options.color)
+        _warn(shown, how, chat=options.chat)
 
 
 def _text(options: GenerateCommand) -> str:
@@ -73,7 +74,7 @@ def _as_json(generation: Generation, *, events: bool) -> dict[str, Any]:
     return {**data, "events": [event.as_dict() for event in generation.events]} if events else data
 
 
-def _stream(llm: LLM, prompt: Prompt, drafter: Drafter, how: Options, *, stats: bool, color: bool) -> None:
+def _stream(llm: LLM, prompt: Prompt, drafter: Drafter, how: Options, *, stats: bool, color: bool) -> Generation:
     stream = llm.start(prompt, how, drafter=drafter)
     try:
         write(stream, color=color)
@@ -82,11 +83,13 @@ def _stream(llm: LLM, prompt: Prompt, drafter: Drafter, how: Options, *, stats: 
             legend(stderr(), stream.result.events, stream.result.stats, llm.profile)
         if stats:
             stderr().print(stats_line(stream.result.stats), soft_wrap=True)
-        _warn_of_cut(stream.result, how)
+    return stream.result
 
 
-def _warn_of_cut(generation: Generation, how: Options) -> None:
-    """Say so where the text is not all that its guide asks for."""
+def _warn(generation: Generation, how: Options, *, chat: bool) -> None:
+    """Say so where the text is not all that its guide asks for, and where there is none."""
+    if generation.finish == "end" and not generation.text.strip() and not chat:
+        stderr().print("the model ended the text at once; an instruct model wants --chat", soft_wrap=True)
     if how.guide is not None and generation.finish in ("length", "time"):
         stderr().print("the text was cut before the guide was complete; give more --max-new-tokens", soft_wrap=True)
 

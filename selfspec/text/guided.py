@@ -84,9 +84,17 @@ def check_guide(*, regex: str | None = None, json_schema: str | Mapping[str, Any
     except (ValueError, TypeError) as error:
         problem = str(error)
     if problem and not problem.startswith("WARNING"):
-        _, found, reason = problem.rpartition("error:")  # beneath a drawing of where
-        raise SelfspecError(f"{what}: {reason.splitlines()[0].strip() if found else ' '.join(problem.split())}")
+        raise SelfspecError(f"{what}: {_reason(problem)}")
     return grammar
+
+
+def _reason(problem: str) -> str:
+    """What is wrong with a grammar, without where `llguidance` stands in the form that it made of it."""
+    _, found, reason = problem.rpartition("error:")  # beneath a drawing of where
+    if found:
+        return reason.splitlines()[0].strip()
+    _, found, reason = problem.partition("(in regex): ")
+    return reason.partition(" in regex /")[0].strip() if found else " ".join(problem.split())
 
 
 def _raise(matcher: Any) -> None:

@@ -196,6 +196,17 @@ class TestGenerate:
         assert re.fullmatch(r"[0-9]{3}-[0-9]{2}\n", out)
         (tmp_path / "schema.json").write_text('{"enum": ["one", "two"]}')
         assert cli(*args, "--json-schema", "schema.json")[1] in ('"one"\n', '"two"\n')
+        assert (
+            "the text was cut before the guide was complete; give more --max-new-tokens"
+            in cli(*args, "--regex", "[0-9]{200}")[2]
+        )
+
+    def test_a_text_that_ends_at_once(self, cli, llm):
+        """As nothing else may come."""
+        others = [token for token in range(llm.identity.vocabulary) if token not in llm.runtime.skeleton.ends]
+        _, out, err = cli("generate", PROMPT, "--set", f"suppress_tokens={others}")
+        assert out == "\n"
+        assert "the model ended the text at once; an instruct model wants --chat" in err
 
     @pytest.mark.parametrize("rule", ["match", "block", "token"])
     def test_a_rule(self, cli, profile_file, rule):
@@ -751,6 +762,11 @@ WRONG = {
     "no config": (["generate", "x", "--generation-config", "no"], "generation config no: no such file"),
     "broken config": (["generate", "x", "--generation-config", "broken.yaml"], "generation config broken.yaml cannot"),
     "regex": (["generate", "x", "--regex", "a("], r"regular expression 'a\(': unclosed group"),
+    "regex of words": (
+        ["generate", "x", "--regex", r"\bword\b"],
+        "word.*b': lookarounds not supported yet; WordUnicode$",
+    ),
+    "schema": (["generate", "x", "--json-schema", "schema.json"], "schema.json: JSON schema: "),
     "two guides": (["generate", "x", "--regex", "a", "--json-schema", "key.json"], "want one of them"),
     "no schema": (["generate", "x", "--json-schema", "no.json"], "no.json: no such file"),
     "no schema's text": (["generate", "x", "--json-schema", "empty.txt"], "JSON schema"),
@@ -844,7 +860,7 @@ def old_trials(tmp_path_factory):
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_input_is_one_clear_line(cli, tmp_path, monkeypatch, old_trials, name):
     """Exit code 2, one line on standard error, nothing on standard output, before any work."""
-    if name == "regex" and not is_there("llguidance"):
+    if name in ("regex", "regex of words", "schema") and not is_there("llguidance"):
         missing("llguidance")
     files = {
         "broken.yaml": "model: {layers: 16\nskip: ]",
@@ -860,6 +876,7 @@ def test_wrong_input_is_one_clear_line(cli, tmp_path, monkeypatch, old_trials, n
         "half.txt": "a",
         "twice.yaml": "skip: {}\nskip: {}\nmodel: {layers: 16}",
         "key.json": "{}",
+        "schema.json": '{"type": "thing"}',
         "index2.yaml": "model: {layers: 16}",
         "sets.json": '{"a": {"attention": [3], "mlp": []}, "b": {"attention": [], "mlp": [1, 1]}}',
         "costs.yaml": "model: {layers: 16}\ncosts: {context: 9, base: 0.1, attention: 0.1, mlp: 0.1, widths: [2], "
