@@ -17,6 +17,7 @@ from selfspec.facts.costs import CostModel
 from selfspec.facts.draft_path import DraftPath
 from selfspec.llm.llm import LLM
 from selfspec.llm.prompts import encode, fit, takes_messages
+from selfspec.measure.cost_fitting import fastest_plain
 from selfspec.profile.schema import Calibration, Profile
 
 from .budget import Budget
@@ -117,6 +118,7 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
     if options.plain_llm is not None:
         watch.stage("loading the model as suits plain decoding", None)
         plain_llm = options.plain_llm()
+        plain_llm = None if fastest_plain((plain_llm, llm)) is llm else plain_llm
     watch.stage("timing the model", None)
     pace = Pace.of(llm.runtime, max(map(len, prompts)))
     task = _task(options, space, ledger, prompts, measured)

@@ -98,10 +98,12 @@ def _compare(
     llm: LLM, asked: Decoding, prompt: Prompt, drafter: Drafter, how: Options, *, as_json: bool, color: bool
 ) -> None:
     """Against plain decoding on weights that lie as suits it, and `transformers` on them as it loads them."""
+    from selfspec.measure.cost_fitting import fastest_plain
     from selfspec.measure.timing import compare
 
-    plain = llm if llm.layout == llm.plain_layout else asked.load_plain()
-    as_loaded = next((one for one in (llm, plain) if one.layout == "rows"), None) or asked.load_plain(layout="rows")
+    loaded = [llm] if llm.layout == llm.plain_layout else [asked.load_plain(layout=llm.plain_layout or "auto"), llm]
+    plain = fastest_plain(loaded)
+    as_loaded = next((one for one in loaded if one.layout == "rows"), None) or asked.load_plain(layout="rows")
     result = compare(llm, prompt, drafter, how, rounds=COMPARE_ROUNDS, plain_llm=plain, as_loaded=as_loaded)
     if as_json:
         print_json({**_as_json(result.draft, events=color), "compare": result.as_dict()})

@@ -5,8 +5,8 @@ from selfspec.drafters.guard import Guard
 from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.drafters.plain import PlainDrafter
 from selfspec.drafters.recycle import RecycleDrafter
-from selfspec.drafters.registry import make_ahead, make_drafter, register
-from selfspec.drafters.router import Route, Router, routed
+from selfspec.drafters.registry import make_ahead, make_drafter, make_guarded, register
+from selfspec.drafters.router import Route, Router, look_here, routed
 from selfspec.speculation.drafter import Drafter, Limit
 
 __all__ = [
@@ -19,8 +19,10 @@ __all__ = [
     "RecycleDrafter",
     "Route",
     "Router",
+    "look_here",
     "make_ahead",
     "make_drafter",
+    "make_guarded",
     "register",
     "routed",
 ]

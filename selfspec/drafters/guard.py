@@ -115,14 +115,21 @@ class Guard:
     that take rounds together each keeps the bound, against plain rounds of as many.
 
     With a seeded sampler nothing depends on `clock`: rounds cost what `outlook` says, for every row that is verified,
-    and without one nothing is bounded. Everything else is the drafter's own.
+    and without one nothing is bounded. `here` gives one that is right where it is called, and is asked once, by
+    `look_here` before the first such sequence. Everything else is the drafter's own.
     """
 
     def __init__(
-        self, drafter: Drafter, *, outlook: Outlook | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        drafter: Drafter,
+        *,
+        outlook: Outlook | None = None,
+        here: Callable[[], Outlook] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.drafter = drafter
         self.outlook = outlook
+        self._here = here
         self._clock = clock
         self._prices: dict[int, _Prices] = {}  # by how many sequences take rounds together
         self._accounts: dict[SequenceState, _Account] = {}
@@ -137,6 +144,11 @@ class Guard:
     def drafts(self) -> bool:
         """Whether the drafter ever proposes anything."""
         return self.drafter.drafts
+
+    def look_here(self) -> None:
+        """Learn what rounds cost here, unless it is known; raises as `here` does."""
+        if self._here is not None:
+            self.outlook, self._here = self._here(), None
 
     def begin(self, seq: SequenceState, prefill: Step) -> None:
         """A new account."""

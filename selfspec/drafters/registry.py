@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller, make_controller
 from selfspec.drafters.free import FreeDrafter
+from selfspec.drafters.guard import Guard
 from selfspec.drafters.heads import HeadBelow, HeadDrafter
 from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.drafters.plain import PlainDrafter
@@ -38,6 +40,7 @@ from selfspec.proposers.base import Proposer
 from selfspec.proposers.lookup import Lookup
 from selfspec.proposers.store import Store, Stored
 from selfspec.runtime.forward import Runtime
+from selfspec.runtime.here import as_here
 from selfspec.speculation.drafter import Drafter
 
 Spec = TypeVar("Spec", bound=DraftSpec)
@@ -57,6 +60,16 @@ def register(spec: type[Spec], make: Callable[[Runtime, Spec, Profile], Drafter]
 def make_drafter(runtime: Runtime, profile: Profile) -> Drafter:
     """The drafter that a profile describes. Raises `SelfspecError` where it does not fit the model."""
     return routed(profile, lambda one: _made(runtime, one))
+
+
+def make_guarded(runtime: Runtime, profile: Profile) -> Drafter:
+    """The same, kept from costing more than the guard's bound. Raises as that does."""
+
+    def guard(one: Profile) -> Guard:
+        here = partial(as_here, one.outlook, runtime, one.path)
+        return Guard(_made(runtime, one), outlook=one.outlook if one.costs else None, here=here)
+
+    return routed(profile, guard)
 
 
 def _made(runtime: Runtime, profile: Profile) -> Drafter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from selfspec.drafters.guard import Guard
 from selfspec.facts.acceptance import Outlook
 from selfspec.facts.work import Work
 from selfspec.profile.schema import Profile
@@ -117,3 +118,10 @@ def routed(profile: Profile, make: Callable[[Profile], Drafter]) -> Drafter:
     return Router(
         [Route(make(of), of.outlook, of.predicted.speedup if of.predicted else 1.0) for of in profile.alternatives]
     )
+
+
+def look_here(drafter: Drafter) -> None:
+    """Before a sequence with a seed: let the guard that it will have learn what rounds cost here."""
+    first = drafter.routes[0].drafter if isinstance(drafter, Router) else drafter
+    if isinstance(first, Guard):
+        first.look_here()

@@ -10,7 +10,7 @@ from typing import Any
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import parse_controller
 from selfspec.decoding.loop import decode
-from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter, make_drafter, routed
+from selfspec.drafters import LayerSkipDrafter, PlainDrafter, look_here, make_drafter, make_guarded
 from selfspec.drafters.registry import make_layer_skip
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.draft_path import DraftPath, as_path
@@ -25,7 +25,7 @@ from selfspec.llm.stream import Generation, Stream
 from selfspec.model.layout import check_layout, choose, lay_out_, layout_times, weight_bytes
 from selfspec.model.loading import DeviceMap, load_model
 from selfspec.model.skeleton import read_skeleton
-from selfspec.profile.choosing import check_profile, choose_profile
+from selfspec.profile.choosing import check_profile, choose_profile, guessing
 from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
@@ -152,7 +152,7 @@ class LLM:
 
     def guarded(self, profile: Profile) -> Drafter:
         """The drafter that a profile describes, kept from costing more than the guard's bound. Raises as that does."""
-        return routed(profile, lambda one: Guard(self.drafts_with(one), outlook=one.outlook if one.costs else None))
+        return make_guarded(self.runtime, profile)
 
     def drafts_with(self, profile: Profile) -> Drafter:
         """The drafter that a profile describes. Raises `SelfspecError` where it does not fit the model."""
@@ -237,11 +237,14 @@ class LLM:
         """
         ids = self.encode(prompt)
         planned = self._plan(ids, options)
+        drafter = drafter or self.drafter
+        if planned.sampler.seeded:
+            look_here(drafter)
         text = TextStream(self.tokenizer, ids, planned.stops)
         seq = SequenceState(ids, planned.max_new_tokens, planned.sampler, planned.ends)
         rounds = decode(
             self.runtime,
-            drafter or self.drafter,
+            drafter,
             seq,
             rule=planned.rule,
             stop=timed(text.push, planned.config.max_time),
@@ -305,7 +308,7 @@ def load(
         few_bits = chosen is not None and any(one.path.low_precision for one in chosen.alternatives)
     plain = choose(layout_times(loaded), drafting=False) if layout == "auto" else layout
     layout = lay_out_(loaded, layout, drafting=drafting, few_bits=few_bits)
-    llm = LLM(loaded, tokenizer, name=model, profile=_guessing(chosen, identity, store, answers))
+    llm = LLM(loaded, tokenizer, name=model, profile=guessing(chosen, identity, store, answers))
     llm.layout, llm.plain_layout = layout, plain
     return llm
 
@@ -327,14 +330,6 @@ def wrap(
     if isinstance(profile, (str, Path)) and profile not in ("auto", "none"):
         profile = find_profile_file(profile)
     llm = LLM(model, tokenizer, name=name)
-    if (chosen := _guessing(choose_profile(llm.identity, profile), llm.identity, store, answers)) is not None:
+    if (chosen := guessing(choose_profile(llm.identity, profile), llm.identity, store, answers)) is not None:
         llm._use(chosen)
     return llm
-
-
-def _guessing(
-    profile: Profile | None, identity: Identity, store: str | Path | None, answers: str | Path | None
-) -> Profile | None:
-    if store is None and answers is None:
-        return profile
-    return (profile or Profile(model=identity)).guessing_from(store=store, answers=answers)

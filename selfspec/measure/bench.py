@@ -20,7 +20,7 @@ from selfspec.llm.llm import LLM, wrap
 from selfspec.llm.options import Options
 from selfspec.measure.agreement import Verdict, counted, verdict
 from selfspec.measure.bench_methods import METHODS, Weights, any_drafts, weights_of
-from selfspec.measure.cost_fitting import forward_seconds, measure_path_costs
+from selfspec.measure.cost_fitting import fastest_plain, forward_seconds, measure_path_costs
 from selfspec.measure.summary import by_task, expected, summary, theory
 from selfspec.measure.timing import Method, Runs, conditions, interleave
 from selfspec.model.layout import choose, lay_out_, layout_times, weight_bytes
@@ -93,6 +93,8 @@ def load_subjects(
     hf = ready(copy.deepcopy(model), None) if "hf" in weights_of(methods) else None
     skip = None if layouts["skip"] == layouts["plain"] else ready(copy.deepcopy(model), layouts["skip"])
     plain = ready(model, layouts["plain"])
+    if skip is not None and fastest_plain((plain, skip)) is skip:
+        plain, layouts["plain"] = skip, layouts["skip"]
     return Subjects(plain, skip or plain, hf, layouts, identity, widened)
 
 

@@ -24,6 +24,7 @@ from selfspec.drafters import LayerSkipDrafter
 from selfspec.facts.costs import CostModel, Prices
 from selfspec.facts.draft_path import FULL, LOW, DraftPath, HeadMode, Mode, as_path
 from selfspec.facts.skip import SkipSet
+from selfspec.llm.llm import LLM
 from selfspec.measure.cost_sweeps import EFFORTS, WIDE, Sample, Sweep, effort_within, pace, quiet, room_for
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
@@ -270,6 +271,22 @@ def forward_seconds(
     way = None if path == FULL else runtime.compile(path)
     with runtime.session(context + rows):
         return _timed(lambda: runtime.forward(tokens, context, path=way), runtime, repeats)
+
+
+def fastest_plain(llms: Sequence[LLM], *, context: int = 128, sweeps: int = 3) -> LLM:
+    """Of the same model with its weights laid out in several ways, the one whose plain step takes least, timed in turn.
+
+    How weights lie is chosen by products of some layers, measured once; plain decoding, which everything is held
+    against, is to be the fastest that can be had. Raises `BusyError` while one has a stream.
+    """
+    if len(llms) == 1:
+        return llms[0]
+    seconds = [math.inf] * len(llms)
+    for _ in range(sweeps):
+        for i, llm in enumerate(llms):
+            keys = min(context, llm.runtime.skeleton.context - 1)
+            seconds[i] = min(seconds[i], forward_seconds(llm.runtime, keys, repeats=8))
+    return llms[seconds.index(min(seconds))]
 
 
 def _wider(runtime: Runtime, context: int, path: DraftPath, repeats: int) -> list[float]:

@@ -33,6 +33,7 @@ WIDTHS = (1, 2, 3, 4, 8, 128)  # rows that are timed: a decoding step, verificat
 _SAMPLE = 512 * 2**20  # bytes of weights that are timed, where the model has as many: more than processors cache
 _BUDGET = 1.5  # seconds of timing; every layout is timed at least twice
 _ERROR = 8  # times the error of the products by `rows` that those of another layout may have
+MUCH = 2.0  # times longer than can be: such times are not remembered
 _CLEARLY = 0.97  # of what `rows` costs: another layout that costs less is taken
 _NO_DEARER = 1.03  # of what plain decoding's layout needs for one row: a layout for drafting needs no more
 _STEP = 0.35  # what a draft step costs, in passes of the whole model over one row
@@ -149,7 +150,7 @@ def layout_times(model: Any) -> Times:
     times = _sound(read_cached(path))
     if times is None:
         times = measure_layouts(model)
-        if times:
+        if times and not _disturbed(times):
             write_cached(path, times)
     return times
 
@@ -222,6 +223,12 @@ def measure_layouts(model: Any) -> Times:
     for width in WIDTHS if "native" in times else ():
         times["native"][width] *= IN_A_PASS if width <= ROWS else 1.0
     return times
+
+
+def _disturbed(times: Times) -> bool:
+    """Whether something else used the machine: a product over w rows took far longer than w over one, or one than w."""
+    decoding = WIDTHS[:-1]
+    return any(t[w] > MUCH * w * t[1] or t[1] > MUCH * t[w] for t in times.values() for w in decoding)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,3 +39,15 @@ def _measured_on(profile: Profile, identity: Identity) -> bool:
     if not profile.measured or theirs is None or theirs != identity.fingerprint:
         return False
     return profile.model.mismatch(identity) is None
+
+
+def guessing(
+    profile: Profile | None, identity: Identity, store: str | Path | None, answers: str | Path | None
+) -> Profile | None:
+    """A profile, or none, with guesses from a store of texts and from earlier answers, where these are named.
+
+    Raises `SelfspecError` where what drafts takes none.
+    """
+    if store is None and answers is None:
+        return profile
+    return (profile or Profile(model=identity)).guessing_from(store=store, answers=answers)

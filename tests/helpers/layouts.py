@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from wants import reason
@@ -9,6 +12,7 @@ from wants import reason
 from selfspec.model.layout import LAYOUTS, WIDTHS, Times, layout_times
 from selfspec.model.loading import load_model
 from selfspec.model.native_library import available
+from selfspec.runtime.forward import Runtime
 
 HAS_ONEDNN = bool(torch.backends.mkldnn.is_available())
 HAS_NATIVE = available()
@@ -31,6 +35,16 @@ def fastest(plain: str, drafting: str | None = None) -> Times:
     if drafting is not None and drafting != plain:
         times[drafting] = {width: 2.0 if width == max(WIDTHS) else 1.02 for width in WIDTHS}
     return times
+
+
+def seconds_by_rows(by_rows: float, by_columns: float) -> Callable[..., float]:
+    """What a pass is to be told to have taken, by how the weights of the runtime's model lie."""
+
+    def forward_seconds(runtime: Runtime, *_: Any, **__: Any) -> float:
+        weight = runtime.model.model.layers[0].self_attn.q_proj.weight
+        return by_rows if weight.is_contiguous() else by_columns
+
+    return forward_seconds
 
 
 def tell_commands() -> None:

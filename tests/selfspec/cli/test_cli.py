@@ -13,6 +13,7 @@ from pathlib import Path
 import command
 import pytest
 import torch
+from layouts import fastest, seconds_by_rows
 from models import CONFIGS, tiny
 from selfspec.search.ledger import Ledger
 from transformers import GenerationConfig
@@ -25,6 +26,7 @@ from selfspec.facts.events import TokenEvent
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.options import Options
+from selfspec.measure import timing
 from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.reading import parse_profile, profile_schema, read_profile, write_profile
 from selfspec.profile.schema import Profile
@@ -124,6 +126,25 @@ class TestGenerate:
         assert data["compare"]["identical"] is True
         assert data["compare"]["speedup"] > 0
         assert data["compare"]["plain"]["drafted"] == 0
+
+    @pytest.mark.parametrize(("by_rows", "by_columns", "fastest_one"), [(2.0, 1.0, "columns"), (1.0, 2.0, "rows")])
+    def test_speedups_are_over_the_fastest_plain_decoding(
+        self, cli, profile_file, monkeypatch, by_rows, by_columns, fastest_one
+    ):
+        """Whichever weights were thought to suit it: here `rows`, and `columns` drafting."""
+        held, compare = [], timing.compare
+        monkeypatch.setattr("selfspec.model.layout.layout_times", lambda model: fastest("rows", "columns"))
+        monkeypatch.setattr("selfspec.llm.llm.layout_times", lambda model: fastest("rows", "columns"))
+        monkeypatch.setattr("selfspec.measure.cost_fitting.forward_seconds", seconds_by_rows(by_rows, by_columns))
+
+        def note(llm, *args, plain_llm, **options):
+            held.append((llm.layout, plain_llm.layout))
+            return compare(llm, *args, plain_llm=plain_llm, **options)
+
+        monkeypatch.setattr(timing, "compare", note)
+        args = ("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 4, "--compare")
+        assert cli(*args)[0] == 0
+        assert held == [("columns", fastest_one)]
 
     def test_stats_go_to_standard_error(self, cli):
         code, out, err = cli("generate", PROMPT, "--max-new-tokens", 4, "--stats")

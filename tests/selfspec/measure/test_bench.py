@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layouts import CHOOSABLE, HAS_ONEDNN, fastest
+from layouts import CHOOSABLE, HAS_ONEDNN, fastest, seconds_by_rows
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.facts.costs import CostModel
 from selfspec.facts.skip import SkipSet
 from selfspec.facts.stats import Round, Stats, acceptance_by_position
 from selfspec.facts.work import steps_of
-from selfspec.measure import bench
+from selfspec.measure import bench, cost_fitting
 from selfspec.measure.bench import Benchmark, Task, Watch, load_subjects
 from selfspec.measure.bench_methods import METHODS, check_methods, weights_of
 from selfspec.measure.summary import expected, summary, theory
@@ -100,6 +100,7 @@ def found(request, tmp_path_factory):
         patch.setattr("selfspec.model.layout.measure_layouts", lambda model: fastest(*request.param))
         patch.setattr(bench, "measure_path_costs", lambda *_, **__: TOLD)
         patch.setattr(bench, "forward_seconds", lambda *_, **__: ALONE)
+        patch.setattr(cost_fitting, "forward_seconds", lambda *_, **__: ALONE)
         patch.setattr(bench, "read_bandwidth", lambda size, device: 2.0 * size)
         subjects = load_subjects("builtin", ["plain", "skip", "hf"], widened=2, device="cpu", dtype="auto")
         profile = Profile(model=subjects.identity, draft=LayerSkipSpec.of(SkipSet((3,), (5,))))
@@ -116,6 +117,16 @@ def test_each_method_has_the_layout_that_serves_it(found, request):
     assert conditions["layouts"] == {"plain": plain, "skip": skip}
     assert (subjects.skip is subjects.plain) == (plain == skip)
     assert list(conditions["passes"]) == ["plain", *(["skip"] if plain != skip else []), "hf"]
+
+
+@pytest.mark.parametrize(("by_rows", "by_columns"), [(2.0, 1.0), (1.0, 2.0)])
+def test_speedups_are_over_the_fastest_plain_decoding(monkeypatch, by_rows, by_columns):
+    """Whichever weights were thought to suit it: here `rows`, and `columns` drafting."""
+    monkeypatch.setattr("selfspec.measure.bench.layout_times", lambda model: fastest("rows", "columns"))
+    monkeypatch.setattr("selfspec.measure.cost_fitting.forward_seconds", seconds_by_rows(by_rows, by_columns))
+    subjects = load_subjects("builtin", ["plain", "skip"], device="cpu", dtype="auto")
+    assert subjects.layouts == {"plain": "columns" if by_columns < by_rows else "rows", "skip": "columns"}
+    assert (subjects.plain is subjects.skip) == (by_columns < by_rows)
 
 
 def test_conditions_say_how_it_was_measured(found):

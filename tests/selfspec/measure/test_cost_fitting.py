@@ -11,6 +11,7 @@ from models import small
 
 from selfspec.facts.draft_path import FULL
 from selfspec.facts.skip import SkipSet
+from selfspec.llm.llm import LLM
 from selfspec.measure import cost_fitting as costing
 from selfspec.measure import cost_sweeps
 from selfspec.measure.cost_fitting import measure_costs
@@ -49,6 +50,15 @@ def model():
     model = small(layers=6)
     model.config.max_position_embeddings = 1024
     return model
+
+
+def test_plain_decoding_runs_where_its_step_takes_least(monkeypatch):
+    """Each is timed several times, in turn, and its least time counts."""
+    slow, fast = (LLM(small(layers=2), None) for _ in range(2))
+    times = {slow.runtime: [0.3, 0.3, 0.3], fast.runtime: [0.9, 0.2, 0.9]}
+    monkeypatch.setattr(costing, "forward_seconds", lambda runtime, *_, **__: times[runtime].pop())
+    assert costing.fastest_plain([slow, fast]) is fast
+    assert costing.fastest_plain([slow]) is slow
 
 
 def test_a_machine_of_known_speed_is_found_out(model, clock):

@@ -203,6 +203,17 @@ def test_layouts_are_measured_once(tmp_path, monkeypatch):
     assert len(seen) == 6
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_times_that_something_else_disturbed_are_not_remembered(tmp_path, monkeypatch, width):
+    """As one product over three rows cannot take ten times what three over one do, nor one row more than three."""
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    told, seen = fastest("columns"), []
+    told["rows"][width] *= 30
+    monkeypatch.setattr(layout, "measure_layouts", lambda model: seen.append(1) or told)
+    assert [lay_out_(single("llama"), drafting=True) for _ in range(2)] == ["columns", "columns"]
+    assert len(seen) == 2
+
+
 @needs_onednn
 def test_a_layout_whose_products_are_wrong_is_left_out(monkeypatch):
     real = torch.ops.mkldnn._reorder_linear_weight
