@@ -16,7 +16,7 @@ from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.drafters.plain import PlainDrafter
 from selfspec.drafters.recycle import RecycleDrafter
 from selfspec.drafters.router import routed
-from selfspec.facts.acceptance import AcceptanceCurve
+from selfspec.facts.acceptance import AcceptanceCurve, Outlook
 from selfspec.facts.confidence import PROBABILITY
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import WIDER
@@ -40,7 +40,6 @@ from selfspec.proposers.base import Proposer
 from selfspec.proposers.lookup import Lookup
 from selfspec.proposers.store import Store, Stored
 from selfspec.runtime.forward import Runtime
-from selfspec.runtime.here import as_here
 from selfspec.speculation.drafter import Drafter
 
 Spec = TypeVar("Spec", bound=DraftSpec)
@@ -62,12 +61,17 @@ def make_drafter(runtime: Runtime, profile: Profile) -> Drafter:
     return routed(profile, lambda one: _made(runtime, one))
 
 
-def make_guarded(runtime: Runtime, profile: Profile) -> Drafter:
-    """The same, kept from costing more than the guard's bound. Raises as that does."""
+def make_guarded(
+    runtime: Runtime, profile: Profile, here: Callable[[Runtime, Profile], Outlook] | None = None
+) -> Drafter:
+    """The same, kept from costing more than the guard's bound. Raises as that does.
+
+    `here` tells what rounds cost on the runtime, for texts with a seed; without it, they cost what the profile says.
+    """
 
     def guard(one: Profile) -> Guard:
-        here = partial(as_here, one.outlook, runtime, one.path)
-        return Guard(_made(runtime, one), outlook=one.outlook if one.costs else None, here=here)
+        told = one.outlook if one.costs else None
+        return Guard(_made(runtime, one), outlook=told, here=here and partial(here, runtime, one))
 
     return routed(profile, guard)
 

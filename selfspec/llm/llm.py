@@ -18,6 +18,7 @@ from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.arguments import takes
 from selfspec.llm.conversation import Conversation
+from selfspec.llm.here import outlook_here
 from selfspec.llm.messages import Message, checked, render
 from selfspec.llm.options import GenerateOptions, Options
 from selfspec.llm.plan import Plan, new_tokens, plan, timed
@@ -152,7 +153,7 @@ class LLM:
 
     def guarded(self, profile: Profile) -> Drafter:
         """The drafter that a profile describes, kept from costing more than the guard's bound. Raises as that does."""
-        return make_guarded(self.runtime, profile)
+        return make_guarded(self.runtime, profile, outlook_here)
 
     def drafts_with(self, profile: Profile) -> Drafter:
         """The drafter that a profile describes. Raises `SelfspecError` where it does not fit the model."""

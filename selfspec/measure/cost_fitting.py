@@ -25,7 +25,8 @@ from selfspec.facts.costs import CostModel, Prices
 from selfspec.facts.draft_path import FULL, LOW, DraftPath, HeadMode, Mode, as_path
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
-from selfspec.measure.cost_sweeps import EFFORTS, WIDE, Sample, Sweep, effort_within, pace, quiet, room_for
+from selfspec.llm.rounds import Sample
+from selfspec.measure.cost_sweeps import EFFORTS, WIDE, Sweep, effort_within, pace, quiet, room_for
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
 

@@ -9,18 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from selfspec.basics.machine import synchronise
 from selfspec.controllers import FixedK
-from selfspec.decoding.loop import decode
-from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.facts.draft_path import DraftPath
+from selfspec.drafters import LayerSkipDrafter
 from selfspec.facts.skip import SkipSet
+from selfspec.llm.rounds import Sample, timed_rounds
 from selfspec.runtime.forward import Runtime
-from selfspec.speculation.drafter import Limit
-from selfspec.speculation.drafts import NO_DRAFT, Draft
-from selfspec.speculation.rules import find_rule
 from selfspec.speculation.sampling import Sampler
-from selfspec.speculation.sequence import SequenceState
 
 # Drafted tokens, and how often in one decoding: short drafts are common when decoding, and caches settle accordingly.
 LENGTHS = {1: 6, 2: 5, 3: 4, 4: 3, 5: 2, 7: 2, 11: 1, 15: 1}
@@ -87,37 +81,6 @@ def effort_within(seconds: float, step: float, prompt: float, *, further: int = 
     return efforts[-1]
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One round: how many tokens were drafted along which path, and the seconds of it."""
-
-    path: DraftPath
-    drafted: int
-    draft: float
-    rest: float  # other than drafting: verification and the loop
-
-
-class Probe(PlainDrafter):
-    """Drafts as it is told, and times itself."""
-
-    drafts = True
-
-    def __init__(self, drafter: LayerSkipDrafter) -> None:
-        self.drafter = drafter
-        self.length, self.seconds = 0, 0.0
-
-    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """A chain of `length` tokens."""
-        start = time.perf_counter()
-        drafts = [NO_DRAFT] * len(seqs)
-        if self.length:
-            self.drafter.controller = FixedK(self.length)
-            drafts = self.drafter.propose(seqs, limits)
-        synchronise(self.drafter.runtime.device)
-        self.seconds = time.perf_counter() - start
-        return drafts
-
-
 class Sweep:
     """Decodings with every drafter, drafts of all lengths in random order, plain decoding in between.
 
@@ -152,7 +115,7 @@ class Sweep:
             yield
 
     def _decode(self, drafter: LayerSkipDrafter, plan: Sequence[int]) -> list[Sample]:
-        return _rounds(self.runtime, self.context, self._sampler, drafter, plan, self._draw)
+        return timed_rounds(self.runtime, self.context, self._sampler, drafter, plan, self._draw)
 
 
 def _shuffled(lengths: Sequence[int], draw: random.Random) -> Iterator[int]:
@@ -166,7 +129,7 @@ def pace(runtime: Runtime, context: int, sampler: Sampler, draw: random.Random) 
     """About the seconds of a plain step, and of a prompt's pass, by a short decoding."""
     drafter = LayerSkipDrafter(runtime, SkipSet(), FixedK(1))
     begun = time.perf_counter()
-    steps = [step.rest for step in _rounds(runtime, context, sampler, drafter, [0] * PACE, draw)]
+    steps = [step.rest for step in timed_rounds(runtime, context, sampler, drafter, [0] * PACE, draw)]
     whole = time.perf_counter() - begun
     return quiet(steps), max(whole - sum(steps) - quiet(steps), 0.0)
 
@@ -182,33 +145,3 @@ def room_for(runtime: Runtime, context: int) -> tuple[int, list[int]]:
 def quiet(times: Sequence[float]) -> float:
     """The lower quartile: what something takes while nothing else disturbs the machine."""
     return max(min(times), statistics.quantiles(times, n=4)[0]) if len(times) > 1 else times[0]
-
-
-def _rounds(
-    runtime: Runtime,
-    context: int,
-    sampler: Sampler,
-    drafter: LayerSkipDrafter,
-    plan: Sequence[int],
-    draw: random.Random,
-) -> list[Sample]:
-    """Decode a random prompt, drafting the numbers of tokens in `plan`; the round with the prompt's pass is left out.
-
-    Caches take several rounds to settle: on a CPU, a plain step after a wide pass was seen to take 1.6 times as long.
-    """
-    vocabulary = runtime.skeleton.identity.vocabulary or 2
-    room = runtime.skeleton.context - context
-    seq = SequenceState([draw.randrange(vocabulary) for _ in range(context)], room, sampler)
-    probe, samples = Probe(drafter), []
-    rounds = decode(runtime, probe, seq, rule=find_rule(None, sampler))
-    try:
-        for number, probe.length in enumerate([0, *plan]):
-            start = time.perf_counter()
-            next(rounds)
-            synchronise(runtime.device)
-            whole = time.perf_counter() - start
-            if number:
-                samples.append(Sample(drafter.path, probe.length, probe.seconds, whole - probe.seconds))
-    finally:
-        rounds.close()
-    return samples

@@ -28,7 +28,7 @@ ROOMS = {  # each with the rooms that it may import
     "drafters": "basics facts profile speculation controllers proposers runtime parts",
     "decoding": "basics facts speculation runtime",
     "llm": "basics facts profile show text speculation controllers model proposers runtime drafters decoding",
-    "measure": "basics facts profile text speculation controllers model runtime drafters decoding llm",
+    "measure": "basics facts profile text speculation controllers model runtime drafters llm",
     "search": "basics facts profile text speculation controllers proposers runtime drafters decoding llm measure",
     "training": "basics facts profile speculation runtime parts drafters decoding llm measure",
     "cli": "basics builtin facts profile show text speculation controllers proposers model llm measure search training",
