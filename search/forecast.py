@@ -23,8 +23,9 @@ TRIALS = 12  # that there should be time for, even if that means less text
 SCALES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05)  # of all tokens of the texts, as time allows
 TEXTS = 3  # that are kept, if there are so many: with fewer, no set can be told to be worse than another
 # Rows of a trial for each of the places where drafts start, as a share of the longest draft: where none is pruned, as
-# long as drafts are. What is typical, and times that at the least and at the most.
-ROWS, LEAST, MOST = 0.15, 0.6, 1.7
+# long as drafts are. What is typical, also where they run in few bits, and times that at the least and at the most.
+ROWS, IN_FEW_BITS, LEAST, MOST = 0.15, 0.45, 0.6, 1.7
+CONFIDENT, CONFIDENCE_SHARE = 3, 0.25  # tokens of the drafts by which it is told what is sure, and of the places
 OTHERS = 0.8, 1.15  # what the other phases may take, times what is expected
 LATE = 0.1  # of the time asked for, by which a search may be late
 
@@ -63,7 +64,8 @@ class Task:
     `prompts`: the tokens of each prompt searched on, `others` of each measured on; `new`: tokens that continue each.
     `variables`: of the space, 0 where they are not to be ranked. `trials`: still to be made. `replayed`: whether trials
     are replayed, else decoded. `measured`: whether the best is. `decided`: whether the texts are those that trials were
-    scored on before; `priced`: whether costs are known.
+    scored on before; `priced`: whether costs are known. `in_few_bits`: whether what is likely tried runs in few
+    bits, in drafts that are hardly ever wrong.
     """
 
     prompts: tuple[int, ...]
@@ -75,6 +77,7 @@ class Task:
     measured: bool = True
     decided: bool = False
     priced: bool = False
+    in_few_bits: bool = False
 
     def scaled(self, share: float) -> Task:
         """With about this share of the tokens: fewer texts, and shorter ones."""
@@ -94,7 +97,14 @@ class Task:
         """Seconds of a typical trial."""
         if not self.replayed:
             return len(self.prompts) * (self.prompt(pace) + self.new * pace.step)
-        return LONGEST_DRAFT * (pace.step + ROWS * len(self.prompts) * self.new * pace.row)
+        share = IN_FEW_BITS if self.in_few_bits else ROWS
+        return LONGEST_DRAFT * (pace.step + share * len(self.prompts) * self.new * pace.row)
+
+    def reading(self, pace: Pace) -> float:
+        """Seconds of reading the texts, and what drafts are sure of, with each of the two that may tell it."""
+        n = len(self.prompts)
+        sure = 0.0 if self.decided else 2 * CONFIDENT * (pace.step + CONFIDENCE_SHARE * n * self.new * pace.row)
+        return n * self.prompt(pace) + sure
 
     def needs(self, pace: Pace) -> dict[str, float]:
         """Seconds of each phase, done in full."""
@@ -116,15 +126,16 @@ class Task:
         return found | {
             "texts": n * prompt + self.new * (1 + together) * pace.step,
             "costs": 0.0 if self.priced else effort_within(math.inf, pace.step, prompt).seconds(pace.step, prompt),
-            "ranking": n * prompt + (ranked if self.variables else 0.0),
+            "ranking": self.reading(pace) + (ranked if self.variables else 0.0),
             "heads": 2 * trial if self.measured else 0.0,
             "ending": trial,
         }
 
     def fits(self, pace: Pace, budget: Budget) -> bool:
         """Whether there is time for these texts, and for several trials on them."""
-        trials = min(TRIALS, self.trials) * self.trial(pace)
-        return self.needs(pace)["texts"] <= budget.part("texts") and trials <= budget.part("trials")
+        needs = {"texts": self.needs(pace)["texts"], "trials": min(TRIALS, self.trials) * self.trial(pace)}
+        needs["ranking"] = self.reading(pace) if self.replayed else 0.0
+        return all(seconds <= budget.part(phase) for phase, seconds in needs.items())
 
 
 def time_for(task: Task, pace: Pace, budget: Budget) -> Task | None:

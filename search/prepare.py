@@ -19,7 +19,7 @@ from .budget import Budget, Deadline
 from .climbing import Gains, changed, cheaper
 from .confidence import fit_confidence
 from .continuations import Decoding, continue_prompts
-from .forecast import PLACES, Pace, Task
+from .forecast import CONFIDENCE_SHARE, CONFIDENT, PLACES, Pace, Task
 from .ledger import Ledger, Texts
 from .narrowing import Choices, paying
 from .objective import RANKING_SHARE, Objective, Replayed, WallClock
@@ -31,7 +31,6 @@ from .target_text import Text
 from .warm import BUDGETS, by_cosines, every_fourth, every_second, first_k, likely, programme
 from .watch import Silent, Watch
 
-CONFIDENT, CONFIDENCE_SHARE = 3, 0.25  # tokens of the drafts by which it is told what is sure, and of the places
 LEAST_RANKING = 1 / 64  # of each text's places: from fewer, what bypassing a sub-layer alone brings cannot be told
 
 

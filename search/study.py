@@ -16,8 +16,9 @@ from selfspec.controllers import make_controller
 from selfspec.facts.costs import CostModel
 from selfspec.facts.draft_path import DraftPath
 from selfspec.llm.llm import LLM
-from selfspec.llm.prompts import encode, fit, takes_messages
+from selfspec.llm.prompts import encode, fit, takes_messages, warn_of_cuts
 from selfspec.measure.cost_fitting import fastest_plain
+from selfspec.measure.cost_sweeps import room_for
 from selfspec.profile.schema import Calibration, Profile
 
 from .budget import Budget
@@ -37,7 +38,7 @@ from .space import Space
 from .storage import MEMORY
 from .strategies import Problem, Strategy, make_strategy
 from .unseen import FEWEST, PROMPTS, Again, best_on_others
-from .watch import Silent, Trial
+from .watch import Logged, Trial
 
 P = ParamSpec("P")
 
@@ -98,6 +99,11 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
     budget.loaded = budget.spent
     space = _space(llm, options)
     options.decoding.check()
+    if options.context is not None and (most := room_for(llm.runtime, options.context)[0]) < options.context:
+        raise SelfspecError(
+            f"context {options.context}: want at most {most}, to which the model's context of "
+            f"{llm.runtime.skeleton.context} has room for the rounds that are timed"
+        )
     chosen = choose(
         options.prompts,
         source=options.source,
@@ -106,14 +112,11 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
         chat=options.chat,
         takes_messages=takes_messages(llm),
     )
-    prompts, measured, others = (
-        _fitted(llm, part, options, template=chosen.template, chat=chosen.chat)
-        for part in (chosen.search, chosen.measure, chosen.rest[:PROMPTS])
-    )
+    prompts, measured, others = _fitted(llm, chosen, options)
     if not prompts:
         raise SelfspecError(f"{options.source}: holds no prompts")
     described = partial(_calibration, chosen, prompts)
-    ledger, watch = _ledger(llm, options, described(len(prompts))), options.watch or Silent()
+    ledger, watch = _ledger(llm, options, described(len(prompts))), options.watch or Logged()
     plain_llm = None
     if options.plain_llm is not None:
         watch.stage("loading the model as suits plain decoding", None)
@@ -183,6 +186,7 @@ def _task(
         measured=options.kv == "shared",
         decided=texts is not None,
         priced=ledger.costs is not None,
+        in_few_bits=space.base != "full",
     )
 
 
@@ -242,15 +246,16 @@ def _known_beforehand(search: Search, options: SearchOptions, held: ExitStack, d
     return _Known(search, worth, problem, costs, replay, smaller_head, again)
 
 
-def _fitted(
-    llm: LLM, prompts: Sequence[str], options: SearchOptions, *, template: str | None, chat: bool
-) -> tuple[list[int], ...]:
-    """The prompts as token ids, cut where they would not leave room for the new tokens."""
+def _fitted(llm: LLM, chosen: PromptSet, options: SearchOptions) -> Iterator[tuple[list[int], ...]]:
+    """The prompts to search on, to measure on, and others, as token ids, cut where they leave the new ones no room."""
     context, new = llm.runtime.skeleton.context, options.max_new_tokens
     if not 1 <= new < context:
         raise SelfspecError(f"max_new_tokens {new}: want 1 to {context - 1}, what the context leaves beside a prompt")
-    framed = chat or template is not None
-    return tuple(fit(encode(llm, prompt, chat=chat), context - new, framed=framed) for prompt in prompts)
+    parts = chosen.search, chosen.measure, chosen.rest[:PROMPTS]
+    encoded = [[encode(llm, prompt, chat=chosen.chat) for prompt in part] for part in parts]
+    warn_of_cuts((len(ids) for part in encoded for ids in part), context - new)
+    framed = chosen.chat or chosen.template is not None
+    return (tuple(fit(ids, context - new, framed=framed) for ids in part) for part in encoded)
 
 
 def _encoded(llm: LLM, prompts: Iterable[str], *, chat: bool) -> Iterator[list[int]]:

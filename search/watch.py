@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Protocol
 
 from .objective import Score
+
+_log = logging.getLogger("selfspec")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +50,21 @@ class Silent:
 
     def say(self, line: str) -> None:
         """Nothing."""
+
+
+class Logged(Silent):
+    """Tells the log `selfspec`, as information."""
+
+    def stage(self, name: str, total: int | None) -> None:
+        """Its name."""
+        _log.info("%s", name)
+
+    def trial(self, trial: Trial) -> None:
+        """Its speedup, and of what."""
+        _log.info(
+            "trial %d: %.3gx plain decoding predicted, %s", trial.number + 1, trial.score.speedup, trial.score.path.said
+        )
+
+    def say(self, line: str) -> None:
+        """The line."""
+        _log.info("%s", line)

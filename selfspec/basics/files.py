@@ -74,12 +74,12 @@ def check_writable(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` at `path` whole or not at all."""
+    """Write `text` at `path` whole or not at all. Raises `SelfspecError` when it cannot be written."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write `data` at `path` whole or not at all (a temporary file, then a rename)."""
+    """Write `data` at `path` whole or not at all (a temporary file, then a rename). Raises as `write_text` does."""
     path = path.resolve()  # through a link, not in place of it
     check_writable(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".selfspec-")
@@ -92,9 +92,11 @@ def write_bytes(path: Path, data: bytes) -> None:
         os.umask(umask)
         os.chmod(name, 0o666 & ~umask)
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
+        if isinstance(error, OSError):  # a full disk
+            raise SelfspecError(f"{path}: cannot be written ({_reason(error)})") from None
         raise
 
 

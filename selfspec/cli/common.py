@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from selfspec import builtin
@@ -118,15 +126,29 @@ def drafted_with(
 
 
 def progress(console: Console, *columns: ProgressColumn) -> Progress:
-    """A progress bar: description, bar, counts, `columns`, time left."""
+    """A progress bar: description, bar, counts, `columns`, time left; nothing where nobody sees it move."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
-        MofNCompleteColumn(),
+        _Counts(),
         *columns,
         TimeRemainingColumn(),
         console=console,
+        disable=not console.is_terminal,
     )
+
+
+def stage_line(console: Console, line: str) -> None:
+    """A line where no progress bar says it, as standard error is no terminal."""
+    if not console.is_terminal:
+        console.print(line, soft_wrap=True, markup=False)
+
+
+class _Counts(MofNCompleteColumn):
+    """How much of how much is done, where that is known."""
+
+    def render(self, task: Task) -> Text:
+        return Text("") if task.total is None else super().render(task)
 
 
 def printable(text: str) -> str:

@@ -122,11 +122,13 @@ class PromptOptions(DataOptions):
 
         The first or the last ones, as many of each task as there can be. Raises `SelfspecError`.
         """
-        from selfspec.llm.prompts import fitting, takes_messages
+        from selfspec.llm.prompts import encode, fitting, takes_messages, warn_of_cuts
         from selfspec.text.prompt_files import prompts_for
 
         used = prompts_for(read, "heldout", chat=self.chat, takes_messages=takes_messages(llm))
         some = used.some(limit, last=last)
         chat, framed = some.messages, some.template is not None
         prompts = tuple(fitting(llm, text, max_new_tokens, chat=chat, framed=framed) for text in some.texts)
+        lengths = (len(encode(llm, text, chat=chat)) for text in some.texts)
+        warn_of_cuts(lengths, llm.runtime.skeleton.context - max_new_tokens)
         return Given(some.source, some.texts, prompts, some.tasks, chat)

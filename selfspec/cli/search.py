@@ -15,7 +15,7 @@ from rich.progress import SpinnerColumn, TextColumn
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable
-from selfspec.cli.common import print_json, progress, quiet, set_threads, skip_map, stderr
+from selfspec.cli.common import print_json, progress, quiet, set_threads, skip_map, stage_line, stderr
 from selfspec.cli.facts import facts, plain_step
 from selfspec.cli.options import SearchCommand
 from selfspec.facts.draft_path import LOW
@@ -136,13 +136,16 @@ class _Watch:
             self._bar.stop()
 
     def loading(self) -> None:
-        """The model is loaded; shown where somebody looks, before whatever is wrong has been told."""
-        if self._console.is_terminal:
-            self._bar.start()
+        """The model is loaded."""
+        self._bar.start()
 
     def stage(self, name: str, total: int | None) -> None:
-        """What happens now; the bar shows from the first stage on, when everything has been checked."""
+        """What happens now; the bar shows from the first stage on, when everything has been checked.
+
+        Where there is none, as standard error is no terminal, a line.
+        """
         self._bar.start()
+        stage_line(self._console, f"{name} ...")
         best = self._bar.tasks[0].fields["best"]
         self._bar.remove_task(self._task)  # a task whose total is known cannot forget it
         self._task = self._bar.add_task(name, total=total, best=best)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import TextColumn
 
-from selfspec.cli.common import print_json, progress, quiet, set_threads, stderr
+from selfspec.cli.common import print_json, progress, quiet, set_threads, stage_line, stderr
 from selfspec.cli.options import TrainCommand
 from selfspec.model.loading import check_at_hand
 from selfspec.training.options import check_kind
+
+EVERY = 30  # seconds, after which how it goes is told where no progress bar says it
 
 if TYPE_CHECKING:
     from selfspec.training.fit import Fitted
@@ -57,9 +60,10 @@ def run(given: TrainCommand) -> int:
 
 
 class _Watch:
-    """A progress bar: what is done now, and how it goes."""
+    """A progress bar: what is done now, and how it goes; lines now and then where nobody sees it move."""
 
     def __init__(self, console: Console) -> None:
+        self._console, self._told = console, time.monotonic()
         self._bar = progress(console, TextColumn("{task.fields[said]}"))
         self._task = self._bar.add_task("loading the model", total=None, said="")
 
@@ -72,12 +76,16 @@ class _Watch:
 
     def stage(self, name: str, total: float | None) -> None:
         """What happens now."""
+        stage_line(self._console, f"{name} ...")
         self._bar.remove_task(self._task)
         self._task = self._bar.add_task(name, total=total, said="")
 
     def step(self, done: float, said: str) -> None:
         """So much of it is done."""
         self._bar.update(self._task, completed=done, said=said)
+        if said and time.monotonic() > self._told + EVERY:
+            stage_line(self._console, said)
+            self._told = time.monotonic()
 
 
 def _report(fitted: Fitted, console: Console) -> None:

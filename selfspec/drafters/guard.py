@@ -124,7 +124,7 @@ class Guard:
         drafter: Drafter,
         *,
         outlook: Outlook | None = None,
-        here: Callable[[], Outlook] | None = None,
+        here: Callable[[], Outlook | None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.drafter = drafter
@@ -148,7 +148,7 @@ class Guard:
     def look_here(self) -> None:
         """Learn what rounds cost here, unless it is known; raises as `here` does."""
         if self._here is not None:
-            self.outlook, self._here = self._here(), None
+            self.outlook, self._here = self._here() or self.outlook, None
 
     def begin(self, seq: SequenceState, prefill: Step) -> None:
         """A new account."""

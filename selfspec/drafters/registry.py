@@ -62,7 +62,7 @@ def make_drafter(runtime: Runtime, profile: Profile) -> Drafter:
 
 
 def make_guarded(
-    runtime: Runtime, profile: Profile, here: Callable[[Runtime, Profile], Outlook] | None = None
+    runtime: Runtime, profile: Profile, here: Callable[[Runtime, Profile], Outlook | None] | None = None
 ) -> Drafter:
     """The same, kept from costing more than the guard's bound. Raises as that does.
 

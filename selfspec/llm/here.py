@@ -37,12 +37,13 @@ Shares = dict[str, dict[int, float]]
 """What a `round` without its draft takes by rows verified, and a `draft` of one token: in plain rounds."""
 
 
-def outlook_here(runtime: Runtime, profile: Profile) -> Outlook:
+def outlook_here(runtime: Runtime, profile: Profile) -> Outlook | None:
     """A profile's outlook, with rounds and draft steps as dear as they are on this runtime.
 
     What a profile says was measured on some machine, with weights that lay as suited it. Rounds are timed here once for
     each kind of model and path, and remembered, so that texts with a seed are the same from run to run. Raises
-    `BusyError` while the runtime has a stream.
+    `BusyError` while the runtime has a stream. Where the context leaves no room to time them, the profile's own, and
+    None for one without costs.
     """
     told, path = profile.outlook, profile.path
     file = _file(runtime, path)
@@ -50,7 +51,7 @@ def outlook_here(runtime: Runtime, profile: Profile) -> Outlook:
     if known is None:
         known = measured(runtime, path)
         if not known:
-            return told
+            return told if profile.costs else None
         write_cached(file, known)
     rounds = tuple(_at(known["round"], rows) for rows in range(len(told.rounds)))
     if not path.cheaper:

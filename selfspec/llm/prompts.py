@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from selfspec.basics.errors import SelfspecError
@@ -30,6 +32,15 @@ def fit(ids: list[int], room: int, *, framed: bool) -> list[int]:
         return ids[:room]
     end = room // 2
     return ids[: room - end] + ids[len(ids) - end :]
+
+
+def warn_of_cuts(lengths: Iterable[int], room: int) -> None:
+    """Warn where prompts of these lengths, in tokens, are cut to `room`."""
+    cut = [length for length in lengths if length > room]
+    if cut:
+        many = "1 prompt is" if len(cut) == 1 else f"{len(cut)} prompts are"
+        longest = f"{max(cut)} tokens" if len(cut) == 1 else f"up to {max(cut)} tokens"
+        warnings.warn(f"{many} cut: of {longest}, where the context leaves {room} beside the new ones", stacklevel=3)
 
 
 def takes_messages(llm: LLM) -> bool:

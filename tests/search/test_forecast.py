@@ -73,6 +73,23 @@ def test_trials_that_decode_take_what_decoding_takes():
     assert timed.needs(PACE)["trials"] == pytest.approx(40 * decoding)
 
 
+def test_drafts_in_few_bits_take_longer_to_replay():
+    """As they are hardly ever wrong; so there is time for less text."""
+    low = replace(TASK, in_few_bits=True)
+    assert low.trial(PACE) > 2 * TASK.trial(PACE)
+    planned, usual = (time_for(task, PACE, budget(120)) for task in (low, TASK))
+    assert planned.fits(PACE, budget(120))
+    assert len(planned.prompts) * planned.new < len(usual.prompts) * usual.new
+
+
+def test_the_texts_can_be_read_in_the_time_that_ranking_has():
+    """What drafts are sure of is read with them, unless it is known."""
+    for seconds in (300, 60, 30):
+        planned = time_for(TASK, PACE, budget(seconds))
+        assert planned.reading(PACE) <= seconds * SHARES["ranking"] / sum(SHARES.values())
+        assert replace(planned, decided=True).reading(PACE) < planned.reading(PACE)
+
+
 def test_what_is_said():
     """In seconds, or minutes; whether there is a limit, and whether all of it fits in."""
     told = said(TASK, PACE, Budget(clock=lambda: 0.0))

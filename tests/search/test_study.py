@@ -113,6 +113,19 @@ def test_a_search_saves_what_it_found(llm, clockless):
     assert parse_profile(profile_text(profile), source="p") == profile
 
 
+def test_the_log_tells_what_happens_unless_a_watch_is_told(llm, clockless, caplog):
+    with caplog.at_level("INFO", logger="selfspec"):
+        search(llm, trials=1, count=1, max_new_tokens=8)
+        said = [record.message for record in caplog.records]
+        assert said[0] == "timing the model"
+        assert said[1].startswith("this will take about")
+        assert "searching" in said
+        assert any(line.startswith("trial 1: ") and "plain decoding predicted" in line for line in said)
+        caplog.clear()
+        search(llm, trials=1, count=1, max_new_tokens=8, watch=Watched())
+        assert not caplog.records
+
+
 @pytest.mark.parametrize("strategy", ["climb", "tpe"])
 def test_a_seeded_search_repeats(llm, clockless, strategy):
     runs = []

@@ -400,6 +400,8 @@ class TestSearch:
         code, out, err = cli(*args)
         assert (code, out) == (0, "")
         assert "saved found.yaml" in err
+        assert "continuing prompts ...\nmeasuring costs ...\n" in err, "a line for each stage where no bar moves"
+        assert "0/?" not in err
         assert re.search(r"costs: plain step [\d.]+ ms, verifying 4 tokens [\d.]+ times as much as 1", err)
         assert not (tmp_path / "found.yaml.trials.jsonl").exists()
         profile = read_profile(tmp_path / "found.yaml")
@@ -415,6 +417,18 @@ class TestSearch:
         assert data["out"] == "profile.yaml"
         assert data["profile"]["calibration"]["source"] == "mine.jsonl"
         assert (tmp_path / "profile.yaml").exists()
+
+    def test_prompts_that_are_cut_are_counted(self, cli, tmp_path):
+        (tmp_path / "mine.jsonl").write_text(json.dumps({"text": "x = 1\n" * 2000}) + '\n{"text": "class A:"}\n')
+        args = ("search", "--data", "mine.jsonl", "--trials", 1, "--max-new-tokens", 4, "--minutes", 0.001)
+        assert "warning: 1 prompt is cut: of 8000 tokens, where the context leaves 1020 beside the" in cli(*args)[2]
+        args = ("bench", "--prompts", "mine.jsonl", "--methods", "plain", "--max-new-tokens", 2, "--rounds", 1)
+        assert "warning: 1 prompt is cut: of 8000 tokens, where the context leaves 1022 beside the" in cli(*args)[2]
+
+    def test_a_context_that_the_model_cannot_have(self, cli):
+        code, out, err = cli("search", "--context", 999999)
+        assert (code, out) == (2, "")
+        assert err.splitlines()[-1].startswith("error: context 999999: want at most ")
 
     def test_every_option(self, cli, tmp_path):
         args = ("search", "--trials", 2, "--prompts", 2, "--max-new-tokens", 6, "--keep-best", "--minutes", 5)

@@ -11,7 +11,7 @@ from selfspec.facts.acceptance import Outlook
 from selfspec.facts.draft_path import FULL, DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.llm import here
-from selfspec.llm.here import outlook_here
+from selfspec.llm.here import measured, outlook_here
 from selfspec.llm.llm import LLM
 from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.schema import Profile
@@ -35,6 +35,7 @@ def passes(monkeypatch, tmp_path):
         return forward(self, tokens, positions, path=path, **options)
 
     monkeypatch.setattr(Runtime, "forward", timed)
+    monkeypatch.setattr(here, "measured", measured)
     monkeypatch.setattr(here.time, "perf_counter", lambda: now[0])
     return ran
 
@@ -95,7 +96,9 @@ def test_a_short_context_is_timed_as_far_as_it_goes(passes, context, widest):
     told = profile_of(runtime)
     found = outlook_here(runtime, told)
     if widest is None:
-        assert found == told.outlook
+        assert found is None
+        priced = profile_of(runtime, costs=COSTS)
+        assert outlook_here(runtime, priced) == priced.outlook
         return
     assert found.rounds[widest] == pytest.approx(1 + (widest - 1) / 10)
     assert max(n for n in passes if n != context // 4 - 1) == widest, "beside the prompt"

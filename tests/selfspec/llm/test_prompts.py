@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
-from selfspec.llm.prompts import check_chat, encode, fit, fitting
+from selfspec.llm.prompts import check_chat, encode, fit, fitting, warn_of_cuts
 
 
 @pytest.fixture
@@ -89,3 +89,12 @@ def test_it_is_checked_without_the_model(tmp_path, llm):
     check_chat(str(tmp_path))
     with pytest.raises(SelfspecError, match="chat template leaves system messages out; do without one"):
         check_chat(str(tmp_path), system=True)
+
+
+def test_prompts_that_are_cut_are_counted(recwarn):
+    warn_of_cuts([3, 5], 5)
+    assert not recwarn
+    with pytest.warns(UserWarning, match="^2 prompts are cut: of up to 9 tokens, where the context leaves 5 beside"):
+        warn_of_cuts([3, 6, 9], 5)
+    with pytest.warns(UserWarning, match="^1 prompt is cut: of 6 tokens, where"):
+        warn_of_cuts([6], 5)

@@ -201,6 +201,17 @@ def test_rows_in_bfloat16_are_summed_in_float32_and_rounded_last(kind, rows):
 
 
 @needs_native
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+def test_many_rows_have_the_bits_of_few_where_torch_is_slow(kind, monkeypatch):
+    """As it is with bfloat16 on processors without such products."""
+    monkeypatch.setattr("selfspec.model.native.torch_has_bfloat16", lambda: False)
+    product, _, _ = product_of(kind, 0, 24, 96, bias=True)
+    x = rows_of(kind, 2 * ROWS + 3, 96)
+    assert torch.equal(product(x), torch.cat([product(row[None]) for row in x]))
+    assert product(x).dtype == x.dtype
+
+
+@needs_native
 @each_kind
 def test_a_bias_can_be_had_later(kind):
     """4-bit weights, which are packed, among them; for few rows and for many."""
