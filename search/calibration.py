@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from selfspec.profile.schema import Calibration
 from selfspec.text.prompt_files import Prompts, prompts_for
+from selfspec.text.rows import FileTexts, digest
 
 COUNTED = 1000  # prompts that serve neither searching nor measuring, whose tokens are counted
 
@@ -55,11 +56,11 @@ def choose(
         search, measure = (tuple(draw.sample(part.texts, min(count, len(part.texts)))) for part in (used, held_out))
         left, available = tuple(prompt for prompt in used.texts if prompt not in search), len(used.texts)
     else:
-        distinct = list(dict.fromkeys(used.texts))
+        distinct = _distinct(used.texts)
         draw.shuffle(distinct)
         count, available = min(count, (len(distinct) + 1) // 2), len(distinct)
-        search, measure = tuple(distinct[:count]), tuple(distinct[count : 2 * count])
-        left = tuple(distinct[2 * count : 2 * count + COUNTED])
+        drawn = tuple(used.texts[index] for index in distinct[: 2 * count + COUNTED])
+        search, measure, left = drawn[:count], drawn[count : 2 * count], drawn[2 * count :]
     return PromptSet(
         used.source,
         search,
@@ -71,6 +72,15 @@ def choose(
         used.template,
         used.messages,
     )
+
+
+def _distinct(texts: Sequence[str]) -> list[int]:
+    """The number of each text that is like none before it; told by a hash, as texts may be more than memory holds."""
+    digests = texts.digests if isinstance(texts, FileTexts) else map(digest, texts)
+    seen: dict[bytes, int] = {}
+    for index, of in enumerate(digests):
+        seen.setdefault(of, index)
+    return list(seen.values())
 
 
 def record(

@@ -131,4 +131,4 @@ class PromptOptions(DataOptions):
         prompts = tuple(fitting(llm, text, max_new_tokens, chat=chat, framed=framed) for text in some.texts)
         lengths = (len(encode(llm, text, chat=chat)) for text in some.texts)
         warn_of_cuts(lengths, llm.runtime.skeleton.context - max_new_tokens)
-        return Given(some.source, some.texts, prompts, some.tasks, chat)
+        return Given(some.source, tuple(some.texts), prompts, some.tasks, chat)

@@ -7,6 +7,7 @@ and takes `["a"]` for a row, and neither of its readers tells the line that is w
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, Self
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import kind, read_text
-from selfspec.text.rows import checked, json_rows, lines
+from selfspec.text.rows import FileTexts, checked, json_row, lines
 from selfspec.text.shape import Shape
 from selfspec.text.sources import PRESETS, read_folder, read_parquet, read_preset
 from selfspec.text.spec_bench import PREFIX, read_questions, spec_bench_file
@@ -33,7 +34,7 @@ class Prompts:
     """
 
     source: str
-    texts: tuple[str, ...]
+    texts: Sequence[str]
     column: str | None = None
     template: str | None = None
     messages: bool = False
@@ -82,6 +83,7 @@ def read_prompts(
     if not name:
         raise SelfspecError("the data's name is empty; want a file, a folder, or the name of a set")
     shape = Shape(column, template)
+    found: Sequence[str]
     tasks: tuple[str, ...] = ()
     if name.startswith(PREFIX):
         if shape != Shape():
@@ -102,7 +104,9 @@ def read_prompts(
     else:
         found, tasks = _read_file(path, shape)
         name = path.name
-    return Prompts(name, tuple(found), shape.column, shape.template, tasks=tasks)
+    return Prompts(
+        name, found if isinstance(found, FileTexts) else tuple(found), shape.column, shape.template, tasks=tasks
+    )
 
 
 def read_texts(data: str | Path, *, column: str | None = None, template: str | None = None) -> list[str]:
@@ -116,7 +120,7 @@ def read_texts(data: str | Path, *, column: str | None = None, template: str | N
     return list(read_prompts(data, column=column, template=template).texts)
 
 
-def _read_file(path: Path, shape: Shape) -> tuple[list[str], tuple[str, ...]]:
+def _read_file(path: Path, shape: Shape) -> tuple[Sequence[str], tuple[str, ...]]:
     """The prompts of a .jsonl or .txt file, and their tasks where each has one."""
     suffix = path.suffix.lower()
     if suffix not in (".jsonl", ".txt"):
@@ -125,28 +129,33 @@ def _read_file(path: Path, shape: Shape) -> tuple[list[str], tuple[str, ...]]:
             f"{path}: {missing}want a .jsonl file (rows with 'prompt' or 'text'), a .txt file (one a line), a .parquet "
             f"file, a folder of text files, or one of {', '.join(PRESETS)}"
         )
-    tasks: list[str | None] = []
-    if suffix == ".txt":
-        prompts = _text_lines(path, shape)
-    else:
-        prompts = []
-        for where, row in json_rows(path):
-            prompts.append(_prompt(row, shape, where=where))
+    text = _line_of(path, shape) if suffix == ".txt" else _row_of(shape)
+    found, tasks = FileTexts(path, text), list[str | None]()
+    for line in lines(path):
+        if suffix == ".jsonl":
+            row = json_row(line.text, line.where)
+            found.add(line, _prompt(row, shape, where=line.where))
             tasks.append(_task(row))
-    if not prompts:
+        elif prompt := text(line.text, line.where):
+            found.add(line, prompt)
+    if not found:
         raise SelfspecError(f"{path}: holds no prompts")
     known = tuple(task for task in tasks if task is not None)
-    return prompts, known if len(known) == len(prompts) else ()
+    return found, known if len(known) == len(found) else ()
 
 
-def _text_lines(path: Path, shape: Shape) -> list[str]:
-    rows = list(lines(path))
+def _line_of(path: Path, shape: Shape) -> Callable[[str, str], str]:
+    """The prompt that a line of a .txt file is."""
     try:
         shape.columns(["text"])
     except SelfspecError as error:
         raise SelfspecError(f"{path}: {error}") from None
-    found = (shape.text({"text": line.rstrip("\r")}) for _, line in rows)
-    return [text for text in found if text is not None]
+    return lambda line, where: shape.text({"text": line.rstrip("\r")}) or ""
+
+
+def _row_of(shape: Shape) -> Callable[[str, str], str]:
+    """The prompt that a line of a .jsonl file holds."""
+    return lambda line, where: _prompt(json_row(line, where), shape, where=where)
 
 
 def _prompt(row: Any, shape: Shape, *, where: str) -> str:

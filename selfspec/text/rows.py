@@ -3,31 +3,126 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from array import array
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from operator import eq
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, overload
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import read_text
+from selfspec.basics.files import check_file
 from selfspec.text.prompt import is_unicode
 
 
-def lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Each line that is not blank, after where it stands, for errors. Raises `SelfspecError`."""
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if line.strip():
-            yield f"{path}, line {number}", line
+def digest(text: str) -> bytes:
+    """A hash of a text."""
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """What each line of a .jsonl file holds, after where it stands. Raises `SelfspecError` for one that is no JSON."""
-    for where, line in lines(path):
-        try:
-            yield where, json.loads(line)
-        except RecursionError:
-            raise SelfspecError(f"{where}: not valid JSON (nested too deeply)") from None
-        except ValueError as error:
-            raise SelfspecError(f"{where}: not valid JSON ({getattr(error, 'msg', error)})") from None
+class FileTexts(Sequence[str]):
+    """Texts of some of a file's lines, of which only the places are held: each is read when it is asked for.
+
+    `text(line, where)` gives that of a line. `digests`: a hash of each text, by which equal ones are told. Raises
+    `SelfspecError` where the file cannot be read any more.
+    """
+
+    def __init__(self, path: Path, text: Callable[[str, str], str]) -> None:
+        self._path, self._text = path, text
+        self._starts, self._numbers = array("q"), array("q")
+        self.digests: list[bytes] = []
+
+    def add(self, line: Line, text: str) -> None:
+        """One more, with what was made of it."""
+        self._starts.append(line.start)
+        self._numbers.append(line.number)
+        self.digests.append(digest(text))
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[str, ...]: ...
+    def __getitem__(self, index: int | slice) -> str | tuple[str, ...]:
+        if isinstance(index, slice):
+            return tuple(self._read(range(len(self))[index]))
+        (text,) = self._read([range(len(self))[index]])
+        return text
+
+    def __iter__(self) -> Iterator[str]:
+        return self._read(range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _read(self, indices: Iterable[int]) -> Iterator[str]:
+        with opened(self._path) as file:
+            for index in indices:
+                file.seek(self._starts[index])
+                where = f"{self._path}, line {self._numbers[index]}"
+                yield self._text(_decoded(file.readline(), self._path, self._starts[index]), where)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A file to read. Raises `SelfspecError` when it is missing, no regular file or unreadable, also later on."""
+    check_file(path)
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise SelfspecError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a file: its text, its number, from 1 on, its first byte, and where it stands, for errors."""
+
+    text: str
+    number: int
+    start: int
+    where: str
+
+
+def lines(path: Path) -> Iterator[Line]:
+    """Each line that is not blank, one after the other, however long the file. Raises `SelfspecError`."""
+    start = 0
+    with opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            mark = len(BOM_UTF8) if number == 1 and line.startswith(BOM_UTF8) else 0
+            if (text := _decoded(line[mark:], path, start + mark)).strip():
+                yield Line(text, number, start + mark, f"{path}, line {number}")
+            start += len(line)
+
+
+def _decoded(line: bytes, path: Path, start: int) -> str:
+    try:
+        return line.decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise SelfspecError(f"{path}: not UTF-8 text (byte {start + error.start})") from None
+
+
+def json_rows(path: Path) -> Iterator[tuple[Line, Any]]:
+    """What each line of a .jsonl file holds, after the line. Raises `SelfspecError` for one that is no JSON."""
+    for line in lines(path):
+        yield line, json_row(line.text, line.where)
+
+
+def json_row(text: str, where: str) -> Any:
+    """What a line of a .jsonl file holds. Raises `SelfspecError` where it is no JSON."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise SelfspecError(f"{where}: not valid JSON (nested too deeply)") from None
+    except ValueError as error:
+        raise SelfspecError(f"{where}: not valid JSON ({getattr(error, 'msg', error)})") from None
 
 
 def checked(text: str, where: str) -> str:

@@ -29,7 +29,7 @@ def spec_bench_file(data: str) -> Path:
 
 def read_questions(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The questions and, for each, its task. Raises `SelfspecError` naming the file, and the line that is wrong."""
-    found = [_question(row, where) for where, row in json_rows(path)]
+    found = [_question(row, line.where) for line, row in json_rows(path)]
     if not found:
         raise SelfspecError(f"{path}: holds no questions; want Spec-Bench's question.jsonl")
     texts, tasks = zip(*found, strict=True)
