@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from selfspec.profile.schema import Calibration
+from selfspec.text.prompt import Prompt
 from selfspec.text.prompt_files import Prompts, prompts_for
 from selfspec.text.rows import FileTexts, digest
 
@@ -24,10 +25,10 @@ class PromptSet:
     """
 
     source: str
-    search: tuple[str, ...]
-    measure: tuple[str, ...]
+    search: tuple[Prompt, ...]
+    measure: tuple[Prompt, ...]
     held_out: bool
-    rest: tuple[str, ...] = ()
+    rest: tuple[Prompt, ...] = ()
     available: int = 0
     column: str | None = None
     template: str | None = None
@@ -35,7 +36,7 @@ class PromptSet:
 
 
 def choose(
-    prompts: Sequence[str] | Prompts | None,
+    prompts: Sequence[Prompt] | Prompts | None,
     *,
     source: str,
     count: int,
@@ -48,18 +49,23 @@ def choose(
     Where there are too few for both, each gets half; a single one serves both. `source` names a plain sequence. Which
     are built in, and which are a user's messages, follows from `chat` and `takes_messages` as in `prompts_for`.
     """
-    given = prompts if prompts is None or isinstance(prompts, Prompts) else Prompts(source, tuple(prompts))
-    used = prompts_for(given, "calibration", chat=chat, takes_messages=takes_messages)
-    draw = random.Random(seed)
-    if given is None:
-        held_out = prompts_for(None, "heldout", chat=chat, takes_messages=takes_messages)
-        search, measure = (tuple(draw.sample(part.texts, min(count, len(part.texts)))) for part in (used, held_out))
-        left, available = tuple(prompt for prompt in used.texts if prompt not in search), len(used.texts)
+    if prompts is None or isinstance(prompts, Prompts):
+        used = prompts_for(prompts, "calibration", chat=chat, takes_messages=takes_messages)
+        texts: Sequence[Prompt] = used.texts
     else:
-        distinct = _distinct(used.texts)
+        used, texts = Prompts(source, (), messages=chat), tuple(prompts)
+    draw = random.Random(seed)
+    if prompts is None:
+        held_out = prompts_for(None, "heldout", chat=chat, takes_messages=takes_messages)
+        search, measure = (
+            tuple[Prompt, ...](draw.sample(part.texts, min(count, len(part.texts)))) for part in (used, held_out)
+        )
+        left, available = tuple(prompt for prompt in texts if prompt not in search), len(texts)
+    else:
+        distinct = _distinct(texts)
         draw.shuffle(distinct)
         count, available = min(count, (len(distinct) + 1) // 2), len(distinct)
-        drawn = tuple(used.texts[index] for index in distinct[: 2 * count + COUNTED])
+        drawn = tuple(texts[index] for index in distinct[: 2 * count + COUNTED])
         search, measure, left = drawn[:count], drawn[count : 2 * count], drawn[2 * count :]
     return PromptSet(
         used.source,
@@ -74,7 +80,7 @@ def choose(
     )
 
 
-def _distinct(texts: Sequence[str]) -> list[int]:
+def _distinct(texts: Sequence[Prompt]) -> list[int]:
     """The number of each text that is like none before it; told by a hash, as texts may be more than memory holds."""
     digests = texts.digests if isinstance(texts, FileTexts) else map(digest, texts)
     seen: dict[bytes, int] = {}

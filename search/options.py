@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from selfspec.facts.controller import ControllerSpec
     from selfspec.llm.llm import LLM
     from selfspec.profile.draft import ProposerSpec
+    from selfspec.text.prompt import Prompt
     from selfspec.text.prompt_files import Prompts
 
     from .budget import Budget
@@ -63,10 +64,10 @@ _NAMED = {"warm": "warm starts", "logits_processor": "logits processors"}  # in 
 class SearchOptions:
     """What to search on, and how. What the help says of an option is not said again here.
 
-    `prompts`: calibration text, what `read_prompts` read, or None for built-in ones: requests to an assistant, as a
-    user's messages, where the tokenizer has a chat template, else Python. `source` names a plain list of them in the
-    profile; with `chat` each becomes a user's message by the tokenizer's chat template. `count` of them, drawn by
-    `seed`, are searched on, and as many others are measured on.
+    `prompts`: calibration texts (token ids or messages, too), what `read_prompts` read, or None for built-in ones:
+    requests to an assistant, as a user's messages, where the tokenizer has a chat template, else Python. `source`
+    names a plain list of them in the profile; with `chat` each text becomes a user's message by the tokenizer's chat
+    template. `count` of them, drawn by `seed`, are searched on, and as many others are measured on.
 
     Tokens are chosen as `temperature`, `top_k`, `top_p` and `logits_processor` say, and drafts verified by `rule`
     (None: as without a seed). The controller is tuned with the skip set, unless one is given, as a spec or as text
@@ -93,7 +94,7 @@ class SearchOptions:
     Raises `SelfspecError` for whatever is wrong without regard to a model.
     """
 
-    prompts: "Sequence[str] | Prompts | None" = None
+    prompts: "Sequence[Prompt] | Prompts | None" = None
     _: KW_ONLY
     source: str = "prompts"
     chat: bool = False

@@ -20,6 +20,7 @@ from selfspec.llm.prompts import encode, fit, takes_messages, warn_of_cuts
 from selfspec.measure.cost_fitting import fastest_plain
 from selfspec.measure.cost_sweeps import room_for
 from selfspec.profile.schema import Calibration, Profile
+from selfspec.text.prompt import Prompt
 
 from .budget import Budget
 from .calibration import PromptSet, choose, record
@@ -89,7 +90,7 @@ class _Drawn:
 
     held_out: HeldOut
     others: tuple[list[int], ...]
-    rest: tuple[str, ...]
+    rest: tuple[Prompt, ...]
     chat: bool
 
 
@@ -258,7 +259,7 @@ def _fitted(llm: LLM, chosen: PromptSet, options: SearchOptions) -> Iterator[tup
     return (tuple(fit(ids, context - new, framed=framed) for ids in part) for part in encoded)
 
 
-def _encoded(llm: LLM, prompts: Iterable[str], *, chat: bool) -> Iterator[list[int]]:
+def _encoded(llm: LLM, prompts: Iterable[Prompt], *, chat: bool) -> Iterator[list[int]]:
     """The prompts that can be encoded, as token ids: they are only counted."""
     for prompt in prompts:
         with suppress(SelfspecError):

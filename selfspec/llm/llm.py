@@ -19,7 +19,7 @@ from selfspec.facts.skip import SkipSet
 from selfspec.llm.arguments import takes
 from selfspec.llm.conversation import Conversation
 from selfspec.llm.here import outlook_here
-from selfspec.llm.messages import Message, checked, render
+from selfspec.llm.messages import checked, render
 from selfspec.llm.options import GenerateOptions, Options
 from selfspec.llm.plan import Plan, new_tokens, plan, timed
 from selfspec.llm.stream import Generation, Stream
@@ -38,7 +38,7 @@ from selfspec.speculation.sampling import whole
 from selfspec.speculation.sequence import SequenceState
 from selfspec.text.guided import Guide
 from selfspec.text.pieces import TextStream
-from selfspec.text.prompt import Prompt, is_unicode, token_ids
+from selfspec.text.prompt import Message, Prompt, is_chat, is_unicode, token_ids
 
 
 def _generate(llm: LLM, prompt: Prompt, options: GenerateOptions) -> Generation:
@@ -160,9 +160,11 @@ class LLM:
         return make_drafter(self.runtime, profile)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt, as `tokenizer(prompt)` gives them. Raises `SelfspecError` when empty or wrong."""
+        """Token ids, a text's as `tokenizer(prompt)` gives them, messages' by its template. Raises `SelfspecError`."""
         if isinstance(prompt, str) and not is_unicode(prompt):
             raise SelfspecError("the prompt is not valid Unicode text; give UTF-8")
+        if is_chat(prompt):
+            prompt = render(self.tokenizer, checked(prompt))
         ids = list(self.tokenizer(prompt).input_ids) if isinstance(prompt, str) else token_ids(prompt)
         if not ids:
             raise SelfspecError("the prompt is empty; give at least one token")

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from selfspec.basics.errors import SelfspecError, reason, short
-from selfspec.text.prompt import is_unicode
+from selfspec.text.prompt import Message, is_unicode
 
 ROLES = ("system", "user", "assistant")
-Message = Mapping[str, str]  # {"role": one of ROLES, "content": text}
 
 
 def message(role: str, content: object) -> dict[str, str]:

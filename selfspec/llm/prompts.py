@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from selfspec.basics.errors import SelfspecError
 from selfspec.llm.messages import check_system, message, render
 from selfspec.model.loading import load_tokenizer
-from selfspec.text.prompt import Prompt
+from selfspec.text.prompt import Prompt, is_chat
 
 if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 def encode(llm: LLM, prompt: Prompt, *, chat: bool = False, system: str | None = None) -> list[int]:
     """The token ids of a prompt; with `chat`, of a text as a user's message, perhaps after a `system` message.
 
+    Messages of a chat are one as they are.
+
     Raises `SelfspecError`.
     """
-    if not chat:
+    if not chat or is_chat(prompt):
         return llm.encode(prompt)
     before = [] if system is None else [message("system", system)]
-    return llm.encode(render(llm.tokenizer, [*before, message("user", prompt)]))
+    return llm.encode([*before, message("user", prompt)])
 
 
 def fit(ids: list[int], room: int, *, framed: bool) -> list[int]:

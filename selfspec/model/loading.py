@@ -1,4 +1,4 @@
-"""Finding and loading models: built in, a folder, a GGUF file, a hub id, all through `from_pretrained`."""
+"""Finding and loading models: built in, a folder, an adapter, a GGUF file, a hub id, all through `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from selfspec import builtin
 from selfspec.basics.errors import SelfspecError, reason
 from selfspec.basics.files import kind
 from selfspec.basics.hub import unreachable
+from selfspec.model.adapters import base_of, is_adapter, merged
 from selfspec.model.gguf import check_gguf, description, own_dtype, weights
 from selfspec.model.gguf_header import is_gguf
 from selfspec.model.packaged import PACKAGED, packaged_file
@@ -110,7 +111,12 @@ def check_model_name(name: str) -> None:
     path = Path(name)
     there = kind(path)
     if there == "folder":
-        if kind(path / "config.json") != "file":
+        if (base := _base(name)) != name:
+            try:
+                check_model_name(base)
+            except SelfspecError as error:
+                raise SelfspecError(f"{name} is a PEFT adapter: its {error}") from None
+        elif kind(path / "config.json") != "file":
             raise SelfspecError(f"model {name}: the folder has no config.json; want a model saved by save_pretrained")
     elif there != "missing":
         raise SelfspecError(f"model {name} is a file, and no GGUF file; {want}")
@@ -121,6 +127,7 @@ def check_model_name(name: str) -> None:
 def check_at_hand(name: str) -> None:
     """Raise `SelfspecError` for what can be no model, and for a hub id without a copy here where no hub answers."""
     check_model_name(name)
+    name = _base(name)
     here = name == builtin.NAME or gguf_file(name) is not None or kind(Path(name)) == "folder"
     if not here and stored_config(name) is None and (why := unreachable()) is not None:
         raise SelfspecError(f"model {name} cannot be loaded: there is no such folder; {why}")
@@ -146,18 +153,20 @@ def load_model(name: str, *, device: str | DeviceMap = "auto", dtype: str = "aut
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
-    source, file, held = _readable(name), gguf_file(name), _dtype(dtype, where)
+    source, file, held = _readable(name), gguf_file(_base(name)), _dtype(dtype, where)
     shown = logging.is_progress_bar_enabled()
     if Path(source).is_dir():
         logging.disable_progress_bar()  # nothing is downloaded
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(_tokenizer_source(name), trust_remote_code=False)
         if file is not None:
             held = own_dtype(file) if held == "auto" else held
         lies = {"pretrained_model_name_or_path": source} if file is None else weights(file, held)
         model, loaded = AutoModelForCausalLM.from_pretrained(
             dtype=held, output_loading_info=True, trust_remote_code=False, **lies, **spread
         )
+        if _base(name) != name:
+            model = merged(model, Path(name))
         model = model.eval() if spread else model.eval().to(where)
         if file is not None:  # which may name more end tokens than its configuration can
             model.generation_config = GenerationConfig.from_pretrained(source)
@@ -176,7 +185,8 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(_readable(name), trust_remote_code=False)
+        check_at_hand(name)
+        return AutoTokenizer.from_pretrained(_tokenizer_source(name), trust_remote_code=False)
     except Exception as error:  # a broken checkpoint can raise anything
         raise SelfspecError(f"its tokenizer cannot be loaded: {reason(error)}") from error
 
@@ -211,7 +221,7 @@ def stored_config(name: str) -> str | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        file = try_to_load_from_cache(name, "config.json")
+        file = try_to_load_from_cache(source, "config.json")
     except HFValidationError:
         raise SelfspecError(f"model {name}: no such folder, and no hub id is written so") from None
     return str(Path(file).parent) if isinstance(file, str) else None
@@ -230,8 +240,19 @@ def read_generation_config(path: Path) -> GenerationConfig:
         raise SelfspecError(f"generation config {file} cannot be read: {reason(error)}") from error
 
 
+def _base(name: str) -> str:
+    """The model whose weights an adapter changes; any other model itself. Raises as `base_of` does."""
+    return base_of(Path(name)) if is_adapter(Path(name)) else name
+
+
+def _tokenizer_source(name: str) -> str:
+    """An adapter's own folder where it was saved with a tokenizer, else `_source`."""
+    return name if is_adapter(Path(name)) and kind(Path(name) / "tokenizer_config.json") == "file" else _source(name)
+
+
 def _source(name: str) -> str:
-    """What `from_pretrained` reads a model's configuration and tokenizer from."""
+    """What `from_pretrained` reads a model's configuration from."""
+    name = _base(name)
     if name == builtin.NAME:
         return str(builtin.model_folder())
     return name if (file := gguf_file(name)) is None else str(description(file))

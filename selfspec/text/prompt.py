@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from selfspec.basics.errors import SelfspecError
 
-Prompt = str | Sequence[int]  # text or token ids
+Message = Mapping[str, str]  # {"role": "system", "user" or "assistant", "content": text}
+Prompt = str | Sequence[int] | Sequence[Message]  # a text, token ids, or a chat whose last message is to be answered
 
 
 def is_unicode(text: str) -> bool:
     """Whether a text can be encoded at all: not with half a surrogate pair, or bytes that were no text."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def is_chat(prompt: object) -> bool:
+    """Whether a prompt is messages of a chat."""
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
 def token_ids(prompt: Any) -> list[int]:
@@ -25,7 +31,7 @@ def token_ids(prompt: Any) -> list[int]:
     if isinstance(ids, (list, tuple)) and len(ids) == 1 and isinstance(ids[0], (list, tuple)):
         ids = ids[0]
     if not isinstance(ids, Sequence) or isinstance(ids, (bytes, bytearray)) or any(isinstance(i, bool) for i in ids):
-        raise SelfspecError(f"a prompt is a text or token ids; got {type(prompt).__name__}")
+        raise SelfspecError(f"a prompt is a text, token ids or messages; got {type(prompt).__name__}")
     try:
         return [operator.index(i) for i in ids]
     except TypeError:

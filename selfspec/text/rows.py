@@ -15,11 +15,12 @@ from typing import Any, BinaryIO, overload
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_file
-from selfspec.text.prompt import is_unicode
+from selfspec.text.prompt import Prompt, is_chat, is_unicode, token_ids
 
 
-def digest(text: str) -> bytes:
-    """A hash of a text."""
+def digest(prompt: Prompt) -> bytes:
+    """A hash of a text, of token ids or of messages. Raises `SelfspecError` for anything else."""
+    text = prompt if isinstance(prompt, str) else repr(prompt if is_chat(prompt) else token_ids(prompt))
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 

@@ -8,17 +8,18 @@ from string import Formatter
 from typing import Any
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.text.prompt import is_unicode
+from selfspec.text.prompt import is_chat, is_unicode
 
-USUAL = ("prompt", "text")  # columns, the first that is there
+USUAL = ("prompt", "text", "messages")  # columns, the first that is there
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    r"""The text of `column` (by default `prompt`, else `text`), or `template` with the texts of the columns it names.
+    r"""The text of `column`, by default the first that is there of `USUAL`, or `template` with those it names.
 
     A template is a text with columns in braces, such as `"Question: {question}\nAnswer:"`; `{{` and `}}` are braces.
-    With both, the template must name the column. A list of texts, as of a conversation's turns, stands for its first.
+    With both, the template must name the column. A list of texts, as of a conversation's turns, stands for its first,
+    and one of messages, `{"role": ..., "content": ...}`, for the user's first.
     Raises `SelfspecError` for a template that is wrong.
     """
 
@@ -90,7 +91,11 @@ def _names(template: str) -> tuple[str, ...]:
 
 
 def _text(value: Any, *, numbers: bool) -> str | None:
-    if isinstance(value, list) and value:
+    if is_chat(value):
+        value = next(
+            (one.get("content") for one in value if isinstance(one, Mapping) and one.get("role") == "user"), None
+        )
+    elif isinstance(value, list) and value:
         value = value[0]
     if numbers and isinstance(value, (int, float)):
         return str(value)

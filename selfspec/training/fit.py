@@ -25,6 +25,7 @@ from selfspec.llm.prompts import fitting
 from selfspec.parts.files import write_part
 from selfspec.parts.kinds import make_head
 from selfspec.profile.schema import Profile
+from selfspec.text.prompt import Prompt
 from selfspec.training.learner import Learner, frequent
 from selfspec.training.options import FEWEST, Kind, TrainOptions, check_kind
 from selfspec.training.profiles import write_profiles
@@ -86,7 +87,7 @@ def fit(
     *,
     part: Kind = "eagle",
     out: Path,
-    prompts: Sequence[str] | None = None,
+    prompts: Sequence[Prompt] | None = None,
     chat: bool = False,
     profile: Profile | None = None,
     options: TrainOptions | None = None,
@@ -161,7 +162,7 @@ def _told(llm: LLM, of: str, options: TrainOptions) -> dict[str, Any]:
     return {"version": 2, "kind": of, "model": identity, "vocabulary": options.vocabulary, "seed": options.seed}
 
 
-def _folder(llm: LLM, prompts: Sequence[str] | None, chat: bool, options: TrainOptions) -> Path:
+def _folder(llm: LLM, prompts: Sequence[Prompt] | None, chat: bool, options: TrainOptions) -> Path:
     digest = None if prompts is None else hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
     what = {
         "version": 2,
@@ -178,7 +179,7 @@ def _folder(llm: LLM, prompts: Sequence[str] | None, chat: bool, options: TrainO
 def _make(
     llm: LLM,
     texts: Texts,
-    prompts: Sequence[str] | None,
+    prompts: Sequence[Prompt] | None,
     chat: bool,
     options: TrainOptions,
     watch: Watch,

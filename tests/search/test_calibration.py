@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from selfspec.search.calibration import choose, record
@@ -98,6 +99,17 @@ def test_the_choice_is_seeded_and_held_out_prompts_are_others():
     assert len(chosen.search) == len(chosen.measure) == 8
     assert chosen.held_out
     assert not set(chosen.search) & set(chosen.measure)
+
+
+def test_messages_and_token_ids_are_chosen_from():
+    """Each as it is; equal ones are one."""
+    first, second = ([{"role": "user", "content": text}] for text in ("a", "b"))
+    prompts = [first, [1, 2], torch.tensor([1, 2]), second, [dict(first[0])], "c"]
+    chosen = choose(prompts, source="prompts", count=2, seed=1)
+    assert chosen.available == 4
+    assert [one for one in prompts if any(one is its for its in chosen.search + chosen.measure)] == [
+        first, [1, 2], second, "c"
+    ]  # fmt: skip
 
 
 def test_few_prompts_are_shared():

@@ -7,6 +7,7 @@ from chats import with_template
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.llm.messages import check_system, checked, message, render
+from selfspec.llm.prompts import encode
 
 USER = {"role": "user", "content": "Hello."}
 ANSWER = {"role": "assistant", "content": ""}
@@ -47,6 +48,26 @@ def test_wrong_messages_get_one_line_each(llm, messages, told):
             call(messages)
         assert told in str(error.value)
         assert "\n" not in str(error.value)
+
+
+def test_messages_are_prompts(llm):
+    """Wherever a prompt is: what `chat` answers, `generate` and `stream` go on from."""
+    chat = with_template(llm)
+    messages = [message("system", "Write Python."), USER]
+    answer = chat.chat(messages, max_new_tokens=8)
+    ids = render(chat.tokenizer, messages)
+    for prompt in (messages, tuple(messages), ids):
+        assert chat.generate(prompt, max_new_tokens=8).tokens == answer.tokens
+        assert chat.encode(prompt) == ids
+    assert encode(chat, messages, chat=True) == ids
+    stream = chat.stream(messages, max_new_tokens=8)
+    assert "".join(stream) == answer.text
+    with pytest.raises(SelfspecError, match="message 2 has no role"):
+        chat.generate([USER, {"content": "x"}])
+    with pytest.raises(SelfspecError, match="a prompt is a text, token ids or messages; got dict"):
+        chat.generate(USER)
+    with pytest.raises(SelfspecError, match="its tokenizer has no chat template"):
+        llm.generate(messages)
 
 
 def test_a_template_says_what_it_does_not_take(llm):

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from selfspec.basics.errors import SelfspecError
 from selfspec.text.shape import Shape
 
+CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"role": "user", "content": "v"}]
 ROW = {"prompt": "p", "text": "t", "n": 3, "turns": ["first", "second"], "blank": " ", "none": None, "a b": "ab"}
+ROW |= {"messages": CHAT, "no user": CHAT[:1]}
 
 
 @pytest.mark.parametrize(
@@ -18,6 +20,9 @@ ROW = {"prompt": "p", "text": "t", "n": 3, "turns": ["first", "second"], "blank"
         (Shape(), "p"),
         (Shape("text"), "t"),
         (Shape("turns"), "first"),
+        (Shape("messages"), "u"),
+        (Shape(template="Q: {messages}"), "Q: u"),
+        (Shape("no user"), None),
         (Shape("n"), None),  # a column of numbers holds no prompts
         (Shape("blank"), None),
         (Shape("none"), None),
@@ -36,6 +41,7 @@ def test_a_row_becomes_a_prompt(shape, text):
 
 def test_text_where_there_is_no_prompt():
     assert Shape().text({"text": "t"}) == "t"
+    assert Shape().text({"messages": CHAT}) == "u"
     assert Shape().text({"prompt": None, "text": "t"}) is None
 
 
