@@ -127,10 +127,11 @@ def check_model_name(name: str) -> None:
 def check_at_hand(name: str) -> None:
     """Raise `SelfspecError` for what can be no model, and for a hub id without a copy here where no hub answers."""
     check_model_name(name)
-    name = _base(name)
-    here = name == builtin.NAME or gguf_file(name) is not None or kind(Path(name)) == "folder"
-    if not here and stored_config(name) is None and (why := unreachable()) is not None:
-        raise SelfspecError(f"model {name} cannot be loaded: there is no such folder; {why}")
+    base = _base(name)
+    here = base == builtin.NAME or gguf_file(base) is not None or kind(Path(base)) == "folder"
+    if not here and stored_config(base) is None and (why := unreachable()) is not None:
+        named = name if base == name else f"{base}, which the adapter {name} changes,"
+        raise SelfspecError(f"model {named} cannot be loaded: there is no such folder; {why}")
 
 
 def check_dtype(dtype: str) -> None:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from wants import needs
 
 import selfspec
@@ -13,7 +14,7 @@ from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.skip import SkipSet
-from selfspec.model.loading import check_model_name, load_tokenizer, read_identity, stored_config
+from selfspec.model.loading import check_at_hand, check_model_name, load_tokenizer, read_identity, stored_config
 from selfspec.profile.draft import LayerSkipSpec
 
 PROMPT = "def add(a, b):\n"
@@ -34,11 +35,9 @@ def adapt(model, seed=1):
 @pytest.fixture
 def folder(tmp_path):
     """An adapter of the built-in model as `save_pretrained` leaves it, and what the adapted model generates."""
-    llm = selfspec.load(builtin.NAME)
-    llm.model.name_or_path = llm.model.config._name_or_path = str(builtin.model_folder())
-    adapted = adapt(llm.model)
+    adapted = adapt(AutoModelForCausalLM.from_pretrained(str(builtin.model_folder()), dtype=torch.float32))
     adapted.save_pretrained(str(tmp_path / "adapter"))
-    ids = llm.tokenizer(PROMPT, return_tensors="pt").input_ids
+    ids = load_tokenizer(builtin.NAME)(PROMPT, return_tensors="pt").input_ids
     text = adapted.generate(input_ids=ids, do_sample=False, max_new_tokens=24)[0, ids.shape[1] :].tolist()
     return tmp_path / "adapter", text
 
@@ -126,6 +125,14 @@ def test_weights_that_are_none_name_the_folder(folder):
     (path / "adapter_model.safetensors").write_bytes(b"no weights")
     with pytest.raises(SelfspecError, match=f"^model {path} cannot be loaded: "):
         selfspec.load(str(path))
+
+
+@wants_peft
+def test_a_base_that_is_not_at_hand_is_named_with_the_adapter(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "gone/model"}')
+    with pytest.raises(SelfspecError) as caught:
+        check_at_hand(str(tmp_path))
+    assert f"model gone/model, which the adapter {tmp_path} changes, cannot be loaded: " in str(caught.value)
 
 
 def test_without_peft_it_is_named(tmp_path, monkeypatch):
