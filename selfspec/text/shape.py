@@ -47,7 +47,8 @@ class Shape:
         wanted = found if self.template is None and self.column is None else self._columns({})
         missing = [name for name in wanted if name not in there]
         if missing or not wanted:
-            named = " or ".join(f"'{name}'" for name in missing[:1] or USUAL)
+            *most, last = (f"'{name}'" for name in missing[:1] or USUAL)
+            named = " or ".join(filter(None, (", ".join(most), last)))
             raise SelfspecError(f"no column {named} (there are: {', '.join(list(there)[:20])}); name another")
         return wanted
 

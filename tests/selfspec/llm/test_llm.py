@@ -197,8 +197,8 @@ def test_the_readers_time_is_not_the_generations(llm, monkeypatch):
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
-        (b"abc", {}, "a prompt is a text or token ids; got bytes"),
-        (None, {}, "a prompt is a text or token ids; got NoneType"),
+        (b"abc", {}, "a prompt is a text, token ids or messages; got bytes"),
+        (None, {}, "a prompt is a text, token ids or messages; got NoneType"),
         ([1.5], {}, "whole numbers"),
         ([True], {}, "got list"),
         (["a"], {}, "whole numbers"),

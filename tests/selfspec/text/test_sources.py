@@ -55,7 +55,7 @@ class TestParquet:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({}, r"a\.parquet: no column 'prompt' or 'text' \(there are: q, n, image\); name another"),
+            ({}, r"a\.parquet: no column 'prompt', 'text' or 'messages' \(there are: q, n, image\); name another"),
             ({"column": "x"}, r"a\.parquet: no column 'x' \(there are"),
             ({"template": "{q}{x}"}, r"a\.parquet: no column 'x' \(there are"),
             ({"column": "n"}, r"a\.parquet: holds no prompts; want rows whose 'n' is a text"),
