@@ -302,4 +302,4 @@ def _path_as_json(path: DraftPath) -> dict[str, Any]:
 def _path(data: Mapping[str, Any]) -> DraftPath:
     sets = {mode: SkipSet(*map(tuple, data[mode])) for mode in ("skip", "int8", "int4")}
     vocabulary = None if data["vocabulary"] is None else tuple(data["vocabulary"])
-    return DraftPath(**sets, head=data["head"], vocabulary=vocabulary)
+    return DraftPath(sets["skip"], vocabulary, sets["int8"], sets["int4"], data["head"])

@@ -20,9 +20,11 @@ from selfspec.facts.acceptance import AcceptanceCurve, Outlook
 from selfspec.facts.confidence import PROBABILITY
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import WIDER
+from selfspec.facts.draft_path import DraftPath
 from selfspec.parts.files import read_part
 from selfspec.parts.heads import Head
 from selfspec.parts.kinds import make_head
+from selfspec.parts.paths import trained_of
 from selfspec.profile.draft import (
     DraftSpec,
     GuessesSpec,
@@ -107,13 +109,22 @@ def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> 
         below = HeadBelow(_head(runtime, profile, spec.below.part), (1.0, *wider), spec.below.step)
     return LayerSkipDrafter(
         runtime,
-        spec.path,
+        draft_path(runtime, spec, profile),
         make_controller(spec.controller, profile.outlook),
         candidates=spec.candidates,
         confidence=spec.confidence or PROBABILITY,
         ahead=make_ahead(spec.proposers or (), wider, runtime.skeleton.identity.vocabulary),
         below=below,
     )
+
+
+def draft_path(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> DraftPath:
+    """The path that a profile drafts along, with what was trained for it. Raises as `make_layer_skip` does."""
+    if spec.trained is None:
+        return spec.path
+    name = profile.parts[spec.trained].sha256 if spec.trained in profile.parts else spec.trained
+    runtime.learn(name, trained_of(runtime, read_part(profile.part_path(spec.trained))))
+    return replace(spec.path, trained=name)
 
 
 def make_head_drafter(runtime: Runtime, spec: HeadSpec, profile: Profile) -> HeadDrafter:

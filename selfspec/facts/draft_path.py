@@ -27,9 +27,9 @@ class DraftPath:
     """How each sub-layer and the head run while drafting; what is not named here runs in full.
 
     `skip`: the sub-layers that are bypassed. `int8` and `int4`: those that run with their weights in so many bits.
-    `head`: the mode of the head. `vocabulary`: the only tokens whose logits it computes; None: all. Raises
-    `SelfspecError` for a sub-layer of two modes, a head that is bypassed, and a vocabulary that is empty, or names a
-    token twice or below 0.
+    `head`: the mode of the head. `vocabulary`: the only tokens whose logits it computes; None: all. `trained`: the name
+    of what training adds to it, as a runtime has learnt it (`Runtime.learn`); None: nothing. Raises `SelfspecError` for
+    a sub-layer of two modes, a head that is bypassed, and a vocabulary that is empty, or has a token twice or below 0.
     """
 
     skip: SkipSet = NOTHING_SKIPPED
@@ -37,6 +37,7 @@ class DraftPath:
     int8: SkipSet = NOTHING_SKIPPED
     int4: SkipSet = NOTHING_SKIPPED
     head: HeadMode = "full"
+    trained: str | None = None
 
     def __post_init__(self) -> None:
         tokens = self.vocabulary
@@ -85,6 +86,12 @@ class DraftPath:
     def share(self, words: int | None) -> float:
         """The share of a vocabulary of `words` tokens that the head is over; all of it where that is not known."""
         return 1.0 if self.vocabulary is None or not words else len(self.vocabulary) / words
+
+    def runs(self, layers: int) -> list[tuple[int, int]]:
+        """Layers next to each other that are bypassed whole, each run from its first to before its end."""
+        whole = set(self.skip.attention) & set(self.skip.mlp)
+        firsts = [i for i in range(layers) if i in whole and i - 1 not in whole]
+        return [(i, next(j for j in range(i, layers + 1) if j not in whole)) for i in firsts]
 
     @property
     def low_precision(self) -> bool:

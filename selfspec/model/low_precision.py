@@ -142,8 +142,11 @@ class LowPrecisionLinear(PartLinear):
 
 
 @torch.no_grad()
-def in_few_bits(group: Group, bits: Bits, kernel: Kernel) -> tuple[Group, int]:
-    """A group of linears in few bits in the place of its own, which stay as they are; and the bytes that they take."""
+def in_few_bits(group: Group, bits: Bits, kernel: Kernel, change: Tensor | None = None) -> tuple[Group, int]:
+    """A group of linears in few bits in the place of its own, which stay as they are; and the bytes that they take.
+
+    `change` `[out, in]`, of all outputs one below the other, is added to the weights before they are rounded.
+    """
 
     def whole(weight: Tensor, bias: Tensor | None) -> Whole:
         return Whole(weight, bias, bits, kernel)
@@ -155,7 +158,8 @@ def in_few_bits(group: Group, bits: Bits, kernel: Kernel) -> tuple[Group, int]:
         bias = torch.cat(
             [w.new_zeros(len(w)) if m.bias is None else m.bias for w, m in zip(weights, modules, strict=True)]
         )
-    together, start = whole(weights[0] if len(weights) == 1 else torch.cat(weights), bias), 0
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    together, start = whole(weight if change is None else weight + change.to(weight), bias), 0
     found: dict[str, LowPrecisionLinear] = {}
     for name, module in zip(group.names, modules, strict=True):
         found[name] = LowPrecisionLinear(together, start, module, whole)

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from torch import Tensor
+
 from selfspec.model.dispatch import device_of
 from selfspec.model.families.base import Attention, Family, Layer, Mlp, Parts, SubLayer
 from selfspec.model.kernels import kernel_for
 from selfspec.model.linears import Call, Group
-from selfspec.model.low_precision import Bits, Kernel, bytes_of, in_few_bits, roundable
+from selfspec.model.low_precision import Bits, Kernel, Whole, bytes_of, in_few_bits, roundable
 from selfspec.model.norms import Norms
+from selfspec.model.trained import Bridge, Crossing, Trained, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +33,32 @@ class Lowered:
         """Memory that a layer's attention or MLP would take; None where it cannot be had in so many bits."""
         return _bytes(self.parts.layers[index].groups_of(part), bits)
 
+    def group_sizes(self, index: int, number: int) -> tuple[int, int] | None:
+        """Outputs and inputs of a group of linears of a layer, by its number in it; None where there is none."""
+        groups = self.parts.layers[index].groups if 0 <= index < len(self.parts.layers) else ()
+        if not 0 <= number < len(groups):
+            return None
+        modules = groups[number].modules
+        return sum(module.out_features for module in modules), modules[0].in_features
+
     def head_bytes(self, bits: Bits) -> int | None:
         """Memory that the head would take; None where it cannot be had."""
         return _bytes((self.parts.head,), bits)
 
-    def sublayer(self, index: int, part: SubLayer, bits: Bits) -> tuple[Attention | Mlp, int] | None:
-        """A layer's attention or MLP, and the memory that it takes; None where it cannot be had in so many bits."""
+    def sublayer(
+        self, index: int, part: SubLayer, bits: Bits, trained: Trained | None = None
+    ) -> tuple[Attention | Mlp, int] | None:
+        """A layer's attention or MLP, and the memory that it takes; None where it cannot be had in so many bits.
+
+        With the updates of `trained`, where there are some of it.
+        """
         layer = self.parts.layers[index]
         own = layer.groups_of(part)
         if _bytes(own, bits) is None:
             return None
-        made, held = self._made(own, bits)
+        first = layer.groups.index(own[0])
+        updates = {} if trained is None else trained.updates
+        made, held = self._made(own, bits, [updates.get((index, first + number)) for number in range(len(own))])
         for group in made:
             _ = group.modules[0].whole.product  # rounded now, and not in the first pass
         others = layer.groups_of("mlp" if part == "attention" else "attention")
@@ -60,13 +78,33 @@ class Lowered:
         whole, device = self.family.head(parts), device_of(self.parts.head.module)
         return (lambda x: whole(x.to(device))), held
 
-    def _made(self, groups: Sequence[Group], bits: Bits) -> tuple[list[Group], int]:
-        first = groups[0].modules[0]
-        kind = (first.in_features, first.out_features, bits)
+    def crossing(self, bridge: Bridge) -> tuple[Crossing, int]:
+        """A bridge in 8 bits, as whatever runs beside it, and its memory."""
+
+        def product(weight: Tensor, bias: Tensor | None) -> Whole:
+            weight = weight.to(self.parts.norm.weight).contiguous()
+            return Whole(weight, bias if bias is None else bias.to(weight), 8, self._kernel(weight, 8))
+
+        onto = product(bridge.onto, bridge.bias)
+        into = None if bridge.into is None else product(bridge.into, None)
+        return Crossing(None if into is None else into.product, onto.product), onto.bytes + (
+            0 if into is None else into.bytes
+        )
+
+    def _kernel(self, weight: Tensor, bits: Bits) -> Kernel:
+        """What multiplies weights like this one: timed once for each kind."""
+        kind = (weight.shape[1], len(weight), bits)
         kernel = self.kernel or self.chosen.get(kind)
         if kernel is None:
-            kernel = self.chosen[kind] = kernel_for(first.weight, bits)
-        made = [in_few_bits(group, bits, kernel) for group in groups]
+            kernel = self.chosen[kind] = kernel_for(weight, bits)
+        return kernel
+
+    def _made(
+        self, groups: Sequence[Group], bits: Bits, updates: Sequence[Update | None] = ()
+    ) -> tuple[list[Group], int]:
+        kernel = self._kernel(groups[0].modules[0].weight, bits)
+        changes = [None if update is None else update.up @ update.down for update in updates] or [None] * len(groups)
+        made = [in_few_bits(group, bits, kernel, change) for group, change in zip(groups, changes, strict=True)]
         return [group for group, _ in made], sum(held for _, held in made)
 
 

@@ -49,7 +49,8 @@ struct Weight {
     const void *scale, *bias;  // no bias: null
 };
 
-// A layer: RMSNorm and linears, the gated MLP with SiLU. No `qkv`, no `gate_up`: that sub-layer is bypassed.
+// A layer: RMSNorm and linears, the gated MLP with SiLU. No `qkv`, no `before_mlp`: that sub-layer is bypassed. Without
+// `before_mlp`, `down` is a bridge, linear from the stream to what is added to it, by way of `gate_up` if there is one.
 struct Layer {
     const void *before_attention;
     const Weight *qkv, *o;
@@ -482,7 +483,18 @@ static void run(const Pass &p, const Place &place, float *stream, float *shared,
             multiply(*layer.o, team.share(D, 16), team.end(D, 16), mixed, p.heads * d, stream, D, n, true);
             team.wait();
         }
-        if (layer.gate_up) {
+        if (layer.down && !layer.before_mlp) {
+            for (int64_t i = 0; i < n * D; i++) own[i] = stream[i];  // which all threads read, and then change
+            int64_t r = layer.gate_up ? layer.gate_up->out : D;
+            const float *x = own;
+            if (layer.gate_up) {
+                multiply(*layer.gate_up, team.share(r, 16), team.end(r, 16), own, D, activated, r, n, false);
+                x = activated;
+            }
+            team.wait();
+            multiply(*layer.down, team.share(D, 16), team.end(D, 16), x, r, stream, D, n, true);
+            team.wait();
+        } else if (layer.gate_up) {
             normed(stream, D, (const T *)layer.before_mlp, p.eps, own, n, D);
             int64_t from = team.share(I, 16), to = team.end(I, 16);
             multiply(*layer.gate_up, from, to, own, D, gate_up, 2 * I, n, false);

@@ -200,6 +200,10 @@ class LayerSkipSpec(DraftSpec):
         None, description="The share of a draft step that guesses spare each drafted token; 0 when left out."
     )
     below: Below | None = Field(None, description="A trained head that guesses, too; none when left out.")
+    trained: PartName | None = Field(
+        None,
+        description="What training adds to the path, by its name among the profile's parts; nothing when left out.",
+    )
 
     @classmethod
     def of(
@@ -251,6 +255,7 @@ class LayerSkipSpec(DraftSpec):
         """How many sub-layers are bypassed, or in few bits."""
         guesses = f"; guesses by {_kinds(self.proposers)}" if self.proposers else ""
         guesses += f"; the trained head {self.below.part} below" if self.below else ""
+        guesses += f"; with the trained part {self.trained}" if self.trained else ""
         return f"{self.path.said}{guesses}" if self.drafts else "drafts nothing"
 
     def check(self, model: Identity) -> None:

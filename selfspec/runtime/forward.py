@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec.basics.errors import BusyError, SelfspecError
-from selfspec.facts.draft_path import FULL, DraftPath, Mode
+from selfspec.facts.draft_path import FULL, DraftPath
 from selfspec.model.families.base import Attention
 from selfspec.model.low_precision import Kernel
 from selfspec.model.skeleton import read_skeleton
@@ -56,6 +56,7 @@ class Runtime:
         self._scaling = 1.0 if exact else self.skeleton.scaling
         self._direct = exact and self.device.type == "cpu"
         self._paths = Paths(self.skeleton, self._scaling)
+        self.learn, self.held = self._paths.learn, self._paths.held
         self._full = self.compile(FULL)
         self._turned = self._direct or self._full.native is not None
         self._begin(rows)
@@ -231,10 +232,6 @@ class Runtime:
         hand (quantised, adapted, offloaded) though only some tokens are to be drafted.
         """
         return self._paths.get(path)
-
-    def held(self, part: str, index: int, mode: Mode) -> int | None:
-        """Bytes that a layer's attention or MLP, or the head, takes in a mode; None where it cannot be had."""
-        return self._paths.held(part, index, mode)
 
     def extra_bytes(self, path: DraftPath) -> int:
         """Memory that a draft path takes beside the model."""

@@ -19,6 +19,7 @@ from selfspec.model.native import KINDS, ROWS, Layer, NativeProduct, Pass, Place
 from selfspec.model.native_library import library
 from selfspec.model.norms import Norm, RoundedNorm, ScaledNorm
 from selfspec.model.sizes import Sizes
+from selfspec.model.trained import Crossing
 from selfspec.runtime.cache import Cache
 
 __all__ = ["ROWS", "NativePass", "Spot", "native_pass"]
@@ -114,6 +115,14 @@ def native_pass(
         if device.type != "cpu":
             return None
         layer = Layer()
+        if isinstance(mlp, Crossing):
+            into, onto, mlp = mlp.into, mlp.onto, None
+            if not isinstance(onto, NativeProduct) or not isinstance(into, NativeProduct | None):
+                return None
+            if onto.into % _LONGEST_VECTOR:
+                return None
+            held += [into, onto]
+            layer.gate_up, layer.down = None if into is None else into.address, onto.address
         for part, names in ((attention, ("before_attention", "qkv", "o")), (mlp, ("before_mlp", "gate_up", "down"))):
             if part is None:
                 continue

@@ -16,6 +16,7 @@ from selfspec.model.families.base import Attention, Mlp, SubLayer
 from selfspec.model.linears import Call
 from selfspec.model.low_precision import Bits
 from selfspec.model.skeleton import Skeleton
+from selfspec.model.trained import Run, Trained
 from selfspec.runtime.passes import NativePass, native_pass
 
 BITS: dict[Mode, Bits] = {"int8": 8, "int4": 4}
@@ -55,6 +56,7 @@ class Paths:
         """`scaling` multiplies queries after rope, in native passes."""
         self._skeleton, self._scaling = skeleton, scaling
         self._paths: WeakValueDictionary[DraftPath, CompiledPath] = WeakValueDictionary()
+        self._trained: dict[str, Trained] = {}
         self._made: WeakValueDictionary[Hashable, _Made] = WeakValueDictionary()
 
     def get(self, path: DraftPath) -> CompiledPath:
@@ -63,6 +65,10 @@ class Paths:
         if found is None:
             found = self._paths[path] = self._compiled(path)
         return found
+
+    def learn(self, name: str, trained: Trained) -> None:
+        """Let paths name what was trained; the same name may come again with the same."""
+        self._trained.setdefault(name, trained)
 
     def held(self, part: str, index: int, mode: Mode) -> int | None:
         """Bytes that a layer's attention or MLP, or the head, takes in a mode; None where it cannot be had."""
@@ -88,6 +94,7 @@ class Paths:
     def _compiled(self, path: DraftPath) -> CompiledPath:
         blocks, layers = self._skeleton.blocks, len(self._skeleton.blocks)
         modes = path.modes(layers)
+        trained = self._trained_of(path)
         held: list[_Made] = []
         in_full: list[str] = []
         low = [(part, i, mode) for part, i, mode in self._parts(path) if mode in BITS]
@@ -98,7 +105,7 @@ class Paths:
         def lowered(i: int, part: SubLayer, mode: Mode) -> Any:
             if mode not in BITS:
                 return None
-            made = self._sublayer(i, part, BITS[mode])
+            made = self._sublayer(i, part, BITS[mode], path.trained, trained)
             if made is None:
                 in_full.append(f"{part} {i}")
                 return None
@@ -110,6 +117,10 @@ class Paths:
             of_attention, of_mlp = modes[i], modes[layers + i]
             block = block.with_(lowered(i, "attention", of_attention), lowered(i, "mlp", of_mlp))
             runs.append((i, block.device, *block.running(attention=of_attention != "skip", mlp=of_mlp != "skip")))
+        for first, end in path.runs(layers):
+            if (crossing := self._crossing((first, end), path.trained, trained)) is not None:
+                held.append(crossing)
+                runs[end - 1] = (end - 1, blocks[end - 1].device, None, crossing.runs)
         head = self._head(path.vocabulary, path.head)
         if path.head in BITS and (head is None or not head.lower):
             in_full.append("head")
@@ -126,8 +137,24 @@ class Paths:
         attention: list[tuple[SubLayer, int, Mode]] = [("attention", i, modes[i]) for i in range(layers)]
         return attention + [("mlp", i, modes[layers + i]) for i in range(layers)]
 
-    def _sublayer(self, index: int, part: SubLayer, bits: Bits) -> _Made | None:
-        return self._once((index, part, bits), lambda: self._skeleton.lowered.sublayer(index, part, bits))
+    def _trained_of(self, path: DraftPath) -> Trained | None:
+        if path.trained is not None and path.trained not in self._trained:
+            raise SelfspecError(f"the draft path names trained weights, {path.trained}, that are not at hand")
+        return None if path.trained is None else self._trained[path.trained]
+
+    def _sublayer(
+        self, index: int, part: SubLayer, bits: Bits, name: str | None, trained: Trained | None
+    ) -> _Made | None:
+        key: tuple[Hashable, ...] = (index, part, bits)
+        if trained is not None and any(layer == index for layer, _ in trained.updates):
+            key = (*key, name)
+        return self._once(key, lambda: self._skeleton.lowered.sublayer(index, part, bits, trained))
+
+    def _crossing(self, run: Run, name: str | None, trained: Trained | None) -> _Made | None:
+        """The bridge over a run, where there is one."""
+        if trained is None or (bridge := trained.bridges.get(run)) is None:
+            return None
+        return self._once(("bridge", run, name), lambda: self._skeleton.lowered.crossing(bridge))
 
     def _head(self, tokens: tuple[int, ...] | None, mode: Mode) -> _Made | None:
         """A head, over these tokens only where they are named; None: the model's own."""

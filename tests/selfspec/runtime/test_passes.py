@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from layouts import needs_native
 from lowering import random_path
 from models import SIZES, plain, run, threads, tiny
+from trained import random_trained
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from selfspec.controllers import FixedK
@@ -200,6 +202,27 @@ def test_a_path_all_in_few_bits_needs_no_layout(name, mode):
     with by_rows.session(N):
         natively = feed(by_rows, tokens, [7, 1, 1, 16, 5], path=path)
         assert_near(natively, feed(by_rows, tokens, [7, 1, 1, 16, 5], path=path, between=(0,)))
+
+
+@each_model
+@pytest.mark.parametrize("rank", [None, 16])
+@settings(max_examples=6)
+@given(seed=SEEDS, widths=st.lists(st.integers(1, ROWS), max_size=6), several=st.sampled_from([1, 2]))
+def test_bridges_and_changed_weights_go_into_the_same_pass(name, rank, seed, widths, several):
+    """Near the rounded ones operation by operation, and the same bits in any split."""
+    ours, theirs = both(name)
+    path = DraftPath.of(["int8", "skip", "full", "full", "skip", "full"])
+    trained = random_trained(ours, path, rank=rank, seed=1, size=0.05)
+    for runtime in (ours, theirs):
+        runtime.learn(f"trained {rank}", trained)
+    path = replace(path, trained=f"trained {rank}")
+    assert ours.compile(path).native is not None
+    assert theirs.compile(path).native is None
+    tokens = tokens_for(seed, 24)
+    with ours.session(N), theirs.session(N), threads(several):
+        mine = feed(ours, tokens, split(24, widths), path=ours.compile(path))
+        assert_near(mine, feed(theirs, tokens, split(24, widths), path=theirs.compile(path)))
+        assert torch.equal(mine, feed(ours, tokens, split(24, []), path=ours.compile(path)))
 
 
 @each_model
