@@ -82,10 +82,15 @@ class SearchCommand:
 class TrainCommand:
     """What `train` was told."""
 
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="The part: eagle, medusa, hydra, mlp, mtp or chimera.")]
+    kind: Annotated[
+        str, typer.Argument(metavar="KIND", help="eagle, medusa, hydra, mlp, mtp, chimera; bridge, adapter.")
+    ]
     model: Annotated[str, typer.Option(help="A folder, GGUF file, hub id, smollm2-135m, or builtin.")] = "builtin"
     profile: Annotated[
-        str, typer.Option(help="Whose draft path is to have the part below it: a file, a shipped one, auto, or none.")
+        str,
+        typer.Option(
+            help="Whose draft path the part is for, or is to have below it: a file, a shipped one, auto, or none."
+        ),
     ] = "auto"
     data: TrainDataOptions
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the part and its profiles go.")] = Path("parts")

@@ -89,14 +89,18 @@ class _Watch:
 
 
 def _report(fitted: Fitted, console: Console) -> None:
-    done = fitted.progress
+    done, agrees = fitted.progress, fitted.told.get("right")
     places = ", ".join(f"{share:.0%}" for share in done.acceptance)
-    console.print(
-        f"{done.best:.2f} tokens a pass on held-out texts, greedy drafts (right up to each place: {places}); "
-        f"{done.steps} steps on {fitted.texts} texts",
-        markup=False,
-        soft_wrap=True,
-    )
+    if agrees is None:
+        brought = f"{done.best:.2f} tokens a pass on held-out texts, greedy drafts (right up to each place: {places})"
+    else:
+        (before, after), (other, shared) = agrees, fitted.told["shared"]
+        brought = (
+            f"the draft path's best token is the model's at {after:.1%} of held-out places ({before:.1%} without); "
+            f"it shares {shared:.1%} of the model's probability ({other:.1%} without)"
+        )
+    steps = f"{done.steps} steps on " if done.steps else ""
+    console.print(f"{brought}; {steps}{fitted.texts} texts", markup=False, soft_wrap=True)
     console.print(f"saved {fitted.part}", markup=False, soft_wrap=True)
     use(fitted.profiles, console)
 

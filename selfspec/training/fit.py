@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -10,31 +9,30 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import cached_file, check_writable, kind, write_text
+from selfspec.basics.files import check_writable, kind, write_text
 from selfspec.basics.machine import machine
 from selfspec.llm.llm import LLM
-from selfspec.llm.prompts import fitting
-from selfspec.parts.files import write_part
+from selfspec.parts.files import PartFile, write_part
 from selfspec.parts.kinds import make_head
 from selfspec.profile.schema import Profile
 from selfspec.text.prompt import Prompt
 from selfspec.training.learner import Learner, frequent
-from selfspec.training.options import FEWEST, Kind, TrainOptions, check_kind
+from selfspec.training.making import MAKING, Silent, Watch, folder_of, make_texts
+from selfspec.training.options import FEWEST, OF_PATHS, Kind, TrainOptions, check_kind
+from selfspec.training.path_learner import PathLearner
+from selfspec.training.paths import RANK, OwnPath, bridged, write_path_profile
 from selfspec.training.profiles import write_profiles
-from selfspec.training.prompts import beginnings, made_up
-from selfspec.training.state import Progress, State
-from selfspec.training.texts import Text, Texts, layers_of, make
+from selfspec.training.state import Fittable, Progress, State
+from selfspec.training.texts import Text, Texts, layers_of
 
-MAKING = 0.4  # of the time, which making texts may take
-MOST_TEXTS = 100_000
 WINDOW = 128  # pairs of a text that are fitted to at once
 BATCH = 8  # windows that are fitted to at once
 RATE = 1.5e-3
@@ -43,28 +41,9 @@ LOWEST = 0.05  # of it, at the end
 CLIP = 1.0
 EVERY = 60.0  # seconds between looks at what was held out, which are also what is kept
 LOOKED_AT = 48  # held-out texts, at most
+BRIDGED = 64  # texts that bridges are fitted to, where it is not said
 DECODED = 4  # held-out prompts that are decoded in the end
 _log = logging.getLogger("selfspec")
-
-
-class Watch(Protocol):
-    """Is told how it goes."""
-
-    def stage(self, name: str, total: float | None) -> None:
-        """What happens now, and how much of it there is."""
-
-    def step(self, done: float, said: str) -> None:
-        """So much of the stage is done."""
-
-
-class Silent:
-    """Tells nobody."""
-
-    def stage(self, name: str, total: float | None) -> None:
-        """Nothing."""
-
-    def step(self, done: float, said: str) -> None:
-        """Nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,30 +81,69 @@ def fit(
     options, watch = options or TrainOptions(), watch or Silent()
     check_kind(part)
     check_folder(out)
-    texts = Texts(_folder(llm, prompts, chat, options))
-    state = State(out / f"{part}.checkpoint", _told(llm, part, options))
+    own = OwnPath.of(llm.runtime, profile, part) if part in OF_PATHS else None
+    texts = Texts(folder_of(llm, prompts, chat, options))
+    if part == "bridge" and own is not None:
+        make_texts(llm, texts, prompts, chat, replace(options, texts=options.texts or BRIDGED), watch)
+        fitted, progress = bridged(llm, own, *_some(texts), options, watch)
+        return _finished(llm, part, out, fitted, profile, own, texts, progress, options, watch, interrupted=False)
+    state = State(out / f"{part}.checkpoint", _told(llm, part, options, own))
     interrupted = False
     try:
         if not state.begun:
-            _make(llm, texts, prompts, chat, options, watch)
-        learner = _learner(llm, part, texts, options)
+            make_texts(llm, texts, prompts, chat, options, watch)
+        learner = _learner(llm, part, texts, options, own)
         _fit(learner, texts, options, state, watch)
     except KeyboardInterrupt:
         interrupted = True
         if not state.begun:
             raise
-        learner = _learner(llm, part, texts, options)
+        learner = _learner(llm, part, texts, options, own)
     state.best_into(learner)
+    return _finished(
+        llm, part, out, learner.part(), profile, own, texts, state.progress, options, watch, interrupted=interrupted
+    )
+
+
+def _some(texts: Texts) -> tuple[list[Text], list[Text]]:
+    """Those that bridges are fitted to, and those that they are held against."""
+    fitted, unseen = (texts.numbers(held_out=held_out)[:BRIDGED] for held_out in (False, True))
+    return [texts.read(number) for number in fitted], [texts.read(number) for number in unseen]
+
+
+def _finished(
+    llm: LLM,
+    part: Kind,
+    out: Path,
+    fitted: PartFile,
+    profile: Profile | None,
+    own: OwnPath | None,
+    texts: Texts,
+    progress: Progress,
+    options: TrainOptions,
+    watch: Watch,
+    *,
+    interrupted: bool,
+) -> Fitted:
+    """Write it all."""
     path = out / f"{part}.safetensors"
-    fitted = learner.part()
     write_part(path, fitted)
     watch.stage("measuring", None)
-    unseen = [texts.read(number) for number in texts.numbers(held_out=True)[:DECODED]]
-    begun: list[list[int]] = [text.tokens[: text.answer].tolist() for text in unseen]
-    profiles = write_profiles(llm, path, make_head(llm.runtime, fitted), profile, begun)
-    told = _story(llm, part, options, texts, state.progress)
+    unseen = [texts.read(number) for number in texts.numbers(held_out=True)[: DECODED if own is None else LOOKED_AT]]
+    if own is None:
+        begun: list[list[int]] = [text.tokens[: text.answer].tolist() for text in unseen]
+        agrees: dict[str, Any] = {}
+        profiles = write_profiles(llm, path, make_head(llm.runtime, fitted), profile, begun)
+    else:
+        written, agrees = write_path_profile(llm, path, fitted, own, unseen)
+        profiles = (written,)
+    if own is not None and not progress.history:  # a bridge's, for one drafted token
+        before, after = agrees["right"]
+        progress.history, progress.best, progress.acceptance = [(0.0, 1 + before)], 1 + after, [after]
+        progress.history.append((progress.seconds, 1 + after))
+    told = {**_story(llm, part, options, texts, progress), **agrees}
     write_text(path.with_suffix(".json"), json.dumps(told, indent=1) + "\n")
-    return Fitted(path, profiles, state.progress, len(texts), interrupted, told)
+    return Fitted(path, profiles, progress, len(texts), interrupted, told)
 
 
 def _story(llm: LLM, part: Kind, options: TrainOptions, texts: Texts, done: Progress) -> dict[str, Any]:
@@ -156,72 +174,24 @@ def check_folder(out: Path) -> None:
     check_writable(out / "part.safetensors")
 
 
-def _told(llm: LLM, of: str, options: TrainOptions) -> dict[str, Any]:
+def _told(llm: LLM, of: str, options: TrainOptions, own: OwnPath | None) -> dict[str, Any]:
     """What a checkpoint must have been made with to be gone on from."""
     identity = llm.identity.model_dump(mode="json", exclude={"name"})
-    return {"version": 2, "kind": of, "model": identity, "vocabulary": options.vocabulary, "seed": options.seed}
+    told = {"version": 2, "kind": of, "model": identity, "vocabulary": options.vocabulary, "seed": options.seed}
+    return told if own is None else {**told, **own.story(), "rank": options.rank or RANK, "loss": options.loss}
 
 
-def _folder(llm: LLM, prompts: Sequence[Prompt] | None, chat: bool, options: TrainOptions) -> Path:
-    digest = None if prompts is None else hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
-    what = {
-        "version": 2,
-        "model": llm.identity.model_dump(mode="json", exclude={"name"}),
-        "dtype": str(llm.runtime.dtype),
-        "prompts": digest,
-        "chat": chat,
-        "room": options.max_new_tokens,
-        "seed": options.seed,
-    }
-    return cached_file("texts", what).with_suffix("")
-
-
-def _make(
-    llm: LLM,
-    texts: Texts,
-    prompts: Sequence[Prompt] | None,
-    chat: bool,
-    options: TrainOptions,
-    watch: Watch,
-) -> None:
-    """Make as many texts as were asked for, or as there is time for."""
-    seconds = 60 * options.minutes * MAKING
-    own, given = None, None
-    if prompts is None:
-        config = llm.model.config
-        own = made_up(llm.tokenizer, llm.runtime.skeleton.ends, getattr(config, "bos_token_id", None))
-    else:
-        room = options.max_new_tokens
-        given = [llm.encode(fitting(llm, text, room, chat=chat)) for text in prompts]
-    watch.stage("making texts", seconds if options.texts is None else options.texts)
-    begun, tokens = time.perf_counter(), 0
-
-    def count(new: int) -> None:
-        nonlocal tokens
-        tokens += new
-        done = time.perf_counter() - begun if options.texts is None else len(texts)
-        watch.step(done, f"{len(texts)} texts, {tokens:,} new tokens")
-
-    make(
-        llm.runtime,
-        texts,
-        beginnings(given, own, seed=options.seed),
-        room=options.max_new_tokens,
-        most=options.texts or MOST_TEXTS,
-        go_on=lambda: options.texts is not None or time.perf_counter() - begun < seconds,
-        on_tokens=count,
-        rows=options.rows,
-    )
-
-
-def _learner(llm: LLM, part: Kind, texts: Texts, options: TrainOptions) -> Learner:
+def _learner(llm: LLM, part: Kind, texts: Texts, options: TrainOptions, own: OwnPath | None) -> Fittable:
     if len(texts.numbers(held_out=False)) < FEWEST:
         raise SelfspecError("there was too little time to make texts to fit to; give more --minutes")
+    if own is not None:
+        rank = options.rank or RANK
+        return PathLearner(llm.runtime, own.path, own.trained, rank=rank, loss=options.loss, seed=options.seed)
     words = frequent(texts, options.vocabulary, llm.identity.vocabulary or 0)
     return Learner(llm.runtime, part, words, layers_of(llm.runtime.layers), seed=options.seed)
 
 
-def _fit(learner: Learner, texts: Texts, options: TrainOptions, state: State, watch: Watch) -> None:
+def _fit(learner: Fittable, texts: Texts, options: TrainOptions, state: State, watch: Watch) -> None:
     """Steps until all are done or time is up, a look at what was held out now and then."""
     device = learner.runtime.device.type
     fast = device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()

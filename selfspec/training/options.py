@@ -11,8 +11,11 @@ import typer
 
 from selfspec.basics.errors import SelfspecError
 
-Kind = Literal["eagle", "medusa", "hydra", "mlp", "mtp", "chimera"]
+Kind = Literal["eagle", "medusa", "hydra", "mlp", "mtp", "chimera", "bridge", "adapter"]
+Loss = Literal["forward-kl", "reverse-kl", "tv"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+OF_PATHS: tuple[Kind, ...] = ("bridge", "adapter")
+"""What belongs to a draft path; the other kinds are heads."""
 FEWEST = 2  # texts without which nothing can be fitted
 
 
@@ -20,13 +23,18 @@ FEWEST = 2  # texts without which nothing can be fitted
 class TrainOptions:
     """`minutes` in all; `max_new_tokens` of each text's answer; `vocabulary`: tokens that a head may draft.
 
-    `texts` and `steps`: so many, whatever time they take; with both, the same call gives the same part. `rows`: texts
-    that are decoded together. Raises `SelfspecError` for a value out of range.
+    `rank` of bridges (whole when left out) and of adapters (16); `loss` of adapters, between the model's distribution
+    and the draft's. `texts` and `steps`: so many, whatever time they take; with both, the same call gives the same
+    part. `rows`: texts that are decoded together. Raises `SelfspecError` for a value out of range.
     """
 
     minutes: Annotated[float, typer.Option(help="For all of it, texts included.")] = 20.0
     max_new_tokens: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens of each answer to learn from.")] = 128
     vocabulary: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens that a head may draft.")] = 8192
+    rank: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Of bridges and adapters; bridges are whole when left out.")
+    ] = None
+    loss: Annotated[Loss, typer.Option(help="Of adapters.")] = "forward-kl"
     texts: Annotated[
         int | None, typer.Option(min=FEWEST, metavar="N", help="Texts to learn from, whatever time they take.")
     ] = None
@@ -37,7 +45,14 @@ class TrainOptions:
     def __post_init__(self) -> None:
         if not 0 < self.minutes < math.inf:
             raise SelfspecError(f"minutes {self.minutes}: want more than 0")
-        for name, least in (("max_new_tokens", 16), ("vocabulary", 16), ("rows", 1), ("texts", FEWEST), ("steps", 1)):
+        for name, least in (
+            ("max_new_tokens", 16),
+            ("vocabulary", 16),
+            ("rows", 1),
+            ("rank", 1),
+            ("texts", FEWEST),
+            ("steps", 1),
+        ):
             if (value := getattr(self, name)) is not None and value < least:
                 raise SelfspecError(f"{name} {value}: want at least {least}")
 

@@ -4,16 +4,43 @@ from __future__ import annotations
 
 import io
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
 
 from selfspec.basics.files import kind, write_bytes
-from selfspec.training.learner import Learner
+from selfspec.parts.files import PartFile
+from selfspec.runtime.forward import Runtime
+from selfspec.training.texts import Text
 
 _log = logging.getLogger("selfspec")
+
+
+class Fittable(Protocol):
+    """What is fitted by steps."""
+
+    runtime: Runtime
+
+    @property
+    def net(self) -> nn.Module:
+        """Its weights."""
+
+    @property
+    def depth(self) -> int:
+        """Steps of a draft that are fitted together."""
+
+    def loss(self, windows: Sequence[Text]) -> Tensor:
+        """Of windows of one length."""
+
+    def acceptance(self, texts: Sequence[Text]) -> list[float]:
+        """For each place of a draft, how often all of it up to there is what a text goes on with."""
+
+    def part(self) -> PartFile:
+        """What it has come to."""
 
 
 @dataclass(slots=True)
@@ -49,17 +76,17 @@ class State:
         """Whether there is anything to go on from."""
         return bool(self._held)
 
-    def into(self, learner: Learner, optimizer: torch.optim.Optimizer) -> None:
+    def into(self, learner: Fittable, optimizer: torch.optim.Optimizer) -> None:
         """Go on from what is kept."""
         if self.begun:
             learner.net.load_state_dict(self._held["net"])
             optimizer.load_state_dict(self._held["optimizer"])
 
-    def best_into(self, learner: Learner) -> None:
+    def best_into(self, learner: Fittable) -> None:
         """The best weights that were seen."""
         learner.net.load_state_dict(self._held["best"])
 
-    def keep(self, learner: Learner, optimizer: torch.optim.Optimizer, acceptance: list[float]) -> None:
+    def keep(self, learner: Fittable, optimizer: torch.optim.Optimizer, acceptance: list[float]) -> None:
         """Write it all, whole or not at all."""
         done = self.progress
         brings = 1 + sum(acceptance)

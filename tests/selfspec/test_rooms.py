@@ -30,7 +30,7 @@ ROOMS = {  # each with the rooms that it may import
     "llm": "basics facts profile show text speculation controllers model proposers runtime drafters decoding",
     "measure": "basics facts profile text speculation controllers model runtime drafters llm",
     "search": "basics facts profile text speculation controllers proposers runtime drafters decoding llm measure",
-    "training": "basics facts profile speculation runtime parts drafters decoding llm measure text",
+    "training": "basics facts profile speculation model runtime parts drafters decoding llm measure text",
     "cli": "basics builtin facts profile show text speculation controllers proposers model llm measure search training",
 }
 ALLOWED = {room: set(names.split()) for room, names in ROOMS.items()}

@@ -35,8 +35,8 @@ COMMANDS = {
     "train": {
         "Arguments": [],
         "Options": [
-            *("model", "profile", "data", "out", "minutes", "max-new-tokens", "vocabulary", "texts", "steps", "rows"),
-            *("seed", "json", "help"),
+            *("model", "profile", "data", "out", "minutes", "max-new-tokens", "vocabulary", "rank", "loss"),
+            *("texts", "steps", "rows", "seed", "json", "help"),
         ],
         "Prompts": PROMPTS,
         "Device": DEVICE,

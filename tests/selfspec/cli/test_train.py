@@ -62,6 +62,21 @@ def test_below_the_draft_path_of_a_profile(cli, prompts):
     assert not cli("profile", "show", "parts/eagle-below.yaml")[0]
 
 
+def test_a_bridge_is_fitted_to_a_profiles_path(cli, prompts):
+    Path("path.yaml").write_text(
+        "version: 2\nmodel: {layers: 16}\ndraft: {kind: layer-skip, skip: {attention: [7], mlp: [7]}}\n"
+    )
+    code, out, err = cli("train", "bridge", "--profile", "path.yaml", "--data", prompts, *FEW, "--rank", "8", "--json")
+    told = json.loads(out)
+    assert not code
+    assert told["profiles"] == ["parts/bridge.yaml"]
+    assert told["right"][1] == told["acceptance"][0]
+    assert "the draft path's best token is the model's at" in err
+    plain = cli("generate", "--profile", "none", "--max-new-tokens", "24", "def read(")[1]
+    assert cli("generate", "--profile", "parts/bridge.yaml", "--max-new-tokens", "24", "def read(")[1] == plain
+    assert "bridge.safetensors" in cli("profile", "show", "parts/bridge.yaml")[1]
+
+
 def run_in_a_process(event, folder, prompts):
     arguments = [sys.executable, str(Path(command.__file__)), event, "train", "eagle", "--data", str(prompts), *FEW]
     return subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)

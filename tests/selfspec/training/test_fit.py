@@ -12,7 +12,7 @@ from selfspec.parts.kinds import make_head
 from selfspec.profile.reading import read_profile
 from selfspec.profile.shipped import find_profile_file
 from selfspec.training.fit import Silent, fit
-from selfspec.training.options import KINDS, TrainOptions
+from selfspec.training.options import KINDS, OF_PATHS, TrainOptions
 
 FEW = {"max_new_tokens": 24, "vocabulary": 512, "rows": 8, "texts": 20}
 PROMPT = "def read_text(path: Path) -> str:\n"
@@ -53,7 +53,7 @@ def test_acceptance_rises(fitted):
     assert fitted.texts == 20
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "eagle"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("eagle", *OF_PATHS)])
 def test_each_kind_learns_and_drafts(llm, prompts, tmp_path, kind):
     options = TrainOptions(steps=200, **FEW)
     fitted = fit(llm, part=kind, out=tmp_path, prompts=prompts, options=options)

@@ -1,0 +1,162 @@
+"""Bridges over bypassed layers in closed form: ridge regression, from front to back (after ReplaceMe, 2505.02819).
+
+Each leads from the draft's own stream before a run of bypassed layers to the target's stream after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.facts.draft_path import DraftPath
+from selfspec.model.trained import Bridge, Trained
+from selfspec.runtime.forward import Runtime
+from selfspec.runtime.paths import CompiledPath
+from selfspec.speculation.step import Step
+from selfspec.training.texts import Text
+
+RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of the inputs' mean variance; what errs least on held-out texts is taken
+
+
+@dataclass(slots=True)
+class _Moments:
+    """Sums over positions, in float64: of inputs x and differences y, and of their products."""
+
+    count: int
+    x: Tensor
+    y: Tensor
+    xx: Tensor
+    xy: Tensor
+
+    @classmethod
+    def of(cls, width: int) -> _Moments:
+        zeros = torch.zeros(width, dtype=torch.float64)
+        square = torch.zeros(width, width, dtype=torch.float64)
+        return cls(0, zeros, zeros.clone(), square, square.clone())
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Rows of `[n, D]` more."""
+        x, y = x.double().cpu(), y.double().cpu()
+        self.count += len(x)
+        self.x += x.sum(0)
+        self.y += y.sum(0)
+        self.xx += x.t() @ x
+        self.xy += x.t() @ y
+
+    def about(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean products of x and x, and of x and y, about these means."""
+        n = self.count
+        mean_x, mean_y = self.x / n, self.y / n
+        between = torch.outer(mean_x, x), torch.outer(mean_x, y) + torch.outer(x, mean_y)
+        return (
+            self.xx / n - between[0] - between[0].t() + torch.outer(x, x),
+            self.xy / n - between[1] + torch.outer(x, y),
+        )
+
+
+def drafted(
+    runtime: Runtime, way: CompiledPath, tokens: Tensor, *, of_model: Sequence[int] = (), of_draft: Sequence[int] = ()
+) -> tuple[Step, Step]:
+    """What the model, and what a draft path, gives at each of `tokens` `[n]`, with streams that leave such layers.
+
+    The draft reads the model's keys and values of all tokens before its own, as the first token of every draft does.
+    """
+    n = len(tokens)
+    tokens = tokens.to(runtime.device).unsqueeze(0)
+    at = torch.arange(n, device=runtime.device)
+    mask = torch.cat((at < at.unsqueeze(1), at == at.unsqueeze(1)), 1)
+    with runtime.session(2 * n):
+        whole = runtime.forward(tokens, 0, hidden=of_model)
+        own = runtime.forward(
+            tokens, at.unsqueeze(0), slots=at.unsqueeze(0) + n, mask=mask.unsqueeze(0), path=way, hidden=of_draft
+        )
+    return whole, own
+
+
+def fit_bridges(
+    runtime: Runtime,
+    path: DraftPath,
+    texts: Sequence[Text],
+    unseen: Sequence[Text],
+    *,
+    began: Trained | None = None,
+    rank: int | None = None,
+    told: Callable[[int], None] = lambda done: None,
+) -> Trained:
+    """Bridges over the runs of layers that `path` bypasses whole, of a `rank` where one is named.
+
+    Beside what the path `began` with. `told` hears how many there are. Raises `SelfspecError` for a rank that is more
+    than the stream is wide.
+    """
+    width = runtime.skeleton.sizes.hidden
+    if rank is not None and rank > width:
+        raise SelfspecError(f"rank {rank}: want at most {width}, as wide as the model's stream is")
+    trained = began or Trained()
+    for number, (first, end) in enumerate(path.runs(runtime.layers)):
+        name = f"bridges under way {id(trained)}"
+        runtime.learn(name, trained)
+        way = runtime.compile(replace(path, trained=name))
+        seen, held = (_moments(runtime, way, of, first, end) for of in (texts, unseen or texts))
+        trained = replace(trained, bridges={**trained.bridges, (first, end): _bridge(seen, held, rank)})
+        told(number + 1)
+    return trained
+
+
+def _moments(runtime: Runtime, way: CompiledPath, texts: Sequence[Text], first: int, end: int) -> _Moments:
+    moments = _Moments.of(runtime.skeleton.sizes.hidden)
+    for text in texts:
+        whole, own = drafted(runtime, way, text.tokens, of_model=[end], of_draft=[first])
+        x = own.hidden[first][0]
+        moments.add(x, whole.hidden[end][0] - x)
+    return moments
+
+
+def _bridge(seen: _Moments, held: _Moments, rank: int | None) -> Bridge:
+    """The map of least squares with the ridge that errs least on what was not fitted to."""
+    x, y = seen.x / seen.count, seen.y / seen.count
+    xx, xy = seen.about(x, y)
+    held_xx, held_xy = held.about(x, y)
+    variance = xx.diagonal().mean()
+    eye = torch.eye(len(x), dtype=torch.float64)
+
+    def fitted(ridge: float) -> Tensor:
+        found = torch.linalg.solve(xx + ridge * variance * eye, xy)
+        return found if rank is None else _of_rank(found, xx, rank)[2]
+
+    def error(found: Tensor) -> float:  # but for what no map changes
+        return float((found * (held_xx @ found)).sum() - 2 * (found * held_xy).sum())
+
+    found = min((fitted(ridge) for ridge in RIDGES), key=error)
+    bias = y - x @ found
+    if rank is None:
+        return Bridge(None, found.t().float().contiguous(), bias.float())
+    into, onto, _ = _of_rank(found, xx, rank)
+    return Bridge(into.float().contiguous(), onto.float().contiguous(), bias.float())
+
+
+def _of_rank(found: Tensor, xx: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A map `[D, D]` (from the left) through `rank` numbers that gives most of what it gave: both halves, and itself.
+
+    Reduced-rank regression (Izenman 1975): onto the principal directions of what is fitted.
+    """
+    directions = torch.linalg.eigh(found.t() @ xx @ found).eigenvectors[:, -rank:]
+    into = (found @ directions).t()
+    return into, directions, into.t() @ directions.t()
+
+
+def agreement(runtime: Runtime, path: DraftPath, texts: Sequence[Text]) -> tuple[float, float]:
+    """At how many places of answers a path's best token is the model's, and how much of its probability it shares."""
+    way, right, shared, places = runtime.compile(path), 0.0, 0.0, 0
+    for text in texts:
+        whole, own = drafted(runtime, way, text.tokens)
+        assert whole.logits is not None
+        assert own.logits is not None
+        model, draft = whole.logits[0, text.answer - 1 :].float(), own.logits[0, text.answer - 1 :].float()
+        right += float((model.argmax(-1) == draft.argmax(-1)).sum())
+        shared += float(torch.minimum(model.softmax(-1), draft.softmax(-1)).sum())
+        places += len(model)
+    return right / max(places, 1), shared / max(places, 1)

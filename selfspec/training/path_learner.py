@@ -1,0 +1,105 @@
+"""Fitting what changes a draft path's weights: distillation of the model into the path, on the model's own texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selfspec.facts.draft_path import DraftPath
+from selfspec.model.trained import Trained
+from selfspec.parts.files import PartFile
+from selfspec.parts.heads import head_rows
+from selfspec.parts.paths import path_part
+from selfspec.runtime.forward import Runtime
+from selfspec.training.options import Loss
+from selfspec.training.path_net import PathNet
+from selfspec.training.texts import Text
+
+DEPTH = 2  # steps of a draft that are fitted together: the second reads what the first wrote
+PLACES = 6  # of a draft that held-out acceptance is told for
+LATER = 0.8  # what each further step of a draft counts for
+
+
+def _forward(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return log_p.exp() * (log_p - log_q)
+
+
+def _reverse(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return log_q.exp() * (log_q - log_p)
+
+
+def _variation(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return 0.5 * (log_p.exp() - log_q.exp()).abs()
+
+
+LOSSES: dict[Loss, Callable[[Tensor, Tensor], Tensor]] = {
+    "forward-kl": _forward,
+    "reverse-kl": _reverse,
+    "tv": _variation,
+}
+"""Of the model's distribution p and the draft's q. Total variation is one minus what is accepted of a sampled token."""
+
+
+class PathLearner:
+    """A draft path's changes under training. `trained`: what the path has already. Raises as `PathNet` and heads do."""
+
+    depth, places = DEPTH, PLACES
+
+    def __init__(
+        self, runtime: Runtime, path: DraftPath, trained: Trained, *, rank: int, loss: Loss, seed: int
+    ) -> None:
+        torch.manual_seed(seed)
+        self.runtime, self._began = runtime, trained
+        self.net = PathNet(runtime, path, trained, rank=rank)
+        self._settings = {"rank": rank, "loss": loss}
+        self._loss = LOSSES[loss]
+        words = torch.arange(runtime.skeleton.identity.vocabulary or 0, device=runtime.device)
+        self._head = head_rows(runtime, words).float()
+        self._norm, self._eps = runtime.model.base_model.norm.weight.detach().float(), runtime.skeleton.sizes.eps
+
+    def _logits(self, stream: Tensor) -> Tensor:
+        read = F.rms_norm(stream.float(), stream.shape[-1:], self._norm, self._eps)
+        return F.linear(read, self._head).float()
+
+    def loss(self, windows: Sequence[Text]) -> Tensor:
+        """How far the path's distributions are from the model's, over windows of one length."""
+        ids = torch.stack([window.tokens for window in windows]).to(self.runtime.device)
+        keys, stream = self.net.model(ids)
+        log_p = self._logits(stream).log_softmax(-1)
+        self.net.round()
+        total = torch.zeros((), device=ids.device)
+        for k, out in enumerate(self.net(ids, keys, self.depth)):
+            log_q = self._logits(out[:, k:]).log_softmax(-1)
+            total = total + LATER**k * self._loss(log_p[:, k:], log_q).sum(-1).mean()
+        return total
+
+    @torch.no_grad()
+    def acceptance(self, texts: Sequence[Text]) -> list[float]:
+        """For each place of a draft, how often all of it up to there is what the text goes on with, in answers."""
+        self.net.round()
+        right, all_of = torch.zeros(self.places), 0
+        for text in texts:
+            starts = len(text.tokens) - self.places - (text.answer - 1)
+            if starts < 1:
+                continue
+            ids = text.tokens[None].to(self.runtime.device)
+            keys, _ = self.net.model(ids)
+            so_far = torch.ones(starts, dtype=torch.bool)
+            for k, out in enumerate(self.net(ids, keys, self.places)):
+                of = slice(text.answer - 1 + k, text.answer - 1 + k + starts)
+                so_far &= self._logits(out[0, of]).argmax(-1).cpu() == text.tokens[of.start + 1 : of.stop + 1]
+                right[k] += so_far.sum()
+            all_of += starts
+        return (right / max(all_of, 1)).tolist()
+
+    def trained(self) -> Trained:
+        """What the path has now."""
+        return replace(self._began, updates={**self._began.updates, **self.net.trained()})
+
+    def part(self) -> PartFile:
+        """The same, as a file holds it."""
+        return path_part("adapter", self._settings, self.trained(), self.runtime)
