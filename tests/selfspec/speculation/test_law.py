@@ -154,8 +154,12 @@ def deviation(runtime, make, room, *, rule, kind=Enumerating, processors=()):
     return max(abs(joint.get(text, 0.0) - chance) for text, chance in expected.items())
 
 
-# Two and three tokens cover what would be a hundred thousand paths over four.
+# Two and three tokens cover what would be ten or a hundred thousand paths over four.
 MANY = (
+    "long chain",
+    "tiny model",
+    "staged",
+    "staged, a rejected proposal behind the drawn token",
     "staged, candidates",
     "three stages",
     "all candidates",
