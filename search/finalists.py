@@ -15,6 +15,7 @@ from selfspec.measure.timing import Runs, interleave, measure, method
 from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.schema import Measurement, Profile, SearchRecord
 
+from .bridging import with_its_bridges
 from .budget import Deadline
 from .continuations import FEWEST
 from .forecast import CHOOSING, FINALISTS
@@ -29,6 +30,8 @@ FEW = 3  # prompts, less than which tell no interval
 NARROW, CLEAR = 0.04, 0.02  # an interval's width, or by how much it leaves out 1, that needs no further round
 ENOUGH = 16  # tokens of a prompt that is measured, if there is time for that many on several
 HELD_BACK = 1.2  # times what measuring a prompt has taken is kept for the next
+Bettered = Callable[[Score], Score | None]
+"""What else can be done upon a scored path: the score with it, where that is better."""
 PACKAGES = ("selfspec", "torch", "transformers", "optuna", "scikit-optimize")
 
 
@@ -47,7 +50,7 @@ def finish(
     on: HeldOut,
     replay: Replay | None,
     keep_best: bool,
-    smaller_head: Callable[[Score], Score | None] | None = None,
+    bettered: Sequence[tuple[str, Bettered]] = (),
     again: Again | None = None,
 ) -> Profile:
     """Choose among the best few of `scores`, measure that one, and complete the profile `base`.
@@ -56,7 +59,7 @@ def finish(
     was scored on; without it, the one wins that measures best. It is then measured against plain decoding. Each on as
     many prompts and tokens as there is time for. An interrupted search's best is taken as it is, and so is that of a
     search for drafts with keys of their own, as no decoding here is such; an interrupt here ends the measuring.
-    `smaller_head` scores the best set again with smaller draft vocabularies; the best of those joins.
+    `bettered`: what is tried upon the best, by what it is called; what is better joins.
     Raises `SelfspecError` when nothing was scored.
     """
     record = base.search
@@ -69,7 +72,7 @@ def finish(
     best, told = finalists[0], search.ledger.confidence
     try:
         if not record.interrupted and record.kv == "shared":
-            able = _with_smaller_head(search, finalists, smaller_head)
+            able = _with_better(search, finalists, bettered)
             able = [score for score in able if score.speedup >= WITHIN_REACH] or able[:1]
             best = _best(search, base, able, on) if again is None else again(able)
             measured = _measured(search, drafting_as(base, best, told), on)
@@ -80,7 +83,7 @@ def finish(
     predicted = None
     if kept and replay is not None and base.costs is not None:
         search.watch.stage("predicting what it brings", None)
-        predicted = predict(replay, found)
+        predicted = predict(replay, found, trained=best.path.trained)
     held = search.llm.runtime.extra_bytes(found.path) if found.path.low_precision else None
     return found.model_copy(
         update={
@@ -108,7 +111,7 @@ def drafting_as(base: Profile, score: Score, confidence: Confidence | None) -> P
         proposers=score.proposers,
         spared=score.spared,
     )
-    return base.model_copy(update={"draft": draft, "acceptance": score.acceptance})
+    return with_its_bridges(base.model_copy(update={"draft": draft, "acceptance": score.acceptance}), score.path)
 
 
 def _finalists(search: Search, ranked: Sequence[Score]) -> list[Score]:
@@ -117,16 +120,16 @@ def _finalists(search: Search, ranked: Sequence[Score]) -> list[Score]:
     return [score for place, score in enumerate(ranked) if place < FINALISTS or score.path == start]
 
 
-def _with_smaller_head(
-    search: Search, finalists: Sequence[Score], smaller_head: Callable[[Score], Score | None] | None
-) -> list[Score]:
-    """The finalists, the best first, and that one with a smaller head, where that is better and there is time."""
+def _with_better(search: Search, finalists: Sequence[Score], bettered: Sequence[tuple[str, Bettered]]) -> list[Score]:
+    """The finalists, the best first, and what better can be made of that one in time."""
     longest = max((entry.seconds for entry in search.ledger.entries), default=0.0)
-    if smaller_head is None or not search.budget.deadline("heads").allows(2 * longest):
-        return [*finalists]
-    search.watch.stage("trying smaller draft vocabularies", None)
-    found = smaller_head(finalists[0])
-    return [*finalists] if found is None else sorted([found, *finalists], key=lambda s: -s.tokens_per_second)
+    able = [*finalists]
+    for name, better in bettered:
+        if search.budget.deadline("heads").allows(2 * longest):
+            search.watch.stage(f"trying {name}", None)
+            if (found := better(able[0])) is not None:
+                able = sorted([found, *able], key=lambda s: -s.tokens_per_second)
+    return able
 
 
 def _best(search: Search, base: Profile, finalists: Sequence[Score], on: HeldOut) -> Score:

@@ -298,11 +298,11 @@ class Replayed:
         )
 
 
-def predict(replay: Replay, profile: Profile) -> Prediction:
+def predict(replay: Replay, profile: Profile, *, trained: str | None = None) -> Prediction:
     """What decoding the replay's texts with a profile is predicted to give, prefill included as a measurement has it.
 
     Where the replay's drafts have keys of their own, the draft model reads the prompts too, as much faster than the
-    whole model as its steps are. Raises `SelfspecError` for a profile without costs.
+    whole model as its steps are. `trained`: what the path's part is called there. Raises `SelfspecError` without costs.
     """
     costs = profile.costs
     if costs is None:
@@ -310,7 +310,7 @@ def predict(replay: Replay, profile: Profile) -> Prediction:
     described = profile.layer_skip
     controller = make_controller(described.controller, profile.outlook)
     replay.confidence = described.confidence or PROBABILITY
-    traces = replay.trace(profile.path, [controller])
+    traces = replay.trace(replace(profile.path, trained=trained), [controller])
     traces = with_guesses(replay, traces, make_ahead(described.proposers or (), costs.wider, replay.vocabulary))
     walks = walk(traces, controller, candidates=described.candidates, seeded=replay.seeded)
     total = Stats.total(done.stats for done in walks)

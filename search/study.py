@@ -22,10 +22,11 @@ from selfspec.measure.cost_sweeps import room_for
 from selfspec.profile.schema import Calibration, Profile
 from selfspec.text.prompt import Prompt
 
+from .bridging import with_bridges
 from .budget import Budget
 from .calibration import PromptSet, choose, record
 from .climbing import cheaper
-from .finalists import HeldOut, finish
+from .finalists import Bettered, HeldOut, finish
 from .forecast import Pace, Task, said, time_for
 from .heads import with_smaller_head
 from .ledger import Ledger
@@ -78,7 +79,7 @@ def run_search(llm: LLM, options: SearchOptions) -> Profile:
             drawn.held_out,
             known.replay,
             options.keep_best,
-            known.smaller_head,
+            known.bettered,
             known.again,
         )
     return with_shortage(search, options, profile)
@@ -219,8 +220,7 @@ def _ledger(llm: LLM, options: SearchOptions, calibration: Calibration) -> Ledge
 class _Known:
     """What is known before the first trial: what sets are worth, what strategies start from, and, by replay, costs.
 
-    `smaller_head` scores a set again with smaller draft vocabularies, where that can pay; `again` chooses one of the
-    best by other texts.
+    `bettered`: what can be tried upon the best, where that can pay; `again` chooses one of the best by other texts.
     """
 
     search: Search
@@ -228,7 +228,7 @@ class _Known:
     problem: Problem
     costs: CostModel | None = None
     replay: Replay | None = None
-    smaller_head: Callable[[Score], Score | None] | None = None
+    bettered: tuple[tuple[str, Bettered], ...] = ()
     again: Again | None = None
 
 
@@ -239,12 +239,17 @@ def _known_beforehand(search: Search, options: SearchOptions, held: ExitStack, d
         return _Known(search, *timed(search, fixed, options.warm))
     controller = None if fixed is None else make_controller(fixed)
     search, worth, problem, costs, replay = replayed(search, held, controller, options.context, options.warm)
-    smaller_head = None
+    bettered: list[tuple[str, Bettered]] = []
+    if options.kv == "shared":
+        fitted_to = [*search.prompts, *drawn.others]
+        bridges = partial(with_bridges, worth, runtime=llm.runtime, texts=fitted_to)
+        bettered.append(("bridges over bypassed layers", bridges))
     if options.kv == "shared" and llm.runtime.skeleton.head_over([0]) is not None:  # whose weight is at hand
         seen = chain((text.tokens for text in replay.texts), _encoded(llm, drawn.rest, chat=drawn.chat))
-        smaller_head = partial(with_smaller_head, worth, texts=seen, size=llm.identity.vocabulary or 0)
+        heads = partial(with_smaller_head, worth, texts=seen, size=llm.identity.vocabulary or 0)
+        bettered.append(("smaller draft vocabularies", heads))
     again = partial(best_on_others, search, costs, controller, drawn.others) if len(drawn.others) >= FEWEST else None
-    return _Known(search, worth, problem, costs, replay, smaller_head, again)
+    return _Known(search, worth, problem, costs, replay, tuple(bettered), again)
 
 
 def _fitted(llm: LLM, chosen: PromptSet, options: SearchOptions) -> Iterator[tuple[list[int], ...]]:

@@ -10,7 +10,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from selfspec.basics.errors import SelfspecError, short
-from selfspec.basics.files import check_file
+from selfspec.basics.files import check_file, kind, write_bytes
 from selfspec.basics.schema import Data
 
 SUFFIX = ".safetensors"
@@ -42,6 +42,17 @@ def sha256_of(file: Path) -> str:
             return hashlib.file_digest(opened, "sha256").hexdigest()
     except OSError as error:
         raise SelfspecError(f"{file}: cannot be read ({error.strerror or error})") from None
+
+
+def bring_parts(parts: Mapping[str, Part], source: Path, folder: Path) -> None:
+    """Copy the parts that are missing in `folder` from another. Raises `SelfspecError` where they cannot be."""
+    for part in parts.values():
+        if kind(folder / part.file) == "missing":
+            check_file(source / part.file)
+            try:
+                write_bytes(folder / part.file, (source / part.file).read_bytes())
+            except OSError as error:
+                raise SelfspecError(f"{source / part.file}: cannot be read ({error.strerror or error})") from None
 
 
 def check_parts(parts: Mapping[str, Part], folder: Path) -> None:

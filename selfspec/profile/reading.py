@@ -14,7 +14,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from selfspec.basics.errors import SelfspecError, one_line, short
 from selfspec.basics.files import read_text, write_text
 from selfspec.profile.draft import PlainSpec, draft_kinds
-from selfspec.profile.parts import check_parts
+from selfspec.profile.parts import bring_parts, check_parts
 from selfspec.profile.schema import Profile
 from selfspec.profile.versions import NEW_KEYS, Version1, latest
 
@@ -73,7 +73,12 @@ def profile_text(profile: Profile) -> str:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write a profile atomically. Raises `SelfspecError` when the place cannot be written, or lacks a part of it."""
+    """Write a profile atomically, and beside it the parts that it was read with elsewhere.
+
+    Raises `SelfspecError` when the place cannot be written, or lacks a part of it.
+    """
+    if profile.folder is not None:
+        bring_parts(profile.parts, profile.folder, path.parent)
     check_parts(profile.parts, path.parent)
     write_text(path, profile_text(profile))
 

@@ -232,6 +232,11 @@ class Profile(Data):
         data = {"also": [*self.also, *(one for other in others for one in other.alternatives)]}
         return type(self).model_validate({**dict(self), **data})
 
+    @property
+    def folder(self) -> Path | None:
+        """Where its parts are; None where it was not read from a file, or has none."""
+        return self._folder
+
     def part_path(self, name: str) -> Path:
         """Where a part's file is. Raises `SelfspecError` for a part not named, and where no file was read."""
         if name not in self.parts:

@@ -29,7 +29,8 @@ ROOMS = {  # each with the rooms that it may import
     "decoding": "basics facts speculation runtime",
     "llm": "basics facts profile show text speculation controllers model proposers runtime drafters decoding",
     "measure": "basics facts profile text speculation controllers model runtime drafters llm",
-    "search": "basics facts profile text speculation controllers proposers runtime drafters decoding llm measure",
+    "search": "basics facts profile text speculation controllers proposers runtime parts drafters decoding llm "
+    "measure training",
     "training": "basics facts profile speculation model runtime parts drafters decoding llm measure text",
     "cli": "basics builtin facts profile show text speculation controllers proposers model llm measure search training",
 }

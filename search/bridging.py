@@ -1,0 +1,67 @@
+"""Bridges over the layers that the best path bypasses whole, where they are predicted to pay."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from selfspec.basics.files import cache_folder
+from selfspec.facts.draft_path import DraftPath
+from selfspec.parts.files import write_part
+from selfspec.parts.paths import path_part
+from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.parts import SUFFIX, Part, sha256_of
+from selfspec.profile.schema import Profile
+from selfspec.runtime.forward import Runtime
+from selfspec.training.bridges import fit_bridges
+from selfspec.training.texts import Text
+
+from .objective import Replayed, Score
+
+NAME = "bridge"  # of the part, in a profile
+LONGEST = 512  # tokens of a text that are fitted to
+HELD_OUT = 4  # every so many-th text is what the ridge is chosen by
+
+
+def with_bridges(worth: Replayed, score: Score, *, runtime: Runtime, texts: Sequence[Sequence[int]]) -> Score | None:
+    """`score` again with a bridge over each run of layers bypassed whole, where that is predicted to be faster.
+
+    Fitted to `texts` (token ids), none of which scores rest on. What a bridge itself takes, a few hundredths of a
+    layer, is not predicted. None too where no layer is bypassed whole.
+    """
+    if not score.path.runs(runtime.layers) or len(texts) < 2:
+        return None
+    read = [Text(torch.tensor(tokens[:LONGEST]), torch.empty(0), 0) for tokens in texts]
+    unseen = read[::HELD_OUT]
+    trained = fit_bridges(runtime, score.path, [text for i, text in enumerate(read) if i % HELD_OUT], unseen)
+    _folder().mkdir(parents=True, exist_ok=True)
+    made = _folder() / f"{os.getpid()}{SUFFIX}"
+    write_part(made, path_part("bridge", {"rank": None}, trained, runtime))
+    path = replace(score.path, trained=sha256_of(made))
+    made.replace(_file(path))
+    runtime.learn(path.trained or "", trained)
+    found = worth.score(path)
+    return found if not found.pruned and found.tokens_per_second > score.tokens_per_second else None
+
+
+def with_its_bridges(profile: Profile, path: DraftPath) -> Profile:
+    """A profile that drafts along `path`, with the part that it names, if any."""
+    if path.trained is None:
+        return profile
+    file = _file(path)
+    assert isinstance(profile.draft, LayerSkipSpec)
+    draft = profile.draft.model_copy(update={"trained": NAME})
+    part = Part(file=file.name, sha256=path.trained)
+    return profile.model_copy(update={"draft": draft, "parts": {NAME: part}}).read_from(file.parent)
+
+
+def _folder() -> Path:
+    return cache_folder() / "bridges"
+
+
+def _file(path: DraftPath) -> Path:
+    return _folder() / f"{NAME}-{(path.trained or '')[:12]}{SUFFIX}"
