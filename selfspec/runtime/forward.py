@@ -56,7 +56,7 @@ class Runtime:
         self._scaling = 1.0 if exact else self.skeleton.scaling
         self._direct = exact and self.device.type == "cpu"
         self._paths = Paths(self.skeleton, self._scaling)
-        self.learn, self.held = self._paths.learn, self._paths.held
+        self.learn, self.forget, self.held = self._paths.learn, self._paths.forget, self._paths.held
         self._full = self.compile(FULL)
         self._turned = self._direct or self._full.native is not None
         self._begin(rows)

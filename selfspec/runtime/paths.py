@@ -70,6 +70,10 @@ class Paths:
         """Let paths name what was trained; the same name may come again with the same."""
         self._trained.setdefault(name, trained)
 
+    def forget(self, name: str) -> None:
+        """Let go of what was learnt under a name; compiled paths keep what they hold of it."""
+        self._trained.pop(name, None)
+
     def held(self, part: str, index: int, mode: Mode) -> int | None:
         """Bytes that a layer's attention or MLP, or the head, takes in a mode; None where it cannot be had."""
         if mode not in BITS:

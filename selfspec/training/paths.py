@@ -55,6 +55,23 @@ class OwnPath:
         """What a part for it is fitted to, as a checkpoint tells it."""
         return {"path": self.profile.draft.model_dump(mode="json", include={"skip", "int8", "int4", "head", "trained"})}
 
+    def with_part(self, file: Path) -> Profile:
+        """The profile with a part in the place of what was trained; it has its head below only if that lies beside."""
+        assert isinstance(self.profile.draft, LayerSkipSpec)
+        name, below = file.stem, self.profile.draft.below
+        if below is not None and self.profile.part_path(below.part).parent.resolve() != file.parent.resolve():
+            below = None  # a profile's parts lie beside it
+        kept = {} if below is None else {below.part: self.profile.parts[below.part]}
+        return self.profile.model_copy(
+            update={
+                "draft": self.profile.draft.model_copy(update={"trained": name, "below": below, "spared": None}),
+                "parts": {**kept, name: Part(file=file.name, sha256=sha256_of(file))},
+                "measured": [],
+                "predicted": None,
+                "also": [],
+            }
+        )
+
 
 def bridged(
     llm: LLM, own: OwnPath, texts: Sequence[Text], unseen: Sequence[Text], options: TrainOptions, watch: Watch
@@ -85,19 +102,5 @@ def write_path_profile(
     path = replace(own.path, trained=sha256_of(file))
     llm.runtime.learn(path.trained or "", trained_of(llm.runtime, part))
     before, after = (agreement(llm.runtime, of, unseen) for of in (own.path, path))
-    assert isinstance(own.profile.draft, LayerSkipSpec)
-    name, below = file.stem, own.profile.draft.below
-    if below is not None and own.profile.part_path(below.part).parent.resolve() != file.parent.resolve():
-        below = None  # a profile's parts lie beside it
-    kept = {} if below is None else {below.part: own.profile.parts[below.part]}
-    written = own.profile.model_copy(
-        update={
-            "draft": own.profile.draft.model_copy(update={"trained": name, "below": below, "spared": None}),
-            "parts": {**kept, name: Part(file=file.name, sha256=sha256_of(file))},
-            "measured": [],
-            "predicted": None,
-            "also": [],
-        }
-    )
-    write_profile(written, file.with_suffix(".yaml"))
+    write_profile(own.with_part(file), file.with_suffix(".yaml"))
     return file.with_suffix(".yaml"), {"right": [before[0], after[0]], "shared": [before[1], after[1]]}

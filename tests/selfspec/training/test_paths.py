@@ -156,7 +156,7 @@ def test_every_loss_falls(runtime, loss):
 
 def test_adapters_bring_it_nearer_still(llm, bridged, prompts, tmp_path):
     """Upon the bridges that the profile has, which stay; and what comes out is the model's own text."""
-    options = TrainOptions(steps=10, rank=8, **FEW)
+    options = TrainOptions(steps=6, rank=8, **FEW)
     fitted = fit(
         llm,
         part="adapter",
@@ -182,18 +182,18 @@ class _Cut(Silent):
 
     def step(self, done, said):
         self.seen += self.stages[-1] == "fitting"
-        if self.seen == 4:
+        if self.seen == 2:
             raise KeyboardInterrupt
 
 
 def test_an_interrupted_adapter_goes_on(llm, profile, prompts, tmp_path):
     given = {"part": "adapter", "out": tmp_path, "prompts": prompts, "profile": profile}
-    options = TrainOptions(steps=8, **FEW)
+    options = TrainOptions(steps=4, **FEW)
     cut = fit(llm, **given, options=options, watch=_Cut())
     assert cut.interrupted
     assert read_profile(cut.profiles[0]).draft.trained == "adapter"
     whole = fit(llm, **given, options=options)
-    assert (whole.interrupted, whole.progress.steps) == (False, 8)
+    assert (whole.interrupted, whole.progress.steps) == (False, 4)
 
 
 @pytest.mark.parametrize("part", ["bridge", "adapter"])

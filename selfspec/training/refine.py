@@ -1,0 +1,85 @@
+"""Refining a draft path between prompts, by what the model said of its tokens (after DVI, 2510.05421).
+
+Opt-in: what is drafted then depends on earlier prompts. What comes out does not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.llm.llm import LLM
+from selfspec.llm.stream import Generation
+from selfspec.parts.files import write_part
+from selfspec.profile.parts import sha256_of
+from selfspec.profile.reading import read_profile, write_profile
+from selfspec.profile.schema import Profile
+from selfspec.text.prompt import Prompt
+from selfspec.training.fit import check_folder
+from selfspec.training.options import Loss
+from selfspec.training.path_learner import PathLearner
+from selfspec.training.paths import RANK, OwnPath
+from selfspec.training.texts import Text
+
+RATE = 3e-4
+LONGEST = 512  # tokens, of the end of a text, that a step is taken by
+
+
+class Refiner:
+    """Generates with an adapter of a profile's draft path, and takes a step of fitting it by every text.
+
+    The model says of every token of the text how likely it was, as it did of those that verification accepted and
+    rejected; the path is drawn towards that. `adapter.safetensors` and `adapter.yaml` in `out` are written after each
+    text, and can be gone on from: `Refiner(llm, read_profile(out / "adapter.yaml"), out=out)`. A step takes about what
+    three passes of the whole model over the text take, and rounds the path's weights anew. Raises `SelfspecError` for
+    a profile without a draft path in few bits, and an `out` that is no folder to write to.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        profile: Profile,
+        *,
+        out: Path,
+        rank: int = RANK,
+        loss: Loss = "forward-kl",
+        rate: float = RATE,
+    ) -> None:
+        check_folder(out)
+        self._llm, self._file = llm, out / "adapter.safetensors"
+        self._own = OwnPath.of(llm.runtime, profile, "adapter")
+        self._learner = PathLearner(llm.runtime, self._own.path, self._own.trained, rank=rank, loss=loss, seed=0)
+        self._optimizer = torch.optim.AdamW(self._learner.net.parameters(), lr=rate, weight_decay=0.01)
+        self._drafter = llm.drafts_with(profile)
+        self._sha256: str | None = None
+        self.losses: list[float] = []
+
+    def generate(self, prompt: Prompt, **options: Any) -> Generation:
+        """As `LLM.generate`, and then a step. Raises `SelfspecError` for a seed, and as that does."""
+        if options.get("seed") is not None:
+            raise SelfspecError("drafts that depend on earlier prompts have no seed; leave it out")
+        ids = self._llm.encode(prompt)
+        found = self._llm.generate(ids, drafter=self._drafter, **options)
+        self.learn([*ids, *found.tokens])
+        return found
+
+    def learn(self, tokens: list[int]) -> None:
+        """Take a step by a text that the model wrote, and draft with what comes of it."""
+        tokens = tokens[-LONGEST:]
+        if len(tokens) <= self._learner.depth:
+            return
+        loss = self._learner.loss([Text(torch.tensor(tokens), torch.empty(0), 0)])
+        self._optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        self._optimizer.step()
+        self.losses.append(float(loss.detach()))
+        write_part(self._file, self._learner.part())
+        place = self._file.with_suffix(".yaml")
+        write_profile(self._own.with_part(self._file), place)
+        before, after = self._sha256, sha256_of(self._file)
+        self._drafter, self._sha256 = self._llm.drafts_with(read_profile(place)), after
+        if before not in (None, after):
+            self._llm.runtime.forget(before)
