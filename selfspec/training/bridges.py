@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -59,7 +60,13 @@ class _Moments:
 
 
 def drafted(
-    runtime: Runtime, way: CompiledPath, tokens: Tensor, *, of_model: Sequence[int] = (), of_draft: Sequence[int] = ()
+    runtime: Runtime,
+    way: CompiledPath,
+    tokens: Tensor,
+    *,
+    of_model: Sequence[int] = (),
+    of_draft: Sequence[int] = (),
+    logits: Literal["all"] | None = "all",
 ) -> tuple[Step, Step]:
     """What the model, and what a draft path, gives at each of `tokens` `[n]`, with streams that leave such layers.
 
@@ -69,10 +76,11 @@ def drafted(
     tokens = tokens.to(runtime.device).unsqueeze(0)
     at = torch.arange(n, device=runtime.device)
     mask = torch.cat((at < at.unsqueeze(1), at == at.unsqueeze(1)), 1)
+    at = at.unsqueeze(0)
     with runtime.session(2 * n):
-        whole = runtime.forward(tokens, 0, hidden=of_model)
+        whole = runtime.forward(tokens, 0, hidden=of_model, logits=logits)
         own = runtime.forward(
-            tokens, at.unsqueeze(0), slots=at.unsqueeze(0) + n, mask=mask.unsqueeze(0), path=way, hidden=of_draft
+            tokens, at, slots=at + n, mask=mask.unsqueeze(0), path=way, hidden=of_draft, logits=logits
         )
     return whole, own
 
@@ -109,7 +117,7 @@ def fit_bridges(
 def _moments(runtime: Runtime, way: CompiledPath, texts: Sequence[Text], first: int, end: int) -> _Moments:
     moments = _Moments.of(runtime.skeleton.sizes.hidden)
     for text in texts:
-        whole, own = drafted(runtime, way, text.tokens, of_model=[end], of_draft=[first])
+        whole, own = drafted(runtime, way, text.tokens, of_model=[end], of_draft=[first], logits=None)
         x = own.hidden[first][0]
         moments.add(x, whole.hidden[end][0] - x)
     return moments

@@ -41,7 +41,8 @@ LOWEST = 0.05  # of it, at the end
 CLIP = 1.0
 EVERY = 60.0  # seconds between looks at what was held out, which are also what is kept
 LOOKED_AT = 48  # held-out texts, at most
-BRIDGED = 64  # texts that bridges are fitted to, where it is not said
+BRIDGED = 32  # texts that are made for bridges, where it is not said, and that they are fitted to at most
+AGREED = 16  # held-out texts that a draft path is held against the model on, at most
 DECODED = 4  # held-out prompts that are decoded in the end
 _log = logging.getLogger("selfspec")
 
@@ -129,7 +130,7 @@ def _finished(
     path = out / f"{part}.safetensors"
     write_part(path, fitted)
     watch.stage("measuring", None)
-    unseen = [texts.read(number) for number in texts.numbers(held_out=True)[: DECODED if own is None else LOOKED_AT]]
+    unseen = [texts.read(number) for number in texts.numbers(held_out=True)[: DECODED if own is None else AGREED]]
     if own is None:
         begun: list[list[int]] = [text.tokens[: text.answer].tolist() for text in unseen]
         agrees: dict[str, Any] = {}
