@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 
 from selfspec.facts.draft_path import DraftPath
@@ -28,3 +31,10 @@ def random_trained(runtime: Runtime, path: DraftPath, *, rank: int | None = None
             updates[layer, number] = Update(draw(2, sizes[1]), draw(sizes[0], 2))
             number += 1
     return Trained({run: bridge() for run in path.runs(runtime.layers)}, updates)
+
+
+def learnt(runtime: Runtime, path: DraftPath, **how: Any) -> DraftPath:
+    """The path with random parts, which the runtime is told of."""
+    name = f"random {how}"
+    runtime.learn(name, random_trained(runtime, path, **how))
+    return replace(path, trained=name)

@@ -10,6 +10,7 @@ from heads import random_head
 from models import plain, run, small
 from stores import babble, stored
 from toys import Adding, HiddenHead, Lockstep, RandomTree, Scripted, Staged, TinyModel
+from trained import learnt
 
 from selfspec.basics.errors import BusyError, SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
@@ -36,6 +37,7 @@ PROMPTS = [[1, 4, 2, 9], [7], [3, 3, 3, 0, 5, 10, 8], [6, 2], [5, 5, 1], [0, 9, 
 ROOMS = [9, 14, 3, 12, 7, 10]
 ENDS = frozenset([2, 8])
 LOW = DraftPath(SkipSet((1,), (0,)), int8=SkipSet((0, 2), (1, 2)), head="int8")
+TRAINED = DraftPath(SkipSet((1,), (1,)), int8=SkipSet((0, 2), (0, 2)), head="int8")
 BY_GAP = Confidence(bias=0.2, probability=0.4, gap=0.8)
 GUESSES = Ahead([Lookup(), Adding(VOCABULARY, 0.3)], (1.0, 1.1, 1.15, 1.2))
 STORED = stored(babble(VOCABULARY), VOCABULARY)
@@ -59,6 +61,7 @@ DRAFTERS = {
     "few bits, candidates": lambda runtime: LayerSkipDrafter(
         runtime, LOW, RateOptimal(floor=0.1, outlook=Outlook(0.2)), candidates=4, confidence=BY_GAP
     ),
+    "trained path": lambda runtime: LayerSkipDrafter(runtime, learnt(runtime, TRAINED), FixedK(3)),
     "guarded": lambda runtime: Guard(LayerSkipDrafter(runtime, SKIP, FixedK(3), candidates=2), outlook=Outlook(0.1)),
     "guesses": lambda runtime: LayerSkipDrafter(runtime, SKIP, AdaptiveThreshold(k_max=6), ahead=GUESSES),
     "guesses, candidates": lambda runtime: LayerSkipDrafter(

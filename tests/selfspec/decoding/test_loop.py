@@ -9,6 +9,7 @@ from heads import random_head
 from models import plain, run, small
 from stores import babble, stored
 from toys import Adding, HiddenHead, RandomTree, Scripted, Staged, TinyModel, always_wrong, oracle
+from trained import learnt
 from transformers import SuppressTokensLogitsProcessor
 
 from selfspec.basics.errors import BusyError
@@ -34,6 +35,7 @@ WORDS = tuple(range(10))
 SKIP = SkipSet((1,), (0, 2))
 ENDS = frozenset([2, 8])
 LOW = DraftPath(SkipSet((1,), (0,)), int8=SkipSet((0, 2), (1, 2)), head="int8")
+TRAINED = DraftPath(SkipSet((1,), (1,)), int8=SkipSet((0, 2), (0, 2)), head="int8")
 BY_GAP = Confidence(bias=0.2, probability=0.4, gap=0.8)
 GUESSES = Ahead([Lookup(), Adding(VOCABULARY, 0.3)], (1.0, 1.1, 1.15, 1.2))
 STORED = stored(babble(VOCABULARY), VOCABULARY)
@@ -60,6 +62,9 @@ DRAFTERS = {
     "few bits": lambda runtime, prompt: LayerSkipDrafter(runtime, LOW, AdaptiveThreshold(k_max=6), confidence=BY_GAP),
     "few bits, candidates": lambda runtime, prompt: LayerSkipDrafter(
         runtime, LOW, RateOptimal(floor=0.1, outlook=Outlook(0.2)), candidates=4, confidence=BY_GAP
+    ),
+    "trained path": lambda runtime, prompt: LayerSkipDrafter(
+        runtime, learnt(runtime, TRAINED), StaticThreshold(0.2, 5), candidates=2
     ),
     "guarded": lambda runtime, prompt: Guard(LayerSkipDrafter(runtime, SKIP, FixedK(3), candidates=2)),
     "layer skip, adaptive": lambda runtime, prompt: LayerSkipDrafter(runtime, SKIP, AdaptiveThreshold(k_max=6)),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import run, small
 from toys import Adding, Enumerating, HiddenHead, RandomTree, Reusing, Scripted, Staged, TinyModel, enumerate_outcomes
+from trained import learnt
 from transformers.generation import logits_process as hf
 
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
@@ -37,6 +38,7 @@ UNSURE = Outlook(
     AcceptanceCurve(accepted=[0.6, 1.0], following=[0.6, 1.0], candidates=[[0.9, 0.0], [0.8, 0.0]]),
 )
 LOW = DraftPath(SkipSet((0,)), None, SkipSet((1,), (0, 1)), head="int8")
+TRAINED = DraftPath(SkipSet((1,), (1,)), None, SkipSet((0,), (0,)), head="int8")
 FEW_WORDS = DraftPath(LOW.skip, (0, 2), LOW.int8, head="int8")
 BY_GAP = Confidence(bias=-0.5, probability=0.3, gap=0.7)
 GUESSES = Ahead([Adding(VOCABULARY)], (1.0, 1.0, 1.0))  # as many as there may be
@@ -99,6 +101,9 @@ DRAFTERS = {
         runtime, SkipSet((1,), (1,)), RateOptimal(floor=0.0, k_max=2, outlook=UNSURE), candidates=3
     ),
     "few bits, by gap": lambda runtime: LayerSkipDrafter(runtime, LOW, StaticThreshold(0.4, 3), confidence=BY_GAP),
+    "trained path": lambda runtime: LayerSkipDrafter(
+        runtime, learnt(runtime, TRAINED, size=1.0), StaticThreshold(0.3, 3)
+    ),
     "few bits, candidates": lambda runtime: LayerSkipDrafter(
         runtime, LOW, RateOptimal(floor=0.0, k_max=2, outlook=UNSURE), candidates=3, confidence=BY_GAP
     ),
