@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,13 +27,24 @@ LONGEST = 512  # tokens of a text that are fitted to
 HELD_OUT = 4  # every so many-th text is what the ridge is chosen by
 
 
-def with_bridges(worth: Replayed, score: Score, *, runtime: Runtime, texts: Sequence[Sequence[int]]) -> Score | None:
+def with_bridges(
+    worth: Replayed,
+    score: Score,
+    *,
+    runtime: Runtime,
+    texts: Sequence[Sequence[int]],
+    seconds: Callable[[int], float] = lambda tokens: 0.0,
+    allows: Callable[[float], bool] = lambda seconds: True,
+) -> Score | None:
     """`score` again with a bridge over each run of layers bypassed whole, where that is predicted to be faster.
 
     Fitted to `texts` (token ids), none of which scores rest on. What a bridge itself takes, a few hundredths of a
-    layer, is not predicted. None too where no layer is bypassed whole.
+    layer, is not predicted. None too where no layer is bypassed whole, and where time does not allow two passes over
+    the texts for each run; a pass over so many tokens takes `seconds`.
     """
-    if not score.path.runs(runtime.layers) or len(texts) < 2:
+    runs = score.path.runs(runtime.layers)
+    took = 2 * len(runs) * sum(seconds(min(len(tokens), LONGEST)) for tokens in texts)
+    if not runs or len(texts) < 2 or not allows(took):
         return None
     read = [Text(torch.tensor(tokens[:LONGEST]), torch.empty(0), 0) for tokens in texts]
     unseen = read[::HELD_OUT]

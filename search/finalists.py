@@ -125,7 +125,7 @@ def _with_better(search: Search, finalists: Sequence[Score], bettered: Sequence[
     longest = max((entry.seconds for entry in search.ledger.entries), default=0.0)
     able = [*finalists]
     for name, better in bettered:
-        if search.budget.deadline("heads").allows(2 * longest):
+        if search.budget.deadline("heads").left > 2 * longest:
             search.watch.stage(f"trying {name}", None)
             if (found := better(able[0])) is not None:
                 able = sorted([found, *able], key=lambda s: -s.tokens_per_second)

@@ -242,7 +242,14 @@ def _known_beforehand(search: Search, options: SearchOptions, held: ExitStack, d
     bettered: list[tuple[str, Bettered]] = []
     if options.kv == "shared":
         fitted_to = [*search.prompts, *drawn.others]
-        bridges = partial(with_bridges, worth, runtime=llm.runtime, texts=fitted_to)
+        bridges = partial(
+            with_bridges,
+            worth,
+            runtime=llm.runtime,
+            texts=fitted_to,
+            seconds=search.pace.rows,
+            allows=lambda seconds: search.budget.deadline("heads").allows(seconds),
+        )
         bettered.append(("bridges over bypassed layers", bridges))
     if options.kv == "shared" and llm.runtime.skeleton.head_over([0]) is not None:  # whose weight is at hand
         seen = chain((text.tokens for text in replay.texts), _encoded(llm, drawn.rest, chat=drawn.chat))

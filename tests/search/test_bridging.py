@@ -59,6 +59,17 @@ def test_nothing_to_bridge(replay, texts):
     assert with_bridges(worth, score, runtime=replay._runtime.beside(), texts=texts) is None
 
 
+def test_there_is_no_time_to_fit_any(replay, texts):
+    worth, asked = Replayed(replay, COSTS, [FixedK(2)]), []
+    runtime = replay._runtime.beside()
+    two = DraftPath.skipping([0, 2], [0, 2])  # runs
+    found = with_bridges(
+        worth, worth.score(two), runtime=runtime, texts=texts, seconds=lambda n: n / 1000, allows=asked.append
+    )
+    assert found is None
+    assert asked == [pytest.approx(2 * 2 * sum(map(len, texts)) / 1000)]
+
+
 def test_a_profile_takes_its_bridges_along(replay, texts, tmp_path):
     runtime = replay._runtime.beside()
     worth = Replayed(replay, COSTS, [FixedK(2)])
@@ -89,7 +100,8 @@ class Eager:
 def test_a_search_measures_and_saves_them(llm, tmp_path, monkeypatch):
     """Where they win: the profile drafts with its bridge, predicted and measured, and the text is plain decoding's."""
 
-    def eager(worth, score, *, runtime, texts):
+    def eager(worth, score, *, runtime, texts, seconds, allows):
+        assert allows(seconds(100))
         assert len(texts) >= 2
         return with_bridges(Eager(worth), replace(score, path=PATH), runtime=runtime, texts=texts[:6])
 
