@@ -32,6 +32,12 @@ def clockless(monkeypatch):
     monkeypatch.setattr(finalists, "_best", lambda search, base, scores, on: scores[0])
 
 
+@pytest.fixture
+def unbridged(monkeypatch):
+    """What is found is what was scored in a trial: no bridge betters it."""
+    monkeypatch.setattr(study, "with_bridges", lambda *_, **__: None)
+
+
 @pytest.fixture(autouse=True)
 def fresh_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
@@ -79,7 +85,7 @@ def search(llm, **options):
     return find_profile(llm, **{"trials": 12, "count": 3, "max_new_tokens": 12, **options})
 
 
-def test_a_search_saves_what_it_found(llm, clockless):
+def test_a_search_saves_what_it_found(llm, clockless, unbridged):
     watch = Watched()
     profile = search(llm, watch=watch)
     ranked = sorted((t.score for t in watch.trials if not t.score.pruned), key=lambda s: -s.tokens_per_second)
@@ -102,6 +108,7 @@ def test_a_search_saves_what_it_found(llm, clockless):
         ("ranking sub-layers", 33),
         ("planning likely sets", None),
         ("searching", 12),
+        ("trying bridges over bypassed layers", None),
         ("trying smaller draft vocabularies", None),
         ("continuing other prompts", 2 * 12),
         ("choosing among the best few", FINALISTS),
@@ -136,7 +143,7 @@ def test_a_seeded_search_repeats(llm, clockless, strategy):
     assert runs[0] == runs[1] != runs[2]
 
 
-def test_scores_are_worth_what_real_decoding_counts(llm64, clockless):
+def test_scores_are_worth_what_real_decoding_counts(llm64, clockless, unbridged):
     """The best set's predicted tokens a round are those of decoding the same prompts with it."""
     watch = Watched()
     profile = search(llm64, watch=watch, trials=4, controller=ControllerSpec(name="fixed", options={"k": 2}))
