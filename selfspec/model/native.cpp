@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #if defined(_OPENMP)
 #include <omp.h>
@@ -16,7 +17,6 @@
 #include <arm_neon.h>
 #endif
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
-#include <cstdlib>
 #include <sys/syscall.h>
 #include <unistd.h>
 #define TILES
@@ -116,16 +116,18 @@ INLINE ints widened(const int8_t *p) {
     return __builtin_convertvector(*(const bytes *)p, ints);
 #endif
 }
-INLINE float total(floats a) {  // of both halves, of theirs, and so on, on every processor
-#if V == 16
-    __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)a), _mm512_extractf32x8_ps((__m512)a, 1));
-#elif V == 8
-    __m256 half = (__m256)a;
-#endif
 #if V > 4
-    __m128 x = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+INLINE float total8(__m256 a) {
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+#endif
+INLINE float total(floats a) {  // of both halves, of theirs, and so on, on every processor
+#if V == 16
+    return total8(_mm256_add_ps(_mm512_castps512_ps256((__m512)a), _mm512_extractf32x8_ps((__m512)a, 1)));
+#elif V == 8
+    return total8((__m256)a);
 #else
     return (a[0] + a[2]) + (a[1] + a[3]);
 #endif
@@ -222,6 +224,12 @@ INLINE void sums_of_halves(const Weight &w, const char *from, const uint32_t *gr
     }
 }
 
+// An output's sum, with its bias, to where it belongs.
+INLINE void put(const Weight &w, int64_t output, float sum, float *to, bool add) {
+    if (w.bias) sum += w.bias_kind == BFLOAT16 ? bfloat16(((const uint16_t *)w.bias)[output]) : ((const float *)w.bias)[output];
+    *to = add ? *to + sum : sum;
+}
+
 // Outputs o to o + O of R rows.
 template <int K, int R, int O>
 INLINE void block(const Weight &w, int64_t o, const float *x, int64_t ldx, float *y, int64_t ldy, bool add) {
@@ -239,9 +247,7 @@ INLINE void block(const Weight &w, int64_t o, const float *x, int64_t ldx, float
             if constexpr (K != INT4)
                 for (int64_t j = k; j < w.in; j++) sum += x[r * ldx + j] * load_one<K>(from + i * row, j);
             if constexpr (K == INT8) sum *= bfloat16(((const uint16_t *)w.scale)[o + i]);
-            if (w.bias) sum += w.bias_kind == BFLOAT16 ? bfloat16(((const uint16_t *)w.bias)[o + i]) : ((const float *)w.bias)[o + i];
-            float *to = y + r * ldy + o + i;
-            *to = add ? *to + sum : sum;
+            put(w, o + i, sum, y + r * ldy + o + i, add);
         }
 }
 
@@ -271,8 +277,49 @@ static void part(const Weight &w, int64_t from, int64_t to, const float *x, int6
         }
 }
 
+// Where a thread keeps what it makes of rows.
+struct Kept {
+    char *data = nullptr;
+    size_t size = 0;
+    ~Kept() { free(data); }
+    char *of(size_t bytes) {
+        if (bytes > size) {
+            free(data);
+            data = (char *)aligned_alloc(64, size = (bytes + 4095) / 4096 * 4096);
+        }
+        return data;
+    }
+};
+
+// What numbers are multiplied with so that the largest of them is `most`; `back`: what undoes it, which is no number
+// where one of them is none.
+INLINE float scaled_to(float most, const float *x, int64_t size, float *back) {
+    ints largest = {};
+    int64_t k = 0;
+    for (; k + V <= size; k += V) {
+        const ints bits = (ints)at(x + k) & 0x7fffffff;
+        largest = bits > largest ? bits : largest;
+    }
+    int32_t bits = 0;
+    for (int i = 0; i < V; i++) bits = largest[i] > bits ? largest[i] : bits;
+    for (; k < size; k++) {
+        int32_t other;
+        memcpy(&other, x + k, 4);
+        bits = (other & 0x7fffffff) > bits ? other & 0x7fffffff : bits;
+    }
+    float largest_of_all;
+    memcpy(&largest_of_all, &bits, 4);
+    const bool some = largest_of_all > 1e-30f && largest_of_all < INFINITY;
+    *back = some ? largest_of_all / most : bits < 0x7f800000 ? 0 : NAN;
+    return some ? most / largest_of_all : 0;
+}
+
 #if defined(TILES)
 #include "tiles.h"
+#endif
+#if defined(__AVX2__) && defined(__FMA__)
+#include "whole.h"
+#define WHOLE
 #endif
 
 // By tiles where there are such, but for outputs and inputs that fill none.
@@ -288,12 +335,24 @@ static void by_tiles(const Weight &w, int64_t from, int64_t to, const float *x, 
     part<K>(w, from, to, x, ldx, y, ldy, rows, add);
 }
 
+// Weights in few bits, by tiles or in whole numbers where that is faster.
+template <int K>
+static void in_few_bits(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
+#if defined(TILES)
+    if (K == INT8 && w.in % LINE<INT8> == 0 && rows <= LINES && tiles_allowed()) return by_tiles<INT8>(w, from, to, x, ldx, y, ldy, rows, add);
+#endif
+#if defined(WHOLE)
+    if (V == 8 || K == INT8) return in_whole<K>(w, from, to, x, ldx, y, ldy, rows, add);
+#endif
+    part<K>(w, from, to, x, ldx, y, ldy, rows, add);
+}
+
 static void multiply(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
     switch (w.kind) {
         case FLOAT32: return part<FLOAT32>(w, from, to, x, ldx, y, ldy, rows, add);
         case BFLOAT16: return by_tiles<BFLOAT16>(w, from, to, x, ldx, y, ldy, rows, add);
-        case INT8: return by_tiles<INT8>(w, from, to, x, ldx, y, ldy, rows, add);
-        default: return part<INT4>(w, from, to, x, ldx, y, ldy, rows, add);
+        case INT8: return in_few_bits<INT8>(w, from, to, x, ldx, y, ldy, rows, add);
+        default: return in_few_bits<INT4>(w, from, to, x, ldx, y, ldy, rows, add);
     }
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 constexpr int64_t LINES = 16, PARTS = 3;
+constexpr float MOST = 127 * 65536;  // whose parts, and those of what it may be rounded to, have 8 bits each
 template <int K> constexpr int64_t LINE = K == INT8 ? 64 : 32;  // inputs; of 4 bytes of a row's part each LINE / LINES
 template <int K> constexpr int64_t BLOCK = K == INT8 ? LINES : 2 * LINES;  // outputs whose sums are in tiles at once
 template <int K> constexpr int64_t SUMS = K == INT8 ? PARTS : 1;  // of each output: parts' own, where they are whole numbers
@@ -19,20 +20,6 @@ struct alignas(64) TileShapes {
     uint8_t palette = 1, start = 0, none[14] = {};
     uint16_t bytes[16] = {};
     uint8_t lines[16] = {};
-};
-
-// Where a thread keeps rows in parts, and tiles of sums.
-struct Kept {
-    char *data = nullptr;
-    size_t size = 0;
-    ~Kept() { free(data); }
-    char *of(size_t bytes) {
-        if (bytes > size) {
-            free(data);
-            data = (char *)aligned_alloc(64, size = (bytes + 4095) / 4096 * 4096);
-        }
-        return data;
-    }
 };
 
 INLINE __m512i steps(int by) {  // 0, by, 2 * by, ..
@@ -62,21 +49,6 @@ INLINE void in_parts(const float *x, __m512 by, __m512i (&part)[PARTS]) {
             left = _mm512_srai_epi32(_mm512_sub_epi32(left, low), 8);
         }
     }
-}
-
-// What a row's numbers are multiplied with to be whole, 2^23 at most; `back`: what undoes it, which is no number where
-// one of them is none.
-INLINE float to_whole(const float *x, int64_t in, float *back) {
-    constexpr float most = 127 * 65536;  // whose parts, and those of what it may be rounded to, have 8 bits each
-    __m512i largest = _mm512_setzero_si512();
-    for (int64_t k = 0; k < in; k += V)
-        largest = _mm512_max_epi32(largest, _mm512_and_si512(_mm512_loadu_si512(x + k), _mm512_set1_epi32(0x7fffffff)));
-    const int32_t bits = _mm512_reduce_max_epi32(largest);
-    float size;
-    memcpy(&size, &bits, 4);
-    const bool some = size > 1e-30f && size < INFINITY;
-    *back = some ? size / most : bits < 0x7f800000 ? 0 : NAN;
-    return some ? most / size : 0;
 }
 
 // What rows are filled up to, so that they can be moved by fours.
@@ -131,7 +103,7 @@ template <int K> static void split(const float *x, int64_t ldx, int64_t rows, in
     for (int64_t r = 0; r < rows; r += 4) {
         const int64_t n = rows - r < 4 ? rows - r : 4;
         __m512 by[4];
-        for (int64_t i = 0; i < n; i++) by[i] = _mm512_set1_ps(K == INT8 ? to_whole(x + (r + i) * ldx, in, back + r + i) : 1.0f);
+        for (int64_t i = 0; i < n; i++) by[i] = _mm512_set1_ps(K == INT8 ? scaled_to(MOST, x + (r + i) * ldx, in, back + r + i) : 1.0f);
         uint32_t *at = out + r;
         __m512i part[4][PARTS] = {};
         for (int64_t k = 0; k < in; k += LINE<K>) {
@@ -240,7 +212,7 @@ static void tiled(const Weight &w, int64_t from, int64_t to, const float *x, int
 
 // FLOAT32 weights and more rows than few: both in parts, of whose products those below 2^-24 of the first are left out.
 constexpr int64_t CHUNK = PARTS * LINES;     // lines of 64 bytes: 32 inputs of 16 outputs, or of 16 rows, in parts
-constexpr int64_t HELD = 64, REACH = 1536;   // outputs, and inputs of theirs, whose parts stay near
+constexpr int64_t HELD = 64, OF_ALL = 1536;  // outputs, and inputs of theirs, whose parts stay near
 constexpr int64_t PIECE = 512;               // rows whose parts are made at once
 
 INLINE void transpose(__m512i (&a)[LINES]) {
@@ -346,15 +318,15 @@ INLINE void from_tile(const float *sums, float *y, int64_t ldy, int64_t rows, bo
 // y [rows, out] = rows in parts times outputs `from` to `to`.
 static void many(const Weight &w, int64_t from, int64_t to, const __m512i *parts, float *y, int64_t ldy, int64_t rows) {
     static thread_local Kept kept;
-    const int64_t most = (REACH < w.in ? REACH : w.in) / 32 * CHUNK, of_rows = w.in / 32 * CHUNK;
+    const int64_t most = (OF_ALL < w.in ? OF_ALL : w.in) / 32 * CHUNK, of_rows = w.in / 32 * CHUNK;
     __m512i *const weights = (__m512i *)kept.of((HELD / LINES * most + CHUNK * LINES) * 64);
     float *const sums = (float *)(weights + HELD / LINES * most);
     TileShapes shapes;
     for (int t = 0; t < 8; t++) shapes.lines[t] = LINES, shapes.bytes[t] = 64;
     _tile_loadconfig(&shapes);
     for (int64_t o = from; o < to; o += HELD)
-        for (int64_t k = 0; k < w.in; k += REACH) {
-            const int64_t outputs = to - o < HELD ? to - o : HELD, reach = w.in - k < REACH ? w.in - k : REACH;
+        for (int64_t k = 0; k < w.in; k += OF_ALL) {
+            const int64_t outputs = to - o < HELD ? to - o : HELD, reach = w.in - k < OF_ALL ? w.in - k : OF_ALL;
             for (int64_t i = 0; i < outputs; i += LINES)
                 lines_in_parts<false>((const float *)w.values + (o + i) * w.in + k, w.in, LINES, reach, weights + i / LINES * most);
             for (int64_t r = 0; r < rows; r += 2 * LINES)

@@ -38,7 +38,11 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 def weight_of(kind, out, into):
     """A weight as a product takes it, and what it stands for."""
-    weight = torch.randn(out, into)
+    return given_as(kind, torch.randn(out, into))
+
+
+def given_as(kind, weight):
+    """The same of a weight."""
     if kind in ("int8", "int4"):
         few = rounded(weight, 8 if kind == "int8" else 4)
         return few, few.weight(torch.float64)
@@ -66,13 +70,19 @@ def rows_of(kind, n, into):
 
 
 def check_near(kind, product, x, weight, bias, base=0.0, *, got=None):
-    """Off by float32's sums; more than `ROWS` rows in few bits, and of bfloat16, by bfloat16's."""
+    """Off by float32's sums; more than `ROWS` rows in few bits, and of bfloat16, by bfloat16's.
+
+    In few bits rows may be whole numbers of 16 bits: off by 2^-16 of their largest one.
+    """
     got = product(x) if got is None else got
     single = len(x) <= ROWS or kind == "float32"
     error = (x.shape[1] + 8) * 2.0**-24 if single else 2.0**-6
     size = x.double().abs() @ weight.abs().t() + torch.as_tensor(bias).abs() + torch.as_tensor(base).abs()
+    most = error * size
+    if kind in ("int8", "int4"):
+        most += 2.0**-16 * x.double().abs().amax(1, keepdim=True) * weight.abs().sum(1)
     off = got.double() - (base + x.double() @ weight.t() + bias)
-    assert (off.abs() <= error * size).all()
+    assert (off.abs() <= most).all()
 
 
 def check_alone(product, x, chosen):
@@ -125,6 +135,33 @@ def test_so_are_those_that_are_cut_up():
     check_near("float32", product, x, weight, shift)
     wide = torch.randn(530, 3300)
     check_near("float32", product, wide.narrow(1, 40, 3232), weight, shift)
+
+
+@needs_native
+@each_kind
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_the_largest_sums_there_can_be(kind, rows):
+    """All weights and all inputs as large as any, and more inputs than are summed as whole numbers at once."""
+    torch.manual_seed(0)
+    weight = torch.cat([torch.ones(3, 4672), -torch.ones(2, 4672), torch.randn(4, 4672)])
+    weight, exact = given_as(kind, weight)
+    product = NativeProduct(weight)
+    for x in (torch.ones(rows, 4672), -3e4 * torch.ones(rows, 4672), torch.randn(rows, 4672)):
+        check_near(kind, product, x, exact, 0.0)
+
+
+@needs_native
+@each_kind
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_in_its_row(kind, bad):
+    product = product_of(kind, 0, 40, 96)[0]
+    x = torch.randn(5, 96)
+    clean = product(x)
+    x[2, 7] = bad
+    got = product(x)
+    assert not got[2].isfinite().any()
+    others = [0, 1, 3, 4]
+    assert torch.equal(got[others], clean[others])
 
 
 @needs_native
