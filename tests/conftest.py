@@ -33,10 +33,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--layout", choices=layouts.CHOOSABLE, default="rows", help="what layout 'auto' is in tests (rows)"
     )
+    parser.addoption("--proofs", action="store_true", help="run tests marked `proof` too")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` run where there is one."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` run where there is one, those marked `proof` where they are asked for."""
+    if not config.getoption("--proofs"):
+        proofs = [item for item in items if item.get_closest_marker("proof") is not None]
+        config.hook.pytest_deselected(items=proofs)
+        items[:] = [item for item in items if item.get_closest_marker("proof") is None]
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu") is not None:
