@@ -28,6 +28,8 @@ def run(given: TrainCommand) -> int:
     quiet()
     kind = check_kind(given.kind)
     check_at_hand(given.model)
+    if given.how.student is not None:
+        check_at_hand(given.how.student)
     prompts = given.data.read()
     set_threads(given.where.threads)
 

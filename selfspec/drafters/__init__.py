@@ -1,5 +1,6 @@
 """Drafters: who proposes tokens; one interface, one file each, a registry of kinds. Knows nothing of the loop."""
 
+from selfspec.drafters.draft_model import ModelDrafter
 from selfspec.drafters.free import FreeDrafter
 from selfspec.drafters.guard import Guard
 from selfspec.drafters.layer_skip import LayerSkipDrafter
@@ -15,6 +16,7 @@ __all__ = [
     "Guard",
     "LayerSkipDrafter",
     "Limit",
+    "ModelDrafter",
     "PlainDrafter",
     "RecycleDrafter",
     "Route",

@@ -89,13 +89,15 @@ class LayerSkipDrafter(ChainDrafter):
 
     def _pass(self, chains: Sequence[Chain]) -> None:
         """Raw logits after each chain's last token, and after those guessed to follow it, from one pass."""
-        placed = []
+        placed, firsts = [], []
         for c in chains:
             guess = self._guess(c)
             c.ahead, c.source = list(guess.tokens), guess.source
             c.passes.append(1 + len(c.ahead))
-            root = c.tokens[-1] if c.tokens else c.seq.tokens[-1]
-            placed.append(Placed(c.seq.row, root, len(c.seq.tokens) - 1 + len(c.tokens), Draft.chain(c.ahead)))
+            root, before = c.tokens[-1] if c.tokens else c.seq.tokens[-1], self._before(c)
+            run, start = [*before, root, *c.ahead], len(c.seq.tokens) - 1 + len(c.tokens) - len(before)
+            placed.append(Placed(c.seq.row, run[0], start, Draft.chain(run[1:])))
+            firsts.append(len(before))
         laid = lay_out(placed, spare=self.runtime.cache.spare, device=self.runtime.device)
         step = self.runtime.forward(
             laid.tokens,
@@ -107,10 +109,14 @@ class LayerSkipDrafter(ChainDrafter):
             hidden=self.hidden,
         )
         assert step.logits is not None
-        for c, at in zip(chains, laid.at, strict=True):
-            c.logits = [step.logits[at, i : i + 1] for i in range(c.passes[-1])]
+        for c, at, first in zip(chains, laid.at, firsts, strict=True):
+            c.logits = [step.logits[at, i : i + 1] for i in range(first, first + c.passes[-1])]
             if self.below is not None:
                 c.streams.append(self.below.texts.streams_of(step)[at])
+
+    def _before(self, chain: Chain) -> list[int]:
+        """Tokens before the chain's last whose keys the cache lacks: none, as it is the model's own."""
+        return []
 
     def _guess(self, chain: Chain) -> Guess:
         """What the chain's next pass is to check."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller, make_controller
+from selfspec.drafters.draft_model import ModelDrafter
 from selfspec.drafters.free import FreeDrafter
 from selfspec.drafters.guard import Guard
 from selfspec.drafters.heads import HeadBelow, HeadDrafter
@@ -20,7 +21,9 @@ from selfspec.facts.acceptance import AcceptanceCurve, Outlook
 from selfspec.facts.confidence import PROBABILITY
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import WIDER
-from selfspec.facts.draft_path import DraftPath
+from selfspec.facts.draft_path import FULL, DraftPath
+from selfspec.model.layout import lay_out_
+from selfspec.model.loading import load_model
 from selfspec.parts.files import read_part
 from selfspec.parts.heads import Head
 from selfspec.parts.kinds import make_head
@@ -35,6 +38,7 @@ from selfspec.profile.draft import (
     RecycleSpec,
     register_spec,
 )
+from selfspec.profile.draft_model import ModelSpec
 from selfspec.profile.schema import Profile
 from selfspec.proposers.ahead import Ahead
 from selfspec.proposers.answers import Answers
@@ -142,6 +146,31 @@ def _head(runtime: Runtime, profile: Profile, part: str) -> Head:
     return make_head(runtime, read_part(profile.part_path(part)))
 
 
+def make_model(runtime: Runtime, spec: ModelSpec, profile: Profile) -> ModelDrafter:
+    """Another model, in a folder beside the profile, or loaded by its name. Raises `SelfspecError` as loading does."""
+    beside = None if profile.folder is None else profile.folder / spec.model
+    name = str(beside) if beside is not None and beside.is_dir() else spec.model
+    own = _draft_model(name, str(runtime.device) if spec.device == "auto" else spec.device, spec.dtype, spec.bits)
+    path = FULL if spec.bits is None else DraftPath.of([spec.bits] * (2 * own.layers), head=spec.bits)
+    return ModelDrafter(
+        runtime,
+        own,
+        make_controller(spec.controller, profile.outlook),
+        path=path,
+        candidates=spec.candidates,
+        confidence=spec.confidence or PROBABILITY,
+        ahead=make_ahead(spec.proposers or (), WIDER, runtime.skeleton.identity.vocabulary),
+    )
+
+
+@lru_cache(maxsize=1)
+def _draft_model(name: str, device: str, dtype: str, bits: str | None) -> Runtime:
+    """A draft model's weights are there once, however many drafters it has."""
+    model = load_model(name, device=device, dtype=dtype)[0]
+    lay_out_(model, drafting=True, few_bits=bits is not None)
+    return Runtime(model)
+
+
 def make_free(runtime: Runtime, spec: GuessesSpec, profile: Profile) -> FreeDrafter:
     """Proposers' guesses as drafts: they cost nothing but their verification."""
     proposers = [make_proposer(of, runtime.skeleton.identity.vocabulary) for of in spec.proposers]
@@ -161,5 +190,6 @@ def _of_free_drafts(controller: ControllerSpec, profile: Profile) -> Controller:
 register(PlainSpec, lambda runtime, spec, profile: PlainDrafter())
 register(LayerSkipSpec, make_layer_skip)
 register(HeadSpec, make_head_drafter)
+register(ModelSpec, make_model)
 register(GuessesSpec, make_free)
 register(RecycleSpec, lambda runtime, spec, profile: make_recycle(spec, profile))

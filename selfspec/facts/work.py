@@ -17,7 +17,8 @@ class Part(NamedTuple):
         return self.name if self.rows == 1 else f"{self.name} of {self.rows} rows"
 
 
-DRAFT_PATH, RECYCLED = "draft path", "recycle"  # that tokens came from; of what is guessed, the proposer's name
+# What tokens came from; of what is guessed, the proposer's name.
+DRAFT_PATH, DRAFT_MODEL, RECYCLED = "draft path", "draft model", "recycle"
 DRAFT_STEP = Part("draft step")  # one token through a draft path
 HEAD_STEP = Part("head step")  # of a trained head that guesses below a draft path
 GUESS = Part("guess")  # what no model computes

@@ -122,7 +122,7 @@ def _copy(path: Path, folder: Path, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM
 
     _log.warning("%s: dequantising it to %s, once ...", path.name, str(dtype).removeprefix("torch."))
-    with _making(folder) as made, _quietly():
+    with _making(folder) as made, quietly():
         model = AutoModelForCausalLM.from_pretrained(**_from_file(path), dtype=dtype, trust_remote_code=False)
         model.hf_quantizer = None  # its weights are plain now; saving is refused otherwise
         model.config = _config(path, check_gguf(path))
@@ -229,7 +229,7 @@ def _making(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Progress bars on a terminal only."""
     if sys.stderr is not None and sys.stderr.isatty():
         yield

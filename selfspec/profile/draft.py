@@ -61,6 +61,11 @@ class DraftSpec(Data):
         """What a drafted token takes, in plain decoding steps, where the description says it itself."""
         return None
 
+    @property
+    def beside(self) -> bool:
+        """Whether it names what may lie beside the profile, and is no part of it."""
+        return False
+
     def check(self, model: Identity) -> None:
         """Raise `SelfspecError` where it does not fit a model of that identity."""
 
@@ -112,10 +117,11 @@ class GuessesSpec(DraftSpec):
     @property
     def said(self) -> str:
         """What guesses."""
-        return f"drafts guesses by {_kinds(self.proposers)}"
+        return f"drafts guesses by {kinds_of(self.proposers)}"
 
 
-def _kinds(proposers: Sequence[ProposerSpec]) -> str:
+def kinds_of(proposers: Sequence[ProposerSpec]) -> str:
+    """The proposers' kinds, in a few words."""
     return ", ".join(of.kind for of in proposers)
 
 
@@ -153,7 +159,7 @@ class HeadSpec(DraftSpec):
     def said(self) -> str:
         """That a head drafts, and what guesses."""
         return f"drafts by the trained head {self.part}" + (
-            f"; guesses by {_kinds(self.proposers)}" if self.proposers else ""
+            f"; guesses by {kinds_of(self.proposers)}" if self.proposers else ""
         )
 
     @property
@@ -253,7 +259,7 @@ class LayerSkipSpec(DraftSpec):
     @property
     def said(self) -> str:
         """How many sub-layers are bypassed, or in few bits."""
-        guesses = f"; guesses by {_kinds(self.proposers)}" if self.proposers else ""
+        guesses = f"; guesses by {kinds_of(self.proposers)}" if self.proposers else ""
         guesses += f"; the trained head {self.below.part} below" if self.below else ""
         guesses += f"; with the trained part {self.trained}" if self.trained else ""
         return f"{self.path.said}{guesses}" if self.drafts else "drafts nothing"

@@ -23,6 +23,7 @@ from selfspec.facts.costs import CostModel
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
+from selfspec.profile import draft_model as draft_model  # so that its kind is known
 from selfspec.profile.draft import DraftSpec, GuessesSpec, LayerSkipSpec, PlainSpec, ProposerSpec, parse_draft
 from selfspec.profile.parts import Part, check_parts
 
@@ -248,7 +249,7 @@ class Profile(Data):
     def read_from(self, folder: Path) -> Self:
         """The same, its parts found in `folder`. Raises `SelfspecError` where one is missing or another file."""
         check_parts(self.parts, folder)
-        if not self.parts:
+        if not self.parts and not self.draft.beside:
             return self
         found = self.model_copy()
         found._folder = folder

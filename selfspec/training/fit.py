@@ -24,6 +24,7 @@ from selfspec.parts.files import PartFile, write_part
 from selfspec.parts.kinds import make_head
 from selfspec.profile.schema import Profile
 from selfspec.text.prompt import Prompt
+from selfspec.training.distill import DistillLearner, write_student
 from selfspec.training.learner import Learner, frequent
 from selfspec.training.making import MAKING, Silent, Watch, folder_of, make_texts
 from selfspec.training.options import FEWEST, OF_PATHS, Kind, TrainOptions, check_kind
@@ -90,17 +91,24 @@ def fit(
         return _finished(llm, part, out, fitted, profile, own, texts, progress, options, watch, interrupted=False)
     state = State(out / f"{part}.checkpoint", _told(llm, part, options, own))
     interrupted = False
+    student = _student(llm, options) if part == "distill" else None  # before minutes are spent on texts
     try:
         if not state.begun:
             make_texts(llm, texts, prompts, chat, options, watch)
-        learner = _learner(llm, part, texts, options, own)
+        learner = student or _learner(llm, part, texts, options, own)
         _fit(learner, texts, options, state, watch)
     except KeyboardInterrupt:
         interrupted = True
         if not state.begun:
             raise
-        learner = _learner(llm, part, texts, options, own)
+        learner = student or _learner(llm, part, texts, options, own)
     state.best_into(learner)
+    if isinstance(learner, DistillLearner):
+        watch.stage("measuring", None)
+        told = _story(llm, part, options, texts, state.progress)
+        written = write_student(llm, learner, out)
+        write_text(out / f"{part}.json", json.dumps(told, indent=1) + "\n")
+        return Fitted(*written, state.progress, len(texts), interrupted, told)
     return _finished(
         llm, part, out, learner.part(), profile, own, texts, state.progress, options, watch, interrupted=interrupted
     )
@@ -179,12 +187,12 @@ def _told(llm: LLM, of: str, options: TrainOptions, own: OwnPath | None) -> dict
     """What a checkpoint must have been made with to be gone on from."""
     identity = llm.identity.model_dump(mode="json", exclude={"name"})
     told = {"version": 2, "kind": of, "model": identity, "vocabulary": options.vocabulary, "seed": options.seed}
+    if of == "distill":
+        return {**told, "student": options.student, "layers": options.layers, "loss": options.loss}
     return told if own is None else {**told, **own.story(), "rank": options.rank or RANK, "loss": options.loss}
 
 
-def _learner(llm: LLM, part: Kind, texts: Texts, options: TrainOptions, own: OwnPath | None) -> Fittable:
-    if len(texts.numbers(held_out=False)) < FEWEST:
-        raise SelfspecError("there was too little time to make texts to fit to; give more --minutes")
+def _learner(llm: LLM, part: Kind, texts: Texts, options: TrainOptions, own: OwnPath | None) -> Learner | PathLearner:
     if own is not None:
         rank = options.rank or RANK
         return PathLearner(llm.runtime, own.path, own.trained, rank=rank, loss=options.loss, seed=options.seed)
@@ -192,8 +200,15 @@ def _learner(llm: LLM, part: Kind, texts: Texts, options: TrainOptions, own: Own
     return Learner(llm.runtime, part, words, layers_of(llm.runtime.layers), seed=options.seed)
 
 
+def _student(llm: LLM, options: TrainOptions) -> DistillLearner:
+    told: dict[str, Any] = {"student": options.student, "layers": options.layers, "loss": options.loss}
+    return DistillLearner(llm.runtime, **told, seed=options.seed)
+
+
 def _fit(learner: Fittable, texts: Texts, options: TrainOptions, state: State, watch: Watch) -> None:
     """Steps until all are done or time is up, a look at what was held out now and then."""
+    if len(texts.numbers(held_out=False)) < FEWEST:
+        raise SelfspecError("there was too little time to make texts to fit to; give more --minutes")
     device = learner.runtime.device.type
     fast = device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if fast else "no")

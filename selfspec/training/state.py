@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.basics.files import kind, write_bytes
-from selfspec.parts.files import PartFile
 from selfspec.runtime.forward import Runtime
 from selfspec.training.texts import Text
 
@@ -38,9 +37,6 @@ class Fittable(Protocol):
 
     def acceptance(self, texts: Sequence[Text]) -> list[float]:
         """For each place of a draft, how often all of it up to there is what a text goes on with."""
-
-    def part(self) -> PartFile:
-        """What it has come to."""
 
 
 @dataclass(slots=True)

@@ -123,45 +123,6 @@ class HiddenHead(Toy):
         self.state[seq] = outcome.step.hidden[self.hidden[0]][0, last]
 
 
-class TinyModel(Toy):
-    """Another model with a cache of its own, drafting a chain of `k`."""
-
-    def __init__(self, runtime: Runtime, k: int = 3) -> None:
-        self.runtime, self.k = runtime, k
-        self.known: dict[SequenceState, int] = {}  # tokens whose keys its own cache holds
-        self._held = ExitStack()
-
-    def begin(self, seq: SequenceState, prefill: Step) -> None:
-        if not self.known:
-            self._held.enter_context(self.runtime.session(0))
-        self.known[seq] = 0
-        self.runtime.cache.clear(seq.row)
-        self.runtime.reserve(len(seq.tokens) + seq.room + self.k)
-
-    def end(self, seq: SequenceState) -> None:
-        self.known.pop(seq, None)
-        if not self.known:
-            self._held.close()
-
-    def draft(self, seq: SequenceState) -> Draft:
-        tokens, rows = list(seq.tokens), []
-        while len(tokens) - len(seq.tokens) < min(self.k, seq.room - 1):
-            new, own = torch.tensor([tokens[self.known[seq] :]]), slice(seq.row, seq.row + 1)
-            logits = self.runtime.forward(new, self.known[seq], rows=own, logits="last").logits
-            assert logits is not None
-            self.known[seq] = self.runtime.cache.length[seq.row] = len(tokens)
-            q = logits[0, -1].softmax(-1)
-            rows.append(q)
-            tokens.append(int(q.argmax()) if seq.sampler.greedy else seq.sampler.draw(q, len(tokens)))
-            if tokens[-1] in seq.ends:
-                break
-        drafted = tokens[len(seq.tokens) :]
-        return Draft.chain(drafted, q=torch.stack(rows) if rows and not seq.sampler.greedy else None)
-
-    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        self.known[seq] = min(self.known[seq], len(seq.tokens) - len(outcome.tokens) + len(outcome.path))
-
-
 class Lockstep(Toy):
     """The model itself, two tokens ahead for all sequences in two passes along a path, whatever is asked of it."""
 

@@ -25,7 +25,7 @@ ROOMS = {  # each with the rooms that it may import
     "model": "basics builtin facts",
     "runtime": "basics facts model speculation",
     "parts": "basics facts model runtime",
-    "drafters": "basics facts profile speculation controllers proposers runtime parts",
+    "drafters": "basics facts profile speculation controllers proposers model runtime parts",
     "decoding": "basics facts speculation runtime",
     "llm": "basics facts profile show text speculation controllers model proposers runtime drafters decoding",
     "measure": "basics facts profile text speculation controllers model runtime drafters llm",

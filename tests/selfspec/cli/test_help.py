@@ -36,7 +36,7 @@ COMMANDS = {
         "Arguments": [],
         "Options": [
             *("model", "profile", "data", "out", "minutes", "max-new-tokens", "vocabulary", "rank", "loss"),
-            *("texts", "steps", "rows", "seed", "json", "help"),
+            *("student", "layers", "texts", "steps", "rows", "seed", "json", "help"),
         ],
         "Prompts": PROMPTS,
         "Device": DEVICE,

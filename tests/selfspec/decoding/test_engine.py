@@ -9,13 +9,22 @@ from breaking import Breaking
 from heads import random_head
 from models import plain, run, small
 from stores import babble, stored
-from toys import Adding, HiddenHead, Lockstep, RandomTree, Scripted, Staged, TinyModel
+from toys import Adding, HiddenHead, Lockstep, RandomTree, Scripted, Staged
 from trained import learnt
 
 from selfspec.basics.errors import BusyError, SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.decoding.engine import Engine
-from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter, PlainDrafter, RecycleDrafter, Route, Router
+from selfspec.drafters import (
+    FreeDrafter,
+    Guard,
+    LayerSkipDrafter,
+    ModelDrafter,
+    PlainDrafter,
+    RecycleDrafter,
+    Route,
+    Router,
+)
 from selfspec.drafters.heads import HeadBelow, HeadDrafter
 from selfspec.facts.acceptance import Outlook
 from selfspec.facts.confidence import Confidence
@@ -45,7 +54,9 @@ DRAFTERS = {
     "plain": lambda runtime: PlainDrafter(),
     "random tree": lambda runtime: RandomTree(VOCABULARY, (3, 2, 1)),
     "hidden head": HiddenHead,
-    "tiny model": lambda runtime: TinyModel(Runtime(small(VOCABULARY, 1, seed=3), rows=ROWS)),
+    "draft model": lambda runtime: ModelDrafter(
+        runtime, Runtime(small(VOCABULARY, 1, seed=3)), StaticThreshold(0.2, 4), candidates=2
+    ),
     "lockstep": Lockstep,
     "staged": lambda runtime: Staged(
         Runtime(small(VOCABULARY, 2, seed=3), rows=ROWS), RandomTree(VOCABULARY, (2, 1)), depth=4

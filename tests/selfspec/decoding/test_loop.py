@@ -8,14 +8,23 @@ from breaking import Breaking
 from heads import random_head
 from models import plain, run, small
 from stores import babble, stored
-from toys import Adding, HiddenHead, RandomTree, Scripted, Staged, TinyModel, always_wrong, oracle
+from toys import Adding, HiddenHead, RandomTree, Scripted, Staged, always_wrong, oracle
 from trained import learnt
 from transformers import SuppressTokensLogitsProcessor
 
 from selfspec.basics.errors import BusyError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.decoding.loop import decode
-from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter, PlainDrafter, RecycleDrafter, Route, Router
+from selfspec.drafters import (
+    FreeDrafter,
+    Guard,
+    LayerSkipDrafter,
+    ModelDrafter,
+    PlainDrafter,
+    RecycleDrafter,
+    Route,
+    Router,
+)
 from selfspec.drafters.heads import HeadBelow, HeadDrafter
 from selfspec.facts.acceptance import Outlook
 from selfspec.facts.confidence import Confidence
@@ -38,14 +47,18 @@ LOW = DraftPath(SkipSet((1,), (0,)), int8=SkipSet((0, 2), (1, 2)), head="int8")
 TRAINED = DraftPath(SkipSet((1,), (1,)), int8=SkipSet((0, 2), (0, 2)), head="int8")
 BY_GAP = Confidence(bias=0.2, probability=0.4, gap=0.8)
 GUESSES = Ahead([Lookup(), Adding(VOCABULARY, 0.3)], (1.0, 1.1, 1.15, 1.2))
+DRAFT_MODEL = Runtime(small(VOCABULARY, 1, seed=3), kernel=fake)
 STORED = stored(babble(VOCABULARY), VOCABULARY)
 DRAFTERS = {
     "plain": lambda runtime, prompt: PlainDrafter(),
     "random tree": lambda runtime, prompt: RandomTree(VOCABULARY, (3, 2, 1)),
     "hidden head": lambda runtime, prompt: HiddenHead(runtime),
-    "tiny model": lambda runtime, prompt: TinyModel(Runtime(small(VOCABULARY, 1, seed=3))),
+    "draft model": lambda runtime, prompt: ModelDrafter(runtime, DRAFT_MODEL, StaticThreshold(0.2, 4), candidates=2),
+    "draft model, in 8 bits, with guesses": lambda runtime, prompt: ModelDrafter(
+        runtime, DRAFT_MODEL, FixedK(3), path=DraftPath.of(["int8"] * 2, head="int8"), ahead=GUESSES
+    ),
     "staged": lambda runtime, prompt: Staged(Runtime(small(VOCABULARY, 2, seed=3)), RandomTree(VOCABULARY, (2, 1))),
-    "same model": lambda runtime, prompt: TinyModel(Runtime(runtime.model)),
+    "same model": lambda runtime, prompt: ModelDrafter(runtime, runtime, FixedK(3)),
     "always wrong": lambda runtime, prompt: always_wrong(prompt, plain(runtime, prompt, 20), VOCABULARY),
     "always right": lambda runtime, prompt: oracle(prompt, plain(runtime, prompt, 20)),
     "layer skip, fixed": lambda runtime, prompt: LayerSkipDrafter(runtime, SKIP, FixedK(3)),

@@ -8,12 +8,12 @@ import pytest
 import torch
 from breaking import Breaking
 from models import plain, run, small
-from toys import HiddenHead, Lockstep, RandomTree, TinyModel
+from toys import HiddenHead, Lockstep, RandomTree
 
 from selfspec.controllers import FixedK, StaticThreshold
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.loop import decode
-from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
+from selfspec.drafters import Guard, LayerSkipDrafter, ModelDrafter, PlainDrafter
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.runtime.forward import Runtime
@@ -27,7 +27,7 @@ ENDS = frozenset([2, 8])
 READING = {  # those that need no streams of the prompt
     "plain": lambda runtime: PlainDrafter(),
     "random tree": lambda runtime: RandomTree(VOCABULARY, (3, 2, 1)),
-    "tiny model": lambda runtime: TinyModel(Runtime(small(VOCABULARY, 1, seed=3), rows=2)),
+    "draft model": lambda runtime: ModelDrafter(runtime, Runtime(small(VOCABULARY, 1, seed=3)), FixedK(3)),
     "lockstep": Lockstep,
     "layer skip": lambda runtime: LayerSkipDrafter(runtime, SKIP, FixedK(3)),
     "candidates": lambda runtime: LayerSkipDrafter(runtime, SKIP, StaticThreshold(0.3, 4), candidates=3),

@@ -11,12 +11,12 @@ import itertools
 import pytest
 import torch
 from models import run, small
-from toys import Adding, Enumerating, HiddenHead, RandomTree, Reusing, Scripted, Staged, TinyModel, enumerate_outcomes
+from toys import Adding, Enumerating, HiddenHead, RandomTree, Reusing, Scripted, Staged, enumerate_outcomes
 from trained import learnt
 from transformers.generation import logits_process as hf
 
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
-from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter, PlainDrafter
+from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter, ModelDrafter, PlainDrafter
 from selfspec.facts.acceptance import AcceptanceCurve, Outlook
 from selfspec.facts.confidence import Confidence
 from selfspec.facts.draft_path import DraftPath
@@ -73,7 +73,10 @@ DRAFTERS = {
     "candidates below": lambda runtime: RandomTree(VOCABULARY, (1, 2)),
     "one-hot": lambda runtime: Scripted(lambda tokens: [sum(tokens) % 3, len(tokens) % 3], 2),
     "hidden head": HiddenHead,
-    "tiny model": lambda runtime: TinyModel(Runtime(small(VOCABULARY, 1, seed=9)), 2),
+    "draft model": lambda runtime: ModelDrafter(runtime, Runtime(small(VOCABULARY, 1, seed=9)), FixedK(2)),
+    "draft model, candidates": lambda runtime: ModelDrafter(
+        runtime, Runtime(small(VOCABULARY, 1, seed=9)), StaticThreshold(0.4, 2), candidates=2
+    ),
     "staged": lambda runtime: Staged(Runtime(small(VOCABULARY, 1, seed=9)), RandomTree(VOCABULARY, (1, 1)), 2),
     "staged, candidates": lambda runtime: Staged(
         Runtime(small(VOCABULARY, 1, seed=9)), RandomTree(VOCABULARY, (2,)), 2
@@ -162,7 +165,8 @@ def deviation(runtime, make, room, *, rule, kind=Enumerating, processors=()):
 # Two and three tokens cover what would be ten or a hundred thousand paths over four.
 MANY = (
     "long chain",
-    "tiny model",
+    "draft model",
+    "draft model, candidates",
     "staged",
     "staged, a rejected proposal behind the drawn token",
     "staged, candidates",

@@ -7,11 +7,11 @@ import torch
 from models import run, small
 from scipy import stats as scipy_stats
 from stores import babble, stored
-from toys import Adding, HiddenHead, RandomTree, Scripted, TinyModel, Toy
+from toys import Adding, HiddenHead, RandomTree, Scripted, Toy
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, StaticThreshold
-from selfspec.drafters import FreeDrafter, LayerSkipDrafter, PlainDrafter, RecycleDrafter
+from selfspec.drafters import FreeDrafter, LayerSkipDrafter, ModelDrafter, PlainDrafter, RecycleDrafter
 from selfspec.drafters.chains import _drawn
 from selfspec.facts.confidence import Confidence
 from selfspec.facts.draft_path import DraftPath
@@ -57,7 +57,7 @@ DRAFTERS = {
     "tree": lambda runtime: RandomTree(VOCABULARY, (3, 2, 1)),
     "one-hot": lambda runtime: Scripted(lambda tokens: [sum(tokens) % 7, len(tokens) % 7, 3], 3),
     "hidden head": HiddenHead,
-    "tiny model": lambda runtime: TinyModel(Runtime(small(VOCABULARY, 1, seed=9)), 3),
+    "draft model": lambda runtime: ModelDrafter(runtime, Runtime(small(VOCABULARY, 1, seed=9)), FixedK(3)),
     "layer skip": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (0,)), FixedK(3)),
     "layer skip, candidates": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (0,)), FixedK(3), candidates=3),
     "layer skip, draft vocabulary": lambda runtime: LayerSkipDrafter(

@@ -1,0 +1,113 @@
+"""A smaller model of the same vocabulary drafts (Leviathan et al. 2211.17192, Chen et al. 2302.01318)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.controllers import Controller
+from selfspec.drafters.chains import Chain
+from selfspec.drafters.layer_skip import LayerSkipDrafter
+from selfspec.facts.confidence import PROBABILITY, Confidence
+from selfspec.facts.draft_path import FULL, DraftPath
+from selfspec.facts.work import DRAFT_MODEL
+from selfspec.proposers.ahead import Ahead
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.sequence import SequenceState
+from selfspec.speculation.step import Step
+
+AT_ONCE = 8  # tokens that the draft model's cache may lack, to be read with its first drafted one
+
+
+class ModelDrafter(LayerSkipDrafter):
+    """Drafts with another model, whose keys and values are in a cache of its own, on a device of its own.
+
+    What its cache lacks of a text is read before a draft's first token: the prompt when the text begins, later the last
+    token of a draft that was accepted whole. Keys of what a text shares with the one before it in its row are kept. No
+    draft goes beyond the draft model's own context. `path`: what the draft model itself runs along, such as in 8 bits.
+
+    Raises `SelfspecError` for a draft model whose tokens are not as many as the target's, and as `LayerSkipDrafter`
+    does.
+    """
+
+    source = DRAFT_MODEL
+
+    def __init__(
+        self,
+        target: Runtime,
+        runtime: Runtime,
+        controller: Controller,
+        *,
+        path: DraftPath = FULL,
+        candidates: int = 1,
+        confidence: Confidence = PROBABILITY,
+        ahead: Ahead | None = None,
+    ) -> None:
+        ours, theirs = (of.skeleton.identity.vocabulary for of in (runtime, target))
+        if ours != theirs:
+            raise SelfspecError(
+                f"the draft model has {ours} tokens, the model {theirs}; want one of the same tokenizer"
+            )
+        own = runtime.beside(rows=target.rows)
+        super().__init__(own, path, controller, candidates=candidates, confidence=confidence, ahead=ahead)
+        self.target = target
+        self._held: dict[int, list[int]] = {}  # by row: the tokens whose keys the cache holds
+        self._right: dict[SequenceState, int] = {}  # how many of them are known to be the text's
+        self._missing: dict[SequenceState, list[int]] = {}  # what the pass under way reads before a chain's last token
+
+    def begin(self, seq: SequenceState, prefill: Step) -> None:
+        """The draft model reads the prompt."""
+        super().begin(seq, prefill)
+        self._right[seq] = 0
+        if self.runtime.cache.slots < self.target.cache.slots:
+            self.runtime.reserve(self.target.cache.slots)
+            self._held.clear()
+            self._right = dict.fromkeys(self._right, 0)
+        self.runtime.skeleton.refresh()
+        if len(seq.tokens) <= self.runtime.skeleton.context:
+            self._read(seq)
+
+    def end(self, seq: SequenceState) -> None:
+        """Forget the sequence; its keys stay, for a text that begins as it does."""
+        super().end(seq)
+        self._right.pop(seq, None)
+        self._missing.pop(seq, None)
+
+    def _begun(self, seq: SequenceState, room: int) -> Chain:
+        """A draft that stays within the draft model's context."""
+        return super()._begun(seq, max(min(room, self.runtime.skeleton.context - len(seq.tokens)), 0))
+
+    def _pass(self, chains: Sequence[Chain]) -> None:
+        """Raw logits as of any path, after what the cache lacked was read."""
+        places = []
+        for c in chains:
+            missing = self._missing[c.seq] = [] if c.tokens else self._read(c.seq)
+            places.append(len(c.seq.tokens) - 1 + len(c.tokens) - len(missing))
+            del self._held[c.seq.row][places[-1] :]  # until they are written
+        super()._pass(chains)
+        for c, place in zip(chains, places, strict=True):
+            root = c.tokens[-1] if c.tokens else c.seq.tokens[-1]
+            self._held[c.seq.row][place:] = [*self._missing[c.seq], root, *c.ahead]
+            c.logits = [row.to(self.target.device) for row in c.logits]
+
+    def _before(self, chain: Chain) -> list[int]:
+        """Tokens before the chain's last whose keys the cache lacks, few of them."""
+        return self._missing[chain.seq]
+
+    def _read(self, seq: SequenceState) -> list[int]:
+        """Read what the cache lacks of the text but its last token; where that is little, it is what is given."""
+        held, right, last = self._held.setdefault(seq.row, []), self._right.get(seq, 0), len(seq.tokens) - 1
+        while right < min(len(held), last) and held[right] == seq.tokens[right]:
+            right += 1
+        right = min(right, len(held), last)
+        missing = seq.tokens[right:last]
+        if len(missing) > AT_ONCE:
+            del held[right:]
+            ids = torch.tensor([missing], device=self.runtime.device)
+            self.runtime.forward(ids, right, rows=slice(seq.row, seq.row + 1), logits=None, path=self._way)
+            held[right:] = missing
+            right, missing = last, []
+        self._right[seq] = right
+        return missing

@@ -1,0 +1,140 @@
+"""Distilling the model into a smaller one that drafts for it: some of its own layers, or another model's."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.facts.controller import ControllerSpec
+from selfspec.facts.draft_path import FULL, DraftPath
+from selfspec.llm.llm import LLM
+from selfspec.measure.cost_fitting import forward_seconds
+from selfspec.model.gguf import quietly
+from selfspec.model.loading import load_model
+from selfspec.profile.draft import ProposerSpec
+from selfspec.profile.draft_model import ModelSpec
+from selfspec.profile.reading import write_profile
+from selfspec.profile.schema import Profile
+from selfspec.runtime.forward import Runtime
+from selfspec.training.options import Loss
+from selfspec.training.path_learner import LOSSES, PLACES
+from selfspec.training.texts import Text
+
+KEPT = 5  # of so many layers, one is kept, where it is not said how many
+CONTEXT, REPEATS = 128, 20  # keys in the cache while steps are timed, and how often
+
+
+def some_layers(model: Any, count: int) -> Any:
+    """A model of `count` of another's layers, evenly spread, first and last among them, with weights of its own.
+
+    Raises `SelfspecError` for more layers than there are, or none.
+    """
+    layers = model.config.num_hidden_layers
+    if not 1 <= count <= layers:
+        raise SelfspecError(f"layers {count}: the model has {layers}, so 1 to {layers} can be kept")
+    kept = [round(i * (layers - 1) / max(count - 1, 1)) for i in range(count)]
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = count
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[layer] for layer in kept]
+    made = type(model)(config).to(model.dtype)
+    state = {}
+    for name, value in model.state_dict().items():
+        before, found, after = name.partition("layers.")
+        layer, dot, rest = after.partition(".")
+        if not found:
+            state[name] = value
+        elif int(layer) in kept:
+            state |= {f"{before}layers.{i}{dot}{rest}": value for i, of in enumerate(kept) if of == int(layer)}
+    missing = set(made.load_state_dict(state, strict=False).missing_keys)
+    if missing - set(getattr(made, "_tied_weights_keys", None) or ()):
+        raise SelfspecError(f"of {type(model).__name__}, layers cannot be kept: it has no weight {min(missing)}")
+    return made.to(model.device).eval()
+
+
+class DistillLearner:
+    """A smaller model under training; its embeddings and its head stay as they are.
+
+    `student`: a model by name, else so many of the model's own `layers`. Raises `SelfspecError` where it cannot be
+    loaded, or has other tokens.
+    """
+
+    depth, places = 1, PLACES
+
+    def __init__(self, runtime: Runtime, *, student: str | None, layers: int | None, loss: Loss, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.runtime, self._loss = runtime, LOSSES[loss]
+        if student is None:
+            self.student = some_layers(runtime.model, layers or max(runtime.layers // KEPT, 1))
+        else:
+            self.student = load_model(student, device=str(runtime.device), dtype="float32")[0]
+        theirs, ours = self.student.config.vocab_size, runtime.skeleton.identity.vocabulary
+        if theirs != ours:
+            raise SelfspecError(f"the student has {theirs} tokens, the model {ours}; want one of the same tokenizer")
+        self.student.requires_grad_(False)
+        base = self.student.base_model
+        self.net = nn.ModuleList([base.layers, base.norm]).requires_grad_(True)
+
+    def loss(self, windows: Sequence[Text]) -> Tensor:
+        """How far the student's distributions are from the model's, over windows of one length."""
+        ids = torch.stack([window.tokens for window in windows]).to(self.runtime.device)
+        with torch.no_grad():
+            log_p = self.runtime.model(ids, use_cache=False).logits.float().log_softmax(-1)
+        log_q = self.student(ids, use_cache=False).logits.float().log_softmax(-1)
+        return self._loss(log_p, log_q).sum(-1).mean()
+
+    @torch.no_grad()
+    def acceptance(self, texts: Sequence[Text]) -> list[float]:
+        """For each place of a draft, how often all of it up to there is what the text goes on with, in answers."""
+        right, all_of = torch.zeros(self.places), 0
+        for text in texts:
+            ids = text.tokens[None].to(self.runtime.device)
+            said = self.student(ids, use_cache=False).logits[0, text.answer - 1 : -1].argmax(-1).cpu()
+            agrees = said == text.tokens[text.answer :]
+            starts = len(agrees) - self.places + 1
+            if starts < 1:
+                continue
+            runs = agrees.unfold(0, self.places, 1).cumprod(-1)
+            right += runs.sum(0)
+            all_of += starts
+        return (right / max(all_of, 1)).tolist()
+
+
+def write_student(llm: LLM, learner: DistillLearner, out: Path) -> tuple[Path, tuple[Path, ...]]:
+    """Write the student to the folder `out` / distill, whole or not at all, and profiles that draft with it.
+
+    In full, and in 8 bits where that is cheaper. Each says what a step takes on this machine.
+    """
+    folder, made = out / "distill", Path(tempfile.mkdtemp(dir=out, prefix=".distill-"))
+    try:
+        with quietly():
+            learner.student.save_pretrained(made)
+            llm.tokenizer.save_pretrained(made)
+        shutil.rmtree(folder, ignore_errors=True)
+        made.rename(folder)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    student, plain = Runtime(learner.student), forward_seconds(llm.runtime, CONTEXT, repeats=REPEATS)
+    ways: dict[Literal["int8"] | None, DraftPath] = {
+        None: FULL,
+        "int8": DraftPath.of(["int8"] * (2 * student.layers), head="int8"),
+    }
+    took = {bits: forward_seconds(student, CONTEXT, repeats=REPEATS, path=way) for bits, way in ways.items()}
+    bits = min(took, key=lambda of: took[of])
+    spec = ModelSpec(
+        model=folder.name,
+        bits=bits,
+        step=round(took[bits] / plain, 4),
+        controller=ControllerSpec(name="rate"),
+        proposers=[ProposerSpec()],
+    )
+    write_profile(Profile(model=llm.identity, draft=spec), out / "distill.yaml")
+    return folder, (out / "distill.yaml",)

@@ -1,0 +1,157 @@
+"""A draft model: what its own cache holds, what it reads of a text, and how a profile names it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import plain, run, small
+from transformers import AutoTokenizer
+
+import selfspec
+from selfspec.basics.errors import SelfspecError
+from selfspec.controllers import FixedK
+from selfspec.drafters import ModelDrafter, make_drafter
+from selfspec.facts.draft_path import DraftPath
+from selfspec.profile.draft_model import ModelSpec
+from selfspec.profile.reading import parse_profile, profile_text, write_profile
+from selfspec.profile.schema import Profile
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.sampling import Sampler
+
+VOCABULARY, PROMPT, NEW = 11, [1, 4, 2, 9, 3, 3, 3, 0, 5, 10, 8, 7], 24
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Runtime(small(VOCABULARY, seed=2))
+
+
+@pytest.fixture(scope="module")
+def other():
+    return Runtime(small(VOCABULARY, 1, seed=3))
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """How many tokens each pass of a drafter's model reads, as they come."""
+
+    def watch(drafter):
+        widths = []
+        forward = drafter.runtime.forward
+
+        def counted(tokens, *args, **options):
+            widths.append(tokens.shape[1])
+            return forward(tokens, *args, **options)
+
+        monkeypatch.setattr(drafter.runtime, "forward", counted)
+        return widths
+
+    return watch
+
+
+def test_after_a_draft_that_was_accepted_whole_its_last_token_is_read_too(target, read):
+    """The model itself drafts: all is accepted, and the cache lacks the last token of each draft but not more."""
+    drafter = ModelDrafter(target, target, FixedK(3))
+    widths = read(drafter)
+    tokens, outcomes = run(target, drafter, PROMPT, NEW)
+    assert tokens == plain(target, PROMPT, NEW)
+    assert all(outcome.accepted == len(outcome.draft) for outcome in outcomes)
+    first, *rest = [len(outcome.draft) for outcome in outcomes]
+    expected = [len(PROMPT) - 1, *[1] * first]
+    for drafted in rest:
+        expected += [2, *[1] * (drafted - 1)][:drafted]
+    assert widths == expected
+
+
+@pytest.mark.parametrize("path", [None, DraftPath.of(["int8", "int8"], head="int8")])
+def test_what_is_drafted_has_the_draft_models_own_probabilities(target, other, path):
+    """Whatever was accepted before: as a pass of the draft model over the whole text gives them."""
+    options = {} if path is None else {"path": path}
+    drafter = ModelDrafter(target, other, FixedK(3), **options)
+    lone, way = other.beside(), None if path is None else other.compile(path)
+    for seed in range(3):
+        tokens, outcomes = run(target, drafter, PROMPT, NEW, sampler=Sampler(temperature=1.0, seed=seed))
+        at = 0
+        for outcome in outcomes:
+            text = [*PROMPT, *tokens[:at], *outcome.draft.tokens]
+            with lone.session(len(text)):
+                logits = lone.forward(torch.tensor([text]), 0, path=way).logits[0]
+            first = len(PROMPT) + at - 1
+            expected = logits[first : first + len(outcome.draft)].softmax(-1)
+            if len(outcome.draft):
+                torch.testing.assert_close(outcome.draft.q, expected, atol=1e-9, rtol=0)
+            at += len(outcome.tokens)
+
+
+def test_of_a_text_that_begins_as_the_last_only_the_rest_is_read(target, other, read):
+    drafter = ModelDrafter(target, other, FixedK(2))
+    widths = read(drafter)
+    run(target, drafter, PROMPT, 1)
+    assert widths == [len(PROMPT) - 1]
+    more = [*PROMPT, *range(11)]
+    run(target, drafter, more, 1)
+    assert widths[1:] == [len(more) - len(PROMPT)]
+    run(target, drafter, [2, *more[1:]], 1)
+    assert widths[2:] == [len(more) - 1]
+
+
+def test_a_larger_cache_is_filled_anew(target, other):
+    """Also while the text before it is still under way."""
+    drafter = ModelDrafter(target, other, FixedK(3))
+    for prompt in (PROMPT, [*PROMPT, *[5, 1] * 30], PROMPT):
+        assert run(target, drafter, prompt, NEW)[0] == plain(target, prompt, NEW)
+
+
+def test_nothing_is_drafted_beyond_the_draft_models_context(target):
+    model = small(VOCABULARY, 1, seed=3)
+    model.config.max_position_embeddings = 20
+    drafter = ModelDrafter(target, Runtime(model), FixedK(3))
+    tokens, outcomes = run(target, drafter, PROMPT, NEW)
+    assert tokens == plain(target, PROMPT, NEW)
+    at = len(PROMPT)
+    for outcome in outcomes:
+        assert at + len(outcome.draft) <= max(20, at)
+        at += len(outcome.tokens)
+    assert len(outcomes[0].draft) > 0
+    assert len(outcomes[-2].draft) == 0
+    long = [*PROMPT, *PROMPT]
+    assert run(target, drafter, long, 5)[0] == plain(target, long, 5)
+
+
+def test_another_vocabulary_is_refused(target):
+    with pytest.raises(SelfspecError, match="the draft model has 7 tokens, the model 11; want one of the same"):
+        ModelDrafter(target, Runtime(small(7, 1)), FixedK(2))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A draft model of the built-in model's tokens, in a folder."""
+    folder = tmp_path_factory.mktemp("beside") / "tiny"
+    small(4096, 1).float().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(str(selfspec.load(profile="none").model.config._name_or_path)).save_pretrained(folder)
+    return folder
+
+
+def test_a_profile_names_a_folder_beside_it(saved, llm):
+    spec = ModelSpec(model="tiny", bits="int8", controller={"name": "fixed", "options": {"k": 2}}, candidates=2)
+    path = saved.parent / "drafted.yaml"
+    write_profile(Profile(model=llm.identity, draft=spec), path)
+    drafted = selfspec.load(profile=path)
+    assert drafted.profile.draft == spec
+    assert drafted.profile.draft.said == "drafts by the model tiny in 8 bits"
+    out = drafted.generate("def read(", max_new_tokens=12)
+    assert out.text == llm.generate("def read(", max_new_tokens=12).text
+    assert set(out.stats.sources) <= {"draft model"}
+
+
+def test_it_comes_back_from_a_file_as_it_was(llm):
+    profile = Profile(model=llm.identity, draft=ModelSpec(model="someone/small", dtype="bfloat16", step=0.1))
+    assert parse_profile(profile_text(profile), source="here") == profile
+    with pytest.raises(SelfspecError, match="model"):
+        parse_profile(profile_text(profile).replace("someone/small", '""'), source="here")
+
+
+def test_a_draft_model_that_is_not_there_is_said(llm):
+    profile = Profile(model=llm.identity, draft=ModelSpec(model="./no-such-folder"))
+    with pytest.raises(SelfspecError, match="no-such-folder"):
+        make_drafter(llm.runtime, profile)

@@ -1,0 +1,98 @@
+"""A model distilled from another drafts for it, and the text stays the model's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from models import CONFIGS, small, tiny
+from transformers import AutoModelForCausalLM
+
+import selfspec
+from selfspec.basics.errors import SelfspecError
+from selfspec.drafters import make_drafter
+from selfspec.profile.reading import read_profile
+from selfspec.training import distill
+from selfspec.training.distill import DistillLearner, some_layers
+from selfspec.training.fit import fit
+from selfspec.training.options import TrainOptions
+
+FEW = {"max_new_tokens": 24, "rows": 8, "texts": 20, "steps": 40, "layers": 4}
+
+
+@pytest.mark.parametrize(("count", "kept"), [(1, [0]), (2, [0, 3]), (3, [0, 2, 3]), (4, [0, 1, 2, 3])])
+def test_layers_that_are_kept_are_spread_evenly(count, kept):
+    for name in ("llama", "llama-mqa-tied", "qwen2"):
+        model = tiny(CONFIGS[name])
+        made = some_layers(model, count)
+        assert made.config.num_hidden_layers == len(made.model.layers) == count
+        for i, layer in enumerate(kept):
+            for (_, ours), (_, theirs) in zip(
+                made.model.layers[i].named_parameters(), model.model.layers[layer].named_parameters(), strict=True
+            ):
+                assert torch.equal(ours, theirs)
+                assert ours.data_ptr() != theirs.data_ptr()
+        assert torch.equal(made.lm_head.weight, model.lm_head.weight)
+        assert torch.equal(made.model.norm.weight, model.model.norm.weight)
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    if count == 4:
+        torch.testing.assert_close(made(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("count", [0, 5])
+def test_more_layers_than_there_are(count):
+    with pytest.raises(SelfspecError, match=f"layers {count}: the model has 4, so 1 to 4 can be kept"):
+        some_layers(tiny(CONFIGS["llama"]), count)
+
+
+@pytest.fixture(scope="module")
+def fitted(llm, held_out, tmp_path_factory):
+    return fit(llm, part="distill", out=tmp_path_factory.mktemp("parts"), prompts=held_out, options=TrainOptions(**FEW))
+
+
+def test_acceptance_rises(fitted):
+    (_, before), *_, (_, after) = fitted.progress.history
+    assert after > before + 0.2
+    assert json.loads((fitted.part.parent / "distill.json").read_text())["kind"] == "distill"
+
+
+def test_its_profile_gives_plain_decodings_text(llm, fitted, held_out):
+    (path,) = fitted.profiles
+    profile = read_profile(path)
+    assert profile.draft.model == "distill"
+    drafted = selfspec.load(profile=path)
+    drafter = make_drafter(drafted.runtime, drafted.profile)
+    accepted = 0
+    for prompt in held_out[:4]:
+        out = drafted.generate(prompt, max_new_tokens=32, drafter=drafter)
+        assert out.tokens == llm.generate(prompt, max_new_tokens=32, drafter=selfspec.drafters.PlainDrafter()).tokens
+        accepted += out.stats.sources["draft model"]
+    assert accepted > 0
+
+
+def test_what_is_saved_is_what_was_fitted(llm, fitted):
+    """Its layers have changed, its embeddings have not."""
+    saved = AutoModelForCausalLM.from_pretrained(fitted.part)
+    begun = some_layers(llm.model, 4)
+    assert torch.equal(saved.model.embed_tokens.weight, begun.model.embed_tokens.weight)
+    assert not torch.equal(saved.model.layers[0].mlp.up_proj.weight, begun.model.layers[0].mlp.up_proj.weight)
+
+
+def test_a_student_with_other_tokens_is_refused_before_texts_are_made(llm, held_out, tmp_path, monkeypatch):
+    small(7, 1).float().save_pretrained(tmp_path / "other")
+    monkeypatch.setattr(
+        distill, "load_model", lambda name, **options: (AutoModelForCausalLM.from_pretrained(name), None)
+    )
+    monkeypatch.setattr("selfspec.training.fit.make_texts", lambda *of: pytest.fail("texts are made"))
+    options = TrainOptions(**{**FEW, "student": str(tmp_path / "other")})
+    with pytest.raises(SelfspecError, match="the student has 7 tokens, the model 4096"):
+        fit(llm, part="distill", out=tmp_path, prompts=held_out, options=options)
+
+
+def test_another_models_weights_are_a_beginning_too(llm, tmp_path):
+    begun = some_layers(llm.model, 1)
+    begun.save_pretrained(tmp_path / "student")
+    llm.tokenizer.save_pretrained(tmp_path / "student")
+    learner = DistillLearner(llm.runtime, student=str(tmp_path / "student"), layers=None, loss="reverse-kl", seed=0)
+    assert torch.equal(learner.student.model.layers[0].mlp.up_proj.weight, begun.model.layers[0].mlp.up_proj.weight)
