@@ -45,6 +45,7 @@ test: $(VENV)/.installed
 
 proof: $(VENV)/.installed
 	$(BIN)/python tests/scripts/proof.py --out tests/scripts/proof.json
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal --proofs -m proof tests
 
 speed: $(VENV)/.installed
 	$(BIN)/selfspec bench --threads 1

@@ -96,9 +96,12 @@ def split(n, widths):
     raise AssertionError
 
 
-def assert_near(ours, theirs):
-    """Off by a share of the largest; logits that are not computed are the same ones."""
-    error = 0.1 if ours.dtype == torch.bfloat16 else 1e-4
+def assert_near(ours, theirs, *, few_bits=False):
+    """Off by a share of the largest; logits that are not computed are the same ones.
+
+    In few bits, rows may be whole numbers of 16 bits: where two ways differ in a row's last bit, by a step of those.
+    """
+    error = 0.1 if ours.dtype == torch.bfloat16 else 1e-3 if few_bits else 1e-4
     ours, theirs = ours.float(), theirs.float()
     assert torch.equal(ours.isinf(), theirs.isinf())
     scale = theirs[theirs.isfinite()].abs().max()
@@ -185,7 +188,7 @@ def test_sub_layers_in_few_bits_go_into_the_same_pass(name, seed, widths):
         with runtime.session(N):
             found.append(feed(runtime, tokens, split(24, widths), path=runtime.compile(named)))
     for other in found[1:]:
-        assert_near(found[0], other)
+        assert_near(found[0], other, few_bits=low)
 
 
 @each_single
@@ -201,7 +204,7 @@ def test_a_path_all_in_few_bits_needs_no_layout(name, mode):
     tokens = tokens_for(0, 30)
     with by_rows.session(N):
         natively = feed(by_rows, tokens, [7, 1, 1, 16, 5], path=path)
-        assert_near(natively, feed(by_rows, tokens, [7, 1, 1, 16, 5], path=path, between=(0,)))
+        assert_near(natively, feed(by_rows, tokens, [7, 1, 1, 16, 5], path=path, between=(0,)), few_bits=True)
 
 
 @each_model
@@ -221,7 +224,7 @@ def test_bridges_and_changed_weights_go_into_the_same_pass(name, rank, seed, wid
     tokens = tokens_for(seed, 24)
     with ours.session(N), theirs.session(N), threads(several):
         mine = feed(ours, tokens, split(24, widths), path=ours.compile(path))
-        assert_near(mine, feed(theirs, tokens, split(24, widths), path=theirs.compile(path)))
+        assert_near(mine, feed(theirs, tokens, split(24, widths), path=theirs.compile(path)), few_bits=True)
         assert torch.equal(mine, feed(ours, tokens, split(24, []), path=ours.compile(path)))
 
 
@@ -486,7 +489,7 @@ def test_weights_changed_in_place_are_seen(name):
             parameter.add_(torch.randn_like(parameter) * 0.1)
         expected = copy.deepcopy(model).float()
         assert_near(feed_all(runtime, FULL), expected(tokens_for(0, 12)).logits)
-    assert_near(feed_all(runtime, low), feed_all(Runtime(expected, kernel=native), low))
+    assert_near(feed_all(runtime, low), feed_all(Runtime(expected, kernel=native), low), few_bits=True)
 
 
 @each_single

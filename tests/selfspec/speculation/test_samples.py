@@ -42,7 +42,7 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("rule", ["token", pytest.param("block", marks=pytest.mark.proof)])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_drafted_samples_are_plain_ones(runtime, plain, name, rule):
     drafted = draw(runtime, DRAFTERS[name](runtime), PROMPT, LENGTH, range(N, 2 * N), rule=rule, **SAMPLING)
