@@ -4,6 +4,7 @@ from selfspec.drafters.draft_model import ModelDrafter
 from selfspec.drafters.free import FreeDrafter
 from selfspec.drafters.guard import Guard
 from selfspec.drafters.layer_skip import LayerSkipDrafter
+from selfspec.drafters.merged import MergedDrafter
 from selfspec.drafters.plain import PlainDrafter
 from selfspec.drafters.recycle import RecycleDrafter
 from selfspec.drafters.registry import make_ahead, make_drafter, make_guarded, register
@@ -16,6 +17,7 @@ __all__ = [
     "Guard",
     "LayerSkipDrafter",
     "Limit",
+    "MergedDrafter",
     "ModelDrafter",
     "PlainDrafter",
     "RecycleDrafter",

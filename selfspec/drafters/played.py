@@ -63,9 +63,9 @@ class PlayedDrafter:
         draft, path = outcome.draft, outcome.path
         if not draft.confidence:  # the controller had no part in it
             return
-        drafted = len(draft.confidence)
-        other = bool(path) and path[-1] >= drafted
-        self.controller_of(seq).observe(draft.confidence, len(path) - other, candidates=len(draft), other=other)
+        accepted = sum(node < len(draft.confidence) for node in path)
+        other = len(path) > accepted
+        self.controller_of(seq).observe(draft.confidence, accepted, candidates=len(draft), other=other)
 
     def controller_of(self, seq: SequenceState) -> Controller:
         """The controller that plays a sequence's drafts."""

@@ -14,6 +14,7 @@ from selfspec.drafters.free import FreeDrafter
 from selfspec.drafters.guard import Guard
 from selfspec.drafters.heads import HeadBelow, HeadDrafter
 from selfspec.drafters.layer_skip import LayerSkipDrafter
+from selfspec.drafters.merged import MergedDrafter
 from selfspec.drafters.plain import PlainDrafter
 from selfspec.drafters.recycle import RecycleDrafter
 from selfspec.drafters.router import routed
@@ -38,6 +39,7 @@ from selfspec.profile.draft import (
     RecycleSpec,
     register_spec,
 )
+from selfspec.profile.draft_merged import MergedSpec
 from selfspec.profile.draft_model import ModelSpec
 from selfspec.profile.schema import Profile
 from selfspec.proposers.ahead import Ahead
@@ -171,6 +173,16 @@ def _draft_model(name: str, device: str, dtype: str, bits: str | None) -> Runtim
     return Runtime(model)
 
 
+def make_merged(runtime: Runtime, spec: MergedSpec, profile: Profile) -> MergedDrafter:
+    """Each drafter as a profile of its own describes it; the chances of acceptance are the draft path's. Raises so."""
+
+    def alone(of: DraftSpec) -> Profile:
+        ours = profile.acceptance if isinstance(of, LayerSkipSpec | MergedSpec) else None
+        return profile.model_copy(update={"draft": of, "acceptance": ours})
+
+    return MergedDrafter([_made(runtime, alone(of)) for of in spec.drafters])
+
+
 def make_free(runtime: Runtime, spec: GuessesSpec, profile: Profile) -> FreeDrafter:
     """Proposers' guesses as drafts: they cost nothing but their verification."""
     proposers = [make_proposer(of, runtime.skeleton.identity.vocabulary) for of in spec.proposers]
@@ -191,5 +203,6 @@ register(PlainSpec, lambda runtime, spec, profile: PlainDrafter())
 register(LayerSkipSpec, make_layer_skip)
 register(HeadSpec, make_head_drafter)
 register(ModelSpec, make_model)
+register(MergedSpec, make_merged)
 register(GuessesSpec, make_free)
 register(RecycleSpec, lambda runtime, spec, profile: make_recycle(spec, profile))

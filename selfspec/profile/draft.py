@@ -62,6 +62,11 @@ class DraftSpec(Data):
         return None
 
     @property
+    def single(self) -> Sequence[DraftSpec]:
+        """The drafts that it is made of: itself."""
+        return (self,)
+
+    @property
     def beside(self) -> bool:
         """Whether it names what may lie beside the profile, and is no part of it."""
         return False
@@ -119,6 +124,11 @@ class GuessesSpec(DraftSpec):
         """What guesses."""
         return f"drafts guesses by {kinds_of(self.proposers)}"
 
+    @property
+    def step_share(self) -> float | None:
+        """Nothing."""
+        return 0.0
+
 
 def kinds_of(proposers: Sequence[ProposerSpec]) -> str:
     """The proposers' kinds, in a few words."""
@@ -131,6 +141,11 @@ class RecycleSpec(DraftSpec):
     kind: Literal["recycle"] = "recycle"
     candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(4, description="For each place at most.")
     controller: ControllerSpec = Field(ControllerSpec(name="rate"), description="What ends drafts.")
+
+    @property
+    def step_share(self) -> float | None:
+        """Nothing."""
+        return 0.0
 
 
 PartName = Annotated[str, Field(min_length=1)]

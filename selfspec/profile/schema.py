@@ -23,7 +23,8 @@ from selfspec.facts.costs import CostModel
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
-from selfspec.profile import draft_model as draft_model  # so that its kind is known
+from selfspec.profile import draft_merged as draft_merged  # so that its kind is known
+from selfspec.profile import draft_model as draft_model  # as this one's
 from selfspec.profile.draft import DraftSpec, GuessesSpec, LayerSkipSpec, PlainSpec, ProposerSpec, parse_draft
 from selfspec.profile.parts import Part, check_parts
 
@@ -155,7 +156,7 @@ class Profile(Data):
     @property
     def layer_skip(self) -> LayerSkipSpec:
         """How drafts run the model's sub-layers: for a kind of draft that does not, all of them in full."""
-        return self.draft if isinstance(self.draft, LayerSkipSpec) else LayerSkipSpec()
+        return next((of for of in self.draft.single if isinstance(of, LayerSkipSpec)), LayerSkipSpec())
 
     @property
     def path(self) -> DraftPath:

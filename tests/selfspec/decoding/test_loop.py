@@ -19,6 +19,7 @@ from selfspec.drafters import (
     FreeDrafter,
     Guard,
     LayerSkipDrafter,
+    MergedDrafter,
     ModelDrafter,
     PlainDrafter,
     RecycleDrafter,
@@ -87,6 +88,20 @@ DRAFTERS = {
     ),
     "lookup": lambda runtime, prompt: FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),
     "recycle": lambda runtime, prompt: RecycleDrafter(StaticThreshold(0.1, 5), candidates=3),
+    "merged": lambda runtime, prompt: MergedDrafter(
+        [
+            FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),
+            LayerSkipDrafter(runtime, LOW, RateOptimal(floor=0.1, outlook=Outlook(0.2)), candidates=3),
+            HeadDrafter(random_head(runtime, WORDS), FixedK(2), candidates=2),
+        ]
+    ),
+    "merged, of two paths and trees": lambda runtime, prompt: MergedDrafter(
+        [
+            LayerSkipDrafter(runtime, SKIP, FixedK(3)),
+            MergedDrafter([RandomTree(VOCABULARY, (2, 1)), RecycleDrafter(StaticThreshold(0.1, 5), candidates=3)]),
+            LayerSkipDrafter(runtime, LOW, StaticThreshold(0.3, 4), candidates=2),
+        ]
+    ),
     "routes": lambda runtime, prompt: Router(
         [
             Route(LayerSkipDrafter(runtime, SKIP, FixedK(3)), Outlook(0.2)),

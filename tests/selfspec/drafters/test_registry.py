@@ -77,7 +77,7 @@ def test_a_kind_of_ones_own_is_read_checked_and_written(echo):
         ("{kind: echo, times: '3'}", "p: draft.times: .* integer, got '3'"),
         (
             "{kind: other}",
-            "p: draft.kind: 'other' is not known; known: plain, layer-skip, .*, head, model, echo",
+            "p: draft.kind: 'other' is not known; known: plain, layer-skip, .*, head, merged, model, echo",
         ),
     ):
         with pytest.raises(SelfspecError, match=why):

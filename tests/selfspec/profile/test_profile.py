@@ -287,15 +287,15 @@ V2 = "model: {layers: 4}\nversion: 2\n"
         ),
         (
             f"{V2}draft: {{skip: {{}}}}",
-            "draft.kind: it is left out; known: plain, layer-skip, guesses, recycle, head, model",
+            "draft.kind: it is left out; known: plain, layer-skip, guesses, recycle, head, merged, model",
         ),
         (
             f"{V2}draft: {{kind: [plain]}}",
-            r"draft.kind: \['plain'\] is not known; known: plain, layer-skip, guesses, recycle, head, model",
+            r"draft.kind: \['plain'\] is not known; known: plain, layer-skip, guesses, recycle, head, merged, model",
         ),
         (
             f"{V2}draft: plain",
-            r"draft: want a mapping with 'kind' \(plain, layer-skip, guesses, recycle, head, model\), got 'plain'",
+            r"draft: want a mapping with 'kind' \(plain, layer-skip, guesses, recycle, head, merged, model\), got",
         ),
         (f"{V2}draft: {{kind: plain, skip: {{}}}}", "unknown key 'draft.skip'"),
         (f"{V2}draft: {{kind: layer-skip, siblings: 2}}", "unknown key 'draft.siblings'"),

@@ -16,7 +16,8 @@ from trained import learnt
 from transformers.generation import logits_process as hf
 
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
-from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter, ModelDrafter, PlainDrafter
+from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter, MergedDrafter, ModelDrafter, PlainDrafter
+from selfspec.drafters import merged as merging
 from selfspec.facts.acceptance import AcceptanceCurve, Outlook
 from selfspec.facts.confidence import Confidence
 from selfspec.facts.draft_path import DraftPath
@@ -61,6 +62,13 @@ class Beside(Staged):
         else:
             tokens, rows = (*draft.tokens[:n], tried[at]), (*range(n), -1)
         return Draft(tokens, parents, draft.q[:n], rows)
+
+
+class Backwards(RandomTree):
+    """Likely where the other is not."""
+
+    def q(self, prefix):
+        return super().q(prefix).flip(0)
 
 
 DRAFTERS = {
@@ -116,6 +124,16 @@ DRAFTERS = {
         runtime, LOW, StaticThreshold(0.4, 2), candidates=2, confidence=BY_GAP, ahead=GUESSES
     ),
     "guesses alone": lambda runtime: FreeDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2)),
+    "merged": lambda runtime: MergedDrafter(
+        [LayerSkipDrafter(runtime, SkipSet((0,), (1,)), FixedK(1)), RandomTree(VOCABULARY, (1, 1))]
+    ),
+    "merged, of one law": lambda runtime: MergedDrafter([Backwards(VOCABULARY, (1,)), Backwards(VOCABULARY, (1, 1))]),
+    "merged, a guess first": lambda runtime: MergedDrafter(
+        [FreeDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2)), RandomTree(VOCABULARY, (1, 1))]
+    ),
+    "merged, a guess last": lambda runtime: MergedDrafter(
+        [RandomTree(VOCABULARY, (2,)), FreeDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2))]
+    ),
     "guarded": lambda runtime: Guard(RandomTree(VOCABULARY, (1, 1)), clock=itertools.count().__next__),
 }
 SETTINGS = {
@@ -165,6 +183,10 @@ def deviation(runtime, make, room, *, rule, kind=Enumerating, processors=()):
 # Two and three tokens cover what would be ten or a hundred thousand paths over four.
 MANY = (
     "long chain",
+    "merged",
+    "merged, of one law",
+    "merged, a guess first",
+    "merged, a guess last",
     "draft model",
     "draft model, candidates",
     "staged",
@@ -360,6 +382,13 @@ def test_a_wrong_drafter_is_seen(runtime, name, rule):
     wrong, right = WRONG_DRAFTERS[name]
     assert deviation(runtime, right, 3, rule=rule) < EXACT
     assert deviation(runtime, wrong, 3, rule=rule) > SEEN
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["merged, of one law", "merged, a guess first"])
+def test_a_drawn_token_dropped_because_another_drafter_proposed_it_is_seen(runtime, rule, name, monkeypatch):
+    monkeypatch.setattr(merging, "merged", lambda drafts, *, drawn, merged=merging.merged: merged(drafts, drawn=False))
+    assert deviation(runtime, DRAFTERS[name], 3, rule=rule) > SEEN
 
 
 @pytest.mark.parametrize("rule", RULES)
