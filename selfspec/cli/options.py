@@ -83,7 +83,10 @@ class TrainCommand:
     """What `train` was told."""
 
     kind: Annotated[
-        str, typer.Argument(metavar="KIND", help="eagle, medusa, hydra, mlp, mtp, chimera; bridge, adapter; distill.")
+        str,
+        typer.Argument(
+            metavar="KIND", help="eagle, medusa, hydra, mlp, mtp, chimera; bridge, adapter; distill, layerskip."
+        ),
     ]
     model: Annotated[str, typer.Option(help="A folder, GGUF file, hub id, smollm2-135m, or builtin.")] = "builtin"
     profile: Annotated[

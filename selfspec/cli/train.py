@@ -104,11 +104,16 @@ def _report(fitted: Fitted, console: Console) -> None:
     steps = f"{done.steps} steps on " if done.steps else ""
     console.print(f"{brought}; {steps}{fitted.texts} texts", markup=False, soft_wrap=True)
     console.print(f"saved {fitted.part}", markup=False, soft_wrap=True)
-    use(fitted.profiles, console)
+    if fitted.changed:
+        before, after = fitted.told["perplexity"]
+        said = f"this is another model: its perplexity on held-out answers is {after:.2f}, before it was {before:.2f}"
+        console.print(said, soft_wrap=True)
+    use(fitted.profiles, console, model=fitted.part if fitted.changed else None)
 
 
-def use(profiles: Sequence[Path], console: Console) -> None:
-    """Say how profiles that were saved are used."""
+def use(profiles: Sequence[Path], console: Console, *, model: Path | None = None) -> None:
+    """Say how profiles that were saved are used; `model`: where they are of another."""
+    of = "" if model is None else f"--model {shlex.quote(str(model))} "
     for path in profiles:
-        command = f"selfspec generate --profile {shlex.quote(str(path))} 'your prompt'"
+        command = f"selfspec generate {of}--profile {shlex.quote(str(path))} 'your prompt'"
         console.print(f"saved {path}; use it with: {command}", markup=False, soft_wrap=True)

@@ -60,6 +60,16 @@ def some_layers(model: Any, count: int) -> Any:
     return made.to(model.device).eval()
 
 
+def drafted_layers(runtime: Runtime, layers: int | None) -> int:
+    """So many layers as drafts are to take: a fifth of the model's where it is not said.
+
+    Raises `SelfspecError` for more than there are.
+    """
+    if layers is not None and layers > runtime.layers:
+        raise SelfspecError(f"layers {layers}: the model has {runtime.layers}, so 1 to {runtime.layers} can be kept")
+    return layers or max(runtime.layers // KEPT, 1)
+
+
 class DistillLearner:
     """A smaller model under training; its embeddings and its head stay as they are.
 
@@ -67,13 +77,13 @@ class DistillLearner:
     loaded, or has other tokens.
     """
 
-    depth, places = 1, PLACES
+    depth, places, rate = 1, PLACES, 1.5e-3
 
     def __init__(self, runtime: Runtime, *, student: str | None, layers: int | None, loss: Loss, seed: int) -> None:
         torch.manual_seed(seed)
         self.runtime, self._loss = runtime, LOSSES[loss]
         if student is None:
-            self.student = some_layers(runtime.model, layers or max(runtime.layers // KEPT, 1))
+            self.student = some_layers(runtime.model, drafted_layers(runtime, layers))
         else:
             self.student = load_model(student, device=str(runtime.device), dtype="float32")[0]
         theirs, ours = self.student.config.vocab_size, runtime.skeleton.identity.vocabulary
@@ -96,9 +106,7 @@ class DistillLearner:
         """For each place of a draft, how often all of it up to there is what the text goes on with, in answers."""
         right, all_of = torch.zeros(self.places), 0
         for text in texts:
-            ids = text.tokens[None].to(self.runtime.device)
-            said = self.student(ids, use_cache=False).logits[0, text.answer - 1 : -1].argmax(-1).cpu()
-            agrees = said == text.tokens[text.answer :]
+            agrees = self._agrees(text)
             starts = len(agrees) - self.places + 1
             if starts < 1:
                 continue
@@ -107,21 +115,33 @@ class DistillLearner:
             all_of += starts
         return (right / max(all_of, 1)).tolist()
 
+    def _agrees(self, text: Text) -> Tensor:
+        """At which places of the answer the student's best token is the text's."""
+        ids = text.tokens[None].to(self.runtime.device)
+        logits: Tensor = self.student(ids, use_cache=False).logits
+        return logits[0, text.answer - 1 : -1].argmax(-1).cpu() == text.tokens[text.answer :]
 
-def write_student(llm: LLM, learner: DistillLearner, out: Path) -> tuple[Path, tuple[Path, ...]]:
-    """Write the student to the folder `out` / distill, whole or not at all, and profiles that draft with it.
 
-    In full, and in 8 bits where that is cheaper. Each says what a step takes on this machine.
-    """
-    folder, made = out / "distill", Path(tempfile.mkdtemp(dir=out, prefix=".distill-"))
+def write_model(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a model and its tokenizer to a folder, whole or not at all, in the place of what it holds."""
+    made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
         with quietly():
-            learner.student.save_pretrained(made)
-            llm.tokenizer.save_pretrained(made)
+            model.save_pretrained(made)
+            tokenizer.save_pretrained(made)
         shutil.rmtree(folder, ignore_errors=True)
         made.rename(folder)
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def write_student(llm: LLM, learner: DistillLearner, out: Path) -> tuple[Path, Path]:
+    """Write the student to the folder `out` / distill, and a profile that drafts with it.
+
+    In full, or in 8 bits where that is cheaper here.
+    """
+    folder = out / "distill"
+    write_model(learner.student, llm.tokenizer, folder)
     student, plain = Runtime(learner.student), forward_seconds(llm.runtime, CONTEXT, repeats=REPEATS)
     ways: dict[Literal["int8"] | None, DraftPath] = {
         None: FULL,
@@ -137,4 +157,4 @@ def write_student(llm: LLM, learner: DistillLearner, out: Path) -> tuple[Path, t
         proposers=[ProposerSpec()],
     )
     write_profile(Profile(model=llm.identity, draft=spec), out / "distill.yaml")
-    return folder, (out / "distill.yaml",)
+    return folder, out / "distill.yaml"

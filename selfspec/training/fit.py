@@ -25,6 +25,7 @@ from selfspec.parts.kinds import make_head
 from selfspec.profile.schema import Profile
 from selfspec.text.prompt import Prompt
 from selfspec.training.distill import DistillLearner, write_student
+from selfspec.training.layerskip import LayerSkipLearner, write_layerskip
 from selfspec.training.learner import Learner, frequent
 from selfspec.training.making import MAKING, Silent, Watch, folder_of, make_texts
 from selfspec.training.options import FEWEST, OF_PATHS, Kind, TrainOptions, check_kind
@@ -36,8 +37,8 @@ from selfspec.training.texts import Text, Texts, layers_of
 
 WINDOW = 128  # pairs of a text that are fitted to at once
 BATCH = 8  # windows that are fitted to at once
-RATE = 1.5e-3
-WARM_UP = 50  # steps until the learning rate is reached
+RATE = 1.5e-3  # of what begins at random
+WARM_UP, WARM_SHARE = 50, 0.05  # steps, or the share of fitting where that is less, until the learning rate is reached
 LOWEST = 0.05  # of it, at the end
 CLIP = 1.0
 EVERY = 60.0  # seconds between looks at what was held out, which are also what is kept
@@ -52,7 +53,7 @@ _log = logging.getLogger("selfspec")
 class Fitted:
     """A fitted part: its file, profiles that draft with it, and how it went. `interrupted`: time was not up.
 
-    `told`: how it went as the file beside the part tells it, for plots.
+    `told`: how it went as the file beside the part tells it, for plots. `changed`: the part is the model, changed.
     """
 
     part: Path
@@ -61,6 +62,7 @@ class Fitted:
     texts: int
     interrupted: bool
     told: dict[str, Any]
+    changed: bool = False
 
 
 def fit(
@@ -91,7 +93,7 @@ def fit(
         return _finished(llm, part, out, fitted, profile, own, texts, progress, options, watch, interrupted=False)
     state = State(out / f"{part}.checkpoint", _told(llm, part, options, own))
     interrupted = False
-    student = _student(llm, options) if part == "distill" else None  # before minutes are spent on texts
+    student = _student(llm, part, options)  # before minutes are spent on texts
     try:
         if not state.begun:
             make_texts(llm, texts, prompts, chat, options, watch)
@@ -105,10 +107,7 @@ def fit(
     state.best_into(learner)
     if isinstance(learner, DistillLearner):
         watch.stage("measuring", None)
-        told = _story(llm, part, options, texts, state.progress)
-        written = write_student(llm, learner, out)
-        write_text(out / f"{part}.json", json.dumps(told, indent=1) + "\n")
-        return Fitted(*written, state.progress, len(texts), interrupted, told)
+        return _finished_model(llm, part, out, learner, texts, state.progress, options, interrupted=interrupted)
     return _finished(
         llm, part, out, learner.part(), profile, own, texts, state.progress, options, watch, interrupted=interrupted
     )
@@ -155,6 +154,30 @@ def _finished(
     return Fitted(path, profiles, progress, len(texts), interrupted, told)
 
 
+def _finished_model(
+    llm: LLM,
+    part: Kind,
+    out: Path,
+    learner: DistillLearner,
+    texts: Texts,
+    progress: Progress,
+    options: TrainOptions,
+    *,
+    interrupted: bool,
+) -> Fitted:
+    """Write a model."""
+    more: dict[str, Any] = {}
+    changed = isinstance(learner, LayerSkipLearner)
+    if isinstance(learner, LayerSkipLearner):
+        unseen = [texts.read(number) for number in texts.numbers(held_out=True)[:LOOKED_AT]]
+        folder, profile, more = write_layerskip(llm, learner, out, unseen)
+    else:
+        folder, profile = write_student(llm, learner, out)
+    told = {**_story(llm, part, options, texts, progress), **more}
+    write_text(out / f"{part}.json", json.dumps(told, indent=1) + "\n")
+    return Fitted(folder, (profile,), progress, len(texts), interrupted, told, changed)
+
+
 def _story(llm: LLM, part: Kind, options: TrainOptions, texts: Texts, done: Progress) -> dict[str, Any]:
     """How it went."""
     return {
@@ -187,7 +210,7 @@ def _told(llm: LLM, of: str, options: TrainOptions, own: OwnPath | None) -> dict
     """What a checkpoint must have been made with to be gone on from."""
     identity = llm.identity.model_dump(mode="json", exclude={"name"})
     told = {"version": 2, "kind": of, "model": identity, "vocabulary": options.vocabulary, "seed": options.seed}
-    if of == "distill":
+    if of in ("distill", "layerskip"):
         return {**told, "student": options.student, "layers": options.layers, "loss": options.loss}
     return told if own is None else {**told, **own.story(), "rank": options.rank or RANK, "loss": options.loss}
 
@@ -200,9 +223,12 @@ def _learner(llm: LLM, part: Kind, texts: Texts, options: TrainOptions, own: Own
     return Learner(llm.runtime, part, words, layers_of(llm.runtime.layers), seed=options.seed)
 
 
-def _student(llm: LLM, options: TrainOptions) -> DistillLearner:
-    told: dict[str, Any] = {"student": options.student, "layers": options.layers, "loss": options.loss}
-    return DistillLearner(llm.runtime, **told, seed=options.seed)
+def _student(llm: LLM, part: Kind, options: TrainOptions) -> DistillLearner | None:
+    """What is fitted where that is a model."""
+    told: dict[str, Any] = {"layers": options.layers, "loss": options.loss, "seed": options.seed}
+    if part == "layerskip":
+        return LayerSkipLearner(llm.runtime, **told)
+    return DistillLearner(llm.runtime, student=options.student, **told) if part == "distill" else None
 
 
 def _fit(learner: Fittable, texts: Texts, options: TrainOptions, state: State, watch: Watch) -> None:
@@ -212,7 +238,8 @@ def _fit(learner: Fittable, texts: Texts, options: TrainOptions, state: State, w
     device = learner.runtime.device.type
     fast = device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if fast else "no")
-    optimizer = torch.optim.AdamW(learner.net.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)
+    rate = getattr(learner, "rate", RATE)
+    optimizer = torch.optim.AdamW(learner.net.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
     state.into(learner, optimizer)
     fitted = [number for number in texts.numbers(held_out=False) if texts.pairs(number, learner.depth) > 0]
     if not fitted:
@@ -231,7 +258,7 @@ def _fit(learner: Fittable, texts: Texts, options: TrainOptions, state: State, w
     losses: list[float] = []
     while _share(options, done) < 1:
         begun = time.perf_counter()
-        _set_rate(optimizer, done.steps, _share(options, done))
+        _set_rate(optimizer, rate, done.steps, _share(options, done))
         draw = random.Random(f"{options.seed} {done.steps}")
         windows = _windows(texts, draw.choices(fitted, k=BATCH), learner.depth, draw)
         with accelerator.autocast():
@@ -267,7 +294,7 @@ def _windows(texts: Texts, numbers: Sequence[int], depth: int, draw: random.Rand
     return [texts.read(n, first, first + pairs + depth) for n, first in zip(numbers, firsts, strict=True)]
 
 
-def _set_rate(optimizer: torch.optim.Optimizer, steps: int, share: float) -> None:
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float, steps: int, share: float) -> None:
     fallen = LOWEST + (1 - LOWEST) * (1 + math.cos(math.pi * min(share, 1.0))) / 2
     for group in optimizer.param_groups:
-        group["lr"] = RATE * min(1.0, (steps + 1) / WARM_UP) * fallen
+        group["lr"] = rate * min(1.0, max((steps + 1) / WARM_UP, share / WARM_SHARE)) * fallen

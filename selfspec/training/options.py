@@ -11,11 +11,11 @@ import typer
 
 from selfspec.basics.errors import SelfspecError
 
-Kind = Literal["eagle", "medusa", "hydra", "mlp", "mtp", "chimera", "bridge", "adapter", "distill"]
+Kind = Literal["eagle", "medusa", "hydra", "mlp", "mtp", "chimera", "bridge", "adapter", "distill", "layerskip"]
 Loss = Literal["forward-kl", "reverse-kl", "tv"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 OF_PATHS: tuple[Kind, ...] = ("bridge", "adapter")
-"""What belongs to a draft path; `distill` gives a model, and the other kinds are heads."""
+"""What belongs to a draft path; `distill` and `layerskip` give models, and the other kinds are heads."""
 FEWEST = 2  # texts without which nothing can be fitted
 
 
@@ -23,10 +23,11 @@ FEWEST = 2  # texts without which nothing can be fitted
 class TrainOptions:
     """`minutes` in all; `max_new_tokens` of each text's answer; `vocabulary`: tokens that a head may draft.
 
-    `rank` of bridges (whole when left out) and of adapters (16); `loss` of adapters and in distillation, between the
-    model's distribution and the draft's. `student`: the model to distil into, else `layers` of the model's own, a fifth
-    of them when left out. `texts` and `steps`: so many, whatever time they take; with both, the same call gives the
-    same part. `rows`: texts that are decoded together. Raises `SelfspecError` for a value out of range.
+    `rank` of bridges (whole when left out) and of adapters (16); `loss` of adapters and models, between the model's
+    distribution and the draft's. `student`: the model to distil into, else `layers` of the model's own, a fifth of them
+    when left out; after so many, drafts of `layerskip` exit. `texts` and `steps`: so many, whatever time they take;
+    with both, the same call gives the same part. `rows`: texts that are decoded together. Raises `SelfspecError` for a
+    value out of range.
     """
 
     minutes: Annotated[float, typer.Option(help="For all of it, texts included.")] = 20.0
@@ -35,13 +36,14 @@ class TrainOptions:
     rank: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Of bridges and adapters; bridges are whole when left out.")
     ] = None
-    loss: Annotated[Loss, typer.Option(help="Of adapters, and in distillation.")] = "forward-kl"
+    loss: Annotated[Loss, typer.Option(help="Of adapters, distill and layerskip.")] = "forward-kl"
     student: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Of distill; some of the model's own layers when left out.")
     ] = None
-    layers: Annotated[int | None, typer.Option(min=1, metavar="N", help="So many of them; a fifth when left out.")] = (
-        None
-    )
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="That distill keeps, or after which layerskip exits; a fifth."),
+    ] = None
     texts: Annotated[
         int | None, typer.Option(min=FEWEST, metavar="N", help="Texts to learn from, whatever time they take.")
     ] = None

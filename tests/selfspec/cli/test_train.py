@@ -77,6 +77,18 @@ def test_a_bridge_is_fitted_to_a_profiles_path(cli, prompts):
     assert "bridge.safetensors" in cli("profile", "show", "parts/bridge.yaml")[1]
 
 
+def test_fine_tuning_says_that_it_gives_another_model(cli, prompts):
+    few = [*FEW[:2], "--steps", "1", *FEW[4:]]
+    code, out, err = cli("train", "layerskip", "--data", prompts, *few, "--layers", "4", "--json")
+    before, after = json.loads(out)["perplexity"]
+    assert not code
+    said = f"this is another model: its perplexity on held-out answers is {after:.2f}, before it was {before:.2f}"
+    assert said in err
+    use = "selfspec generate --model parts/layerskip --profile parts/layerskip.yaml"
+    assert f"use it with: {use} 'your prompt'" in err
+    assert not cli(*use.split()[1:], "--max-new-tokens", "8", "def read(")[0]
+
+
 def run_in_a_process(event, folder, prompts):
     arguments = [sys.executable, str(Path(command.__file__)), event, "train", "eagle", "--data", str(prompts), *FEW]
     return subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
