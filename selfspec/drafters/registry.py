@@ -32,13 +32,13 @@ from selfspec.parts.paths import trained_of
 from selfspec.profile.draft import (
     DraftSpec,
     GuessesSpec,
-    HeadSpec,
     LayerSkipSpec,
     PlainSpec,
     ProposerSpec,
     RecycleSpec,
     register_spec,
 )
+from selfspec.profile.draft_head import HeadSpec
 from selfspec.profile.draft_merged import MergedSpec
 from selfspec.profile.draft_model import ModelSpec
 from selfspec.profile.schema import Profile

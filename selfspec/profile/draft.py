@@ -152,37 +152,6 @@ PartName = Annotated[str, Field(min_length=1)]
 Step = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class HeadSpec(DraftSpec):
-    """A trained head drafts from streams that left the model's layers (EAGLE, Medusa and others).
-
-    `part`: its name among the profile's parts. `step`: what a step of it takes, in plain decoding steps.
-    """
-
-    kind: Literal["head"] = "head"
-    part: PartName = Field("eagle", description="The head's name among the profile's parts.")
-    step: Step = Field(0.05, description="What a step of the head takes, in plain decoding steps.")
-    confidence: Confidence | None = Field(
-        None, description="What says how likely a drafted token is right; its probability when left out."
-    )
-    controller: ControllerSpec = Field(ControllerSpec(name="rate"), description="What ends drafts.")
-    candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(1, description="For each place at most.")
-    proposers: Proposers | None = Field(
-        None, description="What guesses, in place of a draft where that promises more; nothing when left out."
-    )
-
-    @property
-    def said(self) -> str:
-        """That a head drafts, and what guesses."""
-        return f"drafts by the trained head {self.part}" + (
-            f"; guesses by {kinds_of(self.proposers)}" if self.proposers else ""
-        )
-
-    @property
-    def step_share(self) -> float | None:
-        """Of the head."""
-        return self.step
-
-
 class Below(Data):
     """A trained head that guesses what a draft step checks. `step`: what a step of it takes, over a draft step."""
 
@@ -338,5 +307,5 @@ def parse_draft(data: Any) -> DraftSpec:
     return _KINDS[kind].model_validate(data)
 
 
-for _kind in (PlainSpec, LayerSkipSpec, GuessesSpec, RecycleSpec, HeadSpec):
+for _kind in (PlainSpec, LayerSkipSpec, GuessesSpec, RecycleSpec):
     register_spec(_kind)

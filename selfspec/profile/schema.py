@@ -23,8 +23,9 @@ from selfspec.facts.costs import CostModel
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
-from selfspec.profile import draft_merged as draft_merged  # so that its kind is known
-from selfspec.profile import draft_model as draft_model  # as this one's
+from selfspec.profile import draft_head as draft_head  # so that its kind is known
+from selfspec.profile import draft_merged as draft_merged
+from selfspec.profile import draft_model as draft_model
 from selfspec.profile.draft import DraftSpec, GuessesSpec, LayerSkipSpec, PlainSpec, ProposerSpec, parse_draft
 from selfspec.profile.parts import Part, check_parts
 

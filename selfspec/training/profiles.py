@@ -15,7 +15,8 @@ from selfspec.facts.controller import ControllerSpec
 from selfspec.llm.llm import LLM
 from selfspec.measure.cost_fitting import forward_seconds
 from selfspec.parts.heads import Head
-from selfspec.profile.draft import Below, HeadSpec, LayerSkipSpec, ProposerSpec
+from selfspec.profile.draft import Below, LayerSkipSpec, ProposerSpec
+from selfspec.profile.draft_head import HeadSpec
 from selfspec.profile.parts import Part, sha256_of
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
