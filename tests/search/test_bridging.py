@@ -97,7 +97,7 @@ class Eager:
         return replace(self.worth.score(path), tokens_per_second=1e9, speedup=9.0, pruned=False)
 
 
-def test_a_search_measures_and_saves_them(llm, tmp_path, monkeypatch):
+def test_a_search_measures_and_saves_them(whole, tmp_path, monkeypatch):
     """Where they win: the profile drafts with its bridge, predicted and measured, and the text is plain decoding's."""
 
     def eager(worth, score, *, runtime, texts, seconds, allows):
@@ -108,12 +108,12 @@ def test_a_search_measures_and_saves_them(llm, tmp_path, monkeypatch):
     monkeypatch.setattr(study, "with_bridges", eager)
     monkeypatch.setattr(study, "FEWEST", 1000)  # nor is any chosen by further texts
     monkeypatch.setattr(finalists, "WITHIN_REACH", 5.0)
-    profile = find_profile(llm, trials=1, count=2, max_new_tokens=8, keep_best=True, modes="full,skip")
+    profile = find_profile(whole, trials=1, count=2, max_new_tokens=8, keep_best=True, modes="full,skip")
     assert profile.draft.trained == "bridge"
     assert profile.path == PATH
     assert profile.measured
     assert profile.predicted
     write_profile(profile, tmp_path / "p.yaml")
     read = read_profile(tmp_path / "p.yaml")
-    plain_ = llm.generate("def read(path):\n", max_new_tokens=16).tokens
-    assert llm.generate("def read(path):\n", max_new_tokens=16, drafter=llm.drafts_with(read)).tokens == plain_
+    plain_ = whole.generate("def read(path):\n", max_new_tokens=16).tokens
+    assert whole.generate("def read(path):\n", max_new_tokens=16, drafter=whole.drafts_with(read)).tokens == plain_

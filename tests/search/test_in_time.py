@@ -131,7 +131,7 @@ def test_without_time_to_rank_sub_layers_likely_sets_are_told_otherwise(llm, clo
     assert Ledger(place).gains is None
     assert watch.trials
     search(llm, None, storage=place)
-    assert len(Ledger(place).gains) == 32
+    assert len(Ledger(place).gains) == 2 * llm.runtime.layers
 
 
 def test_all_sub_layers_are_ranked_on_as_many_places(llm, clock, monkeypatch):
@@ -139,14 +139,14 @@ def test_all_sub_layers_are_ranked_on_as_many_places(llm, clock, monkeypatch):
     shares = []
 
     def gain(worth, part, *, share):
-        clock.now += 10.0 * share / prepare.RANKING_SHARE
+        clock.now += 25.0 * share / prepare.RANKING_SHARE
         shares.append(share)
         return 1.0 + sum(part.skip.attention)
 
     monkeypatch.setattr(prepare.Replayed, "gain", gain)
     budget = Budget(200, clock=clock)
     search(llm, budget)
-    assert len(shares) == 1 + 1 + 32, "with nothing bypassed, too"
+    assert len(shares) == 1 + 1 + 2 * llm.runtime.layers, "with nothing bypassed, too"
     assert shares[0] > shares[1]
     assert len({*shares[1:]}) == 1
     assert budget.spent < 200

@@ -54,13 +54,13 @@ def test_a_draft_that_is_never_right_is_not_made():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_it_bounds_every_controller(llm, temperature):
+def test_it_bounds_every_controller(whole, temperature):
     """On the same texts, at the same costs."""
     decoding = Decoding(8, temperature)
     prompts = builtin.prompts("heldout")[:2]
     draft = LayerSkipSpec.of(SkipSet((5, 9), (4, 7)), parse_controller("fixed:k=4"), candidates=2)
-    profile = Profile(model=llm.identity, draft=draft)
-    bound = oracle(llm, profile, COSTS, prompts, decoding)
+    profile = Profile(model=whole.identity, draft=draft)
+    bound = oracle(whole, profile, COSTS, prompts, decoding)
     assert bound.speedup >= 1
     assert 1 <= bound.tokens_per_round <= 8
 

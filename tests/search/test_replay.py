@@ -267,25 +267,25 @@ def test_shared_noise_needs_seeds():
 
 
 @pytest.mark.parametrize(("candidates", "rule"), [(1, "token"), (3, "block")])
-def test_sampled_means_agree_on_the_built_in_model(llm, candidates, rule):
+def test_sampled_means_agree_on_the_built_in_model(whole, candidates, rule):
     """Tokens a round and the share accepted, within three standard errors of the difference."""
-    prompts = [llm.encode(p) for p in builtin.prompts("heldout")[:6]]
+    prompts = [whole.encode(p) for p in builtin.prompts("heldout")[:6]]
     skip, controller, new, repeats = SkipSet((9, 11, 13), (6, 11, 12, 13)), StaticThreshold(0.4, 4), 24, 8
     options = {"temperature": 0.8, "top_p": 0.95}
     found = {"real": [], "replay": []}
-    drafter = LayerSkipDrafter(llm.runtime, skip, controller, candidates=candidates)
+    drafter = LayerSkipDrafter(whole.runtime, skip, controller, candidates=candidates)
     for repeat in range(repeats):
         stats = [
-            llm.generate(p, max_new_tokens=new, drafter=drafter, seed=100 * repeat + i, rule=rule, **options).stats
+            whole.generate(p, max_new_tokens=new, drafter=drafter, seed=100 * repeat + i, rule=rule, **options).stats
             for i, p in enumerate(prompts)
         ]
         found["real"].append(stats)
         texts = []
         for i, p in enumerate(prompts):
             seed = 50_000 + 100 * repeat + i
-            tokens = llm.generate(p, max_new_tokens=new, drafter=PlainDrafter(), seed=seed, **options).tokens
+            tokens = whole.generate(p, max_new_tokens=new, drafter=PlainDrafter(), seed=seed, **options).tokens
             texts.append(Text((*p, *tokens), len(p), new))
-        with Replay(llm.model, texts, sampler=Sampler(**options), rule=rule, depth=4, seed=repeat) as replay:
+        with Replay(whole.model, texts, sampler=Sampler(**options), rule=rule, depth=4, seed=repeat) as replay:
             found["replay"].append(
                 [w.stats for w in walk(replay.trace(skip, [controller]), controller, candidates=candidates)]
             )

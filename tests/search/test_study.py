@@ -92,7 +92,7 @@ def test_a_search_saves_what_it_found(llm, clockless, unbridged):
     (best,) = [score for score in ranked[:FINALISTS] if score.skip == profile.skip_set]
     assert profile.draft.controller.name == best.controller.name
     assert profile.costs == COSTS
-    assert profile.predicted.draft_cost == pytest.approx(COSTS.draft_share(best.skip, 16), abs=1e-3)
+    assert profile.predicted.draft_cost == pytest.approx(COSTS.draft_share(best.skip, llm.runtime.layers), abs=1e-3)
     assert profile.predicted.acceptance_rate == pytest.approx(best.acceptance_rate, abs=1e-3)
     assert profile.measured[0].held_out
     assert (profile.search.objective, profile.search.trials, profile.search.interrupted) == ("replay", 12, False)
@@ -105,7 +105,7 @@ def test_a_search_saves_what_it_found(llm, clockless, unbridged):
         ("measuring costs", None),
         ("reading the texts", None),
         ("reading what drafts are sure of", None),
-        ("ranking sub-layers", 33),
+        ("ranking sub-layers", 2 * llm.runtime.layers + 1),
         ("planning likely sets", None),
         ("searching", 12),
         ("trying bridges over bypassed layers", None),
@@ -153,7 +153,7 @@ def test_scores_are_worth_what_real_decoding_counts(llm64, clockless, unbridged)
     total = Stats.total(llm64.generate(p, max_new_tokens=12, drafter=drafter).stats for p in prompts)
     assert score.tokens_per_round == pytest.approx(total.tokens_per_round)
     assert score.acceptance_rate == pytest.approx(total.acceptance_rate)
-    prices = COSTS.prices(COSTS.draft(profile.skip_set, 16))
+    prices = COSTS.prices(COSTS.draft(profile.skip_set, llm.runtime.layers))
     seconds = total.rounds * COSTS.round + sum(calls * prices[part] for part, calls in total.work.items())
     seconds += sum(COSTS.verification(rows) * n for rows, n in rows_of(llm64, drafter).items())
     assert score.tokens_per_second == pytest.approx(total.tokens / seconds)
@@ -187,17 +187,17 @@ def test_sampled_searches(llm, clockless):
 
 def test_what_may_be_skipped(llm, clockless):
     watch = Watched()
-    search(llm, keep=(0, 15), granularity="layer", watch=watch)
+    search(llm, keep=(0, 5), granularity="layer", watch=watch)
     for skip in watch.skips:
         assert skip.attention == skip.mlp
-        assert not {0, 15} & {*skip.attention}
+        assert not {0, 5} & {*skip.attention}
 
 
 def test_draft_cost_is_bounded(llm, clockless):
     watch = Watched()
     search(llm, max_draft_cost=0.5, watch=watch, trials=20)
     assert len(watch.trials) == 20
-    assert all(COSTS.draft_share(skip, 16) <= 0.5 for skip in watch.skips)
+    assert all(COSTS.draft_share(skip, llm.runtime.layers) <= 0.5 for skip in watch.skips)
     with pytest.raises(SelfspecError, match="no draft path could be scored"):
         search(llm, max_draft_cost=1e-6, trials=3)
 
@@ -205,7 +205,7 @@ def test_draft_cost_is_bounded(llm, clockless):
 def test_without_warm_starts(llm, clockless):
     watch = Watched()
     search(llm, warm=False, watch=watch, trials=3)
-    assert ("ranking sub-layers", 32) not in watch.stages
+    assert "ranking sub-layers" not in [stage for stage, _ in watch.stages]
 
 
 @pytest.mark.parametrize("strategy", ["tpe", "skopt"])
@@ -217,7 +217,13 @@ def test_the_papers_objective(llm, scored, strategy):
     assert worth == top.score.tokens_per_second == max(t.score.tokens_per_second for t in watch.trials)
     assert (profile.search.objective, profile.draft.controller.name) == ("wallclock", "adaptive")
     assert (profile.costs, profile.predicted) == (None, None)
-    assert [len(skip) for skip in watch.skips[:5]] == [8, 12, 16, 20, 14]  # shares of 32, then every second layer
+    assert [len(skip) for skip in watch.skips[:5]] == [
+        3,
+        4,
+        6,
+        8,
+        4,
+    ]  # shares of 12, then every second layer but the last
 
 
 def test_when_nothing_beats_plain_decoding_the_profile_says_so(llm, clockless, monkeypatch):

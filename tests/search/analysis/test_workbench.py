@@ -19,8 +19,8 @@ COUNTS = (2, 4)
 
 
 @pytest.fixture(scope="module")
-def bench(llm):
-    with Workbench(llm, count=2, max_new_tokens=12, costs=CHEAP) as opened:
+def bench(whole):
+    with Workbench(whole, count=2, max_new_tokens=12, costs=CHEAP) as opened:
         yield opened
 
 
@@ -74,16 +74,16 @@ class TestSweep:
         one = sweep.measure_rows(bench, few[:1], rounds=1).iloc[0]
         assert 0 < one["low"] <= one["measured"] <= one["high"]
 
-    def test_another_models_costs(self, llm):
-        found = sweep.speedups(llm, temperatures=(0.8,), count=1, max_new_tokens=6, counts=(2,), each=1, costs=CHEAP)
+    def test_another_models_costs(self, whole):
+        found = sweep.speedups(whole, temperatures=(0.8,), count=1, max_new_tokens=6, counts=(2,), each=1, costs=CHEAP)
         assert list(found.rows.groupby("temperature").size()) == [7]
         assert "measured" not in found.rows
         assert {key: len(frame) for key, frame in found.sensitivity.items()} == {(0.8, "full"): 32}
         assert set(found.rows["rest"]) == {"the rest in full"}
 
-    def test_the_rest_in_8_bits(self, llm):
+    def test_the_rest_in_8_bits(self, whole):
         eight = CHEAP.model_copy(update={"low": {"int8": Prices(attention=0.01, mlp=0.01, head=0.0)}})
-        with Workbench(llm, count=1, max_new_tokens=6, costs=eight, rest="int8") as bench:
+        with Workbench(whole, count=1, max_new_tokens=6, costs=eight, rest="int8") as bench:
             found = sweep.sweep(bench, counts=(2, 4), each=1)
         for score, skipped, cost in found[["score", "skipped", "draft_cost"]].itertuples(index=False):
             assert set(score.path.modes(16)) <= {"int8", "skip"}
@@ -92,9 +92,9 @@ class TestSweep:
         assert set(found["rest"]) == {"the rest in 8 bits"}
         assert list(found[found["family"] == sweep.GREEDY]["skipped"]) == [2, 4]
 
-    def test_no_prompts(self, llm):
+    def test_no_prompts(self, whole):
         with pytest.raises(SelfspecError, match="no prompts"):
-            Workbench(llm, [])
+            Workbench(whole, [])
 
 
 class TestContests:
