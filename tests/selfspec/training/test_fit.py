@@ -53,7 +53,7 @@ def test_acceptance_rises(fitted):
     assert fitted.texts == 20
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("eagle", "distill", *OF_PATHS)])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("eagle", "distill", "layerskip", *OF_PATHS)])
 def test_each_kind_learns_and_drafts(llm, prompts, tmp_path, kind):
     options = TrainOptions(steps=200, **FEW)
     fitted = fit(llm, part=kind, out=tmp_path, prompts=prompts, options=options)
