@@ -9,7 +9,7 @@ from selfspec.facts.confidence import Confidence
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import CostModel
 from selfspec.facts.draft_path import WORDS, Mode
-from selfspec.profile.draft import DraftSpec
+from selfspec.profile.draft import Below, DraftSpec, ProposerSpec
 from selfspec.profile.schema import Calibration, Measurement, Prediction, Profile, Published, SearchRecord
 
 LABELS = {"draft.kind": "draft", "draft.vocabulary": "drafted from", "acceptance": "accepted"}
@@ -99,6 +99,18 @@ def _vocabulary(tokens: Sequence[int]) -> str:
     return f"{len(tokens)} tokens"
 
 
+def _proposers(proposers: Sequence[ProposerSpec]) -> str:
+    return ", ".join(of.kind if of.path is None else f"{of.kind} {of.path}" for of in proposers)
+
+
+def _drafters(drafters: Sequence[DraftSpec]) -> str:
+    return "; ".join(of.said for of in drafters)
+
+
+def _below(below: Below) -> str:
+    return f"the trained head {below.part}, {below.step:g} of a draft step"
+
+
 # How a field of what drafts is told; others as they are.
 _TOLD: dict[str, Callable[[Any], str]] = {
     "head": _head,
@@ -106,6 +118,9 @@ _TOLD: dict[str, Callable[[Any], str]] = {
     "controller": _controller,
     "candidates": _candidates,
     "vocabulary": _vocabulary,
+    "proposers": _proposers,
+    "drafters": _drafters,
+    "below": _below,
 }
 
 

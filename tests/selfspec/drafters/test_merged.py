@@ -8,6 +8,7 @@ from models import plain, run, small
 from toys import RandomTree, Scripted, Toy, oracle
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.cli.facts import facts
 from selfspec.controllers import FixedK, StaticThreshold
 from selfspec.drafters import FreeDrafter, LayerSkipDrafter, MergedDrafter, PlainDrafter, RecycleDrafter, make_drafter
 from selfspec.drafters.merged import merged, seen_by
@@ -169,6 +170,14 @@ def test_a_profile_describes_it(runtime):
     assert [type(of) for of in drafter.drafters] == [FreeDrafter, LayerSkipDrafter]
     assert isinstance(drafter.drafters[1].controller, StaticThreshold)
     assert run(runtime, drafter, PROMPT, NEW)[0] == plain(runtime, PROMPT, NEW)
+
+
+def test_a_person_reads_what_is_merged(runtime):
+    draft = {**MERGED, "drafters": [{"kind": "guesses"}, {"kind": "recycle"}]}
+    told = facts(Profile(model=runtime.skeleton.identity, draft=draft))
+    assert told["draft.drafters"] == ["drafts guesses by lookup; drafts by recycle"]
+    told = facts(Profile(model=runtime.skeleton.identity, draft={"kind": "guesses"}))
+    assert told["draft.proposers"] == ["lookup"]
 
 
 @pytest.mark.parametrize(
