@@ -3,7 +3,10 @@
 from selfspec.drafters.draft_model import ModelDrafter
 from selfspec.drafters.free import FreeDrafter
 from selfspec.drafters.guard import Guard
+from selfspec.drafters.input_guided import InputDrafter
+from selfspec.drafters.jacobi import JacobiDrafter
 from selfspec.drafters.layer_skip import LayerSkipDrafter
+from selfspec.drafters.lookahead import LookaheadDrafter
 from selfspec.drafters.merged import MergedDrafter
 from selfspec.drafters.plain import PlainDrafter
 from selfspec.drafters.recycle import RecycleDrafter
@@ -15,8 +18,11 @@ __all__ = [
     "Drafter",
     "FreeDrafter",
     "Guard",
+    "InputDrafter",
+    "JacobiDrafter",
     "LayerSkipDrafter",
     "Limit",
+    "LookaheadDrafter",
     "MergedDrafter",
     "ModelDrafter",
     "PlainDrafter",

@@ -13,7 +13,10 @@ from selfspec.drafters.draft_model import ModelDrafter
 from selfspec.drafters.free import FreeDrafter
 from selfspec.drafters.guard import Guard
 from selfspec.drafters.heads import HeadBelow, HeadDrafter
+from selfspec.drafters.input_guided import InputDrafter
+from selfspec.drafters.jacobi import JacobiDrafter
 from selfspec.drafters.layer_skip import LayerSkipDrafter
+from selfspec.drafters.lookahead import LookaheadDrafter
 from selfspec.drafters.merged import MergedDrafter
 from selfspec.drafters.plain import PlainDrafter
 from selfspec.drafters.recycle import RecycleDrafter
@@ -38,6 +41,7 @@ from selfspec.profile.draft import (
     RecycleSpec,
     register_spec,
 )
+from selfspec.profile.draft_free import InputSpec, JacobiSpec, LookaheadSpec
 from selfspec.profile.draft_head import HeadSpec
 from selfspec.profile.draft_merged import MergedSpec
 from selfspec.profile.draft_model import ModelSpec
@@ -194,6 +198,21 @@ def make_recycle(spec: RecycleSpec, profile: Profile) -> RecycleDrafter:
     return RecycleDrafter(_of_free_drafts(spec.controller, profile), candidates=spec.candidates)
 
 
+def make_input(spec: InputSpec, profile: Profile) -> InputDrafter:
+    """Drafts from the prompt, which cost nothing but their verification."""
+    return InputDrafter(_of_free_drafts(spec.controller, profile))
+
+
+def make_jacobi(spec: JacobiSpec) -> JacobiDrafter:
+    """Parallel decoding."""
+    return JacobiDrafter(spec.method, block=spec.block, parallel=spec.parallel, start=spec.start)
+
+
+def make_lookahead(spec: LookaheadSpec) -> LookaheadDrafter:
+    """Lookahead decoding."""
+    return LookaheadDrafter(window=spec.window, ngram=spec.ngram, guesses=spec.guesses)
+
+
 def _of_free_drafts(controller: ControllerSpec, profile: Profile) -> Controller:
     outlook = replace(profile.outlook, draft=0.0, curve=profile.acceptance or AcceptanceCurve())
     return make_controller(controller, outlook)
@@ -206,3 +225,6 @@ register(ModelSpec, make_model)
 register(MergedSpec, make_merged)
 register(GuessesSpec, make_free)
 register(RecycleSpec, lambda runtime, spec, profile: make_recycle(spec, profile))
+register(InputSpec, lambda runtime, spec, profile: make_input(spec, profile))
+register(JacobiSpec, lambda runtime, spec, profile: make_jacobi(spec))
+register(LookaheadSpec, lambda runtime, spec, profile: make_lookahead(spec))

@@ -19,6 +19,7 @@ class Part(NamedTuple):
 
 # What tokens came from; of what is guessed, the proposer's name.
 DRAFT_PATH, DRAFT_MODEL, RECYCLED = "draft path", "draft model", "recycle"
+INPUT, JACOBI, LOOKAHEAD = "input", "jacobi", "lookahead"
 DRAFT_STEP = Part("draft step")  # one token through a draft path
 HEAD_STEP = Part("head step")  # of a trained head that guesses below a draft path
 GUESS = Part("guess")  # what no model computes

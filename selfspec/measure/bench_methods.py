@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 
 LOOKUP_TOKENS = 10  # that prompt lookup drafts, as in transformers' documentation
 
+FREE: dict[str, dict[str, object]] = {  # drafts of which a method's name says all
+    "recycle": {"kind": "recycle"},
+    "input": {"kind": "input"},
+    "jacobi": {"kind": "jacobi", "method": "jacobi"},
+    "gauss-seidel": {"kind": "jacobi", "method": "gauss-seidel"},
+    "hybrid-jacobi": {"kind": "jacobi", "method": "hybrid"},
+    "lookahead": {"kind": "lookahead"},
+}
+
 Weights = Literal["plain", "skip", "hf"]
 Keep = Callable[[Sequence[int]], None]
 
@@ -48,11 +57,18 @@ def _ours(llm: LLM, options: Options, keep: Keep, drafter: Drafter | None = None
 
 def _free(llm: LLM, profile: Profile, kind: str) -> Drafter:
     """Drafts that no model computes, at the profile's costs."""
-    from selfspec.profile.draft import GuessesSpec, RecycleSpec
+    from selfspec.profile.draft import GuessesSpec, parse_draft
 
     guesses = GuessesSpec(proposers=getattr(profile.draft, "proposers", None) or GuessesSpec().proposers)
-    draft = RecycleSpec() if kind == "recycle" else guesses
+    draft = guesses if kind == "lookup" else parse_draft(FREE[kind])
     return llm.drafts_with(profile.model_copy(update={"draft": draft, "acceptance": None, "also": []}))
+
+
+def _free_method(kind: str) -> BenchMethod:
+    """Such drafts, verified by the model as plain decoding has it."""
+    return BenchMethod(
+        "plain", lambda llm, profile, options, keep: _ours(llm, options, keep, _free(llm, profile, kind))
+    )
 
 
 def _theirs(llm: LLM, options: Options, keep: Keep, settings: Mapping[str, int] = MappingProxyType({})) -> Method:
@@ -73,12 +89,7 @@ METHODS = {
         "skip", lambda llm, profile, options, keep: _ours(llm, options, keep, llm.drafts_with(profile.unaided))
     ),
     "guarded": BenchMethod("skip", lambda llm, profile, options, keep: _ours(llm, options, keep, llm.guarded(profile))),
-    "lookup": BenchMethod(
-        "plain", lambda llm, profile, options, keep: _ours(llm, options, keep, _free(llm, profile, "lookup"))
-    ),
-    "recycle": BenchMethod(
-        "plain", lambda llm, profile, options, keep: _ours(llm, options, keep, _free(llm, profile, "recycle"))
-    ),
+    **{kind: _free_method(kind) for kind in ("lookup", *FREE)},
     # transformers' own, its drafts from the first half of the layers, and from the prompt
     "hf": BenchMethod("hf", lambda llm, profile, options, keep: _theirs(llm, options, keep)),
     "hf-early-exit": BenchMethod(

@@ -811,7 +811,7 @@ WRONG = {
     "audit's profile": (["audit", "--profile", "other.yaml"], "of another model: layers 4 in the profile, 16"),
     "bench method": (
         ["bench", "--methods", "plain,magic"],
-        "method 'magic' is not known; known: plain, skip, path, guarded, lookup, recycle, hf",
+        "method 'magic' is not known; known: plain, skip, path, guarded, lookup, recycle, input, jacobi, ",
     ),
     "bench twice": (["bench", "--methods", "plain,plain"], "a method is named twice"),
     "bench without plain": (["bench", "--methods", "skip"], "must have 'plain' among them"),

@@ -18,7 +18,10 @@ from selfspec.decoding.engine import Engine
 from selfspec.drafters import (
     FreeDrafter,
     Guard,
+    InputDrafter,
+    JacobiDrafter,
     LayerSkipDrafter,
+    LookaheadDrafter,
     ModelDrafter,
     PlainDrafter,
     RecycleDrafter,
@@ -80,6 +83,11 @@ DRAFTERS = {
     ),
     "lookup": lambda runtime: FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),
     "recycle": lambda runtime: RecycleDrafter(StaticThreshold(0.1, 5), candidates=3),
+    "input": lambda runtime: InputDrafter(StaticThreshold(0.1, 5)),
+    "jacobi": lambda runtime: JacobiDrafter("jacobi", start="padding"),
+    "jacobi in blocks": lambda runtime: JacobiDrafter("gauss-seidel", block=4),
+    "jacobi, hybrid": lambda runtime: JacobiDrafter("hybrid", block=3, parallel=7, start="prompt"),
+    "lookahead": lambda runtime: LookaheadDrafter(window=3, ngram=3, guesses=2),
     "routes": lambda runtime: Router(
         [
             Route(LayerSkipDrafter(runtime, SKIP, FixedK(3)), Outlook(0.2)),

@@ -18,7 +18,10 @@ from selfspec.decoding.loop import decode
 from selfspec.drafters import (
     FreeDrafter,
     Guard,
+    InputDrafter,
+    JacobiDrafter,
     LayerSkipDrafter,
+    LookaheadDrafter,
     MergedDrafter,
     ModelDrafter,
     PlainDrafter,
@@ -88,6 +91,11 @@ DRAFTERS = {
     ),
     "lookup": lambda runtime, prompt: FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),
     "recycle": lambda runtime, prompt: RecycleDrafter(StaticThreshold(0.1, 5), candidates=3),
+    "input": lambda runtime, prompt: InputDrafter(StaticThreshold(0.1, 5)),
+    "jacobi": lambda runtime, prompt: JacobiDrafter("jacobi", start="padding"),
+    "jacobi in blocks": lambda runtime, prompt: JacobiDrafter("gauss-seidel", block=4),
+    "jacobi, hybrid": lambda runtime, prompt: JacobiDrafter("hybrid", block=3, parallel=7, start="prompt"),
+    "lookahead": lambda runtime, prompt: LookaheadDrafter(window=3, ngram=3, guesses=2),
     "merged": lambda runtime, prompt: MergedDrafter(
         [
             FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),

@@ -12,6 +12,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
 from selfspec.drafters import ModelDrafter, make_drafter
 from selfspec.facts.draft_path import DraftPath
+from selfspec.model.low_precision import fake
 from selfspec.profile.draft_model import ModelSpec
 from selfspec.profile.reading import parse_profile, profile_text, write_profile
 from selfspec.profile.schema import Profile
@@ -28,7 +29,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def other():
-    return Runtime(small(VOCABULARY, 1, seed=3))
+    return Runtime(small(VOCABULARY, 1, seed=3), kernel=fake)
 
 
 @pytest.fixture

@@ -258,6 +258,7 @@ def _one_line_or_valid(text):
 
 
 V2 = "model: {layers: 4}\nversion: 2\n"
+KINDS = "plain, layer-skip, guesses, recycle, input, jacobi, lookahead, head, merged, model"
 
 
 @pytest.mark.parametrize(
@@ -287,15 +288,15 @@ V2 = "model: {layers: 4}\nversion: 2\n"
         ),
         (
             f"{V2}draft: {{skip: {{}}}}",
-            "draft.kind: it is left out; known: plain, layer-skip, guesses, recycle, head, merged, model",
+            f"draft.kind: it is left out; known: {KINDS}",
         ),
         (
             f"{V2}draft: {{kind: [plain]}}",
-            r"draft.kind: \['plain'\] is not known; known: plain, layer-skip, guesses, recycle, head, merged, model",
+            rf"draft.kind: \['plain'\] is not known; known: {KINDS}",
         ),
         (
             f"{V2}draft: plain",
-            r"draft: want a mapping with 'kind' \(plain, layer-skip, guesses, recycle, head, merged, model\), got",
+            rf"draft: want a mapping with 'kind' \({KINDS}\), got",
         ),
         (f"{V2}draft: {{kind: plain, skip: {{}}}}", "unknown key 'draft.skip'"),
         (f"{V2}draft: {{kind: layer-skip, siblings: 2}}", "unknown key 'draft.siblings'"),

@@ -16,7 +16,17 @@ from trained import learnt
 from transformers.generation import logits_process as hf
 
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
-from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter, MergedDrafter, ModelDrafter, PlainDrafter
+from selfspec.drafters import (
+    FreeDrafter,
+    Guard,
+    InputDrafter,
+    JacobiDrafter,
+    LayerSkipDrafter,
+    LookaheadDrafter,
+    MergedDrafter,
+    ModelDrafter,
+    PlainDrafter,
+)
 from selfspec.drafters import merged as merging
 from selfspec.facts.acceptance import AcceptanceCurve, Outlook
 from selfspec.facts.confidence import Confidence
@@ -134,6 +144,9 @@ DRAFTERS = {
     "merged, a guess last": lambda runtime: MergedDrafter(
         [RandomTree(VOCABULARY, (2,)), FreeDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2))]
     ),
+    "input": lambda runtime: InputDrafter(FixedK(2)),
+    "jacobi": lambda runtime: JacobiDrafter("gauss-seidel", block=3),
+    "lookahead": lambda runtime: LookaheadDrafter(window=1, ngram=3, guesses=1),
     "guarded": lambda runtime: Guard(RandomTree(VOCABULARY, (1, 1)), clock=itertools.count().__next__),
 }
 SETTINGS = {

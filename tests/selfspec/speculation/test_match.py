@@ -11,7 +11,16 @@ from toys import Adding, HiddenHead, RandomTree, Scripted, Toy
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, StaticThreshold
-from selfspec.drafters import FreeDrafter, LayerSkipDrafter, ModelDrafter, PlainDrafter, RecycleDrafter
+from selfspec.drafters import (
+    FreeDrafter,
+    InputDrafter,
+    JacobiDrafter,
+    LayerSkipDrafter,
+    LookaheadDrafter,
+    ModelDrafter,
+    PlainDrafter,
+    RecycleDrafter,
+)
 from selfspec.drafters.chains import _drawn
 from selfspec.facts.confidence import Confidence
 from selfspec.facts.draft_path import DraftPath
@@ -76,6 +85,11 @@ DRAFTERS = {
     ),
     "lookup": lambda runtime: FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),
     "recycle": lambda runtime: RecycleDrafter(StaticThreshold(0.1, 5), candidates=3),
+    "input": lambda runtime: InputDrafter(StaticThreshold(0.1, 5)),
+    "jacobi": lambda runtime: JacobiDrafter("jacobi", start="padding"),
+    "jacobi in blocks": lambda runtime: JacobiDrafter("gauss-seidel", block=4),
+    "jacobi, hybrid": lambda runtime: JacobiDrafter("hybrid", block=3, parallel=7, start="prompt"),
+    "lookahead": lambda runtime: LookaheadDrafter(window=3, ngram=3, guesses=2),
     "store": lambda runtime: FreeDrafter([Lookup(), STORED], StaticThreshold(0.1, 5)),
 }
 

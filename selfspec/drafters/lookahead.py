@@ -1,0 +1,141 @@
+"""Lookahead decoding (Fu et al. 2402.02057): n-grams from Jacobi trajectories, made and verified in the same pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.facts.limits import WIDEST_DRAFT
+from selfspec.facts.work import GUESSED, LOOKAHEAD, NO_WORK, Work
+from selfspec.speculation.drafter import Limit
+from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
+from selfspec.speculation.sequence import SequenceState
+from selfspec.speculation.step import Step
+
+
+@dataclass(slots=True)
+class _Branches:
+    """One sequence's window, `levels[j][i]` the token of trajectory j in column i, and its pool of n-grams."""
+
+    levels: list[list[int]]
+    pool: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)  # by first token, the oldest first
+    last: list[int] | None = None  # the nodes of the window's last level, while it is being verified
+    sent: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _Tree:
+    """A token tree in the making; tokens at the same place are one node."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    at: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def add(self, parent: int, token: int) -> int:
+        """The node of a token below `parent`."""
+        node = self.at.setdefault((parent, token), len(self.tokens))
+        if node == len(self.tokens):
+            self.tokens.append(token)
+            self.parents.append(parent)
+        return node
+
+
+class LookaheadDrafter:
+    """Drafts the n-grams of the pool that begin with the last token, and the window that makes new ones beside them.
+
+    `window` (W): columns of the window; `ngram` (N): tokens of an n-gram, so the window has N - 1 levels; `guesses`
+    (G): n-grams verified at once, and kept for one token. The token of level j in column i stands i + j places after
+    the text and sees level 0 up to its column, then its own column: its mask is a token tree, so the window is part of
+    the draft, and what of it is right is accepted as any draft is. Each pass gives the window's last level its
+    successors, which end an n-gram in every column and are the next level. Where a verification or the text has no
+    room for the whole window, the pool alone drafts. Raises `SelfspecError` for sizes that no verification holds.
+    """
+
+    hidden: Sequence[int] = ()
+    drafts = True
+
+    def __init__(self, *, window: int = 7, ngram: int = 4, guesses: int = 7) -> None:
+        rows = window * (ngram - 1)
+        if window < 1 or ngram < 2 or guesses < 1 or rows > WIDEST_DRAFT:
+            raise SelfspecError(
+                f"window {window}, ngram {ngram}, guesses {guesses}: want a window of at least 1 token, n-grams of at "
+                f"least 2, at least 1 guess, and window x (ngram - 1) up to {WIDEST_DRAFT}"
+            )
+        self.window, self.ngram, self.guesses = window, ngram, guesses
+        self._own: dict[SequenceState, _Branches] = {}
+
+    def begin(self, seq: SequenceState, prefill: Step) -> None:
+        """The window begins as tokens of the prompt, as they follow each other there."""
+        levels = [
+            [self._speaks(seq, seq.tokens[(i + j) % len(seq.tokens)]) for i in range(self.window)]
+            for j in range(self.ngram - 1)
+        ]
+        self._own[seq] = _Branches(levels)
+
+    def end(self, seq: SequenceState) -> None:
+        """Forget the sequence's window and pool."""
+        self._own.pop(seq, None)
+
+    def dearest(self, limit: Limit) -> Work:
+        """A guess, however large."""
+        return GUESSED if min(limit.depth, limit.nodes) > 0 else NO_WORK
+
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
+        """One tree for each sequence."""
+        return [self._drafted(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+
+    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
+        """What the pass says after the window's last level ends an n-gram in each column, and is the next level."""
+        own = self._own.get(seq)
+        if own is None or own.last is None:
+            return
+        nodes, own.last = own.last, None
+        if outcome.draft.tokens[: len(own.sent)] != own.sent:
+            return
+        assert outcome.step.logits is not None
+        found: list[int] = outcome.step.logits[0, [node + 1 for node in nodes]].argmax(-1).tolist()
+        for i, token in enumerate(found):
+            first, *after = [level[i] for level in own.levels]
+            held = own.pool.setdefault(first, {})
+            gram = (*after, token)
+            held.pop(gram, None)
+            held[gram] = None
+            if len(held) > self.guesses:
+                held.pop(next(iter(held)))
+        own.levels = [*own.levels[1:], [self._speaks(seq, token) for token in found]]
+
+    def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:
+        own = self._own.get(seq)
+        if own is None:
+            return NO_DRAFT
+        tree, rows = _Tree(), self.window * (self.ngram - 1)
+        whole = limit.nodes >= rows and limit.depth >= self.window + self.ngram - 2
+        left = limit.nodes - rows if whole else limit.nodes
+        for gram in reversed(own.pool.get(seq.tokens[-1], {})):
+            if len(tree.tokens) + len(gram) > left:
+                break
+            node = -1
+            for token in gram[: limit.depth]:
+                node = tree.add(node, token)
+                if token in seq.ends:
+                    break
+        own.last = self._windowed(own, tree) if whole else None
+        own.sent = tuple(tree.tokens)
+        sources = (LOOKAHEAD,) * len(own.sent)
+        return Draft(own.sent, tuple(tree.parents), None, (-1,) * len(own.sent), (), GUESSED, sources)
+
+    def _windowed(self, own: _Branches, tree: _Tree) -> list[int]:
+        """Hang the window below the root; the nodes of its last level."""
+        first, *later = own.levels
+        nodes = list[int]()
+        for token in first:
+            nodes.append(tree.add(nodes[-1] if nodes else -1, token))
+        for level in later:
+            nodes = [tree.add(above, token) for above, token in zip(nodes, level, strict=True)]
+        return nodes
+
+    def _speaks(self, seq: SequenceState, token: int) -> int:
+        """The token, or another where it would end the text: below that, nothing can hang."""
+        return token if token not in seq.ends else next(other for other in count() if other not in seq.ends)
