@@ -15,6 +15,7 @@ from selfspec.basics.files import read_text
 from selfspec.cli.common import SEARCH_HINT, checked_profile, model_for, set_threads, stderr
 from selfspec.cli.options import DecodingOptions
 from selfspec.controllers import parse_controller
+from selfspec.profile.methods import check_method
 from selfspec.profile.schema import Profile
 from selfspec.text.prompt import is_unicode
 
@@ -84,6 +85,7 @@ class Decoding:
             dtype=given.where.dtype,
             store=given.store,
             answers=given.answers,
+            method=given.method,
         )
 
     def load_plain(self, *, layout: str = "auto") -> LLM:
@@ -134,6 +136,8 @@ def decoding(given: DecodingOptions) -> Decoding:
         profile = checked_profile(given.profile)
     model = model_for(given.model, profile if isinstance(profile, Profile) else None)
     controller = None if given.controller is None else parse_controller(given.controller)
+    if given.method is not None:
+        check_method(given.method)
     _check_stops(given.stop or ())
     schema = None if given.json_schema is None else read_text(given.json_schema)
     return Decoding(given, model, profile, controller, schema)

@@ -11,6 +11,7 @@ import typer
 
 from selfspec.cli.data import DataOptions, PromptOptions, TrainDataOptions
 from selfspec.cli.devices import DeviceOptions
+from selfspec.facts.methods import OWN
 from selfspec.llm.options import Options
 from selfspec.measure.bench_methods import METHODS
 from selfspec.search.options import SearchOptions
@@ -141,6 +142,10 @@ class DecodingOptions:
             rich_help_panel=_SAMPLING,
         ),
     ] = None
+    method: Annotated[
+        str | None,
+        typer.Option(help=f"Draft by another method: {', '.join(OWN)}.", rich_help_panel=_DRAFTING),
+    ] = None
     controller: Controller = None
     store: Store = None
     answers: Annotated[
@@ -209,7 +214,7 @@ class BenchCommand:
     methods: Annotated[
         str,
         typer.Option(
-            show_default="all but guarded",
+            show_default=False,
             help=f"Of {', '.join(METHODS)}.",
         ),
     ] = "plain,skip,hf,hf-early-exit,hf-prompt-lookup"

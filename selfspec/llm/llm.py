@@ -285,6 +285,7 @@ def load(
     few_bits: bool | None = None,
     store: str | Path | None = None,
     answers: str | Path | None = None,
+    method: str | None = None,
 ) -> LLM:
     """Load a folder, a GGUF file, a hub id, `smollm2-135m` or `builtin`, with the profile to draft with.
 
@@ -294,7 +295,7 @@ def load(
     what was measured to be fastest here, for drafting or for plain decoding. `drafting` says for which, and `few_bits`
     whether drafts run in few bits; left out, as the profile does. `store`: a file of texts to guess from, which
     `selfspec index` made; `answers`: one of earlier answers to guess from, to which new ones are added.
-    Raises `SelfspecError`.
+    `method`: another way to draft than the profile's, such as `lookahead` (`profile.methods`). Raises `SelfspecError`.
     """
     check_layout(layout)
     if store is not None:
@@ -304,7 +305,7 @@ def load(
     named = profile if profile in ("auto", "none") or isinstance(profile, Profile) else find_profile_file(profile)
     loaded, tokenizer = load_model(model, device=device, dtype=dtype)
     identity = read_skeleton(loaded).identity.model_copy(update={"name": model})
-    chosen = choose_profile(identity, named)
+    chosen = choose_profile(identity, named, method)
     if drafting is None:
         drafting = chosen is not None and chosen.drafts
     if few_bits is None:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.facts.methods import FREE
 
 if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
@@ -17,15 +18,6 @@ if TYPE_CHECKING:
     from selfspec.speculation.drafter import Drafter
 
 LOOKUP_TOKENS = 10  # that prompt lookup drafts, as in transformers' documentation
-
-FREE: dict[str, dict[str, object]] = {  # drafts of which a method's name says all
-    "recycle": {"kind": "recycle"},
-    "input": {"kind": "input"},
-    "jacobi": {"kind": "jacobi", "method": "jacobi"},
-    "gauss-seidel": {"kind": "jacobi", "method": "gauss-seidel"},
-    "hybrid-jacobi": {"kind": "jacobi", "method": "hybrid"},
-    "lookahead": {"kind": "lookahead"},
-}
 
 Weights = Literal["plain", "skip", "hf"]
 Keep = Callable[[Sequence[int]], None]
@@ -55,20 +47,15 @@ def _ours(llm: LLM, options: Options, keep: Keep, drafter: Drafter | None = None
     )
 
 
-def _free(llm: LLM, profile: Profile, kind: str) -> Drafter:
-    """Drafts that no model computes, at the profile's costs."""
-    from selfspec.profile.draft import GuessesSpec, parse_draft
+def _free(name: str) -> BenchMethod:
+    """Drafts that no model computes, at the profile's costs, verified by the model as plain decoding has it."""
 
-    guesses = GuessesSpec(proposers=getattr(profile.draft, "proposers", None) or GuessesSpec().proposers)
-    draft = guesses if kind == "lookup" else parse_draft(FREE[kind])
-    return llm.drafts_with(profile.model_copy(update={"draft": draft, "acceptance": None, "also": []}))
+    def make(llm: LLM, profile: Profile, options: Options, keep: Keep) -> Method:
+        from selfspec.profile.methods import by_method
 
+        return _ours(llm, options, keep, llm.drafts_with(by_method(name, profile, llm.identity)))
 
-def _free_method(kind: str) -> BenchMethod:
-    """Such drafts, verified by the model as plain decoding has it."""
-    return BenchMethod(
-        "plain", lambda llm, profile, options, keep: _ours(llm, options, keep, _free(llm, profile, kind))
-    )
+    return BenchMethod("plain", make)
 
 
 def _theirs(llm: LLM, options: Options, keep: Keep, settings: Mapping[str, int] = MappingProxyType({})) -> Method:
@@ -89,7 +76,7 @@ METHODS = {
         "skip", lambda llm, profile, options, keep: _ours(llm, options, keep, llm.drafts_with(profile.unaided))
     ),
     "guarded": BenchMethod("skip", lambda llm, profile, options, keep: _ours(llm, options, keep, llm.guarded(profile))),
-    **{kind: _free_method(kind) for kind in ("lookup", *FREE)},
+    **{name: _free(name) for name in FREE},
     # transformers' own, its drafts from the first half of the layers, and from the prompt
     "hf": BenchMethod("hf", lambda llm, profile, options, keep: _theirs(llm, options, keep)),
     "hf-early-exit": BenchMethod(

@@ -7,15 +7,21 @@ from pathlib import Path
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.facts.identity import Identity
+from selfspec.profile.methods import by_method
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import shipped_profiles
 
 
-def choose_profile(identity: Identity, profile: str | Path | Profile) -> Profile | None:
-    """The profile itself, none, or, for `auto`, a shipped one that was measured to be faster on these weights."""
-    if profile != "auto":
-        return profile if isinstance(profile, Profile) else None
-    return next((p for p in shipped_for(identity).values() if not p.slower), None)
+def choose_profile(identity: Identity, profile: str | Path | Profile, method: str | None = None) -> Profile | None:
+    """The profile itself, none, or, for `auto`, a shipped one that was measured to be faster on these weights.
+
+    With a `method`, what drafts by it. Raises `SelfspecError` as `by_method` does.
+    """
+    if profile == "auto":
+        found = next((p for p in shipped_for(identity).values() if not p.slower), None)
+    else:
+        found = profile if isinstance(profile, Profile) else None
+    return found if method is None else by_method(method, found, identity)
 
 
 def shipped_for(identity: Identity) -> dict[str, Profile]:

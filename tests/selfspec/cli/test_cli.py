@@ -24,6 +24,7 @@ from selfspec import builtin
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.events import TokenEvent
 from selfspec.facts.identity import Identity
+from selfspec.facts.methods import FREE
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.options import Options
 from selfspec.measure import timing
@@ -79,6 +80,18 @@ class TestGenerate:
     def test_reads_standard_input(self, cli, llm):
         code, out, _ = cli("generate", "--max-new-tokens", 5, stdin=PROMPT.encode())
         assert (code, out) == (0, llm.generate(PROMPT, max_new_tokens=5).text + "\n")
+
+    @pytest.mark.parametrize("method", ["plain", "skip", "path", *FREE])
+    def test_any_method_gives_the_same_text(self, cli, llm, profile_file, method):
+        told = ("--profile", profile_file) if method in ("skip", "path") else ()
+        code, out, _ = cli("generate", PROMPT, "--method", method, *told, "--max-new-tokens", 20, "--json")
+        found = json.loads(out)
+        assert code == 0
+        assert found["tokens"] == llm.generate(PROMPT, max_new_tokens=20).tokens
+        assert (found["stats"]["drafted"] > 0) == (method != "plain")
+        sources = {"lookup": "lookup", "recycle": "recycle", "input": "input", "lookahead": "lookahead"}
+        drafted = {name for name, share in found["stats"]["sources"].items() if share}
+        assert drafted <= {sources.get(method, "jacobi" if "jacobi" in method or "seidel" in method else "draft path")}
 
     def test_json_is_one_object(self, cli, llm, profile_file):
         code, out, _ = cli("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 20, "--json")
@@ -642,6 +655,11 @@ class TestProfile:
 
 
 WRONG = {
+    "method": (["generate", "x", "--method", "hf"], "method 'hf' is not known; known: plain, skip, path, lookup"),
+    "method without a profile": (
+        ["generate", "x", "--profile", "none", "--method", "path"],
+        "method 'path' needs a profile that drafts",
+    ),
     "missing profile": (["generate", "x", "--profile", "no.yaml"], "profile no.yaml: no such file"),
     "broken profile": (["generate", "x", "--profile", "broken.yaml"], "broken.yaml, line 2: not valid YAML"),
     "unknown key": (["generate", "x", "--profile", "key.yaml"], "key.yaml: unknown key 'skip.heads'"),

@@ -14,7 +14,7 @@ PROMPTS = ["column", "template", "chat"]
 DRAFTING = {"Drafting": ["controller", "store"], "Prompts": PROMPTS, "Device": DEVICE}
 DECODING = {
     "Sampling": ["top-k", "top-p", "seed", "generation-config", "set"],
-    "Drafting": ["rule", "controller", "store", "answers"],
+    "Drafting": ["rule", "method", "controller", "store", "answers"],
     "What the text must be (needs llguidance)": ["regex", "json-schema"],
     "Device": DEVICE,
 }

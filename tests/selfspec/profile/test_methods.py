@@ -1,0 +1,62 @@
+"""Ways of decoding by their names."""
+
+from __future__ import annotations
+
+import pytest
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.facts.costs import CostModel
+from selfspec.facts.identity import Identity
+from selfspec.facts.methods import FREE, OWN
+from selfspec.measure.bench_methods import METHODS
+from selfspec.profile.draft import LayerSkipSpec, ProposerSpec, Skip
+from selfspec.profile.methods import by_method
+from selfspec.profile.schema import Profile
+
+MODEL = Identity(layers=4)
+COSTS = CostModel(context=9, base=0.4, attention=0, mlp=0, widths=[1, 2], verify=[0.9, 1.0], round=0.1)
+PATH = LayerSkipSpec(skip=Skip(attention=[1]), proposers=[ProposerSpec(kind="store", path="x.store")])
+PROFILE = Profile(model=MODEL, draft=PATH, costs=COSTS)
+
+
+def test_what_each_drafts():
+    drafts = {name: by_method(name, PROFILE, MODEL).draft for name in OWN}
+    assert {name: draft.kind for name, draft in drafts.items()} == {
+        "plain": "plain",
+        "skip": "layer-skip",
+        "path": "layer-skip",
+        "lookup": "guesses",
+        "recycle": "recycle",
+        "input": "input",
+        "jacobi": "jacobi",
+        "gauss-seidel": "jacobi",
+        "hybrid-jacobi": "jacobi",
+        "lookahead": "lookahead",
+    }
+    assert len({str(draft) for draft in drafts.values()}) == len(OWN)
+    assert drafts["skip"] == PATH
+    assert drafts["path"] == LayerSkipSpec(skip=Skip(attention=[1]))
+    assert drafts["lookup"].proposers == PATH.proposers
+    assert drafts["hybrid-jacobi"].method == "hybrid"
+
+
+def test_costs_are_the_profiles():
+    for name in FREE:
+        assert by_method(name, PROFILE, MODEL).costs == COSTS
+        assert by_method(name, None, MODEL).costs is None
+
+
+@pytest.mark.parametrize("name", ["skip", "path"])
+def test_a_draft_path_needs_a_profile(name):
+    for profile in (None, Profile(model=MODEL)):
+        with pytest.raises(SelfspecError, match=f"method '{name}' needs a profile that drafts"):
+            by_method(name, profile, MODEL)
+
+
+def test_unknown_names():
+    with pytest.raises(SelfspecError, match="method 'hf' is not known; known: plain, skip, path, lookup"):
+        by_method("hf", PROFILE, MODEL)
+
+
+def test_a_benchmark_runs_them_all():
+    assert set(OWN) <= set(METHODS)
