@@ -16,8 +16,9 @@ from selfspec.cli.common import Drafting, chosen, drafted_with, print_json, prog
 from selfspec.cli.options import BenchCommand
 from selfspec.facts.bits import BitsRead
 from selfspec.facts.identity import Identity
+from selfspec.facts.methods import DRAFT_MODEL
 from selfspec.measure.bench_methods import any_drafts, check_methods
-from selfspec.model.loading import read_identity
+from selfspec.model.loading import check_at_hand, read_identity
 from selfspec.profile.schema import Profile
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ def run(options: BenchCommand) -> int:
     from selfspec.speculation.sampling import check_sampling
 
     check_methods(methods)
+    for method in methods:
+        if method.startswith(DRAFT_MODEL):
+            check_at_hand(method.removeprefix(DRAFT_MODEL))
     drafts = any_drafts(methods)
     for temperature in temperatures:
         check_sampling(temperature, None, None)

@@ -144,7 +144,7 @@ class DecodingOptions:
     ] = None
     method: Annotated[
         str | None,
-        typer.Option(help=f"Draft by another method: {', '.join(OWN)}.", rich_help_panel=_DRAFTING),
+        typer.Option(help=f"Draft by another method: {', '.join(OWN)}, model:NAME.", rich_help_panel=_DRAFTING),
     ] = None
     controller: Controller = None
     store: Store = None
@@ -215,7 +215,7 @@ class BenchCommand:
         str,
         typer.Option(
             show_default=False,
-            help=f"Of {', '.join(METHODS)}.",
+            help=f"Of {', '.join(METHODS)}, model:NAME.",
         ),
     ] = "plain,skip,hf,hf-early-exit,hf-prompt-lookup"
     data: PromptOptions

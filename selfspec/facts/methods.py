@@ -14,4 +14,6 @@ FREE: Mapping[str, Mapping[str, object]] = {
     "hybrid-jacobi": {"kind": "jacobi", "method": "hybrid"},
     "lookahead": {"kind": "lookahead"},
 }
-OWN = ("plain", "skip", "path", *FREE)
+EARLY_EXIT = "early-exit"
+DRAFT_MODEL = "model:"  # and the draft model's name
+OWN = ("plain", "skip", "path", EARLY_EXIT, *FREE)

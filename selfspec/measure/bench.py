@@ -19,7 +19,7 @@ from selfspec.facts.stats import Stats
 from selfspec.llm.llm import LLM, wrap
 from selfspec.llm.options import Options
 from selfspec.measure.agreement import Verdict, counted, verdict
-from selfspec.measure.bench_methods import METHODS, Weights, any_drafts, weights_of
+from selfspec.measure.bench_methods import Weights, any_drafts, find_method, weights_of
 from selfspec.measure.cost_fitting import fastest_plain, forward_seconds, measure_path_costs
 from selfspec.measure.summary import by_task, expected, summary, theory
 from selfspec.measure.timing import Method, Runs, conditions, interleave
@@ -253,7 +253,7 @@ class Benchmark:
         """The methods, which write the token ids of the text that they made last into `last`."""
 
         def made(name: str) -> Method:
-            known = METHODS[name]
+            known = find_method(name)
             llm = self.subjects.on(known.weights)
             return known.make(llm, self.task.profile, options, lambda tokens: last.update({name: tuple(tokens)}))
 
@@ -262,13 +262,13 @@ class Benchmark:
     def _verdicts(self, name: str, texts: Mapping[str, Sequence[Collection[tuple[int, ...]]]]) -> list[Verdict]:
         """For each prompt, whether a method's greedy text is plain decoding's."""
         self.watch.stage("comparing texts")
-        plain, other = self.subjects.plain, self.subjects.on(METHODS[name].weights)
+        plain, other = self.subjects.plain, self.subjects.on(find_method(name).weights)
         prompts = zip(self.task.prompts, texts["plain"], texts[name], strict=True)
         return [verdict(plain, other, prompt, mine, others) for prompt, mine, others in prompts]
 
     def _held(self, name: str) -> int:
         """Bytes of a method's weights, and of its keys and values for the longest text."""
-        weights = METHODS[name].weights
+        weights = find_method(name).weights
         llm = self.subjects.on(weights)
         if weights != "hf":
             return weight_bytes(llm.model) + llm.runtime.cache.bytes

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.methods import FREE
+from selfspec.facts.methods import DRAFT_MODEL, EARLY_EXIT, FREE
 
 if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
@@ -47,15 +47,15 @@ def _ours(llm: LLM, options: Options, keep: Keep, drafter: Drafter | None = None
     )
 
 
-def _free(name: str) -> BenchMethod:
-    """Drafts that no model computes, at the profile's costs, verified by the model as plain decoding has it."""
+def _named(name: str, weights: Weights = "plain") -> BenchMethod:
+    """Drafts of which the name says all, at the profile's costs."""
 
     def make(llm: LLM, profile: Profile, options: Options, keep: Keep) -> Method:
         from selfspec.profile.methods import by_method
 
         return _ours(llm, options, keep, llm.drafts_with(by_method(name, profile, llm.identity)))
 
-    return BenchMethod("plain", make)
+    return BenchMethod(weights, make)
 
 
 def _theirs(llm: LLM, options: Options, keep: Keep, settings: Mapping[str, int] = MappingProxyType({})) -> Method:
@@ -76,7 +76,8 @@ METHODS = {
         "skip", lambda llm, profile, options, keep: _ours(llm, options, keep, llm.drafts_with(profile.unaided))
     ),
     "guarded": BenchMethod("skip", lambda llm, profile, options, keep: _ours(llm, options, keep, llm.guarded(profile))),
-    **{name: _free(name) for name in FREE},
+    EARLY_EXIT: _named(EARLY_EXIT, "skip"),
+    **{name: _named(name) for name in FREE},
     # transformers' own, its drafts from the first half of the layers, and from the prompt
     "hf": BenchMethod("hf", lambda llm, profile, options, keep: _theirs(llm, options, keep)),
     "hf-early-exit": BenchMethod(
@@ -92,11 +93,19 @@ METHODS = {
 }
 
 
+def find_method(name: str) -> BenchMethod:
+    """A method by its name; `model:NAME` drafts by a smaller model. Raises `SelfspecError` for an unknown one."""
+    if name in METHODS:
+        return METHODS[name]
+    if name.startswith(DRAFT_MODEL) and name != DRAFT_MODEL:
+        return _named(name)
+    raise SelfspecError(f"method '{name}' is not known; known: {', '.join(METHODS)}, {DRAFT_MODEL}NAME")
+
+
 def check_methods(methods: Sequence[str]) -> None:
     """Raise `SelfspecError` unless these are methods, each once, `plain` among them."""
     for name in methods:
-        if name not in METHODS:
-            raise SelfspecError(f"method '{name}' is not known; known: {', '.join(METHODS)}")
+        find_method(name)
     if len(set(methods)) < len(methods):
         raise SelfspecError("a method is named twice")
     if "plain" not in methods:
@@ -105,7 +114,7 @@ def check_methods(methods: Sequence[str]) -> None:
 
 def weights_of(methods: Sequence[str]) -> set[Weights]:
     """The copies of the model that methods run on."""
-    return {METHODS[name].weights for name in methods}
+    return {find_method(name).weights for name in methods}
 
 
 def any_drafts(methods: Sequence[str]) -> bool:

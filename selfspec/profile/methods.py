@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.identity import Identity
-from selfspec.facts.methods import FREE, OWN
-from selfspec.profile.draft import GuessesSpec, parse_draft
+from selfspec.facts.methods import DRAFT_MODEL, EARLY_EXIT, FREE, OWN
+from selfspec.profile.draft import DraftSpec, GuessesSpec, LayerSkipSpec, Skip, parse_draft
+from selfspec.profile.draft_model import ModelSpec
 from selfspec.profile.schema import Profile
 
 
 def check_method(name: str) -> None:
     """Raise `SelfspecError` for a name that is none of our ways of decoding."""
-    if name not in OWN:
-        raise SelfspecError(f"method '{name}' is not known; known: {', '.join(OWN)}")
+    if name not in OWN and not (name.startswith(DRAFT_MODEL) and name != DRAFT_MODEL):
+        raise SelfspecError(f"method '{name}' is not known; known: {', '.join(OWN)}, {DRAFT_MODEL}NAME")
 
 
 def by_method(name: str, profile: Profile | None, model: Identity) -> Profile:
     """What drafts by a method, at the costs of `profile` where there is one.
 
-    `plain`: nothing; `skip`: as the profile has it; `path`: its draft path without guesses; else what the name says,
-    `lookup` with the profile's proposers. Raises `SelfspecError` for an unknown name, and for `skip` and `path` without
-    a profile that drafts.
+    `plain`: nothing; `skip`: as the profile has it; `path`: its draft path without guesses; `early-exit`: the model's
+    first half; `model:NAME`: a smaller model; else what the name says, `lookup` with the profile's proposers. Raises
+    `SelfspecError` for an unknown name, and for `skip` and `path` without a profile that drafts.
     """
     check_method(name)
     if name == "plain":
         return Profile(model=model)
-    if name in FREE:
-        draft = parse_draft(FREE[name])
-        own = getattr(profile.draft, "proposers", None) if profile is not None else None
-        if isinstance(draft, GuessesSpec) and own:
-            draft = GuessesSpec(proposers=own)
+    if (draft := _draft(name, profile, model)) is not None:
         return (profile or Profile(model=model)).model_copy(update={"draft": draft, "acceptance": None, "also": []})
     if profile is None or not profile.drafts:
         raise SelfspecError(f"method '{name}' needs a profile that drafts; name one, or search one: selfspec search")
     return profile if name == "skip" else profile.unaided
+
+
+def _draft(name: str, profile: Profile | None, model: Identity) -> DraftSpec | None:
+    """What a method drafts that needs no profile; none for one that does."""
+    if name.startswith(DRAFT_MODEL):
+        return ModelSpec(model=name.removeprefix(DRAFT_MODEL))
+    if name == EARLY_EXIT:
+        rest = list(range(max(1, model.layers // 2), model.layers))
+        return LayerSkipSpec(skip=Skip(attention=rest, mlp=rest), controller=ControllerSpec(name="rate"))
+    if name not in FREE:
+        return None
+    own = getattr(profile.draft, "proposers", None) if profile is not None else None
+    return GuessesSpec(proposers=own) if name == "lookup" and own else parse_draft(FREE[name])

@@ -81,7 +81,7 @@ class TestGenerate:
         code, out, _ = cli("generate", "--max-new-tokens", 5, stdin=PROMPT.encode())
         assert (code, out) == (0, llm.generate(PROMPT, max_new_tokens=5).text + "\n")
 
-    @pytest.mark.parametrize("method", ["plain", "skip", "path", *FREE])
+    @pytest.mark.parametrize("method", ["plain", "skip", "path", "early-exit", "model:builtin", *FREE])
     def test_any_method_gives_the_same_text(self, cli, llm, profile_file, method):
         told = ("--profile", profile_file) if method in ("skip", "path") else ()
         code, out, _ = cli("generate", PROMPT, "--method", method, *told, "--max-new-tokens", 20, "--json")
@@ -89,9 +89,10 @@ class TestGenerate:
         assert code == 0
         assert found["tokens"] == llm.generate(PROMPT, max_new_tokens=20).tokens
         assert (found["stats"]["drafted"] > 0) == (method != "plain")
-        sources = {"lookup": "lookup", "recycle": "recycle", "input": "input", "lookahead": "lookahead"}
-        drafted = {name for name, share in found["stats"]["sources"].items() if share}
-        assert drafted <= {sources.get(method, "jacobi" if "jacobi" in method or "seidel" in method else "draft path")}
+        of_paths = dict.fromkeys(("skip", "path", "early-exit"), "draft path")
+        of_blocks = dict.fromkeys(("gauss-seidel", "hybrid-jacobi"), "jacobi")
+        source = {**of_paths, **of_blocks, "model:builtin": "draft model"}.get(method, method)
+        assert {name for name, count in found["stats"]["sources"].items() if count} <= {source}
 
     def test_json_is_one_object(self, cli, llm, profile_file):
         code, out, _ = cli("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 20, "--json")
@@ -655,7 +656,12 @@ class TestProfile:
 
 
 WRONG = {
-    "method": (["generate", "x", "--method", "hf"], "method 'hf' is not known; known: plain, skip, path, lookup"),
+    "method": (
+        ["generate", "x", "--method", "hf"],
+        "method 'hf' is not known; known: plain, skip, path, early-exit, lookup",
+    ),
+    "draft model": (["generate", "x", "--method", "model:./no"], "model ./no: no such folder"),
+    "bench draft model": (["bench", "--methods", "plain,model:./no"], "model ./no: no such folder"),
     "method without a profile": (
         ["generate", "x", "--profile", "none", "--method", "path"],
         "method 'path' needs a profile that drafts",
@@ -829,7 +835,7 @@ WRONG = {
     "audit's profile": (["audit", "--profile", "other.yaml"], "of another model: layers 4 in the profile, 16"),
     "bench method": (
         ["bench", "--methods", "plain,magic"],
-        "method 'magic' is not known; known: plain, skip, path, guarded, lookup, recycle, input, jacobi, ",
+        "method 'magic' is not known; known: plain, skip, path, guarded, early-exit, lookup, ",
     ),
     "bench twice": (["bench", "--methods", "plain,plain"], "a method is named twice"),
     "bench without plain": (["bench", "--methods", "skip"], "must have 'plain' among them"),

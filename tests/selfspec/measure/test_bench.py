@@ -74,6 +74,7 @@ def test_each_method_says_what_it_is_and_on_which_weights_it_runs():
         "skip": "skip",
         "path": "skip",
         "guarded": "skip",
+        "early-exit": "skip",
         "lookup": "plain",
         "recycle": "plain",
         "input": "plain",
@@ -86,6 +87,7 @@ def test_each_method_says_what_it_is_and_on_which_weights_it_runs():
         "hf-prompt-lookup": "hf",
     }
     assert weights_of(["plain", "hf-prompt-lookup", "hf"]) == {"plain", "hf"}
+    assert weights_of(["model:small"]) == {"plain"}
 
 
 PAIRS = [  # what `auto` takes for plain decoding and for drafting

@@ -10,6 +10,7 @@ from selfspec.facts.identity import Identity
 from selfspec.facts.methods import FREE, OWN
 from selfspec.measure.bench_methods import METHODS
 from selfspec.profile.draft import LayerSkipSpec, ProposerSpec, Skip
+from selfspec.profile.draft_model import ModelSpec
 from selfspec.profile.methods import by_method
 from selfspec.profile.schema import Profile
 
@@ -25,6 +26,7 @@ def test_what_each_drafts():
         "plain": "plain",
         "skip": "layer-skip",
         "path": "layer-skip",
+        "early-exit": "layer-skip",
         "lookup": "guesses",
         "recycle": "recycle",
         "input": "input",
@@ -36,6 +38,8 @@ def test_what_each_drafts():
     assert len({str(draft) for draft in drafts.values()}) == len(OWN)
     assert drafts["skip"] == PATH
     assert drafts["path"] == LayerSkipSpec(skip=Skip(attention=[1]))
+    assert drafts["early-exit"].skip == Skip(attention=[2, 3], mlp=[2, 3])
+    assert by_method("model:small", None, MODEL).draft == ModelSpec(model="small")
     assert drafts["lookup"].proposers == PATH.proposers
     assert drafts["hybrid-jacobi"].method == "hybrid"
 
@@ -53,9 +57,12 @@ def test_a_draft_path_needs_a_profile(name):
             by_method(name, profile, MODEL)
 
 
-def test_unknown_names():
-    with pytest.raises(SelfspecError, match="method 'hf' is not known; known: plain, skip, path, lookup"):
-        by_method("hf", PROFILE, MODEL)
+@pytest.mark.parametrize("name", ["hf", "model:", "magic"])
+def test_unknown_names(name):
+    with pytest.raises(
+        SelfspecError, match=f"method '{name}' is not known; known: plain, skip, path, early-exit, lookup"
+    ):
+        by_method(name, PROFILE, MODEL)
 
 
 def test_a_benchmark_runs_them_all():
