@@ -11,6 +11,7 @@ from selfspec.cli.options import (
     AuditCommand,
     BenchCommand,
     ChatCommand,
+    CompareCommand,
     ConvertCommand,
     GenerateCommand,
     IndexCommand,
@@ -102,6 +103,15 @@ def audit(given: AuditCommand) -> int:
 def bench(given: BenchCommand) -> int:
     """Measure every method on the same prompts, interleaved: plain, layer skip, and transformers' own."""
     from selfspec.cli.bench import run
+
+    return run(given)
+
+
+@app.command()
+@flat
+def compare(given: CompareCommand) -> int:
+    """Measure all methods that apply to a model, and recommend one: which is best for your model and your text?"""
+    from selfspec.cli.compare import run
 
     return run(given)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,22 @@ from rich.table import Table
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, write_text
 from selfspec.cli.bench_by_task import by_task_notes, by_task_tables, texts_line
-from selfspec.cli.common import Drafting, chosen, drafted_with, print_json, progress, quiet, set_threads, stderr, stdout
+from selfspec.cli.common import (
+    Drafting,
+    checked_profile,
+    chosen,
+    drafted_with,
+    print_json,
+    progress,
+    quiet,
+    set_threads,
+    stderr,
+    stdout,
+)
 from selfspec.cli.options import BenchCommand
 from selfspec.facts.bits import BitsRead
 from selfspec.facts.identity import Identity
-from selfspec.facts.methods import DRAFT_MODEL
-from selfspec.measure.bench_methods import any_drafts, check_methods
+from selfspec.measure.bench_methods import any_drafts, check_methods, draft_model, is_profile
 from selfspec.model.loading import check_at_hand, read_identity
 from selfspec.profile.schema import Profile
 
@@ -26,7 +36,8 @@ if TYPE_CHECKING:
 
     from selfspec.facts.costs import CostModel
     from selfspec.llm.llm import LLM
-    from selfspec.measure.bench import Subjects, Task, Watch
+    from selfspec.measure.bench import Oracle, Task, Watch
+    from selfspec.measure.subjects import Subjects
 
 PROMPTS, TOKENS, ROUNDS = (12, 6), (96, 64), (5, 3)  # as it is, widened
 
@@ -36,7 +47,7 @@ def run(options: BenchCommand) -> int:
     quiet()
     name, profile, spec = chosen(options.drafting)
     methods = tuple(part.strip() for part in options.methods.split(","))
-    temperatures = _temperatures(options.temperature)
+    temperatures = read_temperatures(options.temperature)
     if options.out is not None:
         check_writable(options.out)
         options.data.check_not_written(options.out, f"--out {options.out}")
@@ -48,13 +59,12 @@ def run(options: BenchCommand) -> int:
     set_threads(options.where.threads)
 
     from selfspec.llm.prompts import check_chat
-    from selfspec.measure.bench import Task, load_subjects
+    from selfspec.measure.bench import Task
+    from selfspec.measure.subjects import load_subjects
     from selfspec.speculation.sampling import check_sampling
 
     check_methods(methods)
-    for method in methods:
-        if method.startswith(DRAFT_MODEL):
-            check_at_hand(method.removeprefix(DRAFT_MODEL))
+    check_named(methods)
     drafts = any_drafts(methods)
     for temperature in temperatures:
         check_sampling(temperature, None, None)
@@ -82,7 +92,7 @@ def run(options: BenchCommand) -> int:
     rounds = options.rounds or ROUNDS[wide]
     task = Task(methods, given.prompts, tokens, rounds, drafting.profile, given.tasks)
     told = {"source": drafting.source, "prompt_source": given.source, "chat": given.chat}
-    found, interrupted = _measured(subjects, task, temperatures, told, options.out)
+    found, interrupted = measured(subjects, task, temperatures, told, out=options.out, oracle=_oracle)
     if options.json:
         print_json(found)
     else:
@@ -90,14 +100,20 @@ def run(options: BenchCommand) -> int:
     return 130 if interrupted else 0
 
 
-def _measured(
-    subjects: Subjects, task: Task, temperatures: list[float], told: Mapping[str, Any], out: Path | None
+def measured(
+    subjects: Subjects,
+    task: Task,
+    temperatures: list[float],
+    told: Mapping[str, Any],
+    *,
+    out: Path | None = None,
+    oracle: Oracle | None = None,
 ) -> tuple[dict[str, Any], bool]:
     """What was measured, kept in `out` after each temperature, and whether an interrupt ended it before the last."""
     from selfspec.measure.bench import Benchmark
 
     with _Progress(stderr(), len(temperatures)) as shown:
-        bench = Benchmark(subjects, task, _oracle, shown.watch())
+        bench = Benchmark(subjects, task, oracle, shown.watch())
         found: dict[str, Any] = {**bench.conditions(), **told, "temperatures": []}
         try:
             for temperature in temperatures:
@@ -112,7 +128,17 @@ def _measured(
     return found, False
 
 
-def _temperatures(text: str) -> list[float]:
+def check_named(methods: Sequence[str]) -> None:
+    """Check the draft models and the profiles that are methods. Raises `SelfspecError`."""
+    for name in methods:
+        if model := draft_model(name):
+            check_at_hand(model)
+        elif is_profile(name):
+            checked_profile(name)
+
+
+def read_temperatures(text: str) -> list[float]:
+    """Temperatures separated by commas. Raises `SelfspecError`."""
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
@@ -177,8 +203,8 @@ def _report(found: dict[str, Any], console: Console) -> None:
         f"{found['max_new_tokens']} tokens x {found['rounds']} rounds",
         f"prompts: {found['prompt_source']}{', as chat messages' * found['chat']}",
         f"skip: {bypassed} ({found['source']}){read}" if found["skipped"] else f"skip: {found['source']}{read}",
-        f"weights: {_size(found['weight_bytes'])}, {found['layouts']['plain']} for plain decoding, "
-        f"{found['layouts']['skip']} for drafting ({_size(found['extra_bytes'])} more)",
+        f"weights: {size(found['weight_bytes'])}, {found['layouts']['plain']} for plain decoding, "
+        f"{found['layouts']['skip']} for drafting ({size(found['extra_bytes'])} more)",
     ]
     for name, passes in found["passes"].items():
         layout = found["layouts"].get(name, "as loaded")
@@ -202,24 +228,25 @@ def _report(found: dict[str, Any], console: Console) -> None:
 def _tables(at: dict[str, Any]) -> list[Table]:
     """The methods at one temperature: their speeds, and their latencies and memory; each fits 80 columns."""
     bases = list(next(iter(at["methods"].values()))["ratio"])
-    speeds = _table(
+    speeds = method_table(
         f"temperature {at['temperature']:g}", "tok/s", *(f"/ {base}" for base in bases), "tok/pass", "accept"
     )
-    others = _table(None, "first token", "next, p50", "next, p95", "memory")
+    others = method_table(None, "first token", "next, p50", "next, p95", "memory")
     for name, m in at["methods"].items():
         speeds.add_row(
             name,
             f"{m['tokens_per_second']:.4g}",
-            *("1" if base == name else _ratio(m["ratio"][base]) for base in bases),
+            *("1" if base == name else ratio(m["ratio"][base]) for base in bases),
             f"{m['tokens_per_round']:.2f}",
             "-" if m["acceptance_rate"] is None else f"{m['acceptance_rate']:.0%}",
         )
         first, following = m["first_token_seconds"], m["inter_token_seconds"]
-        others.add_row(name, _ms(first["p50"]), _ms(following["p50"]), _ms(following["p95"]), _size(m["memory_bytes"]))
+        others.add_row(name, _ms(first["p50"]), _ms(following["p50"]), _ms(following["p95"]), size(m["memory_bytes"]))
     return [speeds, others]
 
 
-def _table(title: str | None, *columns: str) -> Table:
+def method_table(title: str | None, *columns: str) -> Table:
+    """A table with a row for each method."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("method", no_wrap=True)
     for name in columns:
@@ -230,10 +257,10 @@ def _table(title: str | None, *columns: str) -> Table:
 def _notes(found: dict[str, Any], at: dict[str, Any]) -> list[str]:
     lines = ["memory: weights, and keys and values for the longest text; on a GPU also what torch took beside them"]
     if at["process_peak_bytes"] is not None:
-        lines[0] += f"; this process, all methods together, held {_size(at['process_peak_bytes'])} at most"
+        lines[0] += f"; this process, all methods together, held {size(at['process_peak_bytes'])} at most"
     if at["plain_of_roofline"] is not None:
         lines.append(
-            f"roofline of plain decoding: {_size(found['bytes_read'])} at {at['read_bandwidth'] / 1e9:.1f} GB/s are "
+            f"roofline of plain decoding: {size(found['bytes_read'])} at {at['read_bandwidth'] / 1e9:.1f} GB/s are "
             f"{at['read_bandwidth'] / found['bytes_read']:.4g} tok/s; a plain step takes {at['plain_of_roofline']:.0%} "
             "of its time to read the weights"
         )
@@ -254,7 +281,8 @@ def _notes(found: dict[str, Any], at: dict[str, Any]) -> list[str]:
     return [*lines, *texts_line(at)]
 
 
-def _ratio(r: dict[str, float]) -> str:
+def ratio(r: Mapping[str, float]) -> str:
+    """A median and the ends of its interval."""
     return f"{r['median']:.2f} {r['low']:.2f}-{r['high']:.2f}"
 
 
@@ -262,7 +290,8 @@ def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.3g} ms"
 
 
-def _size(size: float) -> str:
+def size(size: float) -> str:
+    """Bytes in words."""
     for unit in ("B", "kB", "MB"):
         if abs(size) < 1000:
             return f"{size:.3g} {unit}"

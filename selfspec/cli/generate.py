@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
     from selfspec.llm.options import Options
     from selfspec.llm.stream import Generation
-    from selfspec.measure.timing import Comparison
+    from selfspec.measure.beside import Comparison
     from selfspec.speculation.drafter import Drafter
     from selfspec.text.prompt import Prompt
 
@@ -98,8 +98,8 @@ def _compare(
     llm: LLM, asked: Decoding, prompt: Prompt, drafter: Drafter, how: Options, *, as_json: bool, color: bool
 ) -> None:
     """Against plain decoding on weights that lie as suits it, and `transformers` on them as it loads them."""
+    from selfspec.measure.beside import compare
     from selfspec.measure.cost_fitting import fastest_plain
-    from selfspec.measure.timing import compare
 
     loaded = [llm] if llm.layout == llm.plain_layout else [asked.load_plain(layout=llm.plain_layout or "auto"), llm]
     plain = fastest_plain(loaded)

@@ -244,6 +244,35 @@ class BenchCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompareCommand:
+    """What `compare` was told."""
+
+    model: Model = None
+    profile: Annotated[
+        str, typer.Option(help="A file, the name of a shipped one, auto (one made for the model), or none.")
+    ] = "auto"
+    methods: Annotated[
+        str | None,
+        typer.Option(help="As bench's, and profiles by their files, separated by commas; all that apply if left out."),
+    ] = None
+    draft_model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="A smaller model of the same tokenizer, to draft too.")
+    ] = None
+    data: PromptOptions
+    limit: Annotated[int | None, typer.Option(min=2, metavar="N", help="The most prompts; 24 if left out.")] = None
+    max_new_tokens: Tokens = 64
+    temperature: Annotated[str, typer.Option(help="One or several, separated by commas; 0 is greedy.")] = "0,0.8"
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of each method on each prompt.")] = 1
+    patience: Annotated[
+        int,
+        typer.Option(min=2, metavar="N", help="Prompts after which a method slower than plain decoding is dropped."),
+    ] = 8
+    out: Annotated[Path | None, typer.Option(help="Write a profile of the method that is recommended here.")] = None
+    where: DeviceOptions
+    json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IndexCommand:
     """What `index` was told."""
 

@@ -47,10 +47,11 @@ class Stats:
 
     `drafted` counts tokens drafted one after the other, `nodes` the drafted tokens that were verified, all candidates
     of each place counted, `accepted` the drafted tokens that were emitted, `tokens` all that was emitted. `seconds` is
-    wall time, prefill included. `work`: how often each part of drafting was called; `sources`: of the accepted tokens,
-    how many each source came up with, as far as it is told. `prompt`: tokens that came before, of which `kept` were not
-    read again, as a conversation's cache held their keys. `finish`: why the text ended, of one generation; None while
-    it goes on, and where it was broken off. `log`: round by round, of one generation.
+    wall time, prefill included; `drafting`: those of proposing, where a benchmark timed it. `work`: how often each part
+    of drafting was called; `sources`: of the accepted tokens, how many each source came up with, as far as it is told.
+    `prompt`: tokens that came before, of which `kept` were not read again, as a conversation's cache held their keys.
+    `finish`: why the text ended, of one generation; None while it goes on, and where it was broken off. `log`: round by
+    round, of one generation.
     """
 
     rounds: int = 0
@@ -65,6 +66,7 @@ class Stats:
     prompt: int = 0
     kept: int = 0
     finish: Finish | None = None
+    drafting: float = 0.0
 
     @property
     def acceptance_rate(self) -> float:
@@ -88,7 +90,7 @@ class Stats:
 
     def add(self, other: Stats) -> None:
         """Add the counts and seconds of another generation to these; not its log, and not why it ended."""
-        for name in ("rounds", "drafted", "nodes", "accepted", "tokens", "seconds", "prompt", "kept"):
+        for name in ("rounds", "drafted", "nodes", "accepted", "tokens", "seconds", "drafting", "prompt", "kept"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.work.update(other.work)
         self.sources.update(other.sources)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -14,95 +12,32 @@ from selfspec.basics.machine import peak_growth, process_peak, read_bandwidth
 from selfspec.basics.schema import Json
 from selfspec.facts.bits import bits_read
 from selfspec.facts.costs import CostModel
-from selfspec.facts.identity import Identity
 from selfspec.facts.stats import Stats
-from selfspec.llm.llm import LLM, wrap
+from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
 from selfspec.measure.agreement import Verdict, counted, verdict
-from selfspec.measure.bench_methods import Weights, any_drafts, find_method, weights_of
-from selfspec.measure.cost_fitting import fastest_plain, forward_seconds, measure_path_costs
+from selfspec.measure.bench_methods import find_method
+from selfspec.measure.cost_fitting import forward_seconds, measure_path_costs
+from selfspec.measure.memory import held_beside
+from selfspec.measure.subjects import Subjects
 from selfspec.measure.summary import by_task, expected, summary, theory
 from selfspec.measure.timing import Method, Runs, conditions, interleave
-from selfspec.model.layout import choose, lay_out_, layout_times, weight_bytes
-from selfspec.model.loading import DeviceMap, load_model
+from selfspec.model.layout import weight_bytes
 from selfspec.model.packed import PackedLinear
-from selfspec.model.widen import widen
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafter import Drafter
 from selfspec.text.prompt import Prompt
 
 WIDTHS = (1, 2, 3, 4, 6, 8)
 
 
 @dataclass(frozen=True)
-class Subjects:
-    """The models of a benchmark: each method on weights that lie as suits it best, `transformers` on its own.
-
-    `plain` and `skip` share a model where their layouts agree. `identity` is the model's before it was widened.
-    """
-
-    plain: LLM
-    skip: LLM
-    hf: LLM | None
-    layouts: Mapping[str, str]
-    identity: Identity
-    widened: int
-
-    def on(self, weights: Weights) -> LLM:
-        """The model that methods on such weights run. Raises `ValueError` for one that was not loaded."""
-        llm = {"plain": self.plain, "skip": self.skip, "hf": self.hf}[weights]
-        if llm is None:
-            raise ValueError(f"no model was loaded for {weights}; name its methods to load_subjects")
-        return llm
-
-    @property
-    def models(self) -> dict[str, LLM]:
-        """Every model once."""
-        found = {"plain": self.plain, "skip": self.skip} | ({} if self.hf is None else {"hf": self.hf})
-        return {name: llm for name, llm in found.items() if name != "skip" or llm is not self.plain}
-
-
-def load_subjects(
-    name: str,
-    methods: Sequence[str],
-    *,
-    widened: int = 1,
-    device: str | DeviceMap,
-    dtype: str,
-    few_bits: bool | Callable[[Identity], bool] = False,
-) -> Subjects:
-    """Load, and perhaps widen, a model, as many times as the methods need. Raises `SelfspecError`.
-
-    `few_bits`: whether drafts run in few bits, which may depend on which model it is.
-    """
-    model, tokenizer = load_model(name, device=device, dtype=dtype)
-    identity = wrap(model, tokenizer, profile="none", name=name).identity
-    if widened > 1:
-        model = widen(model, widened)
-    low = few_bits(identity) if callable(few_bits) else few_bits
-    times = layout_times(model)
-    layouts = {"plain": choose(times, drafting=False), "skip": choose(times, drafting=True, few_bits=low)}
-    if not any_drafts(methods):
-        layouts["skip"] = layouts["plain"]
-
-    def ready(model: Any, layout: str | None) -> LLM:
-        if layout is not None:
-            lay_out_(model, layout)
-        return wrap(model, tokenizer, profile="none", name=name)
-
-    hf = ready(copy.deepcopy(model), None) if "hf" in weights_of(methods) else None
-    skip = None if layouts["skip"] == layouts["plain"] else ready(copy.deepcopy(model), layouts["skip"])
-    plain = ready(model, layouts["plain"])
-    if skip is not None and fastest_plain((plain, skip)) is skip:
-        plain, layouts["plain"] = skip, layouts["skip"]
-    return Subjects(plain, skip or plain, hf, layouts, identity, widened)
-
-
-@dataclass(frozen=True)
 class Task:
     """What is run: `methods` on `prompts`, `rounds` times each; `skip` as `profile` describes it.
 
-    `tasks`: the task of each prompt, none where they are not known, or figures by task are not wanted.
+    `tasks`: the task of each prompt, none where they are not known, or figures by task are not wanted. `patience`: the
+    prompts after which a method that is slower than plain decoding goes no further; None: each runs to the end.
     """
 
     methods: tuple[str, ...]
@@ -111,6 +46,7 @@ class Task:
     rounds: int
     profile: Profile
     tasks: Sequence[str] = ()
+    patience: int | None = None
 
 
 @dataclass
@@ -126,12 +62,13 @@ class Watch:
 class _Ran:
     """What the methods did at one temperature: `texts[name][prompt]`, the different token ids that its runs gave.
 
-    `growth`: bytes that the device's memory grew by in a method's first run.
+    `growth`: bytes that the device's memory grew by in a method's first run. `drafters`: what drafted, of ours.
     """
 
     runs: Runs
     texts: Mapping[str, Sequence[Collection[tuple[int, ...]]]]
     growth: Mapping[str, Sequence[int]]
+    drafters: Mapping[str, Drafter | None]
 
 
 Oracle = Callable[[LLM, Task, CostModel, float], tuple[float, float]]
@@ -192,15 +129,20 @@ class Benchmark:
         ran = self._run(options)
         found: Json = {"temperature": temperature, "methods": {}}
         bases = [base for base in ("plain", "hf") if base in t.methods]
+        ended = {name: sum(map(bool, prompts)) for name, prompts in ran.runs.stats.items()}
+        whole = {name for name, prompts in ran.runs.stats.items() if len(prompts[-1]) == t.rounds}
         for name in t.methods:
             verdicts = None if temperature else self._verdicts(name, ran.texts)
             found["methods"][name] = {
                 **summary(ran.runs, name, bases=bases),
-                "memory_bytes": self._held(name) + sum(ran.growth[name]),
+                "memory_bytes": self._held(name, ran.drafters[name]) + sum(ran.growth[name]),
                 "same_text": None if verdicts is None else counted(verdicts),
+                "prompts": ended[name],
+                "dropped_after": None if name in whole else ended[name],
             }
-            if t.tasks:
-                tasks = by_task(ran.runs, name, t.tasks, bases=bases, verdicts=verdicts)
+            if t.tasks and name in whole:
+                measured = [base for base in bases if base in whole]
+                tasks = by_task(ran.runs, name, t.tasks, bases=measured, verdicts=verdicts)
                 found["methods"][name]["by_task"] = tasks
         if "skip" in t.methods and t.profile.path.cheaper:
             found["skip"] = self._about_skip(options, [run for prompt in ran.runs.stats["skip"] for run in prompt])
@@ -215,7 +157,8 @@ class Benchmark:
         """Run every method on every prompt, interleaved."""
         t, watch = self.task, self.watch
         last: dict[str, tuple[int, ...]] = {}
-        methods = self._methods(options, last)
+        drafters = self._drafters()
+        methods = self._methods(options, last, drafters)
         watch.stage("warming up")
         warm: dict[str, float] = {}
         growth: dict[str, list[int]] = {}
@@ -246,32 +189,49 @@ class Benchmark:
             rounds=t.rounds,
             on_warm=on_warm,
             on_run=on_run,
+            drop=self._hopeless,
         )
-        return _Ran(runs, texts, growth)
+        return _Ran(runs, texts, growth, drafters)
 
-    def _methods(self, options: Options, last: dict[str, tuple[int, ...]]) -> dict[str, Method]:
+    def _drafters(self) -> dict[str, Drafter | None]:
+        """What drafts, of the methods of ours that draft."""
+        known = {name: find_method(name) for name in self.task.methods}
+        return {name: of.drafter(self.subjects.on(of.weights), self.task.profile) for name, of in known.items()}
+
+    def _methods(
+        self, options: Options, last: dict[str, tuple[int, ...]], drafters: Mapping[str, Drafter | None]
+    ) -> dict[str, Method]:
         """The methods, which write the token ids of the text that they made last into `last`."""
 
         def made(name: str) -> Method:
             known = find_method(name)
             llm = self.subjects.on(known.weights)
-            return known.make(llm, self.task.profile, options, lambda tokens: last.update({name: tuple(tokens)}))
+            return known.make(llm, options, lambda tokens: last.update({name: tuple(tokens)}), drafters[name])
 
         return {name: made(name) for name in self.task.methods}
+
+    def _hopeless(self, runs: Runs) -> set[str]:
+        """The methods of which enough was seen to say that they are slower than plain decoding; never that itself."""
+        patience, seen = self.task.patience, len(runs.stats["plain"])
+        if patience is None or seen < patience:
+            return set()
+        running = [name for name, done in runs.stats.items() if name != "plain" and len(done) == seen]
+        return {name for name in running if runs.speedup(name, "plain")[1][1] < 1}
 
     def _verdicts(self, name: str, texts: Mapping[str, Sequence[Collection[tuple[int, ...]]]]) -> list[Verdict]:
         """For each prompt, whether a method's greedy text is plain decoding's."""
         self.watch.stage("comparing texts")
         plain, other = self.subjects.plain, self.subjects.on(find_method(name).weights)
         prompts = zip(self.task.prompts, texts["plain"], texts[name], strict=True)
-        return [verdict(plain, other, prompt, mine, others) for prompt, mine, others in prompts]
+        return [verdict(plain, other, prompt, mine, others) for prompt, mine, others in prompts if others]
 
-    def _held(self, name: str) -> int:
-        """Bytes of a method's weights, and of its keys and values for the longest text."""
+    def _held(self, name: str, drafter: Drafter | None) -> int:
+        """Bytes of a method's weights, what drafts among them, and of its keys and values for the longest text."""
         weights = find_method(name).weights
         llm = self.subjects.on(weights)
         if weights != "hf":
-            return weight_bytes(llm.model) + llm.runtime.cache.bytes
+            beside = 0 if drafter is None else held_beside(drafter, llm.runtime)
+            return weight_bytes(llm.model) + llm.runtime.cache.bytes + beside
         s = llm.runtime.skeleton.sizes
         longest = max(len(llm.encode(prompt)) for prompt in self.task.prompts) + self.task.max_new_tokens
         keys = 2 * llm.runtime.layers * s.kv_heads * s.head_dim * longest

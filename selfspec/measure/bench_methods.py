@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from selfspec.basics.errors import SelfspecError
@@ -17,7 +16,11 @@ if TYPE_CHECKING:
     from selfspec.profile.schema import Profile
     from selfspec.speculation.drafter import Drafter
 
+CONTEXT, REPEATS = 128, 24  # keys in the cache while a draft model's steps are timed, and how many steps
 LOOKUP_TOKENS = 10  # that prompt lookup drafts, as in transformers' documentation
+
+EXIT = "assistant_early_exit"  # of half the layers, where it is 2
+THEIR_DRAFT_MODEL = "hf-model:"
 
 Weights = Literal["plain", "skip", "hf"]
 Keep = Callable[[Sequence[int]], None]
@@ -27,79 +30,126 @@ Keep = Callable[[Sequence[int]], None]
 class BenchMethod:
     """One way of decoding that a benchmark compares.
 
-    `weights`: which copy of the model it runs on; `plain` and `skip` lie in memory as
-    suits plain decoding and drafting, `hf` as loaded, for `transformers` itself. `make(llm, profile, options, keep)`
-    gives what is timed, where `llm` is that copy, `profile` says what drafts, and `keep` is shown the token ids of
-    every text.
+    `weights`: which copy of the model it runs on; `plain` and `skip` lie in memory as suits plain decoding and
+    drafting, `hf` as loaded, for `transformers` itself, whose `settings` are fields of its `GenerationConfig`, and
+    `assistant` its draft model. `profile`: of ours, what drafts on that copy, made of the benchmark's profile;
+    `guarded`: as `generate` runs it.
     """
 
     weights: Weights
-    make: Callable[[LLM, Profile, Options, Keep], Method]
+    profile: Callable[[LLM, Profile], Profile] | None = None
+    guarded: bool = False
+    settings: Mapping[str, int] = field(default_factory=dict)
+    assistant: str | None = None
 
+    def drafter(self, llm: LLM, profile: Profile) -> Drafter | None:
+        """What drafts on that copy; None for methods that are `transformers`', and for plain decoding."""
+        if self.profile is None:
+            return None
+        own = self.profile(llm, profile)
+        return llm.guarded(own) if self.guarded else llm.drafts_with(own)
 
-def _ours(llm: LLM, options: Options, keep: Keep, drafter: Drafter | None = None) -> Method:
-    """Our decoding, plainly or with a drafter."""
-    from selfspec.drafters import PlainDrafter
-    from selfspec.measure.timing import method
+    def make(self, llm: LLM, options: Options, keep: Keep, drafter: Drafter | None) -> Method:
+        """What is timed on that copy; `keep` is shown the token ids of every text."""
+        from selfspec.drafters import PlainDrafter
+        from selfspec.measure.timing import method, transformers_generate
 
-    return method(
-        llm, drafter or PlainDrafter(), options, first_plain=True, keep=lambda generation: keep(generation.tokens)
-    )
+        if self.weights != "hf":
+            return method(llm, drafter or PlainDrafter(), options, keep=lambda generation: keep(generation.tokens))
+        settings, assistant = self.settings, None
+        if self.assistant is not None:
+            from selfspec.model.loading import load_model
+
+            assistant = load_model(self.assistant, device=str(llm.runtime.device), dtype="auto")[0]
+        elif EXIT in settings:
+            settings = {EXIT: max(1, llm.runtime.layers // settings[EXIT])}
+        return transformers_generate(llm, options, settings=settings, assistant=assistant, keep=keep)
 
 
 def _named(name: str, weights: Weights = "plain") -> BenchMethod:
     """Drafts of which the name says all, at the profile's costs."""
 
-    def make(llm: LLM, profile: Profile, options: Options, keep: Keep) -> Method:
+    def profile(llm: LLM, given: Profile) -> Profile:
         from selfspec.profile.methods import by_method
 
-        return _ours(llm, options, keep, llm.drafts_with(by_method(name, profile, llm.identity)))
+        return by_method(name, given, llm.identity)
 
-    return BenchMethod(weights, make)
+    return BenchMethod(weights, profile)
 
 
-def _theirs(llm: LLM, options: Options, keep: Keep, settings: Mapping[str, int] = MappingProxyType({})) -> Method:
-    """Decoding by transformers, with further settings of its `generate`."""
-    from selfspec.measure.timing import transformers_generate
+def _of_file(name: str) -> BenchMethod:
+    """What a profile of its own drafts."""
 
-    return transformers_generate(llm, options, settings=settings, keep=keep)
+    def profile(llm: LLM, _: Profile) -> Profile:
+        from selfspec.profile.choosing import check_profile
+        from selfspec.profile.shipped import find_profile_file
+
+        own = find_profile_file(name)
+        check_profile(own, llm.identity)
+        return own
+
+    return BenchMethod("skip", profile)
+
+
+def _of_draft_model(name: str) -> BenchMethod:
+    """Drafts by a smaller model, whose steps are timed first."""
+
+    def profile(llm: LLM, given: Profile) -> Profile:
+        from selfspec.drafters import ModelDrafter
+        from selfspec.measure.cost_fitting import forward_seconds
+        from selfspec.profile.methods import by_method
+
+        found = by_method(name, given, llm.identity)
+        drafter = llm.drafts_with(found)
+        own = drafter.runtime if isinstance(drafter, ModelDrafter) else llm.runtime
+        context = max(0, min(CONTEXT, *(runtime.skeleton.context - 1 for runtime in (own, llm.runtime))))
+        step = forward_seconds(own, context, repeats=REPEATS) / forward_seconds(llm.runtime, context, repeats=REPEATS)
+        return found.model_copy(update={"draft": found.draft.model_copy(update={"step": round(step, 4)})})
+
+    return BenchMethod("plain", profile)
 
 
 METHODS = {
-    # nothing drafted
-    "plain": BenchMethod("plain", lambda llm, profile, options, keep: _ours(llm, options, keep)),
-    # the profile's drafter, and the same as `generate` runs it
-    "skip": BenchMethod(
-        "skip", lambda llm, profile, options, keep: _ours(llm, options, keep, llm.drafts_with(profile))
-    ),
-    "path": BenchMethod(  # its draft path alone, without guesses
-        "skip", lambda llm, profile, options, keep: _ours(llm, options, keep, llm.drafts_with(profile.unaided))
-    ),
-    "guarded": BenchMethod("skip", lambda llm, profile, options, keep: _ours(llm, options, keep, llm.guarded(profile))),
+    "plain": BenchMethod("plain"),
+    "skip": BenchMethod("skip", lambda _, profile: profile),
+    "path": BenchMethod("skip", lambda _, profile: profile.unaided),
+    "guarded": BenchMethod("skip", lambda _, profile: profile, guarded=True),
     EARLY_EXIT: _named(EARLY_EXIT, "skip"),
     **{name: _named(name) for name in FREE},
     # transformers' own, its drafts from the first half of the layers, and from the prompt
-    "hf": BenchMethod("hf", lambda llm, profile, options, keep: _theirs(llm, options, keep)),
-    "hf-early-exit": BenchMethod(
-        "hf",
-        lambda llm, profile, options, keep: _theirs(
-            llm, options, keep, {"assistant_early_exit": max(1, llm.runtime.layers // 2)}
-        ),
-    ),
-    "hf-prompt-lookup": BenchMethod(
-        "hf",
-        lambda llm, profile, options, keep: _theirs(llm, options, keep, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
-    ),
+    "hf": BenchMethod("hf"),
+    "hf-early-exit": BenchMethod("hf", settings={EXIT: 2}),
+    "hf-prompt-lookup": BenchMethod("hf", settings={"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
 }
 
 
 def find_method(name: str) -> BenchMethod:
-    """A method by its name; `model:NAME` drafts by a smaller model. Raises `SelfspecError` for an unknown one."""
+    """A method by its name; a profile's file, and `model:NAME` and `hf-model:NAME`, draft models, are methods too.
+
+    Raises `SelfspecError` for an unknown one.
+    """
     if name in METHODS:
         return METHODS[name]
-    if name.startswith(DRAFT_MODEL) and name != DRAFT_MODEL:
-        return _named(name)
-    raise SelfspecError(f"method '{name}' is not known; known: {', '.join(METHODS)}, {DRAFT_MODEL}NAME")
+    if is_profile(name):
+        return _of_file(name)
+    kind, colon, model = name.partition(":")
+    if model and kind + colon == DRAFT_MODEL:
+        return _of_draft_model(name)
+    if model and kind + colon == THEIR_DRAFT_MODEL:
+        return BenchMethod("hf", assistant=model)
+    more = f"{DRAFT_MODEL}NAME, {THEIR_DRAFT_MODEL}NAME, PROFILE.yaml"
+    raise SelfspecError(f"method '{name}' is not known; known: {', '.join(METHODS)}, {more}")
+
+
+def is_profile(name: str) -> bool:
+    """Whether a method is a profile, by the name of its file."""
+    return name.endswith((".yaml", ".yml"))
+
+
+def draft_model(name: str) -> str | None:
+    """The name of a method's draft model; None for a method without one."""
+    kind, colon, model = name.partition(":")
+    return model if kind + colon in (DRAFT_MODEL, THEIR_DRAFT_MODEL) else None
 
 
 def check_methods(methods: Sequence[str]) -> None:

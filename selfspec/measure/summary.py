@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from statistics import mean
+from statistics import mean, median
 from typing import TYPE_CHECKING
 
 from selfspec.basics.schema import Json
@@ -20,8 +20,10 @@ def summary(runs: Runs, name: str, *, bases: Sequence[str]) -> Json:
     """What a method did: speed, ratios to `bases` with intervals, latencies in seconds, what its rounds gave.
 
     Tokens that are given out together share the time since the emission before: that is their inter-token latency.
+    `draft_cost`: seconds of drafting for each drafted token, in steps of plain decoding, where both were run.
     """
     total = runs.total(name)
+    step = _step(runs)
     each = [run for prompt in runs.stats[name] for run in prompt]
     return {
         "tokens_per_second": total.tokens_per_second,
@@ -34,9 +36,17 @@ def summary(runs: Runs, name: str, *, bases: Sequence[str]) -> Json:
         "tokens_per_round": total.tokens_per_round,
         "accepted_per_round": total.accepted / total.rounds if total.rounds else 0.0,
         "acceptance_rate": total.acceptance_rate if total.drafted else None,
+        "draft_cost": total.drafting / total.drafted / step if total.drafting and total.drafted and step else None,
         "sources": total.shares,
         "acceptance_by_position": acceptance_by_position([done for run in each for done in run.log]),
     }
+
+
+def _step(runs: Runs) -> float | None:
+    """Seconds of a step of plain decoding, by the median of those after a text's first."""
+    each = (run for prompt in runs.stats.get("plain", ()) for run in prompt)
+    seconds = [done.seconds for run in each for done in run.log[1:]]
+    return median(seconds) if seconds else None
 
 
 def by_task(

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
@@ -22,10 +22,11 @@ from selfspec.facts.stats import Round, Stats
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import DEFAULT_NEW_TOKENS, Options
 from selfspec.llm.stream import Generation
-from selfspec.measure.audit import Difference, first_difference
 from selfspec.profile.schema import Measurement
 from selfspec.runtime.forward import Runtime
-from selfspec.speculation.drafter import Drafter
+from selfspec.speculation.drafter import Drafter, Limit
+from selfspec.speculation.drafts import Draft
+from selfspec.speculation.sequence import SequenceState
 from selfspec.text.prompt import Prompt
 
 Method = Callable[[Prompt], Stats]
@@ -33,7 +34,7 @@ Method = Callable[[Prompt], Stats]
 
 @dataclass(frozen=True)
 class Runs:
-    """What each method did: `stats[name][prompt][round]`."""
+    """What each method did: `stats[name][prompt][round]`; of one that was dropped, as far as it went."""
 
     stats: Mapping[str, Sequence[Sequence[Stats]]]
 
@@ -43,10 +44,11 @@ class Runs:
 
     def ratios(self, name: str, base: str) -> list[float]:
         """For each prompt, how many times `base`'s tokens per second; the median over rounds."""
-        pairs = zip(self.stats[name], self.stats[base], strict=True)
+        pairs = zip(self.stats[name], self.stats[base], strict=False)
         return [
-            statistics.median(a.tokens_per_second / b.tokens_per_second for a, b in zip(mine, theirs, strict=True))
+            statistics.median(a.tokens_per_second / b.tokens_per_second for a, b in zip(mine, theirs, strict=False))
             for mine, theirs in pairs
+            if mine and theirs
         ]
 
     def speedup(self, name: str, base: str) -> tuple[float, tuple[float, float]]:
@@ -71,12 +73,14 @@ def interleave(
     on_warm: Callable[[str, Stats], None] = lambda name, stats: None,
     on_run: Callable[[str, int], None] = lambda name, prompt: None,
     go_on: Callable[[Runs], bool] = lambda runs: True,
+    drop: Callable[[Runs], Collection[str]] = lambda runs: (),
 ) -> Runs:
     """Run every method on every prompt, one after the other, `rounds` times; the order turns with every prompt.
 
     The first prompt is run once by every method beforehand and not counted; `on_warm` is shown that run, and `on_run`
     is told the method and the prompt's number after every counted one. `go_on` is shown the runs so far whenever all
-    methods have run on another prompt, and may end it there; prompts that were not run are left out.
+    methods have run on another prompt, and may end it there; prompts that were not run are left out. `drop` is shown
+    them too, and says which methods go no further.
     """
     names = list(methods)
     for name in names:
@@ -86,96 +90,13 @@ def interleave(
         done = Runs({name: [runs for runs in of if runs] for name, of in stats.items()})
         if (turn or index) and not go_on(done):
             return done
+        dropped = drop(done) if turn or index else ()
+        names = [name for name in names if name not in dropped]
         shift = (turn + index) % len(names)
         for name in names[shift:] + names[:shift]:
             stats[name][index].append(methods[name](prompt))
             on_run(name, index)
     return Runs(stats)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One prompt decoded plainly, with a drafter, and by `transformers`' generate, interleaved.
-
-    `difference` is set when the texts of the first two differ though they should not.
-    """
-
-    plain: Generation
-    draft: Generation
-    plain_tokens_per_second: float
-    tokens_per_second: float
-    transformers_tokens_per_second: float
-    speedup: float
-    rounds: int
-    comparable: bool
-    difference: Difference | None
-
-    @property
-    def identical(self) -> bool | None:
-        """Whether the tokens are the same; None for sampling without a seed, where only the distribution is."""
-        return self.plain.tokens == self.draft.tokens if self.comparable else None
-
-    @property
-    def verdict(self) -> str:
-        """`identical` in words."""
-        if not self.comparable:
-            return "not comparable (sampled other than by rule match: the same distribution, other draws)"
-        return "yes" if self.difference is None else f"no: {self.difference}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything but the texts, ready for JSON."""
-        return {
-            "identical": self.identical,
-            "speedup": self.speedup,
-            "rounds": self.rounds,
-            "plain_tokens_per_second": self.plain_tokens_per_second,
-            "tokens_per_second": self.tokens_per_second,
-            "transformers_tokens_per_second": self.transformers_tokens_per_second,
-            "plain": self.plain.stats.as_dict(),
-            "difference": None if self.difference is None else dataclasses.asdict(self.difference),
-        }
-
-
-def compare(
-    llm: LLM,
-    prompt: Prompt,
-    drafter: Drafter,
-    options: Options,
-    *,
-    rounds: int,
-    plain_llm: LLM | None = None,
-    as_loaded: LLM | None = None,
-) -> Comparison:
-    """Decode one prompt plainly, with `drafter`, and by `transformers`, `rounds` times each, and compare.
-
-    `plain_llm`: the same model with its weights as suits plain decoding; `as_loaded`: as suits `transformers`.
-    """
-    last: dict[str, Generation] = {}
-    planned = llm.plan(prompt, options)
-    comparable = planned.sampler.greedy or planned.sampler.tied
-    methods = {
-        "plain": method(plain_llm or llm, PlainDrafter(), options, keep=lambda out: last.update(plain=out)),
-        "draft": method(llm, drafter, options, keep=lambda out: last.update(draft=out)),
-        "transformers": transformers_generate(as_loaded or llm, options),
-    }
-    runs = interleave(methods, [prompt], rounds=rounds)
-    plain, draft = last["plain"], last["draft"]
-    difference = None
-    if comparable:
-        difference = first_difference(
-            llm.runtime, llm.encode(prompt), plain.tokens, draft.tokens, sampler=planned.sampler
-        )
-    return Comparison(
-        plain=plain,
-        draft=draft,
-        plain_tokens_per_second=runs.total("plain").tokens_per_second,
-        tokens_per_second=runs.total("draft").tokens_per_second,
-        transformers_tokens_per_second=runs.total("transformers").tokens_per_second,
-        speedup=runs.ratios("draft", "plain")[0],
-        rounds=rounds,
-        comparable=comparable,
-        difference=difference,
-    )
 
 
 def method(
@@ -190,10 +111,12 @@ def method(
 
     `first_plain`: as when streaming, the first round drafts nothing.
     """
+    timed = _Timed(drafter)
 
     def run(prompt: Prompt) -> Stats:
+        timed.seconds = 0.0
         begun = time.perf_counter()
-        stream = llm.start(prompt, options, drafter=drafter, first_plain=first_plain, pieces=False)
+        stream = llm.start(prompt, options, drafter=timed, first_plain=first_plain, pieces=False)
         ready = time.perf_counter()
         for _ in stream:
             pass
@@ -201,6 +124,7 @@ def method(
         synchronise(llm.runtime.device)
         stats = generation.stats
         stats.seconds = time.perf_counter() - begun
+        stats.drafting = timed.seconds
         if stats.log:
             first = stats.log[0]
             stats.log[0] = dataclasses.replace(first, seconds=first.seconds + ready - begun)
@@ -209,6 +133,34 @@ def method(
         return stats
 
     return run
+
+
+class _Timed:
+    """A drafter whose proposing is timed; on a device that works by itself, until all of it was asked for."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.begin, self.observe, self.end, self.dearest = (
+            drafter.begin,
+            drafter.observe,
+            drafter.end,
+            drafter.dearest,
+        )
+        self.seconds = 0.0
+
+    @property
+    def hidden(self) -> Sequence[int]:
+        return self._drafter.hidden
+
+    @property
+    def drafts(self) -> bool:
+        return self._drafter.drafts
+
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
+        begun = time.perf_counter()
+        drafts = self._drafter.propose(seqs, limits)
+        self.seconds += time.perf_counter() - begun
+        return drafts
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]
@@ -236,12 +188,13 @@ def transformers_generate(
     options: Options,
     *,
     settings: Mapping[str, Any] = MappingProxyType({}),
+    assistant: Any = None,
     keep: Callable[[Sequence[int]], None] | None = None,
 ) -> Method:
     """`transformers`' own `generate` with the same options, as a method to be timed; it has no seed.
 
-    `settings`: further fields of its `GenerationConfig`, such as `prompt_lookup_num_tokens`. `keep` is shown every
-    text's token ids.
+    `settings`: further fields of its `GenerationConfig`, such as `prompt_lookup_num_tokens`; `assistant`: a draft
+    model of its own. `keep` is shown every text's token ids.
     """
     model, tokenizer = copy.copy(llm.model), llm.tokenizer
     model.generation_config = GenerationConfig()  # or it would fill in what the options leave open
@@ -264,6 +217,7 @@ def transformers_generate(
             logits_processor=extra,
             tokenizer=tokenizer,
             streamer=clock,
+            **({} if assistant is None else {"assistant_model": assistant}),
         )[0, len(given) :]
         tokenizer.decode(new)
         synchronise(llm.runtime.device)

@@ -27,7 +27,7 @@ from selfspec.facts.identity import Identity
 from selfspec.facts.methods import FREE
 from selfspec.facts.skip import SkipSet
 from selfspec.llm.options import Options
-from selfspec.measure import timing
+from selfspec.measure import beside
 from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.reading import parse_profile, profile_schema, read_profile, write_profile
 from selfspec.profile.schema import Profile
@@ -146,7 +146,7 @@ class TestGenerate:
         self, cli, profile_file, monkeypatch, by_rows, by_columns, fastest_one
     ):
         """Whichever weights were thought to suit it: here `rows`, and `columns` drafting."""
-        held, compare = [], timing.compare
+        held, compare = [], beside.compare
         monkeypatch.setattr("selfspec.model.layout.layout_times", lambda model: fastest("rows", "columns"))
         monkeypatch.setattr("selfspec.llm.llm.layout_times", lambda model: fastest("rows", "columns"))
         monkeypatch.setattr("selfspec.measure.cost_fitting.forward_seconds", seconds_by_rows(by_rows, by_columns))
@@ -155,7 +155,7 @@ class TestGenerate:
             held.append((llm.layout, plain_llm.layout))
             return compare(llm, *args, plain_llm=plain_llm, **options)
 
-        monkeypatch.setattr(timing, "compare", note)
+        monkeypatch.setattr(beside, "compare", note)
         args = ("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 4, "--compare")
         assert cli(*args)[0] == 0
         assert held == [("columns", fastest_one)]
@@ -406,6 +406,41 @@ class TestBench:
         assert code == 0
         assert list(at["methods"]) == ["plain"]
         assert "skip" not in at
+
+
+class TestCompare:
+    ARGS = ("compare", "--limit", 3, "--max-new-tokens", 6, "--patience", 2)
+
+    def test_all_that_apply_a_table_and_a_profile_to_use(self, cli, profile_file, tmp_path):
+        code, out, _ = cli(*self.ARGS, "--profile", profile_file, "--out", "best.yaml", "--temperature", "0")
+        assert code == 0
+        rows = re.findall(r"^(\S+) +\d", out, re.MULTILINE)
+        assert {*FREE, "plain", "skip", "early-exit", "hf", "hf-prompt-lookup"} <= {*rows}
+        assert "output: the same tokens as plain decoding's, of every method on every prompt" in out
+        assert re.search(r"^recommended: ", out, re.MULTILINE)
+        assert max(map(len, re.findall(r"^(?:method|\S+ +\d).*", out, re.MULTILINE))) <= 80
+        best = read_profile(tmp_path / "best.yaml")
+        assert best.drafts == ("selfspec generate --model builtin --profile best.yaml" in out)
+        assert cli("generate", PROMPT, "--profile", "best.yaml", "--max-new-tokens", 4)[0] == 0
+
+    def test_json_of_what_was_named(self, cli, profile_file):
+        named = ("--methods", f"lookup,{profile_file}", "--draft-model", "builtin", "--json")
+        code, out, _ = cli(*self.ARGS, *named)
+        found = json.loads(out)
+        assert code == 0
+        for at in found["temperatures"]:
+            assert [*at["methods"]] == ["plain", "lookup", str(profile_file), "model:builtin"]
+            assert at["methods"]["model:builtin"]["memory_bytes"] > at["methods"]["lookup"]["memory_bytes"]
+        assert found["recommended"]["method"] in at["methods"]
+
+    def test_tasks_take_turns_and_have_their_fastest(self, cli, tmp_path):
+        rows = [("qa", "def f(x):\n"), ("qa", "class A:\n"), ("rag", "import os\n"), ("rag", "x = 1\n")]
+        questions = [{"question_id": n, "category": c, "turns": [t]} for n, (c, t) in enumerate(rows)]
+        (tmp_path / "q.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
+        args = ("compare", "--prompts", "spec-bench:q.jsonl", "--methods", "lookup", "--max-new-tokens", 4)
+        code, out, err = cli(*args, "--temperature", "0")
+        assert code == 0, err
+        assert re.search(r"^qa \(2\): (plain|lookup) ", out, re.MULTILINE)
 
 
 class TestSearch:
@@ -837,6 +872,11 @@ WRONG = {
         ["bench", "--methods", "plain,magic"],
         "method 'magic' is not known; known: plain, skip, path, guarded, early-exit, lookup, ",
     ),
+    "compare method": (["compare", "--methods", "magic"], "method 'magic' is not known; known: plain, skip, path"),
+    "compare draft model": (["compare", "--draft-model", "./no"], "model ./no: no such folder"),
+    "compare profile": (["compare", "--methods", "no.yaml"], "no.yaml: no such file"),
+    "compare skip": (["compare", "--profile", "none", "--methods", "skip"], "method 'skip' needs a profile"),
+    "compare temperature": (["compare", "--temperature", "x"], "--temperature x: want numbers"),
     "bench twice": (["bench", "--methods", "plain,plain"], "a method is named twice"),
     "bench without plain": (["bench", "--methods", "skip"], "must have 'plain' among them"),
     "bench temperature": (["bench", "--temperature", "0,x"], "--temperature 0,x: want numbers separated by commas"),

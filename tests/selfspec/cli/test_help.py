@@ -69,6 +69,14 @@ COMMANDS = {
         ],
         **DRAFTING,
     },
+    "compare": {
+        "Options": [
+            *("model", "profile", "methods", "draft-model", "prompts", "limit", "max-new-tokens", "temperature"),
+            *("rounds", "patience", "out", "json", "help"),
+        ],
+        "Prompts": PROMPTS,
+        "Device": DEVICE,
+    },
     "index": {"Arguments": [], "Options": ["model", "out", "add", "column", "template", "json", "help"]},
     "report": {
         "Options": [

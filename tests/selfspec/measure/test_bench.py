@@ -8,15 +8,21 @@ from layouts import CHOOSABLE, HAS_ONEDNN, fastest, seconds_by_rows
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.facts.costs import CostModel
+from selfspec.facts.draft_path import DraftPath
+from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
 from selfspec.facts.stats import Round, Stats, acceptance_by_position
 from selfspec.facts.work import steps_of
 from selfspec.measure import bench, cost_fitting
-from selfspec.measure.bench import Benchmark, Task, Watch, load_subjects
-from selfspec.measure.bench_methods import METHODS, check_methods, weights_of
+from selfspec.measure.bench import Benchmark, Task, Watch
+from selfspec.measure.bench_methods import METHODS, check_methods, draft_model, find_method, weights_of
+from selfspec.measure.memory import held_beside
+from selfspec.measure.subjects import load_subjects
 from selfspec.measure.summary import expected, summary, theory
 from selfspec.measure.timing import Runs
-from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.draft import LayerSkipSpec, parse_draft
+from selfspec.profile.draft_model import ModelSpec
+from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
 
 COSTS = CostModel(context=9, base=0.4, attention=0, mlp=0, widths=[1, 2, 3], verify=[0.9, 1.0, 1.1], round=0.1)
@@ -90,6 +96,65 @@ def test_each_method_says_what_it_is_and_on_which_weights_it_runs():
     assert weights_of(["model:small"]) == {"plain"}
 
 
+def test_draft_models_and_profiles_are_methods_too(tmp_path):
+    assert find_method("parts/eagle.yaml").weights == "skip"
+    assert (find_method("hf-model:small").weights, find_method("hf-model:small").assistant) == ("hf", "small")
+    assert [draft_model(name) for name in ("model:a:b", "hf-model:c", "plain")] == ["a:b", "c", None]
+    for wrong in ("model:", "hf-model:", "hf-model", "yaml"):
+        with pytest.raises(SelfspecError, match=f"method '{wrong}' is not known"):
+            find_method(wrong)
+
+
+def test_what_a_profile_of_its_own_drafts(llm, tmp_path):
+    own = Profile(model=llm.identity, draft=LayerSkipSpec.of(SkipSet((3,), (5,))))
+    write_profile(own, tmp_path / "own.yaml")
+    drafter = find_method(str(tmp_path / "own.yaml")).drafter(llm, Profile(model=llm.identity))
+    assert drafter.path == own.path
+    write_profile(Profile(model=Identity(layers=3)), tmp_path / "other.yaml")
+    with pytest.raises(SelfspecError, match="of another model"):
+        find_method(str(tmp_path / "other.yaml")).drafter(llm, Profile(model=llm.identity))
+
+
+def test_a_draft_models_steps_are_timed(llm):
+    """It is the model itself, so a step takes about as long as plain decoding's, not what a profile guesses."""
+    found = find_method("model:builtin").profile(llm, Profile(model=llm.identity))
+    assert found.draft.model == "builtin"
+    assert found.draft.step != ModelSpec(model="builtin").step
+    drafter = find_method("model:builtin").drafter(llm, Profile(model=llm.identity))
+    assert held_beside(drafter, llm.runtime) >= 4 * sum(p.numel() for p in llm.model.parameters())
+
+
+def test_what_is_held_beside_the_model(llm):
+    path = DraftPath.of(["int8"] * (2 * llm.runtime.layers))
+    few = LayerSkipSpec.model_validate({"int8": {"attention": [1, 2], "mlp": [1]}})
+    profile = Profile(model=llm.identity, draft=few)
+    held = held_beside(llm.drafts_with(profile), llm.runtime)
+    assert 0 < held == llm.runtime.extra_bytes(profile.path) < llm.runtime.extra_bytes(path)
+    assert held_beside(llm.guarded(profile), llm.runtime) == held
+    merged = parse_draft({"kind": "merged", "drafters": [{"kind": "guesses"}, few.model_dump(exclude_none=True)]})
+    assert held_beside(llm.drafts_with(Profile(model=llm.identity, draft=merged)), llm.runtime) == held
+    assert (
+        held_beside(llm.drafts_with(Profile(model=llm.identity, draft=parse_draft({"kind": "guesses"}))), llm.runtime)
+        == 0
+    )
+
+
+def test_a_method_that_is_slower_is_dropped_early():
+    def runs(**speeds):
+        return Runs(
+            {name: [[Stats(tokens=speed, rounds=1, seconds=1.0)] for speed in of] for name, of in speeds.items()}
+        )
+
+    def hopeless(patience, **speeds):
+        task = Task(("plain",), ["x"] * 9, 4, 1, Profile(model=Identity(layers=2)), patience=patience)
+        return Benchmark(None, task)._hopeless(runs(plain=[10] * len(speeds["slow"]), **speeds))
+
+    assert hopeless(3, slow=[8, 9, 8], fast=[11, 9, 12]) == {"slow"}
+    assert hopeless(4, slow=[8, 9, 8], fast=[11, 9, 12]) == hopeless(None, slow=[1, 1, 1]) == set()
+    assert hopeless(3, slow=[9, 9, 11], fast=[20, 20, 20]) == set(), "it may be faster yet"
+    assert hopeless(2, slow=[8, 8, 8], gone=[5, 5]) == {"slow"}, "what went no further is not looked at again"
+
+
 PAIRS = [  # what `auto` takes for plain decoding and for drafting
     *((name, name) for name in CHOOSABLE),
     *([("rows", "onednn"), ("columns", "onednn")] if HAS_ONEDNN else []),
@@ -129,7 +194,7 @@ def test_each_method_has_the_layout_that_serves_it(found, request):
 @pytest.mark.parametrize(("by_rows", "by_columns"), [(2.0, 1.0), (1.0, 2.0)])
 def test_speedups_are_over_the_fastest_plain_decoding(monkeypatch, by_rows, by_columns):
     """Whichever weights were thought to suit it: here `rows`, and `columns` drafting."""
-    monkeypatch.setattr("selfspec.measure.bench.layout_times", lambda model: fastest("rows", "columns"))
+    monkeypatch.setattr("selfspec.measure.subjects.layout_times", lambda model: fastest("rows", "columns"))
     monkeypatch.setattr("selfspec.measure.cost_fitting.forward_seconds", seconds_by_rows(by_rows, by_columns))
     subjects = load_subjects("builtin", ["plain", "skip"], device="cpu", dtype="auto")
     assert subjects.layouts == {"plain": "columns" if by_columns < by_rows else "rows", "skip": "columns"}

@@ -11,7 +11,8 @@ from selfspec.facts.stats import Stats
 from selfspec.measure import agreement
 from selfspec.measure.agreement import counted, verdict
 from selfspec.measure.audit import Difference
-from selfspec.measure.bench import Benchmark, Task, load_subjects
+from selfspec.measure.bench import Benchmark, Task
+from selfspec.measure.subjects import load_subjects
 from selfspec.measure.summary import by_task
 from selfspec.measure.timing import Runs
 from selfspec.profile.draft import LayerSkipSpec

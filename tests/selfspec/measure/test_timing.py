@@ -9,7 +9,8 @@ from selfspec.drafters import PlainDrafter
 from selfspec.facts.skip import SkipSet
 from selfspec.facts.stats import Stats
 from selfspec.llm.options import Options
-from selfspec.measure.timing import compare, interleave, interval, measure
+from selfspec.measure.beside import compare
+from selfspec.measure.timing import interleave, interval, measure, method
 
 
 def test_interleaving_and_ratios():
@@ -34,6 +35,30 @@ def test_interleaving_and_ratios():
     assert runs.speedup("a", "b")[0] == 1.5
     assert runs.total("a").seconds == 18.0
     assert all(not rest for prompts in seconds.values() for rest in prompts.values())
+
+
+def test_a_method_may_be_dropped():
+    """It goes no further; its ratios are of the prompts that it ran on."""
+
+    def make(seconds):
+        return lambda prompt: Stats(tokens=10, rounds=1, seconds=seconds)
+
+    def drop(runs):
+        return ["slow"] if len(runs.stats["plain"]) == 2 else []
+
+    runs = interleave({"plain": make(1.0), "slow": make(2.0)}, ["x", "y", "z"], rounds=2, drop=drop)
+    assert [len(done) for done in runs.stats["plain"]] == [2, 2, 2]
+    assert [len(done) for done in runs.stats["slow"]] == [1, 1, 0]
+    assert runs.ratios("slow", "plain") == [0.5, 0.5]
+    assert runs.ratios("plain", "slow") == [2, 2]
+
+
+def test_drafting_is_timed_by_itself(llm, held_out):
+    drafter = llm.layer_skip(SkipSet((3,), (5,)))
+    timed = method(llm, drafter, Options(max_new_tokens=8))(held_out[0])
+    assert 0 < timed.drafting < timed.seconds
+    again = method(llm, PlainDrafter(), Options(max_new_tokens=8))(held_out[0])
+    assert again.drafting < timed.drafting
 
 
 def test_runs_may_be_ended_when_all_methods_have_run_on_a_prompt():

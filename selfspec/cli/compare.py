@@ -1,0 +1,248 @@
+"""`selfspec compare`: a benchmark of all methods that apply, and the one to use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import check_writable
+from selfspec.cli.bench import check_named, measured, method_table, ratio, read_temperatures, size
+from selfspec.cli.bench_by_task import texts_line
+from selfspec.cli.common import checked_profile, model_for, print_json, quiet, set_threads, stdout
+from selfspec.cli.options import CompareCommand
+from selfspec.facts.identity import Identity
+from selfspec.measure.bench_methods import check_methods, is_profile
+from selfspec.model.loading import read_identity
+from selfspec.profile.reading import write_profile
+from selfspec.profile.schema import Profile
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from selfspec.llm.llm import LLM
+    from selfspec.measure.bench import Task
+    from selfspec.measure.comparing import Recommendation
+    from selfspec.measure.subjects import Subjects
+
+PROMPTS = 24
+
+
+def run(options: CompareCommand) -> int:
+    """Check everything that can be checked before the model is loaded, then measure. 130 after an interrupt."""
+    quiet()
+    given = None if options.profile in ("auto", "none") else checked_profile(options.profile)
+    name = model_for(options.model, given)
+    temperatures = read_temperatures(options.temperature)
+    if options.out is not None:
+        check_writable(options.out)
+        options.data.check_not_written(options.out, f"--out {options.out}")
+    profile, source = _profile(read_identity(name), given, options.profile)
+    methods = _methods(options, profile)
+    set_threads(options.where.threads)
+
+    from selfspec.llm.prompts import check_chat
+    from selfspec.measure.comparing import recommend
+    from selfspec.measure.subjects import load_subjects
+    from selfspec.speculation.sampling import check_sampling
+
+    for temperature in temperatures:
+        check_sampling(temperature, None, None)
+    if options.data.chat:
+        check_chat(name)
+    few = profile.path.low_precision
+    where = options.where
+    subjects = load_subjects(name, methods, device=where.place, dtype=where.dtype, few_bits=few)
+    task, told = _task(options, subjects, profile, methods)
+    found, interrupted = measured(subjects, task, temperatures, {**told, "source": source})
+    best = recommend(found["temperatures"])
+    found["recommended"] = best.as_dict()
+    if options.json:
+        print_json(found)
+    else:
+        _report(found, _prepared(subjects.skip, task), stdout())
+        _recommend(best, options, name, stdout())
+    if options.out is not None:
+        _save(subjects.skip, best, task, found, options)
+    return 130 if interrupted else 0
+
+
+def _profile(identity: Identity, given: Profile | None, name: str) -> tuple[Profile, str]:
+    """What `skip` drafts, and where that is from; a profile that drafts nothing where there is none.
+
+    Raises `SelfspecError` for a profile of another model.
+    """
+    from selfspec.profile.choosing import check_profile, shipped_for
+
+    if given is not None:
+        check_profile(given, identity)
+        return given, f"profile {name}, {given.draft.said}"
+    if name == "auto":
+        for shipped, profile in shipped_for(identity).items():
+            return profile, f"profile {shipped}, {profile.draft.said}"
+    return Profile(model=identity), "no profile; a search may find one that is faster: selfspec search"
+
+
+def _methods(options: CompareCommand, profile: Profile) -> list[str]:
+    """What is measured: what was named, plain decoding too, or all that apply. Raises `SelfspecError`."""
+    from selfspec.measure.comparing import applicable
+
+    if options.methods is None:
+        methods = applicable(profile, options.draft_model)
+    else:
+        methods = [part.strip() for part in options.methods.split(",")]
+        methods = methods if "plain" in methods else ["plain", *methods]
+        methods += [] if options.draft_model is None else [f"model:{options.draft_model}"]
+    check_methods(methods)
+    check_named(methods)
+    for name in ("skip", "path", "guarded"):
+        if name in methods and not profile.drafts:
+            raise SelfspecError(
+                f"method '{name}' needs a profile that drafts; name one, or search one: selfspec search"
+            )
+    return methods
+
+
+def _task(
+    options: CompareCommand, subjects: Subjects, profile: Profile, methods: list[str]
+) -> tuple[Task, dict[str, Any]]:
+    """What is run, tasks by turns, and what the figures are told with."""
+    from selfspec.measure.bench import Task
+    from selfspec.measure.comparing import by_turns
+
+    read = options.data.read(held_out=True)
+    asked = options.data.given(
+        subjects.plain,
+        read,
+        limit=options.limit or PROMPTS,
+        max_new_tokens=options.max_new_tokens,
+        last=read is None,
+    )
+    order = by_turns(asked.tasks or [""] * len(asked.prompts))
+    prompts, tasks = ([of[number] for number in order] if of else [] for of in (asked.prompts, asked.tasks))
+    task = Task(
+        tuple(methods),
+        prompts,
+        options.max_new_tokens,
+        options.rounds,
+        profile if profile.drafts else Profile(model=subjects.identity),
+        [str(one) for one in tasks],
+        patience=options.patience,
+    )
+    return task, {"prompt_source": asked.source, "chat": asked.chat}
+
+
+def _prepared(llm: LLM, task: Task) -> dict[str, float]:
+    """Minutes that it took to make what methods draft with, where that is known."""
+    from selfspec.measure.comparing import preparation, profile_of
+
+    own = [name for name in task.methods if name in ("skip", "path", "guarded") or is_profile(name)]
+    found = {name: preparation(profile_of(llm, name, task.profile)) for name in own}
+    return {name: minutes for name, minutes in found.items() if minutes is not None}
+
+
+def _report(found: Mapping[str, Any], prepared: Mapping[str, float], console: Console) -> None:
+    threads = "1 thread" if found["threads"] == 1 else f"{found['threads']} threads"
+    lines = [
+        f"{found['model']}; {found['machine']}; {threads}; {found['dtype']}; {found['prompts']} prompts x "
+        f"{found['max_new_tokens']} tokens x {found['rounds']} rounds",
+        f"prompts: {found['prompt_source']}{', as chat messages' * found['chat']}",
+        f"skip: {found['source']}",
+    ]
+    for line in lines:
+        console.print(line, soft_wrap=True, markup=False)
+    for at in found["temperatures"]:
+        console.print()
+        console.print(_table(at, prepared))
+        for line in _notes(at):
+            console.print(line, soft_wrap=True, markup=False)
+
+
+def _table(at: Mapping[str, Any], prepared: Mapping[str, float]) -> Table:
+    """The methods at one temperature, fastest first; 80 columns wide at most."""
+    from selfspec.measure.comparing import fastest_first
+
+    names = ("/ plain", "tok/pass", "accept", "draft", "memory", "minutes")
+    table = method_table(f"temperature {at['temperature']:g}", *names)
+    least = at["methods"]["plain"]["memory_bytes"]
+    for name in fastest_first(at):
+        m = at["methods"][name]
+        more = m["memory_bytes"] - least
+        table.add_row(
+            Path(name).name if is_profile(name) else name,
+            "1" if name == "plain" else ratio(m["ratio"]["plain"]),
+            f"{m['tokens_per_round']:.2f}",
+            "-" if m["acceptance_rate"] is None else f"{m['acceptance_rate']:.0%}",
+            "-" if m["draft_cost"] is None else f"{m['draft_cost']:.2f}",
+            f"+{size(more)}" if more > 0 else "-",
+            f"{prepared[name]:.1f}" if name in prepared else "-",
+        )
+    return table
+
+
+def _notes(at: Mapping[str, Any]) -> list[str]:
+    """What the columns are, which methods were dropped, and the fastest by task."""
+    from selfspec.measure.comparing import fastest_by_task
+
+    lines = [
+        "/ plain: median over prompts of the speed over plain decoding's, and its 95% interval",
+        "draft: what drafting a token takes, in steps of plain decoding; memory: beside plain decoding's; minutes: of "
+        "search and training, where known",
+    ]
+    dropped = [f"{name} ({m['dropped_after']})" for name, m in at["methods"].items() if m["dropped_after"] is not None]
+    if dropped:
+        lines.append(f"slower than plain decoding, and dropped after so many prompts: {', '.join(dropped)}")
+    for row in fastest_by_task(at):
+        told = [f"{name} {speedup:.2f}" for name, speedup in list(row["speedups"].items())[:3]]
+        lines.append(f"{row['task']} ({row['prompts']}): {', '.join(told)}")
+    verdicts = [m["same_text"] for m in at["methods"].values() if m["same_text"] is not None]
+    if not verdicts:
+        return [*lines, "output: sampled; each of ours has plain decoding's distribution"]
+    if all(counts["same"] == sum(counts.values()) for counts in verdicts):
+        return [*lines, "output: the same tokens as plain decoding's, of every method on every prompt"]
+    return [*lines, *texts_line(at)]
+
+
+def _recommend(best: Recommendation, options: CompareCommand, model: str, console: Console) -> None:
+    """The sentence that recommends, and how to use it."""
+    told = ", ".join(
+        f"{median:.2f} ({low:.2f}-{high:.2f}) at temperature {temperature:g}"
+        for temperature, (median, low, high) in best.speedups.items()
+    )
+    console.print()
+    if best.method == "plain":
+        console.print("recommended: plain decoding, as nothing was faster", soft_wrap=True, markup=False)
+        return
+    rivals = f"; within its intervals: {', '.join(best.rivals)}" if best.rivals else ""
+    console.print(
+        f"recommended: {best.method}; times plain decoding's speed: {told}{rivals}", soft_wrap=True, markup=False
+    )
+    if not best.faster:
+        console.print("it is not faster at every temperature; generate's guard bounds what it costs", soft_wrap=True)
+    console.print(f"selfspec generate --model {model} {_use(best.method, options)}", soft_wrap=True, markup=False)
+
+
+def _use(method: str, options: CompareCommand) -> str:
+    """The options of `generate` that decode by a method."""
+    if options.out is not None:
+        return f"--profile {options.out}"
+    if is_profile(method):
+        return f"--profile {method}"
+    if method in ("skip", "guarded"):
+        return f"--profile {options.profile}"
+    return f"--profile {options.profile} --method {method}" if method == "path" else f"--method {method}"
+
+
+def _save(llm: LLM, best: Recommendation, task: Task, found: Mapping[str, Any], options: CompareCommand) -> None:
+    """Write the profile of the method that is recommended, with what was measured of it."""
+    from selfspec.measure.comparing import measurements, profile_of
+
+    assert options.out is not None
+    profile = profile_of(llm, best.method, task.profile)
+    held_out = options.data.source is None
+    if best.method != "plain":
+        profile = profile.model_copy(update={"measured": measurements(found, best.method, held_out=held_out)})
+    write_profile(profile, options.out)

@@ -1,0 +1,101 @@
+"""One prompt decoded plainly, with a drafter and by `transformers`, interleaved, and whether the texts agree."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from selfspec.drafters import PlainDrafter
+from selfspec.llm.llm import LLM
+from selfspec.llm.options import Options
+from selfspec.llm.stream import Generation
+from selfspec.measure.audit import Difference, first_difference
+from selfspec.measure.timing import interleave, method, transformers_generate
+from selfspec.speculation.drafter import Drafter
+from selfspec.text.prompt import Prompt
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One prompt decoded plainly, with a drafter, and by `transformers`' generate, interleaved.
+
+    `difference` is set when the texts of the first two differ though they should not.
+    """
+
+    plain: Generation
+    draft: Generation
+    plain_tokens_per_second: float
+    tokens_per_second: float
+    transformers_tokens_per_second: float
+    speedup: float
+    rounds: int
+    comparable: bool
+    difference: Difference | None
+
+    @property
+    def identical(self) -> bool | None:
+        """Whether the tokens are the same; None for sampling without a seed, where only the distribution is."""
+        return self.plain.tokens == self.draft.tokens if self.comparable else None
+
+    @property
+    def verdict(self) -> str:
+        """`identical` in words."""
+        if not self.comparable:
+            return "not comparable (sampled other than by rule match: the same distribution, other draws)"
+        return "yes" if self.difference is None else f"no: {self.difference}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the texts, ready for JSON."""
+        return {
+            "identical": self.identical,
+            "speedup": self.speedup,
+            "rounds": self.rounds,
+            "plain_tokens_per_second": self.plain_tokens_per_second,
+            "tokens_per_second": self.tokens_per_second,
+            "transformers_tokens_per_second": self.transformers_tokens_per_second,
+            "plain": self.plain.stats.as_dict(),
+            "difference": None if self.difference is None else dataclasses.asdict(self.difference),
+        }
+
+
+def compare(
+    llm: LLM,
+    prompt: Prompt,
+    drafter: Drafter,
+    options: Options,
+    *,
+    rounds: int,
+    plain_llm: LLM | None = None,
+    as_loaded: LLM | None = None,
+) -> Comparison:
+    """Decode one prompt plainly, with `drafter`, and by `transformers`, `rounds` times each, and compare.
+
+    `plain_llm`: the same model with its weights as suits plain decoding; `as_loaded`: as suits `transformers`.
+    """
+    last: dict[str, Generation] = {}
+    planned = llm.plan(prompt, options)
+    comparable = planned.sampler.greedy or planned.sampler.tied
+    methods = {
+        "plain": method(plain_llm or llm, PlainDrafter(), options, keep=lambda out: last.update(plain=out)),
+        "draft": method(llm, drafter, options, keep=lambda out: last.update(draft=out)),
+        "transformers": transformers_generate(as_loaded or llm, options),
+    }
+    runs = interleave(methods, [prompt], rounds=rounds)
+    plain, draft = last["plain"], last["draft"]
+    difference = None
+    if comparable:
+        difference = first_difference(
+            llm.runtime, llm.encode(prompt), plain.tokens, draft.tokens, sampler=planned.sampler
+        )
+    return Comparison(
+        plain=plain,
+        draft=draft,
+        plain_tokens_per_second=runs.total("plain").tokens_per_second,
+        tokens_per_second=runs.total("draft").tokens_per_second,
+        transformers_tokens_per_second=runs.total("transformers").tokens_per_second,
+        speedup=runs.ratios("draft", "plain")[0],
+        rounds=rounds,
+        comparable=comparable,
+        difference=difference,
+    )

@@ -1,0 +1,156 @@
+"""Which method to use: the ones that apply to a model, the fastest of those that were measured, and its profile."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from selfspec.facts.methods import DRAFT_MODEL, EARLY_EXIT, FREE
+from selfspec.llm.llm import LLM
+from selfspec.measure.bench_methods import THEIR_DRAFT_MODEL, find_method
+from selfspec.profile.schema import Measurement, Profile
+
+
+def applicable(profile: Profile, draft_model: str | None = None) -> list[str]:
+    """The names of the methods that can be measured with a profile, and with a draft model where there is one.
+
+    `transformers`' own are among them, to be held against.
+    """
+    names = ["plain"]
+    if profile.drafts:
+        names.append("skip")
+        names += ["path"] if profile.path.cheaper and profile.unaided != profile else []
+    names += [*FREE, EARLY_EXIT]
+    names += [f"{DRAFT_MODEL}{draft_model}"] if draft_model else []
+    names += ["hf", "hf-prompt-lookup"]
+    return [*names, f"{THEIR_DRAFT_MODEL}{draft_model}"] if draft_model else names
+
+
+def by_turns(tasks: Sequence[str]) -> list[int]:
+    """The numbers of the prompts, so that the tasks take turns."""
+    seen: dict[str, int] = {}
+    turns = []
+    for number, task in enumerate(tasks):
+        turns.append((seen.setdefault(task, 0), number))
+        seen[task] += 1
+    return [number for _, number in sorted(turns)]
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The fastest method: at each temperature its speedup over plain decoding, a median and the ends of its interval.
+
+    `rivals`: those whose intervals reach into its own at every temperature.
+    """
+
+    method: str
+    speedups: Mapping[float, tuple[float, float, float]]
+    rivals: tuple[str, ...]
+
+    @property
+    def faster(self) -> bool:
+        """Whether it is faster than plain decoding at every temperature."""
+        return all(median > 1 for median, _, _ in self.speedups.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "method": self.method,
+            "faster": self.faster,
+            "speedups": [
+                {"temperature": t, "median": median, "low": low, "high": high}
+                for t, (median, low, high) in self.speedups.items()
+            ],
+            "rivals": list(self.rivals),
+        }
+
+
+def recommend(measured: Sequence[Mapping[str, Any]]) -> Recommendation:
+    """Of a benchmark's temperatures, each as `Benchmark.at` gives it: the method of the highest geometric mean speedup.
+
+    `transformers`' own are none of ours to recommend, and a method that was dropped was not measured to the end.
+    """
+    names = [name for name in measured[0]["methods"] if find_method(name).weights != "hf"]
+    whole = [name for name in names if all(at["methods"][name]["dropped_after"] is None for at in measured)]
+    found = {name: _speedups(measured, name) for name in whole}
+    best = max(found, key=lambda name: math.prod(median for median, _, _ in found[name].values()))
+    rivals = (
+        name
+        for name in whole
+        if name not in (best, "plain") and all(found[name][t][2] >= low for t, (_, low, _) in found[best].items())
+    )
+    return Recommendation(best, found[best], tuple(rivals))
+
+
+def _speedups(measured: Sequence[Mapping[str, Any]], name: str) -> dict[float, tuple[float, float, float]]:
+    ratios = {at["temperature"]: at["methods"][name]["ratio"]["plain"] for at in measured}
+    return {t: (ratio["median"], ratio["low"], ratio["high"]) for t, ratio in ratios.items()}
+
+
+def fastest_by_task(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """For each task, the prompts, and our methods that ran on all of them by their mean speed over plain's, best first.
+
+    Empty where prompts have no tasks.
+    """
+    methods = {name: m["by_task"]["tasks"] for name, m in measured["methods"].items() if "by_task" in m}
+    ours = {name: tasks for name, tasks in methods.items() if find_method(name).weights != "hf"}
+    found = []
+    for number, row in enumerate(methods.get("plain", ())):
+        speeds = {name: tasks[number]["speedup"]["plain"] for name, tasks in ours.items()}
+        order = sorted(speeds, key=lambda name: -speeds[name])
+        found.append(
+            {"task": row["task"], "prompts": row["prompts"], "speedups": {name: speeds[name] for name in order}}
+        )
+    return found
+
+
+def fastest_first(measured: Mapping[str, Any]) -> list[str]:
+    """The methods by their speedup over plain decoding's; those that were dropped last."""
+    methods = measured["methods"]
+    return sorted(
+        methods, key=lambda n: (methods[n]["dropped_after"] is not None, -methods[n]["ratio"]["plain"]["median"])
+    )
+
+
+def profile_of(llm: LLM, name: str, profile: Profile) -> Profile:
+    """What a method of ours drafts, as a profile; plain decoding's says so."""
+    known = find_method(name)
+    return Profile(model=llm.identity) if known.profile is None else known.profile(llm, profile)
+
+
+def preparation(profile: Profile) -> float | None:
+    """Minutes that a profile's search took, and the training of its parts; None where neither is known."""
+    seconds = [] if profile.search is None else [profile.search.seconds]
+    if profile.folder is not None:
+        files = [part.file for part in profile.parts.values()]
+        own = getattr(profile.draft, "model", None)
+        for file in [*files, *([own] if own is not None else [])]:
+            story = (profile.folder / file).with_suffix(".json")
+            if story.is_file():
+                seconds.append(json.loads(story.read_text())["seconds"])
+    return sum(seconds) / 60 if seconds else None
+
+
+def measurements(found: Mapping[str, Any], name: str, *, held_out: bool) -> list[Measurement]:
+    """Of a benchmark's figures, a method's own, as profiles keep them."""
+    made = []
+    for at in found["temperatures"]:
+        mine, ratio = at["methods"][name], at["methods"][name]["ratio"]["plain"]
+        made.append(
+            Measurement(
+                **{key: found[key] for key in ("machine", "device", "dtype", "threads", "prompts", "rounds")},
+                held_out=held_out,
+                max_new_tokens=found["max_new_tokens"],
+                temperature=at["temperature"],
+                plain_tokens_per_second=round(at["methods"]["plain"]["tokens_per_second"], 1),
+                tokens_per_second=round(mine["tokens_per_second"], 1),
+                speedup=round(ratio["median"], 3),
+                interval=[round(ratio["low"], 3), round(ratio["high"], 3)],
+                acceptance_rate=round(mine["acceptance_rate"] or 0.0, 3),
+                tokens_per_round=round(mine["tokens_per_round"], 3),
+            )
+        )
+    return made
