@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from selfspec.cli.bench_by_task import texts_line
 from selfspec.cli.common import checked_profile, model_for, print_json, quiet, set_threads, stdout
 from selfspec.cli.options import CompareCommand
 from selfspec.facts.identity import Identity
+from selfspec.facts.methods import DRAFT_MODEL
 from selfspec.measure.bench_methods import check_methods, is_profile
 from selfspec.model.loading import read_identity
 from selfspec.profile.reading import write_profile
@@ -40,12 +41,12 @@ def run(options: CompareCommand) -> int:
     if options.out is not None:
         check_writable(options.out)
         options.data.check_not_written(options.out, f"--out {options.out}")
-    profile, source = _profile(read_identity(name), given, options.profile)
-    methods = _methods(options, profile)
+    found_profile, _ = _profile(read_identity(name), given, options.profile)
+    asked = _named(options, may_draft=options.profile == "auto" or found_profile.drafts)
     set_threads(options.where.threads)
 
     from selfspec.llm.prompts import check_chat
-    from selfspec.measure.comparing import recommend
+    from selfspec.measure.comparing import applicable, recommend
     from selfspec.measure.subjects import load_subjects
     from selfspec.speculation.sampling import check_sampling
 
@@ -53,9 +54,17 @@ def run(options: CompareCommand) -> int:
         check_sampling(temperature, None, None)
     if options.data.chat:
         check_chat(name)
-    few = profile.path.low_precision
-    where = options.where
-    subjects = load_subjects(name, methods, device=where.place, dtype=where.dtype, few_bits=few)
+    subjects = load_subjects(
+        name,
+        asked or ["skip", *applicable(found_profile, options.draft_model)],
+        device=options.where.place,
+        dtype=options.where.dtype,
+        few_bits=lambda identity: _profile(identity, given, options.profile)[0].path.low_precision,
+    )
+    profile, source = _profile(subjects.identity, given, options.profile)  # which weights it is says what ships for it
+    methods = asked or applicable(profile, options.draft_model)
+    if not profile.drafts:
+        _check_without_profile(methods)
     task, told = _task(options, subjects, profile, methods)
     found, interrupted = measured(subjects, task, temperatures, {**told, "source": source})
     best = recommend(found["temperatures"])
@@ -86,24 +95,25 @@ def _profile(identity: Identity, given: Profile | None, name: str) -> tuple[Prof
     return Profile(model=identity), "no profile; a search may find one that is faster: selfspec search"
 
 
-def _methods(options: CompareCommand, profile: Profile) -> list[str]:
-    """What is measured: what was named, plain decoding too, or all that apply. Raises `SelfspecError`."""
-    from selfspec.measure.comparing import applicable
+def _named(options: CompareCommand, *, may_draft: bool) -> list[str] | None:
+    """The methods that were named, plain decoding with them; None: all that apply. Raises `SelfspecError`."""
+    model = [] if options.draft_model is None else [f"{DRAFT_MODEL}{options.draft_model}"]
+    named = [part.strip() for part in (options.methods or "plain").split(",")]
+    named = [*named, *model] if "plain" in named else ["plain", *named, *model]
+    check_methods(named)
+    check_named(named)
+    if not may_draft:
+        _check_without_profile(named)
+    return None if options.methods is None else named
 
-    if options.methods is None:
-        methods = applicable(profile, options.draft_model)
-    else:
-        methods = [part.strip() for part in options.methods.split(",")]
-        methods = methods if "plain" in methods else ["plain", *methods]
-        methods += [] if options.draft_model is None else [f"model:{options.draft_model}"]
-    check_methods(methods)
-    check_named(methods)
-    for name in ("skip", "path", "guarded"):
-        if name in methods and not profile.drafts:
+
+def _check_without_profile(methods: Sequence[str]) -> None:
+    """Raise `SelfspecError` for methods that a profile describes."""
+    for name in methods:
+        if name in ("skip", "path", "guarded"):
             raise SelfspecError(
                 f"method '{name}' needs a profile that drafts; name one, or search one: selfspec search"
             )
-    return methods
 
 
 def _task(

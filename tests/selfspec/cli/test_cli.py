@@ -433,6 +433,15 @@ class TestCompare:
             assert at["methods"]["model:builtin"]["memory_bytes"] > at["methods"]["lookup"]["memory_bytes"]
         assert found["recommended"]["method"] in at["methods"]
 
+    def test_what_ships_for_the_model_is_measured_too(self, cli):
+        code, out, _ = cli(
+            "compare", "--limit", 2, "--max-new-tokens", 4, "--patience", 2, "--temperature", "0", "--json"
+        )
+        found = json.loads(out)
+        assert code == 0
+        assert found["source"].startswith("profile stdlib-llama-3.7m")
+        assert "skip" in found["temperatures"][0]["methods"]
+
     def test_tasks_take_turns_and_have_their_fastest(self, cli, tmp_path):
         rows = [("qa", "def f(x):\n"), ("qa", "class A:\n"), ("rag", "import os\n"), ("rag", "x = 1\n")]
         questions = [{"question_id": n, "category": c, "turns": [t]} for n, (c, t) in enumerate(rows)]
