@@ -33,7 +33,7 @@ def cli(monkeypatch, capsys, tmp_path, llm):
         asked.append({str(place) for place in getattr(model, "hf_device_map", {"": "cpu"}).values()})
         return model, tokenizer
 
-    for module in ("llm.llm", "measure.bench"):
+    for module in ("llm.llm", "measure.subjects"):
         monkeypatch.setattr(f"selfspec.{module}.load_model", noted)
 
     def run(*args):
