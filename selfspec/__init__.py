@@ -10,6 +10,7 @@ from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 
 if TYPE_CHECKING:
+    from selfspec.integrations.custom_generate import hf
     from selfspec.llm.conversation import Conversation
     from selfspec.llm.llm import LLM, load, wrap
     from selfspec.llm.stream import Generation, Stream
@@ -29,6 +30,7 @@ __all__ = [
     "SkipSet",
     "Stream",
     "UnsupportedModelError",
+    "hf",
     "load",
     "wrap",
 ]
@@ -38,6 +40,7 @@ _LAZY = {
     **dict.fromkeys(("Generation", "Stream"), "selfspec.llm.stream"),
     "Conversation": "selfspec.llm.conversation",
     "DeviceMap": "selfspec.model.loading",
+    "hf": "selfspec.integrations.custom_generate",
     "Profile": "selfspec.profile.schema",
 }
 

@@ -163,7 +163,7 @@ def _setting(text: str) -> tuple[str, Any]:
     except ValueError:
         try:
             parsed = yaml.safe_load(value)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, OverflowError, RecursionError):
             equals = ""
     if not equals or not name.strip():
         raise SelfspecError(f"--set {text}: want NAME=VALUE, such as min_p=0.05")

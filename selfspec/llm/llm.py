@@ -26,10 +26,9 @@ from selfspec.llm.stream import Generation, Stream
 from selfspec.model.layout import check_layout, choose, lay_out_, layout_times, weight_bytes
 from selfspec.model.loading import DeviceMap, load_model
 from selfspec.model.skeleton import read_skeleton
-from selfspec.profile.choosing import check_profile, choose_profile, guessing
+from selfspec.profile.choosing import check_profile, choose_profile, guessing, named_profile
 from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.schema import Profile
-from selfspec.profile.shipped import find_profile_file
 from selfspec.proposers.answers import check_answers
 from selfspec.proposers.store import Store
 from selfspec.runtime.forward import Runtime
@@ -177,10 +176,11 @@ class LLM:
     def check(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
         """The token ids of a prompt that leaves room for the new tokens; raises `SelfspecError` otherwise."""
         ids = self.encode(prompt)
-        self._check_room(len(ids), whole(max_new_tokens, "max_new_tokens", least=1))
+        self.check_room(len(ids), whole(max_new_tokens, "max_new_tokens", least=1))
         return ids
 
-    def _check_room(self, n: int, max_new_tokens: int) -> None:
+    def check_room(self, n: int, max_new_tokens: int) -> None:
+        """Raise `SelfspecError` where a prompt of `n` tokens and so many new ones outgrow the context."""
         s = self.runtime.skeleton
         if n + max_new_tokens > s.context:
             fits = f"at most {s.context - n} new tokens fit" if n < s.context else "no new token fits"
@@ -260,7 +260,7 @@ class LLM:
     def fitted(self, prompt: Prompt, options: Options) -> Options:
         """`options`, with fewer new tokens where no more fit after the prompt. Raises `SelfspecError` where none do."""
         n = len(self.encode(prompt))
-        self._check_room(n, 1)
+        self.check_room(n, 1)
         left = self.runtime.skeleton.context - n
         return options if new_tokens(self.model, options, n) <= left else replace(options, max_new_tokens=left)
 
@@ -270,7 +270,7 @@ class LLM:
 
     def _plan(self, ids: Sequence[int], options: Options) -> Plan:
         planned = plan(self.model, options, ids, ends=self.runtime.skeleton.ends)
-        self._check_room(len(ids), planned.max_new_tokens)
+        self.check_room(len(ids), planned.max_new_tokens)
         return planned
 
 
@@ -302,7 +302,7 @@ def load(
         Store(store)
     if answers is not None:
         check_answers(answers)
-    named = profile if profile in ("auto", "none") or isinstance(profile, Profile) else find_profile_file(profile)
+    named = named_profile(profile)
     loaded, tokenizer = load_model(model, device=device, dtype=dtype)
     identity = read_skeleton(loaded).identity.model_copy(update={"name": model})
     chosen = choose_profile(identity, named, method)
@@ -325,15 +325,15 @@ def wrap(
     name: str | None = None,
     store: str | Path | None = None,
     answers: str | Path | None = None,
+    method: str | None = None,
 ) -> LLM:
     """Use a model that `transformers` has loaded; it is not changed, and can still be used as before.
 
     Adapters, and hooks on leaf modules, should be in place already; wrap again after moving, casting or replacing
-    weights. `profile`, `store` and `answers` as in `load`. Raises `SelfspecError`.
+    weights. `profile`, `store`, `answers` and `method` as in `load`. Raises `SelfspecError`.
     """
-    if isinstance(profile, (str, Path)) and profile not in ("auto", "none"):
-        profile = find_profile_file(profile)
+    named = named_profile(profile)
     llm = LLM(model, tokenizer, name=name)
-    if (chosen := guessing(choose_profile(llm.identity, profile), llm.identity, store, answers)) is not None:
+    if (chosen := guessing(choose_profile(llm.identity, named, method), llm.identity, store, answers)) is not None:
         llm._use(chosen)
     return llm

@@ -25,7 +25,6 @@ from selfspec.speculation.sampling import Sampler, whole
 
 _ALONE = {  # what is not decoding one sequence from one model's own scores, and the values that ask for nothing
     "num_beams": (None, 1),
-    "num_return_sequences": (None, 1),
     "guidance_scale": (None, 1),
     "token_healing": (None, False),
     "penalty_alpha": (None, 0),
@@ -146,7 +145,9 @@ def _complete(model: Any, options: Options, prompt: int, ends: frozenset[int]) -
         config.min_length = prompt + whole(config.min_new_tokens, "min_new_tokens", least=0)
     if config.eos_token_id is None:
         config.eos_token_id = sorted(ends) or None
-    _check(config, model.config.vocab_size)
+    if (several := config.num_return_sequences) not in (None, 1):
+        raise SelfspecError(f"generation config: num_return_sequences {several} is not served; ask once for each")
+    check_config(config, model.config.vocab_size)
     return config
 
 
@@ -175,7 +176,7 @@ def new_tokens(model: Any, options: Options, prompt: int) -> int:
     return int(length) - prompt
 
 
-def _check(config: GenerationConfig, vocabulary: int) -> None:
+def check_config(config: GenerationConfig, vocabulary: int) -> None:
     """Raise `SelfspecError` for what is not served, and for values that would fail late or in silence."""
     for name, harmless in _ALONE.items():
         value = getattr(config, name, None)

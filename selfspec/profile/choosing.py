@@ -9,10 +9,17 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.facts.identity import Identity
 from selfspec.profile.methods import by_method
 from selfspec.profile.schema import Profile
-from selfspec.profile.shipped import shipped_profiles
+from selfspec.profile.shipped import find_profile_file, shipped_profiles
 
 
-def choose_profile(identity: Identity, profile: str | Path | Profile, method: str | None = None) -> Profile | None:
+def named_profile(profile: str | Path | Profile) -> str | Profile:
+    """The profile itself, that of a file or of a shipped one's name, or `auto` or `none`. Raises `SelfspecError`."""
+    if isinstance(profile, Profile):
+        return profile
+    return str(profile) if profile in ("auto", "none") else find_profile_file(profile)
+
+
+def choose_profile(identity: Identity, profile: str | Profile, method: str | None = None) -> Profile | None:
     """The profile itself, none, or, for `auto`, a shipped one that was measured to be faster on these weights.
 
     With a `method`, what drafts by it. Raises `SelfspecError` as `by_method` does.

@@ -48,7 +48,7 @@ def parse_profile(text: str, *, source: str) -> Profile:
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise SelfspecError(f"{source}{line}: not valid YAML ({error.problem or error.context})") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise SelfspecError(f"{source}: not valid YAML ({one_line(error)})") from None
     if not isinstance(data, dict):
         raise SelfspecError(f"{source}: want a profile (a mapping with 'model' and 'draft'), got {_kind(data)}")

@@ -36,6 +36,11 @@ _PREFIX_FREE = {
 }
 
 
+def reads_prefix(processor: hf.LogitsProcessor) -> bool:
+    """Whether a processor may read more than the scores: the tokens before, or which of several sequences it is."""
+    return type(processor) not in _PREFIX_FREE
+
+
 NO_TOKEN = (
     "no token can be chosen: the model's probabilities are not finite (try another dtype, or a higher temperature), or "
     "the processors and the guide together allow none"
@@ -81,7 +86,7 @@ class Sampler:
                 self.processors.append(hf.TopKLogitsWarper(top_k))
             if top_p is not None and top_p < 1:
                 self.processors.append(hf.TopPLogitsWarper(float(top_p)))
-        dependent = [i for i, p in enumerate(self.processors, 1) if type(p) not in _PREFIX_FREE]
+        dependent = [i for i, p in enumerate(self.processors, 1) if reads_prefix(p)]
         self._by_row = self.processors[: max(dependent, default=0)]
         self._at_once = self.processors[len(self._by_row) :]
 

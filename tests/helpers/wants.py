@@ -15,6 +15,7 @@ INSTALL = {
     "Chromium": "apt-get install chromium",
     "Playwright": "pip install playwright",
     "llguidance": "pip install 'selfspec[guided]'",
+    "lm-evaluation-harness": "pip install 'selfspec[lm-eval]'",
     "PEFT": "pip install 'selfspec[peft]'",
     "a C++ compiler": "apt-get install g++",
     "oneDNN": "install a PyTorch that is built with it",

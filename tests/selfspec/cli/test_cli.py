@@ -852,6 +852,7 @@ WRONG = {
     "rule for sampling": (["generate", "x", "--rule", "block"], "'block' does not fit temperature 0; want greedy"),
     "field": (["generate", "x", "--set", "minp=1"], "GenerationConfig has no field 'minp'; did you mean min_p?"),
     "field without value": (["generate", "x", "--set", "min_p"], "--set min_p: want NAME=VALUE, such as min_p=0.05"),
+    "field beyond YAML": (["generate", "x", "--set", r'min_p="\U80000000"'], "--set min_p="),
     "field's value": (["generate", "x", "--set", "do_sample=true", "--set", "min_p=x"], "generation config: "),
     "length": (["generate", "x", "--set", "max_length=abc"], "max_length abc: want a whole number of at least 1"),
     "fewest": (["generate", "x", "--set", "min_new_tokens=abc"], "min_new_tokens abc: want a whole number"),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from fields import FIELDS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, tiny
-from transformers import GenerationConfig, WatermarkingConfig
+from transformers import GenerationConfig
 from transformers.generation import SynthIDTextWatermarkingConfig
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
@@ -21,31 +22,6 @@ from selfspec.llm.plan import plan
 from selfspec.model.loading import read_generation_config
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-FIELDS = [
-    {"temperature": 0.7},
-    {"top_k": 5},
-    {"top_p": 0.7},
-    {"min_p": 0.1},
-    {"typical_p": 0.6},
-    {"epsilon_cutoff": 0.02},
-    {"eta_cutoff": 0.05},
-    {"repetition_penalty": 1.6},
-    {"encoder_repetition_penalty": 1.5},
-    {"no_repeat_ngram_size": 2},
-    {"encoder_no_repeat_ngram_size": 2},
-    {"bad_words_ids": [[7], [8, 9], [3, 1]]},
-    {"sequence_bias": [[[7], 3.0], [[8, 9], -4.0]]},
-    {"suppress_tokens": [10, 11, 12]},
-    {"begin_suppress_tokens": [20, 21, 22]},
-    {"forced_eos_token_id": 33, "eos_token_id": []},
-    {"min_new_tokens": 6},
-    {"min_length": 12},
-    {"exponential_decay_length_penalty": [4, 1.5]},
-    {"renormalize_logits": True},
-    {"remove_invalid_values": True},
-    {"watermarking_config": WatermarkingConfig(bias=2.5)},
-    {"temperature": 1.3, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "min_new_tokens": 4},
-]
 NEW = 12
 
 

@@ -1,0 +1,257 @@
+"""selfspec inside `transformers`: what `model.generate(..., custom_generate=...)` is given."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    LogitsProcessor,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.decoding.engine import Engine
+from selfspec.drafters import PlainDrafter, look_here, make_guarded
+from selfspec.integrations.columns import Columns
+from selfspec.integrations.repository import write_repository
+from selfspec.llm.here import outlook_here
+from selfspec.llm.llm import LLM, wrap
+from selfspec.llm.plan import check_config
+from selfspec.profile.choosing import named_profile
+from selfspec.profile.schema import Profile
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafter import Drafter
+from selfspec.speculation.rules import check_rule, find_rule
+from selfspec.speculation.sampling import Sampler, reads_prefix
+from selfspec.speculation.sequence import SequenceState
+
+_READ = ("attention_mask", "position_ids")
+_IDLE = ("use_cache", "logits_to_keep", "cache_position")  # how generate's own loop calls the model
+_SEEDS = 2**62
+
+
+def hf(
+    profile: str | Path | Profile = "auto",
+    *,
+    method: str | None = None,
+    rule: str | None = None,
+    streamer: Any = None,
+) -> CustomGenerate:
+    """For `model.generate(..., custom_generate=hf(...))`: `transformers`' own output, drafted and verified.
+
+    Greedy texts are those of the same call without it, sampled ones have its distribution; these draw from torch's
+    generator, so that `set_seed` repeats them. Everything else in the call keeps its meaning: generation config, logits
+    processors, stopping criteria, several prompts padded on the left, several returned sequences. `transformers` hands
+    a function no `tokenizer`: for `stop_strings`, call `hf(...).generate(model, ...)`, which takes the same arguments.
+
+    `profile` and `method` as in `load`; `rule`: how drafts of sampled texts are verified, `match` by default; a
+    `streamer` replaces the call's. Keep the object: what it prepares for a model serves its next calls. Raises
+    `SelfspecError`, also later for a call that asks for what cannot be had.
+    """
+    return CustomGenerate(named_profile(profile), method=method, rule=rule, streamer=streamer)
+
+
+class CustomGenerate:
+    """A decoding method for `transformers`' generate, as `hf` makes it; remembers what it prepared for a model."""
+
+    def __init__(
+        self, profile: str | Profile, *, method: str | None = None, rule: str | None = None, streamer: Any = None
+    ) -> None:
+        if rule is not None:
+            check_rule(rule)
+        self.profile, self.method, self.rule, self.streamer = profile, method, rule, streamer
+        self._llm: LLM | None = None
+        self._weights: object = None
+        self._several: tuple[Runtime, Drafter] | None = None
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Sequence[LogitsProcessor],
+        stopping_criteria: Sequence[StoppingCriteria],
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """The prompts `[B, n]` and what follows `[B, n + m]`, padded on the right; or the output object of generate."""
+        _check(generation_config, model_kwargs, model.config.vocab_size)
+        prompts = _prompts(input_ids, model_kwargs)
+        longest, ends, others = _limits(stopping_criteria, input_ids.shape[1])
+        llm = self._prepared(model)
+        for prompt in prompts:
+            llm.check_room(len(prompt), longest)
+        runtime, drafter = self._with_rows(llm, len(prompts))
+        samplers = self._samplers(logits_processor, input_ids, prompts, sampled=bool(generation_config.do_sample))
+        seqs = [
+            SequenceState(
+                prompt, longest, sampler, ends, rule=find_rule(None if sampler.greedy else self.rule, sampler)
+            )
+            for prompt, sampler in zip(prompts, samplers, strict=True)
+        ]
+        if not samplers[0].greedy:
+            look_here(drafter)
+        as_object = bool(generation_config.return_dict_in_generate)
+        columns = Columns(
+            input_ids,
+            seqs,
+            pad=_pad(generation_config, ends),
+            criteria=StoppingCriteriaList(others),
+            streamer=self.streamer or _streamer_of(inspect.currentframe()),
+            scores=as_object and bool(generation_config.output_scores),
+            logits=as_object and bool(generation_config.output_logits),
+        )
+        with Engine(runtime, drafter) as engine:
+            for seq in seqs:
+                engine.join(seq)
+            while columns.open:
+                columns.take(engine.step())
+                for seq in columns.settle():
+                    if seq in engine.running:
+                        engine.leave(seq)
+        return columns.result(as_object=as_object)
+
+    def generate(self, model: Any, *args: Any, **kwargs: Any) -> Tensor | GenerateDecoderOnlyOutput:
+        """`model.generate(*args, **kwargs)` by this method; takes `stop_strings` and `tokenizer`, too."""
+        tokenizer, stops = kwargs.get("tokenizer"), kwargs.get("stop_strings")
+        config = kwargs.get("generation_config")
+        if stops is None and config is not None:
+            stops = config.stop_strings
+        if tokenizer is not None and stops:
+            criteria = [*(kwargs.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, stops)]
+            kwargs |= {"stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)}
+            if config is not None:
+                kwargs["generation_config"] = config = copy.deepcopy(config)
+                config.stop_strings = None
+        found: Tensor | GenerateDecoderOnlyOutput = type(model).generate(
+            model, *args, **{**kwargs, "custom_generate": self}
+        )
+        return found
+
+    def save(self, folder: str | Path) -> None:
+        """Write `custom_generate/generate.py` below a model's folder, as a repository on a hub ships it.
+
+        Then `model.generate(..., custom_generate=folder, trust_remote_code=True)` decodes this way, and so does every
+        generate of a model loaded from there with `trust_remote_code=True`. The profile is written into it. Raises
+        `SelfspecError` for a profile with trained parts, and where the folder cannot be written.
+        """
+        write_repository(Path(folder), self.profile, method=self.method, rule=self.rule)
+
+    def _prepared(self, model: Any) -> LLM:
+        """The model, wrapped once, and again when it was moved, cast or loaded anew."""
+        table = model.get_input_embeddings().weight
+        weights = (id(model), table.device, table.dtype, table.data_ptr())
+        if self._llm is None or self._weights != weights:
+            self._llm = wrap(model, None, profile=self.profile, method=self.method)
+            self._weights, self._several = weights, None
+        return self._llm
+
+    def _with_rows(self, llm: LLM, rows: int) -> tuple[Runtime, Drafter]:
+        """A runtime that holds so many sequences, and what drafts on it."""
+        if rows == 1:
+            return llm.runtime, llm.drafter
+        if self._several is None or self._several[0].rows < rows:
+            runtime = llm.runtime.beside(rows=rows)
+            drafter: Drafter = PlainDrafter()
+            if (own := llm.profile) is not None and own.drafts:
+                drafter = make_guarded(runtime, own, outlook_here)
+            self._several = runtime, drafter
+        return self._several
+
+    def _samplers(
+        self, processors: Sequence[LogitsProcessor], ids: Tensor, prompts: Sequence[list[int]], *, sampled: bool
+    ) -> list[Sampler]:
+        """One for each sequence, with the processors as they see it among the others, and a seed from torch's own."""
+        rows, width = ids.shape
+        samplers = []
+        for row, prompt in enumerate(prompts):
+            pads = ids[row, : width - len(prompt)]
+            alone = rows == 1 and not len(pads)
+            own = [one if alone or not reads_prefix(one) else _OfRow(one, row, rows, pads) for one in processors]
+            seed = int(torch.randint(_SEEDS, ())) if sampled else None
+            tied = self.rule in (None, "match")
+            samplers.append(Sampler(temperature=float(sampled), seed=seed, tied=tied, processors=own))
+        return samplers
+
+
+class _OfRow(LogitsProcessor):  # type: ignore[misc]
+    """A processor of a whole batch, applied to one sequence as if it stood there; its padding is put back.
+
+    `transformers`' processors may tell sequences apart by their row, and count from where the padded prompt ends.
+    """
+
+    def __init__(self, processor: LogitsProcessor, row: int, rows: int, pads: Tensor) -> None:
+        self.processor, self.row, self.rows, self.pads = processor, row, rows, pads
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """`scores` `[1, V]` processed, after the tokens `input_ids` `[1, n]` of this sequence."""
+        ids = torch.cat([self.pads.to(input_ids.device), input_ids[0]]).expand(self.rows, -1)
+        processed: Tensor = self.processor(ids, scores.expand(self.rows, -1).clone())
+        return processed[self.row : self.row + 1]
+
+
+def _check(config: GenerationConfig, given: dict[str, Any], vocabulary: int) -> None:
+    check_config(config, vocabulary)
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name, None) and config.return_dict_in_generate:
+            raise SelfspecError(f"generation config: {name} is not served: rejected drafts have some, too")
+    cache = given.get("past_key_values")
+    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
+        raise SelfspecError("past_key_values is not served: selfspec keeps a cache of its own; leave it out")
+    for name, value in given.items():
+        if value is not None and name not in (*_READ, *_IDLE, "past_key_values"):
+            raise SelfspecError(f"model argument {name} is not served; selfspec reads token ids alone")
+
+
+def _prompts(input_ids: Tensor, given: dict[str, Any]) -> list[list[int]]:
+    """The token ids of each prompt, padding left out. Raises `SelfspecError` where it is not on the left."""
+    width = input_ids.shape[1]
+    mask = given.get("attention_mask")
+    real = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).ne(0).long()
+    lengths = real.sum(1)
+    if not width or not bool(lengths.all()):
+        raise SelfspecError("a prompt is empty; give at least one token each")
+    places = torch.arange(width, device=input_ids.device)
+    if not torch.equal(real.bool(), places >= (width - lengths).unsqueeze(1)):
+        raise SelfspecError("padding must come before the prompts: padding_side='left' when tokenizing")
+    positions = given.get("position_ids")
+    if positions is not None:
+        usual = real.cumsum(1) - 1
+        if positions.shape[-1] != width or not bool((positions.to(usual.device) == usual)[real.bool()].all()):
+            raise SelfspecError("position_ids are not those that follow from the padding; leave them out")
+    return [ids[width - n :] for ids, n in zip(input_ids.tolist(), lengths.tolist(), strict=True)]
+
+
+def _limits(criteria: Sequence[StoppingCriteria], width: int) -> tuple[int, frozenset[int], list[StoppingCriteria]]:
+    """The most new tokens, the end tokens, and what else is to be asked after each token."""
+    lengths = [one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)]
+    ends = [one.eos_token_id.tolist() for one in criteria if isinstance(one, EosTokenCriteria)]
+    others = [one for one in criteria if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)]
+    return max(1, min(lengths) - width), frozenset().union(*ends), others
+
+
+def _pad(config: GenerationConfig, ends: frozenset[int]) -> int:
+    """What follows sequences that have ended before others."""
+    found = config.pad_token_id
+    return int(found) if found is not None else min(ends, default=0)
+
+
+def _streamer_of(frame: FrameType | None) -> Any:
+    """The streamer of the call of generate that this frame is called from: a function of ours is handed none.
+
+    The prompt has gone through it by then, and who reads from it would wait for ever.
+    """
+    caller = None if frame is None else frame.f_back
+    return None if caller is None else caller.f_locals.get("streamer")

@@ -1,0 +1,30 @@
+"""lm-evaluation-harness's own command, with the model `selfspec` known to it."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run it; exits with 2 and one line for wrong input of ours, and where it is not installed."""
+    from selfspec.basics.errors import SelfspecError
+
+    try:
+        from lm_eval.__main__ import cli_evaluate
+
+        import selfspec.lm_eval.model  # noqa: F401  (which registers it)
+    except ImportError as error:
+        sys.exit(_told(f"lm-evaluation-harness cannot be imported ({error}); pip install 'selfspec[lm-eval]'"))
+    try:
+        cli_evaluate()
+    except SelfspecError as error:
+        sys.exit(_told(str(error)))
+
+
+def _told(what: str) -> int:
+    print(f"error: {what}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    main()

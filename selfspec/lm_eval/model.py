@@ -1,0 +1,43 @@
+"""lm-evaluation-harness's own `hf` model, which generates by drafting and verifying."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.builtin import NAME
+from selfspec.integrations.custom_generate import hf
+from selfspec.model.loading import gguf_file, load_model
+
+
+@register_model("selfspec")
+class SelfspecLM(HFLM):  # type: ignore[misc]
+    """`hf` of lm-evaluation-harness, with its arguments and scores: `generate_until` is drafted, the rest is theirs.
+
+    `pretrained` may also be `builtin`, `smollm2-135m` or a GGUF file, which are loaded as `selfspec.load` does.
+    `profile`, `method` and `rule` as in `selfspec.hf`. Raises `SelfspecError` as that does, and for such a model with a
+    tokenizer, as it brings its own.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        *,
+        profile: str = "auto",
+        method: str | None = None,
+        rule: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._drafted = hf(profile, method=method, rule=rule)
+        if isinstance(pretrained, str) and (pretrained == NAME or gguf_file(pretrained) is not None):
+            if kwargs.get("tokenizer") is not None:
+                raise SelfspecError(f"model {pretrained} brings its tokenizer; leave it out")
+            device, dtype = kwargs.get("device") or "auto", kwargs.get("dtype") or "auto"
+            pretrained, kwargs["tokenizer"] = load_model(pretrained, device=device, dtype=dtype)
+        super().__init__(pretrained, **kwargs)
+
+    def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._model_generate(*args, **kwargs, custom_generate=self._drafted)
