@@ -15,7 +15,7 @@ from selfspec.basics.files import read_text
 from selfspec.cli.common import SEARCH_HINT, checked_profile, model_for, set_threads, stderr
 from selfspec.cli.options import DecodingOptions
 from selfspec.controllers import parse_controller
-from selfspec.facts.methods import DRAFT_MODEL
+from selfspec.facts.methods import draft_model_of
 from selfspec.model.loading import check_at_hand
 from selfspec.profile.methods import check_method
 from selfspec.profile.schema import Profile
@@ -140,8 +140,8 @@ def decoding(given: DecodingOptions) -> Decoding:
     controller = None if given.controller is None else parse_controller(given.controller)
     if given.method is not None:
         check_method(given.method)
-        if given.method.startswith(DRAFT_MODEL):
-            check_at_hand(given.method.removeprefix(DRAFT_MODEL))
+        if (smaller := draft_model_of(given.method)) is not None:
+            check_at_hand(smaller)
     _check_stops(given.stop or ())
     schema = None if given.json_schema is None else read_text(given.json_schema)
     return Decoding(given, model, profile, controller, schema)

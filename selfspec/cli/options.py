@@ -144,7 +144,9 @@ class DecodingOptions:
     ] = None
     method: Annotated[
         str | None,
-        typer.Option(help=f"Draft by another method: {', '.join(OWN)}, model:NAME.", rich_help_panel=_DRAFTING),
+        typer.Option(
+            help=f"Draft by another method: {', '.join(OWN)}, model:NAME, staged:NAME.", rich_help_panel=_DRAFTING
+        ),
     ] = None
     controller: Controller = None
     store: Store = None
@@ -215,7 +217,7 @@ class BenchCommand:
         str,
         typer.Option(
             show_default=False,
-            help=f"Of {', '.join(METHODS)}, model:NAME.",
+            help=f"Of {', '.join(METHODS)}.",
         ),
     ] = "plain,skip,hf,hf-early-exit,hf-prompt-lookup"
     data: PromptOptions

@@ -1,5 +1,6 @@
 """Drafters: who proposes tokens; one interface, one file each, a registry of kinds. Knows nothing of the loop."""
 
+from selfspec.drafters.chosen import ClaspDrafter, SwiftDrafter
 from selfspec.drafters.draft_model import ModelDrafter
 from selfspec.drafters.free import FreeDrafter
 from selfspec.drafters.guard import Guard
@@ -15,6 +16,7 @@ from selfspec.drafters.router import Route, Router, look_here, routed
 from selfspec.speculation.drafter import Drafter, Limit
 
 __all__ = [
+    "ClaspDrafter",
     "Drafter",
     "FreeDrafter",
     "Guard",
@@ -29,6 +31,7 @@ __all__ = [
     "RecycleDrafter",
     "Route",
     "Router",
+    "SwiftDrafter",
     "look_here",
     "make_ahead",
     "make_drafter",

@@ -106,7 +106,7 @@ class LayerSkipDrafter(ChainDrafter):
             slots=laid.slots,
             mask=laid.mask,
             rows=laid.rows,
-            hidden=self.hidden,
+            hidden=() if self.below is None else self.hidden,
         )
         assert step.logits is not None
         for c, at, first in zip(chains, laid.at, firsts, strict=True):

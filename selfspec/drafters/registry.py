@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller, make_controller
+from selfspec.drafters.chosen import ClaspDrafter, SwiftDrafter
 from selfspec.drafters.draft_model import ModelDrafter
 from selfspec.drafters.free import FreeDrafter
 from selfspec.drafters.guard import Guard
@@ -41,6 +42,7 @@ from selfspec.profile.draft import (
     RecycleSpec,
     register_spec,
 )
+from selfspec.profile.draft_chosen import ClaspSpec, SwiftSpec
 from selfspec.profile.draft_free import InputSpec, JacobiSpec, LookaheadSpec
 from selfspec.profile.draft_head import HeadSpec
 from selfspec.profile.draft_merged import MergedSpec
@@ -213,11 +215,33 @@ def make_lookahead(spec: LookaheadSpec) -> LookaheadDrafter:
     return LookaheadDrafter(window=spec.window, ngram=spec.ngram, guesses=spec.guesses)
 
 
+def make_swift(runtime: Runtime, spec: SwiftSpec, profile: Profile) -> SwiftDrafter:
+    """The model itself along a path that is searched for as the text goes."""
+    own = _of_chosen(runtime, spec, profile)
+    return SwiftDrafter(runtime, **own, window=spec.window, every=spec.every, patience=spec.patience)
+
+
+def make_clasp(runtime: Runtime, spec: ClaspSpec, profile: Profile) -> ClaspDrafter:
+    """The model itself along a path that a programme chooses. Raises `SelfspecError` for more layers than there are."""
+    return ClaspDrafter(runtime, **_of_chosen(runtime, spec, profile), skip=spec.skip, every=spec.every)
+
+
+def _of_chosen(runtime: Runtime, spec: SwiftSpec | ClaspSpec, profile: Profile) -> dict[str, Any]:
+    return {
+        "controller": make_controller(spec.controller, profile.outlook),
+        "candidates": spec.candidates,
+        "confidence": spec.confidence or PROBABILITY,
+        "ahead": make_ahead(spec.proposers or (), WIDER, runtime.skeleton.identity.vocabulary),
+    }
+
+
 def _of_free_drafts(controller: ControllerSpec, profile: Profile) -> Controller:
     outlook = replace(profile.outlook, draft=0.0, curve=profile.acceptance or AcceptanceCurve())
     return make_controller(controller, outlook)
 
 
+register(SwiftSpec, make_swift)
+register(ClaspSpec, make_clasp)
 register(PlainSpec, lambda runtime, spec, profile: PlainDrafter())
 register(LayerSkipSpec, make_layer_skip)
 register(HeadSpec, make_head_drafter)

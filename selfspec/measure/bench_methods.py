@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.methods import DRAFT_MODEL, EARLY_EXIT, FREE
+from selfspec.facts.methods import EARLY_EXIT, FREE, NAMED, draft_model_of
 
 if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
@@ -124,7 +124,7 @@ METHODS = {
 
 
 def find_method(name: str) -> BenchMethod:
-    """A method by its name; a profile's file, and `model:NAME` and `hf-model:NAME`, draft models, are methods too.
+    """A method by its name; a profile's file is one too, and `model:NAME`, `staged:NAME` and `hf-model:NAME`.
 
     Raises `SelfspecError` for an unknown one.
     """
@@ -132,12 +132,11 @@ def find_method(name: str) -> BenchMethod:
         return METHODS[name]
     if is_profile(name):
         return _of_file(name)
-    kind, colon, model = name.partition(":")
-    if model and kind + colon == DRAFT_MODEL:
+    if draft_model_of(name) is not None:
         return _of_draft_model(name)
-    if model and kind + colon == THEIR_DRAFT_MODEL:
+    if (model := draft_model(name)) is not None:
         return BenchMethod("hf", assistant=model)
-    more = f"{DRAFT_MODEL}NAME, {THEIR_DRAFT_MODEL}NAME, PROFILE.yaml"
+    more = ", ".join(f"{kind}NAME" for kind in (*NAMED, THEIR_DRAFT_MODEL)) + ", PROFILE.yaml"
     raise SelfspecError(f"method '{name}' is not known; known: {', '.join(METHODS)}, {more}")
 
 
@@ -148,8 +147,7 @@ def is_profile(name: str) -> bool:
 
 def draft_model(name: str) -> str | None:
     """The name of a method's draft model; None for a method without one."""
-    kind, colon, model = name.partition(":")
-    return model if kind + colon in (DRAFT_MODEL, THEIR_DRAFT_MODEL) else None
+    return draft_model_of(name, (*NAMED, THEIR_DRAFT_MODEL))
 
 
 def check_methods(methods: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from selfspec.facts.methods import DRAFT_MODEL, EARLY_EXIT, FREE
+from selfspec.facts.methods import EARLY_EXIT, FREE, NAMED
 from selfspec.llm.llm import LLM
 from selfspec.measure.bench_methods import THEIR_DRAFT_MODEL, find_method
 from selfspec.profile.schema import Measurement, Profile
@@ -24,7 +24,7 @@ def applicable(profile: Profile, draft_model: str | None = None) -> list[str]:
         names.append("skip")
         names += ["path"] if profile.path.cheaper and profile.unaided != profile else []
     names += [*FREE, EARLY_EXIT]
-    names += [f"{DRAFT_MODEL}{draft_model}"] if draft_model else []
+    names += [f"{kind}{draft_model}" for kind in NAMED] if draft_model else []
     names += ["hf", "hf-prompt-lookup"]
     return [*names, f"{THEIR_DRAFT_MODEL}{draft_model}"] if draft_model else names
 

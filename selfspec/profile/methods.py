@@ -5,23 +5,25 @@ from __future__ import annotations
 from selfspec.basics.errors import SelfspecError
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.identity import Identity
-from selfspec.facts.methods import DRAFT_MODEL, EARLY_EXIT, FREE, OWN
-from selfspec.profile.draft import DraftSpec, GuessesSpec, LayerSkipSpec, Skip, parse_draft
+from selfspec.facts.methods import EARLY_EXIT, FREE, NAMED, OWN, STAGED, draft_model_of
+from selfspec.profile.draft import DraftSpec, GuessesSpec, LayerSkipSpec, ProposerSpec, Skip, parse_draft
 from selfspec.profile.draft_model import ModelSpec
 from selfspec.profile.schema import Profile
 
 
 def check_method(name: str) -> None:
     """Raise `SelfspecError` for a name that is none of our ways of decoding."""
-    if name not in OWN and not (name.startswith(DRAFT_MODEL) and name != DRAFT_MODEL):
-        raise SelfspecError(f"method '{name}' is not known; known: {', '.join(OWN)}, {DRAFT_MODEL}NAME")
+    if name not in OWN and draft_model_of(name) is None:
+        more = ", ".join(f"{kind}NAME" for kind in NAMED)
+        raise SelfspecError(f"method '{name}' is not known; known: {', '.join(OWN)}, {more}")
 
 
 def by_method(name: str, profile: Profile | None, model: Identity) -> Profile:
     """What drafts by a method, at the costs of `profile` where there is one.
 
     `plain`: nothing; `skip`: as the profile has it; `path`: its draft path without guesses; `early-exit`: the model's
-    first half; `model:NAME`: a smaller model; else what the name says, `lookup` with the profile's proposers. Raises
+    first half; `model:NAME`: a smaller model; `staged:NAME`: one that checks what lookup guesses (Spector and Re
+    2308.04623); else what the name says, `lookup` with the profile's proposers. Raises
     `SelfspecError` for an unknown name, and for `skip` and `path` without a profile that drafts.
     """
     check_method(name)
@@ -36,8 +38,8 @@ def by_method(name: str, profile: Profile | None, model: Identity) -> Profile:
 
 def _draft(name: str, profile: Profile | None, model: Identity) -> DraftSpec | None:
     """What a method drafts that needs no profile; none for one that does."""
-    if name.startswith(DRAFT_MODEL):
-        return ModelSpec(model=name.removeprefix(DRAFT_MODEL))
+    if (smaller := draft_model_of(name)) is not None:
+        return ModelSpec(model=smaller, proposers=[ProposerSpec()] if name.startswith(STAGED) else None)
     if name == EARLY_EXIT:
         rest = list(range(max(1, model.layers // 2), model.layers))
         return LayerSkipSpec(skip=Skip(attention=rest, mlp=rest), controller=ControllerSpec(name="rate"))

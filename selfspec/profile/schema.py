@@ -23,6 +23,7 @@ from selfspec.facts.costs import CostModel
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
+from selfspec.profile import draft_chosen as draft_chosen
 from selfspec.profile import draft_free as draft_free
 from selfspec.profile import draft_head as draft_head  # so that its kind is known
 from selfspec.profile import draft_merged as draft_merged

@@ -35,6 +35,7 @@ ROOMS = {  # each with the rooms that it may import
     "measure training",
     "training": "basics facts profile speculation model runtime parts drafters decoding llm measure text",
     "cli": "basics builtin facts profile show text speculation controllers proposers model llm measure search training",
+    "__main__": "cli",
 }
 ALLOWED = {room: set(names.split()) for room, names in ROOMS.items()}
 WITHOUT_TORCH = ("basics", "facts", "profile", "controllers", "proposers", "show.tables", "show.explanations")

@@ -16,6 +16,7 @@ from selfspec.basics.errors import BusyError, SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.decoding.engine import Engine
 from selfspec.drafters import (
+    ClaspDrafter,
     FreeDrafter,
     Guard,
     InputDrafter,
@@ -27,6 +28,7 @@ from selfspec.drafters import (
     RecycleDrafter,
     Route,
     Router,
+    SwiftDrafter,
 )
 from selfspec.drafters.heads import HeadBelow, HeadDrafter
 from selfspec.facts.acceptance import Outlook
@@ -87,6 +89,8 @@ DRAFTERS = {
     "jacobi": lambda runtime: JacobiDrafter("jacobi", start="padding"),
     "jacobi in blocks": lambda runtime: JacobiDrafter("gauss-seidel", block=4),
     "jacobi, hybrid": lambda runtime: JacobiDrafter("hybrid", block=3, parallel=7, start="prompt"),
+    "swift": lambda runtime: SwiftDrafter(runtime, StaticThreshold(0.1, 4), window=6, every=1, candidates=2),
+    "clasp": lambda runtime: ClaspDrafter(runtime, FixedK(3), skip=2, every=1),
     "lookahead": lambda runtime: LookaheadDrafter(window=3, ngram=3, guesses=2),
     "routes": lambda runtime: Router(
         [

@@ -16,6 +16,7 @@ from selfspec.basics.errors import BusyError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.decoding.loop import decode
 from selfspec.drafters import (
+    ClaspDrafter,
     FreeDrafter,
     Guard,
     InputDrafter,
@@ -28,6 +29,7 @@ from selfspec.drafters import (
     RecycleDrafter,
     Route,
     Router,
+    SwiftDrafter,
 )
 from selfspec.drafters.heads import HeadBelow, HeadDrafter
 from selfspec.facts.acceptance import Outlook
@@ -95,6 +97,8 @@ DRAFTERS = {
     "jacobi": lambda runtime, prompt: JacobiDrafter("jacobi", start="padding"),
     "jacobi in blocks": lambda runtime, prompt: JacobiDrafter("gauss-seidel", block=4),
     "jacobi, hybrid": lambda runtime, prompt: JacobiDrafter("hybrid", block=3, parallel=7, start="prompt"),
+    "swift": lambda runtime, prompt: SwiftDrafter(runtime, StaticThreshold(0.1, 4), window=6, every=1, candidates=2),
+    "clasp": lambda runtime, prompt: ClaspDrafter(runtime, FixedK(3), skip=2, every=1),
     "lookahead": lambda runtime, prompt: LookaheadDrafter(window=3, ngram=3, guesses=2),
     "merged": lambda runtime, prompt: MergedDrafter(
         [

@@ -88,6 +88,8 @@ def test_each_method_says_what_it_is_and_on_which_weights_it_runs():
         "gauss-seidel": "plain",
         "hybrid-jacobi": "plain",
         "lookahead": "plain",
+        "swift": "plain",
+        "clasp": "plain",
         "hf": "hf",
         "hf-early-exit": "hf",
         "hf-prompt-lookup": "hf",

@@ -34,12 +34,15 @@ def test_what_each_drafts():
         "gauss-seidel": "jacobi",
         "hybrid-jacobi": "jacobi",
         "lookahead": "lookahead",
+        "swift": "swift",
+        "clasp": "clasp",
     }
     assert len({str(draft) for draft in drafts.values()}) == len(OWN)
     assert drafts["skip"] == PATH
     assert drafts["path"] == LayerSkipSpec(skip=Skip(attention=[1]))
     assert drafts["early-exit"].skip == Skip(attention=[2, 3], mlp=[2, 3])
     assert by_method("model:small", None, MODEL).draft == ModelSpec(model="small")
+    assert by_method("staged:small", None, MODEL).draft == ModelSpec(model="small", proposers=[ProposerSpec()])
     assert drafts["lookup"].proposers == PATH.proposers
     assert drafts["hybrid-jacobi"].method == "hybrid"
 

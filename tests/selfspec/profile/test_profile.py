@@ -258,7 +258,7 @@ def _one_line_or_valid(text):
 
 
 V2 = "model: {layers: 4}\nversion: 2\n"
-KINDS = "plain, layer-skip, guesses, recycle, input, jacobi, lookahead, head, merged, model"
+KINDS = "plain, layer-skip, guesses, recycle, swift, clasp, input, jacobi, lookahead, head, merged, model"
 
 
 @pytest.mark.parametrize(

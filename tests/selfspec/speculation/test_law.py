@@ -17,6 +17,7 @@ from transformers.generation import logits_process as hf
 
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.drafters import (
+    ClaspDrafter,
     FreeDrafter,
     Guard,
     InputDrafter,
@@ -26,6 +27,7 @@ from selfspec.drafters import (
     MergedDrafter,
     ModelDrafter,
     PlainDrafter,
+    SwiftDrafter,
 )
 from selfspec.drafters import merged as merging
 from selfspec.facts.acceptance import AcceptanceCurve, Outlook
@@ -146,6 +148,8 @@ DRAFTERS = {
     ),
     "input": lambda runtime: InputDrafter(FixedK(2)),
     "jacobi": lambda runtime: JacobiDrafter("gauss-seidel", block=3),
+    "swift": lambda runtime: SwiftDrafter(runtime, StaticThreshold(0.1, 4), window=6, every=1, candidates=2),
+    "clasp": lambda runtime: ClaspDrafter(runtime, FixedK(2), skip=1, every=1),
     "lookahead": lambda runtime: LookaheadDrafter(window=1, ngram=3, guesses=1),
     "guarded": lambda runtime: Guard(RandomTree(VOCABULARY, (1, 1)), clock=itertools.count().__next__),
 }

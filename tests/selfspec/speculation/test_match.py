@@ -12,6 +12,7 @@ from toys import Adding, HiddenHead, RandomTree, Scripted, Toy
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, StaticThreshold
 from selfspec.drafters import (
+    ClaspDrafter,
     FreeDrafter,
     InputDrafter,
     JacobiDrafter,
@@ -20,6 +21,7 @@ from selfspec.drafters import (
     ModelDrafter,
     PlainDrafter,
     RecycleDrafter,
+    SwiftDrafter,
 )
 from selfspec.drafters.chains import _drawn
 from selfspec.facts.confidence import Confidence
@@ -89,6 +91,8 @@ DRAFTERS = {
     "jacobi": lambda runtime: JacobiDrafter("jacobi", start="padding"),
     "jacobi in blocks": lambda runtime: JacobiDrafter("gauss-seidel", block=4),
     "jacobi, hybrid": lambda runtime: JacobiDrafter("hybrid", block=3, parallel=7, start="prompt"),
+    "swift": lambda runtime: SwiftDrafter(runtime, StaticThreshold(0.1, 4), window=6, every=1, candidates=2),
+    "clasp": lambda runtime: ClaspDrafter(runtime, FixedK(3), skip=1, every=1),
     "lookahead": lambda runtime: LookaheadDrafter(window=3, ngram=3, guesses=2),
     "store": lambda runtime: FreeDrafter([Lookup(), STORED], StaticThreshold(0.1, 5)),
 }
