@@ -257,9 +257,7 @@ class CompareCommand:
         str | None,
         typer.Option(help="As bench's, and profiles by their files, separated by commas; all that apply if left out."),
     ] = None
-    draft_model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="A smaller model of the same tokenizer, to draft too.")
-    ] = None
+    draft_model: Annotated[str | None, typer.Option(metavar="MODEL", help="A smaller model, to draft too.")] = None
     data: PromptOptions
     limit: Annotated[int | None, typer.Option(min=2, metavar="N", help="The most prompts; 24 if left out.")] = None
     max_new_tokens: Tokens = 64

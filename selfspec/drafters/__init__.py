@@ -13,6 +13,7 @@ from selfspec.drafters.plain import PlainDrafter
 from selfspec.drafters.recycle import RecycleDrafter
 from selfspec.drafters.registry import make_ahead, make_drafter, make_guarded, register
 from selfspec.drafters.router import Route, Router, look_here, routed
+from selfspec.drafters.translated import TranslatedDrafter
 from selfspec.speculation.drafter import Drafter, Limit
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Route",
     "Router",
     "SwiftDrafter",
+    "TranslatedDrafter",
     "look_here",
     "make_ahead",
     "make_drafter",

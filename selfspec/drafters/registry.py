@@ -22,13 +22,15 @@ from selfspec.drafters.merged import MergedDrafter
 from selfspec.drafters.plain import PlainDrafter
 from selfspec.drafters.recycle import RecycleDrafter
 from selfspec.drafters.router import routed
+from selfspec.drafters.translated import TranslatedDrafter
 from selfspec.facts.acceptance import AcceptanceCurve, Outlook
 from selfspec.facts.confidence import PROBABILITY
 from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.costs import WIDER
 from selfspec.facts.draft_path import FULL, DraftPath
 from selfspec.model.layout import lay_out_
-from selfspec.model.loading import load_model
+from selfspec.model.loading import load_model, load_tokenizer
+from selfspec.model.vocabularies import SharedWords
 from selfspec.parts.files import read_part
 from selfspec.parts.heads import Head
 from selfspec.parts.kinds import make_head
@@ -154,29 +156,53 @@ def _head(runtime: Runtime, profile: Profile, part: str) -> Head:
     return make_head(runtime, read_part(profile.part_path(part)))
 
 
-def make_model(runtime: Runtime, spec: ModelSpec, profile: Profile) -> ModelDrafter:
-    """Another model, in a folder beside the profile, or loaded by its name. Raises `SelfspecError` as loading does."""
+def make_model(runtime: Runtime, spec: ModelSpec, profile: Profile) -> ModelDrafter | TranslatedDrafter:
+    """Another model, in a folder beside the profile, or loaded by its name, whatever its tokenizer.
+
+    Raises `SelfspecError` as loading does, and for guesses with a draft model of another tokenizer.
+    """
     beside = None if profile.folder is None else profile.folder / spec.model
     name = str(beside) if beside is not None and beside.is_dir() else spec.model
-    own = _draft_model(name, str(runtime.device) if spec.device == "auto" else spec.device, spec.dtype, spec.bits)
+    device = str(runtime.device) if spec.device == "auto" else spec.device
+    own, tokenizer = _draft_model(name, device, spec.dtype, spec.bits)
     path = FULL if spec.bits is None else DraftPath.of([spec.bits] * (2 * own.layers), head=spec.bits)
+    controller, confidence = make_controller(spec.controller, profile.outlook), spec.confidence or PROBABILITY
+    sizes = (runtime.skeleton.identity.vocabulary or 0, own.skeleton.identity.vocabulary or 0)
+    if sizes[0] != sizes[1]:
+        if spec.proposers:
+            raise SelfspecError("a draft model of another tokenizer checks no guesses; leave proposers out")
+        words = SharedWords(_tokenizer(profile), tokenizer, sizes=sizes)
+        return TranslatedDrafter(
+            runtime, own, words, controller, path=path, candidates=spec.candidates, confidence=confidence
+        )
     return ModelDrafter(
         runtime,
         own,
-        make_controller(spec.controller, profile.outlook),
+        controller,
         path=path,
         candidates=spec.candidates,
-        confidence=spec.confidence or PROBABILITY,
+        confidence=confidence,
         ahead=make_ahead(spec.proposers or (), WIDER, runtime.skeleton.identity.vocabulary),
     )
 
 
 @lru_cache(maxsize=1)
-def _draft_model(name: str, device: str, dtype: str, bits: str | None) -> Runtime:
-    """A draft model's weights are there once, however many drafters it has."""
-    model = load_model(name, device=device, dtype=dtype)[0]
+def _draft_model(name: str, device: str, dtype: str, bits: str | None) -> tuple[Runtime, Any]:
+    """A draft model and its tokenizer. Its weights are there once, however many drafters it has."""
+    model, tokenizer = load_model(name, device=device, dtype=dtype)
     lay_out_(model, drafting=True, few_bits=bits is not None)
-    return Runtime(model)
+    return Runtime(model), tokenizer
+
+
+def _tokenizer(profile: Profile) -> Any:
+    """The tokenizer of the model that a profile names. Raises `SelfspecError` where none can be had."""
+    name = profile.model.name
+    if name is None:
+        raise SelfspecError("the draft model has another tokenizer, and the profile does not name the model")
+    try:
+        return load_tokenizer(name)
+    except SelfspecError as error:
+        raise SelfspecError(f"the draft model has another tokenizer than {name}; {error}") from error
 
 
 def make_merged(runtime: Runtime, spec: MergedSpec, profile: Profile) -> MergedDrafter:

@@ -60,7 +60,7 @@ class BenchMethod:
         if self.assistant is not None:
             from selfspec.model.loading import load_model
 
-            assistant = load_model(self.assistant, device=str(llm.runtime.device), dtype="auto")[0]
+            assistant = load_model(self.assistant, device=str(llm.runtime.device), dtype="auto")
         elif EXIT in settings:
             settings = {EXIT: max(1, llm.runtime.layers // settings[EXIT])}
         return transformers_generate(llm, options, settings=settings, assistant=assistant, keep=keep)
@@ -95,13 +95,13 @@ def _of_draft_model(name: str) -> BenchMethod:
     """Drafts by a smaller model, whose steps are timed first."""
 
     def profile(llm: LLM, given: Profile) -> Profile:
-        from selfspec.drafters import ModelDrafter
+        from selfspec.drafters import ModelDrafter, TranslatedDrafter
         from selfspec.measure.cost_fitting import forward_seconds
         from selfspec.profile.methods import by_method
 
         found = by_method(name, given, llm.identity)
         drafter = llm.drafts_with(found)
-        own = drafter.runtime if isinstance(drafter, ModelDrafter) else llm.runtime
+        own = drafter.runtime if isinstance(drafter, ModelDrafter | TranslatedDrafter) else llm.runtime
         context = max(0, min(CONTEXT, *(runtime.skeleton.context - 1 for runtime in (own, llm.runtime))))
         step = forward_seconds(own, context, repeats=REPEATS) / forward_seconds(llm.runtime, context, repeats=REPEATS)
         return found.model_copy(update={"draft": found.draft.model_copy(update={"step": round(step, 4)})})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from selfspec.drafters import Guard, LayerSkipDrafter, MergedDrafter, ModelDrafter, Router
+from selfspec.drafters import Guard, LayerSkipDrafter, MergedDrafter, ModelDrafter, Router, TranslatedDrafter
 from selfspec.drafters.heads import HeadDrafter
 from selfspec.model.layout import weight_bytes
 from selfspec.runtime.forward import Runtime
@@ -18,7 +18,7 @@ def held_beside(drafter: Drafter, runtime: Runtime) -> int:
             return max(held_beside(route.drafter, runtime) for route in drafter.routes)
         case MergedDrafter():
             return sum(held_beside(one, runtime) for one in drafter.drafters)
-        case ModelDrafter():
+        case ModelDrafter() | TranslatedDrafter():
             own = drafter.runtime
             return weight_bytes(own.model) + own.cache.bytes + own.extra_bytes(drafter.path)
         case LayerSkipDrafter():

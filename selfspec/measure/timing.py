@@ -188,16 +188,19 @@ def transformers_generate(
     options: Options,
     *,
     settings: Mapping[str, Any] = MappingProxyType({}),
-    assistant: Any = None,
+    assistant: tuple[Any, Any] | None = None,
     keep: Callable[[Sequence[int]], None] | None = None,
 ) -> Method:
     """`transformers`' own `generate` with the same options, as a method to be timed; it has no seed.
 
     `settings`: further fields of its `GenerationConfig`, such as `prompt_lookup_num_tokens`; `assistant`: a draft
-    model of its own. `keep` is shown every text's token ids.
+    model of its own, and its tokenizer. `keep` is shown every text's token ids.
     """
     model, tokenizer = copy.copy(llm.model), llm.tokenizer
     model.generation_config = GenerationConfig()  # or it would fill in what the options leave open
+    aided = {} if assistant is None else {"assistant_model": assistant[0]}
+    if assistant is not None and assistant[0].config.vocab_size != model.config.vocab_size:
+        aided["assistant_tokenizer"] = assistant[1]
 
     def run(prompt: Prompt) -> Stats:
         planned = llm.plan(prompt, options)
@@ -217,7 +220,7 @@ def transformers_generate(
             logits_processor=extra,
             tokenizer=tokenizer,
             streamer=clock,
-            **({} if assistant is None else {"assistant_model": assistant}),
+            **aided,
         )[0, len(given) :]
         tokenizer.decode(new)
         synchronise(llm.runtime.device)

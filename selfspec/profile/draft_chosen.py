@@ -44,7 +44,7 @@ class SwiftSpec(_ChosenSpec):
 
     kind: Literal["swift"] = "swift"
     window: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(32, description="Tokens that sets are compared on.")
-    every: Annotated[int, Field(ge=1)] = Field(2, description="Rounds between trials.")
+    every: Annotated[int, Field(ge=1)] = Field(8, description="Rounds between trials.")
     patience: Annotated[int, Field(ge=0)] = Field(40, description="Trials without a better set that end a search.")
 
     @property
@@ -60,7 +60,7 @@ class ClaspSpec(_ChosenSpec):
     skip: Annotated[int, Field(ge=1, lt=WIDEST_DRAFT)] | None = Field(
         None, description="Layers that are bypassed; half of the model's when left out."
     )
-    every: Annotated[int, Field(ge=1)] = Field(4, description="Rounds between choices.")
+    every: Annotated[int, Field(ge=1)] = Field(16, description="Rounds between choices.")
 
     @property
     def said(self) -> str:

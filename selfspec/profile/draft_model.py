@@ -13,7 +13,7 @@ from selfspec.profile.draft import DraftSpec, Proposers, Step, kinds_of, registe
 
 
 class ModelSpec(DraftSpec):
-    """A smaller model of the same tokenizer drafts (2211.17192, 2302.01318).
+    """A smaller model drafts (2211.17192, 2302.01318), of another tokenizer too (2502.05202).
 
     `bits`: in how many it drafts. `step`: what a step of it takes, in plain decoding steps.
     """

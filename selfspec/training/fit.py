@@ -280,10 +280,10 @@ def _fit(learner: Fittable, texts: Texts, options: TrainOptions, state: State, w
 
 
 def _share(options: TrainOptions, done: Progress) -> float:
-    """How much of fitting is done."""
+    """How much of fitting is done; it has all minutes where making texts may take whatever it takes."""
     if options.steps is not None:
         return done.steps / options.steps
-    return done.seconds / (60 * options.minutes * (1 - MAKING))
+    return done.seconds / (60 * options.minutes * (1 - MAKING if options.texts is None else 1))
 
 
 def _windows(texts: Texts, numbers: Sequence[int], depth: int, draw: random.Random) -> list[Text]:

@@ -21,8 +21,9 @@ FEWEST = 2  # texts without which nothing can be fitted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """`minutes` in all; `max_new_tokens` of each text's answer; `vocabulary`: tokens that a head may draft.
+    """`minutes` in all, of fitting alone where `texts` are counted; `max_new_tokens` of each text's answer.
 
+    `vocabulary`: tokens that a head may draft.
     `rank` of bridges (whole when left out) and of adapters (16); `loss` of adapters and models, between the model's
     distribution and the draft's. `student`: the model to distil into, else `layers` of the model's own, a fifth of them
     when left out; after so many, drafts of `layerskip` exit. `texts` and `steps`: so many, whatever time they take;
@@ -30,7 +31,7 @@ class TrainOptions:
     value out of range.
     """
 
-    minutes: Annotated[float, typer.Option(help="For all of it, texts included.")] = 20.0
+    minutes: Annotated[float, typer.Option(help="For all of it; with --texts, for fitting alone.")] = 20.0
     max_new_tokens: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens of each answer to learn from.")] = 128
     vocabulary: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens that a head may draft.")] = 8192
     rank: Annotated[

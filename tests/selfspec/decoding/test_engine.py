@@ -11,6 +11,7 @@ from models import plain, run, small
 from stores import babble, stored
 from toys import Adding, HiddenHead, Lockstep, RandomTree, Scripted, Staged
 from trained import learnt
+from words import Doubled
 
 from selfspec.basics.errors import BusyError, SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
@@ -29,6 +30,7 @@ from selfspec.drafters import (
     Route,
     Router,
     SwiftDrafter,
+    TranslatedDrafter,
 )
 from selfspec.drafters.heads import HeadBelow, HeadDrafter
 from selfspec.facts.acceptance import Outlook
@@ -89,6 +91,9 @@ DRAFTERS = {
     "jacobi": lambda runtime: JacobiDrafter("jacobi", start="padding"),
     "jacobi in blocks": lambda runtime: JacobiDrafter("gauss-seidel", block=4),
     "jacobi, hybrid": lambda runtime: JacobiDrafter("hybrid", block=3, parallel=7, start="prompt"),
+    "draft model of other tokens": lambda runtime: TranslatedDrafter(
+        runtime, Runtime(small(2 * VOCABULARY, 1, seed=9)), Doubled(VOCABULARY), FixedK(2), candidates=2
+    ),
     "swift": lambda runtime: SwiftDrafter(runtime, StaticThreshold(0.1, 4), window=6, every=1, candidates=2),
     "clasp": lambda runtime: ClaspDrafter(runtime, FixedK(3), skip=2, every=1),
     "lookahead": lambda runtime: LookaheadDrafter(window=3, ngram=3, guesses=2),

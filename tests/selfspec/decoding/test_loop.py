@@ -11,6 +11,7 @@ from stores import babble, stored
 from toys import Adding, HiddenHead, RandomTree, Scripted, Staged, always_wrong, oracle
 from trained import learnt
 from transformers import SuppressTokensLogitsProcessor
+from words import Doubled
 
 from selfspec.basics.errors import BusyError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
@@ -30,6 +31,7 @@ from selfspec.drafters import (
     Route,
     Router,
     SwiftDrafter,
+    TranslatedDrafter,
 )
 from selfspec.drafters.heads import HeadBelow, HeadDrafter
 from selfspec.facts.acceptance import Outlook
@@ -97,6 +99,9 @@ DRAFTERS = {
     "jacobi": lambda runtime, prompt: JacobiDrafter("jacobi", start="padding"),
     "jacobi in blocks": lambda runtime, prompt: JacobiDrafter("gauss-seidel", block=4),
     "jacobi, hybrid": lambda runtime, prompt: JacobiDrafter("hybrid", block=3, parallel=7, start="prompt"),
+    "draft model of other tokens": lambda runtime, prompt: TranslatedDrafter(
+        runtime, Runtime(small(2 * VOCABULARY, 1, seed=9)), Doubled(VOCABULARY), FixedK(2), candidates=2
+    ),
     "swift": lambda runtime, prompt: SwiftDrafter(runtime, StaticThreshold(0.1, 4), window=6, every=1, candidates=2),
     "clasp": lambda runtime, prompt: ClaspDrafter(runtime, FixedK(3), skip=2, every=1),
     "lookahead": lambda runtime, prompt: LookaheadDrafter(window=3, ngram=3, guesses=2),

@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from models import plain, run, small
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import selfspec
+from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
-from selfspec.drafters import ModelDrafter, make_drafter
+from selfspec.drafters import ModelDrafter, PlainDrafter, TranslatedDrafter, make_drafter
 from selfspec.facts.draft_path import DraftPath
 from selfspec.model.low_precision import fake
+from selfspec.profile.draft import ProposerSpec
 from selfspec.profile.draft_model import ModelSpec
 from selfspec.profile.reading import parse_profile, profile_text, write_profile
 from selfspec.profile.schema import Profile
@@ -143,6 +146,46 @@ def test_a_profile_names_a_folder_beside_it(saved, llm):
     out = drafted.generate("def read(", max_new_tokens=12)
     assert out.text == llm.generate("def read(", max_new_tokens=12).text
     assert set(out.stats.sources) <= {"draft model"}
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory):
+    """A draft model with a tokenizer of its own, in a folder."""
+    folder = tmp_path_factory.mktemp("foreign") / "other"
+    own = Tokenizer(models.BPE())
+    own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
+    own.train_from_iterator(builtin.prompts("calibration"), trainer)
+    small(own.get_vocab_size(), 1).float().save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=own).save_pretrained(folder)
+    return folder
+
+
+def test_a_draft_model_of_another_tokenizer(foreign, llm, held_out):
+    drafted = selfspec.load("builtin", profile="none", method=f"model:{foreign}")
+    for text in held_out[:3]:
+        out = drafted.generate(text, max_new_tokens=24)
+        assert out.text == llm.generate(text, max_new_tokens=24).text
+    drafter = make_drafter(llm.runtime, drafted.profile)
+    assert isinstance(drafter, TranslatedDrafter)
+    seeded = {"temperature": 0.9, "seed": 4, "max_new_tokens": 24, "drafter": drafter}
+    plainly = llm.generate(held_out[0], **{**seeded, "drafter": PlainDrafter()})
+    assert llm.generate(held_out[0], **seeded).text == plainly.text
+
+
+def test_what_another_tokenizer_wants(foreign, llm):
+    spec = ModelSpec(model=str(foreign))
+    with pytest.raises(SelfspecError, match="checks no guesses"):
+        make_drafter(
+            llm.runtime, Profile(model=llm.identity, draft=spec.model_copy(update={"proposers": [ProposerSpec()]}))
+        )
+    nameless = llm.identity.model_copy(update={"name": None})
+    with pytest.raises(SelfspecError, match="does not name the model"):
+        make_drafter(llm.runtime, Profile(model=nameless, draft=spec))
+    elsewhere = llm.identity.model_copy(update={"name": "no-such/model"})
+    with pytest.raises(SelfspecError, match="another tokenizer than no-such/model"):
+        make_drafter(llm.runtime, Profile(model=elsewhere, draft=spec))
 
 
 def test_it_comes_back_from_a_file_as_it_was(llm):

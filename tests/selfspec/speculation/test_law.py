@@ -14,6 +14,7 @@ from models import run, small
 from toys import Adding, Enumerating, HiddenHead, RandomTree, Reusing, Scripted, Staged, enumerate_outcomes
 from trained import learnt
 from transformers.generation import logits_process as hf
+from words import Doubled
 
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.drafters import (
@@ -28,6 +29,7 @@ from selfspec.drafters import (
     ModelDrafter,
     PlainDrafter,
     SwiftDrafter,
+    TranslatedDrafter,
 )
 from selfspec.drafters import merged as merging
 from selfspec.facts.acceptance import AcceptanceCurve, Outlook
@@ -148,6 +150,9 @@ DRAFTERS = {
     ),
     "input": lambda runtime: InputDrafter(FixedK(2)),
     "jacobi": lambda runtime: JacobiDrafter("gauss-seidel", block=3),
+    "draft model of other tokens": lambda runtime: TranslatedDrafter(
+        runtime, Runtime(small(2 * VOCABULARY, 1, seed=9)), Doubled(VOCABULARY), FixedK(2)
+    ),
     "swift": lambda runtime: SwiftDrafter(runtime, StaticThreshold(0.1, 4), window=6, every=1, candidates=2),
     "clasp": lambda runtime: ClaspDrafter(runtime, FixedK(2), skip=1, every=1),
     "lookahead": lambda runtime: LookaheadDrafter(window=1, ngram=3, guesses=1),

@@ -8,6 +8,7 @@ from models import run, small
 from scipy import stats as scipy_stats
 from stores import babble, stored
 from toys import Adding, HiddenHead, RandomTree, Scripted, Toy
+from words import Doubled
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, StaticThreshold
@@ -22,6 +23,7 @@ from selfspec.drafters import (
     PlainDrafter,
     RecycleDrafter,
     SwiftDrafter,
+    TranslatedDrafter,
 )
 from selfspec.drafters.chains import _drawn
 from selfspec.facts.confidence import Confidence
@@ -91,6 +93,9 @@ DRAFTERS = {
     "jacobi": lambda runtime: JacobiDrafter("jacobi", start="padding"),
     "jacobi in blocks": lambda runtime: JacobiDrafter("gauss-seidel", block=4),
     "jacobi, hybrid": lambda runtime: JacobiDrafter("hybrid", block=3, parallel=7, start="prompt"),
+    "draft model of other tokens": lambda runtime: TranslatedDrafter(
+        runtime, Runtime(small(2 * VOCABULARY, 1, seed=9)), Doubled(VOCABULARY), FixedK(2), candidates=2
+    ),
     "swift": lambda runtime: SwiftDrafter(runtime, StaticThreshold(0.1, 4), window=6, every=1, candidates=2),
     "clasp": lambda runtime: ClaspDrafter(runtime, FixedK(3), skip=1, every=1),
     "lookahead": lambda runtime: LookaheadDrafter(window=3, ngram=3, guesses=2),

@@ -1,0 +1,123 @@
+"""A draft model of another vocabulary (Timor et al. 2502.05202, token-level intersection)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from selfspec.controllers import Controller
+from selfspec.drafters.chains import Chain, ChainDrafter
+from selfspec.facts.confidence import PROBABILITY, Confidence
+from selfspec.facts.draft_path import FULL, DraftPath
+from selfspec.facts.work import DRAFT_MODEL, Work, steps_of
+from selfspec.model.vocabularies import Words
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafter import Limit
+from selfspec.speculation.drafts import Draft
+from selfspec.speculation.passes import Placed, lay_out
+from selfspec.speculation.sequence import SequenceState
+
+AT_ONCE = 8  # tokens of the text that its cache may lack, to be read with a draft's first token
+
+
+class TranslatedDrafter(ChainDrafter):
+    """Drafts with another model whose tokens are others: those that both have, by its probabilities for these alone.
+
+    Every draft begins with the text read anew in the draft model's tokens, of whose keys its cache keeps those of the
+    beginning that stayed the same. As q is known for every token, sampling stays exact. Nothing is drafted while a
+    text ends within a character, nor beyond the draft model's context.
+    """
+
+    source = DRAFT_MODEL
+    partial = True
+
+    def __init__(
+        self,
+        target: Runtime,
+        runtime: Runtime,
+        words: Words,
+        controller: Controller,
+        *,
+        path: DraftPath = FULL,
+        candidates: int = 1,
+        confidence: Confidence = PROBABILITY,
+    ) -> None:
+        super().__init__(controller, candidates=min(candidates, len(words.ours)), confidence=confidence)
+        self.target, self.words = target, words
+        self.runtime = runtime.beside(rows=target.rows)
+        self.path = path
+        self._way = self.runtime.compile(path)
+        self._size = target.skeleton.identity.vocabulary or int(words.ours.max()) + 1
+        self._ours, self._theirs = words.ours.to(target.device), words.theirs.to(runtime.device)
+        self._of = dict(zip(words.ours.tolist(), words.theirs.tolist(), strict=True))
+        self._held: dict[int, list[int]] = {}  # by row: the tokens whose keys the cache holds
+        self._texts: dict[SequenceState, list[int]] = {}  # of drafts under way
+
+    def dearest(self, limit: Limit) -> Work:
+        """A step for each token."""
+        return steps_of(max(min(limit.depth, limit.nodes, self._deepest), 0))
+
+    def end(self, seq: SequenceState) -> None:
+        """Forget the sequence; its keys stay, for a text that begins as it does."""
+        super().end(seq)
+        self._texts.pop(seq, None)
+
+    def _begun(self, seq: SequenceState, room: int) -> Chain:
+        """A draft that stays within the draft model's context, after the text in its tokens."""
+        self.runtime.skeleton.refresh()
+        text = self._texts[seq] = self.words.read(seq.tokens) or []
+        left = self.runtime.skeleton.context - len(text) if text else 0
+        return super()._begun(seq, max(min(room, left), 0))
+
+    def _pass(self, chains: Sequence[Chain]) -> None:
+        """Raw logits after each chain's last token, in the target's tokens, minus infinity for those not shared."""
+        texts = [self._text(chain) for chain in chains]
+        self._reserve(max(map(len, texts)))
+        runs = [self._missing(chain.seq.row, text) for chain, text in zip(chains, texts, strict=True)]
+        placed = [
+            Placed(c.seq.row, run[0], at, Draft.chain(run[1:])) for c, (at, run) in zip(chains, runs, strict=True)
+        ]
+        laid = lay_out(placed, spare=self.runtime.cache.spare, device=self.runtime.device)
+        step = self.runtime.forward(
+            laid.tokens, laid.positions, path=self._way, slots=laid.slots, mask=laid.mask, rows=laid.rows
+        )
+        assert step.logits is not None
+        for c, (at, run), row in zip(chains, runs, laid.at, strict=True):
+            self._held[c.seq.row][at:] = run
+            c.passes.append(1)
+            c.logits = [self._translated(step.logits[row, len(run) - 1])]
+
+    def _translated(self, logits: Tensor) -> Tensor:
+        """Logits `[1, V]` of the target's tokens from the draft model's `[V']`."""
+        shared = logits[self._theirs].to(self.target.device)
+        row = shared.new_full((1, self._size), -math.inf)
+        row[0, self._ours] = shared
+        return row
+
+    def _text(self, chain: Chain) -> list[int]:
+        """The text and what is drafted, in the draft model's tokens."""
+        return [*self._texts[chain.seq], *(self._of[token] for token in chain.tokens)]
+
+    def _reserve(self, length: int) -> None:
+        """Room for texts of that length and the rest of their drafts."""
+        needed = length + self._deepest + 2
+        if self.runtime.cache.slots < needed:
+            self.runtime.reserve(max(needed + length // 2, self.target.cache.slots))
+            self._held.clear()  # nothing is committed there, so nothing is taken along
+
+    def _missing(self, row: int, text: Sequence[int]) -> tuple[int, list[int]]:
+        """From which place on a row lacks the text's keys, and the tokens from there, few of them."""
+        held = self._held.setdefault(row, [])
+        right, last = 0, min(len(held), len(text) - 1)
+        while right < last and held[right] == text[right]:
+            right += 1
+        del held[right:]
+        if len(text) - right > AT_ONCE:
+            ids = torch.tensor([text[right:-1]], device=self.runtime.device)
+            self.runtime.forward(ids, right, rows=slice(row, row + 1), logits=None, path=self._way)
+            held[right:] = text[right:-1]
+            right = len(text) - 1
+        return right, list(text[right:])
