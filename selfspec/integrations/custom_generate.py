@@ -30,7 +30,9 @@ from selfspec.integrations.repository import write_repository
 from selfspec.llm.here import outlook_here
 from selfspec.llm.llm import LLM, wrap
 from selfspec.llm.plan import check_config
-from selfspec.profile.choosing import named_profile
+from selfspec.model.layout import check_layout, lay_out_
+from selfspec.model.skeleton import read_skeleton
+from selfspec.profile.choosing import choose_profile, named_profile
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
@@ -49,6 +51,7 @@ def hf(
     method: str | None = None,
     rule: str | None = None,
     streamer: Any = None,
+    layout: str | None = None,
 ) -> CustomGenerate:
     """For `model.generate(..., custom_generate=hf(...))`: `transformers`' own output, drafted and verified.
 
@@ -58,20 +61,31 @@ def hf(
     a function no `tokenizer`: for `stop_strings`, call `hf(...).generate(model, ...)`, which takes the same arguments.
 
     `profile` and `method` as in `load`; `rule`: how drafts of sampled texts are verified, `match` by default; a
-    `streamer` replaces the call's. Keep the object: what it prepares for a model serves its next calls. Raises
-    `SelfspecError`, also later for a call that asks for what cannot be had.
+    `streamer` replaces the call's. Keep the object: what it prepares for a model serves its next calls. `layout`: how
+    the model's weights are laid out, in place, when it is first used, see `layout.lay_out_`; `auto` is what `load` does
+    and much faster on a CPU, and left out they stay as they lie. Raises `SelfspecError`, also later for a call that
+    asks for what cannot be had.
     """
-    return CustomGenerate(named_profile(profile), method=method, rule=rule, streamer=streamer)
+    return CustomGenerate(named_profile(profile), method=method, rule=rule, streamer=streamer, layout=layout)
 
 
 class CustomGenerate:
     """A decoding method for `transformers`' generate, as `hf` makes it; remembers what it prepared for a model."""
 
     def __init__(
-        self, profile: str | Profile, *, method: str | None = None, rule: str | None = None, streamer: Any = None
+        self,
+        profile: str | Profile,
+        *,
+        method: str | None = None,
+        rule: str | None = None,
+        streamer: Any = None,
+        layout: str | None = None,
     ) -> None:
         if rule is not None:
             check_rule(rule)
+        if layout is not None:
+            check_layout(layout)
+        self.layout = layout
         self.profile, self.method, self.rule, self.streamer = profile, method, rule, streamer
         self._llm: LLM | None = None
         self._weights: object = None
@@ -147,16 +161,24 @@ class CustomGenerate:
         generate of a model loaded from there with `trust_remote_code=True`. The profile is written into it. Raises
         `SelfspecError` for a profile with trained parts, and where the folder cannot be written.
         """
-        write_repository(Path(folder), self.profile, method=self.method, rule=self.rule)
+        write_repository(Path(folder), self.profile, {"method": self.method, "rule": self.rule, "layout": self.layout})
 
     def _prepared(self, model: Any) -> LLM:
         """The model, wrapped once, and again when it was moved, cast or loaded anew."""
-        table = model.get_input_embeddings().weight
-        weights = (id(model), table.device, table.dtype, table.data_ptr())
-        if self._llm is None or self._weights != weights:
+        if self._llm is None or self._weights != _where(model):
+            self._lay_out(model)
             self._llm = wrap(model, None, profile=self.profile, method=self.method)
-            self._weights, self._several = weights, None
+            self._weights, self._several = _where(model), None
         return self._llm
+
+    def _lay_out(self, model: Any) -> None:
+        """As suits the profile that the model is to draft by."""
+        if self.layout is None:
+            return
+        chosen = choose_profile(read_skeleton(model).identity, self.profile, self.method)
+        drafts = [] if chosen is None or not chosen.drafts else chosen.alternatives
+        few_bits = any(one.path.low_precision for one in drafts)
+        lay_out_(model, self.layout, drafting=bool(drafts), few_bits=few_bits)
 
     def _with_rows(self, llm: LLM, rows: int) -> tuple[Runtime, Drafter]:
         """A runtime that holds so many sequences, and what drafts on it."""
@@ -200,6 +222,12 @@ class _OfRow(LogitsProcessor):  # type: ignore[misc]
         ids = torch.cat([self.pads.to(input_ids.device), input_ids[0]]).expand(self.rows, -1)
         processed: Tensor = self.processor(ids, scores.expand(self.rows, -1).clone())
         return processed[self.row : self.row + 1]
+
+
+def _where(model: Any) -> object:
+    """What changes where a model is moved, cast or loaded anew."""
+    table = model.get_input_embeddings().weight
+    return id(model), table.device, table.dtype, table.data_ptr()
 
 
 def _check(config: GenerationConfig, given: dict[str, Any], vocabulary: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from selfspec.basics.errors import SelfspecError
@@ -22,13 +23,12 @@ def generate(*args, model, **kwargs):
 '''
 
 
-def write_repository(folder: Path, profile: str | Profile, *, method: str | None, rule: str | None) -> None:
-    """Write `custom_generate/generate.py` and its `requirements.txt` below `folder`.
+def write_repository(folder: Path, profile: str | Profile, given: Mapping[str, str | None]) -> None:
+    """Write `custom_generate/generate.py` and its `requirements.txt` below `folder`; `given`: what else `hf` is told.
 
     Raises `SelfspecError` for a profile with files of its own, as `transformers` brings none along, and where the place
     cannot be written.
     """
-    given = {"method": method, "rule": rule}
     further = "".join(f", {name}={value!r}" for name, value in given.items() if value is not None)
     reads = text = ""
     named = repr(profile)

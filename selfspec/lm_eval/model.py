@@ -18,8 +18,8 @@ class SelfspecLM(HFLM):  # type: ignore[misc]
     """`hf` of lm-evaluation-harness, with its arguments and scores: `generate_until` is drafted, the rest is theirs.
 
     `pretrained` may also be `builtin`, `smollm2-135m` or a GGUF file, which are loaded as `selfspec.load` does.
-    `profile`, `method` and `rule` as in `selfspec.hf`. Raises `SelfspecError` as that does, and for such a model with a
-    tokenizer, as it brings its own.
+    `profile`, `method`, `rule` and `layout` as in `selfspec.hf`. Raises `SelfspecError` as that does, and for such a
+    model with a tokenizer, as it brings its own.
     """
 
     def __init__(
@@ -29,9 +29,10 @@ class SelfspecLM(HFLM):  # type: ignore[misc]
         profile: str = "auto",
         method: str | None = None,
         rule: str | None = None,
+        layout: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self._drafted = hf(profile, method=method, rule=rule)
+        self._drafted = hf(profile, method=method, rule=rule, layout=layout)
         if isinstance(pretrained, str) and (pretrained == NAME or gguf_file(pretrained) is not None):
             if kwargs.get("tokenizer") is not None:
                 raise SelfspecError(f"model {pretrained} brings its tokenizer; leave it out")

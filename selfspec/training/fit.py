@@ -86,7 +86,7 @@ def fit(
     check_kind(part)
     check_folder(out)
     own = OwnPath.of(llm.runtime, profile, part) if part in OF_PATHS else None
-    texts = Texts(folder_of(llm, prompts, chat, options))
+    texts = Texts(folder_of(llm, prompts, chat, options), options.texts)
     if part == "bridge" and own is not None:
         make_texts(llm, texts, prompts, chat, replace(options, texts=options.texts or BRIDGED), watch)
         fitted, progress = bridged(llm, own, *_some(texts), options, watch)

@@ -64,9 +64,10 @@ def layers_of(layers: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Texts:
-    """Texts in the files of a folder, by number."""
+    """Texts in the files of a folder, by number; the first `most` of them, where that is told."""
 
     folder: Path
+    most: int | None = None
     index: dict[int, _Place] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,7 +81,8 @@ class Texts:
                 held = json.loads(file.metadata()["texts"])
         except Exception:  # torn, or of another's making: made again
             return
-        self.index.update({int(number): _Place(path, *sizes) for number, sizes in held.items()})
+        found = {int(number): _Place(path, *sizes) for number, sizes in held.items()}
+        self.index.update({n: place for n, place in found.items() if self.most is None or n < self.most})
 
     def __len__(self) -> int:
         return len(self.index)

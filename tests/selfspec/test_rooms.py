@@ -28,7 +28,7 @@ ROOMS = {  # each with the rooms that it may import
     "drafters": "basics facts profile speculation controllers proposers model runtime parts",
     "decoding": "basics facts speculation runtime",
     "llm": "basics facts profile show text speculation controllers model proposers runtime drafters decoding",
-    "integrations": "basics profile speculation runtime drafters decoding llm",
+    "integrations": "basics profile speculation model runtime drafters decoding llm",
     "lm_eval": "basics builtin model integrations",
     "measure": "basics facts profile text speculation controllers model runtime drafters llm",
     "search": "basics facts profile text speculation controllers proposers runtime parts drafters decoding llm "

@@ -26,6 +26,7 @@ from selfspec.facts.draft_path import as_path
 from selfspec.facts.skip import SkipSet
 from selfspec.integrations.custom_generate import hf
 from selfspec.llm.llm import LLM
+from selfspec.model.loading import load_model
 from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.schema import Profile
 
@@ -318,6 +319,15 @@ def test_a_method_by_its_name(model):
         assert torch.equal(ours, theirs)
 
 
+def test_weights_laid_out_give_the_same(held_out, each_layout):
+    """Drafted, and by the model's own generate, whatever lay fastest."""
+    model, tokenizer = load_model("builtin")
+    asked = {**tokenizer(held_out[0], return_tensors="pt"), "max_new_tokens": 24, "do_sample": False}
+    theirs = model.generate(**asked)
+    assert torch.equal(model.generate(**asked, custom_generate=hf("stdlib-llama-3.7m", layout="auto")), theirs)
+    assert torch.equal(model.generate(**asked), theirs)
+
+
 WRONG = {
     "num_beams 2 is not served": {"num_beams": 2},
     "output_attentions is not served": {"output_attentions": True, "return_dict_in_generate": True},
@@ -364,6 +374,8 @@ def test_wrong_arguments():
         hf("nothing.yaml")
     with pytest.raises(SelfspecError, match="rule"):
         hf(rule="guess")
+    with pytest.raises(SelfspecError, match="layout 'diagonal' is not known"):
+        hf(layout="diagonal")
 
 
 def test_it_is_public():

@@ -28,7 +28,7 @@ def asked(llm, held_out):
 
 @pytest.mark.parametrize("profile", ["auto", "stdlib-llama-3.7m"])
 def test_named_in_the_call(llm, folder, asked, profile):
-    hf(profile, rule="block").save(folder)
+    hf(profile, rule="block", layout="rows").save(folder)
     theirs = llm.model.generate(**asked)
     ours = llm.model.generate(**asked, custom_generate=str(folder), trust_remote_code=True)
     assert torch.equal(ours, theirs)

@@ -67,6 +67,8 @@ def test_each_kind_learns_and_drafts(llm, prompts, tmp_path, kind):
 
 
 def test_the_same_call_gives_the_same_part(llm, fitted, prompts, tmp_path):
+    more = TrainOptions(steps=1, **{**FEW, "texts": FEW["texts"] + 12})  # there are other texts by then
+    fit(llm, part="medusa", out=tmp_path, prompts=prompts, options=more)
     again = fit(llm, out=tmp_path, prompts=prompts, options=TrainOptions(steps=60, **FEW))
     one, other = read_part(fitted.part).tensors, read_part(again.part).tensors
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())

@@ -69,6 +69,12 @@ def test_what_was_made_is_made_once(runtime, tmp_path):
     assert all(torch.equal(whole.read(number).tokens, tokens) for number, tokens in done.items())
 
 
+def test_so_many_are_the_first_ones_whatever_else_is_there(runtime, tmp_path):
+    made(runtime, tmp_path, most=12)
+    assert sorted(Texts(tmp_path, 5).index) == list(range(5))
+    assert len(Texts(tmp_path)) == 12
+
+
 def test_a_torn_file_is_left_out(runtime, tmp_path):
     made(runtime, tmp_path, most=3)
     (file,) = tmp_path.iterdir()
