@@ -159,7 +159,7 @@ def _head(runtime: Runtime, profile: Profile, part: str) -> Head:
 def make_model(runtime: Runtime, spec: ModelSpec, profile: Profile) -> ModelDrafter | TranslatedDrafter:
     """Another model, in a folder beside the profile, or loaded by its name, whatever its tokenizer.
 
-    Raises `SelfspecError` as loading does, and for guesses with a draft model of another tokenizer.
+    Raises `SelfspecError` as loading does, also where the model's own tokenizer is needed and cannot be had.
     """
     beside = None if profile.folder is None else profile.folder / spec.model
     name = str(beside) if beside is not None and beside.is_dir() else spec.model
@@ -167,13 +167,19 @@ def make_model(runtime: Runtime, spec: ModelSpec, profile: Profile) -> ModelDraf
     own, tokenizer = _draft_model(name, device, spec.dtype, spec.bits)
     path = FULL if spec.bits is None else DraftPath.of([spec.bits] * (2 * own.layers), head=spec.bits)
     controller, confidence = make_controller(spec.controller, profile.outlook), spec.confidence or PROBABILITY
+    ahead = make_ahead(spec.proposers or (), WIDER, runtime.skeleton.identity.vocabulary)
     sizes = (runtime.skeleton.identity.vocabulary or 0, own.skeleton.identity.vocabulary or 0)
     if sizes[0] != sizes[1]:
-        if spec.proposers:
-            raise SelfspecError("a draft model of another tokenizer checks no guesses; leave proposers out")
         words = SharedWords(_tokenizer(profile), tokenizer, sizes=sizes)
         return TranslatedDrafter(
-            runtime, own, words, controller, path=path, candidates=spec.candidates, confidence=confidence
+            runtime,
+            own,
+            words,
+            controller,
+            path=path,
+            candidates=spec.candidates,
+            confidence=confidence,
+            ahead=ahead,
         )
     return ModelDrafter(
         runtime,
@@ -182,7 +188,7 @@ def make_model(runtime: Runtime, spec: ModelSpec, profile: Profile) -> ModelDraf
         path=path,
         candidates=spec.candidates,
         confidence=confidence,
-        ahead=make_ahead(spec.proposers or (), WIDER, runtime.skeleton.identity.vocabulary),
+        ahead=ahead,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -12,8 +13,10 @@ from selfspec.controllers import Controller
 from selfspec.drafters.chains import Chain, ChainDrafter
 from selfspec.facts.confidence import PROBABILITY, Confidence
 from selfspec.facts.draft_path import FULL, DraftPath
-from selfspec.facts.work import DRAFT_MODEL, Work, steps_of
+from selfspec.facts.limits import WIDEST_DRAFT
+from selfspec.facts.work import DRAFT_MODEL, Work, passes_of
 from selfspec.model.vocabularies import Words
+from selfspec.proposers.ahead import Ahead
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft
@@ -44,8 +47,9 @@ class TranslatedDrafter(ChainDrafter):
         path: DraftPath = FULL,
         candidates: int = 1,
         confidence: Confidence = PROBABILITY,
+        ahead: Ahead | None = None,
     ) -> None:
-        super().__init__(controller, candidates=min(candidates, len(words.ours)), confidence=confidence)
+        super().__init__(controller, candidates=min(candidates, len(words.ours)), confidence=confidence, ahead=ahead)
         self.target, self.words = target, words
         self.runtime = runtime.beside(rows=target.rows)
         self.path = path
@@ -57,8 +61,9 @@ class TranslatedDrafter(ChainDrafter):
         self._texts: dict[SequenceState, list[int]] = {}  # of drafts under way
 
     def dearest(self, limit: Limit) -> Work:
-        """A step for each token."""
-        return steps_of(max(min(limit.depth, limit.nodes, self._deepest), 0))
+        """As many passes as the draft may be deep, each as wide as guesses make it."""
+        tokens, widest = max(min(limit.depth, limit.nodes, self._deepest), 0), len(self.ahead.prices)
+        return passes_of(min(widest, tokens - i) for i in range(tokens))
 
     def end(self, seq: SequenceState) -> None:
         """Forget the sequence; its keys stay, for a text that begins as it does."""
@@ -73,10 +78,13 @@ class TranslatedDrafter(ChainDrafter):
         return super()._begun(seq, max(min(room, left), 0))
 
     def _pass(self, chains: Sequence[Chain]) -> None:
-        """Raw logits after each chain's last token, in the target's tokens, minus infinity for those not shared."""
+        """Raw logits after each chain's last token and what is guessed to follow it, in the target's tokens.
+
+        Minus infinity for those that are not shared.
+        """
         texts = [self._text(chain) for chain in chains]
         self._reserve(max(map(len, texts)))
-        runs = [self._missing(chain.seq.row, text) for chain, text in zip(chains, texts, strict=True)]
+        runs = [self._run(chain, text) for chain, text in zip(chains, texts, strict=True)]
         placed = [
             Placed(c.seq.row, run[0], at, Draft.chain(run[1:])) for c, (at, run) in zip(chains, runs, strict=True)
         ]
@@ -87,8 +95,9 @@ class TranslatedDrafter(ChainDrafter):
         assert step.logits is not None
         for c, (at, run), row in zip(chains, runs, laid.at, strict=True):
             self._held[c.seq.row][at:] = run
-            c.passes.append(1)
-            c.logits = [self._translated(step.logits[row, len(run) - 1])]
+            c.passes.append(1 + len(c.ahead))
+            rows = range(len(run) - 1 - len(c.ahead), len(run))
+            c.logits = [self._translated(step.logits[row, i]) for i in rows]
 
     def _translated(self, logits: Tensor) -> Tensor:
         """Logits `[1, V]` of the target's tokens from the draft model's `[V']`."""
@@ -97,13 +106,20 @@ class TranslatedDrafter(ChainDrafter):
         row[0, self._ours] = shared
         return row
 
+    def _run(self, chain: Chain, text: Sequence[int]) -> tuple[int, list[int]]:
+        """From which place on the cache lacks the text's keys, and the tokens from there, with what is guessed."""
+        guess = self.reading(chain.seq).guess(chain.tokens, chain.room - len(chain.tokens) - 1)
+        chain.ahead, chain.source = list(takewhile(self._of.__contains__, guess.tokens)), guess.source
+        at, run = self._missing(chain.seq.row, text)
+        return at, [*run, *(self._of[token] for token in chain.ahead)]
+
     def _text(self, chain: Chain) -> list[int]:
         """The text and what is drafted, in the draft model's tokens."""
         return [*self._texts[chain.seq], *(self._of[token] for token in chain.tokens)]
 
     def _reserve(self, length: int) -> None:
         """Room for texts of that length and the rest of their drafts."""
-        needed = length + self._deepest + 2
+        needed = length + WIDEST_DRAFT + 2
         if self.runtime.cache.slots < needed:
             self.runtime.reserve(max(needed + length // 2, self.target.cache.slots))
             self._held.clear()  # nothing is committed there, so nothing is taken along

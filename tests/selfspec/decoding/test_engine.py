@@ -94,6 +94,9 @@ DRAFTERS = {
     "draft model of other tokens": lambda runtime: TranslatedDrafter(
         runtime, Runtime(small(2 * VOCABULARY, 1, seed=9)), Doubled(VOCABULARY), FixedK(2), candidates=2
     ),
+    "draft model of other tokens, with guesses": lambda runtime: TranslatedDrafter(
+        runtime, Runtime(small(2 * VOCABULARY, 1, seed=9)), Doubled(VOCABULARY), FixedK(4), ahead=GUESSES
+    ),
     "swift": lambda runtime: SwiftDrafter(runtime, StaticThreshold(0.1, 4), window=6, every=1, candidates=2),
     "clasp": lambda runtime: ClaspDrafter(runtime, FixedK(3), skip=2, every=1),
     "lookahead": lambda runtime: LookaheadDrafter(window=3, ngram=3, guesses=2),

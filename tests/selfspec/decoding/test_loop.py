@@ -102,6 +102,9 @@ DRAFTERS = {
     "draft model of other tokens": lambda runtime, prompt: TranslatedDrafter(
         runtime, Runtime(small(2 * VOCABULARY, 1, seed=9)), Doubled(VOCABULARY), FixedK(2), candidates=2
     ),
+    "draft model of other tokens, with guesses": lambda runtime, prompt: TranslatedDrafter(
+        runtime, Runtime(small(2 * VOCABULARY, 1, seed=9)), Doubled(VOCABULARY), FixedK(4), ahead=GUESSES
+    ),
     "swift": lambda runtime, prompt: SwiftDrafter(runtime, StaticThreshold(0.1, 4), window=6, every=1, candidates=2),
     "clasp": lambda runtime, prompt: ClaspDrafter(runtime, FixedK(3), skip=2, every=1),
     "lookahead": lambda runtime, prompt: LookaheadDrafter(window=3, ngram=3, guesses=2),

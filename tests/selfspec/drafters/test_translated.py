@@ -11,6 +11,8 @@ from selfspec.controllers import FixedK
 from selfspec.decoding.engine import Engine
 from selfspec.decoding.loop import decode
 from selfspec.drafters import ModelDrafter, TranslatedDrafter
+from selfspec.proposers.ahead import Ahead
+from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
@@ -78,6 +80,21 @@ def test_q_is_the_draft_models_own_of_the_shared_tokens(target):
         assert outcome.draft.q is not None
         torch.testing.assert_close(outcome.draft.q[0, words.ours], logits.softmax(-1), rtol=1e-6, atol=1e-9)
         assert float(outcome.draft.q[0].sum()) == pytest.approx(1)
+
+
+def test_guesses_spare_passes_and_change_no_draft(target, monkeypatch):
+    prompt, passes = [3, 9, 3, 9, 3, 9, 3, 9], []
+    for ahead in (None, Ahead([Lookup()], (1.0,) * 6)):
+        own, count = Runtime(renamed(small(VOCABULARY, 3, seed=4), ORDER)), []  # whose text comes to loop
+        drafter = TranslatedDrafter(target, own, Renamed(ORDER), FixedK(5), ahead=ahead)
+        forward = drafter.runtime.forward
+        monkeypatch.setattr(drafter.runtime, "forward", lambda *a, **k: (count.append(1), forward(*a, **k))[1])
+        tokens, outcomes = run(target, drafter, prompt, 40)
+        assert tokens == plain(target, prompt, 40)
+        drafts = [outcome.draft.tokens for outcome in outcomes if set(outcome.draft.sources) != {"lookup"}]
+        passes.append((len(count) / sum(map(len, drafts)), {source for o in outcomes for source in o.draft.sources}))
+    assert passes[1][0] < passes[0][0]
+    assert "lookup" in passes[1][1]
 
 
 def test_a_text_of_more_tokens_there_than_here(target):
