@@ -255,7 +255,7 @@ def make_swift(runtime: Runtime, spec: SwiftSpec, profile: Profile) -> SwiftDraf
 
 def make_clasp(runtime: Runtime, spec: ClaspSpec, profile: Profile) -> ClaspDrafter:
     """The model itself along a path that a programme chooses. Raises `SelfspecError` for more layers than there are."""
-    return ClaspDrafter(runtime, **_of_chosen(runtime, spec, profile), skip=spec.skip, every=spec.every)
+    return ClaspDrafter(runtime, **_of_chosen(runtime, spec, profile), skip=spec.skip_layers, every=spec.every)
 
 
 def _of_chosen(runtime: Runtime, spec: SwiftSpec | ClaspSpec, profile: Profile) -> dict[str, Any]:

@@ -54,10 +54,10 @@ class SwiftSpec(_ChosenSpec):
 
 
 class ClaspSpec(_ChosenSpec):
-    """`skip` layers are bypassed, chosen by a dynamic programme after every `every` rounds (CLaSp, 2505.24196)."""
+    """`skip_layers` layers are bypassed, chosen by a programme after every `every` rounds (CLaSp, 2505.24196)."""
 
     kind: Literal["clasp"] = "clasp"
-    skip: Annotated[int, Field(ge=1, lt=WIDEST_DRAFT)] | None = Field(
+    skip_layers: Annotated[int, Field(ge=1, lt=WIDEST_DRAFT)] | None = Field(
         None, description="Layers that are bypassed; half of the model's when left out."
     )
     every: Annotated[int, Field(ge=1)] = Field(16, description="Rounds between choices.")
@@ -65,13 +65,13 @@ class ClaspSpec(_ChosenSpec):
     @property
     def said(self) -> str:
         """How many it bypasses."""
-        layers = "half of the layers" if self.skip is None else f"{self.skip} layers"
+        layers = "half of the layers" if self.skip_layers is None else f"{self.skip_layers} layers"
         return f"bypasses {layers}, chosen anew as the text goes (CLaSp){self._guesses}"
 
     def check(self, model: Identity) -> None:
         """Raise `SelfspecError` for more layers than the model has."""
-        if self.skip is not None and self.skip > model.layers:
-            raise SelfspecError(f"draft.skip: {self.skip} layers; the model has {model.layers}")
+        if self.skip_layers is not None and self.skip_layers > model.layers:
+            raise SelfspecError(f"draft.skip_layers: {self.skip_layers} layers; the model has {model.layers}")
 
 
 for _kind in (SwiftSpec, ClaspSpec):

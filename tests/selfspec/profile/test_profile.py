@@ -315,6 +315,7 @@ KINDS = "plain, layer-skip, guesses, recycle, swift, clasp, input, jacobi, looka
         (f"{V2}parts: {{a: {{file: a.safetensors, sha256: '0'}}}}", "parts.a.sha256: .* got '0'"),
         ("model: {layers: 4\nskip: ]", "line 2: not valid YAML"),
         ("a: !!python/object:os.system x", "not valid YAML"),
+        (V2 + "draft: {kind: clasp, skip_layers: 5}", "draft.skip_layers: 5 layers; the model has 4"),
         ('a: "\\U80000000"', "not valid YAML"),  # beyond what a character's number may be
         ("model: {layers: 4}\nskip: {mlp: [1]}\nskip: {}", "line 3: not valid YAML .'skip' is given twice"),
         ("a: &a [*a]", "unknown key|model"),
