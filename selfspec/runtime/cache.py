@@ -119,6 +119,11 @@ class Cache:
                 t.narrow(3, 0, longest).copy_(old.narrow(3, 0, longest))
         self.length, self.tokens = list(other.length), list(other.tokens)
 
+    def copy(self, source: int, row: int, start: int, end: int) -> None:
+        """Give a row what another holds in the slots from `start` to `end`; its length stays."""
+        for t in (t for pair in self._whole for t in pair):
+            t[:, row].narrow(2, start, end - start).copy_(t[:, source].narrow(2, start, end - start))
+
     def clear(self, row: int) -> None:
         """Forget a row."""
         self.length[row], self.tokens[row] = 0, ()
