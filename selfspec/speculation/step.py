@@ -21,6 +21,12 @@ class Step:
     hidden: dict[int, Tensor] = field(default_factory=dict)
     between: dict[int, Tensor] = field(default_factory=dict)
 
+    def part(self, at: int, n: int) -> Step:
+        """The first n tokens of one row, `[1, n, ..]`."""
+        of = (slice(at, at + 1), slice(n))
+        hidden, between = ({layer: s[of] for layer, s in streams.items()} for streams in (self.hidden, self.between))
+        return Step(None if self.logits is None else self.logits[of], hidden, between)
+
 
 def joined(steps: Sequence[Step]) -> Step:
     """The streams of passes over tokens that follow each other, as of one pass, without logits."""
