@@ -73,11 +73,11 @@ def convert(given: ConvertCommand) -> None:
 
 @app.command()
 @flat
-def generate(given: GenerateCommand) -> None:
-    """Continue a prompt, drafting with a profile: the same output as plain decoding, sooner."""
+def generate(given: GenerateCommand) -> int:
+    """Continue a prompt, or many together, drafting with a profile: the same output as plain decoding, sooner."""
     from selfspec.cli.generate import run
 
-    run(given)
+    return run(given)
 
 
 @app.command()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Load
@@ -18,18 +18,23 @@ from selfspec.drafters.together import chain_of, decide_together, runtime_of
 from selfspec.llm.load import load_prices
 from selfspec.llm.options import Options
 from selfspec.llm.pool import runtime_for, slot_bytes
-from selfspec.llm.request import Request
+from selfspec.llm.request import Model, Request
+from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.sequence import SequenceState
 from selfspec.text.prompt import Prompt
 
-if TYPE_CHECKING:
-    from selfspec.llm.llm import LLM
-
 CHUNK = 512  # tokens of a prompt that are read at once where nobody waits for a round
 ROUNDS, LEAST = 2.0, 16  # else: what takes as long as so many rounds, but no fewer tokens
+
+
+class Profiled(Model, Protocol):
+    """What a batch asks of an `LLM`."""
+
+    runtime: Runtime
+    profile: Profile | None
 
 
 @dataclass(slots=True)
@@ -77,7 +82,7 @@ class Batch:
 
     def __init__(
         self,
-        llm: LLM,
+        llm: Profiled,
         *,
         rows: int = 8,
         memory: float | None = None,
@@ -267,7 +272,7 @@ class Batch:
 
 
 def _made(
-    llm: LLM, rows: int, memory: float | None, make: Callable[[Runtime], Drafter] | None
+    llm: Profiled, rows: int, memory: float | None, make: Callable[[Runtime], Drafter] | None
 ) -> tuple[Runtime, Drafter]:
     """The batch's runtime, and what drafts on it; a draft model's keys and values share the memory."""
     runtime = runtime_for(llm.runtime, rows=rows, memory=memory)
