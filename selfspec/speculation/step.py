@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
@@ -24,3 +26,12 @@ class Step:
         of = (slice(at, at + 1), slice(n))
         hidden, between = ({layer: s[of] for layer, s in streams.items()} for streams in (self.hidden, self.between))
         return Step(None if self.logits is None else self.logits[of], hidden, between)
+
+
+def joined(steps: Sequence[Step]) -> Step:
+    """The passes over tokens that follow each other as one; logits are those of the passes that have them."""
+    if len(steps) < 2:
+        return steps[0] if steps else Step(None)
+    logits = [step.logits for step in steps if step.logits is not None]
+    hidden = {layer: torch.cat([step.hidden[layer] for step in steps], 1) for layer in steps[0].hidden}
+    return Step(torch.cat(logits, 1) if logits else None, hidden)
