@@ -14,7 +14,7 @@ from selfspec.controllers import Load
 from selfspec.decoding.engine import Engine
 from selfspec.drafters import make_guarded
 from selfspec.drafters.plain import PlainDrafter
-from selfspec.drafters.together import chain_of, decide_together, runtime_of
+from selfspec.drafters.together import chain_of, decide_together, reads_blocks, runtime_of
 from selfspec.llm.load import load_prices
 from selfspec.llm.options import Options
 from selfspec.llm.pool import runtime_for, slot_bytes
@@ -35,6 +35,7 @@ class Profiled(Model, Protocol):
 
     runtime: Runtime
     profile: Profile | None
+    drafter: Drafter
 
 
 @dataclass(slots=True)
@@ -275,15 +276,16 @@ def _made(
     llm: Profiled, rows: int, memory: float | None, make: Callable[[Runtime], Drafter] | None
 ) -> tuple[Runtime, Drafter]:
     """The batch's runtime, and what drafts on it; a draft model's keys and values share the memory."""
-    runtime = runtime_for(llm.runtime, rows=rows, memory=memory)
-    if make is not None:
-        return runtime, make(runtime)
     profile = llm.profile
-    if profile is None or not profile.drafts:
-        return runtime, PlainDrafter()
-    drafter = make_guarded(runtime, profile)
-    other = runtime_of(drafter)
-    if other is not None and other is not runtime:
-        runtime = runtime_for(llm.runtime, rows=rows, memory=memory, beside=slot_bytes(other))
-        drafter = make_guarded(runtime, profile)
-    return runtime, drafter
+
+    def drafter_on(runtime: Runtime) -> Drafter:
+        if make is not None:
+            return make(runtime)
+        return make_guarded(runtime, profile) if profile is not None and profile.drafts else PlainDrafter()
+
+    probe = llm.drafter if make is None else make(llm.runtime)  # by which it is seen what there must be
+    other = runtime_of(probe)
+    beside = 0 if other is None or other.model is llm.runtime.model else slot_bytes(other)
+    blocks = reads_blocks(probe) and (not beside or (other is not None and other.native))
+    runtime = runtime_for(llm.runtime, rows=rows, memory=memory, beside=beside, blocks=blocks)
+    return runtime, drafter_on(runtime)
