@@ -1,0 +1,172 @@
+"""How many tokens an engine should draft at a time, and how many of them to expect to be accepted.
+
+Told by rehearsing what the engine will run: a path by replay, on keys of its own as an engine's draft model has them;
+anything else by decoding with it, always so many tokens. Else by what the profile says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.controllers import FixedK
+from selfspec.decoding.loop import decode
+from selfspec.export.drafts import fixed
+from selfspec.facts.acceptance import Outlook
+from selfspec.facts.draft_path import DraftPath
+from selfspec.facts.stats import Stats
+from selfspec.llm.llm import LLM
+from selfspec.profile.schema import Measurement, Prediction, Profile
+from selfspec.search.continuations import Decoding, continue_prompts
+from selfspec.search.replay import Replay
+from selfspec.search.trace import walk
+from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
+
+MOST = 12  # tokens of a draft that are considered
+UNKNOWN = 3  # tokens of a draft where nothing is known
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """`tokens` of a draft; of them the share accepted, and tokens a pass of the model; None where nothing is known."""
+
+    tokens: int
+    acceptance: float | None
+    per_pass: float | None
+    source: str
+
+    @property
+    def said(self) -> str:
+        """In a sentence."""
+        if self.acceptance is None or self.per_pass is None:
+            return f"{self.tokens} tokens a draft; what is accepted is not known ({self.source})"
+        return (
+            f"{self.tokens} tokens a draft, of which {self.acceptance:.1%} accepted, {self.per_pass:.2f} tokens a pass "
+            f"({self.source})"
+        )
+
+
+Texts = Sequence[Sequence[int]]
+
+
+def rehearsed(
+    llm: LLM,
+    profile: Profile,
+    path: DraftPath | None,
+    prompts: Texts,
+    *,
+    new: int,
+    most: int,
+    tokens: int | None = None,
+) -> Expected:
+    """By greedy texts of `new` tokens after these prompts (token ids): along `path`, else with the profile's drafter.
+
+    `most`: tokens of a draft; `tokens`: so many, else as many as bring most tokens in the time of a plain step. Raises
+    `SelfspecError` where the drafter cannot be made.
+    """
+    most = min(most, MOST) if tokens is None else tokens
+    counted = _by_decoding(llm, profile, prompts, new) if path is None else _by_replay(llm, path, prompts, new, most)
+    outlook = _outlook(profile, path)
+    best = tokens or _best(counted, outlook, most)
+    found = counted(best)
+    how = "decoded here with the drafter itself" if path is None else "replayed here along the path, on its own keys"
+    texts = f"{len(prompts)} prompts, {found.tokens} greedy tokens"
+    return Expected(best, round(found.acceptance_rate, 4), round(found.tokens_per_round, 3), f"{how}: {texts}")
+
+
+def _by_replay(llm: LLM, path: DraftPath, prompts: Texts, new: int, most: int) -> Callable[[int], Stats]:
+    """What drafts of k tokens each come to, for every k up to `most`, by one replay."""
+    texts = continue_prompts(llm, prompts, Decoding(new))
+    with Replay(llm.model, texts, depth=most, candidates=1, own_keys=True, like=llm.runtime) as replay:
+        traces = replay.trace(path, [FixedK(most)])
+    return lambda k: Stats.total(of.stats for of in walk(traces, FixedK(k)))
+
+
+def _by_decoding(llm: LLM, profile: Profile, prompts: Texts, new: int) -> Callable[[int], Stats]:
+    """The same, by decoding anew for each k."""
+    known: dict[int, Stats] = {}
+
+    def counted(k: int) -> Stats:
+        if k not in known:
+            drafter = llm.drafts_with(fixed(profile, k))
+            total = Stats()
+            for prompt in prompts:
+                seq = SequenceState(list(prompt), new, Sampler(), llm.runtime.skeleton.ends)
+                for outcome in decode(llm.runtime, drafter, seq):
+                    total.rounds += 1
+                    total.drafted += len(outcome.draft)
+                    total.accepted += outcome.accepted
+                    total.tokens += len(outcome.tokens)
+            known[k] = total
+        return known[k]
+
+    return counted
+
+
+def _best(counted: Callable[[int], Stats], outlook: Outlook, most: int) -> int:
+    """By the time of rounds: from 1 on as long as more tokens bring more, as each is dearer than the one before."""
+    best, brought = 1, 0.0
+    for k in range(1, most + 1):
+        rate = counted(k).tokens_per_round / (k * outlook.draft + outlook.rounds[k + 1])
+        if rate > brought:
+            best, brought = k, rate
+        elif k > best + 1:
+            break
+    return best
+
+
+def _outlook(profile: Profile, path: DraftPath | None) -> Outlook:
+    """What drafting costs, without guesses that spare steps."""
+    layers, costs = profile.model.layers, profile.costs
+    if path is None or costs is None:
+        return profile.unaided.outlook
+    return Outlook.of(costs, path, layers, profile.unaided.outlook.curve)
+
+
+def by_profile(profile: Profile, *, most: int, own_keys: bool, tokens: int | None = None) -> Expected:
+    """By what the profile's search or its measurement says of its own drafts; a guess, which says so."""
+    known: list[Measurement | Prediction] = [*profile.measured, *([profile.predicted] if profile.predicted else [])]
+    most = min(most, MOST) if tokens is None else tokens
+    if not known:
+        return Expected(
+            tokens or min(UNKNOWN, most), None, None, "the profile says nothing of it, nothing was replayed"
+        )
+    accepted, rate = known[0].tokens_per_round - 1, known[0].acceptance_rate
+    chance, outlook = _chance(accepted, accepted / rate) if rate else 0.0, profile.unaided.outlook
+    found = {k: _chain(chance, k) for k in range(1, most + 1)}
+    best = tokens or max(found, key=lambda k: (1 + found[k]) / (k * outlook.draft + outlook.rounds[k + 1]))
+    source = "from what the profile was measured to accept" if profile.measured else "from what its search predicted"
+    beside = ", guesses and candidates counted in" if _aided(profile) else ""
+    shared = (
+        ", on the model's own keys" if own_keys and (profile.search is None or profile.search.kv == "shared") else ""
+    )
+    return Expected(best, round(found[best] / best, 4), round(1 + found[best], 3), f"{source}{beside}{shared}")
+
+
+def _aided(profile: Profile) -> bool:
+    spec = profile.draft
+    return bool(getattr(spec, "proposers", None)) or getattr(spec, "candidates", 1) > 1
+
+
+def _chain(chance: float, k: int) -> float:
+    """Tokens accepted of k, each right with that chance where those before it are."""
+    return sum(chance**i for i in range(1, k + 1))
+
+
+def _chance(accepted: float, drafted: float) -> float:
+    """The chance of each token, by so many accepted of a draft of so many."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        whole = int(drafted)
+        found = _chain(middle, whole) + (drafted - whole) * middle ** (whole + 1)
+        low, high = (middle, high) if found < accepted else (low, middle)
+    return (low + high) / 2
+
+
+def check_tokens(tokens: int | None, most: int) -> None:
+    """Raise `SelfspecError` where more tokens are asked for than the drafter drafts in a row."""
+    if tokens is not None and tokens > most:
+        raise SelfspecError(f"--tokens {tokens}: this head drafts {most} in a row at most")
