@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.export.drafts import Drafts
@@ -37,13 +37,15 @@ class Written:
 class Offer:
     """What an engine can run of a job, `drafted` in words.
 
-    `path`: what to rehearse along; None: the drafter as it is. `most`: tokens that it drafts in a row. `write(folder,
-    tokens)` writes the files for drafts of so many tokens. `lost`: what is not as it was.
+    Rehearsed is `draft()`, a model with weights as the engine will hold them; without one, drafting along the `path`;
+    without that, the profile's own drafter. `most`: tokens that it drafts in a row. `write(folder, tokens)` writes the
+    files for drafts of so many tokens. `lost`: what is not as it was.
     """
 
     drafted: str
     write: Callable[[Path, int], Written]
     path: DraftPath | None = None
+    draft: Callable[[], Any] | None = None
     most: int = 2**16
     lost: tuple[str, ...] = field(default=())
 

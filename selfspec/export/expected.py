@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
 from selfspec.decoding.loop import decode
 from selfspec.export.drafts import fixed
+from selfspec.export.engine import Offer
 from selfspec.facts.acceptance import Outlook
-from selfspec.facts.draft_path import DraftPath
+from selfspec.facts.draft_path import FULL, DraftPath
 from selfspec.facts.stats import Stats
 from selfspec.llm.llm import LLM
 from selfspec.profile.schema import Measurement, Prediction, Profile
@@ -49,63 +51,71 @@ class Expected:
 
 
 Texts = Sequence[Sequence[int]]
+Counted = Callable[[int], Stats]
 
 
 def rehearsed(
-    llm: LLM,
-    profile: Profile,
-    path: DraftPath | None,
-    prompts: Texts,
-    *,
-    new: int,
-    most: int,
-    tokens: int | None = None,
+    llm: LLM, profile: Profile, offer: Offer, prompts: Texts, *, new: int, tokens: int | None = None
 ) -> Expected:
-    """By greedy texts of `new` tokens after these prompts (token ids): along `path`, else with the profile's drafter.
+    """By greedy texts of `new` tokens after these prompts (token ids).
 
-    `most`: tokens of a draft; `tokens`: so many, else as many as bring most tokens in the time of a plain step. Raises
-    `SelfspecError` where the drafter cannot be made.
+    `tokens` of a draft; when left out, as many as bring most tokens in the time of a plain step. Raises `SelfspecError`
+    where the drafter cannot be made.
     """
-    most = min(most, MOST) if tokens is None else tokens
-    counted = _by_decoding(llm, profile, prompts, new) if path is None else _by_replay(llm, path, prompts, new, most)
-    outlook = _outlook(profile, path)
+    most = min(offer.most, MOST) if tokens is None else tokens
+    if offer.draft is None and offer.path is None:
+        how = "decoded here with the drafter itself"
+        counted, exact = _by_decoding(llm, profile, prompts, new, most)
+    elif offer.draft is None:
+        how = "replayed here along the path, on its own keys"
+        counted = exact = _by_replay(llm, llm.model, offer.path or FULL, prompts, new, most)
+    else:
+        how = "replayed here by a model of the very weights that were written"
+        counted = exact = _by_replay(llm, offer.draft(), FULL, prompts, new, most)
+    outlook = _outlook(profile, offer.path)
     best = tokens or _best(counted, outlook, most)
-    found = counted(best)
-    how = "decoded here with the drafter itself" if path is None else "replayed here along the path, on its own keys"
+    found = exact(best)
     texts = f"{len(prompts)} prompts, {found.tokens} greedy tokens"
     return Expected(best, round(found.acceptance_rate, 4), round(found.tokens_per_round, 3), f"{how}: {texts}")
 
 
-def _by_replay(llm: LLM, path: DraftPath, prompts: Texts, new: int, most: int) -> Callable[[int], Stats]:
-    """What drafts of k tokens each come to, for every k up to `most`, by one replay."""
+def _by_replay(llm: LLM, draft: Any, path: DraftPath, prompts: Texts, new: int, most: int) -> Counted:
+    """What drafts of k tokens each come to, for every k up to `most`, by one replay of a model along a path.
+
+    A greedy text needs no more of the model that wrote it.
+    """
     texts = continue_prompts(llm, prompts, Decoding(new))
-    with Replay(llm.model, texts, depth=most, candidates=1, own_keys=True, like=llm.runtime) as replay:
+    like = llm.runtime if draft is llm.model else None
+    with Replay(draft, texts, depth=most, candidates=1, own_keys=True, like=like) as replay:
         traces = replay.trace(path, [FixedK(most)])
     return lambda k: Stats.total(of.stats for of in walk(traces, FixedK(k)))
 
 
-def _by_decoding(llm: LLM, profile: Profile, prompts: Texts, new: int) -> Callable[[int], Stats]:
-    """The same, by decoding anew for each k."""
-    known: dict[int, Stats] = {}
+def _by_decoding(llm: LLM, profile: Profile, prompts: Texts, new: int, most: int) -> tuple[Counted, Counted]:
+    """About what drafts of k tokens come to, by decoding once with the longest; and exactly, by decoding with those."""
 
-    def counted(k: int) -> Stats:
-        if k not in known:
-            drafter = llm.drafts_with(fixed(profile, k))
-            total = Stats()
-            for prompt in prompts:
-                seq = SequenceState(list(prompt), new, Sampler(), llm.runtime.skeleton.ends)
-                for outcome in decode(llm.runtime, drafter, seq):
-                    total.rounds += 1
-                    total.drafted += len(outcome.draft)
-                    total.accepted += outcome.accepted
-                    total.tokens += len(outcome.tokens)
-            known[k] = total
-        return known[k]
+    def decoded(k: int) -> list[tuple[int, int, int]]:
+        drafter = llm.drafts_with(fixed(profile, k))
+        seqs = [SequenceState(list(prompt), new, Sampler(), llm.runtime.skeleton.ends) for prompt in prompts]
+        rounds = (outcome for seq in seqs for outcome in decode(llm.runtime, drafter, seq))
+        return [(len(of.draft), of.accepted, len(of.tokens)) for of in rounds]
 
-    return counted
+    def exact(k: int) -> Stats:
+        rounds = decoded(k)
+        drafted, accepted, tokens = (sum(of) for of in zip(*rounds, strict=True))
+        return Stats(rounds=len(rounds), drafted=drafted, accepted=accepted, tokens=tokens)
+
+    longest = decoded(most)
+
+    def about(k: int) -> Stats:
+        accepted = sum(min(kept, k) for _, kept, _ in longest)
+        drafted = sum(min(length, k) for length, _, _ in longest)
+        return Stats(rounds=len(longest), drafted=drafted, accepted=accepted, tokens=len(longest) + accepted)
+
+    return about, exact
 
 
-def _best(counted: Callable[[int], Stats], outlook: Outlook, most: int) -> int:
+def _best(counted: Counted, outlook: Outlook, most: int) -> int:
     """By the time of rounds: from 1 on as long as more tokens bring more, as each is dearer than the one before."""
     best, brought = 1, 0.0
     for k in range(1, most + 1):

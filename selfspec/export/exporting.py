@@ -82,7 +82,7 @@ def export(
     offer = runs.offer(job)
     check_tokens(tokens, offer.most)
     if prompts:
-        expected = rehearsed(llm, profile, offer.path, prompts, new=new, most=offer.most, tokens=tokens)
+        expected = rehearsed(llm, profile, offer, prompts, new=new, tokens=tokens)
     else:
         expected = by_profile(profile, most=offer.most, own_keys=offer.path is not None, tokens=tokens)
     lost = (*offer.lost, *lost_everywhere(profile))

@@ -64,11 +64,9 @@ def write_model(
 
     def given(full: str, tensor: Tensor) -> tuple[str, Tensor, Type]:
         module, _, suffix = full.rpartition(".")
-        own = module.rpartition(".")[2]
-        kind = types(module) if tensor.ndim > 1 else Type.F32
-        if kind not in (Type.F32, Type.F16, Type.BF16) and tensor.shape[-1] % GROUP:
+        own, kind = module.rpartition(".")[2], _held(tensor, types(module))
+        if tensor.ndim > 1 and kind != types(module):
             whole.append(module)
-            kind = Type.F16
         return f"{module_name(module)}.{suffix}", paired(tensor, heads[own]) if llama and own in heads else tensor, kind
 
     tensors = [given(full, tensor) for full, tensor in weights.tensors.items()]
@@ -77,6 +75,23 @@ def write_model(
     architecture = _ARCHITECTURES[config.model_type]
     write(path, architecture, [*sizes(architecture, config, context, name), *words], tensors)
     return whole
+
+
+def _held(tensor: Tensor, kind: Type) -> Type:
+    """A tensor's type: what is wanted, but for a vector, and for rows that do not divide into groups."""
+    if tensor.ndim == 1:
+        return Type.F32
+    return Type.F16 if kind not in (Type.F32, Type.F16, Type.BF16) and tensor.shape[-1] % GROUP else kind
+
+
+def rounded(weights: Weights, types: Callable[[str], Type]) -> Weights:
+    """The same as a file of these types holds them, in the dtype that they have."""
+    tensors = {}
+    for name, tensor in weights.tensors.items():
+        kind = _held(tensor, types(name.rpartition(".")[0]))
+        values = gguf.quants.dequantize(_as(tensor, kind), kind)
+        tensors[name] = torch.from_numpy(values.astype(np.float32)).reshape(tensor.shape).to(tensor.dtype)
+    return Weights(weights.config, tensors, weights.layers, weights.zeroed)
 
 
 def write(path: Path, architecture: str, keys: Sequence[Key], tensors: Sequence[tuple[str, Tensor, Type]]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
+import copy
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from gguf import GGMLQuantizationType as Type
 
@@ -12,11 +15,11 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.export.drafts import Another, Guesses, OnlyHere, Sublayers, TrainedHead
 from selfspec.export.engine import Job, Offer, Written, refused
 from selfspec.export.gguf_eagle import write_eagle_3
-from selfspec.export.gguf_files import type_of, write_model
+from selfspec.export.gguf_files import rounded, type_of, write_model
 from selfspec.export.gguf_words import Key, words_of, words_of_file
 from selfspec.export.heads import INSTEAD, form_of, head_files
 from selfspec.export.model_drafts import other_model, said_of, same_tokens
-from selfspec.export.weights import Weights, kept, weights_of
+from selfspec.export.weights import Weights, kept, model_of, weights_of
 from selfspec.facts.draft_path import DraftPath, Mode
 from selfspec.llm.llm import LLM
 from selfspec.model.loading import gguf_file
@@ -27,6 +30,9 @@ _SCALES = {
     Type.Q8_0: "8 bits are Q8_0: a scale for 32 weights, not one for a row",
     Type.Q4_0: "4 bits are Q4_0: a scale for 32 weights, without a zero, not both for 64",
 }
+
+
+Load = Callable[[], tuple[Any, Any]]
 
 
 class LlamaCpp:
@@ -46,7 +52,9 @@ class LlamaCpp:
                 return _sublayers(job, path)
             case Another(spec):
                 bits = f" in {spec.bits.removeprefix('int')} bits" if spec.bits else ""
-                return Offer(f"the model {spec.model}{bits}", partial(_another, job, job.drafts))
+                load = cache(partial(other_model, job, job.drafts))
+                draft = partial(_other_as_written, job, job.drafts, load)
+                return Offer(f"the model {spec.model}{bits}", partial(_another, job, job.drafts, load), draft=draft)
             case TrainedHead(part, places):
                 if (form := form_of(part)) != "eagle3":
                     raise refused(self.name, f"a head of the form {form}", "an EAGLE-3 head, by selfspec convert")
@@ -109,7 +117,8 @@ def _sublayers(job: Job, path: DraftPath) -> Offer:
         )
     scales = tuple(_SCALES[_LOW[mode]] for mode in ("int8", "int4") if path.head == mode or len(getattr(path, mode)))
     few = f", {path.said}" if path.low_precision else ""
-    return Offer(f"{said}{few}", partial(_path, job, path), path=path, lost=(*lost, *scales))
+    draft = partial(_as_written, job, path) if path.low_precision else None
+    return Offer(f"{said}{few}", partial(_path, job, path), path=path, draft=draft, lost=(*lost, *scales))
 
 
 def draft_types(path: DraftPath, weights: Weights, full: Type, *, layers: int) -> dict[str, Type]:
@@ -130,33 +139,57 @@ def draft_types(path: DraftPath, weights: Weights, full: Type, *, layers: int) -
     return found
 
 
+def _drafting(job: Job, path: DraftPath) -> tuple[Weights, Callable[[str], Type]]:
+    """What drafts along a path, and the type of each of its modules."""
+    weights, full = kept(weights_of(job.llm.model), path), type_of(job.type_name, job.llm.runtime.dtype)
+    if path.head != "full" and "lm_head.weight" not in weights.tensors:  # tied: the head in few bits is one of its own
+        config = copy.deepcopy(weights.config)
+        config.tie_word_embeddings = False
+        tensors = {**weights.tensors, "lm_head.weight": weights.tensors["model.embed_tokens.weight"]}
+        weights = Weights(config, tensors, weights.layers, weights.zeroed)
+    kinds = draft_types(path, weights, full, layers=job.llm.identity.layers)
+    return weights, lambda module: kinds.get(module, full)
+
+
+def _as_written(job: Job, path: DraftPath) -> Any:
+    """A model of the weights as a GGUF file holds them."""
+    weights, types = _drafting(job, path)
+    return model_of(rounded(weights, types))
+
+
 def _path(job: Job, path: DraftPath, folder: Path, tokens: int) -> Written:
     keys = words(job.llm)
-    whole = _target(job, folder, keys)
-    weights, full = kept(whole, path), type_of(job.type_name, job.llm.runtime.dtype)
-    if path.head != "full" and "lm_head.weight" not in weights.tensors:  # tied: the head in few bits is one of its own
-        tensors = {**weights.tensors, "lm_head.weight": weights.tensors["model.embed_tokens.weight"]}
-        weights = Weights(weights.config, tensors, weights.layers, weights.zeroed)
-    kinds = draft_types(path, weights, full, layers=job.llm.identity.layers)
+    _target(job, folder, keys)
+    weights, types = _drafting(job, path)
     context = job.llm.runtime.skeleton.context
-    place = folder / "draft.gguf"
-    held = write_model(place, weights, keys, lambda module: kinds.get(module, full), context=context, name="draft")
+    held = write_model(folder / "draft.gguf", weights, keys, types, context=context, name="draft")
     notes = [_OLDER]
     if held:
         notes.append(f"{len(held)} matrices have rows that do not divide by 32, and are in F16.")
     return Written(_commands(job, tokens, "draft-simple"), tuple(notes))
 
 
-def _another(job: Job, drafts: Another, folder: Path, tokens: int) -> Written:
-    model, tokenizer = other_model(job, drafts)
+def _other(job: Job, drafts: Another, load: Load) -> tuple[Weights, Type]:
+    """Another model's weights, and the type of its matrices. Raises `SelfspecError` for another tokenizer's."""
+    model, _ = load()
     if not same_tokens(job, model):
         raise refused(
             "llama.cpp", "a draft model of another tokenizer", "one of the same, as selfspec train distill makes"
         )
+    own = weights_of(model)
+    held = own.tensors["model.embed_tokens.weight"].dtype
+    return own, type_of(job.type_name, held) if drafts.spec.bits is None else _LOW[drafts.spec.bits]
+
+
+def _other_as_written(job: Job, drafts: Another, load: Load) -> Any:
+    own, kind = _other(job, drafts, load)
+    return model_of(rounded(own, lambda module: kind))
+
+
+def _another(job: Job, drafts: Another, load: Load, folder: Path, tokens: int) -> Written:
+    own, kind = _other(job, drafts, load)
+    (model, tokenizer), file = load(), gguf_file(drafts.spec.model)
     _target(job, folder, words(job.llm))
-    own, file = weights_of(model), gguf_file(drafts.spec.model)
-    held = next(iter(own.tensors.values())).dtype
-    kind = type_of(job.type_name, held) if drafts.spec.bits is None else _LOW[drafts.spec.bits]
     keys = (
         words_of(tokenizer, model.generation_config, model.config.vocab_size) if file is None else words_of_file(file)
     )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
@@ -83,6 +84,17 @@ def kept(whole: Weights, path: DraftPath) -> Weights:
             name = f"{_LAYERS}{places[int(number)]}.{rest}"
         tensors[name] = torch.zeros_like(tensor) if name.rpartition(".")[0] in zeroed else tensor
     return Weights(_cut(whole.config, layers), tensors, layers, zeroed)
+
+
+def model_of(weights: Weights) -> Any:
+    """A model of these very tensors, which are not copied."""
+    config = copy.deepcopy(weights.config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(dict(weights.tensors), strict=False, assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    return model.eval()
 
 
 def _cut(config: Any, layers: tuple[int, ...]) -> Any:
