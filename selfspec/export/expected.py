@@ -116,15 +116,10 @@ def _by_decoding(llm: LLM, profile: Profile, prompts: Texts, new: int, most: int
 
 
 def _best(counted: Counted, outlook: Outlook, most: int) -> int:
-    """By the time of rounds: from 1 on as long as more tokens bring more, as each is dearer than the one before."""
-    best, brought = 1, 0.0
-    for k in range(1, most + 1):
-        rate = counted(k).tokens_per_round / (k * outlook.draft + outlook.rounds[k + 1])
-        if rate > brought:
-            best, brought = k, rate
-        elif k > best + 1:
-            break
-    return best
+    """The number of tokens whose drafts bring most in the time of a plain step."""
+    return max(
+        range(1, most + 1), key=lambda k: counted(k).tokens_per_round / (k * outlook.draft + outlook.rounds[k + 1])
+    )
 
 
 def _outlook(profile: Profile, path: DraftPath | None) -> Outlook:
