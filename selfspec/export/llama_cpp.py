@@ -58,8 +58,8 @@ class LlamaCpp:
             case TrainedHead(part, places):
                 if (form := form_of(part)) != "eagle3":
                     raise refused(self.name, f"a head of the form {form}", "an EAGLE-3 head, by selfspec convert")
-                if len(part.settings["layers"]) != 3:
-                    raise refused(self.name, "an EAGLE-3 head over other than three streams", INSTEAD)
+                if max(part.settings["layers"]) >= job.llm.identity.layers:  # of the last, it gives another stream
+                    raise refused(self.name, "a head that reads what leaves the last layer", INSTEAD)
                 return Offer("an EAGLE-3 head", partial(_eagle_3, job, job.drafts), most=places)
             case OnlyHere(kind, instead):
                 raise refused(self.name, f"drafts of kind '{kind}'", instead)

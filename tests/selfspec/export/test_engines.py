@@ -321,9 +321,10 @@ def test_heads_that_an_engine_has_not_are_refused(plain, run, engine, kind, said
         run(engine, HeadSpec(part=kind), parts=random_part(plain.runtime, WORDS, kind))
 
 
-def test_sglang_reads_no_stream_of_the_last_layer(plain, run):
+@pytest.mark.parametrize("engine", ["sglang", "llama.cpp"])
+def test_these_have_no_stream_of_the_last_layer(plain, run, engine):
     with pytest.raises(SelfspecError, match="a head that reads what leaves the last layer"):
-        run("sglang", HeadSpec(part="eagle"), parts=eagle_3(plain, (2, 8, 16)))
+        run(engine, HeadSpec(part="eagle"), parts=eagle_3(plain, (2, 8, 16)))
     assert head_files(eagle_3(plain, (2, 8, 16)), plain.runtime).layers == (2, 8, 16)
 
 
