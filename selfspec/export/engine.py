@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,8 +38,9 @@ class Offer:
     """What an engine can run of a job, `drafted` in words.
 
     Rehearsed is `draft()`, a model with weights as the engine will hold them; without one, drafting along the `path`;
-    without that, the profile's own drafter. `most`: tokens that it drafts in a row. `write(folder, tokens)` writes the
-    files for drafts of so many tokens. `lost`: what is not as it was.
+    without that, the profile's own drafter. `itself`: selfspec runs there, and drafts as it does here. `most`: tokens
+    that it drafts in a row. `write(folder, tokens)` writes the files for drafts of so many. `lost`: what is not as it
+    was.
     """
 
     drafted: str
@@ -47,7 +48,8 @@ class Offer:
     path: DraftPath | None = None
     draft: Callable[[], Any] | None = None
     most: int = 2**16
-    lost: tuple[str, ...] = field(default=())
+    lost: tuple[str, ...] = ()
+    itself: bool = False
 
 
 class Engine(Protocol):

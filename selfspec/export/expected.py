@@ -32,9 +32,12 @@ UNKNOWN = 3  # tokens of a draft where nothing is known
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """`tokens` of a draft; of them the share accepted, and tokens a pass of the model; None where nothing is known."""
+    """`tokens` of a draft, None where a controller says; of them the share accepted, and tokens a pass of the model.
 
-    tokens: int
+    Where nothing is known, both are None.
+    """
+
+    tokens: int | None
     acceptance: float | None
     per_pass: float | None
     source: str
@@ -42,12 +45,10 @@ class Expected:
     @property
     def said(self) -> str:
         """In a sentence."""
+        drafts = "drafts that a controller ends" if self.tokens is None else f"{self.tokens} tokens a draft"
         if self.acceptance is None or self.per_pass is None:
-            return f"{self.tokens} tokens a draft; what is accepted is not known ({self.source})"
-        return (
-            f"{self.tokens} tokens a draft, of which {self.acceptance:.1%} accepted, {self.per_pass:.2f} tokens a pass "
-            f"({self.source})"
-        )
+            return f"{drafts}; what is accepted is not known ({self.source})"
+        return f"{drafts}, of which {self.acceptance:.1%} accepted, {self.per_pass:.2f} tokens a pass ({self.source})"
 
 
 Texts = Sequence[Sequence[int]]
@@ -63,8 +64,10 @@ def rehearsed(
     where the drafter cannot be made.
     """
     most = min(offer.most, MOST) if tokens is None else tokens
+    how = "decoded here with the drafter itself"
+    if offer.itself:
+        return _told(None, _decoded(llm, profile, prompts, new), how, prompts)
     if offer.draft is None and offer.path is None:
-        how = "decoded here with the drafter itself"
         counted, exact = _by_decoding(llm, profile, prompts, new, most)
     elif offer.draft is None:
         how = "replayed here along the path, on its own keys"
@@ -74,9 +77,12 @@ def rehearsed(
         counted = exact = _by_replay(llm, offer.draft(), FULL, prompts, new, most)
     outlook = _outlook(profile, offer.path)
     best = tokens or _best(counted, outlook, most)
-    found = exact(best)
+    return _told(best, exact(best), how, prompts)
+
+
+def _told(tokens: int | None, found: Stats, how: str, prompts: Texts) -> Expected:
     texts = f"{len(prompts)} prompts, {found.tokens} greedy tokens"
-    return Expected(best, round(found.acceptance_rate, 4), round(found.tokens_per_round, 3), f"{how}: {texts}")
+    return Expected(tokens, round(found.acceptance_rate, 4), round(found.tokens_per_round, 3), f"{how}: {texts}")
 
 
 def _by_replay(llm: LLM, draft: Any, path: DraftPath, prompts: Texts, new: int, most: int) -> Counted:
@@ -94,18 +100,10 @@ def _by_replay(llm: LLM, draft: Any, path: DraftPath, prompts: Texts, new: int, 
 def _by_decoding(llm: LLM, profile: Profile, prompts: Texts, new: int, most: int) -> tuple[Counted, Counted]:
     """About what drafts of k tokens come to, by decoding once with the longest; and exactly, by decoding with those."""
 
-    def decoded(k: int) -> list[tuple[int, int, int]]:
-        drafter = llm.drafts_with(fixed(profile, k))
-        seqs = [SequenceState(list(prompt), new, Sampler(), llm.runtime.skeleton.ends) for prompt in prompts]
-        rounds = (outcome for seq in seqs for outcome in decode(llm.runtime, drafter, seq))
-        return [(len(of.draft), of.accepted, len(of.tokens)) for of in rounds]
-
     def exact(k: int) -> Stats:
-        rounds = decoded(k)
-        drafted, accepted, tokens = (sum(of) for of in zip(*rounds, strict=True))
-        return Stats(rounds=len(rounds), drafted=drafted, accepted=accepted, tokens=tokens)
+        return _decoded(llm, fixed(profile, k), prompts, new)
 
-    longest = decoded(most)
+    longest = _rounds(llm, fixed(profile, most), prompts, new)
 
     def about(k: int) -> Stats:
         accepted = sum(min(kept, k) for _, kept, _ in longest)
@@ -113,6 +111,21 @@ def _by_decoding(llm: LLM, profile: Profile, prompts: Texts, new: int, most: int
         return Stats(rounds=len(longest), drafted=drafted, accepted=accepted, tokens=len(longest) + accepted)
 
     return about, exact
+
+
+def _rounds(llm: LLM, profile: Profile, prompts: Texts, new: int) -> list[tuple[int, int, int]]:
+    """Of each round of decoding with a profile's drafter: tokens drafted, accepted and emitted."""
+    drafter = llm.drafts_with(profile)
+    seqs = [SequenceState(list(prompt), new, Sampler(), llm.runtime.skeleton.ends) for prompt in prompts]
+    rounds = (outcome for seq in seqs for outcome in decode(llm.runtime, drafter, seq))
+    return [(len(of.draft), of.accepted, len(of.tokens)) for of in rounds]
+
+
+def _decoded(llm: LLM, profile: Profile, prompts: Texts, new: int) -> Stats:
+    """What decoding with a profile's drafter comes to."""
+    rounds = _rounds(llm, profile, prompts, new)
+    drafted, accepted, tokens = (sum(of) for of in zip(*rounds, strict=True))
+    return Stats(rounds=len(rounds), drafted=drafted, accepted=accepted, tokens=tokens)
 
 
 def _best(counted: Counted, outlook: Outlook, most: int) -> int:
@@ -130,22 +143,23 @@ def _outlook(profile: Profile, path: DraftPath | None) -> Outlook:
     return Outlook.of(costs, path, layers, profile.unaided.outlook.curve)
 
 
-def by_profile(profile: Profile, *, most: int, own_keys: bool, tokens: int | None = None) -> Expected:
+def by_profile(profile: Profile, offer: Offer, *, tokens: int | None = None) -> Expected:
     """By what the profile's search or its measurement says of its own drafts; a guess, which says so."""
     known: list[Measurement | Prediction] = [*profile.measured, *([profile.predicted] if profile.predicted else [])]
-    most = min(most, MOST) if tokens is None else tokens
+    most = min(offer.most, MOST) if tokens is None else tokens
+    source = "from what the profile was measured to accept" if profile.measured else "from what its search predicted"
     if not known:
-        return Expected(
-            tokens or min(UNKNOWN, most), None, None, "the profile says nothing of it, nothing was replayed"
-        )
+        nothing = "the profile says nothing of it, nothing was replayed"
+        return Expected(None if offer.itself else tokens or min(UNKNOWN, most), None, None, nothing)
+    if offer.itself:
+        return Expected(None, known[0].acceptance_rate, known[0].tokens_per_round, source)
     accepted, rate = known[0].tokens_per_round - 1, known[0].acceptance_rate
     chance, outlook = _chance(accepted, accepted / rate) if rate else 0.0, profile.unaided.outlook
     found = {k: _chain(chance, k) for k in range(1, most + 1)}
     best = tokens or max(found, key=lambda k: (1 + found[k]) / (k * outlook.draft + outlook.rounds[k + 1]))
-    source = "from what the profile was measured to accept" if profile.measured else "from what its search predicted"
     beside = ", guesses and candidates counted in" if _aided(profile) else ""
     shared = (
-        ", on the model's own keys" if own_keys and (profile.search is None or profile.search.kv == "shared") else ""
+        ", on the model's own keys" if offer.path and (profile.search is None or profile.search.kv == "shared") else ""
     )
     return Expected(best, round(found[best] / best, 4), round(1 + found[best], 3), f"{source}{beside}{shared}")
 

@@ -84,10 +84,10 @@ def export(
     if prompts:
         expected = rehearsed(llm, profile, offer, prompts, new=new, tokens=tokens)
     else:
-        expected = by_profile(profile, most=offer.most, own_keys=offer.path is not None, tokens=tokens)
-    lost = (*offer.lost, *lost_everywhere(profile))
+        expected = by_profile(profile, offer, tokens=tokens)
+    lost = offer.lost if offer.itself else (*offer.lost, *lost_everywhere(profile))
     with filling(out, force=force) as folder:
-        written = offer.write(folder, expected.tokens)
+        written = offer.write(folder, expected.tokens or 0)
         text = page(runs, llm, name, offer, written, expected, lost)
         (folder / "README.md").write_text(text, encoding="utf-8")
         files = tuple(sorted(str(of.relative_to(folder)) for of in folder.rglob("*") if of.is_file()))

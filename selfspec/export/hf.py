@@ -39,13 +39,11 @@ class Transformers:
                 return Offer("n-grams of prompt and output", partial(_guesses, job))
             case Sublayers(path):
                 said, lost = said_of(path, job.llm.identity.layers)
-                whole = bool(path.runs(job.llm.identity.layers))
+                if not path.runs(job.llm.identity.layers):
+                    return _itself(job, note=_NO_MODEL)
                 if path.low_precision:
                     lost = (*lost, "weights in few bits, of the draft model: it runs in its own dtype")
-                said = said if whole else "the profile itself, by selfspec in custom_generate"
-                return Offer(
-                    said, partial(_sublayers, job, job.drafts), path=in_full(path) if whole else path, lost=lost
-                )
+                return Offer(said, partial(_sublayers, job, job.drafts), path=in_full(path), lost=lost)
             case Another(spec):
                 lost = (f"its {spec.bits.removeprefix('int')} bits: it runs in its own dtype",) if spec.bits else ()
                 return Offer(f"the model {spec.model}", partial(_another, job, job.drafts), lost=lost)
@@ -55,8 +53,27 @@ class Transformers:
                     f"a trained head ({part.kind})",
                     "selfspec.hf(profile=...) with this profile",
                 )
-            case OnlyHere(kind):
-                return Offer(f"drafts of kind '{kind}', by selfspec in custom_generate", partial(_only_here, job))
+            case OnlyHere():
+                return _itself(job)
+
+
+_NO_MODEL = "No layer is bypassed whole, so in its own dtype no draft model would be cheaper: none is written."
+
+
+def _itself(job: Job, *, note: str | None = None) -> Offer:
+    """The profile as it is, which selfspec runs. Raises `SelfspecError` where it has files that cannot travel."""
+    below = getattr(job.profile.draft, "below", None)
+    if job.profile.draft.beside or len(job.profile.parts) > (below is not None):
+        raise SelfspecError("the profile has files beside it, which cannot travel in generate.py; want one without")
+    spec = job.profile.draft
+    lost = [f"guesses of kind '{of.kind}'" for of in getattr(spec, "proposers", None) or () if of.kind != "lookup"]
+    if below is not None:
+        lost.append("the trained head below the path")
+
+    def write(folder: Path, _tokens: int) -> Written:
+        return Written((_custom(job, folder),), () if note is None else (note,))
+
+    return Offer(f"{spec.said}, by selfspec in custom_generate", write, lost=tuple(lost), itself=True)
 
 
 def _own(profile: Profile) -> Profile:
@@ -108,9 +125,6 @@ def _guesses(job: Job, folder: Path, tokens: int) -> Written:
 
 
 def _sublayers(job: Job, drafts: Sublayers, folder: Path, tokens: int) -> Written:
-    if not drafts.path.runs(job.llm.identity.layers):
-        note = "No layer is bypassed whole, so in its own dtype no draft model would be cheaper: none is written."
-        return Written((_custom(job, folder),), (note,))
     layers_folder(job, drafts, folder / "draft", _settings(job, tokens))
     return Written((_assisted(job, folder), _custom(job, folder)))
 
@@ -123,9 +137,3 @@ def _another(job: Job, drafts: Another, folder: Path, tokens: int) -> Written:
     draft = repr(str(job.out / "draft"))
     more = f", tokenizer=tokenizer, assistant_tokenizer=AutoTokenizer.from_pretrained({draft})"
     return Written((_assisted(job, folder, more=more),), ("The draft model has a tokenizer of its own.",))
-
-
-def _only_here(job: Job, folder: Path, _tokens: int) -> Written:
-    if job.profile.parts or job.profile.draft.beside:
-        raise SelfspecError("the profile has files beside it, which cannot travel in generate.py; want one without")
-    return Written((_custom(job, folder),))

@@ -25,7 +25,7 @@ def lost_everywhere(profile: Profile) -> list[str]:
             lost.append(f"the draft's vocabulary of {len(spec.vocabulary)} tokens: all tokens are drafted")
         if spec.below is not None:
             lost.append(f"the trained head below the path ({spec.below.part})")
-        shared = profile.search is not None and profile.search.kv == "shared"
+        shared = profile.search is not None and profile.search.kv == "shared" and bool(len(spec.path.skip))
         found = (
             " (the set was searched for on the model's; selfspec search --kv own finds one for engines)"
             if shared

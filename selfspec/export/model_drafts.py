@@ -38,6 +38,8 @@ def said_of(path: DraftPath, layers: int) -> tuple[str, tuple[str, ...]]:
     attention, mlp = set(path.skip.attention), set(path.skip.mlp)
     left = layers - len(attention & mlp)
     said = f"{left} of the model's {layers} layers, as a model of their own"
+    if left == layers:
+        said = "the model itself, as a draft model"
     if not (halves := len(attention ^ mlp)):
         return said, ()
     return said, (

@@ -26,14 +26,16 @@ def page(
     for what, command in written.commands:
         lines += [f"{what[0].upper()}{what[1:]}:", "", f"```{language}", command, "```", ""]
     lines += [f"{note}\n" for note in written.notes]
-    lines += ["## What to expect", "", f"Drafts of {expected.tokens} tokens.", ""]
+    tokens = "as the profile's controller has it" if expected.tokens is None else expected.tokens
+    drafts = "Drafts end as the profile has it." if expected.tokens is None else f"Drafts of {tokens} tokens."
+    lines += ["## What to expect", "", drafts, ""]
     if expected.acceptance is None or expected.per_pass is None:
         lines += [f"How many are accepted is not known: {expected.source}.", ""]
     else:
         lines += [
             "| draft tokens | accepted | tokens a pass of the model |",
             "|---|---|---|",
-            f"| {expected.tokens} | {expected.acceptance:.1%} | {expected.per_pass:.2f} |",
+            f"| {tokens} | {expected.acceptance:.1%} | {expected.per_pass:.2f} |",
             "",
             f"As told by: {expected.source}. Greedy; sampled drafts are accepted less.",
             "",

@@ -131,16 +131,21 @@ def test_guesses_are_decoded_with(tiny_llm):
 
 def test_by_the_profiles_word(tiny_llm):
     skip = LayerSkipSpec(skip=Skip(attention=[1], mlp=[1]), candidates=3)
-    silent = by_profile(profile_of(tiny_llm, skip), most=12, own_keys=True)
+    path = DraftPath.skipping([1], [1])
+    silent = by_profile(profile_of(tiny_llm, skip), offer(path=path))
     assert (silent.tokens, silent.acceptance, silent.per_pass) == (3, None, None)
     assert "is not known" in silent.said
     told = Prediction(speedup=1.5, tokens_per_second=9, acceptance_rate=0.75, tokens_per_round=2.5, draft_cost=0.2)
-    found = by_profile(profile_of(tiny_llm, skip, predicted=told), most=12, own_keys=True, tokens=2)
+    profile = profile_of(tiny_llm, skip, predicted=told)
+    found = by_profile(profile, offer(path=path), tokens=2)
     # 1.5 of 2 drafted tokens are right: p + p^2 = 1.5
     p = (-1 + 7**0.5) / 2
     assert found.acceptance == pytest.approx((p + p * p) / 2, abs=1e-3)
     assert found.per_pass == pytest.approx(2.5, abs=1e-2)
     assert "what its search predicted, guesses and candidates counted in, on the model's own keys" in found.source
+    itself = by_profile(profile, offer(itself=True))
+    assert (itself.tokens, itself.acceptance, itself.per_pass) == (None, 0.75, 2.5)
+    assert itself.said.startswith("drafts that a controller ends, of which 75.0% accepted")
 
 
 def test_engines_draft_chains_of_one_length(tiny_llm):

@@ -164,8 +164,11 @@ def test_transformers_prompt_lookup(run):
     assert "custom_generate/generate.py" in done.files
 
 
-def test_transformers_runs_by_selfspec_what_it_has_not(run):
-    done = run("hf", RecycleSpec())
+def test_transformers_runs_by_selfspec_what_it_has_not(plain, run):
+    done = run("hf", LookaheadSpec(), tokens=None, prompts=[plain.encode("def read(self):\n")], new=8)
+    assert (done.lost, done.expected.tokens) == ((), None)
+    assert "decoded here with the drafter itself: 1 prompts, 8 greedy tokens" in done.expected.source
+    assert "Drafts end as the profile has it." in (done.out / "README.md").read_text()
     assert done.files == ("README.md", "custom_generate/generate.py", "custom_generate/requirements.txt")
     few = run("hf", FEW, force=True)
     assert not any(name.startswith("draft") for name in few.files)
@@ -332,3 +335,13 @@ def test_several_ways_to_draft_are_refused(plain, tmp_path):
     one = Profile(model=plain.identity, draft=WHOLE)
     with pytest.raises(SelfspecError, match="several ways to draft; engines have one"):
         export(plain, one.joined_with([one]), "vllm", tmp_path / "out")
+
+
+def test_a_head_among_several_cannot_travel(plain, tmp_path):
+    """generate.py holds a profile, not the parts beside it."""
+    write_part(tmp_path / "part.safetensors", random_part(plain.runtime, WORDS, "medusa"))
+    held = {"medusa": Part(file="part.safetensors", sha256=sha256_of(tmp_path / "part.safetensors"))}
+    draft = MergedSpec(drafters=[GuessesSpec(), HeadSpec(part="medusa")])
+    write_profile(Profile(model=plain.identity, draft=draft, parts=held), tmp_path / "profile.yaml")
+    with pytest.raises(SelfspecError, match=r"cannot travel in generate\.py"):
+        export(plain, read_profile(tmp_path / "profile.yaml"), "hf", tmp_path / "out")
