@@ -13,6 +13,7 @@ from selfspec.cli.options import (
     ChatCommand,
     CompareCommand,
     ConvertCommand,
+    ExportCommand,
     GenerateCommand,
     IndexCommand,
     SearchCommand,
@@ -67,6 +68,15 @@ def train(given: TrainCommand) -> int:
 def convert(given: ConvertCommand) -> None:
     """Make a part of a published head (EAGLE, EAGLE-3, Medusa, Hydra, MLPSpeculator), and profiles that use it."""
     from selfspec.cli.convert import run
+
+    run(given)
+
+
+@app.command()
+@flat
+def export(given: ExportCommand) -> None:
+    """Write what another engine needs to draft so: files, the command, what is lost, and the acceptance to expect."""
+    from selfspec.cli.export import run
 
     run(given)
 

@@ -290,6 +290,30 @@ class CompareCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExportCommand:
+    """What `export` was told."""
+
+    profile: Annotated[str, typer.Argument(metavar="PROFILE", help="A file, or the name of a shipped one.")]
+    to: Annotated[str, typer.Option(metavar="ENGINE", help="vllm, sglang, llama.cpp, tensorrt-llm or hf.")]
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where all goes: an empty folder, or a new one.")]
+    model: Model = None
+    tokens: Annotated[
+        int | None, typer.Option(min=1, max=64, metavar="N", help="Of each draft; the best number when left out.")
+    ] = None
+    type: Annotated[
+        str | None, typer.Option(help="Of the model's weights in GGUF files, such as q8_0; its own when left out.")
+    ] = None
+    force: Annotated[bool, typer.Option("--force", help="Write over what is in the folder.")] = False
+    data: PromptOptions
+    limit: Annotated[
+        int, typer.Option(min=0, metavar="N", help="The most prompts that are rehearsed; 0: go by the profile's word.")
+    ] = 8
+    max_new_tokens: Tokens = 64
+    where: DeviceOptions
+    json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IndexCommand:
     """What `index` was told."""
 
