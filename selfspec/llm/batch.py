@@ -27,7 +27,7 @@ from selfspec.speculation.sequence import SequenceState
 from selfspec.text.prompt import Prompt
 
 CHUNK = 512  # tokens of a prompt that are read at once where nobody waits for a round
-ROUNDS, LEAST = 4.0, 64  # else: what takes as long as so many rounds, but no fewer tokens
+ROUNDS, LEAST = 4.0, 128  # else: what takes as long as so many rounds, but no fewer tokens
 
 
 class Profiled(Model, Protocol):
@@ -200,7 +200,7 @@ class Batch:
     def _chunk(self) -> int:
         running = len(self._engine.running)
         if not running or self._load is None:
-            return CHUNK if not running else 2 * LEAST
+            return CHUNK if not running else LEAST
         prices, tokens = self._load.prices, LEAST
         while tokens < CHUNK and prices.verified(2 * tokens) <= ROUNDS * prices.verified(running):
             tokens *= 2

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from selfspec.model.native_library import available
 
 _OUTPUTS, _VALUES = 4096, 2**26  # of a weight to time on: outputs at least, and values at most that are more than those
 _REPEATS = 5
+_COPIES, _CACHES = 24, 2**26  # of it, at most; and bytes that no cache holds, as a step reads each weight once
 _ENLARGED = 2.0**20
 _WIDE = 24  # rows from which on a product with weights that are held in bfloat16 is faster than one in few bits
 _ERROR = 0.05  # of a product's size, that a kernel's may be off the rounded weight's own
@@ -172,7 +173,8 @@ def kernel_for(weight: Tensor, bits: Bits) -> Kernel:
 def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, float]:
     """Seconds of a product of `rows` rows with a weight like this one, by kernel.
 
-    Those that fail, or are wrong, with one row or with several, are left out.
+    Weights come from memory, as in a step, where those of the model do not fit into caches. Kernels that fail, or are
+    wrong, with one row or with several, are left out.
     """
     generator = torch.Generator().manual_seed(0)
     into = weight.shape[1]
@@ -182,24 +184,30 @@ def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, floa
     x = several[:rows]
     held = rounded(like, bits)
     exact = several.float() @ held.weight(torch.float32).t()
-    calls: dict[str, Callable[[], Tensor]] = {}
+    copies = [held, *(_copy(held) for _ in range(min(_COPIES, _CACHES // (held.values.numel() * bits // 8)) - 1))]
+    calls: dict[str, list[Call]] = {}
     for name, kernel in _HERE[weight.device.type][bits].items():
         try:
             call = kernel(held, weight.dtype)
             if _near(call(several), exact) and _near(call(several[:1]), exact[:1]):
-                calls[name] = partial(call, x)
+                calls[name] = [call, *(kernel(copy, weight.dtype) for copy in copies[1:])]
         except (RuntimeError, AttributeError, NotImplementedError, SelfspecError):
             continue
     times = dict.fromkeys(calls, float("inf"))
     for _ in range(_REPEATS):
-        for name, run in calls.items():
-            for _ in range(2):  # the second with warm caches
-                begun = time.perf_counter()
-                run()
-                if weight.is_cuda:
-                    torch.cuda.synchronize(weight.device)
-                times[name] = min(times[name], time.perf_counter() - begun)
+        for name, products in calls.items():
+            begun = time.perf_counter()
+            for call in products:
+                call(x)
+            if weight.is_cuda:
+                torch.cuda.synchronize(weight.device)
+            times[name] = min(times[name], (time.perf_counter() - begun) / len(products))
     return times
+
+
+def _copy(held: Rounded) -> Rounded:
+    """The same elsewhere in memory."""
+    return replace(held, values=held.values.clone())
 
 
 def _near(ours: Tensor, exact: Tensor) -> bool:

@@ -1,10 +1,10 @@
 """Tokens a second by how many prompts are decoded together: plainly, with fixed drafts, with drafts by load; and theirs.
 
-    python tests/scripts/throughput.py --model smollm2-135m --prompts prompts.jsonl --chat --threads 2 --out throughput.json
+    python tests/scripts/throughput.py --model smollm2-135m --prompts prompts.jsonl --chat --out throughput.json
 
-Every prompt gets `--new-tokens` tokens, end-of-sequence left out, so that all do the same work; methods by turns, and ratios
-are medians over rounds. `hf` is `transformers`' continuous batching (`generate_batch`), `--server URL` an OpenAI server that runs
-already (llama.cpp's, for one) and gets as many requests at a time. Every text is compared with plain decoding's alone.
+Every prompt gets `--new-tokens` tokens, end-of-sequence left out, so that all do the same work; methods by turns, ratios
+are medians over rounds. `hf` is `transformers`' continuous batching (`generate_batch`), `--server URL` an OpenAI server
+that runs already (llama.cpp's, for one), which gets as many requests at a time. Texts are compared with plain decoding's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import threading
 import time
 import urllib.request
 from collections.abc import Callable
@@ -34,17 +33,20 @@ from selfspec.llm.prompts import encode
 from selfspec.runtime.forward import Runtime
 from selfspec.text.prompt_files import read_prompts
 
-Run = Callable[[list[list[int]], int], tuple[list[list[int]], float, str]]
+Done = tuple[list[list[int]], float, str]  # texts, seconds, and what is said of it
+Run = Callable[[list[list[int]]], Done]
 
 
 class Ours:
     """A batch that stays, so that what rounds take is measured once."""
 
-    def __init__(self, llm: LLM, rows: int, how: Options, *, adaptive: bool, make: Callable[[Runtime], Drafter] | None) -> None:
+    def __init__(
+        self, llm: LLM, rows: int, how: Options, *, adaptive: bool, make: Callable[[Runtime], Drafter] | None
+    ) -> None:
         self.batch = Batch(llm, rows=rows, adaptive=adaptive, make=make).__enter__()
         self.how = how
 
-    def __call__(self, prompts: list[list[int]]) -> tuple[list[list[int]], float, str]:
+    def __call__(self, prompts: list[list[int]]) -> Done:
         counters = self.batch.counters
         drafted, accepted, rounds, before = counters.drafted, counters.accepted, counters.rounds, counters.tokens
         start = time.perf_counter()
@@ -58,27 +60,29 @@ class Ours:
         return [list(request.tokens) for request in requests], seconds, said
 
 
-def theirs(model: Any, how: Options, rows: int) -> Callable[[list[list[int]]], tuple[list[list[int]], float, str]]:
+def theirs(model: Any, how: Options, rows: int) -> Run:
     """`transformers`' continuous batching."""
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-    def run(prompts: list[list[int]]) -> tuple[list[list[int]], float, str]:
+    def run(prompts: list[list[int]]) -> Done:
         config = GenerationConfig(max_new_tokens=how.max_new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        settings = ContinuousBatchingConfig(max_batch_tokens=256, num_blocks=512, use_cuda_graph=False)
         start = time.perf_counter()
         found = model.generate_batch(
             inputs=prompts,
             generation_config=config,
-            continuous_batching_config=ContinuousBatchingConfig(max_batch_tokens=256, num_blocks=512, use_cuda_graph=False),
+            continuous_batching_config=settings,
             progress_bar=False,
         )
         seconds = time.perf_counter() - start
-        return [list(found[key].generated_tokens) for key in sorted(found, key=lambda name: int(name.split("_")[-1]))], seconds, ""
+        order = sorted(found, key=lambda name: int(name.split("_")[-1]))
+        return [list(found[key].generated_tokens) for key in order], seconds, ""
 
     return run
 
 
-def served(url: str, how: Options, rows: int) -> Callable[[list[list[int]]], tuple[list[list[int]], float, str]]:
+def served(url: str, how: Options, rows: int) -> Run:
     """An OpenAI server's completions, so many at a time; tokens are counted by its usage."""
 
     def ask(prompt: list[int]) -> int:
@@ -89,7 +93,7 @@ def served(url: str, how: Options, rows: int) -> Callable[[list[list[int]]], tup
         with urllib.request.urlopen(request) as answer:
             return int(json.load(answer)["usage"]["completion_tokens"])
 
-    def run(prompts: list[list[int]]) -> tuple[list[list[int]], float, str]:
+    def run(prompts: list[list[int]]) -> Done:
         start = time.perf_counter()
         with ThreadPoolExecutor(rows) as pool:
             counts = list(pool.map(ask, prompts))
@@ -124,13 +128,14 @@ def main() -> None:
     read = read_prompts(given.prompts)
     every = [encode(llm, text, chat=given.chat)[-1024:] for text in read.texts]
     hf = selfspec.load(given.model, profile="none", layout="rows").model if "hf" in given.methods else None
-    print(f"{machine(torch.device('cpu'))}, {given.threads} threads, {str(llm.runtime.dtype).removeprefix('torch.')}, {len(every)} prompts")
+    where = {"machine": machine(torch.device("cpu")), "threads": given.threads, "model": given.model}
+    print(f"{where}, {str(llm.runtime.dtype).removeprefix('torch.')}, {len(every)} prompts", flush=True)
     path = llm.profile.path if llm.profile is not None else None
     fixed = None if path is None else (lambda runtime: LayerSkipDrafter(runtime, path, FixedK(4)))
     table = []
     for size in map(int, given.sizes.split(",")):
         prompts = every[: max(size, given.least)]
-        runs: dict[str, Callable[[list[list[int]]], tuple[list[list[int]], float, str]]] = {}
+        runs: dict[str, Run] = {}
         for name in given.methods.split(","):
             if name == "plain":
                 runs[name] = Ours(llm, size, how, adaptive=False, make=lambda runtime: PlainDrafter())
@@ -153,15 +158,19 @@ def main() -> None:
         for name in runs:
             ratio = statistics.median(a / b for a, b in zip(speeds[name], speeds["plain"], strict=True))
             same = sum(a == b for a, b in zip(texts[name], texts["plain"], strict=True))
-            row = {"size": size, "method": name, "tokens_per_second": statistics.median(speeds[name]), "ratio": ratio, "same": same, "prompts": len(prompts), "said": said[name]}
-            table.append(row)
-            print(f"{size:3d} {name:9s} {row['tokens_per_second']:8.1f} tokens/s {ratio:6.2f} of plain, {same} of {len(prompts)} texts the same; {said[name]}", flush=True)
+            speed = statistics.median(speeds[name])
+            table.append({"size": size, "method": name, "tokens_per_second": speed, "ratio": ratio})
+            table[-1] |= {"same": same, "prompts": len(prompts), "said": said[name], "each": speeds[name]}
+            print(
+                f"{size:3d} {name:9s} {speed:8.1f} tokens/s {ratio:6.2f} of plain, {same} of {len(prompts)} texts the same; "
+                f"{said[name]}",
+                flush=True,
+            )
         for one in runs.values():
             if isinstance(one, Ours):
                 one.batch.__exit__(None, None, None)
     if given.out is not None:
-        what = {"machine": machine(torch.device("cpu")), "threads": given.threads, "model": given.model, "table": table}
-        given.out.write_text(json.dumps(what, indent=1) + "\n")
+        given.out.write_text(json.dumps({**where, "table": table}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -174,9 +175,26 @@ def test_large_weights_are_timed_on_smaller_ones(monkeypatch, fresh_cache):
         KERNELS, 8, {"fake": lambda weight, dtype: seen.append(weight.values.shape) or fake(weight, dtype)}
     )
     monkeypatch.setattr(chosen, "_VALUES", 128 * 64)
+    monkeypatch.setattr(chosen, "_COPIES", 1)
     for out in (8, 100, 1000):
         kernel_times(torch.randn(out, 64), 8)
     assert [tuple(shape) for shape in seen] == [(64, 64), (100, 64), (128, 64)]
+
+
+def test_weights_are_timed_as_they_come_from_memory(monkeypatch, fresh_cache):
+    """Each product is with a weight of its own, as many as no cache holds."""
+    read = []
+
+    def kernel(weight, dtype):
+        product = fake(weight, dtype)
+        return lambda x: read.append(weight.values.data_ptr()) or product(x)
+
+    monkeypatch.setitem(KERNELS, 8, {"fake": kernel})
+    monkeypatch.setattr(chosen, "_CACHES", 3 * 64 * 64)
+    kernel_times(torch.randn(64, 64), 8)
+    timed = read[2:]  # after it was seen to be right
+    assert len(set(timed)) == 3
+    assert all(a != b for a, b in itertools.pairwise(timed))
 
 
 @pytest.mark.parametrize("into", [32, 64, 128, 576])
