@@ -1,0 +1,128 @@
+"""One queue, and a thread for each replica that takes from it. Knows nothing of HTTP, and of what a text is."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from selfspec.server.calls import Call, Job, Update, Why
+from selfspec.server.errors import ApiError, wrong
+from selfspec.server.replica import Replica
+
+MOST_SECONDS = 60  # that a client is told to wait
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a replica is to do before its next step."""
+
+    taken: list[Job]
+    cancelled: list[tuple[Job, Why]]
+
+
+class Pool:
+    """Texts wait in one line; each replica takes as many as it has rows, the one with the fewest first.
+
+    A context manager: leaving it ends the threads, and what still runs.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], *, rows: int, queue: int) -> None:
+        self._changed = threading.Condition()
+        self._line: deque[Job] = deque()
+        self._queue, self._rows = queue, rows
+        self._closing = False
+        self.replicas = list(replicas)
+        self._cancels: dict[Replica, list[tuple[Job, Why]]] = {replica: [] for replica in self.replicas}
+        self._threads = [
+            threading.Thread(target=self._serve, args=(replica,), name=f"replica-{number}", daemon=True)
+            for number, replica in enumerate(self.replicas)
+        ]
+
+    def __enter__(self) -> Pool:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def waiting(self) -> int:
+        """Texts that wait for a row."""
+        return len(self._line)
+
+    @property
+    def running(self) -> int:
+        """Texts that have a row, or wait inside a replica for memory."""
+        return sum(replica.load for replica in self.replicas)
+
+    @property
+    def alive(self) -> bool:
+        """Whether any thread decodes."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def submit(self, call: Call, *, retry_after: float = 1.0) -> None:
+        """Let a call's texts wait in line. Raises `ApiError` where there is no room for them."""
+        most = self._queue + self._rows * len(self.replicas)
+        if len(call.jobs) > most:
+            raise wrong(f"a request has at most {most} texts here (n for each prompt); got {len(call.jobs)}", "n")
+        with self._changed:
+            if self._closing or not self.alive:
+                raise ApiError(503, "the server is ending", headers={"Retry-After": "10"})
+            if self.running + len(self._line) + len(call.jobs) > most:
+                seconds = min(MOST_SECONDS, max(1, round(retry_after)))
+                said = f"{self.running} texts are running and {len(self._line)} wait, which is all; try again later"
+                raise ApiError(429, said, code="queue_full", headers={"Retry-After": str(seconds)})
+            self._line.extend(call.jobs)
+            self._changed.notify_all()
+
+    def cancel(self, call: Call, why: Why) -> None:
+        """End what has not ended of a call; its rows are free before the next step."""
+        with self._changed:
+            waiting = [job for job in call.jobs if job in self._line]
+            for job in waiting:
+                self._line.remove(job)
+            for replica, cancels in self._cancels.items():
+                cancels.extend((job, why) for job in replica.jobs_of(call))
+            self._changed.notify_all()
+        call.tell(*(Update(job.index, ended=True, why=why) for job in waiting))
+
+    def cancel_all(self, why: Why) -> None:
+        """End everything."""
+        with self._changed:
+            calls = {job.call for job in self._line} | {job.call for one in self.replicas for job in tuple(one.jobs)}
+        for call in calls:
+            self.cancel(call, why)
+
+    def _serve(self, replica: Replica) -> None:
+        """A replica's thread."""
+        with replica:
+            while (work := self._work(replica)) is not None:
+                replica.turn(work.taken, work.cancelled)
+            replica.turn((), [(job, Why.SHUTDOWN) for job in replica.jobs])
+
+    def _work(self, replica: Replica) -> Work | None:
+        """Wait for what a replica is to do; None: to end."""
+        with self._changed:
+            cancels = self._cancels[replica]
+            while not (self._closing or cancels or replica.load or self._line):
+                self._changed.wait()
+            if self._closing:
+                return None
+            taken = []
+            while self._line and replica.load < self._rows and replica.load <= min(self._loads()):
+                taken.append(self._line.popleft())
+                replica.jobs.append(taken[-1])
+            self._cancels[replica] = []
+            return Work(taken, cancels)
+
+    def _loads(self) -> Iterable[int]:
+        living = zip(self.replicas, self._threads, strict=True)
+        return [replica.load for replica, thread in living if thread.is_alive()]
