@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from selfspec.basics.errors import one_line
+
+MOST = 500  # characters of a message, which may quote what was sent
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -20,6 +23,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        message = one_line(message)[:MOST]
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
