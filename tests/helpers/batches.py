@@ -32,6 +32,7 @@ class ToyRequest:
     options: Any
     pieces: TextStream
     top: int | None
+    read: int = 0
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
     done: bool = False
@@ -70,9 +71,14 @@ class ToyRequest:
 
 
 class ToyBatch:
-    """`Batch` as the server uses it. `seconds`: of a step; `fails`: a prompt token that makes a step fail."""
+    """`Batch` as the server uses it. `seconds`: of a step; `reads`: steps that a prompt takes before its first token;
+    `fails`: a prompt token that makes a step fail.
+    """
 
-    def __init__(self, llm: Any, *, rows: int = 8, seconds: float = 0.0, fails: int | None = None) -> None:
+    def __init__(
+        self, llm: Any, *, rows: int = 8, seconds: float = 0.0, reads: int = 0, fails: int | None = None
+    ) -> None:
+        self._reads = reads
         self._llm, self._rows, self._seconds, self._fails = llm, rows, seconds, fails
         self.running: list[ToyRequest] = []
         self.waiting: list[ToyRequest] = []
@@ -127,7 +133,9 @@ class ToyBatch:
         if any(self._fails in one.prompt for one in self.running):
             raise RuntimeError("a toy's failure")
         time.sleep(self._seconds)
-        touched = list(self.running)
+        for request in self.running:
+            request.read += 1
+        touched = [request for request in self.running if request.read > self._reads]
         for request in touched:
             request.grow()
         self.counters.rounds += 1

@@ -169,7 +169,7 @@ def test_a_token_within_a_character_is_told_as_bytes(client, chatting):
     ids = chatting.encode("é漢")
     whole = client.completions.create(model="toy", prompt=ids, max_tokens=len(ids), logprobs=0).choices[0].logprobs
     raw = b"".join(map(bytes, whole.model_extra["bytes"]))
-    spelt = {i: b for i, b in zip(continued(ids, len(ids)), map(bytes, whole.model_extra["bytes"]), strict=True)}
+    spelt = dict(zip(continued(ids, len(ids)), map(bytes, whole.model_extra["bytes"]), strict=True))
     assert b"".join(spelt[i] for i in ids).decode().strip() == "é漢"
     assert any(token.startswith("bytes:\\x") for token in whole.tokens)
     assert len(raw) >= 5

@@ -187,41 +187,14 @@ def test_a_body_must_be_json_and_of_a_size(app):
     check_refused(app.post(COMPLETION, {"model": "toy", "prompt": "x" * 20_000}), 413)
 
 
-FIELDS = sorted(
-    [
-        "model",
-        "n",
-        "max_tokens",
-        "max_completion_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-        "seed",
-        "stop",
-        "stream",
-        "stream_options",
-        "response_format",
-        "messages",
-        "prompt",
-        "logprobs",
-        "top_logprobs",
-        "echo",
-        "best_of",
-        "tools",
-        "tool_choice",
-        "suffix",
-        "modalities",
-        "user",
-    ]
+FIELDS = (
+    *("model", "n", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs"),
+    *("stream", "stream_options", "response_format", "messages", "prompt", "echo", "best_of", "suffix", "user"),
+    *("tools", "tool_choice", "modalities"),
 )
-LEAVES = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from(["toy", "user"])
-)
+TEXTS = st.text(max_size=20) | st.sampled_from(["toy", "user"])
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS
 VALUES = st.recursive(
     LEAVES,
     lambda inner: (
