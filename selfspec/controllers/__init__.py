@@ -16,6 +16,7 @@ from selfspec.facts.acceptance import Outlook
 from selfspec.facts.controller import ControllerSpec
 
 from .base import Controller
+from .load import Load
 from .play import Play
 from .rate import RateOptimal
 from .thresholds import AdaptiveThreshold, FixedK, StaticThreshold
@@ -25,6 +26,7 @@ __all__ = [
     "AdaptiveThreshold",
     "Controller",
     "FixedK",
+    "Load",
     "Play",
     "RateOptimal",
     "StaticThreshold",

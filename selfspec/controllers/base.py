@@ -35,6 +35,13 @@ class Controller(ABC):
     def lowest(self, drafted: int) -> float:
         """The least confidence of the `drafted`-th token at which it may ever go on; infinite where it never does."""
 
+    def hope(self, confidences: Sequence[float], first: float) -> tuple[float, float]:
+        """The chance that the next token would be accepted, and that one is where the one before it was.
+
+        `first`: that of a draft's first token, as it was lately; here, of every token where the one before it is right.
+        """
+        return first ** (len(confidences) + 1), first
+
     def candidates(self, confidences: Sequence[float], most: int) -> Sequence[int]:
         """How many candidates each place is to have, the drafted token counted: 1 to `most` each; here, `most`."""
         return [most] * len(confidences)

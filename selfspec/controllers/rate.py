@@ -96,10 +96,20 @@ class RateOptimal(Controller):
         n, last = len(confidences), confidences[-1]
         if n >= self.k_max or last < self.floor:
             return False
-        next_accepted = between(self._following.values, self._curve.place(last))
+        return self._next_accepted(confidences) > self.rate * self._prices[n]
+
+    def _next_accepted(self, confidences: Sequence[float]) -> float:
+        """The chance that the token after those with these confidences is accepted, and all of them."""
+        chance = between(self._following.values, self._curve.place(confidences[-1]))
         for confidence in confidences:
-            next_accepted *= between(self._accepted.values, self._curve.place(confidence))
-        return next_accepted > self.rate * self._prices[n]
+            chance *= between(self._accepted.values, self._curve.place(confidence))
+        return chance
+
+    def hope(self, confidences: Sequence[float], first: float) -> tuple[float, float]:
+        """By the curve, but for the first token."""
+        following = self._following.values
+        later = min(sum(following) / len(following), 1.0)
+        return self._next_accepted(confidences) if confidences else first, later
 
     def candidates(self, confidences: Sequence[float], most: int) -> Sequence[int]:
         """The numbers, 1 to `most` at each place, that together are expected to bring most for their time."""

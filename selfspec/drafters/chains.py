@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from selfspec.controllers import Controller, Play
+from selfspec.controllers import Controller, Load, Play
 from selfspec.drafters.played import PlayedDrafter, check_candidates, guessed
 from selfspec.facts.confidence import PROBABILITY, Confidence
 from selfspec.facts.limits import WIDEST_DRAFT
@@ -95,9 +95,17 @@ class ChainDrafter(PlayedDrafter):
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """A chain for each sequence, with further candidates where they were asked for."""
-        chains = [self._begun(seq, min(limit.depth, limit.nodes)) for seq, limit in zip(seqs, limits, strict=True)]
-        while live := [chain for chain in chains if chain.play.wants]:
+        rooms = [min(limit.depth, limit.nodes) for limit in limits]
+        load = self.load if len(seqs) > 1 else None
+        chains = (
+            [self._begun(seq, room) for seq, room in zip(seqs, rooms, strict=True)]
+            if load is None
+            else self._begun_together(seqs, rooms, load)
+        )
+        while live := self._live(chains, load):
             self._pass(live)
+            if load is not None:
+                load.passed(sum(chain.passes[-1] for chain in live if chain.passes))
             for chain in live:
                 while chain.play.wants and chain.logits:
                     self._draft(chain, chain.logits.pop(0))
@@ -108,6 +116,31 @@ class ChainDrafter(PlayedDrafter):
         controller, guess = self.controller_of(seq), self.guess(seq, room)
         taken = guess.cut(controller.free(guess.chances))
         return Chain(seq, Play(controller, depth=0 if taken.tokens else min(room, self._deepest)), room, taken)
+
+    def _begun_together(self, seqs: Sequence[SequenceState], rooms: Sequence[int], load: Load) -> list[Chain]:
+        """Drafts that have no token yet; guesses are taken as they are where the load finds them worth verifying."""
+        guesses = [self.guess(seq, room) for seq, room in zip(seqs, rooms, strict=True)]
+        counts = load.free([guess.chances for guess in guesses], instead=True)
+        chains = []
+        for seq, room, guess, count in zip(seqs, rooms, guesses, counts, strict=True):
+            depth = 0 if count else min(room, self._deepest)
+            play = Play(self.controller_of(seq), depth=depth, together=True)
+            chains.append(Chain(seq, play, room, guess.cut(count)))
+        return chains
+
+    @staticmethod
+    def _live(chains: Sequence[Chain], load: Load | None) -> list[Chain]:
+        """The drafts that go on by one more pass; those that do not have ended."""
+        live = [chain for chain in chains if chain.play.wants]
+        if load is None or not live:
+            return live
+        hopes, later = zip(*(chain.play.hope(load.first) for chain in live), strict=True)
+        verified = len(chains) + sum(len(chain.tokens or chain.guessed.tokens) for chain in chains)
+        most = max(chain.room - len(chain.tokens) for chain in live)
+        going = set(load.going(hopes, sum(later) / len(later), verified=verified, most=most))
+        for i, chain in enumerate(live):
+            chain.play.wants = i in going
+        return [chain for i, chain in enumerate(live) if i in going]
 
     def _draft(self, chain: Chain, logits: Tensor) -> None:
         """Draft the chain's next token, unless none can be."""

@@ -28,8 +28,12 @@ class FreeDrafter(PlayedDrafter):
         return GUESSED if min(limit.depth, limit.nodes) > 0 else NO_WORK
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """One for each sequence."""
-        return [self._drafted(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+        """One for each sequence; several together no more than the load allows."""
+        drafts = [self._drafted(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+        if self.load is None or len(seqs) < 2:
+            return drafts
+        counts = self.load.free([draft.confidence for draft in drafts])
+        return [draft.backbone().first(count) for draft, count in zip(drafts, counts, strict=True)]
 
     def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:
         room = min(limit.depth, limit.nodes)

@@ -129,6 +129,7 @@ class Guard:
     ) -> None:
         self.drafter = drafter
         self.outlook = outlook
+        self.by_clock = False  # with seeds, too: what is drafted does not matter to the text under rule `match`
         self._here = here
         self._clock = clock
         self._prices: dict[int, _Prices] = {}  # by how many sequences take rounds together
@@ -161,14 +162,14 @@ class Guard:
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """The drafter's, no larger than the bound allows; none where it allows none."""
-        timed = {seq for seq in self._accounts if not seq.sampler.seeded}
+        timed = {seq for seq in self._accounts if self._timed(seq)}
         self._round = _Round(self._clock(), self.prices, timed) if timed else None
         seconds = self._to_spend(timed)
         if seconds <= 0 and len(timed) == len(self._accounts):
             return [NO_DRAFT] * len(seqs)  # as most rounds where drafts lose: such a one is to cost little
         seconds /= max(1, len(timed.intersection(seqs)))
         allowed = [
-            self._by_outlook(self._accounts[seq], limit) if seq.sampler.seeded else self._by_clock(seconds, limit)
+            self._by_clock(seconds, limit) if self._timed(seq) else self._by_outlook(self._accounts[seq], limit)
             for seq, limit in zip(seqs, limits, strict=True)
         ]
         may = [i for i, limit in enumerate(allowed) if limit.depth > 0]
@@ -181,6 +182,9 @@ class Guard:
             self._round.drafting = self._clock() - self._round.begun
             self._round.work = _sum([draft for draft in drafts if len(draft)])
         return drafts
+
+    def _timed(self, seq: SequenceState) -> bool:
+        return self.by_clock or not seq.sampler.seeded
 
     @property
     def prices(self) -> _Prices:
@@ -225,7 +229,7 @@ class Guard:
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Settle the sequence's account of the round."""
         account, draft, tokens = self._accounts[seq], outcome.draft, len(outcome.tokens)
-        if seq.sampler.seeded:
+        if not self._timed(seq):
             if self.outlook is not None:
                 took = self.outlook.price(draft.work) + self.outlook.rounds[1 + len(draft)]
                 account.slack += (1 + SHARE) * tokens - took

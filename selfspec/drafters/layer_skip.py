@@ -16,7 +16,7 @@ from selfspec.proposers.base import Guess
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft, Outcome
-from selfspec.speculation.passes import Placed, lay_out
+from selfspec.speculation.passes import Placed
 from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.step import Step
 
@@ -98,21 +98,12 @@ class LayerSkipDrafter(ChainDrafter):
             run, start = [*before, root, *c.ahead], len(c.seq.tokens) - 1 + len(c.tokens) - len(before)
             placed.append(Placed(c.seq.row, run[0], start, Draft.chain(run[1:])))
             firsts.append(len(before))
-        laid = lay_out(placed, spare=self.runtime.cache.spare, device=self.runtime.device)
-        step = self.runtime.forward(
-            laid.tokens,
-            laid.positions,
-            path=self._way,
-            slots=laid.slots,
-            mask=laid.mask,
-            rows=laid.rows,
-            hidden=() if self.below is None else self.hidden,
-        )
-        assert step.logits is not None
-        for c, at, first in zip(chains, laid.at, firsts, strict=True):
-            c.logits = [step.logits[at, i : i + 1] for i in range(first, first + c.passes[-1])]
+        steps = self.runtime.over(placed, path=self._way, hidden=() if self.below is None else self.hidden)
+        for c, step, first in zip(chains, steps, firsts, strict=True):
+            assert step.logits is not None
+            c.logits = [step.logits[0, i : i + 1] for i in range(first, first + c.passes[-1])]
             if self.below is not None:
-                c.streams.append(self.below.texts.streams_of(step)[at])
+                c.streams.append(self.below.texts.streams_of(step)[0])
 
     def _before(self, chain: Chain) -> list[int]:
         """Tokens before the chain's last whose keys the cache lacks: none, as it is the model's own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.controllers import Controller
+from selfspec.controllers import Controller, Load
 from selfspec.facts.limits import WIDEST_DRAFT
 from selfspec.facts.work import GUESSED
 from selfspec.proposers.ahead import Ahead, Reading
@@ -34,11 +34,14 @@ def guessed(guess: Guess, confidence: Sequence[float] = ()) -> Draft:
 class PlayedDrafter:
     """`controller`: each sequence with a seed starts it afresh, all others share what it learns.
 
-    `ahead`: what guesses how a sequence's text goes on.
+    `ahead`: what guesses how a sequence's text goes on. With a `load` controllers tell how likely tokens are right, and
+    it says who drafts them, wherever several sequences draft together.
     """
 
     hidden: Sequence[int] = ()
     drafts = True
+
+    load: Load | None = None  # decides for several sequences together, whose rounds it is told of
 
     def __init__(self, controller: Controller, ahead: Ahead) -> None:
         self.controller = controller

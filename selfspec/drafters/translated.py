@@ -20,7 +20,7 @@ from selfspec.proposers.ahead import Ahead
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft
-from selfspec.speculation.passes import Placed, lay_out
+from selfspec.speculation.passes import Placed
 from selfspec.speculation.sequence import SequenceState
 
 AT_ONCE = 8  # tokens of the text that its cache may lack, to be read with a draft's first token
@@ -88,16 +88,13 @@ class TranslatedDrafter(ChainDrafter):
         placed = [
             Placed(c.seq.row, run[0], at, Draft.chain(run[1:])) for c, (at, run) in zip(chains, runs, strict=True)
         ]
-        laid = lay_out(placed, spare=self.runtime.cache.spare, device=self.runtime.device)
-        step = self.runtime.forward(
-            laid.tokens, laid.positions, path=self._way, slots=laid.slots, mask=laid.mask, rows=laid.rows
-        )
-        assert step.logits is not None
-        for c, (at, run), row in zip(chains, runs, laid.at, strict=True):
+        steps = self.runtime.over(placed, path=self._way)
+        for c, (at, run), step in zip(chains, runs, steps, strict=True):
+            assert step.logits is not None
             self._held[c.seq.row][at:] = run
             c.passes.append(1 + len(c.ahead))
             rows = range(len(run) - 1 - len(c.ahead), len(run))
-            c.logits = [self._translated(step.logits[row, i]) for i in rows]
+            c.logits = [self._translated(step.logits[0, i]) for i in rows]
 
     def _translated(self, logits: Tensor) -> Tensor:
         """Logits `[1, V]` of the target's tokens from the draft model's `[V']`."""

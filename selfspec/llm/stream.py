@@ -66,7 +66,7 @@ class Stream:
         self._tokens: list[int] = []
         self._stats = Stats(prompt=len(seq.tokens))
         # The generator knows nothing of this object, so that dropping the stream ends it at once.
-        finish = _finish(seq, text, self._tokens, guided=guided)
+        finish = finish_of(seq, text, self._tokens, guided=guided)
         shown = _pieces(rounds, seq, text, self._tokens, self._stats, pieces, probabilities, finish)
         self._pieces = shown if ended is None else _told(shown, seq, text, ended)
 
@@ -87,18 +87,9 @@ class Stream:
             self.close()
 
     def _spans(self) -> Iterator[tuple[Origin, str]]:
-        found: list[Origin] = []
-        rounds = token = shown = 0
+        spans = Spans(self._text, self._stats)
         for piece in self:
-            log, ends = self._stats.log, self._text.ends
-            found += (origin for done in log[rounds:] for origin in origins(done))
-            rounds, start, end = len(log), shown, shown + len(piece)
-            while shown < end:
-                while token < len(found) - 1 and ends[token] <= shown:
-                    token += 1
-                upto = end if token == len(found) - 1 else min(ends[token], end)
-                yield found[token], piece[shown - start : upto - start]
-                shown = upto
+            yield from spans.of(piece)
 
     @property
     def result(self) -> Generation:
@@ -110,7 +101,28 @@ class Stream:
         self._pieces.close()
 
 
-def _finish(
+class Spans:
+    """Cuts pieces of a text, as they come, where the tokens meet, each with its token's origin."""
+
+    def __init__(self, text: TextStream, stats: Stats) -> None:
+        self._text, self._stats = text, stats
+        self._found: list[Origin] = []
+        self._rounds = self._token = self._shown = 0
+
+    def of(self, piece: str) -> Iterator[tuple[Origin, str]]:
+        """The next piece, cut."""
+        log, ends, found = self._stats.log, self._text.ends, self._found
+        found += (origin for done in log[self._rounds :] for origin in origins(done))
+        self._rounds, start, end = len(log), self._shown, self._shown + len(piece)
+        while self._shown < end:
+            while self._token < len(found) - 1 and ends[self._token] <= self._shown:
+                self._token += 1
+            upto = end if self._token == len(found) - 1 else min(ends[self._token], end)
+            yield found[self._token], piece[self._shown - start : upto - start]
+            self._shown = upto
+
+
+def finish_of(
     seq: SequenceState, text: TextStream, tokens: Sequence[int], *, guided: bool
 ) -> Callable[[], Finish | None]:
     """Says why a sequence that begins now, and of which these `tokens` come, has ended; None while it has not."""
@@ -139,6 +151,37 @@ def _told(pieces: Generator[str], seq: SequenceState, text: TextStream, ended: C
             ended(text.text)
 
 
+def count_round(stats: Stats, outcome: Outcome, seconds: float, *, probabilities: bool = False) -> Round:
+    """Count a round that took so long; with `probabilities` its record holds the model's own of each token."""
+    draft = outcome.draft
+    done = Round(
+        draft.depth,
+        outcome.accepted,
+        len(outcome.tokens),
+        seconds,
+        len(draft),
+        draft.tokens,
+        draft.parents,
+        draft.confidence,
+        outcome.path,
+        outcome.probabilities() if probabilities else (),
+        draft.work,
+        draft.sources,
+    )
+    stats.log.append(done)
+    stats.rounds += 1
+    stats.drafted += done.drafted
+    stats.nodes += done.nodes
+    stats.accepted += done.accepted
+    stats.tokens += done.tokens
+    stats.seconds += seconds
+    for part, calls in draft.work:
+        stats.work[part] += calls
+    if draft.sources:
+        stats.sources.update(draft.sources[node] for node in outcome.path[: done.accepted])
+    return done
+
+
 def _pieces(
     rounds: Generator[Outcome],
     seq: SequenceState,
@@ -153,36 +196,8 @@ def _pieces(
     start = time.perf_counter()
     try:
         for outcome in rounds:
-            seconds = time.perf_counter() - start
-            draft = outcome.draft
-            depth, nodes = draft.depth, len(draft)
-            own = outcome.probabilities() if probabilities else ()
-            done = Round(
-                depth,
-                outcome.accepted,
-                len(outcome.tokens),
-                seconds,
-                nodes,
-                draft.tokens,
-                draft.parents,
-                draft.confidence,
-                outcome.path,
-                own,
-                draft.work,
-                draft.sources,
-            )
-            stats.log.append(done)
+            count_round(stats, outcome, time.perf_counter() - start, probabilities=probabilities)
             stats.kept = seq.kept
-            stats.rounds += 1
-            stats.drafted += done.drafted
-            stats.nodes += nodes
-            stats.accepted += done.accepted
-            stats.tokens += done.tokens
-            stats.seconds += seconds
-            for part, calls in draft.work:
-                stats.work[part] += calls
-            if draft.sources:
-                stats.sources.update(draft.sources[node] for node in outcome.path[: done.accepted])
             tokens += outcome.tokens
             stats.finish = finish()
             if pieces and (piece := text.take()):

@@ -55,20 +55,44 @@ def linear_over(module: Any, outputs: Sequence[int]) -> Call | None:
     It holds a copy of the weight's rows. None where the weight is not at hand (quantised, adapted, offloaded).
     """
     at = torch.tensor(outputs, device=device_of(module))
-    if isinstance(module, PartLinear) and not module.readable:
-        product = module.over(at)
-    elif is_readable(module):
+    product = module.over(at) if isinstance(module, PartLinear) else None
+    if product is None:
+        if not is_readable(module):
+            return None
         weight = module.weight.detach().index_select(0, at).t().contiguous()
         product = _product(weight.t(), None if module.bias is None else module.bias.detach().index_select(0, at))
-    else:
-        return None
-    out = module.out_features  # and not the module, which may hold the whole in few bits
+    return Spread(product, at, module.out_features)  # not the module, which may hold the whole in few bits
 
-    def spread(x: Tensor) -> Tensor:
-        x = x.to(at.device)
-        return x.new_full((len(x), out), -torch.inf).index_copy_(1, at, product(x).to(x.dtype))
 
-    return spread
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """A product `call` of rows, with something before or after it."""
+
+    call: Call
+
+
+@dataclass(frozen=True, slots=True)
+class Moved(Wrapped):
+    """Rows are brought to the product's device."""
+
+    device: torch.device
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product."""
+        return self.call(x.to(self.device))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spread(Wrapped):
+    """What the product gives are the outputs `at` of `out`; the others are -inf."""
+
+    at: Tensor
+    out: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """All outputs `[N, out]`."""
+        x = x.to(self.at.device)
+        return x.new_full((len(x), self.out), -torch.inf).index_copy_(1, self.at, self.call(x).to(x.dtype))
 
 
 def on_rows(module: Any) -> Call:
@@ -274,6 +298,6 @@ class PartLinear(nn.Module):
         """Whether `whole` still multiplies with its weight."""
         return True
 
-    def over(self, outputs: Tensor) -> Call:
-        """The product with the weight's rows `outputs` alone."""
-        raise NotImplementedError
+    def over(self, outputs: Tensor) -> Call | None:
+        """The product with the weight's rows `outputs` alone, of its own kind; None where there is none of that."""
+        return None

@@ -13,7 +13,7 @@ from torch import Tensor
 from selfspec.model.dispatch import device_of
 from selfspec.model.families.base import Attention, Family, Layer, Mlp, Parts, SubLayer
 from selfspec.model.kernels import kernel_for
-from selfspec.model.linears import Call, Group
+from selfspec.model.linears import Call, Group, Moved
 from selfspec.model.low_precision import Bits, Kernel, Whole, bytes_of, in_few_bits, roundable
 from selfspec.model.norms import Norms
 from selfspec.model.trained import Bridge, Crossing, Trained, Update
@@ -75,8 +75,7 @@ class Lowered:
         if tokens is not None:
             call = self.family.head_over(parts, tokens)
             return None if call is None else (call, bytes_of(bits, len(tokens), head.module.in_features))
-        whole, device = self.family.head(parts), device_of(self.parts.head.module)
-        return (lambda x: whole(x.to(device))), held
+        return Moved(self.family.head(parts), device_of(self.parts.head.module)), held
 
     def crossing(self, bridge: Bridge) -> tuple[Crossing, int]:
         """A bridge in 8 bits, as whatever runs beside it, and its memory."""

@@ -1,5 +1,5 @@
-// Products of a few rows with weights, and whole passes over a few tokens, for processors: what decoding spends its
-// time on. Compiled on the machine that it runs on (`native.py`), for its vectors.
+// Products of a few rows with weights, and whole passes over tokens of one or several sequences, for processors: what
+// decoding spends its time on. Compiled on the machine that it runs on (`native.py`), for its vectors.
 //
 // Every output of a row is summed in one order, whatever other rows there are: a row gives the same bits alone and
 // among others, in a pass too. Outputs are shared out among threads, in runs of 16; no sum is ever split.
@@ -66,14 +66,24 @@ struct Pass {
     const void *norm;  // the last one
 };
 
-// Where a pass's tokens stand. `cos`, `sin` [positions, head_dim]; keys [layers, .., kv_heads, head_dim, stride] and
-// values [layers, .., kv_heads, stride, head_dim] of one sequence. Token i sees the slots up to slots[i], or, with a
-// `mask` [n, seen] of 0 and -inf, which is added to the scores, those of the first `seen`. No slot from `seen` on is
-// seen.
+// `n` tokens of one sequence. Its slots lie in blocks of `Place::stride`, whose numbers are in `blocks`. A token sees the
+// slots up to its own, or, with a `mask` [n, seen - from] of 0 and -inf, which is added to scores, all those before
+// `from`, and of those from there on what it shows. No slot from `seen` on is seen.
+struct Segment {
+    int64_t n, seen, from;
+    const int64_t *blocks;
+    const float *mask;
+};
+
+// Where a pass's `n` tokens stand, those of a segment one after the other. `cos`, `sin` [positions, head_dim]; keys
+// [layers, blocks, kv_heads, head_dim, stride] and values [layers, blocks, kv_heads, stride, head_dim]. `seen`: the most
+// that a segment has.
 struct Place {
     int64_t n, seen, stride, each_layer;  // numbers from a layer's keys to the next one's
+    int64_t segments;
+    const Segment *segment;
     const int64_t *positions, *slots;
-    const float *cos, *sin, *mask;
+    const float *cos, *sin;
     void *keys, *values;
     int64_t keeps;  // streams that are kept, each [n, hidden], one after the other in `kept`
     const int64_t *keep;  // the layers that they enter
@@ -322,14 +332,19 @@ INLINE float scaled_to(float most, const float *x, int64_t size, float *back) {
 #define WHOLE
 #endif
 
+constexpr int64_t NEAR = 512;  // outputs whose weights stay near while more rows than a tile has are multiplied
+
 // By tiles where there are such, but for outputs and inputs that fill none.
 template <int K>
 static void by_tiles(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
 #if defined(TILES)
-    if (w.in % LINE<K> == 0 && rows >= 1 && rows <= LINES && tiles_allowed()) {
-        int64_t whole = from + (to - from) / LINES * LINES;
-        if (whole > from) tiled<K>(w, from, whole, x, ldx, y, ldy, rows, add);
-        from = whole;
+    if (w.in % LINE<K> == 0 && rows >= 1 && tiles_allowed()) {
+        const int64_t whole = from + (to - from) / LINES * LINES;
+        for (int64_t end; from < whole; from = end) {
+            end = rows > LINES && whole - from > NEAR ? from + NEAR : whole;
+            for (int64_t r = 0; r < rows; r += LINES)
+                tiled<K>(w, from, end, x + r * ldx, ldx, y + r * ldy, ldy, rows - r < LINES ? rows - r : LINES, add);
+        }
     }
 #endif
     part<K>(w, from, to, x, ldx, y, ldy, rows, add);
@@ -339,7 +354,7 @@ static void by_tiles(const Weight &w, int64_t from, int64_t to, const float *x, 
 template <int K>
 static void in_few_bits(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
 #if defined(TILES)
-    if (K == INT8 && w.in % LINE<INT8> == 0 && rows <= LINES && tiles_allowed()) return by_tiles<INT8>(w, from, to, x, ldx, y, ldy, rows, add);
+    if (K == INT8 && w.in % LINE<INT8> == 0 && tiles_allowed()) return by_tiles<INT8>(w, from, to, x, ldx, y, ldy, rows, add);
 #endif
 #if defined(WHOLE)
     if (V == 8 || K == INT8) return in_whole<K>(w, from, to, x, ldx, y, ldy, rows, add);
@@ -411,21 +426,30 @@ constexpr int QUERIES = 4;  // that read a key head at once
 // Floats that a query's scores are kept in: whole vectors, also beyond the last slot.
 static int64_t score_floats(const Place &place) { return (place.seen + V) / V * V + V; }
 
-// A query head: `q` [d], what it sees, where its scores are kept, and where its output [d] goes.
+// A query head: `q` [d], what it sees, where its scores are kept, and where its output [d] goes. `mask`: from slot `from`.
 struct Query {
     const float *q, *mask;
-    int64_t seen;
+    int64_t seen, from;
     float *scores, *out;
 };
 
-// Scores of Q queries of one key head over B vectors of slots from s on; `most`: the largest so far.
+// What of a key head lies in one block after another: `keys` [d, stride] and `values` [stride, d] of the first block in
+// memory, those of the next one `each` numbers later.
+template <typename T> struct Head {
+    const T *keys, *values;
+    const int64_t *blocks;
+    int64_t stride, each;
+};
+
+// Scores of Q queries of one key head over B vectors of slots from s on, whose keys begin at `keys`; `most`: the largest
+// so far.
 template <typename T, int Q, int B>
 INLINE void score(const Query *query, const T *keys, int64_t s, int64_t stride, int64_t d, floats (&most)[Q]) {
     floats a[Q][B] = {};
     for (int64_t k = 0; k < d; k++)
         for (int i = 0; i < B; i++) {
-            floats key = at(keys + k * stride + s + i * V);
-            if (i == 0) __builtin_prefetch(keys + k * stride + s + B * V);
+            floats key = at(keys + k * stride + i * V);
+            if (i == 0) __builtin_prefetch(keys + k * stride + B * V);
             for (int j = 0; j < Q; j++) a[j][i] = fused(key, floats{} + query[j].q[k], a[j][i]);
         }
     ints lane;
@@ -436,7 +460,7 @@ INLINE void score(const Query *query, const T *keys, int64_t s, int64_t stride, 
             const int64_t from = s + i * V, to = from + V < query[j].seen ? from + V : query[j].seen;
             floats x = a[j][i];
             if (mask)
-                for (int64_t l = from; l < to; l++) x[l - from] += mask[l];
+                for (int64_t l = from > query[j].from ? from : query[j].from; l < to; l++) x[l - from] += mask[l - query[j].from];
             x = lane < (int)query[j].seen ? x : floats{} - INFINITY;
             *(floats *)(query[j].scores + from) = x;
             most[j] = x > most[j] ? x : most[j];
@@ -446,72 +470,125 @@ INLINE void score(const Query *query, const T *keys, int64_t s, int64_t stride, 
 // N vectors, from k on, of the Q queries' outputs. Slots are summed one by one: those that are not seen, between those
 // that are, change nothing, so that a token gives the same bits in a tree and in a chain.
 template <typename T, int Q, int N>
-INLINE void mix(const Query *query, const T *values, int64_t seen, int64_t d, int64_t k) {
+INLINE void mix(const Query *query, const Head<T> &head, int64_t seen, int64_t d, int64_t k) {
     floats o[Q][N] = {};
     float sum[Q] = {};
-    for (int64_t s = 0; s < seen; s++) {
-        for (int i = 0; i < N; i++) {
-            floats value = at(values + s * d + k + i * V);
-            for (int j = 0; j < Q; j++) o[j][i] = fused(value, floats{} + query[j].scores[s], o[j][i]);
+    for (int64_t first = 0, b = 0; first < seen; first += head.stride, b++) {
+        const T *values = head.values + head.blocks[b] * head.each;
+        const int64_t end = seen - first < head.stride ? seen - first : head.stride;
+        for (int64_t s = 0; s < end; s++) {
+            for (int i = 0; i < N; i++) {
+                floats value = at(values + s * d + k + i * V);
+                for (int j = 0; j < Q; j++) o[j][i] = fused(value, floats{} + query[j].scores[first + s], o[j][i]);
+            }
+            for (int j = 0; j < Q; j++) sum[j] += query[j].scores[first + s];
         }
-        for (int j = 0; j < Q; j++) sum[j] += query[j].scores[s];
     }
     for (int j = 0; j < Q; j++)
         for (int i = 0; i < N; i++) *(floats *)(query[j].out + k + i * V) = o[j][i] / sum[j];
 }
 
-// Attention of Q queries over one key head's keys [d, stride] and values [stride, d]. What lies beyond what is seen, in
-// spare slots too, is read and does not count.
+// Attention of Q queries over one key head. What lies beyond what is seen, in spare slots too, is read and does not count.
 template <typename T, int Q>
-static void attend(const Query *query, const T *keys, const T *values, int64_t stride, int64_t d) {
+static void attend(const Query *query, const Head<T> &head, int64_t d) {
     floats most[Q];
-    int64_t seen = 0, s = 0;
+    int64_t seen = 0;
     for (int j = 0; j < Q; j++) {
         most[j] = floats{} - INFINITY;
         if (query[j].seen > seen) seen = query[j].seen;
     }
     constexpr int B = Q > 1 ? 2 : 4;
-    for (; s + B * V <= seen; s += B * V) score<T, Q, B>(query, keys, s, stride, d, most);
-    for (; s < seen; s += V) score<T, Q, 1>(query, keys, s, stride, d, most);
+    for (int64_t first = 0, b = 0; first < seen; first += head.stride, b++) {
+        const T *keys = head.keys + head.blocks[b] * head.each;
+        const int64_t end = seen - first < head.stride ? seen - first : head.stride;
+        int64_t s = 0;
+        for (; s + B * V <= end; s += B * V) score<T, Q, B>(query, keys + s, first + s, head.stride, d, most);
+        for (; s < end; s += V) score<T, Q, 1>(query, keys + s, first + s, head.stride, d, most);
+    }
     for (int j = 0; j < Q; j++) {
         float largest = most[j][0];
         for (int i = 1; i < V; i++) largest = most[j][i] > largest ? most[j][i] : largest;
-        for (s = 0; s < seen; s += V) *(floats *)(query[j].scores + s) = exponential(at(query[j].scores + s) - largest);
+        for (int64_t s = 0; s < seen; s += V) *(floats *)(query[j].scores + s) = exponential(at(query[j].scores + s) - largest);
     }
     int64_t k = 0;
-    for (; k + 4 * V <= d; k += 4 * V) mix<T, Q, 4>(query, values, seen, d, k);
-    for (; k < d; k += V) mix<T, Q, 1>(query, values, seen, d, k);
+    for (; k + 4 * V <= d; k += 4 * V) mix<T, Q, 4>(query, head, seen, d, k);
+    for (; k < d; k += V) mix<T, Q, 1>(query, head, seen, d, k);
 }
 
-// This thread's share of attention: of each key head, some of the queries that read it at once.
+// Attention's share of a segment: key heads times the queries that read one at once, by number.
+struct Shares {
+    int64_t of_head, each, parts, items, cost;
+    Shares(const Pass &p, const Segment &segment, int64_t each)
+        : of_head(segment.n * (p.heads / p.kv_heads)), each(each), parts((of_head + each - 1) / each), items(p.kv_heads * parts), cost(segment.seen + 4 * V) {}
+};
+
+// One of them: of the queries of the tokens from `first` on.
 template <typename T>
-static void attention(const Pass &p, const Place &place, const float *qkv, int64_t width, const T *keys, const T *values, float *scores, float *mixed, const Team &team) {
-    const int64_t n = place.n, d = p.head_dim, group = p.heads / p.kv_heads, of_head = n * group;
-    const int64_t each = n * p.heads >= 8 * team.threads ? QUERIES : n * p.heads >= 4 * team.threads ? 2 : 1;
-    const int64_t parts = (of_head + each - 1) / each, room = score_floats(place);
-    for (int64_t i = team.share(p.kv_heads * parts, 1); i < team.end(p.kv_heads * parts, 1); i++) {  // neighbours: of few heads
-        const int64_t head = i / parts, from = i % parts * each, to = from + each < of_head ? from + each : of_head;
-        Query query[QUERIES];
-        for (int64_t j = from; j < to; j++) {
-            int64_t r = j / group, h = head * group + j % group;
-            const float *mask = place.mask ? place.mask + r * place.seen : nullptr;
-            int64_t seen = mask ? place.seen : place.slots[r] + 1;
-            query[j - from] = Query{qkv + r * width + h * d, mask, seen, scores + (j - from) * room, mixed + (r * p.heads + h) * d};
-        }
-        const int64_t first = head * place.stride * d;
-        switch (to - from) {
-            case 1: attend<T, 1>(query, keys + first, values + first, place.stride, d); break;
-            case 2: attend<T, 2>(query, keys + first, values + first, place.stride, d); break;
-            case 3: attend<T, 3>(query, keys + first, values + first, place.stride, d); break;
-            default: attend<T, 4>(query, keys + first, values + first, place.stride, d);
-        }
+static void attend_one(const Pass &p, const Place &place, const Segment &segment, const Shares &of, int64_t item, int64_t first, const float *qkv, const T *keys, const T *values, float *scores, float *mixed) {
+    const int64_t d = p.head_dim, group = p.heads / p.kv_heads, width = (p.heads + 2 * p.kv_heads) * d, room = score_floats(place);
+    const int64_t head = item / of.parts, from = item % of.parts * of.each, to = from + of.each < of.of_head ? from + of.each : of.of_head;
+    Query query[QUERIES];
+    for (int64_t j = from; j < to; j++) {
+        const int64_t i = j / group, r = first + i, h = head * group + j % group;
+        const float *mask = segment.mask ? segment.mask + i * (segment.seen - segment.from) : nullptr;
+        const int64_t seen = mask ? segment.seen : place.slots[r] + 1;
+        query[j - from] = Query{qkv + r * width + h * d, mask, seen, segment.from, scores + (j - from) * room, mixed + (r * p.heads + h) * d};
     }
+    const int64_t at = head * place.stride * d;
+    const Head<T> read = {keys + at, values + at, segment.blocks, place.stride, p.kv_heads * place.stride * d};
+    switch (to - from) {
+        case 1: return attend<T, 1>(query, read, d);
+        case 2: return attend<T, 2>(query, read, d);
+        case 3: return attend<T, 3>(query, read, d);
+        default: return attend<T, 4>(query, read, d);
+    }
+}
+
+// This thread's share of attention, by what it takes: neighbours, of few segments and heads.
+template <typename T>
+static void attention(const Pass &p, const Place &place, const float *qkv, const T *keys, const T *values, float *scores, float *mixed, const Team &team) {
+    const int64_t queries = place.n * p.heads, each = queries >= 8 * team.threads ? QUERIES : queries >= 4 * team.threads ? 2 : 1;
+    int64_t all = 0, before = 0, first = 0;
+    for (int64_t i = 0; i < place.segments; i++) {
+        const Shares of(p, place.segment[i], each);
+        all += of.items * of.cost;
+    }
+    const int64_t begin = team.share(all, 1), end = team.end(all, 1);
+    for (int64_t i = 0; i < place.segments && before < end; i++) {
+        const Segment &segment = place.segment[i];
+        const Shares of(p, segment, each);
+        for (int64_t item = begin > before ? (begin - before + of.cost - 1) / of.cost : 0; item < of.items && before + item * of.cost < end; item++)
+            attend_one<T>(p, place, segment, of, item, first, qkv, keys, values, scores, mixed);
+        before += of.items * of.cost;
+        first += segment.n;
+    }
+}
+
+// Turns a head's queries or keys of all tokens, scales queries, and writes keys and values to the cache.
+template <typename T>
+static void place_head(const Pass &p, const Place &place, int64_t h, float *qkv, T *keys, T *values) {
+    const int64_t d = p.head_dim, width = (p.heads + 2 * p.kv_heads) * d, stride = place.stride;
+    for (int64_t i = 0, r = 0; i < place.segments; i++)
+        for (const int64_t end = r + place.segment[i].n; r < end; r++) {
+            const int64_t slot = place.slots[r] % stride, block = place.segment[i].blocks[place.slots[r] / stride] * p.kv_heads;
+            float *head = qkv + r * width + h * d;
+            if (h < p.heads + p.kv_heads) turn(head, place.cos + place.positions[r] * d, place.sin + place.positions[r] * d, d);
+            if (h < p.heads) {
+                for (int64_t k = 0; k < d; k++) head[k] *= (float)p.scaling;
+            } else if (h < p.heads + p.kv_heads) {
+                T *to = keys + (block + h - p.heads) * d * stride + slot;
+                for (int64_t k = 0; k < d; k++) keep(to + k * stride, head[k]);
+            } else {
+                T *to = values + ((block + h - p.heads - p.kv_heads) * stride + slot) * d;
+                for (int64_t k = 0; k < d; k++) keep(to + k, head[k]);
+            }
+        }
 }
 
 // What thread t does of a pass. `shared`, `own`: what it computes in.
 template <typename T>
 static void run(const Pass &p, const Place &place, float *stream, float *shared, float *own, const Team &team) {
-    const int64_t n = place.n, d = p.head_dim, D = p.hidden, I = p.intermediate, stride = place.stride;
+    const int64_t n = place.n, d = p.head_dim, D = p.hidden, I = p.intermediate;
     const int64_t heads = p.heads + 2 * p.kv_heads, width = heads * d;
     float *qkv = shared, *mixed = qkv + n * width, *activated = mixed + n * p.heads * d, *scores = own + n * D;
     float *gate_up = activated + n * I;
@@ -525,19 +602,9 @@ static void run(const Pass &p, const Place &place, float *stream, float *shared,
             normed(stream, D, (const T *)layer.before_attention, p.eps, own, n, D);
             multiply(*layer.qkv, team.share(width, 16), team.end(width, 16), own, D, qkv, width, n, false);
             team.wait();
-            for (int64_t i = team.share(heads, 1) * n; i < team.end(heads, 1) * n; i++) {  // of a head, one thread alone
-                int64_t h = i / n, r = i % n, slot = place.slots[r], pos = place.positions[r];
-                float *head = qkv + r * width + h * d;
-                if (h < p.heads + p.kv_heads) turn(head, place.cos + pos * d, place.sin + pos * d, d);
-                if (h < p.heads)
-                    for (int64_t k = 0; k < d; k++) head[k] *= (float)p.scaling;
-                else if (h < p.heads + p.kv_heads)
-                    for (int64_t k = 0; k < d; k++) keep(keys + ((h - p.heads) * d + k) * stride + slot, head[k]);
-                else
-                    for (int64_t k = 0; k < d; k++) keep(values + ((h - p.heads - p.kv_heads) * stride + slot) * d + k, head[k]);
-            }
+            for (int64_t h = team.share(heads, 1); h < team.end(heads, 1); h++) place_head<T>(p, place, h, qkv, keys, values);
             team.wait();
-            attention<T>(p, place, qkv, width, keys, values, scores, mixed, team);
+            attention<T>(p, place, qkv, keys, values, scores, mixed, team);
             team.wait();
             multiply(*layer.o, team.share(D, 16), team.end(D, 16), mixed, p.heads * d, stream, D, n, true);
             team.wait();
@@ -588,7 +655,7 @@ static void pass(const Pass &p, const Place &place, float *stream, float *out, f
             run<T>(p, place, stream, scratch, owns + team.t * own_floats(p, place), team);
         }
     }
-    normed(stream, p.hidden, (const T *)p.norm, p.eps, out, place.n, p.hidden);
+    if (out) normed(stream, p.hidden, (const T *)p.norm, p.eps, out, place.n, p.hidden);
 }
 
 extern "C" {
@@ -636,7 +703,7 @@ int64_t selfspec_scratch(const Pass *p, const Place *place, int64_t threads) {
     return shared_floats(*p, *place) + threads * own_floats(*p, *place);
 }
 
-// Runs the stream [n, hidden] through the layers, in place; `out` [n, hidden]: what the last norm makes of it.
+// Runs the stream [n, hidden] through the layers, in place; `out` [n, hidden], unless null: what the last norm makes of it.
 void selfspec_pass(const Pass *p, const Place *place, float *stream, float *out, float *scratch, int64_t threads) {
     if (p->kind == BFLOAT16)
         pass<uint16_t>(*p, *place, stream, out, scratch, threads);

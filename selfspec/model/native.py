@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfspec.model.linears import Group, PartLinear, is_exact, join_, whole_of
+from selfspec.model.linears import Call, Group, PartLinear, Wrapped, is_exact, is_plain, join_, whole_of
 from selfspec.model.low_precision import Rounded
 from selfspec.model.native_library import library
 
@@ -57,12 +57,21 @@ class Pass(ctypes.Structure):
     ]
 
 
+class Segment(ctypes.Structure):
+    """The tokens of a pass that are of one sequence."""
+
+    _fields_: ClassVar = [
+        *((name, c_int64) for name in ("n", "seen", "first")),
+        *((name, c_void_p) for name in ("blocks", "mask")),
+    ]
+
+
 class Place(ctypes.Structure):
     """Where a pass's tokens stand in the cache."""
 
     _fields_: ClassVar = [
-        *((name, c_int64) for name in ("n", "seen", "stride", "each_layer")),
-        *((name, c_void_p) for name in ("positions", "slots", "cos", "sin", "mask", "keys", "values")),
+        *((name, c_int64) for name in ("n", "seen", "stride", "each_layer", "segments")),
+        *((name, c_void_p) for name in ("segment", "positions", "slots", "cos", "sin", "keys", "values")),
         ("keeps", c_int64),
         ("keep", c_void_p),
         ("kept", c_void_p),
@@ -81,8 +90,9 @@ class NativeProduct:
 
     Of linears that read the same input, it is the `Product` of them all. Sums are float32. More than `ROWS` rows are
     torch's to multiply, unless the processor has tiles that do it faster; with a weight in few bits, with what it
-    stands for, held in bfloat16 from the first such rows on. Where torch has no fast products of bfloat16, it takes
-    `ROWS` rows at a time, and so does a weight in bfloat16. Raises `SelfspecError` without compiled functions.
+    stands for, held in bfloat16 from the first such rows on. Where torch has no fast products of bfloat16, they are
+    multiplied as few are (`alike`), and so they are with a weight in bfloat16. Raises `SelfspecError` without compiled
+    functions.
     """
 
     def __init__(self, weight: Tensor | Rounded, bias: Tensor | None = None) -> None:
@@ -113,8 +123,10 @@ class NativeProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The product, of the dtype of `x`."""
-        if len(x) > ROWS:
-            return self._of_many(x)
+        return self._of_many(x) if len(x) > ROWS else self.alike(x)
+
+    def alike(self, x: Tensor) -> Tensor:
+        """The product of any number of rows, each with the bits that it has alone."""
         out = torch.empty(len(x), self.out)
         self._run(x, out, add=False)
         return out.to(x.dtype)
@@ -147,10 +159,7 @@ class NativeProduct:
             if self._multiply_many(self.address, *at, torch.get_num_threads()):
                 return out if self.bias is None else out.add_(self.bias)
         if self.values.dtype != torch.float32 and not torch_has_bfloat16():
-            out = torch.empty(len(x), self.out)
-            for start in range(0, len(x), ROWS):
-                self._run(x[start : start + ROWS], out[start : start + ROWS], add=False)
-            return out.to(x.dtype)
+            return self.alike(x)
         if self._wide is None:
             weight = self._given()
             self._wide = (weight.weight(torch.bfloat16) if isinstance(weight, Rounded) else weight).t()
@@ -204,9 +213,25 @@ class NativeLinear(PartLinear):
         at = whole.data_ptr() + self.start * whole.stride(0) * whole.element_size()
         return mine.dtype == whole.dtype and mine.data_ptr() == at
 
+    def over(self, outputs: Tensor) -> Call | None:
+        """The product with a copy of the weight's rows `outputs`, while the weight is what it was."""
+        if not self.current or not is_plain(self):
+            return None
+        bias = None if self.bias is None else self.bias.detach().index_select(0, outputs)
+        return NativeProduct(self.weight.detach().index_select(0, outputs), bias)
+
     def forward(self, x: Tensor) -> Tensor:
         """The product with `x` `[.., in]`."""
         return F.linear(x, self.weight, self.bias)
+
+
+def alike(call: Call) -> Call | None:
+    """The same product of any number of rows, each with the bits that it has alone; None where it is not native."""
+    if isinstance(call, NativeProduct):
+        return call.alike
+    if isinstance(call, Wrapped) and (inner := alike(call.call)) is not None:
+        return replace(call, call=inner)
+    return None
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from selfspec.facts.identity import Identity
 from selfspec.model.dispatch import check_hooks, check_places, containers, device_of, weight_of
 from selfspec.model.families import Parts, find_family
 from selfspec.model.families.base import Block, Rotary
-from selfspec.model.linears import Call
+from selfspec.model.linears import Call, Moved
 from selfspec.model.low_precision import Kernel
 from selfspec.model.lowered import Lowered
 from selfspec.model.norms import Norm, Norms
@@ -134,7 +134,7 @@ def _brought(head: Call, parts: Parts, stream: torch.device) -> Call:
     device = device_of(parts.head.module)
     if device == stream == device_of(parts.norm):
         return head
-    return lambda x: head(x.to(device))
+    return Moved(head, device)
 
 
 def _context(config: Any) -> tuple[int, str]:

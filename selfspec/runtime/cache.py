@@ -58,6 +58,7 @@ class Cache:
         self.values = [layer for _, values in self._whole for layer in values]
         self.rows = rows
         self.slots = slots
+        self._table = torch.arange(rows)
         self.length = [0] * rows
         self.tokens: list[Sequence[int]] = [()] * rows
 
@@ -65,6 +66,10 @@ class Cache:
     def spare(self) -> int:
         """The slot for padding's keys."""
         return self.slots
+
+    def blocks_of(self, row: int) -> tuple[int, int]:
+        """The address of the numbers of a row's blocks in memory, of which there is one, and how many slots it has."""
+        return self._table.data_ptr() + 8 * row, self.slots + _SPARE
 
     @property
     def bytes(self) -> int:
@@ -118,6 +123,11 @@ class Cache:
             for t, old in zip(mine, theirs, strict=True):
                 t.narrow(3, 0, longest).copy_(old.narrow(3, 0, longest))
         self.length, self.tokens = list(other.length), list(other.tokens)
+
+    def copy(self, source: int, row: int, start: int, end: int) -> None:
+        """Give a row what another holds in the slots from `start` to `end`; its length stays."""
+        for t in (t for pair in self._whole for t in pair):
+            t[:, row].narrow(2, start, end - start).copy_(t[:, source].narrow(2, start, end - start))
 
     def clear(self, row: int) -> None:
         """Forget a row."""

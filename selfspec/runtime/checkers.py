@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.checker import Scored
 from selfspec.speculation.drafts import Draft
-from selfspec.speculation.passes import Placed, lay_out
+from selfspec.speculation.passes import Placed
 from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.step import Step
 
@@ -30,13 +30,7 @@ class ModelChecker:
         placed = [
             Placed(seq.row, seq.tokens[-1], len(seq.tokens) - 1, draft) for seq, draft in zip(seqs, drafts, strict=True)
         ]
-        laid = lay_out(placed, spare=self.runtime.cache.spare, device=self.runtime.device)
-        step = self.runtime.forward(
-            laid.tokens, laid.positions, slots=laid.slots, mask=laid.mask, rows=laid.rows, hidden=hidden
-        )
-        steps = (
-            [step] if len(seqs) == 1 else [_part(step, at, draft) for at, draft in zip(laid.at, drafts, strict=True)]
-        )
+        steps = self.runtime.over(placed, hidden=hidden)
         return [self._scored(*one) for one in zip(seqs, drafts, steps, strict=True)]
 
     @staticmethod
@@ -48,10 +42,3 @@ class ModelChecker:
         """Move the keys of each path together, and advance each row's length."""
         for seq, path in zip(seqs, paths, strict=True):
             self.runtime.cache.commit(seq.row, path)
-
-
-def _part(step: Step, at: int, draft: Draft) -> Step:
-    """What a pass over several drafts gave for one of them, `[1, 1 + m, ..]`."""
-    of = (slice(at, at + 1), slice(1 + len(draft)))
-    assert step.logits is not None
-    return Step(step.logits[of], {layer: stream[of] for layer, stream in step.hidden.items()})

@@ -23,10 +23,12 @@ from selfspec.model.low_precision import Kernel
 from selfspec.model.skeleton import read_skeleton
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.masks import Masks
-from selfspec.runtime.passes import ROWS, NativePass, Spot
+from selfspec.runtime.natively import Natively
+from selfspec.runtime.passes import ROWS
 from selfspec.runtime.paths import CompiledPath, Paths
 from selfspec.runtime.places import Place, move
 from selfspec.runtime.scratch import Scratch, Scratches
+from selfspec.speculation.passes import Placed, lay_out
 from selfspec.speculation.step import Step
 
 _NARROW = 16  # rows up to which a CPU's small products beat its fused attention and elementwise rope
@@ -138,7 +140,7 @@ class Runtime:
         self._keep = torch.eye(s.head_dim, dtype=s.dtype, device=self.device)
         self._cos, self._sin = self._rope(min(slots, self.skeleton.context))
         self._swap = self._keep.roll(s.head_dim // 2, 0)
-        self._spot = Spot(self.cache, self._cos, self._sin) if self._turned else None
+        self._native = Natively(self.skeleton, self.cache, self._cos, self._sin) if self._turned else None
 
     def _rope(self, positions: int) -> tuple[Tensor, Tensor]:
         """The model's own rope as tables `[positions, 1, d]`, both scaled by `_turn_scale`.
@@ -183,17 +185,13 @@ class Runtime:
         batch, n = tokens.shape
         way = self._full if path is None else path
         slots = positions if slots is None else slots
-        stream = self.skeleton.embed(tokens)
-        native = way.native if batch == 1 and n <= ROWS and not between and logits is not None else None
-        if native is not None and self._spot is not None:
-            additive = None if mask is None else self._masks.additive(mask)
-            spot = self._spot.set(n, positions, slots, additive, rows.indices(self.rows)[0])
-            normed, streams = self._native(native, spot, stream[0].float(), hidden)
-            out = way.head(normed[0 if logits == "all" else n - 1 :])
-            return Step(out.unsqueeze(0), streams)
+        if way.native is not None and batch == 1 and n <= ROWS and not between and logits is not None:
+            additive, row = None if mask is None else self._masks.additive(mask), rows.indices(self.rows)[0]
+            assert self._native is not None
+            return self._native.forward(way, tokens, positions, slots, additive, row, logits=logits, hidden=hidden)
         place = self._place(batch, n, positions, slots, mask, rows)
         scratch = self._scratches.get(batch, n, self.device)
-        scratch.stream.copy_(stream.flatten(0, 1))
+        scratch.stream.copy_(self.skeleton.embed(tokens).flatten(0, 1))
         streams, halves = dict[int, Tensor](), dict[int, Tensor]()
         for index, device, attention, mlp in way.blocks:
             if index in hidden:
@@ -215,15 +213,30 @@ class Runtime:
         out = way.head(normed)
         return Step(out.to(self.device).view(batch, -1, out.shape[-1]), streams, halves)
 
-    def _native(
-        self, native: NativePass, spot: Spot, stream: Tensor, hidden: Sequence[int]
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """What the head reads `[n, D]` of a native pass over `stream`, and the streams at the layers `hidden`."""
-        inner = [index for index in hidden if index < self.layers]
-        normed, kept = native.run(stream, spot, inner)
-        if self.layers in hidden:
-            inner, kept = [*inner, self.layers], [*kept, stream]
-        return normed.to(self.dtype), {i: s.to(self.dtype).unsqueeze(0) for i, s in zip(inner, kept, strict=True)}
+    @torch.inference_mode()
+    def over(
+        self,
+        placed: Sequence[Placed],
+        *,
+        path: CompiledPath | None = None,
+        hidden: Sequence[int] = (),
+        logits: bool = True,
+    ) -> list[Step]:
+        """One pass over drafts of several sequences, each in a cache row of its own: a step `[1, 1 + m, ..]` of each.
+
+        Where the path is native, each token gives exactly what it gives alone. Other arguments as in `forward`.
+        """
+        way = self._full if path is None else path
+        if way.native is not None and self._native is not None:
+            return self._native.over(way, placed, hidden=hidden, logits=logits)
+        wanted: Literal["all"] | None = "all" if logits else None
+        tokens, positions, slots, mask, rows, at = lay_out(placed, spare=self.cache.spare, device=self.device)
+        step = self.forward(
+            tokens, positions, path=path, slots=slots, mask=mask, rows=rows, logits=wanted, hidden=hidden
+        )
+        if len(placed) == 1:
+            return [step]
+        return [step.part(row, 1 + len(one.draft)) for row, one in zip(at, placed, strict=True)]
 
     def compile(self, path: DraftPath) -> CompiledPath:
         """A draft path as `forward` takes it, made once; a head over some tokens holds a copy of their weights.

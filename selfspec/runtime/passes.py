@@ -1,12 +1,13 @@
-"""Whole passes over a few tokens in one native call, for layers that are nothing but what `native.cpp` computes.
+"""Whole passes in one native call, for layers that are nothing but what `native.cpp` computes.
 
 What is multiplied is then all that a step costs: a pass of many small operations spends as long between them. All is
-computed in float32 but for the cache, which is the model's. Knows nothing of drafts and prompts.
+computed in float32 but for the cache, which is the model's. Knows nothing of how drafts come about.
 """
 
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from selfspec.model.families.base import Attention, Mlp
 from selfspec.model.linears import whole_parts
-from selfspec.model.native import KINDS, ROWS, Layer, NativeProduct, Pass, Place
+from selfspec.model.native import KINDS, ROWS, Layer, NativeProduct, Pass, Place, Segment
 from selfspec.model.native_library import library
 from selfspec.model.norms import Norm, RoundedNorm, ScaledNorm
 from selfspec.model.sizes import Sizes
 from selfspec.model.trained import Crossing
 from selfspec.runtime.cache import Cache
+from selfspec.speculation.passes import Placed, above
 
 __all__ = ["ROWS", "NativePass", "Spot", "native_pass"]
 _LONGEST_VECTOR = 16  # float32 values: what sizes are multiples of
@@ -40,13 +42,15 @@ class NativePass:
         self._at = ctypes.addressof(self._described)
         self._functions = library()
 
-    def run(self, stream: Tensor, spot: Spot, keep: Sequence[int] = ()) -> tuple[Tensor, Sequence[Tensor]]:
-        """What the last norm makes of the stream `[n, D]`, float32, which is changed in place.
+    def run(
+        self, stream: Tensor, spot: Spot, keep: Sequence[int] = (), normed: bool = True
+    ) -> tuple[Tensor | None, Sequence[Tensor]]:
+        """What the last norm makes of the stream `[n, D]`, float32, which is changed in place; None unless `normed`.
 
         With it the streams that enter the layers `keep`.
         """
         functions, place, threads = self._functions, ctypes.addressof(spot.place), torch.get_num_threads()
-        out = torch.empty_like(stream)
+        out = torch.empty_like(stream) if normed else None
         kept: list[Tensor] = []
         spot.place.keeps = len(keep)
         if keep:
@@ -54,45 +58,84 @@ class NativePass:
             spot.place.keep, spot.place.kept = layers.data_ptr(), whole.data_ptr()
             kept = list(whole)
         scratch = torch.empty(functions.selfspec_scratch(self._at, place, threads))
-        functions.selfspec_pass(self._at, place, stream.data_ptr(), out.data_ptr(), scratch.data_ptr(), threads)
+        to = None if out is None else out.data_ptr()
+        functions.selfspec_pass(self._at, place, stream.data_ptr(), to, scratch.data_ptr(), threads)
         return out, kept
 
 
 class Spot:
-    """Where up to `ROWS` tokens stand in a row of a cache of turned keys, as a native pass reads it.
+    """Where a pass's tokens stand in a cache of turned keys, as a native pass reads it.
 
     Made once for a cache; `cos` and `sin` are `[positions, 1, d]`.
     """
 
     def __init__(self, cache: Cache, cos: Tensor, sin: Tensor) -> None:
-        values = cache.values[0]
+        keys, values = cache.keys[0], cache.values[0]
+        self._cache = cache
         self._tables = cos, sin = cos.float().contiguous(), sin.float().contiguous()
         self._numbers = torch.arange(values.shape[2])
-        self._keys, self._values = cache.keys[0].data_ptr(), values.data_ptr()
-        self._row = values.stride(0) * values.element_size()
-        each = (cache.values[1].data_ptr() - self._values) // values.element_size() if len(cache.values) > 1 else 0
-        self.place = Place(stride=values.shape[2], each_layer=each, cos=cos.data_ptr(), sin=sin.data_ptr())
+        each = (cache.values[1].data_ptr() - values.data_ptr()) // values.element_size() if len(cache.values) > 1 else 0
+        memory = {"cos": cos.data_ptr(), "sin": sin.data_ptr(), "keys": keys.data_ptr(), "values": values.data_ptr()}
+        self._segment = Segment()
+        self._alone, self._several = (Place(stride=values.shape[2], each_layer=each, **memory) for _ in range(2))
+        self._alone.segments, self._alone.segment = 1, ctypes.addressof(self._segment)
+        self.place = self._alone
+        self._held: Any = ()  # what the place points to
 
     def _checked(self, at: int | Tensor, n: int, end: int) -> tuple[Tensor, int]:
         """Positions or slots as the native pass reads them, and the last. `RuntimeError` for what is not there."""
         first, last = (at, at + n - 1) if isinstance(at, int) else (int(at.min()), int(at.max()))
         if first < 0 or last >= end:
-            raise RuntimeError(f"positions and slots go from 0 to {end - 1}; want no {first if first < 0 else last}")
+            raise _beyond(first if first < 0 else last, end)
         return (self._numbers[at : at + n] if isinstance(at, int) else at.long().contiguous()), last
 
-    def set(self, n: int, positions: int | Tensor, slots: int | Tensor, mask: Tensor | None, row: int) -> Spot:
+    def alone(self, n: int, positions: int | Tensor, slots: int | Tensor, mask: Tensor | None, row: int) -> Spot:
         """Of `n` tokens of a row; `mask` is additive, `[1, 1, n, seen]`; other arguments as in `Runtime.forward`."""
+        self.place, segment = self._alone, self._segment
         place = self.place
+        segment.blocks, end = self._cache.blocks_of(row)
         at, _ = self._checked(positions, n, len(self._tables[0]))
-        to, last = self._checked(slots, n, place.stride)
+        to, last = self._checked(slots, n, end)
         if mask is not None:
-            mask = mask[..., : place.stride].float().contiguous()
-        self._now = (at, to, mask)  # held while they are read
-        place.seen = last + 1 if mask is None else mask.shape[-1]
-        place.n, place.positions, place.slots = n, at.data_ptr(), to.data_ptr()
-        place.mask = None if mask is None else mask.data_ptr()
-        place.keys, place.values = self._keys + row * self._row, self._values + row * self._row
+            mask = mask[..., :end].float().contiguous()
+        self._held = (at, to, mask)
+        segment.n = place.n = n
+        segment.seen = place.seen = last + 1 if mask is None else mask.shape[-1]
+        segment.mask = None if mask is None else mask.data_ptr()
+        place.positions, place.slots = at.data_ptr(), to.data_ptr()
         return self
+
+    def several(self, placed: Sequence[Placed]) -> Spot:
+        """Of drafts, each with its root first. `RuntimeError` for what is not there."""
+        positions, slots, masks = array("q"), array("q"), list[Tensor]()
+        self.place, segments = self._several, (Segment * len(placed))()
+        place, last = self.place, len(self._tables[0])
+        place.seen = 0
+        for segment, (row, _, start, draft) in zip(segments, placed, strict=True):
+            segment.blocks, end = self._cache.blocks_of(row)
+            segment.n, segment.seen = 1 + len(draft), start + 1 + len(draft)
+            places = range(start, segment.seen)
+            slots.extend(places)
+            if draft.is_chain:
+                deepest = segment.seen - 1
+                positions.extend(places)
+            else:
+                deepest = start + draft.depth
+                positions.append(start)
+                positions.extend(start + depth for depth in draft.depths)
+                masks.append(torch.zeros(above(draft).shape).masked_fill_(~above(draft), -torch.inf))
+                segment.first, segment.mask = start + 1, masks[-1].data_ptr()
+            if start < 0 or segment.seen > end or deepest >= last:
+                raise _beyond(start if start < 0 else segment.seen - 1, min(end, last))
+            place.seen = max(place.seen, segment.seen)
+        self._held = (positions, slots, masks, segments)
+        place.n, place.segments, place.segment = len(slots), len(placed), ctypes.addressof(segments)
+        place.positions, place.slots = positions.buffer_info()[0], slots.buffer_info()[0]
+        return self
+
+
+def _beyond(place: int, end: int) -> RuntimeError:
+    return RuntimeError(f"positions and slots go from 0 to {end - 1}; want no {place}")
 
 
 def native_pass(

@@ -15,6 +15,7 @@ from selfspec.facts.draft_path import DraftPath, Mode
 from selfspec.model.families.base import Attention, Mlp, SubLayer
 from selfspec.model.linears import Call
 from selfspec.model.low_precision import Bits
+from selfspec.model.native import alike
 from selfspec.model.skeleton import Skeleton
 from selfspec.model.trained import Run, Trained
 from selfspec.runtime.passes import NativePass, native_pass
@@ -38,7 +39,8 @@ class CompiledPath:
     """A draft path of one model: for each layer its number, its device, and its attention and MLP; None: bypassed.
 
     `bytes`: memory held beside the model. `in_full`: what could not be had in few bits, and runs in full (attention or
-    mlp with the layer's number, head). `native`: the blocks and the last norm as one call, where that is to be had.
+    mlp with the layer's number, head). `native`: the blocks and the last norm as one call, where that is to be had;
+    `head_alike`: the head over any number of rows, each with the bits that it has alone, likewise.
     """
 
     blocks: tuple[tuple[int, torch.device, Attention | None, Mlp | None], ...]
@@ -46,6 +48,7 @@ class CompiledPath:
     bytes: int = 0
     in_full: tuple[str, ...] = ()
     native: NativePass | None = None
+    head_alike: Call | None = None
     held: tuple[_Made, ...] = field(default=(), repr=False)
 
 
@@ -132,7 +135,9 @@ class Paths:
             held.append(head)
         runs_head = self._skeleton.head if head is None else head.runs
         native = native_pass(self._skeleton.sizes, self._scaling, runs, self._skeleton.norm)
-        return CompiledPath(tuple(runs), runs_head, sum(m.bytes for m in held), tuple(in_full), native, tuple(held))
+        of_any = None if native is None else alike(runs_head)
+        size = sum(m.bytes for m in held)
+        return CompiledPath(tuple(runs), runs_head, size, tuple(in_full), native, of_any, tuple(held))
 
     def _parts(self, path: DraftPath) -> list[tuple[SubLayer, int, Mode]]:
         """Every sub-layer, its layer's number, and its mode."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -133,6 +133,20 @@ class Draft:
             tuple(self.confidence[i] for i in pick if i < len(self.confidence)),
             self.work,
             tuple(self.sources[i] for i in pick) if self.sources else (),
+        )
+
+    def first(self, count: int) -> Draft:
+        """Of a chain, so many tokens at most."""
+        if count >= len(self):
+            return self
+        of = slice(count)
+        return replace(
+            self,
+            tokens=self.tokens[of],
+            parents=self.parents[of],
+            q_row=self.q_row[of],
+            confidence=self.confidence[of],
+            sources=self.sources[of],
         )
 
 

@@ -54,7 +54,7 @@ def lay_out(placed: Sequence[Placed], *, spare: int, device: torch.device) -> Pa
         positions[b, :n] = torch.tensor([start, *(start + depth for depth in one.draft.depths)])
         slots[b, :n] = torch.arange(start, start + n)
         mask[b, :n, : start + 1] = True
-        mask[b, :n, start + 1 : start + n] = _above(one.draft)
+        mask[b, :n, start + 1 : start + n] = above(one.draft)
     rows = slice(first, first + shape[0])
     at = tuple(one.row - first for one in placed)
     return Pass(tokens.to(device), positions.to(device), slots.to(device), mask.to(device), rows, at)
@@ -69,11 +69,11 @@ def _alone(one: Placed, device: torch.device) -> Pass:
         return Pass(tokens, start, start, None, rows, (0,))
     positions = torch.tensor([[start, *(start + depth for depth in draft.depths)]], device=device)
     mask = torch.ones((1, 1 + len(draft), start + 1 + len(draft)), dtype=torch.bool)
-    mask[0, :, start + 1 :] = _above(draft)
+    mask[0, :, start + 1 :] = above(draft)
     return Pass(tokens, positions, start, mask.to(device), rows, (0,))
 
 
-def _above(draft: Draft) -> Tensor:
+def above(draft: Draft) -> Tensor:
     """For the root, then each token: which tokens of the draft it sees `[1 + m, m]`: those above it, and itself."""
     above = [[False] * len(draft)]
     for node, parent in enumerate(draft.parents):

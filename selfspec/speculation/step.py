@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
@@ -18,3 +20,17 @@ class Step:
     logits: Tensor | None
     hidden: dict[int, Tensor] = field(default_factory=dict)
     between: dict[int, Tensor] = field(default_factory=dict)
+
+    def part(self, at: int, n: int) -> Step:
+        """The first n tokens of one row, `[1, n, ..]`."""
+        of = (slice(at, at + 1), slice(n))
+        hidden, between = ({layer: s[of] for layer, s in streams.items()} for streams in (self.hidden, self.between))
+        return Step(None if self.logits is None else self.logits[of], hidden, between)
+
+
+def joined(steps: Sequence[Step]) -> Step:
+    """The streams of passes over tokens that follow each other, as of one pass, without logits."""
+    if len(steps) == 1:
+        return steps[0]
+    layers = steps[0].hidden if steps else {}
+    return Step(None, {layer: torch.cat([step.hidden[layer] for step in steps], dim=1) for layer in layers})

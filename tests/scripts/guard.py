@@ -16,7 +16,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from selfspec.model.layout import lay_out_
 from selfspec.profile.draft import LayerSkipSpec, ProposerSpec
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
+from selfspec.speculation.passes import Placed
 
 PROMPTS, ROUNDS = 4, {100: 8, 500: 4}
 HALF = SkipSet(tuple(range(1, 16, 2)), tuple(range(1, 16, 2)))
@@ -71,21 +72,20 @@ def _fixed(k: int) -> ControllerSpec:
 
 
 class Slow:
-    """A runtime's forward that takes twice as long from a position on."""
+    """A runtime's passes over drafts, which take twice as long from a position on."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._forward = runtime.forward
+        self._over = runtime.over
         self.after = 0
 
-    def __call__(self, tokens: Any, positions: Any, **settings: Any) -> Any:
+    def __call__(self, placed: Sequence[Placed], **settings: Any) -> Any:
         begun = time.perf_counter()
-        step = self._forward(tokens, positions, **settings)
-        at = positions if isinstance(positions, int) else int(positions[0, 0])
-        if at >= self.after:
+        steps = self._over(placed, **settings)
+        if placed[0].start >= self.after:
             until = 2 * time.perf_counter() - begun
             while time.perf_counter() < until:
                 pass
-        return step
+        return steps
 
 
 def measured(llm: LLM, profile: Profile, tokens: int, slow: Slow | None) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def main() -> None:
         slow = None
         if case is slowed:
             slow = Slow(subject.runtime)
-            subject.runtime.forward = slow  # type: ignore[method-assign]
+            subject.runtime.over = slow  # type: ignore[method-assign]
         for tokens in (100, 500):
             one = found["cases"][f"{name}, {tokens} tokens"] = measured(subject, profile, tokens, slow)
             print(

@@ -3,7 +3,7 @@
     python tests/scripts/overhead.py
 
 Decodes one long text of the built-in model, plainly and with four drafted tokens a round (three candidates for each),
-and tells the seconds spent in forwards from those spent around them, round by round.
+and tells the seconds spent in passes from those spent around them, round by round.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import selfspec
 from selfspec import builtin
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.facts.skip import NOTHING_SKIPPED, SkipSet
+from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
 from selfspec.measure.timing import method
@@ -30,28 +30,27 @@ EDGES = (128, 256, 384, 512, 640, 768, 896, 1000)
 
 
 class Timed:
-    """A runtime's forward that adds up its seconds, up to and with each full pass that has logits."""
+    """A runtime's passes over drafts, which adds up their seconds, up to and with each full one."""
 
     def __init__(self, llm: LLM) -> None:
-        self._forward = llm.runtime.forward
+        self._over = llm.runtime.over
         self._spent = 0.0
         self.rounds: list[float] = []
 
     def __call__(self, *given: Any, **settings: Any) -> Any:
         begun = time.perf_counter()
-        step = self._forward(*given, **settings)
+        steps = self._over(*given, **settings)
         self._spent += time.perf_counter() - begun
-        if not len(settings.get("skip", NOTHING_SKIPPED)):
-            if step.logits is not None:
-                self.rounds.append(self._spent)
+        if settings.get("path") is None:
+            self.rounds.append(self._spent)
             self._spent = 0.0
-        return step
+        return steps
 
 
 def rounds(llm: LLM, drafter: Drafter, drafted: int) -> list[tuple[int, float, float]]:
-    """Keys in the cache, seconds, and seconds of forwards, of every round that drafted so many tokens."""
+    """Keys in the cache, seconds, and seconds of passes, of every round that drafted so many tokens."""
     prompt = llm.encode("".join(builtin.prompts("heldout")[:20]))[:START]
-    timed = llm.runtime.forward
+    timed = llm.runtime.over
     assert isinstance(timed, Timed)
     found = []
     for _ in range(REPEATS):
@@ -68,7 +67,7 @@ def main() -> None:
     """A line for each stretch of contexts."""
     torch.set_num_threads(1)
     llm = selfspec.load(profile="none", drafting=True)
-    llm.runtime.forward = Timed(llm)  # type: ignore[method-assign]
+    llm.runtime.over = Timed(llm)  # type: ignore[method-assign]
     half = tuple(range(1, 16, 2))
     drafter = LayerSkipDrafter(llm.runtime, SkipSet(half, half), FixedK(DRAFTED), candidates=CANDIDATES)
     seen = {"plain": rounds(llm, PlainDrafter(), 0), "draft": rounds(llm, drafter, DRAFTED)}

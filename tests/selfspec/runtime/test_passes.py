@@ -14,55 +14,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import needs_native
 from lowering import random_path
-from models import SIZES, plain, run, threads, tiny
+from models import plain, run, threads, tiny
+from natives import LAYERS, MODELS, SINGLE, WORDS, N, bits, model_of, random_tree, tokens_for
 from trained import random_trained
-from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
 from selfspec.facts.draft_path import FULL, DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.model.kernels import native
-from selfspec.model.layout import lay_out_
 from selfspec.model.low_precision import fake
 from selfspec.runtime.forward import Runtime
 from selfspec.runtime.passes import ROWS, NativePass
-from selfspec.speculation.drafts import Draft
 from selfspec.speculation.passes import Placed, lay_out
 
 pytestmark = needs_native
 
-N, LAYERS, WORDS = 96, 3, SIZES["vocab_size"]
-WHOLE = {**SIZES, "num_hidden_layers": LAYERS, "hidden_size": 64, "intermediate_size": 96}  # heads of 16
-MULTI_QUERY = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "tie_word_embeddings": True}
-MODELS = {
-    "llama": LlamaConfig(**WHOLE),
-    "llama-mqa-tied": LlamaConfig(**{**WHOLE, **MULTI_QUERY}, head_dim=32),
-    "llama-biases": LlamaConfig(**{**WHOLE, "num_key_value_heads": 4}, attention_bias=True, mlp_bias=True),
-    "qwen2": Qwen2Config(**WHOLE),
-    "mistral": MistralConfig(
-        **{**WHOLE, "hidden_size": 80, "intermediate_size": 112}, head_dim=80, sliding_window=None
-    ),
-    "llama in bfloat16": LlamaConfig(**WHOLE),
-    "qwen2 in bfloat16": Qwen2Config(**WHOLE),
-}
 SEEDS = st.integers(0, 9999)
-SINGLE = [name for name in MODELS if "bfloat16" not in name]
 each_model = pytest.mark.parametrize("name", MODELS)
 each_single = pytest.mark.parametrize("name", SINGLE)
 each_dtype = pytest.mark.parametrize("name", ["llama", "llama in bfloat16"])
 made = {}
-
-
-def model_of(name, layout="native", **changes):
-    """A model natively, or by rows: then always in float32, with the same weights."""
-    config = copy.deepcopy(MODELS[name])
-    config.update(changes)
-    model = tiny(config, dtype=torch.bfloat16 if "bfloat16" in name else torch.float32)
-    if layout == "rows":
-        model = model.float()
-    lay_out_(model, layout)
-    return model
 
 
 def both(name, kernel=native):
@@ -71,10 +43,6 @@ def both(name, kernel=native):
     if key not in made:
         made[key] = tuple(Runtime(model_of(name, layout), kernel=kernel) for layout in ("native", "rows"))
     return made[key]
-
-
-def tokens_for(seed, n=N):
-    return torch.randint(WORDS, (1, n), generator=torch.Generator().manual_seed(seed))
 
 
 def feed(runtime, tokens, widths, *, start=0, **options):
@@ -120,11 +88,6 @@ def assert_same_cache(ours, theirs, *, slots=N, row=0):
         scaled = i < LAYERS and ours.dtype != theirs.dtype
         if b.any() or a.any():
             assert_near(a * ours.skeleton.scaling**0.5 if scaled else a, b)
-
-
-def bits(ours, theirs):
-    """Whether two lists of tensors are equal, bit for bit."""
-    return all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
 @contextmanager
@@ -246,12 +209,6 @@ def test_a_chain_gives_the_same_bits_in_any_split(name, seed, widths, start, sev
         with threads(several):
             assert torch.equal(feed(runtime, tokens, split(40, widths), start=start, path=path), one_by_one)
             assert bits(written(runtime, start + 40), kept)
-
-
-def random_tree(chance, nodes):
-    """A draft of any shape."""
-    parents = tuple(chance.randrange(-1, node) if chance.random() < 0.6 else node - 1 for node in range(nodes))
-    return Draft(tuple(chance.randrange(WORDS) for _ in parents), parents, None, (-1,) * nodes)
 
 
 @each_model

@@ -1,0 +1,46 @@
+"""Drafters of sequences that are decoded together: what they draft is decided for all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from selfspec.controllers import Load
+from selfspec.drafters.chains import ChainDrafter
+from selfspec.drafters.guard import Guard
+from selfspec.drafters.layer_skip import LayerSkipDrafter
+from selfspec.drafters.played import PlayedDrafter
+from selfspec.drafters.router import Router
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafter import Drafter
+
+
+def decide_together(drafter: Drafter, load: Load | None) -> None:
+    """Let a drafter, or those that it is made of, draft as the load says; None: each sequence's controller alone.
+
+    Drafters that no controller plays are left as they are, and guards go by the clock with seeds, too.
+    """
+    for one in _inside(drafter):
+        if isinstance(one, Guard):
+            one.by_clock = load is not None
+        elif isinstance(one, PlayedDrafter):
+            one.load = load
+
+
+def chain_of(drafter: Drafter) -> ChainDrafter | None:
+    """The first that drafts token by token, by what the prices of draft steps are."""
+    return next((one for one in _inside(drafter) if isinstance(one, ChainDrafter)), None)
+
+
+def runtime_of(drafter: Drafter) -> Runtime | None:
+    """The runtime that draft steps are run on: the model's own, or a draft model's."""
+    return next((one.runtime for one in _inside(drafter) if isinstance(one, LayerSkipDrafter)), None)
+
+
+def _inside(drafter: Drafter) -> Iterator[Drafter]:
+    """The drafter, and those that it is made of."""
+    yield drafter
+    if isinstance(drafter, Router):
+        for route in drafter.routes:
+            yield from _inside(route.drafter)
+    elif isinstance(drafter, Guard):
+        yield from _inside(drafter.drafter)

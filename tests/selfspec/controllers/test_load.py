@@ -1,0 +1,120 @@
+"""What is drafted by several sequences together: as much as pays, by who has most hope, down to nothing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.controllers import Load
+from selfspec.facts.load import LoadPrices
+
+FLAT = LoadPrices((0.0, *[1.0] * 64), (0.0, *[0.2] * 64))  # a pass costs what it costs, however wide
+STEEP = LoadPrices(tuple(float(n) for n in range(65)), tuple(0.3 * n for n in range(65)))  # all is by the token
+
+
+def begun(prices, rows):
+    load = Load(prices)
+    load.begin(rows)
+    return load
+
+
+def test_where_passes_cost_the_same_however_wide_all_draft():
+    assert sorted(begun(FLAT, 4).going([0.9, 0.5, 0.9, 0.6], 0.8, verified=4, most=8)) == [0, 1, 2, 3]
+
+
+def test_where_every_token_costs_as_much_nobody_drafts():
+    assert begun(STEEP, 4).going([0.9, 0.95, 0.9, 0.99], 0.9, verified=4, most=8) == []
+
+
+def test_those_with_most_hope_draft():
+    """Up to eight tokens a pass costs nothing more, beyond as much as it brings."""
+    wide = LoadPrices((0.0, *[1.0] * 8, *(1.0 + n for n in range(1, 57))), (0.0, *[0.001] * 64))
+    assert begun(wide, 6).going([0.1, 0.9, 0.5, 0.8, 0.2, 0.3], 0.5, verified=6, most=1) == [1, 3]
+
+
+def test_a_dear_row_is_taken_where_cheap_ones_follow():
+    """The ninth token doubles the pass, those after it are free: one more does not pay, eight do."""
+    stairs = LoadPrices((0.0, *[1.0] * 2, *[2.5] * 30), (0.0, *[0.001] * 32))
+    load = begun(stairs, 2)
+    assert load.going([0.95, 0.95], 0.95, verified=2, most=1) == []
+    assert sorted(load.going([0.95, 0.95], 0.95, verified=2, most=8)) == [0, 1]
+
+
+def test_a_rate_that_drafts_have_raised_asks_for_more():
+    load = begun(FLAT, 1)
+    assert load.going([0.25], 0.5, verified=1, most=1) == [0]
+    for _ in range(300):
+        load.see(4, 4, 5, nodes=4)
+        load.passed(1)
+        load.begin(1)
+    assert load.rate > 2
+    assert load.going([0.25], 0.5, verified=1, most=1) == []
+
+
+def test_a_rate_is_known_by_how_many_there_are():
+    load = begun(FLAT, 1)
+    for _ in range(300):
+        load.see(4, 4, 5, nodes=4)
+        load.begin(1)
+    load.begin(2)
+    assert load.rate == pytest.approx(2.0)  # plainly: two tokens a second
+
+
+def test_first_tokens_are_judged_by_those_lately_and_then_forgotten():
+    load = begun(FLAT, 1)
+    usual = load.first
+    for _ in range(50):
+        load.see(1, 0, 1, nodes=1)
+        load.begin(1)
+    assert load.first < 0.3
+    for _ in range(1000):
+        load.begin(1)
+    assert load.first == pytest.approx(usual)
+
+
+def test_free_guesses_are_verified_while_they_bring_more_than_their_rows_take():
+    load = begun(LoadPrices((0.0, *[1.0] * 4, *(1.0 + 0.5 * n for n in range(1, 61))), FLAT.draft), 2)
+    assert load.free([[0.9, 0.9, 0.1], [0.2]]) == [2, 0]
+    assert load.free([[0.2, 0.9], [0.1]]) == [2, 0]  # two rows are free
+    assert load.free([[], []]) == [0, 0]
+
+
+def test_guesses_in_place_of_drafts_must_bring_what_rounds_bring():
+    load = begun(FLAT, 2)
+    assert load.free([[0.6], [0.9, 0.9, 0.9]], instead=True) == [1, 3]
+    for _ in range(300):
+        for _ in range(2):
+            load.see(4, 3, 4, nodes=4)
+        load.passed(2)
+        load.begin(2)
+    assert load.free([[0.6], [0.99] * 5], instead=True) == [0, 5]
+
+
+@given(
+    st.lists(st.floats(0, 1), max_size=8),
+    st.floats(0, 1),
+    st.integers(1, 12),
+    st.lists(st.floats(0.001, 2), min_size=12, max_size=12),
+)
+def test_whatever_prices_are_the_choice_is_one(hopes, later, most, steps):
+    seconds = tuple(sum(steps[:n]) for n in range(13))
+    going = begun(LoadPrices(seconds, seconds), 8).going(hopes, later, verified=len(hopes), most=most)
+    assert len(set(going)) == len(going)
+    least = min((hopes[i] for i in going), default=1.0)
+    assert all(hope <= least for i, hope in enumerate(hopes) if i not in going)
+
+
+def test_prices_between_what_was_timed_are_lines_that_never_fall():
+    prices = LoadPrices.of({1: 1.0, 4: 4.0, 8: 3.0, 16: 8.0}, {1: 0.5, 2: 0.75}, most=16)
+    assert prices.verified(2) == pytest.approx(2.0)
+    assert prices.verified(8) == 4.0
+    assert prices.verified(12) == pytest.approx(5.5)
+    assert prices.verified(32) == pytest.approx(8.0 + 16 * 4.0 / 8)
+    assert prices.drafted(4) == pytest.approx(1.25)
+
+
+def test_too_few_prices_are_refused():
+    with pytest.raises(SelfspecError, match="want those over no, one and two tokens"):
+        LoadPrices((0.0, 1.0), (0.0, 1.0, 2.0))
