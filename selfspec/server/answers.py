@@ -19,7 +19,7 @@ from selfspec.server.pool import Pool
 from selfspec.server.shapes import Shape, Spell, cut_short, finish_reason, sources, usage
 
 if TYPE_CHECKING:
-    from selfspec.llm.batch import TokenLogprobs
+    from selfspec.llm.request import TokenLogprobs
 
 _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 GONE = ApiError(499, "the client went away")

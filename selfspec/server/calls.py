@@ -16,7 +16,10 @@ from selfspec.server.reading import Ask, Text
 if TYPE_CHECKING:
     from selfspec.facts.events import Origin
     from selfspec.facts.stats import Finish
-    from selfspec.llm.batch import Request, TokenLogprobs
+    from selfspec.llm.request import Request, TokenLogprobs
+
+
+SHARED = 32  # tokens of a prompt that is worth being read once for several texts
 
 
 class Why(StrEnum):
@@ -53,11 +56,17 @@ class Update:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One text of a call. The thread that decodes it alone touches `request` and `told`, how much was passed on."""
+    """One text of a call. The thread that decodes it alone touches `request` and `told`, how much was passed on.
+
+    `first`: another of the same prompt, which is to be read before this one begins; `begun`: whether its own has been,
+    or never will be.
+    """
 
     call: Call
     index: int
     text: Text
+    first: Job | None = None
+    begun: bool = False
     request: Request | None = None
     told: int = 0
 
@@ -76,6 +85,17 @@ class Times:
         return time.perf_counter() - self.arrived
 
 
+def _jobs(call: Call, ask: Ask) -> list[Job]:
+    """A job for each text; of those of one long prompt, all but the first wait until it is read: they need not be."""
+    jobs: list[Job] = []
+    firsts: dict[int, Job] = {}  # by the prompt itself, which all of its texts have
+    for index, text in enumerate(ask.texts):
+        first = firsts.get(id(text.prompt)) if len(text.prompt) >= SHARED else None
+        jobs.append(Job(call, index, text, first))
+        firsts.setdefault(id(text.prompt), jobs[-1])
+    return jobs
+
+
 class Call:
     """One request's texts under way; made in the loop that answers it.
 
@@ -85,7 +105,7 @@ class Call:
     def __init__(self, ask: Ask) -> None:
         self.ask = ask
         self.times = Times()
-        self.jobs = [Job(self, index, text) for index, text in enumerate(ask.texts)]
+        self.jobs = _jobs(self, ask)
         self.latest = [Update(index) for index in range(len(self.jobs))]
         self._queue: asyncio.Queue[Update] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()

@@ -20,8 +20,8 @@ _COUNTS = {  # of a batch's counters
     "tokens": "new tokens",
     "drafted": "tokens drafted one after the other",
     "accepted": "drafted tokens that were accepted",
-    "preempted": "texts put back for want of memory",
-    "prefix_tokens_reused": "prompt tokens that were not read again",
+    "reused": "tokens of prompts whose keys were there already",
+    "evicted": "how often a text was driven out for want of memory, and read again",
 }
 
 

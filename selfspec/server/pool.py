@@ -106,22 +106,30 @@ class Pool:
         with replica:
             while (work := self._work(replica)) is not None:
                 replica.turn(work.taken, work.cancelled)
+                if self._line:
+                    with self._changed:  # a text may have begun that others wait for
+                        self._changed.notify_all()
             replica.turn((), [(job, Why.SHUTDOWN) for job in replica.jobs])
 
     def _work(self, replica: Replica) -> Work | None:
         """Wait for what a replica is to do; None: to end."""
         with self._changed:
             cancels = self._cancels[replica]
-            while not (self._closing or cancels or replica.load or self._line):
+            while not (self._closing or cancels or replica.load or self._next()):
                 self._changed.wait()
             if self._closing:
                 return None
             taken = []
-            while self._line and replica.load < self._rows and replica.load <= min(self._loads()):
-                taken.append(self._line.popleft())
-                replica.jobs.append(taken[-1])
+            while replica.load < self._rows and replica.load <= min(self._loads()) and (job := self._next()):
+                self._line.remove(job)
+                taken.append(job)
+                replica.jobs.append(job)
             self._cancels[replica] = []
             return Work(taken, cancels)
+
+    def _next(self) -> Job | None:
+        """The first in line that need not wait for another's prompt."""
+        return next((job for job in self._line if job.first is None or job.first.begun), None)
 
     def _loads(self) -> Iterable[int]:
         living = zip(self.replicas, self._threads, strict=True)

@@ -93,9 +93,10 @@ class Reader:
         for param, ids in prompts:
             planned = self._fitted(body, how, ids, param)
             before = str(self._llm.tokenizer.decode(ids, skip_special_tokens=True)) if echo else ""
+            prompt = tuple(ids)
             for number in range(body.n):
                 seed = None if body.seed is None else body.seed + number
-                texts.append(Text(tuple(ids), replace(planned, seed=seed)))
+                texts.append(Text(prompt, replace(planned, seed=seed)))
                 shown.append(before)
         told = body.stream_options
         return Ask(

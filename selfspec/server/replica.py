@@ -13,7 +13,8 @@ from selfspec.server.calls import Call, Job, Update, Why
 from selfspec.server.errors import ApiError, wrong
 
 if TYPE_CHECKING:
-    from selfspec.llm.batch import Batch, Request
+    from selfspec.llm.batch import Batch
+    from selfspec.llm.request import Request
 
 _LOGGER = logging.getLogger("selfspec.server")
 
@@ -93,6 +94,7 @@ class Replica:
 
     def _leave(self, job: Job, update: Update) -> None:
         self.jobs.remove(job)
+        job.begun = True
         job.call.tell(update)
 
     def _pass_on(self, touched: Sequence[Request]) -> None:
@@ -102,6 +104,7 @@ class Replica:
             if job is None:
                 continue
             update = _news(job, request)
+            job.begun = True
             if update.ended:
                 self.jobs.remove(job)
             job.call.tell(update)
@@ -115,7 +118,7 @@ def _news(job: Job, request: Request, *, why: Why | None = None, error: ApiError
     logprobs = tuple(request.logprobs[job.told :])
     job.told += len(logprobs)
     if request.error is not None:
-        error = wrong(str(request.error))
+        error = ApiError(500, f"decoding failed: {request.error}")
     stats = request.stats
     return Update(
         job.index,

@@ -8,6 +8,7 @@ import socket
 import time
 from types import FrameType
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -104,6 +105,16 @@ def _impatient(seconds: float) -> type[H11Protocol]:
             super().connection_lost(exc)
             if self._head is not None:
                 self._head.cancel()
+
+        def send_400_response(self, msg: str) -> None:
+            """What came is no HTTP: say so where nothing has been said; whoever makes an answer stops."""
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                super().send_400_response(msg)
+            else:
+                self.transport.close()
+            if self.cycle is not None:
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
 
         def _watch(self) -> None:
             between = self.cycle is None or self.cycle.response_complete

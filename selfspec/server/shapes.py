@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from selfspec.server.calls import Call, Update, Why
 
 if TYPE_CHECKING:
-    from selfspec.llm.batch import TokenLogprobs
+    from selfspec.llm.request import TokenLogprobs
 
 LOWEST = -9999.0  # what the API says where a probability is 0
 _FINISH = {"end": "stop", "stop": "stop", "guide": "stop", "length": "length", "time": "length"}

@@ -91,8 +91,8 @@ class ToyBatch:
             accepted=0,
             by_source=Counter[str](),
             drafted_by_load=Counter[int](),
-            preempted=0,
-            prefix_tokens_reused=0,
+            reused=0,
+            evicted=0,
         )
 
     def __enter__(self) -> ToyBatch:

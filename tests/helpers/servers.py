@@ -50,10 +50,12 @@ def served(llm: Any, *batches: Any, **settings: Any) -> Iterator[Served]:
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[at])))
     with service:
         thread.start()
-        until(lambda: server.started)
-        yield Served(url(at), service, server, batches, log)
-        server.end(at_once=True)
-        thread.join()
+        try:
+            until(lambda: server.started)
+            yield Served(url(at), service, server, batches, log)
+        finally:
+            server.end(at_once=True)
+            thread.join()
 
 
 def until(condition: Callable[[], bool], seconds: float = 60) -> None:
