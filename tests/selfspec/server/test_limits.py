@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import threading
 import time
@@ -179,6 +180,20 @@ def test_ending_waits_no_longer_than_its_grace(serve):
         assert sorted(answer.status_code for answer in found) == [200, 503]
         cut = next(answer for answer in found if answer.status_code == 200).json()
         assert 0 < cut["usage"]["completion_tokens"] < 900
+        until(lambda: one.server.should_exit)
+
+
+def test_told_twice_it_ends_at_once(serve):
+    found = []
+    with serve(seconds=0.02, grace=1000) as one:
+        thread = in_background(one, long(), found)
+        until(lambda: one.service.pool.running == 1)
+        one.server.handle_exit(signal.SIGINT, None)
+        assert post(one).status_code == 503
+        assert not one.server.should_exit
+        one.server.handle_exit(signal.SIGINT, None)
+        thread.join()
+        assert found[0].json()["usage"]["completion_tokens"] < 900
         until(lambda: one.server.should_exit)
 
 
