@@ -98,9 +98,9 @@ def held_out() -> list[str]:
     return builtin.prompts("heldout")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
-    """A real browser."""
+    """A real browser. While it is open, no other event loop can run in this thread: so not for the whole session."""
     if not is_there("playwright"):
         missing("Playwright")
     from playwright import sync_api

@@ -64,8 +64,9 @@ def _serve(given: ServeCommand, llms: list[LLM], at: socket.socket) -> None:
     pool = Pool(made, rows=limits.rows, queue=limits.queue)
     settings = _settings(given, llms[0].name)
     many = f"{len(made)} replicas of {limits.rows} rows" if len(made) > 1 else f"{limits.rows} rows"
-    stderr().print(f"serving {settings.names[0]} at {url(at)} ({many})", markup=False, soft_wrap=True)
-    serve(Service(llms[0], pool, settings), at)
+    with Service(llms[0], pool, settings) as service:
+        stderr().print(f"serving {settings.names[0]} at {url(at)} ({many})", markup=False, soft_wrap=True)
+        serve(service, at)
 
 
 def _settings(given: ServeCommand, name: str) -> Settings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import sys
@@ -22,9 +23,10 @@ Log = Callable[[dict[str, Any]], None]
 
 
 def log_line(entry: dict[str, Any]) -> None:
-    """One JSON line on standard error."""
-    sys.stderr.write(json.dumps(entry, ensure_ascii=False) + "\n")
-    sys.stderr.flush()
+    """One JSON line on standard error; whoever read it may have gone."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        sys.stderr.flush()
 
 
 def refusal(error: ApiError) -> JSONResponse:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -26,7 +28,8 @@ class Work:
 class Pool:
     """Texts wait in one line; each replica takes as many as it has rows, the one with the fewest first.
 
-    A context manager: leaving it ends the threads, and what still runs.
+    A context manager: when it is entered, all replicas are ready, and what one fails with is raised; leaving it ends
+    the threads, and what still runs.
     """
 
     def __init__(self, replicas: Sequence[Replica], *, rows: int, queue: int) -> None:
@@ -36,17 +39,27 @@ class Pool:
         self._closing = False
         self.replicas = list(replicas)
         self._cancels: dict[Replica, list[tuple[Job, Why]]] = {replica: [] for replica in self.replicas}
+        self._ready: list[Future[None]] = [Future() for _ in self.replicas]
         self._threads = [
-            threading.Thread(target=self._serve, args=(replica,), name=f"replica-{number}", daemon=True)
-            for number, replica in enumerate(self.replicas)
+            threading.Thread(target=self._serve, args=told, name="replica", daemon=True)
+            for told in zip(self.replicas, self._ready, strict=True)
         ]
 
     def __enter__(self) -> Pool:
         for thread in self._threads:
             thread.start()
+        try:
+            for ready in self._ready:
+                ready.result()
+        except BaseException:
+            self._close()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._close()
+
+    def _close(self) -> None:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -101,15 +114,20 @@ class Pool:
         for call in calls:
             self.cancel(call, why)
 
-    def _serve(self, replica: Replica) -> None:
+    def _serve(self, replica: Replica, ready: Future[None]) -> None:
         """A replica's thread."""
-        with replica:
+        with ExitStack() as held:
+            try:
+                held.enter_context(replica)
+            except BaseException as error:
+                return ready.set_exception(error)
+            ready.set_result(None)
             while (work := self._work(replica)) is not None:
                 replica.turn(work.taken, work.cancelled)
                 if self._line:
                     with self._changed:  # a text may have begun that others wait for
                         self._changed.notify_all()
-            replica.turn((), [(job, Why.SHUTDOWN) for job in replica.jobs])
+            return replica.turn((), [(job, Why.SHUTDOWN) for job in replica.jobs])
 
     def _work(self, replica: Replica) -> Work | None:
         """Wait for what a replica is to do; None: to end."""

@@ -81,10 +81,8 @@ class Server(uvicorn.Server):
 
 
 def serve(service: Service, at: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM."""
-    server = Server(service)
-    with service:
-        asyncio.run(server.serve(sockets=[at]))
+    """Serve, with a service that has been entered, until SIGINT or SIGTERM."""
+    asyncio.run(Server(service).serve(sockets=[at]))
 
 
 def _impatient(seconds: float) -> type[H11Protocol]:

@@ -12,7 +12,9 @@ import httpx2
 import openai
 import pytest
 from batches import ToyBatch, continued
-from servers import served, until
+from servers import served, service_of, until
+
+from selfspec.basics.errors import SelfspecError
 
 PROMPT = "def main(args):"
 BODY = {"model": "toy", "prompt": PROMPT, "max_tokens": 4}
@@ -245,3 +247,14 @@ def test_what_fails_is_told_and_others_go_on(chatting, caplog):
 def test_what_the_pool_never_holds_is_refused(toy):
     answer = post(toy, {**BODY, "prompt": [5] * 600})
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "a prompt of 600 tokens never fits")
+
+
+def test_a_replica_that_cannot_begin_is_told(chatting):
+    class Broken(ToyBatch):
+        def __enter__(self):
+            raise SelfspecError("no memory for one row")
+
+    service = service_of(chatting, [ToyBatch(chatting), Broken(chatting)], [])
+    with pytest.raises(SelfspecError, match="no memory for one row"), service:
+        pass
+    assert not service.pool.alive
