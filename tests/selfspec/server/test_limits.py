@@ -90,7 +90,7 @@ def test_large_bodies(serve):
 def test_a_full_queue_says_when_to_come_back(serve):
     found = []
     with serve(seconds=0.003, rows=1, queue=2) as one:
-        threads = [in_background(one, long(), found)]
+        threads = [in_background(one, {**BODY, "max_tokens": 300}, found)]
         until(lambda: one.service.pool.running == 1)
         threads += [in_background(one, BODY, found) for _ in range(2)]
         until(lambda: one.service.pool.waiting == 2)

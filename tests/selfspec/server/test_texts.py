@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from math import exp
 
 import openai
 import pytest
 from chats import with_template
+from rude import misbehave
 from servers import served, until
 from wants import needs
 
 import selfspec
+from selfspec.drafters import make_drafter
 from selfspec.llm.batch import Batch
 
 PROMPTS = ["import os\n\ndef main(args):\n", "class Parser:\n    ", "# a list of words\nWORDS = ["]
@@ -28,7 +31,8 @@ def model(llm64) -> selfspec.LLM:
 
 @pytest.fixture(scope="module")
 def one(model):
-    with served(model, Batch(model, rows=4), queue=200) as made:
+    batch = Batch(model, rows=4, adaptive=False, make=lambda runtime: make_drafter(runtime, model.profile))
+    with served(model, batch, queue=200) as made:  # which drafts, however fast this machine is
         yield made
 
 
@@ -134,6 +138,20 @@ def test_who_goes_away_leaves_memory_as_it_was(client, one):
     assert batch.idle
     assert batch.free == batch.places
     assert client.completions.create(model="toy", prompt="x", max_tokens=1).choices
+
+
+def test_rude_clients_do_not_change_what_others_get(client, one, model):
+    batch, alone = one.batches[0], [model.generate(prompt, max_new_tokens=NEW).text for prompt in PROMPTS]
+    with ThreadPoolExecutor(8) as all_at_once:
+        rude = [all_at_once.submit(misbehave, one.port, number) for number in range(60)]
+        for _ in range(3):
+            answer = client.completions.create(model="toy", prompt=PROMPTS, max_tokens=NEW, temperature=0)
+            assert [choice.text for choice in answer.choices] == alone
+        for each in rude:
+            each.result()
+    until(lambda: one.service.idle)
+    assert batch.idle
+    assert batch.free == batch.places
 
 
 def test_two_replicas(model, llm64):
