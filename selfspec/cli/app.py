@@ -13,6 +13,7 @@ from selfspec.cli.options import (
     ChatCommand,
     CompareCommand,
     ConvertCommand,
+    ExportCommand,
     GenerateCommand,
     IndexCommand,
     SearchCommand,
@@ -74,11 +75,20 @@ def convert(given: ConvertCommand) -> None:
 
 @app.command()
 @flat
-def generate(given: GenerateCommand) -> None:
-    """Continue a prompt, drafting with a profile: the same output as plain decoding, sooner."""
-    from selfspec.cli.generate import run
+def export(given: ExportCommand) -> None:
+    """Write what another engine needs to draft so: files, the command, what is lost, and the acceptance to expect."""
+    from selfspec.cli.export import run
 
     run(given)
+
+
+@app.command()
+@flat
+def generate(given: GenerateCommand) -> int:
+    """Continue a prompt, or many together, drafting with a profile: the same output as plain decoding, sooner."""
+    from selfspec.cli.generate import run
+
+    return run(given)
 
 
 @app.command()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _KINDS = ".jsonl, .txt or .parquet file, a folder, cnn_dailymail, xsum, gsm8k, humaneval, mt_bench, or spec-bench:FILE"
 _PANEL = "Prompts"
+MANY = "Many prompts"
 
 
 def as_typed(template: str | None) -> str | None:
@@ -89,6 +90,22 @@ class TrainDataOptions(DataOptions):
     source: Annotated[
         str | None, typer.Option("--data", help="Prompts to begin with, as search's; else the model makes them up.")
     ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class ManyPrompts(DataOptions):
+    """Prompts to decode all of, as given; `source` None: there is one, given otherwise."""
+
+    source: Annotated[str | None, typer.Option("--prompts", help=f"Many: a {_KINDS}.", rich_help_panel=MANY)] = None
+    column: Annotated[
+        str | None, typer.Option(help="Their column; 'prompt', else 'text', when left out.", rich_help_panel=MANY)
+    ] = None
+    template: Annotated[
+        str | None, typer.Option(help="Made of columns, as 'Q: {question}\\nA:'.", rich_help_panel=MANY)
+    ] = None
+    chat: Annotated[
+        bool, typer.Option("--chat", help="A prompt is a user's message, by the model's chat template.")
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)

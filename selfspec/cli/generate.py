@@ -23,20 +23,24 @@ if TYPE_CHECKING:
 COMPARE_ROUNDS = 3
 
 
-def run(options: GenerateCommand) -> None:
+def run(options: GenerateCommand) -> int:
     """Check everything that can be checked before the model is loaded, then generate."""
+    if options.data.source is not None:
+        from selfspec.cli.many import run_many
+
+        return run_many(options)
     quiet()
-    if options.system is not None and not options.chat:
-        raise SelfspecError("--system is for chats; want --chat with it")
+    _check_one(options)
+    chat = options.data.chat
     asked = decoding(options.decoding)
     text = _text(options)
     how = asked.check()
-    asked.check_chat(chat=options.chat, system=options.system)
+    asked.check_chat(chat=chat, system=options.system)
 
     from selfspec.llm.prompts import encode
 
     llm = asked.load()
-    prompt = encode(llm, text, chat=True, system=options.system) if options.chat else text
+    prompt = encode(llm, text, chat=True, system=options.system) if chat else text
     how = asked.complete(llm, how)
     asked.hint(llm, prompt, how)
     drafter = asked.drafter(llm)
@@ -44,11 +48,22 @@ def run(options: GenerateCommand) -> None:
         _compare(llm, asked, prompt, drafter, how, as_json=options.json, color=options.color)
     elif options.json:
         generation = llm.run(prompt, how, drafter=drafter, probabilities=options.color)
-        _warn(generation, how, chat=options.chat)
+        _warn(generation, how, chat=chat)
         print_json(_as_json(generation, events=options.color))
     else:
         shown = _stream(llm, prompt, drafter, how, stats=options.stats, color=options.color)
-        _warn(shown, how, chat=options.chat)
+        _warn(shown, how, chat=chat)
+    return 0
+
+
+def _check_one(options: GenerateCommand) -> None:
+    """Raise `SelfspecError` for options of many prompts, and for a system message without a chat."""
+    options.data.read()
+    for name, given in (("--out", options.out is not None), ("--memory", options.memory is not None)):
+        if given:
+            raise SelfspecError(f"{name} is of many prompts; want --prompts FILE with it")
+    if options.system is not None and not options.data.chat:
+        raise SelfspecError("--system is for chats; want --chat with it")
 
 
 def _text(options: GenerateCommand) -> str:

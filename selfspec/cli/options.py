@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli.data import DataOptions, PromptOptions, TrainDataOptions
+from selfspec.cli.data import MANY, DataOptions, ManyPrompts, PromptOptions, TrainDataOptions
 from selfspec.cli.devices import DeviceOptions
 from selfspec.facts.methods import OWN
 from selfspec.llm.options import Options
@@ -173,9 +173,26 @@ class GenerateCommand:
 
     prompt: Annotated[str | None, typer.Argument(help="The prompt; standard input when left out.")] = None
     decoding: DecodingOptions
-    chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a user's message, by the model's chat template.")
-    ] = False
+    data: ManyPrompts
+    batch_size: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Prompts that are decoded together.", rich_help_panel=MANY)
+    ] = 8
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GIB",
+            help="For their keys and values; for 2,048 tokens each when left out.",
+            rich_help_panel=MANY,
+        ),
+    ] = None
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="Where results go, as they come; those that it has are not made again.",
+            rich_help_panel=MANY,
+        ),
+    ] = None
     system: System = None
     stats: Annotated[bool, typer.Option("--stats", help="Show rounds, acceptance and speed.")] = False
     compare: Annotated[bool, typer.Option("--compare", help="Plain decoding beside it, interleaved.")] = False
@@ -268,6 +285,30 @@ class CompareCommand:
         typer.Option(min=2, metavar="N", help="Prompts after which a method slower than plain decoding is dropped."),
     ] = 8
     out: Annotated[Path | None, typer.Option(help="Write a profile of the method that is recommended here.")] = None
+    where: DeviceOptions
+    json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportCommand:
+    """What `export` was told."""
+
+    profile: Annotated[str, typer.Argument(metavar="PROFILE", help="A file, or the name of a shipped one.")]
+    to: Annotated[str, typer.Option(metavar="ENGINE", help="vllm, sglang, llama.cpp, tensorrt-llm or hf.")]
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where all goes: an empty folder, or a new one.")]
+    model: Model = None
+    tokens: Annotated[
+        int | None, typer.Option(min=1, max=64, metavar="N", help="Of each draft; the best number when left out.")
+    ] = None
+    type: Annotated[
+        str | None, typer.Option(help="Of the model's weights in GGUF files, such as q8_0; its own when left out.")
+    ] = None
+    force: Annotated[bool, typer.Option("--force", help="Write over what is in the folder.")] = False
+    data: PromptOptions
+    limit: Annotated[
+        int, typer.Option(min=0, metavar="N", help="The most prompts that are rehearsed; 0: go by the profile's word.")
+    ] = 8
+    max_new_tokens: Tokens = 64
     where: DeviceOptions
     json: Json = False
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Protocol
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.decoding.blocks import Blocks
 from selfspec.facts.limits import WIDEST_DRAFT
+from selfspec.runtime.cache import Cache
 from selfspec.runtime.forward import Runtime
+from selfspec.runtime.paged import BLOCK, PagedCache
 from selfspec.speculation.sequence import SequenceState
 
 WORTH_COPYING = 16  # slots: what is shared beyond what a row holds already, for less it is not copied
@@ -50,7 +52,8 @@ class Memory(Protocol):
 
 def memory_of(runtime: Runtime) -> Memory:
     """As the runtime's cache is made."""
-    return Pool(runtime) if getattr(runtime.cache, "tables", None) is not None else Rows(runtime)
+    cache = runtime.cache
+    return Blocked(runtime, cache) if isinstance(cache, PagedCache) else Rows(runtime)
 
 
 class Rows:
@@ -89,7 +92,7 @@ class Rows:
         seq.row = max(free, key=lambda row: 2 * shared[row] - len(cache.known(row)))
         seq.kept = shared[seq.row]
         best = max(range(len(shared)), key=shared.__getitem__)
-        if shared[best] >= seq.kept + WORTH_COPYING:
+        if isinstance(cache, Cache) and shared[best] >= seq.kept + WORTH_COPYING:
             cache.copy(best, seq.row, seq.kept, shared[best])
             seq.kept = shared[best]
         cache.rewind(seq.row, seq.kept)
@@ -114,13 +117,12 @@ class Rows:
         self._taken.discard(seq.row)
 
 
-class Pool:
+class Blocked:
     """Blocks of one pool: a sequence has as many as it needs now, and shares those of a common beginning."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self._cache = cast(Any, runtime.cache)
-        self._blocks = Blocks(self._cache.blocks, self._cache.block)
+    def __init__(self, runtime: Runtime, cache: PagedCache) -> None:
+        self.runtime, self._cache = runtime, cache
+        self._blocks = Blocks(cache.blocks, BLOCK)
         self._rows: dict[SequenceState, int] = {}
 
     @property
@@ -136,7 +138,7 @@ class Pool:
     @property
     def longest(self) -> int:
         """All blocks', or a row's."""
-        return min(self.places, int(self._cache.slots))
+        return min(self.places, self._cache.slots)
 
     def claim(self, seq: SequenceState, *, reuse: bool) -> bool:
         """A free row, blocks that hold its beginning already, and others for the rest of its tokens.

@@ -15,6 +15,7 @@ from selfspec.facts.draft_path import FULL, DraftPath
 from selfspec.facts.work import DRAFT_MODEL
 from selfspec.proposers.ahead import Ahead
 from selfspec.runtime.forward import Runtime
+from selfspec.runtime.paged import PagedCache
 from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.step import Step
 
@@ -27,6 +28,8 @@ class ModelDrafter(LayerSkipDrafter):
     What its cache lacks of a text is read before a draft's first token: the prompt when the text begins, later the last
     token of a draft that was accepted whole. Keys of what a text shares with the one before it in its row are kept. No
     draft goes beyond the draft model's own context. `path`: what the draft model itself runs along, such as in 8 bits.
+    Where the target's cache is a pool of blocks, its own is one of as many, whose rows have the target's tables; each
+    text is then read from its beginning.
 
     Raises `SelfspecError` for a draft model whose tokens are not as many as the target's, and as `LayerSkipDrafter`
     does.
@@ -50,7 +53,7 @@ class ModelDrafter(LayerSkipDrafter):
             raise SelfspecError(
                 f"the draft model has {ours} tokens, the model {theirs}; want one of the same tokenizer"
             )
-        own = runtime.beside(rows=target.rows)
+        own = runtime.beside(rows=target.rows, pool=target.cache.pool if isinstance(target.cache, PagedCache) else None)
         super().__init__(own, path, controller, candidates=candidates, confidence=confidence, ahead=ahead)
         self.target = target
         self._held: dict[int, list[int]] = {}  # by row: the tokens whose keys the cache holds
@@ -61,7 +64,9 @@ class ModelDrafter(LayerSkipDrafter):
         """The draft model reads the prompt."""
         super().begin(seq, prefill)
         self._right[seq] = 0
-        if self.runtime.cache.slots < self.target.cache.slots:
+        if self.runtime.pool is not None:
+            self._held.pop(seq.row, None)  # its blocks may have been another's since
+        elif self.runtime.cache.slots < self.target.cache.slots:
             self.runtime.reserve(self.target.cache.slots)
             self._held.clear()
             self._right = dict.fromkeys(self._right, 0)

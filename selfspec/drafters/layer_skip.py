@@ -60,6 +60,11 @@ class LayerSkipDrafter(ChainDrafter):
         widest = len((self.ahead if below is None else below).prices)
         self._dearest = [self._all_of(n, widest) for n in range(self._deepest + 1)]
 
+    @property
+    def native(self) -> bool:
+        """Whether its passes are one native call each."""
+        return self._way.native is not None
+
     def dearest(self, limit: Limit) -> Work:
         """As many passes as the draft may be deep, each as wide as it may be."""
         return self._dearest[max(min(limit.depth, limit.nodes, self._deepest), 0)]

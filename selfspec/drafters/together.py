@@ -6,10 +6,13 @@ from collections.abc import Iterator
 
 from selfspec.controllers import Load
 from selfspec.drafters.chains import ChainDrafter
+from selfspec.drafters.chosen import ChosenDrafter
 from selfspec.drafters.guard import Guard
 from selfspec.drafters.layer_skip import LayerSkipDrafter
+from selfspec.drafters.merged import MergedDrafter
 from selfspec.drafters.played import PlayedDrafter
 from selfspec.drafters.router import Router
+from selfspec.drafters.translated import TranslatedDrafter
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
 
@@ -34,6 +37,16 @@ def chain_of(drafter: Drafter) -> ChainDrafter | None:
 def runtime_of(drafter: Drafter) -> Runtime | None:
     """The runtime that draft steps are run on: the model's own, or a draft model's."""
     return next((one.runtime for one in _inside(drafter) if isinstance(one, LayerSkipDrafter)), None)
+
+
+def reads_blocks(drafter: Drafter) -> bool:
+    """Whether all that it runs of the model can read a cache in blocks: native passes alone."""
+    for one in _inside(drafter):
+        if isinstance(one, (ChosenDrafter, MergedDrafter, TranslatedDrafter)):
+            return False
+        if isinstance(one, LayerSkipDrafter) and not one.native:
+            return False
+    return True
 
 
 def _inside(drafter: Drafter) -> Iterator[Drafter]:

@@ -1,4 +1,4 @@
-"""Methods that take the fields of `GenerateOptions` as arguments, so that these are written once."""
+"""Methods that take the fields of options as arguments, so that these are written once."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
 from selfspec.basics.keywords import show_signature
-from selfspec.llm.options import GenerateOptions
+from selfspec.llm.options import Options
 
 P = ParamSpec("P")
 Of = TypeVar("Of")
 Asked = TypeVar("Asked")
 Made = TypeVar("Made")
+Given = TypeVar("Given", bound=Options)
 
 
 def takes(
-    options: Callable[P, GenerateOptions], call: Callable[[Of, Asked, GenerateOptions], Made]
+    options: Callable[P, Given], call: Callable[[Of, Asked, Given], Made]
 ) -> Callable[Concatenate[Of, Asked, P], Made]:
-    """A method that takes what is asked, then the fields of `GenerateOptions`, and does and says what `call` does."""
+    """A method that takes what is asked, then the fields of the options, and does and says what `call` does."""
 
     def method(self: Of, asked: Asked, /, *given: P.args, **named: P.kwargs) -> Made:
         return call(self, asked, options(*given, **named))

@@ -7,29 +7,35 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Load
 from selfspec.decoding.engine import Engine
 from selfspec.drafters import make_guarded
 from selfspec.drafters.plain import PlainDrafter
-from selfspec.drafters.together import chain_of, decide_together, runtime_of
+from selfspec.drafters.together import chain_of, decide_together, reads_blocks, runtime_of
 from selfspec.llm.load import load_prices
 from selfspec.llm.options import Options
 from selfspec.llm.pool import runtime_for, slot_bytes
-from selfspec.llm.request import Request
+from selfspec.llm.request import Model, Request
+from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.sequence import SequenceState
 from selfspec.text.prompt import Prompt
 
-if TYPE_CHECKING:
-    from selfspec.llm.llm import LLM
-
 CHUNK = 512  # tokens of a prompt that are read at once where nobody waits for a round
-ROUNDS, LEAST = 2.0, 16  # else: what takes as long as so many rounds, but no fewer tokens
+ROUNDS, LEAST = 4.0, 64  # else: what takes as long as so many rounds, but no fewer tokens
+
+
+class Profiled(Model, Protocol):
+    """What a batch asks of an `LLM`."""
+
+    runtime: Runtime
+    profile: Profile | None
+    drafter: Drafter
 
 
 @dataclass(slots=True)
@@ -77,7 +83,7 @@ class Batch:
 
     def __init__(
         self,
-        llm: LLM,
+        llm: Profiled,
         *,
         rows: int = 8,
         memory: float | None = None,
@@ -194,7 +200,7 @@ class Batch:
     def _chunk(self) -> int:
         running = len(self._engine.running)
         if not running or self._load is None:
-            return CHUNK if not running else CHUNK // 4
+            return CHUNK if not running else 2 * LEAST
         prices, tokens = self._load.prices, LEAST
         while tokens < CHUNK and prices.verified(2 * tokens) <= ROUNDS * prices.verified(running):
             tokens *= 2
@@ -267,18 +273,19 @@ class Batch:
 
 
 def _made(
-    llm: LLM, rows: int, memory: float | None, make: Callable[[Runtime], Drafter] | None
+    llm: Profiled, rows: int, memory: float | None, make: Callable[[Runtime], Drafter] | None
 ) -> tuple[Runtime, Drafter]:
     """The batch's runtime, and what drafts on it; a draft model's keys and values share the memory."""
-    runtime = runtime_for(llm.runtime, rows=rows, memory=memory)
-    if make is not None:
-        return runtime, make(runtime)
     profile = llm.profile
-    if profile is None or not profile.drafts:
-        return runtime, PlainDrafter()
-    drafter = make_guarded(runtime, profile)
-    other = runtime_of(drafter)
-    if other is not None and other is not runtime:
-        runtime = runtime_for(llm.runtime, rows=rows, memory=memory, beside=slot_bytes(other))
-        drafter = make_guarded(runtime, profile)
-    return runtime, drafter
+
+    def drafter_on(runtime: Runtime) -> Drafter:
+        if make is not None:
+            return make(runtime)
+        return make_guarded(runtime, profile) if profile is not None and profile.drafts else PlainDrafter()
+
+    probe = llm.drafter if make is None else make(llm.runtime)  # by which it is seen what there must be
+    other = runtime_of(probe)
+    beside = 0 if other is None or other.model is llm.runtime.model else slot_bytes(other)
+    blocks = reads_blocks(probe) and (not beside or (other is not None and other.native))
+    runtime = runtime_for(llm.runtime, rows=rows, memory=memory, beside=beside, blocks=blocks)
+    return runtime, drafter_on(runtime)

@@ -19,8 +19,9 @@ from selfspec.facts.skip import SkipSet
 from selfspec.llm.arguments import takes
 from selfspec.llm.conversation import Conversation
 from selfspec.llm.here import outlook_here
+from selfspec.llm.many import generate_many
 from selfspec.llm.messages import checked, render
-from selfspec.llm.options import GenerateOptions, Options
+from selfspec.llm.options import GenerateOptions, ManyOptions, Options
 from selfspec.llm.plan import Plan, new_tokens, plan, timed
 from selfspec.llm.stream import Generation, Stream
 from selfspec.model.layout import check_layout, choose, lay_out_, layout_times, weight_bytes
@@ -200,6 +201,7 @@ class LLM:
     stream = takes(GenerateOptions, _stream)
     chat = takes(GenerateOptions, _chat)
     chat_stream = takes(GenerateOptions, _chat_stream)
+    generate_many = takes(ManyOptions, generate_many)
 
     def conversation(self, *, system: str | None = None) -> Conversation:
         """A chat that goes on: `send` and `stream` say something, and read only what is new since the last answer.
@@ -259,8 +261,7 @@ class LLM:
 
     def fitted(self, prompt: Prompt, options: Options) -> Options:
         """`options`, with fewer new tokens where no more fit after the prompt. Raises `SelfspecError` where none do."""
-        n = len(self.encode(prompt))
-        self.check_room(n, 1)
+        self.check_room(n := len(self.encode(prompt)), 1)
         left = self.runtime.skeleton.context - n
         return options if new_tokens(self.model, options, n) <= left else replace(options, max_new_tokens=left)
 

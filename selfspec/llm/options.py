@@ -5,7 +5,7 @@ values, not as text, and what they name need not be there.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +17,7 @@ from selfspec.text.prompt import is_unicode
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor
 
+    from selfspec.llm.stream import Generation
     from selfspec.speculation.drafter import Drafter
     from selfspec.text.guided import Guide
 
@@ -114,6 +115,21 @@ class GenerateOptions(Options):
 
     _: KW_ONLY
     drafter: "Drafter | None" = None
+    probabilities: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ManyOptions(Options):
+    """How to decode, and what else `LLM.generate_many` takes as arguments.
+
+    `batch_size`: the most prompts that are decoded at a time; `memory`: GiB for their keys and values (`Batch`);
+    `ended`: told the number and the generation of each prompt as it ends. `probabilities` as in `GenerateOptions`.
+    """
+
+    _: KW_ONLY
+    batch_size: int = 8
+    memory: float | None = None
+    ended: "Callable[[int, Generation], None] | None" = None
     probabilities: bool = False
 
 

@@ -7,7 +7,9 @@ import os
 import torch
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.facts.limits import WIDEST_DRAFT
 from selfspec.runtime.forward import Runtime
+from selfspec.runtime.paged import BLOCK
 
 USUAL = 2048  # tokens of a text for which there is room where it is not said how much
 SHARE = 0.5  # of the memory that is free, at the most
@@ -21,11 +23,14 @@ def slot_bytes(runtime: Runtime) -> int:
     return 2 * runtime.layers * s.kv_heads * s.head_dim * s.dtype.itemsize
 
 
-def runtime_for(runtime: Runtime, *, rows: int, memory: float | None = None, beside: int = 0) -> Runtime:
+def runtime_for(
+    runtime: Runtime, *, rows: int, memory: float | None = None, beside: int = 0, blocks: bool = True
+) -> Runtime:
     """One over the same model with a cache for `rows` sequences that never grows.
 
-    `memory`: GiB for it; `beside`: further bytes for each token place, of a draft model's keys. Rows are fewer where
-    there is not the memory for as many. Raises `SelfspecError` where there is not for one.
+    It is a pool of blocks where passes are native and `blocks` is true, else `rows` contiguous rows of one length,
+    fewer where there is not the memory for as many. `memory`: GiB for it; `beside`: further bytes for each token place,
+    of a draft model's keys. Raises `SelfspecError` where there is not the memory for one row.
     """
     if rows < 1:
         raise SelfspecError(f"rows {rows}: want at least 1")
@@ -33,18 +38,21 @@ def runtime_for(runtime: Runtime, *, rows: int, memory: float | None = None, bes
         raise SelfspecError(f"memory {memory} GiB: want more than 0")
     each, context = slot_bytes(runtime) + beside, runtime.skeleton.context
     if memory is None:
-        tokens = min(rows * min(context, USUAL), int(SHARE * free_bytes(runtime.device)) // each)
+        wanted = rows * (min(context, USUAL) + WIDEST_DRAFT)
+        tokens = min(wanted, int(SHARE * free_bytes(runtime.device)) // each)
     else:
         tokens = int(memory * GIB) // each
     least = min(FEWEST, context)
-    if tokens < least:
+    if tokens < least + WIDEST_DRAFT:
         raise SelfspecError(
-            f"keys and values of {least} tokens take {least * each / GIB:.3g} GiB, and there are "
-            f"{tokens * each / GIB:.3g}; give more memory"
+            f"keys and values of {least} tokens and a draft take {(least + WIDEST_DRAFT) * each / GIB:.3g} GiB, and "
+            f"there are {tokens * each / GIB:.3g}; give more memory"
         )
-    rows = min(rows, tokens // least)
+    if blocks and runtime.native:
+        return runtime.beside(rows=rows, blocks=tokens // BLOCK)
+    rows = min(rows, tokens // (least + WIDEST_DRAFT))
     found = runtime.beside(rows=rows)
-    with found.session(min(tokens // rows // least * least, -(-context // least) * least)):
+    with found.session(min(tokens // rows, context + WIDEST_DRAFT)):
         return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
@@ -12,15 +12,24 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.facts.events import Origin
 from selfspec.facts.stats import Finish, Stats
 from selfspec.llm.options import Options
-from selfspec.llm.plan import timed
+from selfspec.llm.plan import Plan, timed
 from selfspec.llm.stream import Generation, Spans, count_round, finish_of
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.sequence import SequenceState
 from selfspec.text.pieces import TextStream
 from selfspec.text.prompt import Prompt
 
-if TYPE_CHECKING:
-    from selfspec.llm.llm import LLM
+
+class Model(Protocol):
+    """What a request asks of an `LLM`."""
+
+    tokenizer: Any
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """`LLM.encode`."""
+
+    def plan(self, prompt: Prompt, options: Options) -> Plan:
+        """`LLM.plan`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +49,7 @@ class Request:
     """
 
     def __init__(
-        self, llm: LLM, prompt: Prompt, options: Options, *, probabilities: bool = False, top: int | None = None
+        self, llm: Model, prompt: Prompt, options: Options, *, probabilities: bool = False, top: int | None = None
     ) -> None:
         self.prompt = llm.encode(prompt)
         planned = llm.plan(self.prompt, options)

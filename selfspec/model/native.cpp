@@ -32,6 +32,7 @@
 #define V 4
 #endif
 constexpr int ROWS = V >= 16 ? 12 : 8;  // rows that a weight is read once for, as far as registers reach
+constexpr int MANY = 8;                  // of many rows: fewer stay nearer, while other weights are read
 
 typedef float floats __attribute__((vector_size(V * 4), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(V * 4), aligned(4)));
@@ -279,7 +280,7 @@ INLINE void of_rows(int64_t rows, const Weight &w, int64_t from, int64_t to, con
 
 template <int K>
 static void part(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
-    int64_t times = (rows + ROWS - 1) / ROWS;
+    const int64_t at_once = rows > 2 * ROWS ? MANY : ROWS, times = (rows + at_once - 1) / at_once;
     for (; from < to; from += 64)  // so many outputs' weights stay near while all rows are multiplied with them
         for (int64_t i = 0, end = from + 64 < to ? from + 64 : to; i < times; i++) {
             int64_t first = rows * i / times, last = rows * (i + 1) / times;

@@ -1,4 +1,4 @@
-"""Heads as their authors publish them, as parts: EAGLE, EAGLE-3, Medusa, Hydra and MLPSpeculator.
+"""Heads as their authors publish them, and engines have them, as parts: EAGLE, EAGLE-3, Medusa, Hydra, MLPSpeculator.
 
 What a file holds says what it is, more than its configuration does: names and shapes of tensors are what is read.
 Pickles are loaded as tensors only.
@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_file, kind
+from selfspec.parts.engine_forms import authors_names, flat_config
 from selfspec.parts.files import PartFile
 from selfspec.parts.heads import part_of
 from selfspec.parts.layer import LayerShape
@@ -68,7 +69,7 @@ def _config(folder: Path) -> dict[str, Any]:
         raise SelfspecError(f"{folder / 'config.json'}: no JSON can be read ({error})") from None
     if not isinstance(read, dict):
         raise SelfspecError(f"{folder / 'config.json'}: want an object")
-    return read
+    return flat_config(read)
 
 
 def _tensors(folder: Path) -> Tensors:
@@ -84,7 +85,7 @@ def _tensors(folder: Path) -> Tensors:
         for prefix in _PREFIXES:
             name = name.removeprefix(prefix)
         tensors[name] = tensor
-    return tensors
+    return authors_names(tensors)
 
 
 def _part(
@@ -124,7 +125,10 @@ def _layer(tensors: Tensors, prefix: str) -> Tensors:
 
 
 def _shape(config: Mapping[str, Any], found: Tensors) -> dict[str, Any]:
-    """A layer's sizes; rope's frequencies are added to what was found where they are not those of a base alone."""
+    """A layer's settings: its sizes, and how rope is scaled.
+
+    Rope's frequencies are added to what was found where they are not those of a base alone.
+    """
     hidden, heads = len(found["layer.down_proj.weight"]), int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or hidden // heads)
     told = config.get("rope_parameters") or {}
@@ -143,7 +147,7 @@ def _shape(config: Mapping[str, Any], found: Tensors) -> dict[str, Any]:
         theta,
     )
     if rope == "default":
-        return asdict(shape)
+        return {"shape": asdict(shape)}
     rotary = LlamaRotaryEmbedding(
         LlamaConfig(
             hidden_size=hidden,
@@ -154,7 +158,7 @@ def _shape(config: Mapping[str, Any], found: Tensors) -> dict[str, Any]:
         )
     )
     found["layer.inv_freq"] = rotary.inv_freq
-    return asdict(shape)
+    return {"shape": asdict(shape), "rope": {**scaling, "rope_type": rope}}
 
 
 def _eagle(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
@@ -167,7 +171,7 @@ def _eagle(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFil
     _check_width(len(found["layer.fc.weight"]), target)
     shape = _shape(config, found)
     found["layer.given_norm.weight"] = _last_norm(target)
-    return _part("eagle", {"shape": shape, "layers": [target.layers]}, found, tensors, target)
+    return _part("eagle", {**shape, "layers": [target.layers]}, found, tensors, target)
 
 
 def _eagle_3(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
@@ -190,24 +194,31 @@ def _eagle_3(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartF
     _check_width(len(fuse), target)
     shape = _shape(config, found)
     n = target.layers
-    told = (config.get("eagle_config") or config).get("eagle_aux_hidden_state_layer_ids")
+    told = config.get("eagle_aux_hidden_state_layer_ids")
     layers = [2, n // 2, n - 3] if told is None else [int(layer) for layer in told]
     if len(layers) != 3 or sorted(set(layers)) != layers or not 0 <= layers[0] <= layers[-1] <= n:
         raise SelfspecError(f"the head reads streams at layers {layers}; want three different ones of the model's {n}")
     found["head.weight"] = tensors.pop("lm_head.weight")
     offsets = tensors.pop("d2t", None)
     words = None if offsets is None else (torch.arange(len(offsets)) + offsets).tolist()
-    return _part("eagle", {"shape": shape, "layers": layers}, found, tensors, target, words=words)
+    return _part("eagle", {**shape, "layers": layers}, found, tensors, target, words=words)
 
 
 def _numbers(tensors: Tensors, pattern: str) -> list[int]:
     return sorted({int(match[1]) for name in tensors if (match := re.fullmatch(pattern, name))})
 
 
-def _of_steps(kind_of: str, net: dict[str, Any], found: Tensors, left: Tensors, target: Runtime) -> PartFile:
+def _of_steps(
+    kind_of: str,
+    net: dict[str, Any],
+    found: Tensors,
+    left: Tensors,
+    target: Runtime,
+    words: list[int] | None = None,
+) -> PartFile:
     found["given_norm.weight"] = _last_norm(target)
     settings = {"net": net, "eps": target.skeleton.sizes.eps, "layers": [target.layers]}
-    return _part(kind_of, settings, found, left, target)
+    return _part(kind_of, settings, found, left, target, words)
 
 
 def _blocks(tensors: Tensors, prefix: str, target: Runtime) -> tuple[dict[str, int], Tensors]:
@@ -222,12 +233,13 @@ def _blocks(tensors: Tensors, prefix: str, target: Runtime) -> tuple[dict[str, i
 
 
 def _medusa(_config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
-    """Blocks of each head, and its map to the vocabulary, where it has one of its own."""
+    """Blocks of each head, and its map to the vocabulary, where it has one of its own, or all have one (vLLM's)."""
     net, found = _blocks(tensors, "", target)
-    for j in range(net["places"]):
-        if (own := tensors.pop(f"{j}.{net['blocks']}.weight", None)) is not None:
-            found[f"head.{j}.weight"] = own
-    return _of_steps("medusa", net, found, tensors, target)
+    words = tensors.pop("token_map", None)
+    for mine, theirs in [("head", "lm_head"), *((f"head.{j}", f"{j}.{net['blocks']}") for j in range(net["places"]))]:
+        if (own := tensors.pop(f"{theirs}.weight", None)) is not None:
+            found[f"{mine}.weight"] = own if words is None or len(own) == len(words) else own[words.long()]
+    return _of_steps("medusa", net, found, tensors, target, None if words is None else words.tolist())
 
 
 def _hydra(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:

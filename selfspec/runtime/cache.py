@@ -11,18 +11,17 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from selfspec.runtime.rows import Rows
+
 ALL_ROWS = slice(None)
 _SPARE = 16  # slots beyond those for tokens: a vector is read whole
 
 
-class Cache:
+class Cache(Rows):
     """Keys and values `[B, H_kv, slots, d]` for each layer, with spare last slots that no mask shows.
 
     With `turned` a head's keys lie in memory as `[d, slots]`, the order in which a CPU's product of one query with all
     of them reads fastest.
-
-    `length[row]` is the number of committed slots of a row: its keys below that are the whole model's own.
-    `tokens[row]`: what they are the keys of, where somebody has said so; tokens beyond `length` have no keys yet.
     """
 
     def __init__(
@@ -37,6 +36,7 @@ class Cache:
         devices: Sequence[torch.device],
         turned: bool = False,
     ) -> None:
+        super().__init__(rows, slots)
         # One tensor [L, B, H_kv, slots, d] for each run of layers on one device: views of all are made in one call.
         runs = [(len(list(layers)), device) for device, layers in groupby(devices)]
 
@@ -56,11 +56,7 @@ class Cache:
         self._heads = kv_heads
         self.keys = [layer for keys, _ in self._whole for layer in keys]
         self.values = [layer for _, values in self._whole for layer in values]
-        self.rows = rows
-        self.slots = slots
         self._table = torch.arange(rows)
-        self.length = [0] * rows
-        self.tokens: list[Sequence[int]] = [()] * rows
 
     @property
     def spare(self) -> int:
@@ -128,24 +124,6 @@ class Cache:
         """Give a row what another holds in the slots from `start` to `end`; its length stays."""
         for t in (t for pair in self._whole for t in pair):
             t[:, row].narrow(2, start, end - start).copy_(t[:, source].narrow(2, start, end - start))
-
-    def clear(self, row: int) -> None:
-        """Forget a row."""
-        self.length[row], self.tokens[row] = 0, ()
-
-    def known(self, row: int) -> Sequence[int]:
-        """The tokens that a row holds the keys of, as far as they are known."""
-        return self.tokens[row][: self.length[row]]
-
-    def shared(self, row: int, tokens: Sequence[int]) -> int:
-        """How many committed slots of a row, from the first on, hold the keys of what `tokens` begin with."""
-        known = self.known(row)
-        pairs = enumerate(zip(known, tokens, strict=False))
-        return next((i for i, (mine, theirs) in pairs if mine != theirs), min(len(known), len(tokens)))
-
-    def rewind(self, row: int, length: int) -> None:
-        """Forget a row's slots from `length` on."""
-        self.length[row] = length
 
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep the root of a verified draft and the nodes on `path`, in order; forget the rest.

@@ -22,8 +22,10 @@ from selfspec.model.families.base import Attention
 from selfspec.model.low_precision import Kernel
 from selfspec.model.skeleton import read_skeleton
 from selfspec.runtime.cache import ALL_ROWS, Cache
+from selfspec.runtime.caches import cache_of, rope_of
 from selfspec.runtime.masks import Masks
 from selfspec.runtime.natively import Natively
+from selfspec.runtime.paged import PagedCache, Pool
 from selfspec.runtime.passes import ROWS
 from selfspec.runtime.paths import CompiledPath, Paths
 from selfspec.runtime.places import Place, move
@@ -39,13 +41,14 @@ class Runtime:
     """One model, ready to be run in full or along draft paths.
 
     Raises `UnsupportedModelError` for a model it does not serve. `rows` is the number of sequences the cache holds.
-    `kernel`: what multiplies weights in few bits; None: what is fastest on this machine (`kernel_for`).
+    `kernel`: what multiplies weights in few bits; None: what is fastest on this machine (`kernel_for`). With `blocks`
+    the cache is a pool of so many, which native passes alone can read: `SelfspecError` where there are none.
     """
 
     trees = True
-    cache: Cache
+    cache: Cache | PagedCache
 
-    def __init__(self, model: Any, *, rows: int = 1, kernel: Kernel | None = None) -> None:
+    def __init__(self, model: Any, *, rows: int = 1, blocks: int | None = None, kernel: Kernel | None = None) -> None:
         self.model = model
         self.skeleton = read_skeleton(model, kernel=kernel)
         self.layers = len(self.skeleton.blocks)
@@ -60,21 +63,25 @@ class Runtime:
         self._paths = Paths(self.skeleton, self._scaling)
         self.learn, self.forget, self.held = self._paths.learn, self._paths.forget, self._paths.held
         self._full = self.compile(FULL)
-        self._turned = self._direct or self._full.native is not None
-        self._begin(rows)
+        self.native = self._full.native is not None  # full passes are
+        self._turned = self._direct or self.native
+        self._begin(rows, None if blocks is None else Pool(blocks))
 
-    def beside(self, *, rows: int = 1) -> Runtime:
+    def beside(self, *, rows: int = 1, blocks: int | None = None, pool: Pool | None = None) -> Runtime:
         """Another over the same model, with a cache of its own for `rows` sequences.
 
-        What is compiled is shared: no weight is brought into few bits twice.
+        What is compiled is shared: no weight is brought into few bits twice. `blocks` as for a new one; `pool`: that of
+        another paged cache, whose tables this one's rows have too.
         """
         other = copy.copy(self)
-        other._begin(rows)
+        other._begin(rows, pool if blocks is None else Pool(blocks))
         return other
 
-    def _begin(self, rows: int) -> None:
+    def _begin(self, rows: int, pool: Pool | None) -> None:
         """With nothing in the cache, and nothing under way."""
-        self.rows = rows
+        if pool is not None and not self.native:
+            raise SelfspecError("native passes alone read a cache in blocks, and this model has none; leave blocks out")
+        self.rows, self.pool = rows, pool
         self._scratches = Scratches(self.skeleton.sizes)
         self._lock = threading.Lock()
         self._allocate(0)
@@ -107,7 +114,9 @@ class Runtime:
         """
         if slots <= self.cache.slots:
             return
-        kept = self.cache if any(self.cache.length) else None
+        if self.pool is not None:
+            raise SelfspecError(f"{slots} positions are wanted; a row of this pool has at most {self.cache.slots}")
+        kept = self._rectangle if any(self.cache.length) else None
         try:
             self._allocate(slots)
         except BaseException as error:
@@ -119,7 +128,14 @@ class Runtime:
                 raise SelfspecError(f"no cache for {slots} positions could be had: {error}") from error
             raise
         if kept is not None:
-            self.cache.take(kept)
+            self._rectangle.take(kept)
+
+    @property
+    def _rectangle(self) -> Cache:
+        """The cache as passes operation by operation read it. `SelfspecError` where it is a pool of blocks."""
+        if isinstance(self.cache, PagedCache):
+            raise SelfspecError("this pass is not a native one, and no other reads a cache in blocks")
+        return self.cache
 
     @torch.inference_mode(False)  # commits write to these tensors outside a forward
     @torch.no_grad()
@@ -127,33 +143,12 @@ class Runtime:
         s = self.skeleton.sizes
         self.__dict__.pop("cache", None)  # free the old one before the new one is made
         slots = -(-slots // _GROWTH) * _GROWTH
-        self.cache = Cache(
-            rows=self.rows,
-            kv_heads=s.kv_heads,
-            group=s.heads // s.kv_heads,
-            slots=slots,
-            head_dim=s.head_dim,
-            dtype=s.dtype,
-            devices=[block.device for block in self.skeleton.blocks],
-            turned=self._turned,
-        )
+        self.cache = cache_of(self.skeleton, rows=self.rows, slots=slots, turned=self._turned, pool=self.pool)
+        positions = min(self.cache.slots, self.skeleton.context)
         self._keep = torch.eye(s.head_dim, dtype=s.dtype, device=self.device)
-        self._cos, self._sin = self._rope(min(slots, self.skeleton.context))
+        self._cos, self._sin = rope_of(self.skeleton, self._keep, positions, self._turn_scale)
         self._swap = self._keep.roll(s.head_dim // 2, 0)
         self._native = Natively(self.skeleton, self.cache, self._cos, self._sin) if self._turned else None
-
-    def _rope(self, positions: int) -> tuple[Tensor, Tensor]:
-        """The model's own rope as tables `[positions, 1, d]`, both scaled by `_turn_scale`.
-
-        x turned is x * cos + (x, halves swapped) * sin.
-        """
-        d = self.skeleton.sizes.head_dim
-        at = torch.arange(max(positions, 1), device=self.device)[None]
-        cos, sin = (t.to(self.device) for t in self.skeleton.rotary(self._keep, at))  # which may be on another
-        if cos.shape[-1] != d:
-            raise SelfspecError(f"rope covers {cos.shape[-1]} of {d} dimensions; partial rope is not supported")
-        sin = torch.cat((-sin[..., : d // 2], sin[..., d // 2 :]), dim=-1)
-        return cos[0].unsqueeze(1) * self._turn_scale, sin[0].unsqueeze(1) * self._turn_scale
 
     # -- the one forward -------------------------------------------------------------------------------------
 
@@ -185,10 +180,10 @@ class Runtime:
         batch, n = tokens.shape
         way = self._full if path is None else path
         slots = positions if slots is None else slots
-        if way.native is not None and batch == 1 and n <= ROWS and not between and logits is not None:
+        native = self._native if batch == 1 and way.native is not None and not between else None
+        if native is not None and ((n <= ROWS and logits is not None) or self.pool is not None):
             additive, row = None if mask is None else self._masks.additive(mask), rows.indices(self.rows)[0]
-            assert self._native is not None
-            return self._native.forward(way, tokens, positions, slots, additive, row, logits=logits, hidden=hidden)
+            return native.forward(way, tokens, positions, slots, additive, row, logits=logits, hidden=hidden)
         place = self._place(batch, n, positions, slots, mask, rows)
         scratch = self._scratches.get(batch, n, self.device)
         scratch.stream.copy_(self.skeleton.embed(tokens).flatten(0, 1))
@@ -197,7 +192,7 @@ class Runtime:
             if index in hidden:
                 streams[index] = scratch.kept()
             if scratch.device != device:
-                scratch, place = self._moved(scratch, place, device)
+                scratch, place = self._scratches.moved(scratch, device), move(place, device)
             if attention is not None:
                 self._attention(attention, index, scratch, place)
             if index in between:
@@ -222,7 +217,7 @@ class Runtime:
         hidden: Sequence[int] = (),
         logits: bool = True,
     ) -> list[Step]:
-        """One pass over drafts of several sequences, each in a cache row of its own: a step `[1, 1 + m, ..]` of each.
+        """One pass over drafts of several sequences, a cache row for each: a step `[1, 1 + m, ..]` of each draft.
 
         Where the path is native, each token gives exactly what it gives alone. Other arguments as in `forward`.
         """
@@ -230,13 +225,15 @@ class Runtime:
         if way.native is not None and self._native is not None:
             return self._native.over(way, placed, hidden=hidden, logits=logits)
         wanted: Literal["all"] | None = "all" if logits else None
-        tokens, positions, slots, mask, rows, at = lay_out(placed, spare=self.cache.spare, device=self.device)
+        tokens, positions, slots, mask, rows, at = lay_out(placed, spare=self._rectangle.spare, device=self.device)
         step = self.forward(
             tokens, positions, path=path, slots=slots, mask=mask, rows=rows, logits=wanted, hidden=hidden
         )
-        if len(placed) == 1:
-            return [step]
-        return [step.part(row, 1 + len(one.draft)) for row, one in zip(at, placed, strict=True)]
+        return (
+            [step]
+            if len(placed) == 1
+            else [step.part(row, 1 + len(one.draft)) for row, one in zip(at, placed, strict=True)]
+        )
 
     def compile(self, path: DraftPath) -> CompiledPath:
         """A draft path as `forward` takes it, made once; a head over some tokens holds a copy of their weights.
@@ -299,8 +296,9 @@ class Runtime:
             additive = self._masks.chain(n, seen) if n > 1 and not causal else None
         if direct and additive is not None:
             additive = self._masks.grouped(additive)
-        keys, values = self.cache.seen(seen, rows) if direct else self.cache.repeated(seen, rows)
-        to = slots if isinstance(slots, Tensor) else self.cache.run(slots, n, rows)
+        cache = self._rectangle
+        keys, values = cache.seen(seen, rows) if direct else cache.repeated(seen, rows)
+        to = slots if isinstance(slots, Tensor) else cache.run(slots, n, rows)
         return Place(turn, to, keys, values, additive, direct, causal, rows)
 
     def _attention(self, attention: Attention, index: int, scratch: Scratch, place: Place) -> None:
@@ -316,7 +314,7 @@ class Runtime:
             swapped = scratch.qk.roll(self.skeleton.sizes.head_dim // 2, -1)
             torch.mul(scratch.qk, cos, out=scratch.turned).addcmul_(swapped, sin)
         if isinstance(place.to, Tensor):
-            self.cache.scatter(index, scratch.k, scratch.v, place.to, place.rows)
+            self._rectangle.scatter(index, scratch.k, scratch.v, place.to, place.rows)
         else:
             place.to[0][index].copy_(scratch.k_to_write)
             place.to[1][index].copy_(scratch.v_to_write)
@@ -340,9 +338,3 @@ class Runtime:
         if out is not scratch.out:
             scratch.take(out)
         attention.add(scratch.stream, scratch.mixed)
-
-    def _moved(self, scratch: Scratch, place: Place, device: torch.device) -> tuple[Scratch, Place]:
-        """The stream, and what lies beside the cache, on another device."""
-        there = self._scratches.get(scratch.batch, scratch.n, device)
-        there.stream.copy_(scratch.stream)
-        return there, move(place, device)

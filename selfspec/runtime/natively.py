@@ -11,16 +11,19 @@ from torch import Tensor
 
 from selfspec.model.skeleton import Skeleton
 from selfspec.runtime.cache import Cache
-from selfspec.runtime.passes import Spot
+from selfspec.runtime.paged import PagedCache
+from selfspec.runtime.passes import ROWS, Spot
 from selfspec.runtime.paths import CompiledPath
 from selfspec.speculation.passes import Placed
-from selfspec.speculation.step import Step
+from selfspec.speculation.step import Step, joined
+
+CHUNK = 128  # tokens of one call: what they are computed in stays small, and each weight serves many
 
 
 class Natively:
     """Passes over one cache of turned keys, along paths that are native."""
 
-    def __init__(self, skeleton: Skeleton, cache: Cache, cos: Tensor, sin: Tensor) -> None:
+    def __init__(self, skeleton: Skeleton, cache: Cache | PagedCache, cos: Tensor, sin: Tensor) -> None:
         self._embed, self._dtype, self._layers = skeleton.embed, skeleton.sizes.dtype, len(skeleton.blocks)
         self._spot = Spot(cache, cos, sin)
 
@@ -38,12 +41,21 @@ class Natively:
     ) -> Step:
         """`Runtime.forward` over tokens `[1, n]` of a row; `mask` is additive, `[1, 1, n, S]`."""
         n = tokens.shape[1]
+        if n > CHUNK and mask is None and isinstance(positions, int) and isinstance(slots, int):
+            steps = []
+            for at in range(0, n, CHUNK):
+                some, wanted = tokens[:, at : at + CHUNK], None if logits == "last" and at + CHUNK < n else logits
+                steps.append(
+                    self.forward(way, some, positions + at, slots + at, None, row, logits=wanted, hidden=hidden)
+                )
+            return joined(steps)
         spot = self._spot.alone(n, positions, slots, mask, row)
         normed, streams = self._run(way, tokens, spot, hidden, logits is not None)
         kept = {layer: stream.unsqueeze(0) for layer, stream in streams.items()}
         if normed is None:
             return Step(None, kept)
-        return Step(way.head(normed[0 if logits == "all" else n - 1 :]).unsqueeze(0), kept)
+        head = way.head if n <= ROWS or way.head_alike is None else way.head_alike
+        return Step(head(normed[0 if logits == "all" else n - 1 :]).unsqueeze(0), kept)
 
     def over(self, way: CompiledPath, placed: Sequence[Placed], *, hidden: Sequence[int], logits: bool) -> list[Step]:
         """`Runtime.over`: each token gives the bits that it gives alone."""

@@ -22,6 +22,7 @@ from selfspec.model.norms import Norm, RoundedNorm, ScaledNorm
 from selfspec.model.sizes import Sizes
 from selfspec.model.trained import Crossing
 from selfspec.runtime.cache import Cache
+from selfspec.runtime.paged import PagedCache
 from selfspec.speculation.passes import Placed, above
 
 __all__ = ["ROWS", "NativePass", "Spot", "native_pass"]
@@ -69,11 +70,11 @@ class Spot:
     Made once for a cache; `cos` and `sin` are `[positions, 1, d]`.
     """
 
-    def __init__(self, cache: Cache, cos: Tensor, sin: Tensor) -> None:
+    def __init__(self, cache: Cache | PagedCache, cos: Tensor, sin: Tensor) -> None:
         keys, values = cache.keys[0], cache.values[0]
         self._cache = cache
         self._tables = cos, sin = cos.float().contiguous(), sin.float().contiguous()
-        self._numbers = torch.arange(values.shape[2])
+        self._numbers = torch.arange(max(cache.slots, values.shape[2]))
         each = (cache.values[1].data_ptr() - values.data_ptr()) // values.element_size() if len(cache.values) > 1 else 0
         memory = {"cos": cos.data_ptr(), "sin": sin.data_ptr(), "keys": keys.data_ptr(), "values": values.data_ptr()}
         self._segment = Segment()

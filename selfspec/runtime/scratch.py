@@ -88,3 +88,9 @@ class Scratches:
                     self._kept.clear()
                 self._kept[key] = found
         return found
+
+    def moved(self, scratch: Scratch, device: torch.device) -> Scratch:
+        """One on another device, with the stream of `scratch`."""
+        there = self.get(scratch.batch, scratch.n, device)
+        there.stream.copy_(scratch.stream)
+        return there

@@ -29,8 +29,9 @@ class Step:
 
 
 def joined(steps: Sequence[Step]) -> Step:
-    """The streams of passes over tokens that follow each other, as of one pass, without logits."""
-    if len(steps) == 1:
-        return steps[0]
-    layers = steps[0].hidden if steps else {}
-    return Step(None, {layer: torch.cat([step.hidden[layer] for step in steps], dim=1) for layer in layers})
+    """The passes over tokens that follow each other as one; logits are those of the passes that have them."""
+    if len(steps) < 2:
+        return steps[0] if steps else Step(None)
+    logits = [step.logits for step in steps if step.logits is not None]
+    hidden = {layer: torch.cat([step.hidden[layer] for step in steps], 1) for layer in steps[0].hidden}
+    return Step(torch.cat(logits, 1) if logits else None, hidden)

@@ -5,7 +5,7 @@
 - `together`: a search waits after each of its first N trials until another worker has made as many;
 - `killed`: a search is killed (-9) when it has said what it scores next and N trials are known;
 - `interrupted`: a search gets Ctrl-C at that point;
-- `interrupted-text`: a generation gets Ctrl-C at its Nth token;
+- `killed-text`, `interrupted-text`: a generation is killed, or gets Ctrl-C, at its Nth token, all texts counted;
 - `killed-fit`, `interrupted-fit`: a training is killed, or gets Ctrl-C, at its Nth step.
 
 Costs are told, not measured.
@@ -64,17 +64,21 @@ def sent(signal_number: signal.Signals) -> Callable[[int], None]:
     return at
 
 
-def interrupted_text(n: int) -> None:
-    """Get Ctrl-C while text is generated."""
-    push, tokens = TextStream.push, []
+def sent_to_text(signal_number: signal.Signals) -> Callable[[int], None]:
+    """Get a signal while text is generated."""
 
-    def push_and_end(self, token):
-        tokens.append(token)
-        if len(tokens) == n:
-            os.kill(os.getpid(), signal.SIGINT)
-        return push(self, token)
+    def at(n: int) -> None:
+        push, tokens = TextStream.push, []
 
-    TextStream.push = push_and_end
+        def push_and_end(self, token):
+            tokens.append(token)
+            if len(tokens) == n:
+                os.kill(os.getpid(), signal_number)
+            return push(self, token)
+
+        TextStream.push = push_and_end
+
+    return at
 
 
 def sent_to_fit(signal_number: signal.Signals) -> Callable[[int], None]:
@@ -98,7 +102,8 @@ EVENTS = {
     "together": together,
     "killed": sent(signal.SIGKILL),
     "interrupted": sent(signal.SIGINT),
-    "interrupted-text": interrupted_text,
+    "killed-text": sent_to_text(signal.SIGKILL),
+    "interrupted-text": sent_to_text(signal.SIGINT),
     "killed-fit": sent_to_fit(signal.SIGKILL),
     "interrupted-fit": sent_to_fit(signal.SIGINT),
 }

@@ -35,8 +35,10 @@ ROOMS = {  # each with the rooms that it may import
     "measure training",
     "training": "basics facts profile speculation model runtime parts drafters decoding llm measure text",
     "server": "basics facts show text model llm",
+    "export": "basics builtin facts profile speculation controllers model runtime parts decoding llm integrations "
+    "search",
     "cli": "basics builtin facts profile show text speculation controllers proposers model llm measure search training "
-    "server",
+    "export server",
     "__main__": "cli",
 }
 ALLOWED = {room: set(names.split()) for room, names in ROOMS.items()}

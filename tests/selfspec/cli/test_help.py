@@ -53,6 +53,7 @@ COMMANDS = {
             *("color", "json", "help"),
         ],
         **DECODING,
+        "Many prompts": ["prompts", "column", "template", "batch-size", "memory", "out"],
     },
     "chat": {
         "Options": [*("model", "profile", "max-new-tokens", "temperature", "stop", "system", "color", "help")],

@@ -1,0 +1,191 @@
+"""How many tokens an engine should draft at a time, and how many of them to expect to be accepted.
+
+Told by rehearsing what the engine will run: a path by replay, on keys of its own as an engine's draft model has them;
+anything else by decoding with it, always so many tokens. Else by what the profile says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.controllers import FixedK
+from selfspec.decoding.loop import decode
+from selfspec.export.drafts import fixed
+from selfspec.export.engine import Offer
+from selfspec.facts.acceptance import Outlook
+from selfspec.facts.draft_path import FULL, DraftPath
+from selfspec.facts.stats import Stats
+from selfspec.llm.llm import LLM
+from selfspec.profile.schema import Measurement, Prediction, Profile
+from selfspec.search.continuations import Decoding, continue_prompts
+from selfspec.search.replay import Replay
+from selfspec.search.trace import walk
+from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
+
+MOST = 12  # tokens of a draft that are considered
+UNKNOWN = 3  # tokens of a draft where nothing is known
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """`tokens` of a draft, None where a controller says; of them the share accepted, and tokens a pass of the model.
+
+    Where nothing is known, both are None.
+    """
+
+    tokens: int | None
+    acceptance: float | None
+    per_pass: float | None
+    source: str
+
+    @property
+    def said(self) -> str:
+        """In a sentence."""
+        drafts = "drafts that a controller ends" if self.tokens is None else f"{self.tokens} tokens a draft"
+        if self.acceptance is None or self.per_pass is None:
+            return f"{drafts}; what is accepted is not known ({self.source})"
+        return f"{drafts}, of which {self.acceptance:.1%} accepted, {self.per_pass:.2f} tokens a pass ({self.source})"
+
+
+Texts = Sequence[Sequence[int]]
+Counted = Callable[[int], Stats]
+
+
+def rehearsed(
+    llm: LLM, profile: Profile, offer: Offer, prompts: Texts, *, new: int, tokens: int | None = None
+) -> Expected:
+    """By greedy texts of `new` tokens after these prompts (token ids).
+
+    `tokens` of a draft; when left out, as many as bring most tokens in the time of a plain step. Raises `SelfspecError`
+    where the drafter cannot be made.
+    """
+    most = min(offer.most, MOST) if tokens is None else tokens
+    how = "decoded here with the drafter itself"
+    if offer.itself:
+        return _told(None, _decoded(llm, profile, prompts, new), how, prompts)
+    if offer.draft is None and offer.path is None:
+        counted, exact = _by_decoding(llm, profile, prompts, new, most)
+    elif offer.draft is None:
+        how = "replayed here along the path, on its own keys"
+        counted = exact = _by_replay(llm, llm.model, offer.path or FULL, prompts, new, most)
+    else:
+        how = "replayed here by a model of the very weights that were written"
+        counted = exact = _by_replay(llm, offer.draft(), FULL, prompts, new, most)
+    outlook = _outlook(profile, offer.path)
+    best = tokens or _best(counted, outlook, most)
+    return _told(best, exact(best), how, prompts)
+
+
+def _told(tokens: int | None, found: Stats, how: str, prompts: Texts) -> Expected:
+    texts = f"{len(prompts)} prompts, {found.tokens} greedy tokens"
+    return Expected(tokens, round(found.acceptance_rate, 4), round(found.tokens_per_round, 3), f"{how}: {texts}")
+
+
+def _by_replay(llm: LLM, draft: Any, path: DraftPath, prompts: Texts, new: int, most: int) -> Counted:
+    """What drafts of k tokens each come to, for every k up to `most`, by one replay of a model along a path.
+
+    A greedy text needs no more of the model that wrote it.
+    """
+    texts = continue_prompts(llm, prompts, Decoding(new))
+    like = llm.runtime if draft is llm.model else None
+    with Replay(draft, texts, depth=most, candidates=1, own_keys=True, like=like) as replay:
+        traces = replay.trace(path, [FixedK(most)])
+    return lambda k: Stats.total(of.stats for of in walk(traces, FixedK(k)))
+
+
+def _by_decoding(llm: LLM, profile: Profile, prompts: Texts, new: int, most: int) -> tuple[Counted, Counted]:
+    """About what drafts of k tokens come to, by decoding once with the longest; and exactly, by decoding with those."""
+
+    def exact(k: int) -> Stats:
+        return _decoded(llm, fixed(profile, k), prompts, new)
+
+    longest = _rounds(llm, fixed(profile, most), prompts, new)
+
+    def about(k: int) -> Stats:
+        accepted = sum(min(kept, k) for _, kept, _ in longest)
+        drafted = sum(min(length, k) for length, _, _ in longest)
+        return Stats(rounds=len(longest), drafted=drafted, accepted=accepted, tokens=len(longest) + accepted)
+
+    return about, exact
+
+
+def _rounds(llm: LLM, profile: Profile, prompts: Texts, new: int) -> list[tuple[int, int, int]]:
+    """Of each round of decoding with a profile's drafter: tokens drafted, accepted and emitted."""
+    drafter = llm.drafts_with(profile)
+    seqs = [SequenceState(list(prompt), new, Sampler(), llm.runtime.skeleton.ends) for prompt in prompts]
+    rounds = (outcome for seq in seqs for outcome in decode(llm.runtime, drafter, seq))
+    return [(len(of.draft), of.accepted, len(of.tokens)) for of in rounds]
+
+
+def _decoded(llm: LLM, profile: Profile, prompts: Texts, new: int) -> Stats:
+    """What decoding with a profile's drafter comes to."""
+    rounds = _rounds(llm, profile, prompts, new)
+    drafted, accepted, tokens = (sum(of) for of in zip(*rounds, strict=True))
+    return Stats(rounds=len(rounds), drafted=drafted, accepted=accepted, tokens=tokens)
+
+
+def _best(counted: Counted, outlook: Outlook, most: int) -> int:
+    """The number of tokens whose drafts bring most in the time of a plain step."""
+    return max(
+        range(1, most + 1), key=lambda k: counted(k).tokens_per_round / (k * outlook.draft + outlook.rounds[k + 1])
+    )
+
+
+def _outlook(profile: Profile, path: DraftPath | None) -> Outlook:
+    """What drafting costs, without guesses that spare steps."""
+    layers, costs = profile.model.layers, profile.costs
+    if path is None or costs is None:
+        return profile.unaided.outlook
+    return Outlook.of(costs, path, layers, profile.unaided.outlook.curve)
+
+
+def by_profile(profile: Profile, offer: Offer, *, tokens: int | None = None) -> Expected:
+    """By what the profile's search or its measurement says of its own drafts; a guess, which says so."""
+    known: list[Measurement | Prediction] = [*profile.measured, *([profile.predicted] if profile.predicted else [])]
+    most = min(offer.most, MOST) if tokens is None else tokens
+    source = "from what the profile was measured to accept" if profile.measured else "from what its search predicted"
+    if not known:
+        nothing = "the profile says nothing of it, nothing was replayed"
+        return Expected(None if offer.itself else tokens or min(UNKNOWN, most), None, None, nothing)
+    if offer.itself:
+        return Expected(None, known[0].acceptance_rate, known[0].tokens_per_round, source)
+    accepted, rate = known[0].tokens_per_round - 1, known[0].acceptance_rate
+    chance, outlook = _chance(accepted, accepted / rate) if rate else 0.0, profile.unaided.outlook
+    found = {k: _chain(chance, k) for k in range(1, most + 1)}
+    best = tokens or max(found, key=lambda k: (1 + found[k]) / (k * outlook.draft + outlook.rounds[k + 1]))
+    beside = ", guesses and candidates counted in" if _aided(profile) else ""
+    shared = (
+        ", on the model's own keys" if offer.path and (profile.search is None or profile.search.kv == "shared") else ""
+    )
+    return Expected(best, round(found[best] / best, 4), round(1 + found[best], 3), f"{source}{beside}{shared}")
+
+
+def _aided(profile: Profile) -> bool:
+    spec = profile.draft
+    return bool(getattr(spec, "proposers", None)) or getattr(spec, "candidates", 1) > 1
+
+
+def _chain(chance: float, k: int) -> float:
+    """Tokens accepted of k, each right with that chance where those before it are."""
+    return sum(chance**i for i in range(1, k + 1))
+
+
+def _chance(accepted: float, drafted: float) -> float:
+    """The chance of each token, by so many accepted of a draft of so many."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        whole = int(drafted)
+        found = _chain(middle, whole) + (drafted - whole) * middle ** (whole + 1)
+        low, high = (middle, high) if found < accepted else (low, middle)
+    return (low + high) / 2
+
+
+def check_tokens(tokens: int | None, most: int) -> None:
+    """Raise `SelfspecError` where more tokens are asked for than the drafter drafts in a row."""
+    if tokens is not None and tokens > most:
+        raise SelfspecError(f"--tokens {tokens}: this head drafts {most} in a row at most")

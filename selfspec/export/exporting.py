@@ -1,0 +1,94 @@
+"""An export from beginning to end, and the engines by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.export.drafts import drafts_of
+from selfspec.export.engine import Engine, Job, Written
+from selfspec.export.expected import Expected, by_profile, check_tokens, rehearsed
+from selfspec.export.folder import check_out, filling
+from selfspec.export.gguf_files import check_type
+from selfspec.export.hf import Transformers
+from selfspec.export.llama_cpp import LlamaCpp
+from selfspec.export.lost import lost_everywhere
+from selfspec.export.readme import page
+from selfspec.export.sglang import Sglang
+from selfspec.export.tensorrt_llm import TensorRtLlm
+from selfspec.export.vllm import Vllm
+from selfspec.llm.llm import LLM
+from selfspec.profile.choosing import check_profile
+from selfspec.profile.schema import Profile
+
+ENGINES: dict[str, Engine] = {of.name: of for of in (Vllm(), Sglang(), LlamaCpp(), TensorRtLlm(), Transformers())}
+"""A new engine is one file, and one name here."""
+
+NEW = 64  # tokens after each prompt of a rehearsal
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written to `out`: `files` below it; the commands; what is `lost`; what to expect."""
+
+    out: Path
+    files: tuple[str, ...]
+    drafted: str
+    written: Written
+    lost: tuple[str, ...]
+    expected: Expected
+
+
+def find_engine(name: str) -> Engine:
+    """An engine by name. Raises `SelfspecError`."""
+    if name not in ENGINES:
+        raise SelfspecError(f"--to {name}: want one of {', '.join(ENGINES)}")
+    return ENGINES[name]
+
+
+def check(engine: str, profile: Profile, out: Path, *, type_name: str | None = None, force: bool = False) -> None:
+    """Raise `SelfspecError` for what can be seen to be wrong before the model is loaded."""
+    find_engine(engine)
+    check_out(out, force=force)
+    check_type(type_name)
+    drafts_of(profile)
+
+
+def export(
+    llm: LLM,
+    profile: Profile,
+    engine: str,
+    out: Path,
+    *,
+    prompts: Sequence[Sequence[int]] = (),
+    new: int = NEW,
+    tokens: int | None = None,
+    type_name: str | None = None,
+    force: bool = False,
+    name: str = "profile",
+) -> Exported:
+    """Write what an engine needs to draft as a profile does, as far as it can, with a README.md.
+
+    `prompts` (token ids): what is rehearsed on, `new` tokens after each; without them, what to expect is the profile's
+    word. `tokens` of a draft; the best number when left out. `type_name`: of the target's weights in GGUF files.
+    `force`: write over what is in `out`. The llm's weights must lie in rows (`layout="rows"`). Raises `SelfspecError`
+    where the engine has nothing of the kind, or nothing can be written; then nothing is.
+    """
+    check(engine, profile, out, type_name=type_name, force=force)
+    check_profile(profile, llm.identity)
+    runs, job = ENGINES[engine], Job(llm, profile, drafts_of(profile), out, type_name)
+    offer = runs.offer(job)
+    check_tokens(tokens, offer.most)
+    if prompts:
+        expected = rehearsed(llm, profile, offer, prompts, new=new, tokens=tokens)
+    else:
+        expected = by_profile(profile, offer, tokens=tokens)
+    lost = offer.lost if offer.itself else (*offer.lost, *lost_everywhere(profile))
+    with filling(out, force=force) as folder:
+        written = offer.write(folder, expected.tokens or 0)
+        text = page(runs, llm, name, offer, written, expected, lost)
+        (folder / "README.md").write_text(text, encoding="utf-8")
+        files = tuple(sorted(str(of.relative_to(folder)) for of in folder.rglob("*") if of.is_file()))
+    return Exported(out, files, offer.drafted, written, lost, expected)

@@ -1,0 +1,60 @@
+"""The folder that an export goes to: filled beside it, and put in its place whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import files_in, kind
+
+
+def check_out(out: Path, *, force: bool) -> None:
+    """Raise `SelfspecError` unless `out` is missing or an empty folder; with `force` it may hold anything."""
+    there = kind(out)
+    if there not in ("missing", "folder"):
+        raise SelfspecError(f"--out {out} is a file; want a folder that is empty, or not there yet")
+    if there == "folder" and not force and files_in(out):
+        raise SelfspecError(f"--out {out} is not empty; want another folder, or --force to write over what is there")
+    if kind(out.absolute().parent) != "folder":
+        raise SelfspecError(f"--out {out}: the folder {out.parent} does not exist; make it first")
+
+
+@contextlib.contextmanager
+def filling(out: Path, *, force: bool) -> Iterator[Path]:
+    """A folder to fill, which becomes `out` when nothing was raised. With `force`, what else is there stays.
+
+    Raises `SelfspecError` as `check_out` does, and where nothing can be written there.
+    """
+    check_out(out, force=force)
+    out = out.absolute()
+    try:
+        made = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+    except OSError as error:
+        raise SelfspecError(f"--out {out}: cannot be written ({error.strerror or error})") from None
+    try:
+        yield made
+        _put(made, out)
+    except OSError as error:  # a full disk
+        raise SelfspecError(f"--out {out}: cannot be written ({error.strerror or error})") from None
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _put(made: Path, out: Path) -> None:
+    """Move what was made to its place; a folder that is not there yet comes whole."""
+    umask = os.umask(0)
+    os.umask(umask)
+    made.chmod(0o777 & ~umask)
+    if not out.is_dir():
+        made.rename(out)
+        return
+    for entry in made.iterdir():
+        place = out / entry.name
+        if place.is_dir() and not place.is_symlink():
+            shutil.rmtree(place)
+        os.replace(entry, place)

@@ -1,0 +1,184 @@
+"""Writing GGUF files: a model of a LLaMA's kind, each matrix in a type of its own. `model.gguf` reads them.
+
+Formats: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and llama.cpp's `convert_hf_to_gguf.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from torch import Tensor
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.export.gguf_words import Key
+from selfspec.export.weights import Weights
+
+TYPES = ("f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1")
+GROUP = 32  # weights of a row that share a scale
+_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_DTYPES = {torch.float16: Type.F16, torch.bfloat16: Type.BF16}
+
+
+def check_type(name: str | None) -> None:
+    """Raise `SelfspecError` for a type that weights cannot be written in."""
+    if name is not None and name.lower() not in TYPES:
+        raise SelfspecError(f"--type {name}: want one of {', '.join(TYPES)}")
+
+
+def type_of(name: str | None, dtype: torch.dtype) -> Type:
+    """A type by its name; without one, what holds the dtype."""
+    return _DTYPES.get(dtype, Type.F32) if name is None else Type[name.upper()]
+
+
+def write_model(
+    path: Path, weights: Weights, words: Sequence[Key], types: Callable[[str], Type], *, context: int, name: str
+) -> list[str]:
+    """Write a model; gives the modules whose rows do not divide into groups, which stay in full.
+
+    `types(module)`: of a module's matrix, by `transformers`' name. Raises `SelfspecError` for rope that has no name in
+    GGUF.
+    """
+    config, llama = weights.config, weights.config.model_type != "qwen2"
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    whole: list[str] = []
+
+    def given(full: str, tensor: Tensor) -> tuple[str, Tensor, Type]:
+        module, _, suffix = full.rpartition(".")
+        own, kind = module.rpartition(".")[2], _held(tensor, types(module))
+        if tensor.ndim > 1 and kind != types(module):
+            whole.append(module)
+        return f"{module_name(module)}.{suffix}", paired(tensor, heads[own]) if llama and own in heads else tensor, kind
+
+    tensors = [given(full, tensor) for full, tensor in weights.tensors.items()]
+    if (divisors := rope_divisors(config)) is not None:
+        tensors.append(("rope_freqs.weight", divisors, Type.F32))
+    architecture = _ARCHITECTURES[config.model_type]
+    write(path, architecture, [*sizes(architecture, config, context, name), *words], tensors)
+    return whole
+
+
+def _held(tensor: Tensor, kind: Type) -> Type:
+    """A tensor's type: what is wanted, but for a vector, and for rows that do not divide into groups."""
+    if tensor.ndim == 1:
+        return Type.F32
+    return Type.F16 if kind not in (Type.F32, Type.F16, Type.BF16) and tensor.shape[-1] % GROUP else kind
+
+
+def rounded(weights: Weights, types: Callable[[str], Type]) -> Weights:
+    """The same as a file of these types holds them, in the dtype that they have."""
+    tensors = {}
+    for name, tensor in weights.tensors.items():
+        kind = _held(tensor, types(name.rpartition(".")[0]))
+        values = gguf.quants.dequantize(_as(tensor, kind), kind)
+        tensors[name] = torch.from_numpy(values.astype(np.float32)).reshape(tensor.shape).to(tensor.dtype)
+    return Weights(weights.config, tensors, weights.layers, weights.zeroed)
+
+
+def write(path: Path, architecture: str, keys: Sequence[Key], tensors: Sequence[tuple[str, Tensor, Type]]) -> None:
+    """A file of keys and tensors, one tensor in memory at a time."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value, kind, inner in keys:
+        writer.add_key_value(key, value, kind, inner)
+    for name, tensor, kind in tensors:
+        rows, width = tensor.shape[:-1], tensor.shape[-1]
+        group, size = gguf.GGML_QUANT_SIZES[kind]
+        plain = {Type.F32: np.float32, Type.F16: np.float16, Type.I64: np.int64}.get(kind)
+        shape = (*rows, width if plain else width // group * size)
+        held = np.dtype(plain or np.uint8)
+        writer.add_tensor_info(name, shape, held, int(np.prod(shape)) * held.itemsize, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for _, tensor, kind in tensors:
+        writer.write_tensor_data(_as(tensor, kind))
+    writer.close()
+
+
+def _as(tensor: Tensor, kind: Type) -> np.ndarray[Any, Any]:
+    """A tensor's values in a type."""
+    if kind == Type.I64:
+        whole: np.ndarray[Any, Any] = tensor.cpu().numpy()
+        return whole
+    values: np.ndarray[Any, Any] = gguf.quants.quantize(tensor.detach().cpu().float().contiguous().numpy(), kind)
+    return values
+
+
+def sizes(architecture: str, config: Any, context: int, name: str) -> list[Key]:
+    """What a file says of the model."""
+    integer, number, text = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.FLOAT32, gguf.GGUFValueType.STRING
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = dict(config.rope_parameters or {})
+    kind = rope.get("rope_type", "default")
+    of = architecture
+    keys: list[Key] = [
+        ("general.name", name, text, None),
+        (f"{of}.context_length", context, integer, None),
+        (f"{of}.embedding_length", config.hidden_size, integer, None),
+        (f"{of}.block_count", config.num_hidden_layers, integer, None),
+        (f"{of}.feed_forward_length", config.intermediate_size, integer, None),
+        (f"{of}.attention.head_count", config.num_attention_heads, integer, None),
+        (f"{of}.attention.head_count_kv", config.num_key_value_heads, integer, None),
+        (f"{of}.attention.layer_norm_rms_epsilon", config.rms_norm_eps, number, None),
+        (f"{of}.rope.freq_base", float(rope.get("rope_theta", 10_000.0)), number, None),
+        (f"{of}.rope.dimension_count", head, integer, None),
+        (f"{of}.vocab_size", config.vocab_size, integer, None),
+    ]
+    if head * config.num_attention_heads != config.hidden_size:
+        keys += [(f"{of}.attention.{which}_length", head, integer, None) for which in ("key", "value")]
+    if kind in ("linear", "yarn"):
+        keys += [
+            (f"{of}.rope.scaling.type", kind, text, None),
+            (f"{of}.rope.scaling.factor", float(rope["factor"]), number, None),
+        ]
+        if original := rope.get("original_max_position_embeddings"):
+            keys.append((f"{of}.rope.scaling.original_context_length", int(original), integer, None))
+    elif kind not in ("default", "llama3", "dynamic", "longrope"):
+        raise SelfspecError(f"rope of type '{kind}' is not written as GGUF")
+    return keys
+
+
+def rope_divisors(config: Any) -> Tensor | None:
+    """What Llama 3.1's scaling divides rope's frequencies by, `[d / 2]`; None where rope is not scaled so."""
+    rope: Mapping[str, Any] = config.rope_parameters or {}
+    if rope.get("rope_type") != "llama3":
+        return None
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    base, factor = float(rope["rope_theta"]), float(rope["factor"])
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    lengths = 2 * np.pi * base ** (np.arange(0, head, 2) / head)  # of the waves, in positions
+    share = np.clip((rope["original_max_position_embeddings"] / lengths - low) / (high - low), 0, 1)
+    return torch.from_numpy((1 / ((1 - share) / factor + share)).astype(np.float32))
+
+
+def module_name(module: str) -> str:
+    """A module as llama.cpp names it."""
+    if module.startswith("model.layers."):
+        _, _, layer, rest = module.split(".", 3)
+        return f"blk.{layer}.{_NAMES[rest]}"
+    return _NAMES[module]
+
+
+def paired(tensor: Tensor, heads: int) -> Tensor:
+    """Rows `[H * d, ...]` as llama.cpp's rope wants them: the two of a pair side by side, not half a head apart."""
+    halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+    return halves.transpose(1, 2).reshape(tensor.shape)

@@ -1,0 +1,124 @@
+"""A model's tokenizer as GGUF files hold it: copied from the GGUF file that the model came from, or a byte-level BPE's.
+
+How such a tokenizer splits text has a name in llama.cpp, by which it knows the rule; a rule without one is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+
+from selfspec.basics.errors import SelfspecError
+
+Key = tuple[str, Any, Any, Any]  # as GGUFWriter.add_key_value takes it
+
+_LLAMA = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5  # of gguf.TokenType
+
+
+def words_of_file(path: Path) -> list[Key]:
+    """The tokenizer's keys of a GGUF file, as they are."""
+    keys = []
+    for name, field in gguf.GGUFReader(path).fields.items():
+        if name.startswith("tokenizer."):
+            inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            keys.append((name, field.contents(), field.types[0], inner))
+    return keys
+
+
+def words_of(tokenizer: Any, generation: Any, vocabulary: int) -> list[Key]:
+    """A byte-level BPE's keys. Raises `SelfspecError` for any other, and for one that splits text in its own way."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    data = {} if backend is None else json.loads(backend.to_str())
+    pre = _pre(data)
+    tokens, kinds = _tokens(data, vocabulary)
+    texts, numbers = gguf.GGUFValueType.STRING, gguf.GGUFValueType.INT32
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in data["model"]["merges"]]
+    keys: list[Key] = [
+        ("tokenizer.ggml.model", "gpt2", texts, None),
+        ("tokenizer.ggml.pre", pre, texts, None),
+        ("tokenizer.ggml.tokens", tokens, gguf.GGUFValueType.ARRAY, texts),
+        ("tokenizer.ggml.token_type", kinds, gguf.GGUFValueType.ARRAY, numbers),
+        ("tokenizer.ggml.merges", merges, gguf.GGUFValueType.ARRAY, texts),
+        *_specials(tokenizer, generation),
+    ]
+    if isinstance(template := getattr(tokenizer, "chat_template", None), str):
+        keys.append(("tokenizer.chat_template", template, texts, None))
+    return keys
+
+
+def _pre(data: dict[str, Any]) -> str:
+    """llama.cpp's name for how a tokenizer splits text."""
+    model, pieces = data.get("model") or {}, _pieces(data.get("pre_tokenizer"))
+    normal = (data.get("normalizer") or {}).get("type", "NFC") == "NFC"
+    if model.get("type") == "BPE" and not model.get("byte_fallback") and normal:
+        for name, (known, ignores_merges) in _SPLITS.items():
+            if pieces == known and bool(model.get("ignore_merges")) == ignores_merges:
+                return name
+    raise SelfspecError(
+        f"the model's tokenizer is not one that can be written as GGUF here (byte-level {', '.join(_SPLITS)}); "
+        "name as --model a GGUF file of the model, whose tokenizer is copied"
+    )
+
+
+def _pieces(pre: dict[str, Any] | None) -> tuple[Any, ...]:
+    """What a pre-tokenizer does, in order, without what makes no difference."""
+    if pre is None:
+        return ()
+    if pre["type"] == "Sequence":
+        return tuple(piece for part in pre["pretokenizers"] for piece in _pieces(part))
+    if pre["type"] == "ByteLevel":
+        return (("ByteLevel", pre.get("use_regex", True), pre.get("add_prefix_space", True)),)
+    if pre["type"] == "Digits":
+        return (("Digits", pre["individual_digits"]),)
+    if pre["type"] == "Split":
+        return (("Split", pre["pattern"].get("Regex"), pre["behavior"], pre["invert"]),)
+    return ((pre["type"],),)
+
+
+def _split(digits: str) -> tuple[Any, ...]:
+    return (("Split", _LLAMA % digits, "Isolated", False), ("ByteLevel", False, False))
+
+
+_SPLITS: dict[str, tuple[tuple[Any, ...], bool]] = {
+    "gpt-2": ((("ByteLevel", True, False),), False),
+    "smollm": ((("Digits", True), ("ByteLevel", True, False)), False),
+    "llama-bpe": (_split("{1,3}"), True),
+    "qwen2": (_split(""), False),
+}
+"""By llama.cpp's names: the pieces, and whether a word that is a token is one whatever merges say."""
+
+
+def _tokens(data: dict[str, Any], vocabulary: int) -> tuple[list[str], list[int]]:
+    """Every token's text and kind, by its number; numbers that no token has are filled."""
+    tokens, kinds = [f"[PAD{i}]" for i in range(vocabulary)], [_UNUSED] * vocabulary
+    for text, number in data["model"]["vocab"].items():
+        if number < vocabulary:
+            tokens[number], kinds[number] = text, _NORMAL
+    for added in data.get("added_tokens") or ():
+        if added["id"] < vocabulary:
+            tokens[added["id"]], kinds[added["id"]] = added["content"], _CONTROL if added["special"] else _USER
+    return tokens, kinds
+
+
+def _specials(tokenizer: Any, generation: Any) -> list[Key]:
+    """The tokens that begin and end texts, and whether they are put there."""
+    number, flag = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.BOOL
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    named = {"bos": begin, "eos": end, "padding": tokenizer.pad_token_id, "unknown": tokenizer.unk_token_id}
+    ends = getattr(generation, "eos_token_id", None)
+    others: Sequence[int] = [of for of in (ends if isinstance(ends, list) else [ends]) if of not in (None, end)]
+    named |= dict(zip(("eot", "eom"), others, strict=False))
+    ids = list(tokenizer("x").input_ids)
+    keys: list[Key] = [
+        (f"tokenizer.ggml.{name}_token_id", int(of), number, None) for name, of in named.items() if of is not None
+    ]
+    keys.append(("tokenizer.ggml.add_bos_token", begin is not None and ids[0] == begin, flag, None))
+    keys.append(("tokenizer.ggml.add_eos_token", end is not None and len(ids) > 1 and ids[-1] == end, flag, None))
+    return keys

@@ -1,0 +1,139 @@
+"""transformers: a draft model for `assistant_model`, prompt lookup as a generation configuration, `custom_generate`."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+
+from transformers import GenerationConfig
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.export.drafts import Another, Guesses, OnlyHere, Sublayers, TrainedHead
+from selfspec.export.engine import Job, Offer, Written, refused
+from selfspec.export.model_drafts import in_full, layers_folder, model_folder, other_model, said_of, same_tokens
+from selfspec.export.weights import target_of
+from selfspec.integrations.custom_generate import hf
+from selfspec.profile.draft import GuessesSpec, ProposerSpec
+from selfspec.profile.schema import Profile
+
+_LOAD = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+model, tokenizer = (of.from_pretrained({target!r}) for of in (AutoModelForCausalLM, AutoTokenizer))
+inputs = tokenizer("PROMPT", return_tensors="pt")
+"""
+
+
+class Transformers:
+    """`transformers`' own generate."""
+
+    name = "hf"
+    read = "transformers 5.23"
+    tried = "loaded by from_pretrained and run by transformers' own generate in this project's tests"
+
+    def offer(self, job: Job) -> Offer:
+        """What it can run. Raises `SelfspecError`."""
+        match job.drafts:
+            case Guesses():
+                return Offer("n-grams of prompt and output", partial(_guesses, job))
+            case Sublayers(path):
+                said, lost = said_of(path, job.llm.identity.layers)
+                if not path.runs(job.llm.identity.layers):
+                    return _itself(job, note=_NO_MODEL)
+                if path.low_precision:
+                    lost = (*lost, "weights in few bits, of the draft model: it runs in its own dtype")
+                return Offer(said, partial(_sublayers, job, job.drafts), path=in_full(path), lost=lost)
+            case Another(spec):
+                lost = (f"its {spec.bits.removeprefix('int')} bits: it runs in its own dtype",) if spec.bits else ()
+                return Offer(f"the model {spec.model}", partial(_another, job, job.drafts), lost=lost)
+            case TrainedHead(part):
+                raise refused(
+                    "transformers' generate",
+                    f"a trained head ({part.kind})",
+                    "selfspec.hf(profile=...) with this profile",
+                )
+            case OnlyHere():
+                return _itself(job)
+
+
+_NO_MODEL = "No layer is bypassed whole, so in its own dtype no draft model would be cheaper: none is written."
+
+
+def _itself(job: Job, *, note: str | None = None) -> Offer:
+    """The profile as it is, which selfspec runs. Raises `SelfspecError` where it has files that cannot travel."""
+    below = getattr(job.profile.draft, "below", None)
+    if job.profile.draft.beside or len(job.profile.parts) > (below is not None):
+        raise SelfspecError("the profile has files beside it, which cannot travel in generate.py; want one without")
+    spec = job.profile.draft
+    lost = [f"guesses of kind '{of.kind}'" for of in getattr(spec, "proposers", None) or () if of.kind != "lookup"]
+    if below is not None:
+        lost.append("the trained head below the path")
+
+    def write(folder: Path, _tokens: int) -> Written:
+        return Written((_custom(job, folder),), () if note is None else (note,))
+
+    return Offer(f"{spec.said}, by selfspec in custom_generate", write, lost=tuple(lost), itself=True)
+
+
+def _own(profile: Profile) -> Profile:
+    """The profile as it can travel in generate.py: without parts, stores and answers."""
+    spec = profile.draft
+    known = type(spec).model_fields
+    kept = [of for of in getattr(spec, "proposers", None) or () if of.kind == "lookup"]
+    update: dict[str, object] = {"below": None, "proposers": kept or None}
+    if isinstance(spec, GuessesSpec):
+        update["proposers"] = kept or [ProposerSpec()]
+    changed = spec.model_copy(update={name: value for name, value in update.items() if name in known})
+    return profile.model_copy(update={"draft": changed, "parts": {}})
+
+
+def _custom(job: Job, folder: Path) -> tuple[str, str]:
+    """Write `custom_generate`, and say how it is used."""
+    hf(profile=_own(job.profile)).save(folder)
+    call = f"model.generate(**inputs, custom_generate={str(job.out)!r}, trust_remote_code=True)"
+    return "the profile as it is, where selfspec is installed", call
+
+
+def _code(job: Job, folder: Path, call: str) -> str:
+    target, _ = target_of(job.llm, folder, job.out)
+    return _LOAD.format(target=target) + call
+
+
+def _settings(job: Job, tokens: int) -> GenerationConfig:
+    """What a draft model's folder says of how many tokens it drafts."""
+    config = copy.deepcopy(job.llm.model.generation_config)
+    config.num_assistant_tokens = tokens
+    config.num_assistant_tokens_schedule = "constant"
+    config.assistant_confidence_threshold = 0.0
+    return config
+
+
+def _assisted(job: Job, folder: Path, *, more: str = "") -> tuple[str, str]:
+    load = f"draft = AutoModelForCausalLM.from_pretrained({str(job.out / 'draft')!r})\n"
+    call = f"ids = model.generate(**inputs, max_new_tokens=128, do_sample=False, assistant_model=draft{more})"
+    return "assisted generation", _code(job, folder, load + call)
+
+
+def _guesses(job: Job, folder: Path, tokens: int) -> Written:
+    config = copy.deepcopy(job.llm.model.generation_config)
+    config.prompt_lookup_num_tokens, config.max_matching_ngram_size = tokens, 3
+    config.save_pretrained(folder)
+    load = f"config = GenerationConfig.from_pretrained({str(job.out)!r})\n"
+    lookup = ("prompt lookup", _code(job, folder, load + "ids = model.generate(**inputs, generation_config=config)"))
+    return Written((lookup, _custom(job, folder)))
+
+
+def _sublayers(job: Job, drafts: Sublayers, folder: Path, tokens: int) -> Written:
+    layers_folder(job, drafts, folder / "draft", _settings(job, tokens))
+    return Written((_assisted(job, folder), _custom(job, folder)))
+
+
+def _another(job: Job, drafts: Another, folder: Path, tokens: int) -> Written:
+    model, tokenizer = other_model(job, drafts)
+    model_folder(model, tokenizer, folder / "draft", _settings(job, tokens))
+    if same_tokens(job, model):
+        return Written((_assisted(job, folder),))
+    draft = repr(str(job.out / "draft"))
+    more = f", tokenizer=tokenizer, assistant_tokenizer=AutoTokenizer.from_pretrained({draft})"
+    return Written((_assisted(job, folder, more=more),), ("The draft model has a tokenizer of its own.",))

@@ -1,0 +1,205 @@
+"""llama.cpp: GGUF files of the model and of what drafts, and the commands of its speculative programs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from gguf import GGMLQuantizationType as Type
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.export.drafts import Another, Guesses, OnlyHere, Sublayers, TrainedHead
+from selfspec.export.engine import Job, Offer, Written, refused
+from selfspec.export.gguf_eagle import write_eagle_3
+from selfspec.export.gguf_files import rounded, type_of, write_model
+from selfspec.export.gguf_words import Key, words_of, words_of_file
+from selfspec.export.heads import INSTEAD, form_of, head_files
+from selfspec.export.model_drafts import other_model, said_of, same_tokens
+from selfspec.export.weights import Weights, kept, model_of, weights_of
+from selfspec.facts.draft_path import DraftPath, Mode
+from selfspec.llm.llm import LLM
+from selfspec.model.loading import gguf_file
+
+NGRAM = 2  # tokens that are looked up, as the project's own lookup begins with
+_LOW: dict[Mode, Type] = {"int8": Type.Q8_0, "int4": Type.Q4_0}
+_SCALES = {
+    Type.Q8_0: "8 bits are Q8_0: a scale for 32 weights, not one for a row",
+    Type.Q4_0: "4 bits are Q4_0: a scale for 32 weights, without a zero, not both for 64",
+}
+
+
+Load = Callable[[], tuple[Any, Any]]
+
+
+class LlamaCpp:
+    """llama.cpp."""
+
+    name = "llama.cpp"
+    read = "llama.cpp at 0c1e570 (October 2026), as vendored by llama-cpp-python 0.3.36, and gguf 0.19"
+    tried = "such files were run here by that llama.cpp's llama-speculative-simple: see the project's docs/export.md"
+
+    def offer(self, job: Job) -> Offer:
+        """What it can run. Raises `SelfspecError`."""
+        match job.drafts:
+            case Guesses(answers):
+                lost = ("earlier answers: llama.cpp's ngram-cache keeps its own",) if answers else ()
+                return Offer("n-grams of prompt and output", partial(_guesses, job), lost=lost)
+            case Sublayers(path):
+                return _sublayers(job, path)
+            case Another(spec):
+                bits = f" in {spec.bits.removeprefix('int')} bits" if spec.bits else ""
+                load = cache(partial(other_model, job, job.drafts))
+                draft = partial(_other_as_written, job, job.drafts, load)
+                return Offer(f"the model {spec.model}{bits}", partial(_another, job, job.drafts, load), draft=draft)
+            case TrainedHead(part, places):
+                if (form := form_of(part)) != "eagle3":
+                    raise refused(self.name, f"a head of the form {form}", "an EAGLE-3 head, by selfspec convert")
+                if max(part.settings["layers"]) >= job.llm.identity.layers:  # of the last, it gives another stream
+                    raise refused(self.name, "a head that reads what leaves the last layer", INSTEAD)
+                return Offer("an EAGLE-3 head", partial(_eagle_3, job, job.drafts), most=places)
+            case OnlyHere(kind, instead):
+                raise refused(self.name, f"drafts of kind '{kind}'", instead)
+
+
+def words(llm: LLM) -> list[Key]:
+    """The model's tokenizer: that of the GGUF file it came from, else its own. Raises `SelfspecError`."""
+    file = gguf_file(llm.name)
+    if file is not None:
+        return words_of_file(file)
+    return words_of(llm.tokenizer, llm.model.generation_config, llm.identity.vocabulary or 0)
+
+
+def _target(job: Job, folder: Path, keys: list[Key]) -> Weights:
+    whole = weights_of(job.llm.model)
+    kind = type_of(job.type_name, job.llm.runtime.dtype)
+    context = job.llm.runtime.skeleton.context
+    write_model(folder / "target.gguf", whole, keys, lambda module: kind, context=context, name=job.llm.name)
+    return whole
+
+
+def _guesses(job: Job, folder: Path, tokens: int) -> Written:
+    _target(job, folder, words(job.llm))
+    target = quote(str(job.out / "target.gguf"))
+    simple = f"--spec-type ngram-simple --spec-ngram-simple-size-n {NGRAM} --spec-ngram-simple-size-m {tokens}"
+    return Written(
+        (
+            ("serve", f"llama-server -m {target} {simple}"),
+            (
+                "one prompt, with a cache of n-grams",
+                f"llama-lookup -m {target} --spec-draft-n-max {tokens} -p 'PROMPT'",
+            ),
+        )
+    )
+
+
+def _commands(job: Job, tokens: int, kind: str) -> tuple[tuple[str, str], ...]:
+    files = f"-m {quote(str(job.out / 'target.gguf'))} -md {quote(str(job.out / 'draft.gguf'))}"
+    how = f"{files} --spec-type {kind} --spec-draft-n-max {tokens}"
+    return (
+        ("one prompt, greedy, telling what is accepted", f"llama-speculative-simple {how} --temp 0 -n 128 -p 'PROMPT'"),
+        ("serve", f"llama-server {how}"),
+    )
+
+
+_OLDER = "llama.cpp before 2026 says --draft-max for --spec-draft-n-max, and takes no --spec-type."
+
+
+def _sublayers(job: Job, path: DraftPath) -> Offer:
+    said, lost = said_of(path, job.llm.identity.layers)
+    if not path.cheaper or (not path.low_precision and not path.runs(job.llm.identity.layers)):
+        raise SelfspecError(
+            "no layer is bypassed whole and none runs in few bits, so llama.cpp's draft model would take as long as "
+            "decoding; it could run instead: a path with --modes full,int8,skip, or whole layers by --kv own"
+        )
+    scales = tuple(_SCALES[_LOW[mode]] for mode in ("int8", "int4") if path.head == mode or len(getattr(path, mode)))
+    few = f", {path.said}" if path.low_precision else ""
+    draft = partial(_as_written, job, path) if path.low_precision else None
+    return Offer(f"{said}{few}", partial(_path, job, path), path=path, draft=draft, lost=(*lost, *scales))
+
+
+def draft_types(path: DraftPath, weights: Weights, full: Type, *, layers: int) -> dict[str, Type]:
+    """The type of each module that drafts along a path of a model of `layers` layers; the others' is `full`.
+
+    Zeros take the least room.
+    """
+    modes, found = path.modes(layers), dict[str, Type]()
+    for name in weights.tensors:
+        module = name.rpartition(".")[0]
+        if module in weights.zeroed:
+            found[module] = Type.Q4_0
+        elif module.startswith("model.layers.") and module.endswith("_proj"):
+            layer = weights.layers[int(module.split(".")[2])]
+            found[module] = _LOW.get(modes[layer if ".self_attn." in module else layers + layer], full)
+    if path.head != "full":
+        found["lm_head"] = _LOW[path.head]
+    return found
+
+
+def _drafting(job: Job, path: DraftPath) -> tuple[Weights, Callable[[str], Type]]:
+    """What drafts along a path, and the type of each of its modules."""
+    weights, full = kept(weights_of(job.llm.model), path), type_of(job.type_name, job.llm.runtime.dtype)
+    if path.head != "full" and "lm_head.weight" not in weights.tensors:  # tied: the head in few bits is one of its own
+        config = copy.deepcopy(weights.config)
+        config.tie_word_embeddings = False
+        tensors = {**weights.tensors, "lm_head.weight": weights.tensors["model.embed_tokens.weight"]}
+        weights = Weights(config, tensors, weights.layers, weights.zeroed)
+    kinds = draft_types(path, weights, full, layers=job.llm.identity.layers)
+    return weights, lambda module: kinds.get(module, full)
+
+
+def _as_written(job: Job, path: DraftPath) -> Any:
+    """A model of the weights as a GGUF file holds them."""
+    weights, types = _drafting(job, path)
+    return model_of(rounded(weights, types))
+
+
+def _path(job: Job, path: DraftPath, folder: Path, tokens: int) -> Written:
+    keys = words(job.llm)
+    _target(job, folder, keys)
+    weights, types = _drafting(job, path)
+    context = job.llm.runtime.skeleton.context
+    held = write_model(folder / "draft.gguf", weights, keys, types, context=context, name="draft")
+    notes = [_OLDER]
+    if held:
+        notes.append(f"{len(held)} matrices have rows that do not divide by 32, and are in F16.")
+    return Written(_commands(job, tokens, "draft-simple"), tuple(notes))
+
+
+def _other(job: Job, drafts: Another, load: Load) -> tuple[Weights, Type]:
+    """Another model's weights, and the type of its matrices. Raises `SelfspecError` for another tokenizer's."""
+    model, _ = load()
+    if not same_tokens(job, model):
+        raise refused(
+            "llama.cpp", "a draft model of another tokenizer", "one of the same, as selfspec train distill makes"
+        )
+    own = weights_of(model)
+    held = own.tensors["model.embed_tokens.weight"].dtype
+    return own, type_of(job.type_name, held) if drafts.spec.bits is None else _LOW[drafts.spec.bits]
+
+
+def _other_as_written(job: Job, drafts: Another, load: Load) -> Any:
+    own, kind = _other(job, drafts, load)
+    return model_of(rounded(own, lambda module: kind))
+
+
+def _another(job: Job, drafts: Another, load: Load, folder: Path, tokens: int) -> Written:
+    own, kind = _other(job, drafts, load)
+    (model, tokenizer), file = load(), gguf_file(drafts.spec.model)
+    _target(job, folder, words(job.llm))
+    keys = (
+        words_of(tokenizer, model.generation_config, model.config.vocab_size) if file is None else words_of_file(file)
+    )
+    context = int(model.config.max_position_embeddings)
+    write_model(folder / "draft.gguf", own, keys, lambda module: kind, context=context, name="draft")
+    return Written(_commands(job, tokens, "draft-simple"), (_OLDER,))
+
+
+def _eagle_3(job: Job, drafts: TrainedHead, folder: Path, tokens: int) -> Written:
+    head, keys = head_files(drafts.part, job.llm.runtime), words(job.llm)
+    _target(job, folder, keys)
+    write_eagle_3(folder / "draft.gguf", head, keys, width=job.llm.runtime.skeleton.sizes.hidden)
+    return Written(_commands(job, tokens, "draft-eagle3"))

@@ -1,0 +1,73 @@
+"""Draft models for engines that load a folder: layers of the model, or another model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.export.drafts import Another, Sublayers
+from selfspec.export.engine import Job
+from selfspec.export.weights import Weights, kept, save, weights_of
+from selfspec.facts.draft_path import DraftPath
+from selfspec.model.loading import load_model
+
+
+def in_full(path: DraftPath) -> DraftPath:
+    """The same sub-layers, none in few bits."""
+    return DraftPath(path.skip)
+
+
+def check_shorter(job: Job, drafts: Sublayers, engine: str, instead: str) -> None:
+    """Raise `SelfspecError` unless a layer is left out, without which drafts would cost what decoding does."""
+    path, layers = drafts.path, job.llm.identity.layers
+    if path.runs(layers):
+        return
+    what = "no layer is bypassed whole, and" if len(path.skip) else "all sub-layers run, and"
+    raise SelfspecError(
+        f"{what} {engine} runs drafts in the model's own precision: as a draft model they would take as long as "
+        f"decoding; {instead}"
+    )
+
+
+def said_of(path: DraftPath, layers: int) -> tuple[str, tuple[str, ...]]:
+    """The draft model in words, and what is lost where layers are bypassed by half."""
+    attention, mlp = set(path.skip.attention), set(path.skip.mlp)
+    left = layers - len(attention & mlp)
+    said = f"{left} of the model's {layers} layers, as a model of their own"
+    if left == layers:
+        said = "the model itself, as a draft model"
+    if not (halves := len(attention ^ mlp)):
+        return said, ()
+    return said, (
+        f"the time of {halves} sub-layer(s) bypassed in layers that are kept: their last matrix is zero, which "
+        "drafts the same and saves nothing",
+    )
+
+
+def layers_folder(job: Job, drafts: Sublayers, folder: Path, generation: GenerationConfig | None = None) -> Weights:
+    """Write the layers that a path keeps as a model."""
+    weights = kept(weights_of(job.llm.model), drafts.path)
+    config = generation or job.llm.model.generation_config
+    save(folder, weights, job.llm.tokenizer, config)
+    return weights
+
+
+def other_model(job: Job, drafts: Another) -> tuple[Any, Any]:
+    """The draft model that a profile names, and its tokenizer. Raises `SelfspecError` as loading does."""
+    beside = None if job.profile.folder is None else job.profile.folder / drafts.spec.model
+    name = str(beside) if beside is not None and beside.is_dir() else drafts.spec.model
+    return load_model(name, device="cpu", dtype=drafts.spec.dtype)
+
+
+def same_tokens(job: Job, model: Any) -> bool:
+    """Whether a draft model has as many tokens as the model."""
+    return bool(model.config.vocab_size == job.llm.identity.vocabulary)
+
+
+def model_folder(model: Any, tokenizer: Any, folder: Path, generation: GenerationConfig | None = None) -> None:
+    """Write another model."""
+    save(folder, weights_of(model), tokenizer, generation or copy.deepcopy(model.generation_config))

@@ -1,0 +1,45 @@
+"""The page that an export writes beside its files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from selfspec.export.engine import Engine, Offer, Written
+from selfspec.export.expected import Expected
+from selfspec.llm.llm import LLM
+
+
+def page(
+    engine: Engine, llm: LLM, profile: str, offer: Offer, written: Written, expected: Expected, lost: Sequence[str]
+) -> str:
+    """What drafts, the commands, what is lost, what to expect, and what was tried."""
+    language = "python" if engine.name == "hf" else "bash"
+    lines = [
+        f"# {llm.name} for {engine.name}",
+        "",
+        f"Written by `selfspec export` (selfspec {version('selfspec')}) of the profile `{profile}`: {offer.drafted}.",
+        "",
+        "## To run",
+        "",
+    ]
+    for what, command in written.commands:
+        lines += [f"{what[0].upper()}{what[1:]}:", "", f"```{language}", command, "```", ""]
+    lines += [f"{note}\n" for note in written.notes]
+    tokens = "as the profile's controller has it" if expected.tokens is None else expected.tokens
+    drafts = "Drafts end as the profile has it." if expected.tokens is None else f"Drafts of {tokens} tokens."
+    lines += ["## What to expect", "", drafts, ""]
+    if expected.acceptance is None or expected.per_pass is None:
+        lines += [f"How many are accepted is not known: {expected.source}.", ""]
+    else:
+        lines += [
+            "| draft tokens | accepted | tokens a pass of the model |",
+            "|---|---|---|",
+            f"| {tokens} | {expected.acceptance:.1%} | {expected.per_pass:.2f} |",
+            "",
+            f"As told by: {expected.source}. Greedy; sampled drafts are accepted less.",
+            "",
+        ]
+    lines += ["## What is lost on the way", "", *(f"- {one}" for one in lost), ""]
+    lines += ["## Versions", "", f"Written against {engine.read}. {engine.tried[0].upper()}{engine.tried[1:]}.", ""]
+    return "\n".join(lines)

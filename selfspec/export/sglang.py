@@ -1,0 +1,122 @@
+"""SGLang: the flags of its server, draft models as folders, and EAGLE heads in its own form."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from shlex import join
+from typing import Any
+
+import torch
+
+from selfspec.export.drafts import Another, Guesses, OnlyHere, Sublayers, TrainedHead
+from selfspec.export.engine import Job, Offer, Written, refused
+from selfspec.export.heads import INSTEAD, HeadFiles, head_files
+from selfspec.export.model_drafts import (
+    check_shorter,
+    in_full,
+    layers_folder,
+    model_folder,
+    other_model,
+    said_of,
+    same_tokens,
+)
+from selfspec.export.vllm import few_bits, save_head
+from selfspec.export.weights import target_of
+from selfspec.facts.draft_path import DraftPath
+
+_ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3"}
+_ARCHITECTURES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}
+
+
+class Sglang:
+    """SGLang."""
+
+    name = "sglang"
+    read = "sglang 0.5.23: its flags of speculative decoding, and the loaders of its EAGLE models"
+    tried = "not run by SGLang here, which needs a GPU; heads are read back by this project's own reader"
+
+    def offer(self, job: Job) -> Offer:
+        """What it can run. Raises `SelfspecError`."""
+        match job.drafts:
+            case Guesses(answers):
+                lost = ("earlier answers of other runs: SGLang's cache of n-grams begins empty",) if answers else ()
+                return Offer("n-grams of prompts and outputs", partial(_guesses, job), lost=lost)
+            case Sublayers(path):
+                return _sublayers(job, job.drafts, path)
+            case Another(spec):
+                lost = (few_bits(spec.bits),) if spec.bits else ()
+                return Offer(f"the model {spec.model}", partial(_another, job, job.drafts), lost=lost)
+            case TrainedHead(part, places):
+                return self._head(job, head_files(part, job.llm.runtime), places)
+            case OnlyHere(kind, instead):
+                raise refused(self.name, f"drafts of kind '{kind}'", instead)
+
+    def _head(self, job: Job, files: HeadFiles, places: int) -> Offer:
+        if files.form not in _ALGORITHMS:
+            raise refused(self.name, f"a head of the form {files.form}", "EAGLE or EAGLE-3, by selfspec convert")
+        if files.form == "eagle3" and max(files.layers) >= job.llm.identity.layers:
+            raise refused(self.name, "a head that reads what leaves the last layer", INSTEAD)
+        return Offer(f"a head of the form {files.form}", partial(_write_head, job, files), most=places)
+
+
+def _served(job: Job, folder: Path, algorithm: str, *flags: str, notes: tuple[str, ...] = ()) -> Written:
+    target, _ = target_of(job.llm, folder, job.out)
+    command = ["python", "-m", "sglang.launch_server", "--model-path", target, "--speculative-algorithm", algorithm]
+    (folder / "launch.sh").write_text(f'exec {join([*command, *flags])} "$@"\n', encoding="utf-8")
+    return Written((("serve", join([*command, *flags])),), notes)
+
+
+def _chain(tokens: int) -> tuple[str, ...]:
+    """Flags of drafts that are chains of so many tokens."""
+    steps, wide = "--speculative-num-steps", "--speculative-eagle-topk"
+    return (steps, str(tokens), wide, "1", "--speculative-num-draft-tokens", str(tokens + 1))
+
+
+def _guesses(job: Job, folder: Path, tokens: int) -> Written:
+    flags = ("--speculative-num-draft-tokens", str(tokens + 1), "--speculative-ngram-max-bfs-breadth", "1")
+    return _served(job, folder, "NGRAM", *flags)
+
+
+def _sublayers(job: Job, drafts: Sublayers, path: DraftPath) -> Offer:
+    said, lost = said_of(path, job.llm.identity.layers)
+    if not path.low_precision:
+        check_shorter(job, drafts, "SGLang", "it could run instead: a set of whole layers, by selfspec search --kv own")
+        return Offer(said, partial(_layers, job, drafts), path=in_full(path), lost=lost)
+    lost = (*lost, few_bits("int4" if len(path.int4) else "int8"))
+    return Offer(f"{said}, in fp8", partial(_layers, job, drafts), path=path, lost=lost)
+
+
+def _standalone(job: Job, folder: Path, tokens: int, *, few: bool) -> Written:
+    flags = ("--speculative-draft-model-path", str(job.out / "draft"), *_chain(tokens))
+    return _served(
+        job, folder, "STANDALONE", *flags, *(("--speculative-draft-model-quantization", "fp8") if few else ())
+    )
+
+
+def _layers(job: Job, drafts: Sublayers, folder: Path, tokens: int) -> Written:
+    layers_folder(job, drafts, folder / "draft")
+    return _standalone(job, folder, tokens, few=drafts.path.low_precision)
+
+
+def _another(job: Job, drafts: Another, folder: Path, tokens: int) -> Written:
+    model, tokenizer = other_model(job, drafts)
+    if not same_tokens(job, model):
+        raise refused(
+            "sglang", "a draft model of another tokenizer", "one of the same, as selfspec train distill makes"
+        )
+    model_folder(model, tokenizer, folder / "draft")
+    return _standalone(job, folder, tokens, few=drafts.spec.bits is not None)
+
+
+def _write_head(job: Job, files: HeadFiles, folder: Path, tokens: int) -> Written:
+    config: dict[str, Any] = {**files.config, "architectures": [_ARCHITECTURES[files.form]]}
+    tensors = dict(files.tensors)
+    if files.form == "eagle3":  # which counts streams by the layers that they leave
+        left = [layer - 1 for layer in files.layers]
+        config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": left}
+    elif "fc.bias" not in tensors:
+        tensors["fc.bias"] = torch.zeros(len(tensors["fc.weight"]), dtype=tensors["fc.weight"].dtype)
+    save_head(folder / "head", config, tensors)
+    flags = ("--speculative-draft-model-path", str(job.out / "head"), *_chain(tokens))
+    return _served(job, folder, _ALGORITHMS[files.form], *flags)

@@ -1,0 +1,107 @@
+"""TensorRT-LLM: the `speculative_config` of its PyTorch backend's YAML, draft models and EAGLE-3 heads as folders."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import yaml
+
+from selfspec.export.drafts import Another, Guesses, OnlyHere, Sublayers, TrainedHead
+from selfspec.export.engine import Job, Offer, Written, refused
+from selfspec.export.heads import HeadFiles, form_of, head_files
+from selfspec.export.model_drafts import (
+    check_shorter,
+    in_full,
+    layers_folder,
+    model_folder,
+    other_model,
+    said_of,
+    same_tokens,
+)
+from selfspec.export.vllm import save_head
+from selfspec.export.weights import target_of
+
+_NGRAM = 4
+
+
+class TensorRtLlm:
+    """TensorRT-LLM."""
+
+    name = "tensorrt-llm"
+    read = "TensorRT-LLM's llm_args.py and docs/source/features/speculative-decoding.md at 04c8822 (2026)"
+    tried = "not run by TensorRT-LLM here, which needs a GPU; heads are read back by this project's own reader"
+
+    def offer(self, job: Job) -> Offer:
+        """What it can run. Raises `SelfspecError`."""
+        match job.drafts:
+            case Guesses(answers):
+                empty = ("earlier answers of other runs: its pool of n-grams begins empty",) if answers else ()
+                return Offer("n-grams of prompts and outputs", partial(_guesses, job), lost=empty)
+            case Sublayers(path):
+                said, lost = said_of(path, job.llm.identity.layers)
+                check_shorter(
+                    job,
+                    job.drafts,
+                    "TensorRT-LLM",
+                    "it could run instead: a set of whole layers, by selfspec search --kv own",
+                )
+                if path.low_precision:
+                    lost = (*lost, "weights in few bits: the draft model runs in its own dtype")
+                return Offer(said, partial(_layers, job, job.drafts), path=in_full(path), lost=lost)
+            case Another(spec):
+                few = ("its weights in few bits: it runs in its own dtype",) if spec.bits else ()
+                return Offer(f"the model {spec.model}", partial(_another, job, job.drafts), lost=few)
+            case TrainedHead(part, places):
+                if (form := form_of(part)) != "eagle3":
+                    raise refused(self.name, f"a head of the form {form}", "an EAGLE-3 head, by selfspec convert")
+                return Offer("an EAGLE-3 head", partial(_head, job, head_files(part, job.llm.runtime)), most=places)
+            case OnlyHere(kind, instead):
+                raise refused(self.name, f"drafts of kind '{kind}'", instead)
+
+
+def _served(job: Job, folder: Path, config: dict[str, Any], *, overlap: bool = True) -> Written:
+    whole: dict[str, Any] = {"speculative_config": config}
+    if not overlap:
+        whole = {"disable_overlap_scheduler": True, **whole}
+    (folder / "config.yaml").write_text(yaml.safe_dump(whole, sort_keys=False), encoding="utf-8")
+    target, _ = target_of(job.llm, folder, job.out)
+    return Written((("serve", f"trtllm-serve {quote(target)} --config {quote(str(job.out / 'config.yaml'))}"),))
+
+
+def _guesses(job: Job, folder: Path, tokens: int) -> Written:
+    config = {
+        "decoding_type": "NGram",
+        "max_draft_len": tokens,
+        "max_matching_ngram_size": _NGRAM,
+        "is_public_pool": True,
+    }
+    return _served(job, folder, config, overlap=False)
+
+
+def _draft_model(job: Job, tokens: int) -> dict[str, Any]:
+    return {"decoding_type": "Draft_Target", "max_draft_len": tokens, "speculative_model": str(job.out / "draft")}
+
+
+def _layers(job: Job, drafts: Sublayers, folder: Path, tokens: int) -> Written:
+    layers_folder(job, drafts, folder / "draft")
+    return _served(job, folder, _draft_model(job, tokens), overlap=False)
+
+
+def _another(job: Job, drafts: Another, folder: Path, tokens: int) -> Written:
+    model, tokenizer = other_model(job, drafts)
+    if not same_tokens(job, model):
+        raise refused(
+            "tensorrt-llm", "a draft model of another tokenizer", "one of the same, as selfspec train distill makes"
+        )
+    model_folder(model, tokenizer, folder / "draft")
+    return _served(job, folder, _draft_model(job, tokens), overlap=False)
+
+
+def _head(job: Job, files: HeadFiles, folder: Path, tokens: int) -> Written:
+    save_head(folder / "head", dict(files.config), dict(files.tensors))
+    left = [layer - 1 for layer in files.layers]  # it counts streams by the layers that they leave
+    config = {"decoding_type": "Eagle", "max_draft_len": tokens, "speculative_model": str(job.out / "head")}
+    return _served(job, folder, {**config, "eagle3_layers_to_capture": left})

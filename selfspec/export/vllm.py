@@ -1,0 +1,161 @@
+"""vLLM: its `--speculative-config`, draft models as folders, heads under its own names or as `speculators` has them."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from safetensors.torch import save_file
+
+from selfspec.export.drafts import Another, Guesses, OnlyHere, Sublayers, TrainedHead
+from selfspec.export.engine import Job, Offer, Written, refused
+from selfspec.export.heads import HeadFiles, form_of, head_files
+from selfspec.export.model_drafts import (
+    check_shorter,
+    in_full,
+    layers_folder,
+    model_folder,
+    other_model,
+    said_of,
+    same_tokens,
+)
+from selfspec.export.weights import target_of
+from selfspec.facts.draft_path import DraftPath
+
+SPECULATORS = "0.9.0"
+_ONLINE = "fp8"  # what vLLM quantises weights to when it loads them
+_NGRAM = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+
+
+class Vllm:
+    """vLLM."""
+
+    name = "vllm"
+    read = f"vLLM's vllm/config/speculative.py at 002e77c (2026) and its models' loaders, and speculators {SPECULATORS}"
+    tried = (
+        "not run by vLLM here, which needs a GPU; heads are read back by this project's own reader, and speculators' "
+        "configuration by that package's parser where it is installed"
+    )
+
+    def offer(self, job: Job) -> Offer:
+        """What it can run. Raises `SelfspecError`."""
+        match job.drafts:
+            case Guesses(answers):
+                said = "suffixes of prompt, output and earlier answers" if answers else "n-grams of prompt and output"
+                return Offer(said, partial(_guesses, job, answers))
+            case Sublayers(path):
+                return _sublayers(job, job.drafts, path)
+            case Another(spec):
+                lost = (few_bits(spec.bits),) if spec.bits else ()
+                return Offer(f"the model {spec.model}", partial(_another, job, job.drafts), lost=lost)
+            case TrainedHead(part, places):
+                form = form_of(part)
+                if form == "eagle" and "layer.fc.bias" in part.tensors:
+                    raise refused(self.name, "an EAGLE head with a bias in fc", "an EAGLE-3 head, by selfspec convert")
+                files = head_files(part, job.llm.runtime)
+                return Offer(f"a head of the form {form}", partial(_head, job, files), most=places, lost=files.lost)
+            case OnlyHere(kind, instead):
+                raise refused(self.name, f"drafts of kind '{kind}'", instead)
+
+
+def few_bits(bits: str | None) -> str:
+    """What becomes of weights in few bits."""
+    said = (bits or "few").removeprefix("int")
+    return f"weights in {said} bits: all of the draft model's become {_ONLINE} (e4m3) when it is loaded"
+
+
+def _written(job: Job, folder: Path, config: dict[str, Any], *notes: str) -> Written:
+    """The configuration, and the command that takes it."""
+    text = json.dumps(config, indent=2)
+    (folder / "speculative_config.json").write_text(text + "\n", encoding="utf-8")
+    target, _ = target_of(job.llm, folder, job.out)
+    place = quote(str(job.out / "speculative_config.json"))
+    return Written((("serve", f'vllm serve {quote(target)} --speculative-config "$(cat {place})"'),), notes)
+
+
+def _guesses(job: Job, answers: bool, folder: Path, tokens: int) -> Written:
+    method = {"method": "suffix"} if answers else {"method": "ngram", **_NGRAM}
+    notes = ("Suffix decoding needs the package arctic-inference.",) if answers else ()
+    return _written(job, folder, {**method, "num_speculative_tokens": tokens}, *notes)
+
+
+def _sublayers(job: Job, drafts: Sublayers, path: DraftPath) -> Offer:
+    said, lost = said_of(path, job.llm.identity.layers)
+    if not path.low_precision:
+        check_shorter(job, drafts, "vLLM", "it could run instead: a set of whole layers, by selfspec search --kv own")
+        return Offer(said, partial(_layers, job, drafts), path=in_full(path), lost=lost)
+    lost = (*lost, few_bits("int4" if len(path.int4) else "int8"))
+    return Offer(f"{said}, in {_ONLINE}", partial(_layers, job, drafts), path=path, lost=lost)
+
+
+def _layers(job: Job, drafts: Sublayers, folder: Path, tokens: int) -> Written:
+    layers_folder(job, drafts, folder / "draft")
+    few = {"quantization": _ONLINE} if drafts.path.low_precision else {}
+    return _written(job, folder, _draft_model(job, tokens) | few)
+
+
+def _draft_model(job: Job, tokens: int) -> dict[str, Any]:
+    return {"method": "draft_model", "model": str(job.out / "draft"), "num_speculative_tokens": tokens}
+
+
+def _another(job: Job, drafts: Another, folder: Path, tokens: int) -> Written:
+    model, tokenizer = other_model(job, drafts)
+    model_folder(model, tokenizer, folder / "draft")
+    config = _draft_model(job, tokens)
+    if drafts.spec.bits is not None:
+        config["quantization"] = _ONLINE
+    if not same_tokens(job, model):
+        config["use_heterogeneous_vocab"] = True
+    return _written(job, folder, config)
+
+
+def _head(job: Job, files: HeadFiles, folder: Path, tokens: int) -> Written:
+    config = dict(files.config)
+    tensors = dict(files.tensors)
+    notes: tuple[str, ...] = ()
+    if files.form == "eagle3":
+        config = speculators_config(job, files, tokens)
+        notes = ("`head` holds `speculators`' format: `vllm serve head` alone would find its model by itself.",)
+    save_head(folder / "head", config, tensors)
+    method = {"method": files.form, "model": str(job.out / "head"), "num_speculative_tokens": tokens}
+    return _written(job, folder, method, *notes)
+
+
+def save_head(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """A head's configuration and weights."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+
+
+def speculators_config(job: Job, files: HeadFiles, tokens: int) -> dict[str, Any]:
+    """An EAGLE-3 head's configuration as `speculators` has it."""
+    own = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "architectures")
+    layer = {name: value for name, value in files.config.items() if name not in (*own, "torch_dtype")}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    verifier = {"name_or_path": job.llm.name, "architectures": list(job.llm.model.config.architectures or [])}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": SPECULATORS,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": verifier,
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": files.config["draft_vocab_size"],
+        "eagle_aux_hidden_state_layer_ids": files.config["eagle_aux_hidden_state_layer_ids"],
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "torch_dtype": "bfloat16",
+    }

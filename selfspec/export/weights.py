@@ -1,0 +1,144 @@
+"""A model's weights as files of others hold them: all of them, or of the layers that a draft path keeps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from selfspec import builtin
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import kind
+from selfspec.facts.draft_path import DraftPath
+from selfspec.llm.llm import LLM
+
+FAMILIES = ("llama", "mistral", "qwen2")
+"""Whose sub-layers add nothing when the last of their matrices is zero."""
+
+_LAYERS = "model.layers."
+_LAST = {"attention": "self_attn.o_proj", "mlp": "mlp.down_proj"}
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Tensors by `transformers`' names, and the configuration that they go with.
+
+    `layers`: which of the model's they are, in order. `zeroed`: names of modules whose output is to be nothing.
+    """
+
+    config: Any
+    tensors: Mapping[str, Tensor]
+    layers: tuple[int, ...]
+    zeroed: frozenset[str] = frozenset()
+
+
+def weights_of(model: Any) -> Weights:
+    """All of a model's. Raises `SelfspecError` where they are no plain numbers, or not in memory."""
+    config, tensors = model.config, dict(model.state_dict())
+    if getattr(config, "tie_word_embeddings", False):
+        tensors.pop("lm_head.weight", None)
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.is_meta or "lora_" in name:
+            raise SelfspecError(
+                f"the model's weights are not at hand as plain numbers ({name}); export a model that is neither "
+                "quantised, adapted nor spread over devices and disk"
+            )
+    if config.model_type not in FAMILIES:
+        raise SelfspecError(f"models of type '{config.model_type}' are not exported; known: {', '.join(FAMILIES)}")
+    for name in ("model.embed_tokens.weight", f"{_LAYERS}0.self_attn.q_proj.weight"):
+        if name not in tensors:
+            raise SelfspecError(
+                f"the model's weights lie as suits this machine ({name} is gone); load it with layout='rows'"
+            )
+    return Weights(config, tensors, tuple(range(config.num_hidden_layers)))
+
+
+def kept(whole: Weights, path: DraftPath) -> Weights:
+    """Those that drafting along a path runs, in full. A layer that is bypassed whole is left out.
+
+    Of one that is bypassed by half the other half stays, and the last matrix of what is bypassed becomes zero: drafts
+    are the path's, though its time is not saved. Raises `SelfspecError` where no layer is left.
+    """
+    attention, mlp = set(path.skip.attention), set(path.skip.mlp)
+    layers = tuple(i for i in whole.layers if i not in attention & mlp)
+    if not layers:
+        raise SelfspecError("the path bypasses every layer, so no model is left to draft")
+    places = {layer: place for place, layer in enumerate(layers)}
+    halves = [
+        (_LAST[part], layer) for part, of in (("attention", attention), ("mlp", mlp)) for layer in of if layer in places
+    ]
+    zeroed = frozenset(f"{_LAYERS}{places[layer]}.{name}" for name, layer in halves)
+    tensors = {}
+    for name, tensor in whole.tensors.items():
+        if name.startswith(_LAYERS):
+            number, _, rest = name.removeprefix(_LAYERS).partition(".")
+            if int(number) not in places:
+                continue
+            name = f"{_LAYERS}{places[int(number)]}.{rest}"
+        tensors[name] = torch.zeros_like(tensor) if name.rpartition(".")[0] in zeroed else tensor
+    return Weights(_cut(whole.config, layers), tensors, layers, zeroed)
+
+
+def model_of(weights: Weights) -> Any:
+    """A model of these very tensors, which are not copied."""
+    config = copy.deepcopy(weights.config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(dict(weights.tensors), strict=False, assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    return model.eval()
+
+
+def _cut(config: Any, layers: tuple[int, ...]) -> Any:
+    """A configuration of these layers alone."""
+    cut, before = copy.deepcopy(config), config.num_hidden_layers
+    cut.num_hidden_layers = len(layers)
+    if isinstance(kinds := getattr(config, "layer_types", None), list) and len(kinds) == before:
+        cut.layer_types = [kinds[layer] for layer in layers]
+    if getattr(config, "max_window_layers", None) is not None:
+        cut.max_window_layers = min(config.max_window_layers, len(layers))
+    return cut
+
+
+def save(folder: Path, weights: Weights, tokenizer: Any, generation: Any) -> None:
+    """A folder that `from_pretrained` loads."""
+    folder.mkdir(parents=True)
+    config = copy.deepcopy(weights.config)
+    config.dtype = weights.tensors["model.embed_tokens.weight"].dtype
+    config.save_pretrained(folder)
+    held = {name: _alone(tensor.detach().cpu()) for name, tensor in weights.tensors.items()}
+    save_torch_state_dict(held, folder, metadata={"format": "pt"})
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if generation is not None:
+        generation.save_pretrained(folder)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """A tensor in memory of its own: where it is a part of a larger one, files would refuse it."""
+    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def target_of(llm: LLM, folder: Path, out: Path) -> tuple[str, bool]:
+    """What an engine is told as the model, and whether it was written below `folder`, which will be `out`.
+
+    A folder or a hub id is named; of a GGUF file, an adapter or a model without a name the weights are written.
+    """
+    name = llm.name
+    if name == builtin.NAME:
+        return str(builtin.model_folder()), False
+    if kind(Path(name)) == "folder" and kind(Path(name) / "config.json") == "file":
+        return name, False
+    if "/" in name and kind(Path(name)) == "missing" and not name.endswith(".gguf"):
+        return name, False
+    save(folder / "target", weights_of(llm.model), llm.tokenizer, llm.model.generation_config)
+    return str(out / "target"), True

@@ -1,0 +1,168 @@
+"""Tokens a second by how many prompts are decoded together: plainly, with fixed drafts, with drafts by load; and theirs.
+
+    python tests/scripts/throughput.py --model smollm2-135m --prompts prompts.jsonl --chat --threads 2 --out throughput.json
+
+Every prompt gets `--new-tokens` tokens, end-of-sequence left out, so that all do the same work; methods by turns, and ratios
+are medians over rounds. `hf` is `transformers`' continuous batching (`generate_batch`), `--server URL` an OpenAI server that runs
+already (llama.cpp's, for one) and gets as many requests at a time. Every text is compared with plain decoding's alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import selfspec
+from selfspec.basics.machine import machine
+from selfspec.controllers import FixedK
+from selfspec.drafters import Drafter, LayerSkipDrafter, PlainDrafter
+from selfspec.llm.batch import Batch
+from selfspec.llm.llm import LLM
+from selfspec.llm.options import Options
+from selfspec.llm.prompts import encode
+from selfspec.runtime.forward import Runtime
+from selfspec.text.prompt_files import read_prompts
+
+Run = Callable[[list[list[int]], int], tuple[list[list[int]], float, str]]
+
+
+class Ours:
+    """A batch that stays, so that what rounds take is measured once."""
+
+    def __init__(self, llm: LLM, rows: int, how: Options, *, adaptive: bool, make: Callable[[Runtime], Drafter] | None) -> None:
+        self.batch = Batch(llm, rows=rows, adaptive=adaptive, make=make).__enter__()
+        self.how = how
+
+    def __call__(self, prompts: list[list[int]]) -> tuple[list[list[int]], float, str]:
+        counters = self.batch.counters
+        drafted, accepted, rounds, before = counters.drafted, counters.accepted, counters.rounds, counters.tokens
+        start = time.perf_counter()
+        requests = [self.batch.add(prompt, self.how) for prompt in prompts]
+        while not self.batch.idle:
+            self.batch.step()
+        seconds = time.perf_counter() - start
+        tried = counters.drafted - drafted
+        said = f"{(counters.tokens - before) / (counters.rounds - rounds):.2f} tokens a round, {tried} drafted, "
+        said += f"{counters.accepted - accepted} accepted"
+        return [list(request.tokens) for request in requests], seconds, said
+
+
+def theirs(model: Any, how: Options, rows: int) -> Callable[[list[list[int]]], tuple[list[list[int]], float, str]]:
+    """`transformers`' continuous batching."""
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    def run(prompts: list[list[int]]) -> tuple[list[list[int]], float, str]:
+        config = GenerationConfig(max_new_tokens=how.max_new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        start = time.perf_counter()
+        found = model.generate_batch(
+            inputs=prompts,
+            generation_config=config,
+            continuous_batching_config=ContinuousBatchingConfig(max_batch_tokens=256, num_blocks=512, use_cuda_graph=False),
+            progress_bar=False,
+        )
+        seconds = time.perf_counter() - start
+        return [list(found[key].generated_tokens) for key in sorted(found, key=lambda name: int(name.split("_")[-1]))], seconds, ""
+
+    return run
+
+
+def served(url: str, how: Options, rows: int) -> Callable[[list[list[int]]], tuple[list[list[int]], float, str]]:
+    """An OpenAI server's completions, so many at a time; tokens are counted by its usage."""
+
+    def ask(prompt: list[int]) -> int:
+        body = {"prompt": prompt, "max_tokens": how.max_new_tokens, "temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as answer:
+            return int(json.load(answer)["usage"]["completion_tokens"])
+
+    def run(prompts: list[list[int]]) -> tuple[list[list[int]], float, str]:
+        start = time.perf_counter()
+        with ThreadPoolExecutor(rows) as pool:
+            counts = list(pool.map(ask, prompts))
+        return [[0] * count for count in counts], time.perf_counter() - start, ""
+
+    return run
+
+
+def main() -> None:
+    """A line for each size and method."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--profile", default="auto")
+    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--chat", action="store_true")
+    parser.add_argument("--sizes", default="1,2,4,8,16,32")
+    parser.add_argument("--methods", default="plain,fixed,adaptive,hf")
+    parser.add_argument("--server")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--least", type=int, default=8, help="prompts, and as many as are decoded together")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    llm = selfspec.load(given.model, profile=given.profile)
+    llm.runtime.skeleton = replace(llm.runtime.skeleton, ends=frozenset())
+    seed = 0 if given.temperature else None
+    how = Options(max_new_tokens=given.new_tokens, temperature=given.temperature, seed=seed)
+    how = replace(how, settings={"eos_token_id": [-1]})
+    read = read_prompts(given.prompts)
+    every = [encode(llm, text, chat=given.chat)[-1024:] for text in read.texts]
+    hf = selfspec.load(given.model, profile="none", layout="rows").model if "hf" in given.methods else None
+    print(f"{machine(torch.device('cpu'))}, {given.threads} threads, {str(llm.runtime.dtype).removeprefix('torch.')}, {len(every)} prompts")
+    path = llm.profile.path if llm.profile is not None else None
+    fixed = None if path is None else (lambda runtime: LayerSkipDrafter(runtime, path, FixedK(4)))
+    table = []
+    for size in map(int, given.sizes.split(",")):
+        prompts = every[: max(size, given.least)]
+        runs: dict[str, Callable[[list[list[int]]], tuple[list[list[int]], float, str]]] = {}
+        for name in given.methods.split(","):
+            if name == "plain":
+                runs[name] = Ours(llm, size, how, adaptive=False, make=lambda runtime: PlainDrafter())
+            elif name == "fixed":
+                runs[name] = Ours(llm, size, how, adaptive=False, make=fixed)
+            elif name == "adaptive":
+                runs[name] = Ours(llm, size, how, adaptive=True, make=None)
+            elif name == "hf":
+                runs[name] = theirs(hf, how, size)
+        if given.server:
+            runs["server"] = served(given.server, how, size)
+        speeds: dict[str, list[float]] = {name: [] for name in runs}
+        said: dict[str, str] = {}
+        texts: dict[str, list[list[int]]] = {}
+        for number in range(given.rounds):
+            order = list(runs) if number % 2 == 0 else list(reversed(runs))
+            for name in order:
+                texts[name], seconds, said[name] = runs[name](prompts)
+                speeds[name].append(sum(map(len, texts[name])) / seconds)
+        for name in runs:
+            ratio = statistics.median(a / b for a, b in zip(speeds[name], speeds["plain"], strict=True))
+            same = sum(a == b for a, b in zip(texts[name], texts["plain"], strict=True))
+            row = {"size": size, "method": name, "tokens_per_second": statistics.median(speeds[name]), "ratio": ratio, "same": same, "prompts": len(prompts), "said": said[name]}
+            table.append(row)
+            print(f"{size:3d} {name:9s} {row['tokens_per_second']:8.1f} tokens/s {ratio:6.2f} of plain, {same} of {len(prompts)} texts the same; {said[name]}", flush=True)
+        for one in runs.values():
+            if isinstance(one, Ours):
+                one.batch.__exit__(None, None, None)
+    if given.out is not None:
+        what = {"machine": machine(torch.device("cpu")), "threads": given.threads, "model": given.model, "table": table}
+        given.out.write_text(json.dumps(what, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Batches over a pool of blocks, in float32: bit for bit what each prompt gives alone, however little memory is."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from layouts import needs_native
+
+import selfspec
+from selfspec import builtin
+from selfspec.controllers import FixedK
+from selfspec.decoding.memory import Blocked
+from selfspec.drafters import LayerSkipDrafter, ModelDrafter
+from selfspec.facts.draft_path import DraftPath
+from selfspec.facts.skip import SkipSet
+from selfspec.llm.batch import Batch
+from selfspec.llm.options import Options
+from selfspec.llm.pool import slot_bytes
+from selfspec.runtime.paged import BLOCK
+
+pytestmark = needs_native
+
+PROMPTS = [prompt[-200:] for prompt in builtin.prompts("heldout")[:5]]
+LOW = DraftPath(SkipSet((3,), (7,)), int8=SkipSet(range(8, 16), range(8, 16)), head="int8")
+GREEDY, SEEDED = Options(max_new_tokens=100), Options(max_new_tokens=100, temperature=0.9, seed=7)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return selfspec.load("builtin", layout="native", profile="none")
+
+
+def path(runtime):
+    return LayerSkipDrafter(runtime, LOW, FixedK(3), candidates=2)
+
+
+def memory_of(llm, blocks):
+    return blocks * BLOCK * slot_bytes(llm.runtime) / 2**30
+
+
+@pytest.mark.parametrize("how", [GREEDY, SEEDED], ids=["greedy", "match"])
+@pytest.mark.parametrize("blocks", [None, 8], ids=["enough", "little"])
+def test_each_gives_what_it_gives_alone(llm, how, blocks):
+    memory = None if blocks is None else memory_of(llm, blocks)
+    with Batch(llm, rows=4, memory=memory, make=path) as batch:
+        assert isinstance(batch._engine.memory, Blocked)
+        requests = [batch.add(prompt, how) for prompt in PROMPTS]
+        while not batch.idle:
+            batch.step()
+        assert batch.free == batch.places
+    assert [request.tokens for request in requests] == [llm.run(prompt, how).tokens for prompt in PROMPTS]
+    if how is GREEDY:  # the others end too early to need more
+        assert (batch.counters.evicted > 0) == (blocks is not None)
+
+
+def test_beginnings_are_shared_while_they_last_and_after(llm):
+    system = builtin.prompts("heldout")[7][:900]
+    texts = [system + f"\n\ndef number_{i}(" for i in range(3)]
+    with Batch(llm, rows=3, make=path) as batch:
+        alone = batch.add(texts[0], GREEDY)
+        batch.step()
+        used = batch.places - batch.free
+        others = [batch.add(text, GREEDY) for text in texts[1:]]
+        batch.step()
+        assert batch.places - batch.free < 2 * used
+        while not batch.idle:
+            batch.step()
+        again = batch.add(texts[0], GREEDY)
+        while not batch.idle:
+            batch.step()
+    assert again.stats.kept >= len(llm.encode(system)) - 2 * BLOCK
+    for request, text in zip((alone, *others, again), (*texts, texts[0]), strict=True):
+        assert request.tokens == llm.run(text, GREEDY).tokens
+
+
+def test_a_draft_model_has_the_same_blocks(llm):
+    small = selfspec.load("builtin", layout="native", profile="none").runtime
+
+    with Batch(llm, rows=3, memory=2 * memory_of(llm, 8), make=lambda rt: ModelDrafter(rt, small, FixedK(3))) as batch:
+        assert batch.places == 8 * BLOCK
+        requests = [batch.add(prompt, GREEDY) for prompt in PROMPTS[:4]]
+        while not batch.idle:
+            batch.step()
+    assert [request.tokens for request in requests] == [llm.run(prompt, GREEDY).tokens for prompt in PROMPTS[:4]]
+    assert batch.counters.evicted
+    assert batch.counters.accepted > 0.9 * batch.counters.drafted
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whoever_comes_and_goes_nothing_is_lost_or_held(llm, seed):
+    """Prompts of all lengths come, wait, are cancelled; memory for few of them."""
+    draw = random.Random(seed)
+    with Batch(llm, rows=3, memory=memory_of(llm, 8), make=path) as batch:
+        requests = []
+        for _ in range(60):
+            if draw.random() < 0.3:
+                prompt = draw.choice(PROMPTS)[-draw.randrange(10, 200) :]
+                requests.append((prompt, n := draw.randrange(1, 30), batch.add(prompt, Options(max_new_tokens=n))))
+            if requests and draw.random() < 0.1:
+                batch.cancel(draw.choice(requests)[2])
+            batch.step()
+        while not batch.idle:
+            batch.step()
+        assert batch.free == batch.places
+    assert all(request.done and request.error is None for _, _, request in requests)
+    for prompt, n, request in requests:
+        expected = llm.run(prompt, Options(max_new_tokens=n)).tokens
+        assert request.tokens == (expected if request.finish else expected[: len(request.tokens)])
