@@ -6,7 +6,6 @@ import json
 import signal
 import socket
 import threading
-import time
 
 import httpx2
 import openai
@@ -107,7 +106,7 @@ def test_a_full_queue_says_when_to_come_back(serve):
 
 def test_time_that_is_up(serve, chatting):
     found = []
-    with serve(seconds=0.005, rows=1, timeout=0.6) as one:
+    with serve(seconds=0.005, rows=1, timeout=1.5) as one:
         thread = in_background(one, long(), found)
         until(lambda: one.service.pool.running == 1)
         waited = post(one)
@@ -139,7 +138,7 @@ def test_a_body_that_does_not_come(serve):
 
 @pytest.mark.parametrize("head", [b"", b"POST /v1/completions HTTP/1.1\r\nHost:"], ids=["none", "half"])
 def test_a_head_that_does_not_come(serve, head):
-    with serve(reading=0.2) as one, socket.create_connection(("127.0.0.1", one.port)) as slow:
+    with serve(reading=1.0) as one, socket.create_connection(("127.0.0.1", one.port)) as slow:
         slow.sendall(head)
         slow.settimeout(60)
         assert slow.recv(4096) == b"", "closed"
@@ -149,14 +148,14 @@ def test_a_head_that_does_not_come(serve, head):
 
 
 def test_a_slow_client_of_a_long_text_is_not_closed(serve):
-    with serve(seconds=0.01, reading=0.1) as one:
-        assert post(one, {**BODY, "max_tokens": 40}).json()["usage"]["completion_tokens"] == 40
+    with serve(seconds=0.03, reading=1.0) as one:
+        assert post(one, {**BODY, "max_tokens": 50}).json()["usage"]["completion_tokens"] == 50
 
 
 def test_ending_lets_running_texts_end(serve):
     found = []
     with serve(seconds=0.005) as one:
-        thread = in_background(one, {**BODY, "max_tokens": 100}, found)
+        thread = in_background(one, {**BODY, "max_tokens": 300}, found)
         until(lambda: one.service.pool.running == 1)
         one.server.end()
         refused = post(one)
@@ -165,7 +164,7 @@ def test_ending_lets_running_texts_end(serve):
         health = httpx2.get(f"{one.url}/health")
         assert (health.status_code, health.json()["status"]) == (503, "ending")
         thread.join()
-        assert found[0].json()["usage"]["completion_tokens"] == 100
+        assert found[0].json()["usage"]["completion_tokens"] == 300
         until(lambda: one.server.should_exit)
 
 
@@ -175,7 +174,7 @@ def test_ending_waits_no_longer_than_its_grace(serve):
         threads = [in_background(one, long(), found)]
         until(lambda: one.service.pool.running == 1)
         threads.append(in_background(one, long(), found))
-        until(lambda: one.service.pool.waiting == 1)
+        until(lambda: one.service.pool.waiting == 1 and one.batches[0].counters.tokens)
         one.server.end()
         for thread in threads:
             thread.join()
@@ -189,7 +188,7 @@ def test_told_twice_it_ends_at_once(serve):
     found = []
     with serve(seconds=0.02, grace=1000) as one:
         thread = in_background(one, long(), found)
-        until(lambda: one.service.pool.running == 1)
+        until(lambda: one.batches[0].counters.tokens)
         one.server.handle_exit(signal.SIGINT, None)
         assert post(one).status_code == 503
         assert not one.server.should_exit
@@ -207,28 +206,26 @@ def test_a_client_that_goes_away_frees_its_row(serve):
                 head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n"
                 client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + raw)
                 until(lambda: one.service.pool.running == 1)
-            started = time.monotonic()
             until(lambda: one.service.idle)
-            assert time.monotonic() - started < 3, "900 tokens take longer"
             assert one.batches[0].free == one.batches[0].places
         until(lambda: len(one.log) == 2)
         assert {line["finish"] for line in one.log} == {"the client is gone"}
         assert one.log[1]["status"] == 499
-        assert one.log[1]["tokens"] < 900
+        assert max(line["tokens"] for line in one.log) < 900
         assert post(one).status_code == 200
 
 
 def test_a_client_that_goes_away_leaves_the_queue(serve):
     found = []
     with serve(seconds=0.005, rows=1) as one:
-        thread = in_background(one, {**BODY, "max_tokens": 200}, found)
+        thread = in_background(one, {**BODY, "max_tokens": 300}, found)
         until(lambda: one.service.pool.running == 1)
         with pytest.raises(httpx2.TimeoutException):
             httpx2.post(f"{one.url}/v1/completions", json=BODY, timeout=0.1)
         until(lambda: one.service.pool.waiting == 0)
         assert one.batches[0].most == 1
         thread.join()
-        assert one.batches[0].counters.tokens == 200, "nothing was decoded for who had gone"
+        assert one.batches[0].counters.tokens == 300, "nothing was decoded for who had gone"
 
 
 def test_what_fails_is_told_and_others_go_on(chatting, caplog):
