@@ -15,6 +15,7 @@ import hypothesis
 import layouts
 import pytest
 import torch
+from wants import is_there, missing
 from wants import pytest_terminal_summary as pytest_terminal_summary  # pytest finds it here
 
 import selfspec
@@ -95,3 +96,19 @@ def llm64() -> selfspec.LLM:
 def held_out() -> list[str]:
     """The held-out prompts."""
     return builtin.prompts("heldout")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A real browser. While it is open, no other event loop can run in this thread: so not for the whole session."""
+    if not is_there("playwright"):
+        missing("Playwright")
+    from playwright import sync_api
+
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        missing("Chromium")
+    with sync_api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield opened
+        opened.close()

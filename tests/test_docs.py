@@ -26,6 +26,7 @@ NOT_RUN = {
     "package": "needs a model that is installed apart",
     "gpus": "needs several GPUs",
     "database": "needs a database server",
+    "server": "needs a server that runs",
     "minutes": "takes minutes, or is what runs these tests",
 }
 BUDGETS = {  # added to a command's own options, so that the last word is theirs

@@ -21,6 +21,7 @@ from selfspec.cli.options import (
 )
 from selfspec.cli.profile_app import profile_app
 from selfspec.cli.see_app import see_app
+from selfspec.cli.serve_options import ServeCommand
 
 app = typer.Typer(
     name="selfspec",
@@ -133,3 +134,12 @@ def index(given: IndexCommand) -> None:
     from selfspec.cli.index import run
 
     run(given)
+
+
+@app.command()
+@flat
+def serve(given: ServeCommand) -> int:
+    """Serve the OpenAI API: chats and completions, many at a time, and a page to try it."""
+    from selfspec.cli.serve import run
+
+    return run(given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -61,21 +61,38 @@ def _by_text(tokenizer: Any, size: int) -> dict[tuple[bool, str], int]:
     return found
 
 
+def spelling(tokenizer: Any) -> Callable[[int], bytes]:
+    """What says for which bytes a token stands: a character's may be spread over several tokens; none: no bytes."""
+    letters = _bytes_of_letters() if _is_bytelevel(tokenizer) else None
+    special = set(tokenizer.all_special_ids)
+
+    def spelt(token: int) -> bytes:
+        found = tokenizer.convert_ids_to_tokens(token)
+        if found is None:
+            return b""
+        return found.encode() if token in special else _raw(found, letters)
+
+    return spelt
+
+
 def _is_bytelevel(tokenizer: Any) -> bool:
     """Whether each letter of a token is a byte, as GPT-2 has it: a new line is never spelt as one."""
     return "\u010a" in tokenizer.get_vocab()
 
 
 def _spelt(token: str, letters: dict[str, int] | None) -> str:
-    """What a token stands for, bytes as Latin-1: by letters for bytes, or as SentencePiece spells."""
+    """What a token stands for, bytes as Latin-1."""
+    return _raw(token, letters).decode("latin-1")
+
+
+def _raw(token: str, letters: dict[str, int] | None) -> bytes:
+    """The bytes that a token stands for: by letters for bytes, or as SentencePiece spells."""
     if letters is not None:
         known = all(letter in letters for letter in token)
-        raw = bytes(letters[letter] for letter in token) if known else token.encode()
-    elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        raw = bytes([int(token[3:5], 16)])
-    else:
-        raw = token.replace("\u2581", " ").encode()
-    return raw.decode("latin-1")
+        return bytes(letters[letter] for letter in token) if known else token.encode()
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode()
 
 
 def _bytes_of_letters() -> dict[str, int]:

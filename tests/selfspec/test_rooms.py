@@ -34,10 +34,11 @@ ROOMS = {  # each with the rooms that it may import
     "search": "basics facts profile text speculation controllers proposers runtime parts drafters decoding llm "
     "measure training",
     "training": "basics facts profile speculation model runtime parts drafters decoding llm measure text",
+    "server": "basics facts show text model llm",
     "export": "basics builtin facts profile speculation controllers model runtime parts decoding llm integrations "
     "search",
     "cli": "basics builtin facts profile show text speculation controllers proposers model llm measure search training "
-    "export",
+    "export server",
     "__main__": "cli",
 }
 ALLOWED = {room: set(names.split()) for room, names in ROOMS.items()}

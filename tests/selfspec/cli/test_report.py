@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from studies import small_study
-from wants import is_there, missing
 
 from selfspec.cli import main
 from selfspec.facts.controller import ControllerSpec
@@ -65,21 +64,6 @@ def page(tmp_path_factory):
             main()
     assert ended.value.code == 0
     return folder / "report.html"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if not is_there("playwright"):
-        missing("Playwright")
-    from playwright import sync_api
-
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        missing("Chromium")
-    with sync_api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield opened
-        opened.close()
 
 
 @pytest.fixture

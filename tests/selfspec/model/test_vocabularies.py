@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
-from selfspec.model.vocabularies import SharedWords
+from selfspec.model.vocabularies import SharedWords, spelling
 
 
 def trained(size, *, bytelevel=True, special=("<eos>",)):
@@ -85,3 +85,13 @@ def test_nothing_in_common(ours):
     theirs = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<eos>")
     with pytest.raises(SelfspecError, match="no token in common"):
         SharedWords(ours, theirs, sizes=(len(ours), 2))
+
+
+def test_tokens_are_spelt_as_bytes(llm):
+    spelt = spelling(llm.tokenizer)
+    text = "def façade():\n\t# 漢字 \U0001f600"
+    raw = b"".join(map(spelt, llm.encode(text)))
+    assert raw.decode().lstrip() == text
+    assert spelt(10**6) == b"", "a row of the head that no token has"
+    end = llm.tokenizer.eos_token_id
+    assert spelt(end).decode() == llm.tokenizer.convert_ids_to_tokens(end)

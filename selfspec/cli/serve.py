@@ -1,0 +1,98 @@
+"""`selfspec serve`."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.cli.common import SEARCH_HINT, checked_profile, model_for, quiet, set_threads, stderr
+from selfspec.cli.devices import DeviceOptions
+from selfspec.cli.serve_options import ServeCommand
+from selfspec.profile.schema import Profile
+from selfspec.proposers.store import Store
+
+if TYPE_CHECKING:
+    from selfspec.llm.llm import LLM
+    from selfspec.server.settings import Settings
+
+_NEEDED = ("fastapi", "prometheus_client", "uvicorn")
+
+
+def run(given: ServeCommand) -> int:
+    """Check everything that can be checked, take the port, load a replica for each device, and serve."""
+    if any(find_spec(name) is None for name in _NEEDED):
+        raise SelfspecError('serving needs more packages; install them with: pip install "selfspec[serve]"')
+    quiet()
+    places = replicas(given)
+    if given.api_key is not None and (not given.api_key.isascii() or not given.api_key.strip()):
+        raise SelfspecError("--api-key: want at least one character, all of ASCII")
+    profile: str | Profile = given.profile if given.profile in ("auto", "none") else checked_profile(given.profile)
+    model = model_for(given.model, profile if isinstance(profile, Profile) else None)
+    if given.store is not None:
+        Store(given.store)
+    set_threads(given.where.threads)
+
+    from selfspec.llm.llm import load
+    from selfspec.server.running import bound
+
+    with bound(given.host, given.port) as at:
+        llms = [
+            load(model, profile=profile, store=given.store, device=where.place, dtype=where.dtype) for where in places
+        ]
+        if llms[0].profile is None and given.profile == "auto":
+            stderr().print(SEARCH_HINT.format(model=model), markup=False, soft_wrap=True)
+        _serve(given, llms, at)
+    return 0
+
+
+def _serve(given: ServeCommand, llms: list[LLM], at: socket.socket) -> None:
+    from selfspec.llm.batch import Batch
+    from selfspec.model.dispatch import device_of
+    from selfspec.server.pool import Pool
+    from selfspec.server.replica import Replica
+    from selfspec.server.running import serve, url
+    from selfspec.server.service import Service
+
+    limits = given.limits
+    made = []
+    for llm in llms:
+        batch = Batch(llm, rows=limits.rows, memory=limits.memory)
+        made.append(Replica(batch, str(device_of(llm.model.get_input_embeddings()))))
+    pool = Pool(made, rows=limits.rows, queue=limits.queue)
+    settings = _settings(given, llms[0].name)
+    many = f"{len(made)} replicas of {limits.rows} rows" if len(made) > 1 else f"{limits.rows} rows"
+    with Service(llms[0], pool, settings) as service:
+        stderr().print(f"serving {settings.names[0]} at {url(at)} ({many})", markup=False, soft_wrap=True)
+        serve(service, at)
+
+
+def _settings(given: ServeCommand, name: str) -> Settings:
+    from selfspec.server.settings import Settings
+
+    limits = given.limits
+    return Settings(
+        names=tuple(given.served_model_name or [name]),
+        api_key=given.api_key,
+        rows=limits.rows,
+        queue=limits.queue,
+        max_tokens=limits.max_tokens,
+        max_body=limits.max_body,
+        timeout=limits.timeout,
+        reading=limits.read_timeout,
+        grace=limits.grace,
+    )
+
+
+def replicas(given: ServeCommand) -> list[DeviceOptions]:
+    """Where each replica runs. Raises `SelfspecError`."""
+    if given.devices is None:
+        return [given.where]
+    if given.where.device != "auto" or given.where.device_map is not None:
+        raise SelfspecError("--devices says where each replica runs; want it without --device and --device-map")
+    names = [name.strip() for name in given.devices.split(",")]
+    if not all(names):
+        raise SelfspecError(f"--devices {given.devices}: want devices separated by commas, such as cuda:0,cuda:1")
+    return [replace(given.where, device=name) for name in names]

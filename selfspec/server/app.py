@@ -1,0 +1,82 @@
+"""The server's routes. Knows nothing of what stands behind them: `Service` answers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from selfspec.server.door import NOTES, Door, refusal
+from selfspec.server.errors import ApiError
+from selfspec.server.page import POLICY, page
+from selfspec.server.service import Service
+
+
+def make_app(service: Service) -> FastAPI:
+    """The app of a service, whose pool must be running when requests come."""
+    app = FastAPI(title="selfspec", openapi_url=None)
+    app.add_middleware(Door, api_key=service.settings.api_key, log=service.log)
+    app.add_exception_handler(ApiError, _refused)
+    app.add_exception_handler(HTTPException, _no_such)
+    app.add_exception_handler(Exception, _failed)
+    app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/completions", service.completion, methods=["POST"], response_model=None)
+    _add_looks(app, service)
+    return app
+
+
+def _add_looks(app: FastAPI, service: Service) -> None:
+    """The routes that only look."""
+    started, shown = int(time.time()), page()
+
+    def model(name: str) -> dict[str, Any]:
+        own = {"context": service.reader.context, "chat": service.reader.chats}
+        return {"id": name, "object": "model", "created": started, "owned_by": "selfspec", "selfspec": own}
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [model(name) for name in service.settings.names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        service.reader.check_model(name)
+        return JSONResponse(model(name))
+
+    @app.get("/health")
+    async def health() -> Response:
+        pool = service.pool
+        state = "ending" if service.draining else "ok" if pool.alive else "dead"
+        counts = {"running": pool.running, "waiting": pool.waiting}
+        return JSONResponse({"status": state, **counts}, 200 if state == "ok" else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.written(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/")
+    async def look() -> Response:
+        return HTMLResponse(shown, headers={"content-security-policy": POLICY})
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    request.scope.get(NOTES, {})["error"] = error.message
+    return refusal(error)
+
+
+async def _no_such(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    said = {404: "no such path", 405: f"{request.method} is not for this path"}.get(error.status_code, error.detail)
+    served = "served: POST /v1/chat/completions, /v1/completions; GET /v1/models, /health, /metrics, /"
+    told = ApiError(error.status_code, f"{said}; {served}", headers=dict(error.headers or {}))
+    return refusal(told)
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    logging.getLogger(__name__).error("an answer failed: %s", type(error).__name__)
+    return refusal(ApiError(500, "the server failed; its log says how"))

@@ -1,0 +1,106 @@
+"""What Prometheus asks for: requests, tokens, what drafts brought, queue and latencies. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import Counter as Counted
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from selfspec.server.calls import Call
+from selfspec.server.pool import Pool
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_COUNTS = {  # of a batch's counters
+    "rounds": "full passes that verified drafts",
+    "tokens": "new tokens",
+    "drafted": "tokens drafted one after the other",
+    "accepted": "drafted tokens that were accepted",
+    "reused": "tokens of prompts whose keys were there already",
+    "evicted": "how often a text was driven out for want of memory, and read again",
+}
+
+
+class Metrics:
+    """One server's figures, in a registry of their own."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_OfPool(pool))
+        self._mean = 1.0  # seconds of a request, the last ones weighing most
+        self.requests = Counted(
+            "selfspec_requests", "requests by path and status", ["path", "status"], registry=self._registry
+        )
+        self.prompt_tokens = Counted("selfspec_prompt_tokens", "tokens of prompts", registry=self._registry)
+        self._queue, self._first, self._token, self._whole = (
+            Histogram(f"selfspec_{name}_seconds", said, buckets=buckets, registry=self._registry)
+            for name, said, buckets in (
+                ("queue", "from a request's arrival to its first row", _SECONDS),
+                ("time_to_first_token", "from a request's arrival to its first token", _SECONDS),
+                ("time_per_token", "from a text's first token to its end, for each further token", _TOKEN_SECONDS),
+                ("request", "from a request's arrival to its end", _SECONDS),
+            )
+        )
+
+    @property
+    def mean_seconds(self) -> float:
+        """What a request takes, by the last ones."""
+        return self._mean
+
+    def ended(self, call: Call) -> None:
+        """A call has ended; what it took."""
+        times, whole = call.times, call.times.seconds
+        self._mean += (whole - self._mean) / 8
+        self.prompt_tokens.inc(call.ask.prompt_tokens)
+        self._whole.observe(whole)
+        if times.admitted is not None:
+            self._queue.observe(times.admitted - times.arrived)
+        if times.first is not None:
+            to_first = times.first - times.arrived
+            self._first.observe(to_first)
+            most = max(update.tokens for update in call.latest)
+            if most > 1:
+                self._token.observe((whole - to_first) / (most - 1))
+
+    def written(self) -> bytes:
+        """All figures, in Prometheus' own form."""
+        return generate_latest(self._registry)
+
+
+class _OfPool:
+    """The figures that the pool and its replicas hold themselves, read when asked for."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterable[Metric]:
+        """Each figure."""
+        pool, counters = self._pool, [replica.batch.counters for replica in self._pool.replicas]
+        for name, said in _COUNTS.items():
+            yield CounterMetricFamily(f"selfspec_{name}", said, sum(getattr(one, name) for one in counters))
+        by_source = _sum(dict(one.by_source) for one in counters)
+        yield _labelled("selfspec_accepted_by_source", "accepted tokens by who came up with them", "source", by_source)
+        by_load = _sum(dict(one.drafted_by_load) for one in counters)
+        yield _labelled("selfspec_drafted_by_load", "drafted tokens by how many texts ran", "running", by_load)
+        yield GaugeMetricFamily("selfspec_running", "texts that are decoded", pool.running)
+        yield GaugeMetricFamily("selfspec_waiting", "texts that wait for a row", pool.waiting)
+        yield GaugeMetricFamily("selfspec_places", "token places in memory", sum(one.places for one in pool.replicas))
+        yield GaugeMetricFamily("selfspec_places_free", "those that are free", sum(one.free for one in pool.replicas))
+
+
+def _sum(parts: Iterable[Mapping[Any, int]]) -> Counter[Any]:
+    total: Counter[Any] = Counter()
+    for part in parts:
+        total.update(part)
+    return total
+
+
+def _labelled(name: str, said: str, label: str, counts: Mapping[Any, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, said, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([str(value)], count)
+    return family

@@ -1,0 +1,28 @@
+"""The page on which a model is tried: one file, which asks for nothing but this server. Knows nothing of requests."""
+
+from __future__ import annotations
+
+from html import escape
+from importlib.resources import files
+
+from selfspec.facts.events import Origin
+from selfspec.show.markup import LOOKS
+
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def page() -> str:
+    """The page, with the colours and meanings that tokens have everywhere."""
+    styles = "\n".join(f".{_name(origin)} {{ {look.css} }}" for origin, look in LOOKS.items())
+    legend = " ".join(
+        f'<span class="{_name(origin)}" title="{escape(origin.meaning)}">{escape(origin)}</span>' for origin in Origin
+    )
+    text = files("selfspec.server").joinpath("page.html").read_text(encoding="utf-8")
+    return text.replace("/* looks */", styles).replace("<!-- legend -->", legend)
+
+
+def _name(origin: Origin) -> str:
+    return origin.replace(" ", "-")

@@ -1,0 +1,117 @@
+"""What answers requests: reads a body, asks the pool, makes the answer. Knows nothing of routes and sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from selfspec.model.vocabularies import spelling
+from selfspec.server.answers import GONE, Answer
+from selfspec.server.bodies import Asked, ChatBody, CompletionBody, read_body
+from selfspec.server.calls import Call
+from selfspec.server.door import Log, log_line
+from selfspec.server.errors import ApiError
+from selfspec.server.metrics import Metrics
+from selfspec.server.pool import Pool
+from selfspec.server.reading import Ask, Reader
+from selfspec.server.settings import Settings
+from selfspec.server.shapes import CHAT, COMPLETION, Shape
+
+if TYPE_CHECKING:
+    from selfspec.llm.llm import LLM
+
+Body = TypeVar("Body", bound=Asked)
+PATHS = ("/", "/v1/chat/completions", "/v1/completions", "/v1/models")  # that are counted by name
+
+
+class Service:
+    """One model behind one pool. A context manager, which the pool is inside of; `log` is told a line a request.
+
+    Prompts are read on a thread of their own, so that a long one keeps nobody from being answered.
+    """
+
+    def __init__(self, llm: LLM, pool: Pool, settings: Settings, *, log: Log = log_line) -> None:
+        self.settings, self.pool = settings, pool
+        self.reader = Reader(llm, settings)
+        self.metrics = Metrics(pool)
+        self.draining = False
+        self._log = log
+        self._spell = spelling(llm.tokenizer)
+        self._reading = ThreadPoolExecutor(1, "reading")
+
+    def __enter__(self) -> Service:
+        self.pool.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._reading.shutdown(cancel_futures=True)
+        self.pool.__exit__(kind, error, at)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no text is under way."""
+        return not (self.pool.running or self.pool.waiting)
+
+    def log(self, entry: dict[str, Any]) -> None:
+        """Count a request and write its line."""
+        path = entry["path"] if entry["path"] in PATHS else "other"
+        self.metrics.requests.labels(path, str(entry["status"])).inc()
+        self._log(entry)
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a chat. Raises `ApiError`."""
+        return await self._answer(request, ChatBody, self.reader.chat, CHAT)
+
+    async def completion(self, request: Request) -> Response:
+        """Answer a completion. Raises `ApiError`."""
+        return await self._answer(request, CompletionBody, self.reader.completion, COMPLETION)
+
+    async def _answer(self, request: Request, kind: type[Body], read: Callable[[Body], Ask], shape: Shape) -> Response:
+        raw = await read_raw(request, most=self.settings.max_body, seconds=self.settings.reading)
+        if self.draining:
+            raise ApiError(503, "the server is ending", headers={"Retry-After": "10"})
+        body = read_body(kind, raw)
+        self.reader.check_model(body.model)
+        ask = await asyncio.get_running_loop().run_in_executor(self._reading, read, body)
+        call = Call(ask)
+        rows = self.settings.rows * len(self.pool.replicas)
+        self.pool.submit(call, retry_after=self.metrics.mean_seconds * (1 + self.pool.waiting / rows))
+        return Answer(
+            call,
+            self.pool,
+            shape,
+            spell=self._spell,
+            timeout=self.settings.timeout,
+            ended=self.metrics.ended,
+        )
+
+
+async def read_raw(request: Request, *, most: int, seconds: float) -> bytes:
+    """The body of a request, of at most so many bytes, which must be there in time. Raises `ApiError`.
+
+    It must say that it is JSON: so no other site's page can post one from a browser unasked.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "want a body of JSON, and the header 'Content-Type: application/json'")
+    too_large = ApiError(413, f"the body is too large; want at most {most} bytes", code="body_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and len(length) < 20 and int(length) > most:
+        raise too_large
+    found = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                found += part
+                if len(found) > most:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {seconds:g} seconds") from None
+    except ClientDisconnect:
+        raise GONE from None
+    return bytes(found)

@@ -1,0 +1,165 @@
+"""What is served is what `selfspec generate` says: over a batch that decodes with the built-in model, in float64."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from math import exp
+
+import openai
+import pytest
+from chats import with_template
+from rude import misbehave
+from servers import served, until
+from wants import needs
+
+import selfspec
+from selfspec.drafters import make_drafter
+from selfspec.llm.batch import Batch
+
+PROMPTS = ["import os\n\ndef main(args):\n", "class Parser:\n    ", "# a list of words\nWORDS = ["]
+MESSAGES = [{"role": "user", "content": "def read("}]
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def model(llm64) -> selfspec.LLM:
+    """The built-in model in float64 with a chat template, drafting with its profile."""
+    made = with_template(llm64)
+    return selfspec.wrap(llm64.model, made.tokenizer, profile="stdlib-llama-3.7m", name="toy")
+
+
+@pytest.fixture(scope="module")
+def one(model):
+    batch = Batch(model, rows=4, adaptive=False, make=lambda runtime: make_drafter(runtime, model.profile))
+    with served(model, batch, queue=200) as made:  # which drafts, however fast this machine is
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(one):
+    with openai.OpenAI(base_url=f"{one.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_greedy_texts_together_are_those_of_each_alone(client, model, one):
+    answer = client.completions.create(model="toy", prompt=PROMPTS, max_tokens=NEW, temperature=0)
+    alone = [model.generate(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+    assert [choice.text for choice in answer.choices] == [each.text for each in alone]
+    assert answer.usage.completion_tokens == sum(len(each.tokens) for each in alone)
+    assert sum(one.batches[0].counters.by_source.values()) > 0, "some of it was drafted"
+
+
+def test_a_seed_gives_generates_text_streamed_or_not(client, model):
+    how = {"model": "toy", "prompt": PROMPTS[0], "max_tokens": NEW, "temperature": 0.9, "top_p": 0.95}
+    alone = {
+        seed: model.generate(PROMPTS[0], max_new_tokens=NEW, temperature=0.9, top_p=0.95, seed=seed).text
+        for seed in (7, 8, 9)
+    }
+    assert len(set(alone.values())) == 3
+    answer = client.completions.create(**how, seed=7, n=3)
+    assert [choice.text for choice in answer.choices] == list(alone.values()), "each further text with the next seed"
+    pieces = client.completions.create(**how, seed=7, stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces) == alone[7]
+
+
+def test_chats_and_stops(client, model):
+    alone = model.chat(MESSAGES, max_new_tokens=NEW)
+    how = {"model": "toy", "messages": MESSAGES, "max_tokens": NEW, "temperature": 0}
+    assert client.chat.completions.create(**how).choices[0].message.content == alone.text
+    stop = alone.text[5:8]
+    expected = model.chat(MESSAGES, max_new_tokens=NEW, stop=stop)
+    choice = client.chat.completions.create(**how, stop=stop).choices[0]
+    assert (choice.message.content, choice.finish_reason) == (expected.text, "stop")
+
+
+def test_log_probabilities_are_the_models_own(client, model):
+    how = {"model": "toy", "prompt": PROMPTS[1], "max_tokens": 12, "temperature": 0}
+    told = client.completions.create(**how, logprobs=3).choices[0].logprobs
+    alone = model.generate(PROMPTS[1], max_new_tokens=12, probabilities=True)
+    assert [exp(logprob) for logprob in told.token_logprobs] == pytest.approx(
+        [event.probability for event in alone.events], rel=1e-5
+    )
+    for token, logprob, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+        assert max(top, key=top.get) == token
+        assert top[token] == pytest.approx(logprob)
+
+
+def test_penalties_and_biases(client, model):
+    how = {"model": "toy", "prompt": PROMPTS[0], "max_tokens": NEW, "temperature": 0}
+    plain = client.completions.create(**how).choices[0].text
+    first = model.encode(PROMPTS[0] + plain)[len(model.encode(PROMPTS[0]))]
+    banned = client.completions.create(**how, logit_bias={str(first): -100}).choices[0].text
+    assert banned[:3] != plain[:3]
+    ids = model.generate(PROMPTS[0], max_new_tokens=NEW).tokens
+    assert len(set(ids)) < len(ids), "something is said twice"
+    varied = client.completions.create(**how, frequency_penalty=2, presence_penalty=2, logprobs=0).choices[0]
+    assert len(set(varied.logprobs.tokens)) > len(set(ids))
+    repeated = client.completions.create(**how, extra_body={"repetition_penalty": 1.5}).choices[0].text
+    assert repeated == model.generate(PROMPTS[0], max_new_tokens=NEW, settings={"repetition_penalty": 1.5}).text
+
+
+@needs("llguidance", "llguidance")
+def test_a_schema_is_followed(client, model):
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"type": "integer", "maximum": 99}},
+        "required": ["name", "size"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},  # of which a small model finds no end
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": True}}
+    how = {"model": "toy", "messages": MESSAGES, "max_tokens": 80, "temperature": 0.8, "seed": 3}
+    choice = client.chat.completions.create(**how, response_format=form).choices[0]
+    assert set(json.loads(choice.message.content)) == {"name", "size"}
+    assert choice.finish_reason == "stop"
+    guide = model.guide(json_schema=schema)
+    assert choice.message.content == model.chat(MESSAGES, max_new_tokens=80, temperature=0.8, seed=3, guide=guide).text
+
+
+def test_a_common_beginning_is_read_once(client, one, model):
+    prompt = "x = 1\n" * 60
+    before = one.batches[0].counters.reused
+    answer = client.completions.create(model="toy", prompt=prompt, n=4, max_tokens=2, temperature=0)
+    assert len({choice.text for choice in answer.choices}) == 1
+    assert one.batches[0].counters.reused > before
+    assert 0 < answer.usage.prompt_tokens_details.cached_tokens <= answer.usage.prompt_tokens
+    assert answer.usage.prompt_tokens == len(model.encode(prompt))
+
+
+def test_who_goes_away_leaves_memory_as_it_was(client, one):
+    batch = one.batches[0]
+    until(lambda: one.service.idle)
+    for _ in range(3):
+        stream = client.completions.create(model="toy", prompt=PROMPTS, n=2, max_tokens=600, temperature=1, stream=True)
+        next(iter(stream))
+        stream.close()
+        until(lambda: one.service.idle)
+    assert batch.idle
+    assert batch.free == batch.places
+    assert client.completions.create(model="toy", prompt="x", max_tokens=1).choices
+
+
+def test_rude_clients_do_not_change_what_others_get(client, one, model):
+    batch, alone = one.batches[0], [model.generate(prompt, max_new_tokens=NEW).text for prompt in PROMPTS]
+    with ThreadPoolExecutor(8) as all_at_once:
+        rude = [all_at_once.submit(misbehave, one.port, number) for number in range(60)]
+        for _ in range(3):
+            answer = client.completions.create(model="toy", prompt=PROMPTS, max_tokens=NEW, temperature=0)
+            assert [choice.text for choice in answer.choices] == alone
+        for each in rude:
+            each.result()
+    until(lambda: one.service.idle)
+    assert batch.idle
+    assert batch.free == batch.places
+
+
+def test_two_replicas(model, llm64):
+    other = selfspec.wrap(llm64.model, model.tokenizer, profile="none", name="toy")
+    batches = [Batch(model, rows=2), Batch(other, rows=2)]
+    with served(model, *batches, rows=2) as one, openai.OpenAI(base_url=f"{one.url}/v1", api_key="-") as client:
+        asked = [prompt for prompt in PROMPTS for _ in range(2)]
+        answer = client.completions.create(model="toy", prompt=asked, max_tokens=NEW, temperature=0)
+        alone = [model.generate(prompt, max_new_tokens=NEW).text for prompt in asked]
+        assert [choice.text for choice in answer.choices] == alone
+        assert all(batch.counters.tokens for batch in batches)
