@@ -1,10 +1,11 @@
-"""Tokens a second by how many prompts are decoded together: plainly, with fixed drafts, with drafts by load; and theirs.
+"""Tokens a second by how many prompts are decoded together: plainly, with fixed drafts, with drafts by load; theirs.
 
     python tests/scripts/throughput.py --model smollm2-135m --prompts prompts.jsonl --chat --out throughput.json
 
-Every prompt gets `--new-tokens` tokens, end-of-sequence left out, so that all do the same work; methods by turns, ratios
-are medians over rounds. `hf` is `transformers`' continuous batching (`generate_batch`), `--server URL` an OpenAI server
-that runs already (llama.cpp's, for one), which gets as many requests at a time. Texts are compared with plain decoding's.
+Every prompt gets `--new-tokens` tokens, end-of-sequence left out, so that all do the same work; methods by turns,
+ratios are medians over rounds. `hf` is `transformers`' continuous batching (`generate_batch`), `--server URL` an OpenAI
+server that runs already (llama.cpp's, for one), which gets as many requests at a time. Texts are compared with plain
+decoding's.
 """
 
 from __future__ import annotations
@@ -162,8 +163,8 @@ def main() -> None:
             table.append({"size": size, "method": name, "tokens_per_second": speed, "ratio": ratio})
             table[-1] |= {"same": same, "prompts": len(prompts), "said": said[name], "each": speeds[name]}
             print(
-                f"{size:3d} {name:9s} {speed:8.1f} tokens/s {ratio:6.2f} of plain, {same} of {len(prompts)} texts the same; "
-                f"{said[name]}",
+                f"{size:3d} {name:9s} {speed:8.1f} tokens/s {ratio:6.2f} of plain, {same} of {len(prompts)} texts the "
+                f"same; {said[name]}",
                 flush=True,
             )
         for one in runs.values():
