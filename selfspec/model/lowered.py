@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from selfspec.model.dispatch import device_of
-from selfspec.model.families.base import Attention, Family, Layer, Mlp, Parts, SubLayer
+from selfspec.model.families.base import Attention, Family, Mlp, Parts, SubLayer
 from selfspec.model.kernels import kernel_for
 from selfspec.model.linears import Call, Group
 from selfspec.model.low_precision import Bits, Kernel, Whole, bytes_of, in_few_bits, roundable
@@ -63,7 +63,7 @@ class Lowered:
             _ = group.modules[0].whole.product  # rounded now, and not in the first pass
         others = layer.groups_of("mlp" if part == "attention" else "attention")
         groups = (*made, *others) if part == "attention" else (*others, *made)
-        block = self.family.block(Layer(layer.module, groups, layer.norms), self.norms)
+        block = self.family.block(replace(layer, groups=groups), self.norms)
         return (block.attention if part == "attention" else block.mlp), held
 
     def head(self, bits: Bits, tokens: Sequence[int] | None) -> tuple[Call, int] | None:

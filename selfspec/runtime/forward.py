@@ -25,8 +25,9 @@ from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.masks import Masks
 from selfspec.runtime.passes import ROWS, NativePass, Spot
 from selfspec.runtime.paths import CompiledPath, Paths
-from selfspec.runtime.places import Place, move
+from selfspec.runtime.places import Place, Tokens, move, place
 from selfspec.runtime.scratch import Scratch, Scratches
+from selfspec.runtime.turning import Turning
 from selfspec.speculation.step import Step
 
 _NARROW = 16  # rows up to which a CPU's small products beat its fused attention and elementwise rope
@@ -50,6 +51,8 @@ class Runtime:
         self.device = self.skeleton.device
         self.dtype = self.skeleton.sizes.dtype
         self._masks = Masks(self.skeleton.sizes, self.device)
+        # The shortest window of any layer: what it hides depends on where the tokens of slots stand.
+        self._reach = min((s.window for s in self.skeleton.sights if s.window is not None), default=None)
         # Where the order of rounding is ours to choose, queries and keys are scaled as they are turned, half each.
         exact = self.dtype in (torch.float32, torch.float64)
         self._turn_scale = self.skeleton.scaling**0.5 if exact else 1.0
@@ -134,24 +137,14 @@ class Runtime:
             dtype=s.dtype,
             devices=[block.device for block in self.skeleton.blocks],
             turned=self._turned,
+            placed=self._reach is not None,
         )
-        self._keep = torch.eye(s.head_dim, dtype=s.dtype, device=self.device)
-        self._cos, self._sin = self._rope(min(slots, self.skeleton.context))
-        self._swap = self._keep.roll(s.head_dim // 2, 0)
-        self._spot = Spot(self.cache, self._cos, self._sin) if self._turned else None
-
-    def _rope(self, positions: int) -> tuple[Tensor, Tensor]:
-        """The model's own rope as tables `[positions, 1, d]`, both scaled by `_turn_scale`.
-
-        x turned is x * cos + (x, halves swapped) * sin.
-        """
-        d = self.skeleton.sizes.head_dim
-        at = torch.arange(max(positions, 1), device=self.device)[None]
-        cos, sin = (t.to(self.device) for t in self.skeleton.rotary(self._keep, at))  # which may be on another
-        if cos.shape[-1] != d:
-            raise SelfspecError(f"rope covers {cos.shape[-1]} of {d} dimensions; partial rope is not supported")
-        sin = torch.cat((-sin[..., : d // 2], sin[..., d // 2 :]), dim=-1)
-        return cos[0].unsqueeze(1) * self._turn_scale, sin[0].unsqueeze(1) * self._turn_scale
+        keep = torch.eye(s.head_dim, dtype=s.dtype, device=self.device)
+        positions, sights = min(slots, self.skeleton.context), self.skeleton.sights
+        ropes = {sight.rope: Turning(sight.rope, positions, keep, self._turn_scale) for sight in sights}
+        self._sights = [(sight, ropes[sight.rope]) for sight in sights]
+        first = self._sights[0][1]
+        self._spot = Spot(self.cache, first.cos, first.sin) if self._turned else None
 
     # -- the one forward -------------------------------------------------------------------------------------
 
@@ -185,13 +178,18 @@ class Runtime:
         slots = positions if slots is None else slots
         stream = self.skeleton.embed(tokens)
         native = way.native if batch == 1 and n <= ROWS and not between and logits is not None else None
+        if self._reach is not None:
+            self.cache.place(positions, slots, n, rows)
+            if not isinstance(slots, int) or slots + n > self._reach:
+                native = None
         if native is not None and self._spot is not None:
             additive = None if mask is None else self._masks.additive(mask)
             spot = self._spot.set(n, positions, slots, additive, rows.indices(self.rows)[0])
             normed, streams = self._native(native, spot, stream[0].float(), hidden)
             out = way.head(normed[0 if logits == "all" else n - 1 :])
             return Step(out.unsqueeze(0), streams)
-        place = self._place(batch, n, positions, slots, mask, rows)
+        at, narrow = Tokens(batch, n, positions, slots, mask, rows), self._direct and batch * n <= _NARROW
+        places = [place(*sight, self.cache, self._masks, at, narrow=narrow) for sight in self._sights]
         scratch = self._scratches.get(batch, n, self.device)
         scratch.stream.copy_(stream.flatten(0, 1))
         streams, halves = dict[int, Tensor](), dict[int, Tensor]()
@@ -199,9 +197,9 @@ class Runtime:
             if index in hidden:
                 streams[index] = scratch.kept()
             if scratch.device != device:
-                scratch, place = self._moved(scratch, place, device)
+                scratch, places = self._moved(scratch, places, device)
             if attention is not None:
-                self._attention(attention, index, scratch, place)
+                self._attention(attention, index, scratch, places[attention.sight])
             if index in between:
                 halves[index] = scratch.kept()
             if mlp is not None:
@@ -258,37 +256,13 @@ class Runtime:
         if part == "mlp":
             block.mlp.run(scratch)
         else:
-            place = self._place(batch, n, positions, positions if slots is None else slots, mask, rows)
-            self._attention(block.attention, index, scratch, move(place, block.device))
+            slots = positions if slots is None else slots
+            if self._reach is not None:
+                self.cache.place(positions, slots, n, rows)
+            at, narrow = Tokens(batch, n, positions, slots, mask, rows), self._direct and batch * n <= _NARROW
+            stands = place(*self._sights[block.attention.sight], self.cache, self._masks, at, narrow=narrow)
+            self._attention(block.attention, index, scratch, move(stands, block.device))
         return (scratch.stream - x).view(batch, n, -1)
-
-    def _place(
-        self, batch: int, n: int, positions: int | Tensor, slots: int | Tensor, mask: Tensor | None, rows: slice
-    ) -> Place:
-        direct = self._direct and batch * n <= _NARROW
-        if isinstance(positions, int):
-            cos, sin = self._cos.narrow(0, positions, n), self._sin.narrow(0, positions, n)
-            if batch > 1:
-                cos, sin = cos.repeat(batch, 1, 1), sin.repeat(batch, 1, 1)
-        else:
-            cos, sin = self._cos[positions].flatten(0, 1), self._sin[positions].flatten(0, 1)  # [N, 1, d]
-        turn = torch.mul(self._keep, cos).addcmul_(self._swap, sin) if direct else (cos, sin)
-        if isinstance(turn, Tensor) and len(turn) == 1:
-            turn = turn[0]
-        causal, additive = False, None
-        if mask is not None:
-            seen, additive = mask.shape[-1], self._masks.additive(mask)
-        elif isinstance(slots, Tensor):
-            seen = int(slots.max()) + 1
-            additive = self._masks.additive(torch.arange(seen, device=slots.device) <= slots.unsqueeze(-1))
-        else:
-            seen, causal = slots + n, n > 1 and slots == 0 and not direct
-            additive = self._masks.chain(n, seen) if n > 1 and not causal else None
-        if direct and additive is not None:
-            additive = self._masks.grouped(additive)
-        keys, values = self.cache.seen(seen, rows) if direct else self.cache.repeated(seen, rows)
-        to = slots if isinstance(slots, Tensor) else self.cache.run(slots, n, rows)
-        return Place(turn, to, keys, values, additive, direct, causal, rows)
 
     def _attention(self, attention: Attention, index: int, scratch: Scratch, place: Place) -> None:
         """Add what a layer's attention gives to the stream, and write its keys and values."""
@@ -300,7 +274,10 @@ class Runtime:
                 torch.bmm(scratch.qk, place.turn, out=scratch.turned)
         else:
             cos, sin = place.turn
-            swapped = scratch.qk.roll(self.skeleton.sizes.head_dim // 2, -1)
+            if place.partner is None:
+                swapped = scratch.qk.roll(self.skeleton.sizes.head_dim // 2, -1)
+            else:
+                swapped = scratch.qk.index_select(-1, place.partner)
             torch.mul(scratch.qk, cos, out=scratch.turned).addcmul_(swapped, sin)
         if isinstance(place.to, Tensor):
             self.cache.scatter(index, scratch.k, scratch.v, place.to, place.rows)
@@ -310,8 +287,13 @@ class Runtime:
         scratch.gather_q()
         if place.direct:
             q, keys = scratch.q_rows, place.keys[index]
-            scores = torch.bmm(q, keys) if place.mask is None else torch.baddbmm(place.mask, q, keys)
-            out = torch.bmm(scores.softmax(-1), place.values[index], out=scratch.out)
+            if attention.weights is not None:
+                weights = attention.weights(torch.bmm(q, keys).mul_(self._scaling), place.mask)
+            elif place.mask is None:
+                weights = torch.bmm(q, keys).softmax(-1)
+            else:
+                weights = torch.baddbmm(place.mask, q, keys).softmax(-1)
+            out = torch.bmm(weights, place.values[index], out=scratch.out)
         else:
             keys = place.keys[index]
             if keys.stride(-1) != 1:  # as no fused attention takes them
@@ -328,8 +310,8 @@ class Runtime:
             scratch.take(out)
         attention.add(scratch.stream, scratch.mixed)
 
-    def _moved(self, scratch: Scratch, place: Place, device: torch.device) -> tuple[Scratch, Place]:
+    def _moved(self, scratch: Scratch, places: list[Place], device: torch.device) -> tuple[Scratch, list[Place]]:
         """The stream, and what lies beside the cache, on another device."""
         there = self._scratches.get(scratch.batch, scratch.n, device)
         there.stream.copy_(scratch.stream)
-        return there, move(place, device)
+        return there, [move(place, device) for place in places]
