@@ -40,13 +40,16 @@ class Formula:
     once: bool = False
 
 
+LLAMAS = Formula()
+
+
 class Norms:
     """Makes norms of the residual stream out of a model's modules, and keeps those it made up to date.
 
     `eps` is the one that `longer` is made for, `dtype` the stream's; without it, that of the norms' weights.
     """
 
-    def __init__(self, eps: float, dtype: torch.dtype | None = None, formula: Formula = Formula()) -> None:
+    def __init__(self, eps: float, dtype: torch.dtype | None = None, formula: Formula = LLAMAS) -> None:
         self._eps, self._dtype, self._formula = eps, dtype, formula
         self._made: WeakSet[ScaledNorm] = WeakSet()
 
@@ -59,7 +62,7 @@ class Norms:
         if not plain or (weight := weight_of(module)) is None or self._dtype not in (None, weight.dtype):
             return _called(module)
         if weight.dtype not in EXACT:
-            rounded = weight.device.type == device.type == "cpu" and self._formula == Formula()
+            rounded = weight.device.type == device.type == "cpu" and self._formula == LLAMAS
             return RoundedNorm(weight.detach()) if rounded else _called(module)
         norm = ScaledNorm(weight.detach().to(device), self._formula.plus)
         self._made.add(norm)
@@ -81,6 +84,14 @@ class Norms:
         if name.endswith("LayerNorm") and getattr(module, "bias", None) is None:
             return partial(F.layer_norm, normalized_shape=shape, weight=weight, bias=None, eps=eps)
         return on_rows(module)
+
+    def in_float32(self, module: Any) -> Call:
+        """A norm of anything in float32, which training can go through."""
+        gain, eps, bias = self.gain(module).float(), _eps_of(module), getattr(module, "bias", None)
+        if not type(module).__name__.endswith("LayerNorm"):
+            return lambda x: F.rms_norm(x.float(), gain.shape, gain, eps)
+        bias = None if bias is None else bias.detach().float()
+        return lambda x: F.layer_norm(x.float(), gain.shape, gain, bias, eps)
 
     def gain(self, module: Any) -> Tensor:
         """What a norm multiplies with `[width]`."""

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from selfspec.basics.errors import UnsupportedModelError
 from selfspec.facts.identity import Identity
@@ -57,6 +58,16 @@ class Skeleton:
     device: torch.device
     norms: Norms
     lowered: Lowered
+
+    @property
+    def parts(self) -> Parts:
+        """Where the model keeps its modules."""
+        return self.lowered.parts
+
+    @property
+    def gain(self) -> Tensor:
+        """What the last norm multiplies with `[D]`."""
+        return self.norms.gain(self.parts.norm)
 
     def refresh(self) -> None:
         """Take over norms' weights that have been changed in place."""

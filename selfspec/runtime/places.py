@@ -34,9 +34,9 @@ class Place:
     """Where a forward's `[B, n]` tokens, N = B * n rows, stand: their rope, what they see and write of the cache.
 
     `turn`: rope as a matrix for each row `[N, d, d]`, of one row `[d, d]`, or as cosines and sines `[N, 1, d]`, with
-    each dimension's `partner` `[d]`; None: that half of them apart. `keys` and `values` are by layer, as `Cache.seen` gives them if attention is `direct`, else as `Cache.repeated` does. `to`
-    are each layer's slots of keys and values to write `[B, H_kv, n, d]`, or, where slots are scattered, those slots
-    `[B, n]`.
+    each dimension's `partner` `[d]`; None: that half of them apart. `keys` and `values` are by layer, as `Cache.seen`
+    gives them if attention is `direct`, else as `Cache.repeated` does. `to` are each layer's slots of keys and values
+    to write `[B, H_kv, n, d]`, or, where slots are scattered, those slots `[B, n]`.
     """
 
     turn: Tensor | tuple[Tensor, Tensor]

@@ -17,6 +17,7 @@ from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.draft_path import FULL, DraftPath
 from selfspec.llm.llm import LLM
 from selfspec.measure.cost_fitting import forward_seconds
+from selfspec.model.families import parts_of
 from selfspec.model.gguf import quietly
 from selfspec.model.loading import load_model
 from selfspec.profile.draft import ProposerSpec
@@ -90,8 +91,9 @@ class DistillLearner:
         if theirs != ours:
             raise SelfspecError(f"the student has {theirs} tokens, the model {ours}; want one of the same tokenizer")
         self.student.requires_grad_(False)
-        base = self.student.base_model
-        self.net = nn.ModuleList([base.layers, base.norm]).requires_grad_(True)
+        parts = parts_of(self.student)
+        trained = [*(layer.module for layer in parts.layers), parts.norm]
+        self.net = nn.ModuleList(trained).requires_grad_(True)
 
     def loss(self, windows: Sequence[Text]) -> Tensor:
         """How far the student's distributions are from the model's, over windows of one length."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.model.linears import Call, Group, Into, Onto
-from selfspec.model.norms import Formula, Norm, Norms
+from selfspec.model.norms import LLAMAS, Formula, Norm, Norms
 
 SubLayer = Literal["attention", "mlp"]
 
@@ -150,7 +150,8 @@ class Layer:
 
     `module` is the layer itself. `groups` are its linears in the order of their use, those together that read the same
     input. `norms` are those over the width of the residual stream, in the order of their use. `sight` is the number of
-    its `Sight` among `Parts.sights`. `names` are what the layer calls its attention and its MLP.
+    its `Sight` among `Parts.sights`. `names` are what the layer calls its attention and its MLP. `rotary` is what the
+    layer is given cosines and sines by. `beside`: whether its MLP gives something beside, which nobody uses.
     """
 
     module: Any
@@ -158,6 +159,8 @@ class Layer:
     norms: tuple[nn.Module, ...]
     sight: int = 0
     names: tuple[str, str] = ("self_attn", "mlp")
+    rotary: Rotary | None = None
+    beside: bool = False
 
     def groups_of(self, part: SubLayer) -> tuple[Group, ...]:
         """The groups of one sub-layer: attention's go up to the first that writes to the stream."""
@@ -169,9 +172,9 @@ class Layer:
 class Parts:
     """Where a model keeps its modules, and numbers that not every family's configuration has, or has by one name.
 
-    `norm` is the last one, before `head`. `sights` are those of the layers. `scaling` multiplies the products of queries
-    and keys. `eps` and `formula` are those of the stream's norms. `embedded` multiplies what the embedding gives.
-    `logits`: what the head's products become, if they are not the logits themselves; minus infinity stays.
+    `norm` is the last one, before `head`. `sights` are those of the layers. `scaling` multiplies the products of
+    queries and keys. `eps` and `formula` are those of the stream's norms. `embedded` multiplies what the embedding
+    gives. `logits`: what the head's products become, if they are not the logits themselves; minus infinity stays.
     """
 
     embedding: Any
@@ -182,7 +185,7 @@ class Parts:
     head_dim: int
     scaling: float
     eps: float
-    formula: Formula = Formula()
+    formula: Formula = LLAMAS
     embedded: float = 1.0
     logits: Call | None = None
 

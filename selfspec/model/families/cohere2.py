@@ -1,4 +1,4 @@
-"""Cohere 2 (Command R7B and A): both sub-layers read the same norm, windowed layers alone have rope, over neighbours."""
+"""Cohere 2 (Command R7B, A): both sub-layers read one norm; windowed layers alone have rope, over neighbours."""
 
 from __future__ import annotations
 

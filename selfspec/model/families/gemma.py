@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from selfspec.basics.errors import UnsupportedModelError
-from selfspec.model.dispatch import device_of
-from selfspec.model.families.base import Attention, GatedMlp, Layer, Mlp, Parts, Rope, Sight
+from selfspec.model.families.base import Attention, GatedMlp, Layer, Mlp, Parts, Rope, Rotary, Sight
 from selfspec.model.families.llama import Llama
 from selfspec.model.families.pieces import capped, capped_weights, normed_onto, windows_of
 from selfspec.model.families.qwen3 import with_normed_heads
@@ -67,10 +66,14 @@ class Gemma2(Llama):
 class Gemma3(Gemma2):
     """The `Family` of models with the module tree of `Gemma3ForCausalLM`, which reads texts alone."""
 
+    def rotary(self, body: Any, index: int) -> Rotary:
+        """That of its kind of layers."""
+        return partial(body.rotary_emb, layer_type=body.config.layer_types[index])
+
     def sights(self, body: Any, config: Any) -> list[Sight]:
         """A rope for each kind of layer."""
-        kinds = config.layer_types
-        ropes = {kind: Rope(partial(body.rotary_emb, layer_type=kind)) for kind in dict.fromkeys(kinds)}
+        kinds = config.layer_types[: len(body.layers)]
+        ropes = {kind: Rope(self.rotary(body, kinds.index(kind))) for kind in dict.fromkeys(kinds)}
         windows = windows_of(config, len(body.layers))
         return [Sight(ropes[kind], window) for kind, window in zip(kinds, windows, strict=True)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +31,7 @@ class GptNeoX(Llama):
         attention = body.layers[0].attention
         return Parts(
             embedding=body.embed_in,
-            layers=tuple(self.layer(layer, 0) for layer in body.layers),
+            layers=tuple(replace(self.layer(layer, 0), rotary=body.rotary_emb) for layer in body.layers),
             norm=body.final_layer_norm,
             head=Group(model, ("lm_head",)),
             sights=(Sight(Rope(body.rotary_emb)),),

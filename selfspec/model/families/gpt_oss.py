@@ -1,4 +1,4 @@
-"""GPT-OSS: experts with biases, windows in every other layer, and sinks: scores of their own that values are lost to."""
+"""GPT-OSS: experts with biases, windows in some layers, and sinks: scores of no value beside those of tokens."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ class GptOss(Mixtral):
         """Scores are weighted beside sinks."""
         rope = Rope(repeated_halves(body.rotary_emb))
         return [Sight(rope, window, by_hand=True) for window in windows_of(config, len(body.layers))]
+
+    def layer(self, layer: Any, sight: int) -> Layer:
+        """Its MLP gives the router's scores beside."""
+        return replace(super().layer(layer, sight), beside=True)
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
         """With a sink for each head."""

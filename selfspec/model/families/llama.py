@@ -7,6 +7,7 @@ in some layers or all. Knows nothing of caches, prompts and drafts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,16 +17,16 @@ from transformers.activations import SiLUActivation
 
 from selfspec.basics.errors import UnsupportedModelError
 from selfspec.model.dispatch import device_of
-from selfspec.model.families.base import Attention, Block, GatedMlp, Layer, Mlp, Parts, Rope, Sight
+from selfspec.model.families.base import Attention, Block, GatedMlp, Layer, Mlp, Parts, Rope, Rotary, Sight
 from selfspec.model.families.pieces import windows_of
 from selfspec.model.linears import Call, Group, embedding, is_plain, linear, linear_onto, linear_over, side_by_side
-from selfspec.model.norms import Formula, Norms
+from selfspec.model.norms import LLAMAS, Formula, Norms
 
 
 class Llama:
     """The `Family` of models with the module tree of `LlamaForCausalLM`."""
 
-    formula: ClassVar[Formula] = Formula()
+    formula: ClassVar[Formula] = LLAMAS
 
     def parts(self, model: Any) -> Parts:
         """Where a model keeps its modules."""
@@ -41,7 +42,8 @@ class Llama:
         return Parts(
             embedding=body.embed_tokens,
             layers=tuple(
-                self.layer(layer, sights.index(sight)) for layer, sight in zip(body.layers, of_layers, strict=True)
+                replace(self.layer(layer, sights.index(sight)), rotary=self.rotary(body, i))
+                for i, (layer, sight) in enumerate(zip(body.layers, of_layers, strict=True))
             ),
             norm=body.norm,
             head=Group(model, ("lm_head",)),
@@ -52,6 +54,11 @@ class Llama:
             formula=self.formula,
             logits=self.logits(model.config),
         )
+
+    def rotary(self, body: Any, index: int) -> Rotary:
+        """What a layer is given cosines and sines by."""
+        rotary: Rotary = body.rotary_emb
+        return rotary
 
     def sights(self, body: Any, config: Any) -> list[Sight]:
         """What each layer's attention sees."""

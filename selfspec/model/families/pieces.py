@@ -54,7 +54,8 @@ def normed_heads(into: Into, q_norm: Call, k_norm: Call, shape: tuple[int, int, 
 
     def qkv(x: Tensor, out: Tensor) -> None:
         into(x, out)
-        q, k, _ = out.view(len(out), -1, d).split((heads, kv_heads, kv_heads), 1)
+        turning = out.view(len(out), -1, d)
+        q, k = turning.narrow(1, 0, heads), turning.narrow(1, heads, kv_heads)
         q.copy_(q_norm(q))
         k.copy_(k_norm(k))
 
@@ -67,7 +68,7 @@ def normed_projections(into: Into, q_norm: Call, k_norm: Call, shape: tuple[int,
 
     def qkv(x: Tensor, out: Tensor) -> None:
         into(x, out)
-        q, k, _ = out.split((heads * d, kv_heads * d, kv_heads * d), -1)
+        q, k = out.narrow(1, 0, heads * d), out.narrow(1, heads * d, kv_heads * d)
         q.copy_(q_norm(q))
         k.copy_(k_norm(k))
 
@@ -86,7 +87,7 @@ def scaled_onto(module: Any, factor: float) -> Onto:
     return lambda base, x: base.add_(call(x), alpha=factor)
 
 
-def as_it_is(x: Tensor, longer: Tensor, out: Tensor) -> Tensor:
+def as_it_is(x: Tensor, _longer: Tensor, _out: Tensor) -> Tensor:
     """The `Norm` of a sub-layer that has none before it."""
     return x
 
@@ -176,5 +177,5 @@ class ParallelBlock(Block):
         return replace(self.attention, norm=of_both), replace(self.mlp, norm=_left)
 
 
-def _left(x: Tensor, longer: Tensor, out: Tensor) -> Tensor:
+def _left(_x: Tensor, _longer: Tensor, out: Tensor) -> Tensor:
     return out
