@@ -122,7 +122,7 @@ class Head(ABC):
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self.target.skeleton.embed(tokens.unsqueeze(0))[0]
-        return embedded
+        return embedded.detach()  # an embedding that is called as a module
 
     def over_all(self, logits: Tensor) -> Tensor:
         """Logits of the words as `[V]` over all tokens: minus infinity for those that the part does not know."""

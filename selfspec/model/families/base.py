@@ -144,6 +144,23 @@ class Block:
         return self.attention if attention else None, self.mlp if mlp else None
 
 
+class ExpertWeights(Protocol):
+    """A router, and experts whose weights are at hand one by one."""
+
+    @property
+    def router(self) -> Any:
+        """Gives its logits, then weights and numbers of the chosen experts for each row `[N, k]`."""
+
+    def readable(self) -> bool:
+        """Whether the weights are at hand, and all that experts multiply with."""
+
+    def each(self) -> Iterator[tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]]:
+        """Each expert's gate and up, as one, and its down: weights `[out, in]` and biases."""
+
+    def mixed(self, gate_up: Tensor) -> Tensor:
+        """What an expert's down reads of its gate and up `[n, 2 * I]`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """Where a decoder layer keeps its modules.
@@ -151,7 +168,8 @@ class Layer:
     `module` is the layer itself. `groups` are its linears in the order of their use, those together that read the same
     input. `norms` are those over the width of the residual stream, in the order of their use. `sight` is the number of
     its `Sight` among `Parts.sights`. `names` are what the layer calls its attention and its MLP. `rotary` is what the
-    layer is given cosines and sines by. `beside`: whether its MLP gives something beside, which nobody uses.
+    layer is given cosines and sines by. `beside`: whether its MLP gives something beside, which nobody uses. `experts`
+    are those in the place of an MLP's linears.
     """
 
     module: Any
@@ -161,6 +179,7 @@ class Layer:
     names: tuple[str, str] = ("self_attn", "mlp")
     rotary: Rotary | None = None
     beside: bool = False
+    experts: ExpertWeights | None = None
 
     def groups_of(self, part: SubLayer) -> tuple[Group, ...]:
         """The groups of one sub-layer: attention's go up to the first that writes to the stream."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from selfspec.model.families.base import Attention, Layer, Rope, Sight, Weights
+from selfspec.model.families.experts import ExpertParts
+from selfspec.model.families.llama import Llama
 from selfspec.model.families.moe import Mixtral
 from selfspec.model.families.pieces import repeated_halves, softmax, windows_of
 from selfspec.model.norms import Formula, Norms
@@ -26,7 +28,8 @@ class GptOss(Mixtral):
 
     def layer(self, layer: Any, sight: int) -> Layer:
         """Its MLP gives the router's scores beside."""
-        return replace(super().layer(layer, sight), beside=True)
+        experts = ExpertParts(layer.mlp.router, layer.mlp.experts, across=True)
+        return replace(Llama.layer(self, layer, sight), experts=experts, beside=True)
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
         """With a sink for each head."""

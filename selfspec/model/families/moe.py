@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from selfspec.model.dispatch import device_of
 from selfspec.model.families.base import Layer, Mlp
+from selfspec.model.families.experts import ExpertParts, Experts
 from selfspec.model.families.llama import Llama
-from selfspec.model.families.pieces import Experts
 from selfspec.model.families.qwen3 import Qwen3
 from selfspec.model.linears import Group
 from selfspec.model.norms import Norms
@@ -15,6 +16,12 @@ from selfspec.model.norms import Norms
 
 class Mixtral(Llama):
     """The `Family` of models with the module tree of `MixtralForCausalLM`."""
+
+    def layer(self, layer: Any, sight: int) -> Layer:
+        """With its experts, where it has some."""
+        experts = getattr(layer.mlp, "experts", None)
+        found = None if experts is None else ExpertParts(layer.mlp.gate, experts)
+        return replace(super().layer(layer, sight), experts=found)
 
     def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
         """Experts are no linears of one input: they are called as a whole."""

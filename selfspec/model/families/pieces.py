@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from selfspec.model.families.base import Attention, Block, GatedMlp, Mlp, Rotary, Workspace
-from selfspec.model.linears import Call, Into, Onto, linear, on_rows
+from selfspec.model.linears import Call, Into, Onto, linear
 from selfspec.model.norms import Norm
 
 
@@ -135,28 +135,6 @@ class PlainMlp:
         """Add that to the stream."""
         self.up(self.norm(work.stream, work.longer, work.normed), work.activated)
         self.down(work.stream, self.act(work.activated))
-
-
-class Experts:
-    """A router and its experts, run as the model's own module. Its mode is that of the experts together."""
-
-    def __init__(self, norm: Norm, module: Any) -> None:
-        self.norm, self._call = norm, on_rows(_first(module))
-
-    def run(self, work: Workspace) -> None:
-        """Add to the stream what the chosen experts make of it."""
-        work.stream.add_(self._call(self.norm(work.stream, work.longer, work.normed)))
-
-
-def _first(module: Any) -> Call:
-    """What a module gives, without what some give beside it."""
-
-    def call(x: Tensor) -> Tensor:
-        given = module(x)
-        first: Tensor = given[0] if isinstance(given, tuple) else given
-        return first
-
-    return call
 
 
 class ParallelBlock(Block):
