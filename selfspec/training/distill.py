@@ -30,6 +30,7 @@ from selfspec.training.path_learner import LOSSES, PLACES
 from selfspec.training.texts import Text
 
 KEPT = 5  # of so many layers, one is kept, where it is not said how many
+OF_LAYERS, NUMBERED = ("layer_types", "no_rope_layers"), "mlp_only_layers"  # what configurations say of each layer
 CONTEXT, REPEATS = 128, 20  # keys in the cache while steps are timed, and how often
 
 
@@ -44,8 +45,11 @@ def some_layers(model: Any, count: int) -> Any:
     kept = [round(i * (layers - 1) / max(count - 1, 1)) for i in range(count)]
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = count
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[layer] for layer in kept]
+    for name in OF_LAYERS:
+        if getattr(config, name, None):
+            setattr(config, name, [getattr(config, name)[layer] for layer in kept])
+    if getattr(config, NUMBERED, None):
+        setattr(config, NUMBERED, [i for i, layer in enumerate(kept) if layer in getattr(config, NUMBERED)])
     made = type(model)(config).to(model.dtype)
     state = {}
     for name, value in model.state_dict().items():
