@@ -17,7 +17,7 @@ from torch import Tensor
 from selfspec.basics.errors import UnsupportedModelError
 from selfspec.facts.identity import Identity
 from selfspec.model.dispatch import check_hooks, check_places, containers, device_of, weight_of
-from selfspec.model.families import Parts, find_family
+from selfspec.model.families import Parts, find_family, is_lean
 from selfspec.model.families.base import Block, Sight
 from selfspec.model.linears import Call
 from selfspec.model.low_precision import Kernel
@@ -28,6 +28,7 @@ from selfspec.model.sizes import Sizes
 ROPES = ("default", "linear", "llama3", "yarn")
 # These recompute their frequencies from each call's longest position: fixed only up to the original length.
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+ENDLESS = 2**20  # positions of a model that does not say how many it has
 ORIGINAL = "original_max_position_embeddings"
 
 
@@ -88,7 +89,7 @@ def read_skeleton(model: Any, *, kernel: Kernel | None = None) -> Skeleton:
         model = model.get_base_model()
     family = find_family(config, type(model).__name__)
     assert config is not None
-    context, limit = _context(config)
+    context, limit = context_of(config)
     parts = family.parts(model)
     inside = containers(model, parts.called())
     check_hooks(inside)
@@ -109,11 +110,16 @@ def read_skeleton(model: Any, *, kernel: Kernel | None = None) -> Skeleton:
         sizes=sizes,
         context=context,
         limit=limit,
-        ends=_ends(model),
+        ends=ends_of(model),
         device=device_of(parts.embedding),
         norms=norms,
         lowered=Lowered(family, parts, norms, kernel),
     )
+
+
+def identity_of(model: Any) -> Identity:
+    """Which model this is; with a fingerprint of its weights where it is of a family that is served by name."""
+    return read_skeleton(model).identity if is_lean(model) else read_identity(model.config)
 
 
 def read_identity(config: Any) -> Identity:
@@ -122,10 +128,10 @@ def read_identity(config: Any) -> Identity:
         name=getattr(config, "_name_or_path", None) or None,
         model_type=config.model_type,
         layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
+        hidden=getattr(config, "hidden_size", None),
+        heads=getattr(config, "num_attention_heads", None),
         kv_heads=_kv_heads(config),
-        intermediate=config.intermediate_size,
+        intermediate=getattr(config, "intermediate_size", None),
         vocabulary=config.vocab_size,
     )
 
@@ -143,7 +149,8 @@ def _sizes(config: Any, parts: Parts) -> Sizes:
 
 
 def _kv_heads(config: Any) -> int:
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads
 
 
 def _brought(head: Call, parts: Parts, stream: torch.device) -> Call:
@@ -154,9 +161,9 @@ def _brought(head: Call, parts: Parts, stream: torch.device) -> Call:
     return lambda x: head(x.to(device))
 
 
-def _context(config: Any) -> tuple[int, str]:
+def context_of(config: Any) -> tuple[int, str]:
     """Positions that can be served, and the reason for the limit."""
-    context, limit = int(config.max_position_embeddings), "the model's context"
+    context, limit = int(getattr(config, "max_position_embeddings", None) or ENDLESS), "the model's context"
     for rope in _ropes(config):
         kind = rope.get("rope_type", "default")
         if kind in LENGTH_DEPENDENT_ROPES:
@@ -177,7 +184,8 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
     return kinds or [rope]
 
 
-def _ends(model: Any) -> frozenset[int]:
+def ends_of(model: Any) -> frozenset[int]:
+    """The tokens after which nothing is emitted."""
     generation = getattr(model, "generation_config", None)
     end = getattr(generation, "eos_token_id", None)
     return end_tokens(model.config.eos_token_id if end is None else end)

@@ -25,7 +25,7 @@ from selfspec.model.families.smollm3 import SmolLM3
 from selfspec.model.families.stablelm import StableLm
 from selfspec.model.families.starcoder2 import Starcoder2
 
-__all__ = ["FAMILIES", "Family", "Parts", "find_family", "parts_of"]
+__all__ = ["FAMILIES", "Family", "Parts", "find_family", "is_lean", "parts_of"]
 
 FAMILIES: dict[str, Family] = {
     "llama": Llama(),
@@ -60,6 +60,11 @@ def find_family(config: Any, what: str) -> Family:
             f"{what} (model_type {name!r}) is not supported; supported: causal language models of {', '.join(FAMILIES)}"
         )
     return FAMILIES[name]
+
+
+def is_lean(model: Any) -> bool:
+    """Whether a loaded model is of one of these families, which the lean runtime runs."""
+    return getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
 
 
 def parts_of(model: Any) -> Parts:
