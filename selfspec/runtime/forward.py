@@ -178,18 +178,15 @@ class Runtime:
         slots = positions if slots is None else slots
         stream = self.skeleton.embed(tokens)
         native = way.native if batch == 1 and n <= ROWS and not between and logits is not None else None
-        if self._reach is not None:
-            self.cache.place(positions, slots, n, rows)
-            if not isinstance(slots, int) or slots + n > self._reach:
-                native = None
+        if self._reach is not None and self._hides(positions, slots, n, rows):
+            native = None
         if native is not None and self._spot is not None:
             additive = None if mask is None else self._masks.additive(mask)
             spot = self._spot.set(n, positions, slots, additive, rows.indices(self.rows)[0])
             normed, streams = self._native(native, spot, stream[0].float(), hidden)
             out = way.head(normed[0 if logits == "all" else n - 1 :])
             return Step(out.unsqueeze(0), streams)
-        at, narrow = Tokens(batch, n, positions, slots, mask, rows), self._direct and batch * n <= _NARROW
-        places = [place(*sight, self.cache, self._masks, at, narrow=narrow) for sight in self._sights]
+        places = self._places(Tokens(batch, n, positions, slots, mask, rows))
         scratch = self._scratches.get(batch, n, self.device)
         scratch.stream.copy_(stream.flatten(0, 1))
         streams, halves = dict[int, Tensor](), dict[int, Tensor]()
@@ -258,11 +255,21 @@ class Runtime:
         else:
             slots = positions if slots is None else slots
             if self._reach is not None:
-                self.cache.place(positions, slots, n, rows)
-            at, narrow = Tokens(batch, n, positions, slots, mask, rows), self._direct and batch * n <= _NARROW
-            stands = place(*self._sights[block.attention.sight], self.cache, self._masks, at, narrow=narrow)
-            self._attention(block.attention, index, scratch, move(stands, block.device))
+                self._hides(positions, slots, n, rows)
+            places = self._places(Tokens(batch, n, positions, slots, mask, rows))
+            self._attention(block.attention, index, scratch, move(places[block.attention.sight], block.device))
         return (scratch.stream - x).view(batch, n, -1)
+
+    def _hides(self, positions: int | Tensor, slots: int | Tensor, n: int, rows: slice) -> bool:
+        """Say where a pass's tokens stand, in a model with windows; whether any may be hidden from one of them."""
+        assert self._reach is not None
+        self.cache.place(positions, slots, n, rows)
+        return not isinstance(slots, int) or slots + n > self._reach
+
+    def _places(self, of: Tokens) -> list[Place]:
+        """Where a pass's tokens stand, for each of the model's sights."""
+        narrow = self._direct and of.batch * of.n <= _NARROW
+        return [place(*sight, self.cache, self._masks, of, narrow=narrow) for sight in self._sights]
 
     def _attention(self, attention: Attention, index: int, scratch: Scratch, place: Place) -> None:
         """Add what a layer's attention gives to the stream, and write its keys and values."""

@@ -18,7 +18,7 @@ import selfspec
 from selfspec.basics.errors import SelfspecError, UnsupportedModelError
 from selfspec.model.families import FAMILIES
 from selfspec.model.families.llama import Llama
-from selfspec.model.layout import lay_out_
+from selfspec.model.layout import join_all_
 from selfspec.model.skeleton import read_skeleton
 from selfspec.runtime.forward import Runtime
 
@@ -51,7 +51,7 @@ def test_a_family_of_a_known_skeleton_is_a_line_in_the_registry(monkeypatch):
     with pytest.raises(UnsupportedModelError, match=refusal):
         read_skeleton(like)
     with pytest.raises(UnsupportedModelError, match=refusal):
-        lay_out_(like, "rows")
+        join_all_(like)
     monkeypatch.setitem(FAMILIES, "llama-like", Llama())
     assert plain(Runtime(like), [3, 1, 4], 12) == plain(Runtime(model), [3, 1, 4], 12)
     with pytest.raises(UnsupportedModelError, match="supported: .* llama, .*, llama-like$"):
