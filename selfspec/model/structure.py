@@ -6,7 +6,7 @@ Knows nothing of how they compute.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,9 @@ class Outline:
 
     def refresh(self) -> None:
         """Nothing is held of the model."""
+
+    def head_over(self, tokens: Sequence[int]) -> None:
+        """None: the model's own head computes all logits."""
 
     @property
     def parts(self) -> Any:

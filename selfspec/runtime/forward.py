@@ -42,6 +42,7 @@ class Runtime:
     """
 
     trees = True
+    learns = True  # whether draft paths may name what was trained
     cache: Cache
 
     def __init__(self, model: Any, *, rows: int = 1, kernel: Kernel | None = None) -> None:

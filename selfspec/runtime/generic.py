@@ -52,6 +52,8 @@ class GenericRuntime(Runtime):
     or whose logits through this cache are not its own.
     """
 
+    learns = False
+
     def __init__(self, model: Any, *, rows: int = 1) -> None:
         self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._structure = find_structure(self.model)

@@ -200,6 +200,10 @@ def test_texts_are_replayed(name):
     drafter = LayerSkipDrafter(runtime, SKIPS[1], FixedK(3))
     _, outcomes = run(runtime, drafter, PROMPT, 10)
     with Replay(runtime.model, [Text(tuple(tokens), len(PROMPT), 10)], depth=4, like=runtime) as replay:
+        streams = replay.streams(4)
+        added = streams.branch(1, "mlp", streams.between[1])
+        if name in ("gemma", "olmo", "gpt2"):  # norms before sub-layers, one after the other
+            close(streams.between[1] + added, streams.entering[2])
         (trace,) = replay.trace(SKIPS[1], [FixedK(3)])
         at = 0
         for outcome in outcomes:
