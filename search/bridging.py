@@ -39,12 +39,12 @@ def with_bridges(
     """`score` again with a bridge over each run of layers bypassed whole, where that is predicted to be faster.
 
     Fitted to `texts` (token ids), none of which scores rest on. What a bridge itself takes, a few hundredths of a
-    layer, is not predicted. None too where no layer is bypassed whole, and where time does not allow two passes over
-    the texts for each run; a pass over so many tokens takes `seconds`.
+    layer, is not predicted. None too where no layer is bypassed whole, where the model cannot have bridges, and where
+    time does not allow two passes over the texts for each run; a pass over so many tokens takes `seconds`.
     """
     runs = score.path.runs(runtime.layers)
     took = 2 * len(runs) * sum(seconds(min(len(tokens), LONGEST)) for tokens in texts)
-    if not runs or len(texts) < 2 or not allows(took):
+    if not runs or not runtime.learns or len(texts) < 2 or not allows(took):
         return None
     read = [Text(torch.tensor(tokens[:LONGEST]), torch.empty(0), 0) for tokens in texts]
     unseen = read[::HELD_OUT]

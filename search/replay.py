@@ -21,6 +21,7 @@ from selfspec.facts.confidence import PROBABILITY
 from selfspec.facts.draft_path import FULL, DraftPath, as_path
 from selfspec.facts.skip import SkipSet
 from selfspec.runtime.forward import Runtime
+from selfspec.runtime.opening import open_runtime
 from selfspec.runtime.paths import CompiledPath
 from selfspec.speculation.sampling import Sampler, gaps
 
@@ -80,7 +81,7 @@ class Replay:
         self.seed = seed
         self.confidence = PROBABILITY
         self._noise = noise or self._uniforms
-        self._runtime = (like or Runtime(model)).beside(rows=len(self.texts))
+        self._runtime = (like or open_runtime(model)).beside(rows=len(self.texts))
         self.ends = self._runtime.skeleton.ends
         self._longest = max(len(text.tokens) for text in self.texts)
         self._first = [0]  # number of each text's first start

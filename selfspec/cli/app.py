@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from selfspec.cli.flat import flat
+from selfspec.cli.generate_options import GenerateCommand
 from selfspec.cli.options import (
     AuditCommand,
     BenchCommand,
@@ -14,7 +15,6 @@ from selfspec.cli.options import (
     CompareCommand,
     ConvertCommand,
     ExportCommand,
-    GenerateCommand,
     IndexCommand,
     SearchCommand,
     TrainCommand,

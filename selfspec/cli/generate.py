@@ -9,7 +9,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.cli.color import colored, legend, write
 from selfspec.cli.common import print_json, quiet, stats_line, stderr, stdout
 from selfspec.cli.decoding import Decoding, decoding
-from selfspec.cli.options import GenerateCommand
+from selfspec.cli.generate_options import GenerateCommand
 from selfspec.text.prompt import is_unicode
 
 if TYPE_CHECKING:

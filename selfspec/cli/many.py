@@ -19,7 +19,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, kind
 from selfspec.cli.common import printable, progress, quiet, stage_line, stderr
 from selfspec.cli.decoding import decoding
-from selfspec.cli.options import GenerateCommand
+from selfspec.cli.generate_options import GenerateCommand
 
 if TYPE_CHECKING:
     from selfspec.llm.batch import BatchCounters

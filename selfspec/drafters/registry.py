@@ -56,6 +56,7 @@ from selfspec.proposers.base import Proposer
 from selfspec.proposers.lookup import Lookup
 from selfspec.proposers.store import Store, Stored
 from selfspec.runtime.forward import Runtime
+from selfspec.runtime.opening import open_runtime
 from selfspec.speculation.drafter import Drafter
 
 Spec = TypeVar("Spec", bound=DraftSpec)
@@ -197,7 +198,7 @@ def _draft_model(name: str, device: str, dtype: str, bits: str | None) -> tuple[
     """A draft model and its tokenizer. Its weights are there once, however many drafters it has."""
     model, tokenizer = load_model(name, device=device, dtype=dtype)
     lay_out_(model, drafting=True, few_bits=bits is not None)
-    return Runtime(model), tokenizer
+    return open_runtime(model), tokenizer
 
 
 def _tokenizer(profile: Profile) -> Any:

@@ -31,7 +31,7 @@ from selfspec.llm.here import outlook_here
 from selfspec.llm.llm import LLM, wrap
 from selfspec.llm.plan import check_config
 from selfspec.model.layout import check_layout, lay_out_
-from selfspec.model.skeleton import read_skeleton
+from selfspec.model.skeleton import identity_of
 from selfspec.profile.choosing import choose_profile, named_profile
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
@@ -175,7 +175,7 @@ class CustomGenerate:
         """As suits the profile that the model is to draft by."""
         if self.layout is None:
             return
-        chosen = choose_profile(read_skeleton(model).identity, self.profile, self.method)
+        chosen = choose_profile(identity_of(model), self.profile, self.method)
         drafts = [] if chosen is None or not chosen.drafts else chosen.alternatives
         few_bits = any(one.path.low_precision for one in drafts)
         lay_out_(model, self.layout, drafting=bool(drafts), few_bits=few_bits)

@@ -23,7 +23,7 @@ from selfspec.drafters import LayerSkipDrafter
 from selfspec.facts.acceptance import Outlook
 from selfspec.facts.draft_path import DraftPath
 from selfspec.llm.rounds import timed_rounds
-from selfspec.model.families import parts_of
+from selfspec.model.families import is_lean, parts_of
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
@@ -103,7 +103,8 @@ def _at(shares: Mapping[int, float], rows: int) -> float:
 
 def _file(runtime: Runtime, path: DraftPath) -> Path:
     """Where the shares of this kind of model and path, with these threads, on this machine, are kept."""
-    linears = [module for group in parts_of(runtime.model).layers[0].groups for module in group.modules]
+    groups = parts_of(runtime.model).layers[0].groups if is_lean(runtime.model) else ()
+    linears = [module for group in groups for module in group.modules]
     lie = [type(m).__name__ + (str(m.weight.stride()) if isinstance(m, nn.Linear) else "") for m in linears]
     settings = [os.environ.get(name) for name in ("THP_MEM_ALLOC_ENABLE", "ONEDNN_MAX_CPU_ISA")]
     what = [

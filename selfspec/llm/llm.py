@@ -26,13 +26,14 @@ from selfspec.llm.plan import Plan, new_tokens, plan, timed
 from selfspec.llm.stream import Generation, Stream
 from selfspec.model.layout import check_layout, choose, lay_out_, layout_times, weight_bytes
 from selfspec.model.loading import DeviceMap, load_model
-from selfspec.model.skeleton import read_skeleton
+from selfspec.model.skeleton import identity_of
 from selfspec.profile.choosing import check_profile, choose_profile, guessing, named_profile
 from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.schema import Profile
 from selfspec.proposers.answers import check_answers
 from selfspec.proposers.store import Store
 from selfspec.runtime.forward import Runtime
+from selfspec.runtime.opening import open_runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.sampling import whole
 from selfspec.speculation.sequence import SequenceState
@@ -98,7 +99,7 @@ class LLM:
     def __init__(self, model: Any, tokenizer: Any, *, name: str | None = None, profile: Profile | None = None) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.runtime = Runtime(model)
+        self.runtime: Runtime = open_runtime(model)
         self.name = name or self.runtime.skeleton.identity.name or "unnamed"
         self.layout: str | None = None  # how `load` laid the weights out, and would have for plain decoding
         self.plain_layout: str | None = None
@@ -241,7 +242,7 @@ class LLM:
         is told the text when it is over, if there is any token of it.
         """
         ids = self.encode(prompt)
-        planned = self._plan(ids, options)
+        planned = self.plan(ids, options)
         drafter = drafter or self.drafter
         if planned.sampler.seeded:
             look_here(drafter)
@@ -267,9 +268,7 @@ class LLM:
 
     def plan(self, prompt: Prompt, options: Options) -> Plan:
         """What options come to for a prompt. Raises `SelfspecError` for what cannot be done."""
-        return self._plan(self.encode(prompt), options)
-
-    def _plan(self, ids: Sequence[int], options: Options) -> Plan:
+        ids = self.encode(prompt)
         planned = plan(self.model, options, ids, ends=self.runtime.skeleton.ends)
         self.check_room(len(ids), planned.max_new_tokens)
         return planned
@@ -305,7 +304,7 @@ def load(
         check_answers(answers)
     named = named_profile(profile)
     loaded, tokenizer = load_model(model, device=device, dtype=dtype)
-    identity = read_skeleton(loaded).identity.model_copy(update={"name": model})
+    identity = identity_of(loaded).model_copy(update={"name": model})
     chosen = choose_profile(identity, named, method)
     if drafting is None:
         drafting = chosen is not None and chosen.drafts

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import cached_file, read_cached, write_cached
 from selfspec.basics.machine import machine
-from selfspec.model.families import Parts, parts_of
+from selfspec.model.families import Parts, is_lean, parts_of
 from selfspec.model.linears import Group, is_exact, join_, linear, side_by_side
 from selfspec.model.native import IN_A_PASS, ROWS, nativise_
 from selfspec.model.native_library import available, library
@@ -72,6 +72,10 @@ def lay_out_(model: Any, layout: str = "auto", *, drafting: bool = False, few_bi
     and a model that is not served.
     """
     check_layout(layout)
+    if not is_lean(model):  # it runs itself, on weights as they are
+        if layout not in ("auto", "rows"):
+            raise SelfspecError(f"layout '{layout}' is not for {type(model).__name__}; want auto or rows")
+        return "rows"
     if layout == "auto":
         layout = choose(layout_times(model), drafting=drafting, few_bits=few_bits)
     if layout in ("rows", "columns"):
@@ -143,6 +147,8 @@ def _packable(parts: Parts) -> bool:
 
 def layout_times(model: Any) -> Times:
     """`measure_layouts`, or what it gave before for this kind of model; empty where only `rows` can be had."""
+    if not is_lean(model):
+        return {}
     parts = parts_of(model)
     if not _plain(parts) or not (available() or _packable(parts)):
         return {}

@@ -195,13 +195,15 @@ def load_tokenizer(name: str) -> Any:
 def read_identity(name: str) -> Identity:
     """What a model's configuration says of it, without its weights. Raises `SelfspecError`."""
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from selfspec.model.families import find_family
+    from selfspec.model.families import FAMILIES, find_family
     from selfspec.model.skeleton import read_identity as read
 
     try:
         config = AutoConfig.from_pretrained(_readable(name), trust_remote_code=False)
-        find_family(config, name)
+        if config.model_type not in (*FAMILIES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+            find_family(config, name)
         return read(config)
     except SelfspecError:
         raise

@@ -59,7 +59,7 @@ def rounded(weight: Tensor, bits: Bits) -> Rounded:
         scale = (weight.abs().amax(1, keepdim=True).float() / 127).clamp(min=1e-12).bfloat16()
         values = (weight.float() / scale.float()).round_().clamp_(-127, 127).to(torch.int8)
         return Rounded(8, values, scale)
-    grouped = weight.float().view(out, -1, _group(into) or into)
+    grouped = weight.float().view(out, -1, groups_of(into) or into)
     low, high = grouped.amin(2), grouped.amax(2)
     scale = ((high - low) / 15).clamp(min=1e-12).bfloat16()
     zero = (low + 8 * scale.float()).bfloat16()
@@ -73,17 +73,18 @@ def bytes_of(bits: Bits, out: int, into: int) -> int:
 
     `fake` takes as much as the model's own weight, and a kernel may take it again when several rows first come.
     """
-    return out * into + 2 * out if bits == 8 else out * into // 2 + 4 * out * (into // (_group(into) or into))
+    return out * into + 2 * out if bits == 8 else out * into // 2 + 4 * out * (into // (groups_of(into) or into))
 
 
 def roundable(modules: Sequence[Any], bits: Bits) -> bool:
     """Whether linears can be had in so many bits: their weights are at hand, and fit into groups."""
     if not all(map(is_readable, modules)):
         return False
-    return bits == 8 or all(_group(module.in_features) for module in modules)
+    return bits == 8 or all(groups_of(module.in_features) for module in modules)
 
 
-def _group(into: int) -> int | None:
+def groups_of(into: int) -> int | None:
+    """How many inputs share a scale in 4 bits; None where they do not fit into groups."""
     return next((size for size in GROUPS if into % size == 0), None)
 
 

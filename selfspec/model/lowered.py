@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from selfspec.model.dispatch import device_of
-from selfspec.model.families.base import Attention, Family, Layer, Mlp, Parts, SubLayer
+from selfspec.model.families.base import Attention, ExpertWeights, Family, Layer, Mlp, Parts, SubLayer
+from selfspec.model.families.experts import Experts, LowExperts
 from selfspec.model.kernels import kernel_for
 from selfspec.model.linears import Call, Group, Moved
-from selfspec.model.low_precision import Bits, Kernel, Whole, bytes_of, in_few_bits, roundable
+from selfspec.model.low_precision import Bits, Kernel, Whole, bytes_of, groups_of, in_few_bits, roundable
 from selfspec.model.norms import Norms
 from selfspec.model.trained import Bridge, Crossing, Trained, Update
 
@@ -31,7 +32,10 @@ class Lowered:
 
     def bytes(self, index: int, part: SubLayer, bits: Bits) -> int | None:
         """Memory that a layer's attention or MLP would take; None where it cannot be had in so many bits."""
-        return _bytes(self.parts.layers[index].groups_of(part), bits)
+        layer = self.parts.layers[index]
+        if part == "mlp" and layer.experts is not None:
+            return _bytes_of_experts(layer.experts, bits)
+        return _bytes(layer.groups_of(part), bits)
 
     def group_sizes(self, index: int, number: int) -> tuple[int, int] | None:
         """Outputs and inputs of a group of linears of a layer, by its number in it; None where there is none."""
@@ -53,6 +57,8 @@ class Lowered:
         With the updates of `trained`, where there are some of it.
         """
         layer = self.parts.layers[index]
+        if part == "mlp" and layer.experts is not None:
+            return self._experts(layer, layer.experts, bits)
         own = layer.groups_of(part)
         if _bytes(own, bits) is None:
             return None
@@ -63,8 +69,21 @@ class Lowered:
             _ = group.modules[0].whole.product  # rounded now, and not in the first pass
         others = layer.groups_of("mlp" if part == "attention" else "attention")
         groups = (*made, *others) if part == "attention" else (*others, *made)
-        block = self.family.block(Layer(layer.module, groups, layer.norms), self.norms)
+        block = self.family.block(replace(layer, groups=groups), self.norms)
         return (block.attention if part == "attention" else block.mlp), held
+
+    def _experts(self, layer: Layer, experts: ExpertWeights, bits: Bits) -> tuple[LowExperts, int] | None:
+        """All experts of a layer; the router stays as it is."""
+        held = _bytes_of_experts(experts, bits)
+        if held is None:
+            return None
+        mlp = self.family.block(layer, self.norms).mlp
+        assert isinstance(mlp, Experts)
+        products = [tuple(self._product(*of, bits) for of in pair) for pair in experts.each()]
+        return LowExperts(mlp.norm, experts.router, experts.mixed, [(into, onto) for into, onto in products]), held
+
+    def _product(self, weight: Tensor, bias: Tensor | None, bits: Bits) -> Call:
+        return Whole(weight, bias, bits, self._kernel(weight, bits)).product
 
     def head(self, bits: Bits, tokens: Sequence[int] | None) -> tuple[Call, int] | None:
         """The head, over some tokens only where they are named, and its memory; None where it cannot be had."""
@@ -105,6 +124,14 @@ class Lowered:
         changes = [None if update is None else update.up @ update.down for update in updates] or [None] * len(groups)
         made = [in_few_bits(group, bits, kernel, change) for group, change in zip(groups, changes, strict=True)]
         return [group for group, _ in made], sum(held for _, held in made)
+
+
+def _bytes_of_experts(experts: ExpertWeights, bits: Bits) -> int | None:
+    if not experts.readable():
+        return None
+    shapes = [tuple(weight.shape) for pair in experts.each() for weight, _ in pair]
+    fits = all(bits == 8 or groups_of(into) for _, into in shapes)
+    return sum(bytes_of(bits, out, into) for out, into in shapes) if fits else None
 
 
 def _bytes(groups: Sequence[Group], bits: Bits) -> int | None:

@@ -12,12 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from selfspec.basics.errors import UnsupportedModelError
 from selfspec.facts.identity import Identity
 from selfspec.model.dispatch import check_hooks, check_places, containers, device_of, weight_of
-from selfspec.model.families import Parts, find_family
-from selfspec.model.families.base import Block, Rotary
+from selfspec.model.families import Parts, find_family, is_lean
+from selfspec.model.families.base import Block, Sight
 from selfspec.model.linears import Call, Moved
 from selfspec.model.low_precision import Kernel
 from selfspec.model.lowered import Lowered
@@ -27,6 +28,8 @@ from selfspec.model.sizes import Sizes
 ROPES = ("default", "linear", "llama3", "yarn")
 # These recompute their frequencies from each call's longest position: fixed only up to the original length.
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+ENDLESS = 2**20  # positions of a model that does not say how many it has
+ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Skeleton:
 
     `embed` turns token ids `[B, n]` into the residual stream `[B, n, D]`, `blocks` are its layers, `norm` and `head`
     make logits of its rows, `head_over` makes a head that computes some tokens' logits only, if its weight is at hand.
-    `rotary` gives rope's cosines and sines, `scaling` multiplies the products of queries and keys. `context` is the
+    `sights` are what attention sees, `scaling` multiplies the products of queries and keys. `context` is the
     number of positions that can be served, `limit` says why. `ends` are the tokens after which nothing is emitted.
     `device` is where tokens come in and logits go out. `norms` keeps the stream's norms up to date. `lowered` makes
     sub-layers and the head in few bits.
@@ -46,7 +49,7 @@ class Skeleton:
     norm: Norm
     head: Call
     head_over: Callable[[Sequence[int]], Call | None]
-    rotary: Rotary
+    sights: tuple[Sight, ...]
     scaling: float
     identity: Identity
     sizes: Sizes
@@ -56,6 +59,16 @@ class Skeleton:
     device: torch.device
     norms: Norms
     lowered: Lowered
+
+    @property
+    def parts(self) -> Parts:
+        """Where the model keeps its modules."""
+        return self.lowered.parts
+
+    @property
+    def gain(self) -> Tensor:
+        """What the last norm multiplies with `[D]`."""
+        return self.norms.gain(self.parts.norm)
 
     def refresh(self) -> None:
         """Take over norms' weights that have been changed in place."""
@@ -76,12 +89,13 @@ def read_skeleton(model: Any, *, kernel: Kernel | None = None) -> Skeleton:
         model = model.get_base_model()
     family = find_family(config, type(model).__name__)
     assert config is not None
-    context, limit = _context(config)
+    context, limit = context_of(config)
     parts = family.parts(model)
     inside = containers(model, parts.called())
     check_hooks(inside)
     check_places(model, [layer.module for layer in parts.layers], inside)
-    norms = Norms(parts.eps)
+    sizes = _sizes(config, parts)
+    norms = Norms(parts.eps, sizes.dtype, parts.formula)
     blocks = tuple(family.block(layer, norms) for layer in parts.layers)
     last = blocks[-1].device
     return Skeleton(
@@ -90,17 +104,22 @@ def read_skeleton(model: Any, *, kernel: Kernel | None = None) -> Skeleton:
         norm=norms.read(parts.norm, last),
         head=_brought(family.head(parts), parts, last),
         head_over=partial(family.head_over, parts),
-        rotary=parts.rotary,
+        sights=parts.sights,
         scaling=parts.scaling,
         identity=read_identity(config).model_copy(update={"fingerprint": _fingerprint(parts)}),
-        sizes=_sizes(config, parts),
+        sizes=sizes,
         context=context,
         limit=limit,
-        ends=_ends(model),
+        ends=ends_of(model),
         device=device_of(parts.embedding),
         norms=norms,
         lowered=Lowered(family, parts, norms, kernel),
     )
+
+
+def identity_of(model: Any) -> Identity:
+    """Which model this is; with a fingerprint of its weights where it is of a family that is served by name."""
+    return read_skeleton(model).identity if is_lean(model) else read_identity(model.config)
 
 
 def read_identity(config: Any) -> Identity:
@@ -109,10 +128,10 @@ def read_identity(config: Any) -> Identity:
         name=getattr(config, "_name_or_path", None) or None,
         model_type=config.model_type,
         layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        intermediate=config.intermediate_size,
+        hidden=getattr(config, "hidden_size", None),
+        heads=getattr(config, "num_attention_heads", None),
+        kv_heads=_kv_heads(config),
+        intermediate=getattr(config, "intermediate_size", None),
         vocabulary=config.vocab_size,
     )
 
@@ -122,11 +141,16 @@ def _sizes(config: Any, parts: Parts) -> Sizes:
         hidden=config.hidden_size,
         intermediate=config.intermediate_size,
         heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
+        kv_heads=_kv_heads(config),
         head_dim=parts.head_dim,
         eps=parts.eps,
-        dtype=parts.norm.weight.dtype,
+        dtype=parts.embedding.weight.dtype,
     )
+
+
+def _kv_heads(config: Any) -> int:
+    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads
 
 
 def _brought(head: Call, parts: Parts, stream: torch.device) -> Call:
@@ -137,33 +161,31 @@ def _brought(head: Call, parts: Parts, stream: torch.device) -> Call:
     return Moved(head, device)
 
 
-def _context(config: Any) -> tuple[int, str]:
+def context_of(config: Any) -> tuple[int, str]:
     """Positions that can be served, and the reason for the limit."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    context, limit = int(config.max_position_embeddings), "the model's context"
-    if kind in LENGTH_DEPENDENT_ROPES:
-        original = rope.get("original_max_position_embeddings") or context
-        if original < context:
-            context, limit = int(original), f"the original length of '{kind}' rope, beyond which keys would change"
-    elif kind not in ROPES:
-        supported = ", ".join((*ROPES, *LENGTH_DEPENDENT_ROPES))
-        raise UnsupportedModelError(f"rope type '{kind}' is not supported; supported: {supported}")
-    window = _window(config)
-    if window is not None and window < context:
-        context, limit = window, "the sliding window, within which attention is full"
+    context, limit = int(getattr(config, "max_position_embeddings", None) or ENDLESS), "the model's context"
+    for rope in _ropes(config):
+        kind = rope.get("rope_type", "default")
+        if kind in LENGTH_DEPENDENT_ROPES:
+            held = (rope, vars(config))
+            original = next((of[ORIGINAL] for of in held if of.get(ORIGINAL)), context)
+            if original < context:
+                context, limit = int(original), f"the original length of '{kind}' rope, beyond which keys would change"
+        elif kind not in ROPES:
+            supported = ", ".join((*ROPES, *LENGTH_DEPENDENT_ROPES))
+            raise UnsupportedModelError(f"rope type '{kind}' is not supported; supported: {supported}")
     return context, limit
 
 
-def _window(config: Any) -> int | None:
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and "sliding_attention" not in kinds:
-        return None
-    window = getattr(config, "sliding_window", None)
-    return None if window is None else int(window)
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """What a configuration says of rope: for all layers, or for each kind of them."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [of for of in rope.values() if isinstance(of, dict)]
+    return kinds or [rope]
 
 
-def _ends(model: Any) -> frozenset[int]:
+def ends_of(model: Any) -> frozenset[int]:
+    """The tokens after which nothing is emitted."""
     generation = getattr(model, "generation_config", None)
     end = getattr(generation, "eos_token_id", None)
     return end_tokens(model.config.eos_token_id if end is None else end)

@@ -2,7 +2,7 @@
 
 The residual stream is padded with channels of zeros. Attention heads and MLP units are added, which read the stream
 with random weights and whose output has zero weights. That keeps the logits of RMSNorm models with separate projections
-and no other weights, as the families served have them. Knows nothing of caches, prompts and drafts.
+and no other weights, as the Llama skeleton has them. Knows nothing of caches, prompts and drafts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.model.families import Parts, find_family
+from selfspec.model.families.llama import Llama
 
 
 @torch.no_grad()
@@ -24,11 +25,13 @@ def widen(model: Any, factor: int, *, seed: int = 0) -> Any:
     Head size, layers and vocabulary stay. Norms are rescaled: the mean square over D' = factor * D channels is D / D'
     of what it was, so eps' = eps * D / D' and weight' = weight * sqrt(D / D'), which is exact in floating point where
     the factor is a power of 4. About half of the weights, the output and down projections', are zeros. Raises
-    `SelfspecError` for a factor below 1 or a model that is not served.
+    `SelfspecError` for a factor below 1 or a model that is not of the Llama skeleton.
     """
     if factor < 1:
         raise SelfspecError(f"widening factor {factor}: want at least 1")
     family = find_family(model.config, type(model).__name__)
+    if type(family) is not Llama:
+        raise SelfspecError(f"{type(model).__name__} cannot be widened; want a model of the Llama skeleton")
     narrow = family.parts(model)
     config = copy.deepcopy(model.config)
     config.head_dim = narrow.head_dim

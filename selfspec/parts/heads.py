@@ -73,6 +73,7 @@ class Head(ABC):
         own = sorted((name for name in take if name.startswith("head.") and name.endswith("weight")), key=_number)
         heads = [(take.pop(name), take.pop(name.replace("weight", "bias"), None)) for name in own]
         self._heads = [self._make.of(*head) for head in heads or [(head_rows(target, self.words), None)]]
+        self._then = None if heads else target.skeleton.parts.logits  # what the model's own head's products become
         try:
             self._begin(part.settings, take)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -97,13 +98,17 @@ class Head(ABC):
         were read before from `start` on are forgotten.
         """
         out, state = self._read(row, start, tokens, self._embedded(tokens), streams)
-        return self._heads[0](out)[0], state
+        return self._logits(0, out), state
 
     def go_on(self, row: int, start: int, place: int, token: int, state: Any) -> tuple[Tensor, Any]:
         """The same after a token that it proposed as the `place`-th (from 1) after the pairs up to `start`."""
         tokens = torch.tensor([token], device=self.target.device)
         out, state = self._go_on(row, start, place, tokens, self._embedded(tokens), state)
-        return self._heads[min(place, len(self._heads) - 1)](out)[0], state
+        return self._logits(min(place, len(self._heads) - 1), out), state
+
+    def _logits(self, number: int, out: Tensor) -> Tensor:
+        logits = self._heads[number](out)[0]
+        return logits if self._then is None else self._then(logits)
 
     @abstractmethod
     def _read(self, row: int, start: int, tokens: Tensor, embedded: Tensor, streams: Tensor) -> tuple[Tensor, Any]:
@@ -117,7 +122,7 @@ class Head(ABC):
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self.target.skeleton.embed(tokens.unsqueeze(0))[0]
-        return embedded
+        return embedded.detach()  # an embedding that is called as a module
 
     def over_all(self, logits: Tensor) -> Tensor:
         """Logits of the words as `[V]` over all tokens: minus infinity for those that the part does not know."""

@@ -22,6 +22,8 @@ class Cache(Rows):
 
     With `turned` a head's keys lie in memory as `[d, slots]`, the order in which a CPU's product of one query with all
     of them reads fastest.
+
+    With `placed`, `positions` `[B, slots]` are those of the slots' tokens: committed ones stand at their slot's number.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Cache(Rows):
         dtype: torch.dtype,
         devices: Sequence[torch.device],
         turned: bool = False,
+        placed: bool = False,
     ) -> None:
         super().__init__(rows, slots)
         # One tensor [L, B, H_kv, slots, d] for each run of layers on one device: views of all are made in one call.
@@ -57,6 +60,8 @@ class Cache(Rows):
         self.keys = [layer for keys, _ in self._whole for layer in keys]
         self.values = [layer for _, values in self._whole for layer in values]
         self._table = torch.arange(rows)
+        at = torch.arange(slots + _SPARE, device=devices[0])
+        self.positions = at.repeat(rows, 1) if placed else None
 
     @property
     def spare(self) -> int:
@@ -72,13 +77,16 @@ class Cache(Rows):
         """Memory held."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
-    def seen(self, slots: int, rows: slice = ALL_ROWS) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys `[B * H_kv, d, slots]` and values `[B * H_kv, slots, d]` of the first `slots` slots, for each layer."""
-        return self._views(self._folded, (-1, -2), 0, slots, self._span(rows, self._heads))
+    def seen(self, slots: int, rows: slice = ALL_ROWS, first: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys `[B * H_kv, d, slots]` and values `[B * H_kv, slots, d]` of the slots up to `slots`, for each layer.
 
-    def repeated(self, slots: int, rows: slice = ALL_ROWS) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of the first `slots` slots for every query head, `[B * H_kv, group, slots, d]` by layer."""
-        return self._views(self._repeated, (-2, -2), 0, slots, self._span(rows, self._heads))
+        Without those before `first`.
+        """
+        return self._views(self._folded, (-1, -2), first, slots - first, self._span(rows, self._heads))
+
+    def repeated(self, slots: int, rows: slice = ALL_ROWS, first: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+        """The same keys and values for every query head, `[B * H_kv, group, slots, d]` by layer."""
+        return self._views(self._repeated, (-2, -2), first, slots - first, self._span(rows, self._heads))
 
     def run(self, start: int, n: int, rows: slice = ALL_ROWS) -> tuple[list[Tensor], list[Tensor]]:
         """A run of `n` slots of keys and values to be written, `[B, H_kv, n, d]` for each layer."""
@@ -112,6 +120,24 @@ class Cache(Rows):
         self.keys[index][rows][row, :, slots] = k
         self.values[index][rows][row, :, slots] = v
 
+    def place(self, positions: int | Tensor, slots: int | Tensor, n: int, rows: slice) -> None:
+        """Say where the tokens of `n` slots stand: as in `Runtime.forward`."""
+        assert self.positions is not None
+        if isinstance(positions, int):
+            positions = torch.arange(positions, positions + n, device=self.positions.device)[None]
+        held = self.positions[rows]
+        if isinstance(slots, int):
+            held[:, slots : slots + n] = positions
+        else:
+            held.scatter_(1, slots, positions.expand_as(slots))
+
+    def near(self, window: int, positions: int | Tensor, n: int, seen: int, rows: slice) -> Tensor:
+        """Of the first `seen` slots, those that stand less than a window before `positions` `[B, n, seen]`."""
+        assert self.positions is not None
+        if isinstance(positions, int):
+            positions = torch.arange(positions, positions + n, device=self.positions.device)[None]
+        return self.positions[rows, None, :seen] > positions.unsqueeze(-1) - window
+
     def take(self, other: Cache) -> None:
         """Take over what is committed in a smaller cache of the same model and rows."""
         longest = max(other.length)
@@ -137,7 +163,9 @@ class Cache(Rows):
             for t in (t for pair in self._whole for t in pair):  # all layers of a device at once
                 kept = t[:, row]
                 kept.narrow(2, start, len(path)).copy_(kept.index_select(2, source.to(t.device)))
-        self.length[row] = start + len(path)
+        self.length[row] = end = start + len(path)
+        if self.positions is not None:
+            self.positions[row, start:end] = torch.arange(start, end, device=self.positions.device)
 
 
 def _repeat(t: Tensor, group: int) -> Tensor:  # [L, B * H_kv, slots, d]

@@ -22,14 +22,15 @@ from selfspec.model.families.base import Attention
 from selfspec.model.low_precision import Kernel
 from selfspec.model.skeleton import read_skeleton
 from selfspec.runtime.cache import ALL_ROWS, Cache
-from selfspec.runtime.caches import cache_of, rope_of
+from selfspec.runtime.caches import cache_of
 from selfspec.runtime.masks import Masks
 from selfspec.runtime.natively import Natively
 from selfspec.runtime.paged import PagedCache, Pool
 from selfspec.runtime.passes import ROWS
 from selfspec.runtime.paths import CompiledPath, Paths
-from selfspec.runtime.places import Place, move
+from selfspec.runtime.places import Place, Tokens, move, place
 from selfspec.runtime.scratch import Scratch, Scratches
+from selfspec.runtime.turning import turnings_of
 from selfspec.speculation.passes import Placed, lay_out
 from selfspec.speculation.step import Step
 
@@ -46,6 +47,7 @@ class Runtime:
     """
 
     trees = True
+    learns = True  # whether draft paths may name what was trained
     cache: Cache | PagedCache
 
     def __init__(self, model: Any, *, rows: int = 1, blocks: int | None = None, kernel: Kernel | None = None) -> None:
@@ -55,6 +57,8 @@ class Runtime:
         self.device = self.skeleton.device
         self.dtype = self.skeleton.sizes.dtype
         self._masks = Masks(self.skeleton.sizes, self.device)
+        # The shortest window of any layer: what it hides depends on where the tokens of slots stand.
+        self._reach = min((s.window for s in self.skeleton.sights if s.window is not None), default=None)
         # Where the order of rounding is ours to choose, queries and keys are scaled as they are turned, half each.
         exact = self.dtype in (torch.float32, torch.float64)
         self._turn_scale = self.skeleton.scaling**0.5 if exact else 1.0
@@ -63,9 +67,10 @@ class Runtime:
         self._paths = Paths(self.skeleton, self._scaling)
         self.learn, self.forget, self.held = self._paths.learn, self._paths.forget, self._paths.held
         self._full = self.compile(FULL)
-        self.native = self._full.native is not None  # full passes are
-        self._turned = self._direct or self.native
+        self.native = self._full.native is not None and self._reach is None  # full passes are, whatever the length
+        self._turned = self._direct or self._full.native is not None
         self._begin(rows, None if blocks is None else Pool(blocks))
+        self.native = self.native and self._native is not None
 
     def beside(self, *, rows: int = 1, blocks: int | None = None, pool: Pool | None = None) -> Runtime:
         """Another over the same model, with a cache of its own for `rows` sequences.
@@ -79,12 +84,13 @@ class Runtime:
 
     def _begin(self, rows: int, pool: Pool | None) -> None:
         """With nothing in the cache, and nothing under way."""
-        if pool is not None and not self.native:
-            raise SelfspecError("native passes alone read a cache in blocks, and this model has none; leave blocks out")
         self.rows, self.pool = rows, pool
         self._scratches = Scratches(self.skeleton.sizes)
         self._lock = threading.Lock()
-        self._allocate(0)
+        if pool is None or self.native:
+            self._allocate(0)
+        if pool is not None and not (self.native and self._native is not None):
+            raise SelfspecError("native passes alone read a cache in blocks, and this model has none; leave blocks out")
 
     # -- the cache's life ------------------------------------------------------------------------------------
 
@@ -140,15 +146,15 @@ class Runtime:
     @torch.inference_mode(False)  # commits write to these tensors outside a forward
     @torch.no_grad()
     def _allocate(self, slots: int) -> None:
-        s = self.skeleton.sizes
         self.__dict__.pop("cache", None)  # free the old one before the new one is made
         slots = -(-slots // _GROWTH) * _GROWTH
-        self.cache = cache_of(self.skeleton, rows=self.rows, slots=slots, turned=self._turned, pool=self.pool)
+        how = {"turned": self._turned, "placed": self._reach is not None}
+        self.cache = cache_of(self.skeleton, rows=self.rows, slots=slots, pool=self.pool, **how)
         positions = min(self.cache.slots, self.skeleton.context)
-        self._keep = torch.eye(s.head_dim, dtype=s.dtype, device=self.device)
-        self._cos, self._sin = rope_of(self.skeleton, self._keep, positions, self._turn_scale)
-        self._swap = self._keep.roll(s.head_dim // 2, 0)
-        self._native = Natively(self.skeleton, self.cache, self._cos, self._sin) if self._turned else None
+        self._sights = turnings_of(self.skeleton, positions, self._turn_scale)
+        turns = self._sights[0][1]
+        natively = self._turned and turns.partner is None
+        self._native = Natively(self.skeleton, self.cache, turns.cos, turns.sin) if natively else None
 
     # -- the one forward -------------------------------------------------------------------------------------
 
@@ -181,10 +187,12 @@ class Runtime:
         way = self._full if path is None else path
         slots = positions if slots is None else slots
         native = self._native if batch == 1 and way.native is not None and not between else None
+        if self._reach is not None and self._hides(positions, slots, n, rows):
+            native = None
         if native is not None and ((n <= ROWS and logits is not None) or self.pool is not None):
             additive, row = None if mask is None else self._masks.additive(mask), rows.indices(self.rows)[0]
             return native.forward(way, tokens, positions, slots, additive, row, logits=logits, hidden=hidden)
-        place = self._place(batch, n, positions, slots, mask, rows)
+        places = self._places(Tokens(batch, n, positions, slots, mask, rows))
         scratch = self._scratches.get(batch, n, self.device)
         scratch.stream.copy_(self.skeleton.embed(tokens).flatten(0, 1))
         streams, halves = dict[int, Tensor](), dict[int, Tensor]()
@@ -192,9 +200,9 @@ class Runtime:
             if index in hidden:
                 streams[index] = scratch.kept()
             if scratch.device != device:
-                scratch, place = self._scratches.moved(scratch, device), move(place, device)
+                scratch, places = self._scratches.moved(scratch, device), [move(place, device) for place in places]
             if attention is not None:
-                self._attention(attention, index, scratch, place)
+                self._attention(attention, index, scratch, places[attention.sight])
             if index in between:
                 halves[index] = scratch.kept()
             if mlp is not None:
@@ -222,18 +230,16 @@ class Runtime:
         Where the path is native, each token gives exactly what it gives alone. Other arguments as in `forward`.
         """
         way = self._full if path is None else path
-        if way.native is not None and self._native is not None:
+        if self._native is not None and way.native is not None and self._reach is None:
             return self._native.over(way, placed, hidden=hidden, logits=logits)
         wanted: Literal["all"] | None = "all" if logits else None
         tokens, positions, slots, mask, rows, at = lay_out(placed, spare=self._rectangle.spare, device=self.device)
         step = self.forward(
             tokens, positions, path=path, slots=slots, mask=mask, rows=rows, logits=wanted, hidden=hidden
         )
-        return (
-            [step]
-            if len(placed) == 1
-            else [step.part(row, 1 + len(one.draft)) for row, one in zip(at, placed, strict=True)]
-        )
+        if len(placed) == 1:
+            return [step]
+        return [step.part(row, 1 + len(one.draft)) for row, one in zip(at, placed, strict=True)]
 
     def compile(self, path: DraftPath) -> CompiledPath:
         """A draft path as `forward` takes it, made once; a head over some tokens holds a copy of their weights.
@@ -268,38 +274,23 @@ class Runtime:
         if part == "mlp":
             block.mlp.run(scratch)
         else:
-            place = self._place(batch, n, positions, positions if slots is None else slots, mask, rows)
-            self._attention(block.attention, index, scratch, move(place, block.device))
+            slots = positions if slots is None else slots
+            if self._reach is not None:
+                self._hides(positions, slots, n, rows)
+            places = self._places(Tokens(batch, n, positions, slots, mask, rows))
+            self._attention(block.attention, index, scratch, move(places[block.attention.sight], block.device))
         return (scratch.stream - x).view(batch, n, -1)
 
-    def _place(
-        self, batch: int, n: int, positions: int | Tensor, slots: int | Tensor, mask: Tensor | None, rows: slice
-    ) -> Place:
-        direct = self._direct and batch * n <= _NARROW
-        if isinstance(positions, int):
-            cos, sin = self._cos.narrow(0, positions, n), self._sin.narrow(0, positions, n)
-            if batch > 1:
-                cos, sin = cos.repeat(batch, 1, 1), sin.repeat(batch, 1, 1)
-        else:
-            cos, sin = self._cos[positions].flatten(0, 1), self._sin[positions].flatten(0, 1)  # [N, 1, d]
-        turn = torch.mul(self._keep, cos).addcmul_(self._swap, sin) if direct else (cos, sin)
-        if isinstance(turn, Tensor) and len(turn) == 1:
-            turn = turn[0]
-        causal, additive = False, None
-        if mask is not None:
-            seen, additive = mask.shape[-1], self._masks.additive(mask)
-        elif isinstance(slots, Tensor):
-            seen = int(slots.max()) + 1
-            additive = self._masks.additive(torch.arange(seen, device=slots.device) <= slots.unsqueeze(-1))
-        else:
-            seen, causal = slots + n, n > 1 and slots == 0 and not direct
-            additive = self._masks.chain(n, seen) if n > 1 and not causal else None
-        if direct and additive is not None:
-            additive = self._masks.grouped(additive)
-        cache = self._rectangle
-        keys, values = cache.seen(seen, rows) if direct else cache.repeated(seen, rows)
-        to = slots if isinstance(slots, Tensor) else cache.run(slots, n, rows)
-        return Place(turn, to, keys, values, additive, direct, causal, rows)
+    def _hides(self, positions: int | Tensor, slots: int | Tensor, n: int, rows: slice) -> bool:
+        """Say where a pass's tokens stand, in a model with windows; whether any may be hidden from one of them."""
+        assert self._reach is not None
+        self._rectangle.place(positions, slots, n, rows)
+        return not isinstance(slots, int) or slots + n > self._reach
+
+    def _places(self, of: Tokens) -> list[Place]:
+        """Where a pass's tokens stand, for each of the model's sights."""
+        narrow = self._direct and of.batch * of.n <= _NARROW
+        return [place(*sight, self._rectangle, self._masks, of, narrow=narrow) for sight in self._sights]
 
     def _attention(self, attention: Attention, index: int, scratch: Scratch, place: Place) -> None:
         """Add what a layer's attention gives to the stream, and write its keys and values."""
@@ -311,7 +302,10 @@ class Runtime:
                 torch.bmm(scratch.qk, place.turn, out=scratch.turned)
         else:
             cos, sin = place.turn
-            swapped = scratch.qk.roll(self.skeleton.sizes.head_dim // 2, -1)
+            if place.partner is None:
+                swapped = scratch.qk.roll(self.skeleton.sizes.head_dim // 2, -1)
+            else:
+                swapped = scratch.qk.index_select(-1, place.partner)
             torch.mul(scratch.qk, cos, out=scratch.turned).addcmul_(swapped, sin)
         if isinstance(place.to, Tensor):
             self._rectangle.scatter(index, scratch.k, scratch.v, place.to, place.rows)
@@ -321,8 +315,13 @@ class Runtime:
         scratch.gather_q()
         if place.direct:
             q, keys = scratch.q_rows, place.keys[index]
-            scores = torch.bmm(q, keys) if place.mask is None else torch.baddbmm(place.mask, q, keys)
-            out = torch.bmm(scores.softmax(-1), place.values[index], out=scratch.out)
+            if attention.weights is not None:
+                weights = attention.weights(torch.bmm(q, keys).mul_(self._scaling), place.mask)
+            elif place.mask is None:
+                weights = torch.bmm(q, keys).softmax(-1)
+            else:
+                weights = torch.baddbmm(place.mask, q, keys).softmax(-1)
+            out = torch.bmm(weights, place.values[index], out=scratch.out)
         else:
             keys = place.keys[index]
             if keys.stride(-1) != 1:  # as no fused attention takes them

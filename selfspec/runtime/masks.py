@@ -20,10 +20,16 @@ class Masks:
     def _triangle(self, n: int) -> Tensor:
         return torch.full((n, n), -torch.inf, dtype=self._dtype, device=self._device).triu(1)
 
-    def chain(self, n: int, end: int) -> Tensor:
-        """`[n, end]` of a chain: every slot before the run of n, and the run's own up to itself."""
+    def chain(self, n: int, end: int, window: int | None = None) -> Tensor:
+        """`[n, end]` of a chain: every slot before the run of n, and the run's own up to itself.
+
+        With a `window`, no more than so many.
+        """
         later = self._later if n <= len(self._later) else self._triangle(n)
-        return F.pad(later[:n, :n], (end - n, 0))
+        mask = F.pad(later[:n, :n], (end - n, 0))
+        if window is None or end <= window:
+            return mask
+        return mask + torch.full_like(mask, -torch.inf).tril(end - n - window)
 
     def additive(self, mask: Tensor) -> Tensor:
         """`[B * H_kv, 1, n, S]` of a mask `[B, n, S]` (true: seen); `[1, 1, n, S]`, for all, if B is 1."""

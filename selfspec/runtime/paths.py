@@ -134,7 +134,10 @@ class Paths:
         if head is not None:
             held.append(head)
         runs_head = self._skeleton.head if head is None else head.runs
-        native = native_pass(self._skeleton.sizes, self._scaling, runs, self._skeleton.norm)
+        sights = self._skeleton.sights
+        # A native pass sees all that is before a token: windows are kept out of it by its caller.
+        turns_as_llama = len({sight.rope for sight in sights}) == 1 and not sights[0].rope.neighbours
+        native = native_pass(self._skeleton.sizes, self._scaling, runs, self._skeleton.norm) if turns_as_llama else None
         of_any = None if native is None else alike(runs_head)
         size = sum(m.bytes for m in held)
         return CompiledPath(tuple(runs), runs_head, size, tuple(in_full), native, of_any, tuple(held))

@@ -17,6 +17,7 @@ from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.draft_path import FULL, DraftPath
 from selfspec.llm.llm import LLM
 from selfspec.measure.cost_fitting import forward_seconds
+from selfspec.model.families import parts_of
 from selfspec.model.gguf import quietly
 from selfspec.model.loading import load_model
 from selfspec.profile.draft import ProposerSpec
@@ -29,6 +30,7 @@ from selfspec.training.path_learner import LOSSES, PLACES
 from selfspec.training.texts import Text
 
 KEPT = 5  # of so many layers, one is kept, where it is not said how many
+OF_LAYERS, NUMBERED = ("layer_types", "no_rope_layers"), "mlp_only_layers"  # what configurations say of each layer
 CONTEXT, REPEATS = 128, 20  # keys in the cache while steps are timed, and how often
 
 
@@ -43,8 +45,11 @@ def some_layers(model: Any, count: int) -> Any:
     kept = [round(i * (layers - 1) / max(count - 1, 1)) for i in range(count)]
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = count
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[layer] for layer in kept]
+    for name in OF_LAYERS:
+        if getattr(config, name, None):
+            setattr(config, name, [getattr(config, name)[layer] for layer in kept])
+    if getattr(config, NUMBERED, None):
+        setattr(config, NUMBERED, [i for i, layer in enumerate(kept) if layer in getattr(config, NUMBERED)])
     made = type(model)(config).to(model.dtype)
     state = {}
     for name, value in model.state_dict().items():
@@ -90,8 +95,9 @@ class DistillLearner:
         if theirs != ours:
             raise SelfspecError(f"the student has {theirs} tokens, the model {ours}; want one of the same tokenizer")
         self.student.requires_grad_(False)
-        base = self.student.base_model
-        self.net = nn.ModuleList([base.layers, base.norm]).requires_grad_(True)
+        parts = parts_of(self.student)
+        trained = [*(layer.module for layer in parts.layers), parts.norm]
+        self.net = nn.ModuleList(trained).requires_grad_(True)
 
     def loss(self, windows: Sequence[Text]) -> Tensor:
         """How far the student's distributions are from the model's, over windows of one length."""

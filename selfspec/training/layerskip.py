@@ -17,6 +17,7 @@ from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.draft_path import DraftPath, Mode
 from selfspec.llm.llm import LLM
 from selfspec.measure.cost_fitting import forward_seconds
+from selfspec.model.families import parts_of
 from selfspec.profile.draft import LayerSkipSpec, ProposerSpec
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
@@ -95,8 +96,8 @@ class LayerSkipLearner(DistillLearner):
 
             return hook
 
-        layers = self.student.base_model.layers
-        hooks = [layer.register_forward_hook(after(i)) for i, layer in enumerate(layers)]
+        layers = parts_of(self.student).layers
+        hooks = [layer.module.register_forward_hook(after(i)) for i, layer in enumerate(layers)]
         try:
             self.student.base_model(ids, use_cache=False)
         finally:
@@ -105,8 +106,9 @@ class LayerSkipLearner(DistillLearner):
         return left
 
     def _logits(self, stream: Tensor) -> Tensor:
-        logits: Tensor = self.student.get_output_embeddings()(self.student.base_model.norm(stream))
-        return logits.float()
+        parts = parts_of(self.student)
+        logits: Tensor = parts.head.module(parts.norm(stream))
+        return (logits if parts.logits is None else parts.logits(logits)).float()
 
     @torch.no_grad()
     def _agrees(self, text: Text) -> Tensor:

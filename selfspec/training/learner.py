@@ -15,6 +15,7 @@ from selfspec.parts.heads import head_rows, part_of
 from selfspec.parts.layer import LayerShape
 from selfspec.parts.steps import Hydra, Medusa, Mlp, Steps
 from selfspec.runtime.forward import Runtime
+from selfspec.training.last_logits import LastLogits
 from selfspec.training.pairs import ChimeraNet, EagleNet, MtpNet
 from selfspec.training.texts import Text, Texts
 
@@ -60,9 +61,9 @@ def _chimera(runtime: Runtime, _streams: int) -> Net:
     return Net(net, {"shape": asdict(shape), "places": places}, places, places, last=True)
 
 
-def _ends_of(runtime: Runtime) -> tuple[nn.Module, Tensor]:
-    base = runtime.model.base_model
-    return base.layers[-1], base.norm.weight.detach()
+def _ends_of(runtime: Runtime) -> tuple[nn.Module, Tensor, float]:
+    parts = runtime.skeleton.parts
+    return parts.layers[-1].module, runtime.skeleton.gain, parts.formula.plus
 
 
 def _steps(kind: type[Steps], places: int, **more: Any) -> Callable[[Runtime, int], Net]:
@@ -107,8 +108,8 @@ class Learner:
         torch.manual_seed(seed)
         self._words = torch.tensor(sorted(words), device=runtime.device)
         self._head = head_rows(runtime, self._words).detach().float()
-        base = runtime.model.base_model
-        self._norm, self._eps = base.norm.weight.detach().float(), runtime.skeleton.sizes.eps
+        self._norm, self._eps = runtime.skeleton.gain.float(), runtime.skeleton.sizes.eps
+        self._last = LastLogits(runtime, self._head)
         made = NETS[kind](runtime, len(layers))
         self.net, self._made = made.module.float().to(runtime.device), made
         self.depth, self.places = made.depth, made.places
@@ -122,10 +123,11 @@ class Learner:
         tokens, streams = torch.stack([w.tokens for w in windows]), torch.stack([w.streams for w in windows])
         n = streams.shape[1] - self.depth
         ids, embedded, streams = self._read(tokens[:, 1:], streams)
-        wanted = self._logits(streams[:, 1:, -1]).softmax(-1)
+        with torch.no_grad():
+            wanted = self._last(streams[:, 1:, -1]).softmax(-1)
         total = torch.zeros((), device=streams.device)
         for k, out in enumerate(self.net(ids, embedded, self._given(streams[:, :n]), self.depth)):
-            drafted = F.linear(out, self._over(out)).float().log_softmax(-1)
+            drafted = self._last.of_normed(out).log_softmax(-1)
             total = total - LATER**k * (wanted[:, k : k + n] * drafted).sum(-1).mean()
         return total
 
@@ -141,14 +143,6 @@ class Learner:
     def _normed(self, streams: Tensor) -> Tensor:
         return F.rms_norm(streams, streams.shape[-1:], self._norm, self._eps)
 
-    def _over(self, like: Tensor) -> Tensor:
-        return self._head.to(torch.bfloat16) if torch.is_autocast_enabled(like.device.type) else self._head
-
-    @torch.no_grad()
-    def _logits(self, streams: Tensor) -> Tensor:
-        read = self._normed(streams)
-        return F.linear(read, self._over(read)).float()
-
     @torch.no_grad()
     def acceptance(self, texts: Sequence[Text]) -> list[float]:
         """For each place of a draft, how often all of it up to there is what the text goes on with, in answers."""
@@ -160,7 +154,7 @@ class Learner:
             ids, embedded, streams = self._read(text.tokens[None, 1 : n + self.places], text.streams[None, :n])
             so_far = torch.ones(n - text.answer, dtype=torch.bool)
             for k, out in enumerate(self.net(ids, embedded, self._given(streams), self.places)):
-                best = self._words[F.linear(out[0], self._over(out)).argmax(-1)].cpu()
+                best = self._words[self._last.of_normed(out[0]).argmax(-1)].cpu()
                 so_far &= (best == text.tokens[k + 2 : k + 2 + n])[text.answer :]
                 right[k] += so_far.sum()
             all_of += n - text.answer

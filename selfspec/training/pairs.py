@@ -53,13 +53,16 @@ class LayerModule(nn.Module):
             self.add_module(name, nn.Linear(inputs, outputs, bias=False))
 
     @torch.no_grad()
-    def begin(self, layer: nn.Module, norm: Tensor) -> None:
-        """From a layer of the model's, where it is a LLaMA's, and the model's last norm."""
+    def begin(self, layer: nn.Module, norm: Tensor, plus: float = 0.0) -> None:
+        """From a layer of the model's, as far as it is like a LLaMA's, and what the model's last norm multiplies with.
+
+        `plus`: what its norms multiply with beside their weights.
+        """
         own = {name.removeprefix("self_attn.").removeprefix("mlp."): p for name, p in layer.named_parameters()}
         for name, tensor in self.named_parameters():
             given = own.get(name)
             if given is not None and given.shape == tensor.shape:
-                tensor.copy_(given)
+                tensor.copy_(given + plus if given.dim() == 1 else given)
         self.norm.weight.copy_(norm)
 
     def heads(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,9 +95,9 @@ class PairModule(LayerModule):
         self.fuse = nn.Linear(layers * shape.hidden, shape.hidden, bias=False) if layers > 1 else None
 
     @torch.no_grad()
-    def begin(self, layer: nn.Module, norm: Tensor) -> None:
+    def begin(self, layer: nn.Module, norm: Tensor, plus: float = 0.0) -> None:
         """The same; of streams, from the last one."""
-        super().begin(layer, norm)
+        super().begin(layer, norm, plus)
         self.fc.weight.normal_(0, 0.02)
         if self.fuse is not None:
             self.fuse.weight.normal_(0, 0.02)[:, -self.shape.hidden :] += torch.eye(self.shape.hidden)
@@ -165,9 +168,9 @@ class ChimeraNet(nn.Module):
         self.maps = nn.ModuleList(nn.Linear(2 * hidden, hidden, bias=False) for _ in range(places))
 
     @torch.no_grad()
-    def begin(self, layer: nn.Module, norm: Tensor) -> None:
+    def begin(self, layer: nn.Module, norm: Tensor, plus: float = 0.0) -> None:
         """From a layer of the model's; each map from what the layer gives."""
-        self.layer.begin(layer, norm)
+        self.layer.begin(layer, norm, plus)
         hidden = self.layer.shape.hidden
         for one in self.maps:
             one.weight.normal_(0, 0.005)[:, hidden:] += torch.eye(hidden)  # type: ignore[operator]

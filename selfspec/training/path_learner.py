@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec.facts.draft_path import DraftPath
@@ -15,6 +14,7 @@ from selfspec.parts.files import PartFile
 from selfspec.parts.heads import head_rows
 from selfspec.parts.paths import path_part
 from selfspec.runtime.forward import Runtime
+from selfspec.training.last_logits import LastLogits
 from selfspec.training.options import Loss
 from selfspec.training.path_net import PathNet
 from selfspec.training.texts import Text
@@ -58,12 +58,7 @@ class PathLearner:
         self._settings = {"rank": rank, "loss": loss}
         self._loss = LOSSES[loss]
         words = torch.arange(runtime.skeleton.identity.vocabulary or 0, device=runtime.device)
-        self._head = head_rows(runtime, words).float()
-        self._norm, self._eps = runtime.model.base_model.norm.weight.detach().float(), runtime.skeleton.sizes.eps
-
-    def _logits(self, stream: Tensor) -> Tensor:
-        read = F.rms_norm(stream.float(), stream.shape[-1:], self._norm, self._eps)
-        return F.linear(read, self._head).float()
+        self._logits = LastLogits(runtime, head_rows(runtime, words).float())
 
     def loss(self, windows: Sequence[Text]) -> Tensor:
         """How far the path's distributions are from the model's, over windows of one length."""

@@ -6,6 +6,7 @@ Only what changes weights is fitted. Rounding is passed straight through (Bengio
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,13 +43,14 @@ class _Keys:
 class _Nothing(nn.Module):
     """Stands where a sub-layer is bypassed."""
 
-    def __init__(self, *, attention: bool) -> None:
+    def __init__(self, *, beside: bool) -> None:
+        """`beside`: whether the sub-layer gives something beside what is added."""
         super().__init__()
-        self._attention = attention
+        self._beside = beside
 
     def forward(self, x: Tensor | None = None, **given: Any) -> Any:
         nothing = torch.zeros_like(given["hidden_states"] if x is None else x)
-        return (nothing, None) if self._attention else nothing
+        return (nothing, None) if self._beside else nothing
 
 
 class _Changed:
@@ -107,14 +109,14 @@ class PathNet(nn.Module):
             twin = copy.copy(layer.module)
             twin._modules = dict(layer.module._modules)
             parts: tuple[tuple[SubLayer, str, Mode], ...] = (
-                ("attention", "self_attn", modes[index]),
-                ("mlp", "mlp", modes[layers + index]),
+                ("attention", layer.names[0], modes[index]),
+                ("mlp", layer.names[1], modes[layers + index]),
             )
             for part, name, mode in parts:
                 groups = layer.groups_of(part)
                 if mode == "skip":
-                    twin._modules[name] = _Nothing(attention=part == "attention")
-                elif mode in BITS and all(roundable(group.modules, BITS[mode]) for group in groups):
+                    twin._modules[name] = _Nothing(beside=part == "attention" or layer.beside)
+                elif mode in BITS and groups and all(roundable(group.modules, BITS[mode]) for group in groups):
                     twin._modules[name] = self._with_changes(
                         groups, BITS[mode], index, layer.groups.index(groups[0]), trained, rank
                     )
@@ -196,21 +198,37 @@ class PathNet(nn.Module):
         bridges: Mapping[int, Bridge] | None = None,
     ) -> Tensor:
         at = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
-        turn = self._runtime.model.base_model.rotary_emb(x, at)
-        mask = torch.zeros(seen.shape, dtype=x.dtype, device=x.device).masked_fill_(~seen, torch.finfo(x.dtype).min)
-        for index, layer in enumerate(layers, 1):
+        parts = self._runtime.skeleton.parts
+        masks = {sight: _mask(seen, sight.window, x.dtype) for sight in parts.sights}
+        for index, (layer, of) in enumerate(zip(layers, parts.layers, strict=True), 1):
+            assert of.rotary is not None
             given: Any = layer(
                 x,
-                attention_mask=mask[None, None],
+                attention_mask=masks[parts.sights[of.sight]],
                 position_ids=at,
-                past_key_values=keys,
                 use_cache=True,
-                position_embeddings=turn,
+                position_embeddings=of.rotary(x, at),
+                **{_cache_name(layer): keys},
             )
             x = given[0] if isinstance(given, tuple) else given
             if bridges and (bridge := bridges.get(index)) is not None:
                 x = x + _crossed(bridge, x)
         return x
+
+
+def _mask(seen: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Additive, `[1, 1, n, S]`, of keys of n tokens once or several times over."""
+    n, keys = seen.shape
+    if window is not None:
+        at = torch.arange(n, device=seen.device)
+        seen = seen & (at.repeat(keys // n) > at.unsqueeze(1) - window)
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+    return mask[None, None]
+
+
+def _cache_name(layer: nn.Module) -> str:
+    """What a decoder layer calls the cache."""
+    return "layer_past" if "layer_past" in inspect.signature(layer.forward).parameters else "past_key_values"
 
 
 def _crossed(bridge: Bridge, x: Tensor) -> Tensor:

@@ -48,6 +48,11 @@ def as_rounded(model: Any, path: DraftPath, in_full: tuple[str, ...] = ()) -> An
             for group in groups:
                 for attribute, linear in zip(group.names, group.modules, strict=True):
                     setattr(group.parent, attribute, stands_for(linear, BITS[mode]))
+    for i, layer in enumerate(parts.layers):
+        if layer.experts is not None and modes[i + layers] in BITS:
+            for pair in layer.experts.each():
+                for weight, _ in pair:
+                    weight.copy_(rounded(weight, BITS[modes[i + layers]]).weight(weight.dtype))
     return model
 
 

@@ -10,11 +10,43 @@ from typing import Any
 
 from selfspec.basics.errors import UnsupportedModelError
 from selfspec.model.families.base import Family, Parts
+from selfspec.model.families.cohere2 import Cohere2
+from selfspec.model.families.gemma import Gemma2, Gemma3
+from selfspec.model.families.glm4 import Glm4
+from selfspec.model.families.gpt_neox import GptNeoX
+from selfspec.model.families.gpt_oss import GptOss
+from selfspec.model.families.granite import Granite
 from selfspec.model.families.llama import Llama
+from selfspec.model.families.moe import Mixtral, Qwen3Moe
+from selfspec.model.families.olmo2 import Olmo2
+from selfspec.model.families.phi3 import Phi3
+from selfspec.model.families.qwen3 import Qwen3
+from selfspec.model.families.smollm3 import SmolLM3
+from selfspec.model.families.stablelm import StableLm
+from selfspec.model.families.starcoder2 import Starcoder2
 
-__all__ = ["FAMILIES", "Family", "Parts", "find_family", "parts_of"]
+__all__ = ["FAMILIES", "Family", "Parts", "find_family", "is_lean", "parts_of"]
 
-FAMILIES: dict[str, Family] = {"llama": Llama(), "mistral": Llama(), "qwen2": Llama()}
+FAMILIES: dict[str, Family] = {
+    "llama": Llama(),
+    "mistral": Llama(),
+    "qwen2": Llama(),
+    "qwen3": Qwen3(),
+    "smollm3": SmolLM3(),
+    "phi3": Phi3(),
+    "granite": Granite(),
+    "olmo2": Olmo2(),
+    "gemma2": Gemma2(),
+    "gemma3_text": Gemma3(),
+    "glm4": Glm4(),
+    "cohere2": Cohere2(),
+    "starcoder2": Starcoder2(),
+    "stablelm": StableLm(),
+    "gpt_neox": GptNeoX(),
+    "mixtral": Mixtral(),
+    "qwen3_moe": Qwen3Moe(),
+    "gpt_oss": GptOss(),
+}
 
 
 def find_family(config: Any, what: str) -> Family:
@@ -28,6 +60,11 @@ def find_family(config: Any, what: str) -> Family:
             f"{what} (model_type {name!r}) is not supported; supported: causal language models of {', '.join(FAMILIES)}"
         )
     return FAMILIES[name]
+
+
+def is_lean(model: Any) -> bool:
+    """Whether a loaded model is of one of these families, which the lean runtime runs."""
+    return getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
 
 
 def parts_of(model: Any) -> Parts:

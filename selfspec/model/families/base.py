@@ -4,7 +4,8 @@ The runtime's loop is the same for all families: the embedding starts the residu
 MLP sub-layer read the stream and add to it; the last norm and the head make logits of it. What differs goes into the
 callables: a norm of queries and keys into `Attention.qkv`, a norm or a multiplier of what a sub-layer gives into
 `Attention.add` and the MLP's `run`, multipliers of the embedding and the logits into `Family.embed` and `Family.head`,
-experts into an `Mlp` of their own. Knows nothing of caches, prompts and drafts.
+experts into an `Mlp` of their own. What a layer's tokens see, and how they are turned, is its `Sight`. Knows nothing of
+caches, prompts and drafts.
 """
 
 from __future__ import annotations
@@ -17,16 +18,45 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.model.linears import Call, Group, Into, Onto
-from selfspec.model.norms import Norm, Norms
+from selfspec.model.norms import LLAMAS, Formula, Norm, Norms
 
 SubLayer = Literal["attention", "mlp"]
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""`rotary(x, positions)`: rope's cosines and sines `[B, n, d]`, of the dtype of `x`, at `positions` `[B, n]`.
+"""`rotary(x, positions)`: rope's cosines and sines `[B, n, r]`, of the dtype of `x`, at `positions` `[B, n]`.
 
-A head `[d]` is turned as Llama's are: x * cos + (-x2, x1) * sin, where x1 and x2 are its halves. Where a family pairs
-dimensions otherwise, or turns a part of them, its `Attention.qkv` brings queries and keys into this order, which does
-not change their products; cosines of dimensions that are not turned are 1, sines 0.
+They turn the first r of a head's d dimensions; none where r is 0.
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rope:
+    """How heads are turned: x * cos + y * sin, where y is (-x2, x1) of the halves x1 and x2 of what is turned.
+
+    With `neighbours`, each two dimensions side by side are such a pair, in place of those half of them apart.
+    """
+
+    rotary: Rotary
+    neighbours: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What tokens see in an attention sub-layer, and how they are turned: layers that have it in common share it.
+
+    `window`: each sees itself and the tokens less than so many positions before it; None: all before it. `by_hand`:
+    what becomes of the scores is the sub-layer's own, `Attention.weights`.
+    """
+
+    rope: Rope
+    window: int | None = None
+    by_hand: bool = False
+
+
+Weights = Callable[[Tensor, Tensor | None], Tensor]
+"""`weights(scores, mask)`: what values are weighted with, from scaled scores `[B * H_kv, G * n, S]`.
+
+The rows of a key head are its query heads', one after the other. `mask` is additive. Scores may be changed.
 """
 
 
@@ -52,13 +82,16 @@ class Attention:
 
     `norm` gives what is read of the stream. `qkv` writes its queries, keys and values before rope, side by side,
     `[N, (H + 2 * H_kv) * d]`. `add` adds to the stream what the heads' outputs `[N, H * d]` come to. `plain`: the
-    linears, where `qkv` and `add` are nothing else.
+    linears, where `qkv` and `add` are nothing else, and attention itself is Llama's. `sight` is the number of its
+    `Sight` among `Parts.sights`. `weights`: in the place of softmax, see `Weights`.
     """
 
     norm: Norm
     qkv: Into
     add: Onto
     plain: Plain | None = None
+    sight: int = 0
+    weights: Weights | None = None
 
 
 class Mlp(Protocol):
@@ -111,17 +144,42 @@ class Block:
         return self.attention if attention else None, self.mlp if mlp else None
 
 
+class ExpertWeights(Protocol):
+    """A router, and experts whose weights are at hand one by one."""
+
+    @property
+    def router(self) -> Any:
+        """Gives its logits, then weights and numbers of the chosen experts for each row `[N, k]`."""
+
+    def readable(self) -> bool:
+        """Whether the weights are at hand, and all that experts multiply with."""
+
+    def each(self) -> Iterator[tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]]:
+        """Each expert's gate and up, as one, and its down: weights `[out, in]` and biases."""
+
+    def mixed(self, gate_up: Tensor) -> Tensor:
+        """What an expert's down reads of its gate and up `[n, 2 * I]`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """Where a decoder layer keeps its modules.
 
     `module` is the layer itself. `groups` are its linears in the order of their use, those together that read the same
-    input. `norms` are those over the width of the residual stream, in the order of their use.
+    input. `norms` are those over the width of the residual stream, in the order of their use. `sight` is the number of
+    its `Sight` among `Parts.sights`. `names` are what the layer calls its attention and its MLP. `rotary` is what the
+    layer is given cosines and sines by. `beside`: whether its MLP gives something beside, which nobody uses. `experts`
+    are those in the place of an MLP's linears.
     """
 
     module: Any
     groups: tuple[Group, ...]
     norms: tuple[nn.Module, ...]
+    sight: int = 0
+    names: tuple[str, str] = ("self_attn", "mlp")
+    rotary: Rotary | None = None
+    beside: bool = False
+    experts: ExpertWeights | None = None
 
     def groups_of(self, part: SubLayer) -> tuple[Group, ...]:
         """The groups of one sub-layer: attention's go up to the first that writes to the stream."""
@@ -133,18 +191,22 @@ class Layer:
 class Parts:
     """Where a model keeps its modules, and numbers that not every family's configuration has, or has by one name.
 
-    `norm` is the last one, before `head`. `scaling` multiplies the products of queries and keys. `eps` is that of the
-    stream's norms.
+    `norm` is the last one, before `head`. `sights` are those of the layers. `scaling` multiplies the products of
+    queries and keys. `eps` and `formula` are those of the stream's norms. `embedded` multiplies what the embedding
+    gives. `logits`: what the head's products become, if they are not the logits themselves; minus infinity stays.
     """
 
     embedding: Any
     layers: tuple[Layer, ...]
     norm: Any
     head: Group
-    rotary: Rotary
+    sights: tuple[Sight, ...]
     head_dim: int
     scaling: float
     eps: float
+    formula: Formula = LLAMAS
+    embedded: float = 1.0
+    logits: Call | None = None
 
     def groups(self) -> Iterator[Group]:
         """The linears of all layers, those together that read the same input."""

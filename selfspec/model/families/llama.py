@@ -1,14 +1,15 @@
-"""The Llama skeleton, which Llama 2 and 3.x, Mistral and Qwen2 share.
+"""The Llama skeleton, which Llama 2 and 3.x, Mistral and Qwen2 share, and from which other families differ in parts.
 
-RMSNorm before each sub-layer, separate projections (Qwen2's with biases), rope over whole heads, a gated MLP. Knows
-nothing of caches, prompts and drafts.
+RMSNorm before each sub-layer, separate projections (Qwen2's with biases), rope over whole heads, a gated MLP; windows
+in some layers or all. Knows nothing of caches, prompts and drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import nn
@@ -16,13 +17,16 @@ from transformers.activations import SiLUActivation
 
 from selfspec.basics.errors import UnsupportedModelError
 from selfspec.model.dispatch import device_of
-from selfspec.model.families.base import Attention, Block, GatedMlp, Layer, Parts
+from selfspec.model.families.base import Attention, Block, GatedMlp, Layer, Mlp, Parts, Rope, Rotary, Sight
+from selfspec.model.families.pieces import windows_of
 from selfspec.model.linears import Call, Group, embedding, is_plain, linear, linear_onto, linear_over, side_by_side
-from selfspec.model.norms import Norms
+from selfspec.model.norms import LLAMAS, Formula, Norms
 
 
 class Llama:
     """The `Family` of models with the module tree of `LlamaForCausalLM`."""
+
+    formula: ClassVar[Formula] = LLAMAS
 
     def parts(self, model: Any) -> Parts:
         """Where a model keeps its modules."""
@@ -32,22 +36,43 @@ class Llama:
         body = model.model
         if not len(body.layers):
             raise UnsupportedModelError(f"{name} has no layers")
+        of_layers = self.sights(body, model.config)
+        sights = tuple(dict.fromkeys(of_layers))
         first = body.layers[0]
         return Parts(
             embedding=body.embed_tokens,
-            layers=tuple(self.layer(layer) for layer in body.layers),
+            layers=tuple(
+                replace(self.layer(layer, sights.index(sight)), rotary=self.rotary(body, i))
+                for i, (layer, sight) in enumerate(zip(body.layers, of_layers, strict=True))
+            ),
             norm=body.norm,
             head=Group(model, ("lm_head",)),
-            rotary=body.rotary_emb,
+            sights=sights,
             head_dim=first.self_attn.head_dim,
             scaling=first.self_attn.scaling,
-            eps=model.config.rms_norm_eps,
+            eps=getattr(body.norm, "variance_epsilon", None) or body.norm.eps,
+            formula=self.formula,
+            logits=self.logits(model.config),
         )
 
-    def layer(self, layer: Any) -> Layer:
+    def rotary(self, body: Any, index: int) -> Rotary:
+        """What a layer is given cosines and sines by."""
+        rotary: Rotary = body.rotary_emb
+        return rotary
+
+    def sights(self, body: Any, config: Any) -> list[Sight]:
+        """What each layer's attention sees."""
+        rope = Rope(body.rotary_emb)
+        return [Sight(rope, window) for window in windows_of(config, len(body.layers))]
+
+    def logits(self, config: Any) -> Call | None:
+        """What becomes of the head's products."""
+        return None
+
+    def layer(self, layer: Any, sight: int) -> Layer:
         """Where one decoder layer keeps its modules."""
         norms = (layer.input_layernorm, layer.post_attention_layernorm)
-        return Layer(layer, self.groups(layer.self_attn, layer.mlp), norms)
+        return Layer(layer, self.groups(layer.self_attn, layer.mlp), norms, sight)
 
     def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
         """The linears of a layer's attention and MLP."""
@@ -60,36 +85,51 @@ class Llama:
 
     def block(self, layer: Layer, norms: Norms) -> Block:
         """How a layer computes."""
-        qkv, o, gate_up, down = layer.groups
-        before_attention, before_mlp = layer.norms
-        device = device_of(before_attention)
-        act = layer.module.mlp.act_fn
-        silu = type(act) in (nn.SiLU, SiLUActivation) and is_plain(act)
-        return Block(
-            attention=Attention(
-                norm=norms.read(before_attention, device),
-                qkv=side_by_side(qkv.modules),
-                add=linear_onto(o.module),
-                plain=(qkv.modules, o.modules),
-            ),
-            mlp=GatedMlp(
-                norm=norms.read(before_mlp, device),
-                gate_up=side_by_side(gate_up.modules),
-                act=partial(F.silu, inplace=True) if silu else act,
-                down=linear_onto(down.module),
-                plain=(gate_up.modules, down.modules) if silu else None,
-            ),
-            device=device,
+        return Block(self.attention(layer, norms), self.mlp(layer, norms), device_of(layer.norms[0]))
+
+    def attention(self, layer: Layer, norms: Norms) -> Attention:
+        """How its attention does."""
+        qkv, o = layer.groups[:2]
+        return Attention(
+            norm=norms.read(layer.norms[0], device_of(layer.norms[0])),
+            qkv=side_by_side(qkv.modules),
+            add=linear_onto(o.module),
+            plain=(qkv.modules, o.modules),
+            sight=layer.sight,
+        )
+
+    def mlp(self, layer: Layer, norms: Norms) -> Mlp:
+        """How its MLP does."""
+        gate_up, down = layer.groups[2:]
+        act, silu = activation(layer.module.mlp.act_fn)
+        return GatedMlp(
+            norm=norms.read(layer.norms[1], device_of(layer.norms[0])),
+            gate_up=side_by_side(gate_up.modules),
+            act=act,
+            down=linear_onto(down.module),
+            plain=(gate_up.modules, down.modules) if silu else None,
         )
 
     def embed(self, parts: Parts) -> Call:
-        """The embedding as it is."""
-        return embedding(parts.embedding)
+        """The embedding, multiplied where the family says so."""
+        call, factor = embedding(parts.embedding), parts.embedded
+        return call if factor == 1.0 else lambda ids: call(ids) * factor
 
     def head(self, parts: Parts) -> Call:
-        """The head as it is."""
-        return linear(parts.head.module)
+        """The head, and what becomes of its products."""
+        return _then(linear(parts.head.module), parts.logits)
 
     def head_over(self, parts: Parts, tokens: Sequence[int]) -> Call | None:
         """The head's rows for `tokens`."""
-        return linear_over(parts.head.module, tokens)
+        call = linear_over(parts.head.module, tokens)
+        return None if call is None else _then(call, parts.logits)
+
+
+def activation(module: Any) -> tuple[Call, bool]:
+    """An activation, and whether it is SiLU, which then works in place."""
+    silu = type(module) in (nn.SiLU, SiLUActivation) and is_plain(module)
+    return (partial(F.silu, inplace=True) if silu else module), silu
+
+
+def _then(first: Call, second: Call | None) -> Call:
+    return first if second is None else lambda x: second(first(x))

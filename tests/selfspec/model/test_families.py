@@ -2,19 +2,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import CONFIGS, SIZES, tiny
+from models import CONFIGS, SIZES, plain, tiny
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    GemmaConfig,
+    Gemma3TextConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
+    Phi3Config,
     Qwen2Config,
-    Qwen3Config,
 )
 
 import selfspec
 from selfspec.basics.errors import SelfspecError, UnsupportedModelError
+from selfspec.model.families import FAMILIES
+from selfspec.model.families.llama import Llama
+from selfspec.model.layout import join_all_
 from selfspec.model.skeleton import read_skeleton
 from selfspec.runtime.forward import Runtime
 
@@ -27,15 +31,37 @@ LONGROPE = {
     "long_factor": [2.0, 3.0, 4.0, 5.0],
     "original_max_position_embeddings": 32,
 }
+PHIS = {name: value for name, value in LONGROPE.items() if name != "original_max_position_embeddings"}
+KINDS = ["sliding_attention", "full_attention"] * 2
+TWO = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {**LONGROPE, "short_factor": [1.0] * 128, "long_factor": [2.0] * 128},
+}
 
 
-@pytest.mark.parametrize(
-    "config", [Qwen3Config(**SIZES, head_dim=8), GemmaConfig(**SIZES, head_dim=8)], ids=lambda c: c.model_type
-)
-def test_other_families_are_refused_by_name(config):
-    model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(UnsupportedModelError, match=f"'{config.model_type}'.* is not supported; supported: .*llama"):
-        read_skeleton(model)
+class LlamaLikeConfig(LlamaConfig):
+    model_type = "llama-like"
+
+
+def test_a_family_of_a_known_skeleton_is_a_line_in_the_registry(monkeypatch):
+    model = tiny(CONFIGS["llama"])
+    like = LlamaForCausalLM(LlamaLikeConfig(**SIZES)).double().eval()
+    like.load_state_dict(model.state_dict())
+    refusal = r"LlamaForCausalLM \(model_type 'llama-like'\) is not supported; supported: .* llama, .*, gpt_oss$"
+    with pytest.raises(UnsupportedModelError, match=refusal):
+        read_skeleton(like)
+    with pytest.raises(UnsupportedModelError, match=refusal):
+        join_all_(like)
+    monkeypatch.setitem(FAMILIES, "llama-like", Llama())
+    assert plain(Runtime(like), [3, 1, 4], 12) == plain(Runtime(model), [3, 1, 4], 12)
+    with pytest.raises(UnsupportedModelError, match="supported: .* llama, .*, llama-like$"):
+        read_skeleton(torch.nn.Linear(2, 2))
+
+
+def test_a_model_that_looks_ahead_is_refused():
+    config = Gemma3TextConfig(**SIZES, head_dim=8, use_bidirectional_attention=True)
+    with pytest.raises(UnsupportedModelError, match="Gemma3ForCausalLM with attention in both directions"):
+        read_skeleton(AutoModelForCausalLM.from_config(config))
 
 
 def test_what_is_no_language_model_is_refused():
@@ -68,12 +94,12 @@ def test_an_unknown_rope_is_refused():
         (CONFIGS["llama"], 128, "the model's context"),
         (LlamaConfig(**SIZES, rope_parameters=DYNAMIC), 128, "the model's context"),
         (LlamaConfig(**SIZES, rope_parameters=LONGROPE), 32, "original length of 'longrope' rope"),
-        (MistralConfig(**SIZES, sliding_window=48), 48, "sliding window"),
-        (MistralConfig(**SIZES, sliding_window=None), 128, "the model's context"),
-        (Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=24, max_window_layers=2), 24, "sliding window"),
-        (Qwen2Config(**SIZES, use_sliding_window=False, sliding_window=24), 128, "the model's context"),
+        (Phi3Config(**SIZES, rope_parameters=PHIS, original_max_position_embeddings=32), 32, "of 'longrope' rope"),
+        (Gemma3TextConfig(**SIZES, rope_parameters=TWO, layer_types=KINDS), 32, "of 'longrope' rope"),
+        (MistralConfig(**SIZES, sliding_window=48), 128, "the model's context"),
+        (Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=24), 128, "the model's context"),
     ],
-    ids=["llama", "dynamic", "longrope", "mistral-window", "mistral", "qwen2-window", "qwen2"],
+    ids=["llama", "dynamic", "longrope", "phi3", "gemma3", "mistral-window", "qwen2-window"],
 )
 def test_the_context_that_can_be_served(config, context, reason):
     skeleton = read_skeleton(AutoModelForCausalLM.from_config(config))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from families import FAMILY_CONFIGS
 from models import CONFIGS, exact_norms, plain, tiny
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -62,6 +63,8 @@ def test_a_seed_repeats():
 def test_what_cannot_be_widened_is_refused():
     with pytest.raises(SelfspecError, match="widening factor 0: want at least 1"):
         widen(tiny(CONFIGS["llama"]), 0)
+    with pytest.raises(SelfspecError, match="Qwen3ForCausalLM cannot be widened; want a model of the Llama skeleton"):
+        widen(tiny(FAMILY_CONFIGS["qwen3"]), 2)
     small = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))
     with pytest.raises(SelfspecError, match="not supported"):
         widen(small, 2)

@@ -1,0 +1,61 @@
+"""Sliding windows past their length: what slots hide depends on where their tokens stand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layouts import needs_native
+from models import SIZES, tiny
+from transformers import MistralConfig, Phi3Config
+
+from selfspec.model.layout import lay_out_
+from selfspec.runtime.cache import ALL_ROWS, Cache
+from selfspec.runtime.forward import Runtime
+from selfspec.runtime.passes import NativePass
+
+WINDOW, N = 24, 48
+WHOLE = {**SIZES, "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96}  # heads of 16
+
+
+def cache(slots=32):
+    one = {"kv_heads": 1, "group": 1, "slots": slots, "head_dim": 2, "dtype": torch.float32}
+    return Cache(rows=2, **one, devices=[torch.device("cpu")], placed=True)
+
+
+def test_committed_tokens_stand_at_their_slots_number():
+    held = cache()
+    held.length = [4, 0]
+    held.place(torch.tensor([[4, 5, 5, 6, 6]]), 4, 5, slice(0, 1))  # a root, and a tree of two branches
+    assert held.positions[0, :9].tolist() == [0, 1, 2, 3, 4, 5, 5, 6, 6]
+    held.commit(0, (1, 3))
+    assert held.length == [7, 0]
+    assert held.positions[0, :7].tolist() == list(range(7))
+    assert held.positions[1].tolist() == list(range(len(held.positions[1])))
+
+
+def test_what_stands_near_enough_is_seen():
+    held = cache()
+    held.place(torch.tensor([[8, 9], [3, 4]]), torch.tensor([[10, 11], [3, 4]]), 2, ALL_ROWS)
+    near = held.near(3, torch.tensor([[9], [4]]), 1, 12, ALL_ROWS)
+    assert [row.nonzero().flatten().tolist() for row in near[:, 0]] == [[7, 8, 9, 10, 11], list(range(2, 12))]
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "config",
+    [MistralConfig(**WHOLE, sliding_window=WINDOW), Phi3Config(**WHOLE, sliding_window=WINDOW)],
+    ids=lambda config: config.model_type,
+)
+@torch.no_grad()
+def test_native_passes_end_where_the_window_does(config, monkeypatch):
+    """Up to there nothing is hidden; from there on passes are made of operations."""
+    model = tiny(config, dtype=torch.float32)
+    tokens = torch.randint(61, (1, N), generator=torch.Generator().manual_seed(0))
+    theirs = model(tokens, use_cache=False).logits
+    lay_out_(model, "native")
+    runtime, natively, run = Runtime(model), [], NativePass.run
+    monkeypatch.setattr(NativePass, "run", lambda *given: (natively.append(given), run(*given))[1])
+    with runtime.session(N):
+        ours = [runtime.forward(tokens[:, at : at + 1], at).logits for at in range(N)]
+    torch.testing.assert_close(torch.cat(ours, 1) / theirs.abs().max(), theirs / theirs.abs().max(), atol=1e-4, rtol=0)
+    assert len(natively) == WINDOW
