@@ -122,12 +122,11 @@ def test_logits_are_the_models_own(name, widths):
 def test_logits_in_less_precision(name, dtype):
     model = copy.deepcopy(model_of(name)).to(dtype)
     theirs = model(text_of(), use_cache=False).logits
-    for widths in (WIDTHS["whole"], WIDTHS["drafts"]):
-        ours = in_portions(Runtime(model), text_of(), widths)
-        if dtype == torch.float32:
-            close(ours, theirs, 2e-5)
-        else:  # experts may change where their router's scores are near each other
-            assert (ours - theirs).abs().mean() < 0.02 * theirs.abs().max()
+    ours = in_portions(Runtime(model), text_of(), WIDTHS["drafts"])
+    if dtype == torch.float32:
+        close(ours, theirs, 2e-5)
+    else:  # experts may change where their router's scores are near each other
+        assert (ours - theirs).abs().mean() < 0.02 * theirs.abs().max()
 
 
 @every("plain")
@@ -209,20 +208,10 @@ def test_few_bits_are_the_model_with_rounded_weights(name, seed):
     assert all(held)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:2])
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
 @every("plain")
 @torch.no_grad()
 def test_in_any_layout_of_weights(name, layout):
-    model = copy.deepcopy(model_of(name))
-    theirs = model(text_of(), use_cache=False).logits
-    assert lay_out_(model, layout) == layout
-    close(in_portions(Runtime(model), text_of(), WIDTHS["drafts"]), theirs)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS[2:])
-@every("plain")
-@torch.no_grad()
-def test_in_packed_layouts(name, layout):
     model = copy.deepcopy(model_of(name)).float()
     theirs = model(text_of(), use_cache=False).logits
     try:
@@ -285,19 +274,11 @@ def test_an_accepted_branch_stands_where_it_belongs(name):
 
 
 @every("batches")
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda runtime: RandomTree(VOCABULARY, (2, 1)),
-        lambda runtime: LayerSkipDrafter(runtime, SKIPS[1], FixedK(3), candidates=2),
-    ],
-    ids=["tree", "skip"],
-)
-def test_sequences_together_give_what_they_give_alone(name, make):
+def test_sequences_together_give_what_they_give_alone(name):
     prompts = [PROMPT, (7, 2, 60), (*PROMPT, *PROMPT, 4)]
     runtime = runtime_of(name, rows=2)
     seqs = [SequenceState(list(prompt), 12, Sampler()) for prompt in prompts]
-    with Engine(runtime, make(runtime)) as engine:
+    with Engine(runtime, LayerSkipDrafter(runtime, SKIPS[1], FixedK(3), candidates=2)) as engine:
         engine.join(seqs[0])
         engine.join(seqs[1])
         engine.step()
