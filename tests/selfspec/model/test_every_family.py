@@ -342,3 +342,11 @@ def test_the_table_is_what_is_tested():
     assert list(NAMES) == list(FAMILIES)
     assert {config.model_type for config in FAMILY_CONFIGS.values()} == set(FAMILIES)
     assert table() in DOCS.read_text(), f"docs/models.md: want the table\n{table()}"
+
+
+def test_the_readme_names_every_family():
+    said = " ".join((DOCS.parents[1] / "README.md").read_text().split())
+    listed = said.partition("Supported by name")[2].partition("fine-tunes")[0]
+    for name in NAMES.values():
+        first = name.partition(",")[0].partition(" and ")[0].partition(" (")[0]
+        assert first in listed, name
