@@ -19,6 +19,7 @@ FIRST_REST = 1.6  # plain rounds that the first draft's verification is taken to
 KNOWN, RECENT = 2, 5  # plain rounds before the first draft, and of how many the median is taken
 DRAFTED, LATELY = 8, 3  # recent rounds by which the next one's cost, and a change of the machine, is judged
 PROBE = 128  # tokens after which a plain round is due
+MOST = 20.0  # plain rounds that a batch may be ahead: what it gained long ago is not to be lost now
 CHANGED = 0.25  # of what verifying took, after which the machine is taken to be another
 
 
@@ -31,7 +32,7 @@ class _Account:
     """Of one sequence: seconds that drafting has gained (or lost) with its share; tokens since a plain round."""
 
     slack: float = 0.0
-    since_plain: int = 0
+    since_plain: float = 0.0
 
 
 @dataclass(slots=True)
@@ -112,7 +113,8 @@ class Guard:
     rounds: the first two rounds, one after 128 tokens without, those that the bound forces, and two where verifying
     takes longer or shorter than it did, or less than t. A draft is judged by what its work costs, each part at the
     second dearest of its recent calls. Of a machine that changes its speed, t is that of its slower times. Of sequences
-    that take rounds together each keeps the bound, against plain rounds of as many.
+    that take rounds together each keeps the bound, against plain rounds of as many; with `bound_together` all of them
+    together do.
 
     With a seeded sampler nothing depends on `clock`: rounds cost what `outlook` says, for every row that is verified,
     and without one nothing is bounded. `here` gives one that is right where it is called, and is asked once, by
@@ -129,7 +131,7 @@ class Guard:
     ) -> None:
         self.drafter = drafter
         self.outlook = outlook
-        self.by_clock = False  # with seeds, too: what is drafted does not matter to the text under rule `match`
+        self._together: _Account | None = None
         self._here = here
         self._clock = clock
         self._prices: dict[int, _Prices] = {}  # by how many sequences take rounds together
@@ -183,8 +185,18 @@ class Guard:
             self._round.work = _sum([draft for draft in drafts if len(draft)])
         return drafts
 
+    def bound_together(self, together: bool = True) -> None:
+        """Bound what drafts cost all sequences that take rounds together, not each of them, and by the clock alone.
+
+        What is drafted with a seed, too, does not matter to its text under rule `match`.
+        """
+        self._together = _Account() if together else None
+
     def _timed(self, seq: SequenceState) -> bool:
-        return self.by_clock or not seq.sampler.seeded
+        return self._together is not None or not seq.sampler.seeded
+
+    def _account(self, seq: SequenceState) -> _Account:
+        return self._together or self._accounts[seq]
 
     @property
     def prices(self) -> _Prices:
@@ -199,7 +211,7 @@ class Guard:
         """Seconds that drafting may take in this round, so that each of the sequences keeps its bound."""
         if not timed:
             return 0.0
-        prices, accounts = self.prices, [self._accounts[seq] for seq in timed]
+        prices, accounts = self.prices, [self._account(seq) for seq in timed]
         if len(prices.plain) < KNOWN or any(account.since_plain >= PROBE for account in accounts):
             return 0.0
         left = min(account.slack for account in accounts)
@@ -228,7 +240,7 @@ class Guard:
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Settle the sequence's account of the round."""
-        account, draft, tokens = self._accounts[seq], outcome.draft, len(outcome.tokens)
+        account, draft, tokens = self._account(seq), outcome.draft, len(outcome.tokens)
         if not self._timed(seq):
             if self.outlook is not None:
                 took = self.outlook.price(draft.work) + self.outlook.rounds[1 + len(draft)]
@@ -240,16 +252,19 @@ class Guard:
 
     def _settle(self, account: _Account, now: _Round, tokens: int) -> None:
         prices, first = now.prices, now.took is None
+        share = 1.0 if self._together is None else 1 / prices.sequences  # of the account that it settles
         took = now.took = self._clock() - now.begun if now.took is None else now.took
         if now.work is None:
             if first:
                 prices.see_plain(took)
-            account.slack += SHARE * prices.step
+            account.slack += share * SHARE * prices.step
             account.since_plain = 0
             return
         rest = took - now.drafting
-        account.slack += (1 + SHARE) * tokens * min(prices.step, rest) - took
-        account.since_plain += tokens
+        account.slack += share * ((1 + SHARE) * tokens * min(prices.step, rest) - took)
+        if self._together is not None:
+            account.slack = min(account.slack, MOST * prices.step)
+        account.since_plain += share * tokens
         if first:
             prices.see_drafted(now.work, now.drafting, rest)
 

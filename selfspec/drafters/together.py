@@ -24,7 +24,7 @@ def decide_together(drafter: Drafter, load: Load | None) -> None:
     """
     for one in _inside(drafter):
         if isinstance(one, Guard):
-            one.by_clock = load is not None
+            one.bound_together(load is not None)
         elif isinstance(one, PlayedDrafter):
             one.load = load
 

@@ -310,27 +310,47 @@ def test_several_parts_are_priced_apart_by_what_they_were_known_to_take():
     assert prices.draft(((lookup, 1), (step, 3))) == pytest.approx(0.01 + 1.2)
 
 
-def test_of_sequences_that_take_rounds_together_each_keeps_the_bound():
-    """Three of them, one always right and two never: against plain rounds of three, none is later than the bound."""
-    clock = Clock()
+class Lockstep(Chain):
+    def propose(self, seqs, limits):
+        deepest = max(min(4, limit.depth) for limit in limits)
+        self.clock.now += deepest * self.seconds
+        self.made += 1
+        return [Draft.chain([0] * min(4, limit.depth), work=steps_of(min(4, limit.depth))) for limit in limits]
 
-    class Lockstep(Chain):
-        def propose(self, seqs, limits):
-            deepest = max(min(4, limit.depth) for limit in limits)
-            self.clock.now += deepest * self.seconds
-            self.made += 1
-            return [Draft.chain([0] * min(4, limit.depth), work=steps_of(min(4, limit.depth))) for limit in limits]
 
-    guard = Guard(Lockstep(clock, 0.3), clock=clock)
-    seqs = [SequenceState([0], 150, Sampler()) for _ in range(3)]
+def rounds_of_three(guard, clock, right):
+    """A hundred rounds of three sequences, some of which are always right; tokens of each, after each round."""
+    seqs = [SequenceState([0], 1000, Sampler()) for _ in range(3)]
     for seq in seqs:
         guard.begin(seq, STEP)
     for _ in range(100):
         drafts = guard.propose(seqs, [Limit(seq.room - 1) for seq in seqs])
         widest = max(map(len, drafts))
         clock.now += 1.0 if not widest else 1.3 + 0.03 * widest
-        for seq, draft, right in zip(seqs, drafts, (True, False, False), strict=True):
-            kept = len(draft) if right else 0
+        for seq, draft, always in zip(seqs, drafts, right, strict=True):
+            kept = len(draft) if always else 0
             guard.observe(seq, Outcome(draft, tuple(range(kept)), seq.emit([0] * (kept + 1)), STEP))
-            assert clock.now <= 1.05 * (len(seq.tokens) - 1) + 2.5  # each token is worth a plain round of three
+        yield [len(seq.tokens) - 1 for seq in seqs]
+
+
+def test_of_sequences_that_take_rounds_together_each_keeps_the_bound():
+    """Three of them, one always right and two never: against plain rounds of three, none is later than the bound."""
+    clock = Clock()
+    guard = Guard(Lockstep(clock, 0.3), clock=clock)
+    for tokens in rounds_of_three(guard, clock, (True, False, False)):
+        assert clock.now <= 1.05 * min(tokens) + 2.5  # each token is worth a plain round of three
     assert guard.drafter.made >= 2
+
+
+@pytest.mark.parametrize("right", [(False, False, False), (True, False, False), (True, True, True)])
+def test_bound_together_what_one_gains_pays_for_the_others(right):
+    """All tokens together are never later than the bound; where drafts pay on the whole, they go on."""
+    clock = Clock()
+    guard = Guard(Lockstep(clock, 0.1), clock=clock)
+    guard.bound_together()
+    for tokens in rounds_of_three(guard, clock, right):
+        assert clock.now <= 1.05 * sum(tokens) / 3 + 2.5
+    assert (guard.drafter.made > 80) == any(right)
+    alone = Guard(Lockstep(clock, 0.1), clock=clock)
+    assert len([*rounds_of_three(alone, clock, right)]) == 100
+    assert (alone.drafter.made > 80) == all(right)
