@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from breaking import Breaking
 from layouts import needs_native
 
 import selfspec
@@ -107,3 +108,34 @@ def test_whoever_comes_and_goes_nothing_is_lost_or_held(llm, seed):
     for prompt, n, request in requests:
         expected = llm.run(prompt, Options(max_new_tokens=n)).tokens
         assert request.tokens == (expected if request.finish else expected[: len(request.tokens)])
+
+
+class Broken(BaseException):
+    """As Ctrl-C is, no `Exception`."""
+
+
+@pytest.mark.parametrize("at", [2, 5, 9, 14])
+def test_an_interrupt_anywhere_leaves_the_model_usable(llm, monkeypatch, at):
+    """While some are read and others decoded: what had come is there, nobody else's text is another one."""
+    breaking, requests = Breaking(Broken, at), []
+    expected = [llm.run(prompt, GREEDY).tokens for prompt in PROMPTS[:3]]
+
+    def broken_off():
+        with batch:
+            monkeypatch.setattr(batch._runtime, "over", breaking.wrap(batch._runtime.over))
+            requests.extend(batch.add(prompt, GREEDY) for prompt in PROMPTS[:3])
+            while not batch.idle:
+                batch.step()
+
+    batch = Batch(llm, rows=2, make=path)
+    with pytest.raises(Broken):
+        broken_off()
+    assert batch.idle
+    assert batch.free == batch.places
+    for request, tokens in zip(requests, expected, strict=True):
+        assert request.tokens == tokens[: len(request.tokens)]
+    with Batch(llm, rows=2, make=path) as batch:
+        request = batch.add(PROMPTS[1], GREEDY)
+        while not batch.idle:
+            batch.step()
+    assert request.tokens == expected[1]
