@@ -32,7 +32,7 @@ from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.schema import Profile
 from selfspec.proposers.answers import check_answers
 from selfspec.proposers.store import Store
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.team import runtime_over
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.sampling import whole
 from selfspec.speculation.sequence import SequenceState
@@ -98,7 +98,7 @@ class LLM:
     def __init__(self, model: Any, tokenizer: Any, *, name: str | None = None, profile: Profile | None = None) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.runtime = Runtime(model)
+        self.runtime = runtime_over(model)
         self.name = name or self.runtime.skeleton.identity.name or "unnamed"
         self.layout: str | None = None  # how `load` laid the weights out, and would have for plain decoding
         self.plain_layout: str | None = None
@@ -287,6 +287,7 @@ def load(
     store: str | Path | None = None,
     answers: str | Path | None = None,
     method: str | None = None,
+    tensor_parallel: bool = False,
 ) -> LLM:
     """Load a folder, a GGUF file, a hub id, `smollm2-135m` or `builtin`, with the profile to draft with.
 
@@ -296,7 +297,8 @@ def load(
     what was measured to be fastest here, for drafting or for plain decoding. `drafting` says for which, and `few_bits`
     whether drafts run in few bits; left out, as the profile does. `store`: a file of texts to guess from, which
     `selfspec index` made; `answers`: one of earlier answers to guess from, to which new ones are added.
-    `method`: another way to draft than the profile's, such as `lookahead` (`profile.methods`). Raises `SelfspecError`.
+    `method`: another way to draft than the profile's, such as `lookahead` (`profile.methods`). `tensor_parallel`: shared
+    by `torchrun`'s processes, of which only the first comes back; the others end with it. Raises `SelfspecError`.
     """
     check_layout(layout)
     if store is not None:
@@ -304,15 +306,13 @@ def load(
     if answers is not None:
         check_answers(answers)
     named = named_profile(profile)
-    loaded, tokenizer = load_model(model, device=device, dtype=dtype)
+    loaded, tokenizer = load_model(model, device=device, dtype=dtype, parallel=tensor_parallel)
     identity = read_skeleton(loaded).identity.model_copy(update={"name": model})
     chosen = choose_profile(identity, named, method)
-    if drafting is None:
-        drafting = chosen is not None and chosen.drafts
-    if few_bits is None:
-        few_bits = chosen is not None and any(one.path.low_precision for one in chosen.alternatives)
+    drafting = (chosen is not None and chosen.drafts) if drafting is None else drafting
+    low = chosen is not None and any(one.path.low_precision for one in chosen.alternatives)
     plain = choose(layout_times(loaded), drafting=False) if layout == "auto" else layout
-    layout = lay_out_(loaded, layout, drafting=drafting, few_bits=few_bits)
+    layout = lay_out_(loaded, layout, drafting=drafting, few_bits=low if few_bits is None else few_bits)
     llm = LLM(loaded, tokenizer, name=model, profile=guessing(chosen, identity, store, answers))
     llm.layout, llm.plain_layout = layout, plain
     return llm

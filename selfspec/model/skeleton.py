@@ -22,6 +22,7 @@ from selfspec.model.linears import Call, Moved
 from selfspec.model.low_precision import Kernel
 from selfspec.model.lowered import Lowered
 from selfspec.model.norms import Norm, Norms
+from selfspec.model.shards import is_sharded, local_parts, local_sizes, whole_weight
 from selfspec.model.sizes import Sizes
 
 ROPES = ("default", "linear", "llama3", "yarn")
@@ -93,13 +94,13 @@ def read_skeleton(model: Any, *, kernel: Kernel | None = None) -> Skeleton:
         rotary=parts.rotary,
         scaling=parts.scaling,
         identity=read_identity(config).model_copy(update={"fingerprint": _fingerprint(parts)}),
-        sizes=_sizes(config, parts),
+        sizes=_sizes(model, parts),
         context=context,
         limit=limit,
         ends=_ends(model),
         device=device_of(parts.embedding),
         norms=norms,
-        lowered=Lowered(family, parts, norms, kernel),
+        lowered=Lowered(family, local_parts(model, parts), norms, kernel),
     )
 
 
@@ -117,8 +118,9 @@ def read_identity(config: Any) -> Identity:
     )
 
 
-def _sizes(config: Any, parts: Parts) -> Sizes:
-    return Sizes(
+def _sizes(model: Any, parts: Parts) -> Sizes:
+    config = model.config
+    sizes = Sizes(
         hidden=config.hidden_size,
         intermediate=config.intermediate_size,
         heads=config.num_attention_heads,
@@ -127,6 +129,7 @@ def _sizes(config: Any, parts: Parts) -> Sizes:
         eps=parts.eps,
         dtype=parts.norm.weight.dtype,
     )
+    return local_sizes(model, parts, sizes) if is_sharded(model) else sizes
 
 
 def _brought(head: Call, parts: Parts, stream: torch.device) -> Call:
@@ -186,6 +189,6 @@ def _fingerprint(parts: Parts) -> str | None:
             weight = weight_of(module)
             if weight is None or not weight.is_floating_point():
                 return None
-            values = weight.detach().flatten()[:64].to("cpu", torch.bfloat16).view(torch.int16)
+            values = whole_weight(weight).detach().flatten()[:64].to("cpu", torch.bfloat16).view(torch.int16)
             digest.update(values.numpy().tobytes())
     return digest.hexdigest()[:16]
