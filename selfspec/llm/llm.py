@@ -297,8 +297,8 @@ def load(
     what was measured to be fastest here, for drafting or for plain decoding. `drafting` says for which, and `few_bits`
     whether drafts run in few bits; left out, as the profile does. `store`: a file of texts to guess from, which
     `selfspec index` made; `answers`: one of earlier answers to guess from, to which new ones are added.
-    `method`: another way to draft than the profile's, such as `lookahead` (`profile.methods`). `tensor_parallel`: shared
-    by `torchrun`'s processes, of which only the first comes back; the others end with it. Raises `SelfspecError`.
+    `method`: another way to draft than the profile's, such as `lookahead` (`profile.methods`). `tensor_parallel`: the
+    processes of `torchrun` share it; only the first comes back, and the others end with it. Raises `SelfspecError`.
     """
     check_layout(layout)
     if store is not None:

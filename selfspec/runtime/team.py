@@ -28,7 +28,7 @@ from torch import Tensor
 from selfspec.basics.errors import SelfspecError, reason
 from selfspec.facts.draft_path import DraftPath
 from selfspec.model.linears import Call
-from selfspec.model.shards import is_sharded
+from selfspec.model.shards import check_whole, is_sharded
 from selfspec.runtime.cache import ALL_ROWS, Cache, Move
 from selfspec.runtime.forward import Runtime
 from selfspec.runtime.paged import Pool
@@ -131,6 +131,11 @@ def runtime_over(model: Any) -> Runtime:
     raise SystemExit(0)
 
 
+def check_alone(runtime: Runtime, what: str) -> None:
+    """Raise `SelfspecError` where processes share the model of a runtime, for `what` reads the whole of it."""
+    check_whole(runtime.model, what)
+
+
 class LeadingRuntime(Runtime):
     """The first process's: the others make each pass and each move of keys with it, each with what it has."""
 
@@ -200,7 +205,7 @@ class LeadingRuntime(Runtime):
         """As a runtime's, in all processes."""
         number = None if path is None else self._numbers[path]
         more = {"slots": slots, "mask": mask, "rows": rows, "logits": logits}
-        with self._team.together("forward", self._number, tokens, positions, number, more):
+        with self._team.together("forward", self._number, tokens.cpu(), _sent(positions), number, _all_sent(more)):
             return super().forward(
                 tokens,
                 positions,
@@ -226,8 +231,17 @@ class LeadingRuntime(Runtime):
     ) -> Tensor:
         """As a runtime's, in all processes."""
         more = {"slots": slots, "mask": mask, "rows": rows}
-        with self._team.together("branch", self._number, index, part, x, positions, more):
+        with self._team.together("branch", self._number, index, part, x.cpu(), _sent(positions), _all_sent(more)):
             return super().branch(index, part, x, positions, slots=slots, mask=mask, rows=rows)
+
+
+def _sent(value: Any) -> Any:
+    """As the others are told it: they have devices of their own."""
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _all_sent(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _sent(value) for name, value in values.items()}
 
 
 def _in_passes(call: Call, team: Team) -> Call:

@@ -19,15 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from selfspec.search import find_profile
 
 import selfspec
 from selfspec.controllers import make_controller, parse_controller
 from selfspec.decoding.engine import Engine
 from selfspec.drafters import LayerSkipDrafter
+from selfspec.llm.batch import Batch
 from selfspec.llm.llm import LLM
+from selfspec.llm.options import Options
 from selfspec.profile.choosing import choose_profile
 from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.schema import Profile
+from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 
@@ -36,7 +40,7 @@ BEGINNING = "import os\nimport sys\n\n\ndef read_header(self, stream, size=None,
 PROMPTS = ("def main(args):\n    for arg in args:\n", f"{BEGINNING}    return", f"{BEGINNING}    x = 1\n", "class A:")
 SKIP = selfspec.DraftPath.of(["full", "skip", "full", "full", "skip", "full"])
 FEW_BITS = selfspec.DraftPath.of(["int8", "int4", "skip", "int8", "int4", "full"])
-SEED = 7
+TEMPERATURES, SEED = (0.0, 0.9), 7
 Pairs = list[tuple[list[int], list[int]]]
 
 
@@ -81,22 +85,40 @@ def how(temperature: float) -> dict[str, Any]:
     return {"max_new_tokens": NEW, "temperature": temperature, "seed": SEED if temperature else None}
 
 
-def texts(both: Both, make: Callable[[Both], Any], *, temperatures: tuple[float, ...] = (0.0, 0.9)) -> Pairs:
-    """Some texts drafted so; one token is drafted at least."""
+def texts(both: Both, make: Callable[[Both], Any], *, temperatures: tuple[float, ...] = TEMPERATURES) -> Pairs:
+    """A text of each temperature, drafted so; one token is drafted at least."""
     drafter, drafted, pairs = make(both), 0, []
-    for prompt in PROMPTS[:2]:
-        for temperature in temperatures:
-            found = both.shared.generate(prompt, drafter=drafter, **how(temperature))
-            drafted += found.stats.drafted
-            pairs.append((found.tokens, both.want(prompt, temperature)))
+    for prompt, temperature in zip(PROMPTS, temperatures, strict=False):
+        found = both.shared.generate(prompt, drafter=drafter, **how(temperature))
+        drafted += found.stats.drafted
+        pairs.append((found.tokens, both.want(prompt, temperature)))
     assert drafted
     return pairs
 
 
-def batch(both: Both) -> Pairs:
-    """All prompts together, two at a time, of which two begin alike."""
-    found = both.shared.generate_many(PROMPTS, batch_size=2, max_new_tokens=NEW)
-    return [(one.tokens, both.want(prompt)) for prompt, one in zip(PROMPTS, found, strict=True)]
+def plainly(both: Both) -> Pairs:
+    """Without drafts."""
+    return [
+        (both.shared.generate(p, **how(t)).tokens, both.want(p, t))
+        for p, t in zip(PROMPTS, 2 * TEMPERATURES, strict=True)
+    ]
+
+
+def batch(both: Both, *, adaptive: bool) -> Pairs:
+    """All prompts together, two at a time, of which two begin alike; one is cancelled."""
+
+    def make(runtime: Runtime) -> LayerSkipDrafter:
+        return LayerSkipDrafter(runtime, SKIP, controller_of("fixed:k=2"))
+
+    with Batch(both.shared, rows=2, memory=0.001, adaptive=adaptive, make=make) as many:
+        asked = [(p, t, many.add(p, Options(**how(t)))) for p, t in zip(PROMPTS, 2 * TEMPERATURES, strict=True)]
+        for _ in range(4):
+            many.step()
+        many.cancel(many.running[0])
+        while not many.idle:
+            many.step()
+    assert adaptive or many.counters.drafted
+    return [(one.tokens, both.want(p, t)[: len(one.tokens)]) for p, t, one in asked]
 
 
 def broken_off(both: Both) -> Pairs:
@@ -143,9 +165,7 @@ def without_a_seed(both: Both) -> Pairs:
 
 
 WAYS: dict[str, Callable[[Both], Pairs]] = {
-    "plain": lambda both: [
-        (both.shared.generate(p, **how(t)).tokens, both.want(p, t)) for p in PROMPTS for t in (0, 1)
-    ],
+    "plain": plainly,
     "skip": partial(texts, make=lambda both: both.path(SKIP)),
     "few bits": partial(texts, make=lambda both: both.path(FEW_BITS)),
     "candidates": partial(texts, make=lambda both: both.path(SKIP, candidates=3)),
@@ -153,11 +173,28 @@ WAYS: dict[str, Callable[[Both], Pairs]] = {
     "lookahead": partial(texts, make=lambda both: both.method("lookahead")),
     "another model": partial(texts, make=lambda both: both.method(f"model:{sys.argv[1]}")),
     "guard": partial(texts, make=Both.guard),
-    "batch": batch,
+    "batch": partial(batch, adaptive=False),
+    "batch by load": partial(batch, adaptive=True),
     "broken off": broken_off,
     "joining and leaving": joining_and_leaving,
     "without a seed": without_a_seed,
 }
+
+
+def refused(both: Both) -> list[str]:
+    """What is said of what reads whole weights."""
+    said = []
+    for ask in (
+        lambda: find_profile(both.shared, [PROMPTS[0]]),
+        lambda: both.shared.model.generate(torch.tensor([[1, 2]]), custom_generate=selfspec.hf("none")),
+        lambda: both.shared.runtime.compile(selfspec.DraftPath(trained="a part")),
+        lambda: both.shared.runtime.skeleton.embed(torch.tensor([[1]])),
+    ):
+        try:
+            said.append(f"nothing: {ask()}")
+        except selfspec.SelfspecError as error:
+            said.append(str(error))
+    return said
 
 
 def lost(both: Both, other: int) -> str:
@@ -182,6 +219,7 @@ def main(model: str, out: Path) -> None:
         found[name] = way(both)
         print(name, flush=True)
     found["sizes"] = [shared.runtime.skeleton.sizes.heads, both.whole.runtime.skeleton.sizes.heads]
+    found["refused"] = refused(both)
     found["lost"] = lost(both, int(out.with_suffix(".1").read_text()))
     out.write_text(json.dumps(found))
 

@@ -21,7 +21,7 @@ from selfspec.cli import main
 from selfspec.facts.identity import Identity
 from selfspec.model.shards import parallel_options
 
-SECONDS = 300  # after which processes that wait for each other are taken to do so for ever
+SECONDS = 240  # after which processes that wait for each other are taken to do so for ever
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="no gloo")
 
 
@@ -67,14 +67,27 @@ def test_each_process_holds_half_of_the_heads(found):
     assert found["sizes"] == [2, 4]
 
 
+def test_what_reads_whole_weights_is_refused_by_name(found):
+    search, hf, trained, embedding = found["refused"]
+    assert "a search cannot be had in tensor parallel" in search
+    assert "selfspec.hf cannot be had in tensor parallel" in hf
+    assert "a path without them" in trained
+    assert "reads the embedding" in embedding
+
+
 def test_the_first_process_says_that_the_other_is_gone(found):
     assert found["lost"].startswith("a pass was broken off between the processes that share the model")
 
 
 def test_the_other_process_says_that_the_first_is_gone(model):
+    """And a model that was loaded so by the user is wrapped."""
     code = "import os, selfspec, sys\n" + (
-        "llm = selfspec.load(sys.argv[1], profile='none', tensor_parallel=True)\n"
-        "llm.generate('x', max_new_tokens=2)\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer, DistributedConfig\n"
+        "shared = {'distributed_config': DistributedConfig(tp_size=2)}\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype='float64', **shared)\n"
+        "llm = selfspec.wrap(model.eval(), AutoTokenizer.from_pretrained(sys.argv[1]), profile='none')\n"
+        "found = llm.generate('x', max_new_tokens=4)\n"
+        "print(*found.tokens, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -82,15 +95,18 @@ def test_the_other_process_says_that_the_first_is_gone(model):
         subprocess.Popen(
             [sys.executable, "-c", code, str(model)],
             env={**os.environ, **told, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in "01"
     ]
-    said = [one.communicate(timeout=SECONDS)[1] for one in both]
-    assert both[0].returncode == -9, said[0]
-    assert both[1].returncode == 1
-    assert "SelfspecError: process 1 has lost the others that share the model" in said[1]
+    (tokens, first), (nothing, second) = [one.communicate(timeout=SECONDS) for one in both]
+    whole = selfspec.load(str(model), dtype="float64", profile="none").generate("x", max_new_tokens=4)
+    assert both[0].returncode == -9, first
+    assert list(map(int, tokens.split())) == whole.tokens
+    assert (both[1].returncode, nothing) == (1, "")
+    assert "SelfspecError: process 1 has lost the others that share the model" in second
 
 
 def test_the_command_reads_and_prints_once(model):
