@@ -35,7 +35,7 @@ from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 
-NEW = 14
+NEW = 10
 BEGINNING = "import os\nimport sys\n\n\ndef read_header(self, stream, size=None, *, strict=False):\n"  # of several
 PROMPTS = ("def main(args):\n    for arg in args:\n", f"{BEGINNING}    return", f"{BEGINNING}    x = 1\n", "class A:")
 SKIP = selfspec.DraftPath.of(["full", "skip", "full", "full", "skip", "full"])
@@ -125,7 +125,7 @@ def broken_off(both: Both) -> Pairs:
     """Streams that are closed at random points, each followed by a whole text."""
     draw, pairs = random.Random(3), []
     drafter = both.path(SKIP, candidates=2)
-    for _ in range(5):
+    for _ in range(4):
         prompt, temperature = draw.choice(PROMPTS), draw.choice((0.0, 0.9))
         stream = both.shared.stream(prompt, drafter=drafter, **how(temperature))
         for _ in range(draw.randrange(4)):
