@@ -20,6 +20,7 @@ from selfspec.llm.prompts import encode, fit, takes_messages, warn_of_cuts
 from selfspec.measure.cost_fitting import fastest_plain
 from selfspec.measure.cost_sweeps import room_for
 from selfspec.profile.schema import Calibration, Profile
+from selfspec.runtime.team import check_alone
 from selfspec.text.prompt import Prompt
 
 from .bridging import with_bridges
@@ -60,6 +61,7 @@ def run_search(llm: LLM, options: SearchOptions) -> Profile:
     so; with `keep_best` it holds the best set all the same. Raises `SelfspecError` for options that do not fit the
     model, no prompts, or no room for `max_new_tokens`; `AnotherFinishes` in a worker whose study another completes.
     """
+    check_alone(llm.runtime, "a search")
     search, drawn = _begin(llm, options)
     if search.planned is None:
         return untried(search, options)

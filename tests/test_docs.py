@@ -28,6 +28,7 @@ NOT_RUN = {
     "database": "needs a database server",
     "server": "needs a server that runs",
     "minutes": "takes minutes, or is what runs these tests",
+    "processes": "is started as several processes",
 }
 BUDGETS = {  # added to a command's own options, so that the last word is theirs
     "search": "--trials 2 --prompts 2 --max-new-tokens 8",

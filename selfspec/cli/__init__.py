@@ -36,5 +36,7 @@ def main() -> None:
 
 def _fail(message: str) -> None:
     if message and sys.stderr is not None:  # no command at all has shown the help, and says nothing more
-        print(f"error: {' '.join(message.split())}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")  # of one of several processes that torchrun has started
+        where = "" if rank == "0" else f" (process {rank})"
+        print(f"error{where}: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)

@@ -41,6 +41,7 @@ def run(given: ChatCommand) -> int:
     """
     quiet()
     asked = decoding(given.decoding)
+    asked.follow()
     if sys.stdin is None:
         raise SelfspecError("standard input is closed; give it messages, each on a line")
     how = asked.check()

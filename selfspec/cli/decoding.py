@@ -88,7 +88,14 @@ class Decoding:
             store=given.store,
             answers=given.answers,
             method=given.method,
+            tensor_parallel=given.where.tensor_parallel,
         )
+
+    def follow(self) -> None:
+        """In a process that shares the model with the first: its part, until that ends. Only the first comes back."""
+        if self.given.where.follows:
+            set_threads(self.given.where.threads)
+            self.load()
 
     def load_plain(self, *, layout: str = "auto") -> LLM:
         """The model without a profile; its weights, unless it is said how, as suits plain decoding."""

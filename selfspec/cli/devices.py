@@ -1,12 +1,13 @@
 """The options that say on what a command runs. Annotations are kept as values, for `flat`."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from selfspec.model.loading import DeviceMap, check_dtype, parse_devices
+from selfspec.model.loading import DeviceMap, check_dtype, check_parallel, parse_devices
 
 _PANEL = "Device"
 
@@ -51,3 +52,27 @@ class DeviceOptions:
     def place(self) -> str | DeviceMap:
         """The device, or how the model is spread over several."""
         return parse_devices(self.device, self.device_map, self.max_memory, self.offload_folder)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedDeviceOptions(DeviceOptions):
+    """The same where processes may share a model. Raises `SelfspecError` for what cannot be."""
+
+    tensor_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--tensor-parallel",
+            help="Share the model with the processes that torchrun has started.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = False
+
+    def __post_init__(self) -> None:
+        DeviceOptions.__post_init__(self)
+        if self.tensor_parallel:
+            check_parallel(self.place)
+
+    @property
+    def follows(self) -> bool:
+        """Whether this process only follows the first of those that share the model."""
+        return self.tensor_parallel and os.environ["RANK"] != "0"

@@ -33,6 +33,7 @@ def run(options: GenerateCommand) -> int:
     _check_one(options)
     chat = options.data.chat
     asked = decoding(options.decoding)
+    asked.follow()
     text = _text(options)
     how = asked.check()
     asked.check_chat(chat=chat, system=options.system)
@@ -62,6 +63,8 @@ def _check_one(options: GenerateCommand) -> None:
     for name, given in (("--out", options.out is not None), ("--memory", options.memory is not None)):
         if given:
             raise SelfspecError(f"{name} is of many prompts; want --prompts FILE with it")
+    if options.compare and options.decoding.where.tensor_parallel:
+        raise SelfspecError("--compare loads the model more than once; want it without --tensor-parallel")
     if options.system is not None and not options.data.chat:
         raise SelfspecError("--system is for chats; want --chat with it")
 

@@ -39,6 +39,7 @@ def run_many(given: GenerateCommand) -> int:
     quiet()
     _check(given)
     asked = decoding(given.decoding)
+    asked.follow()
     how = asked.check()
     read = given.data.read()
     assert read is not None

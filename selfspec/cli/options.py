@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from selfspec.cli.data import DataOptions, PromptOptions, TrainDataOptions
-from selfspec.cli.devices import DeviceOptions
+from selfspec.cli.devices import DeviceOptions, SharedDeviceOptions
 from selfspec.facts.methods import OWN
 from selfspec.llm.options import Options
 from selfspec.measure.bench_methods import METHODS
@@ -164,7 +164,7 @@ class DecodingOptions:
     json_schema: Annotated[
         Path | None, typer.Option(help="The new text is JSON that this schema describes.", rich_help_panel=_GUIDED)
     ] = None
-    where: DeviceOptions
+    where: SharedDeviceOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

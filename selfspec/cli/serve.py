@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.cli.common import SEARCH_HINT, checked_profile, model_for, quiet, set_threads, stderr
-from selfspec.cli.devices import DeviceOptions
+from selfspec.cli.devices import SharedDeviceOptions
 from selfspec.cli.serve_options import ServeCommand
 from selfspec.profile.schema import Profile
 from selfspec.proposers.store import Store
@@ -35,17 +35,30 @@ def run(given: ServeCommand) -> int:
         Store(given.store)
     set_threads(given.where.threads)
 
-    from selfspec.llm.llm import load
     from selfspec.server.running import bound
 
+    if given.where.follows:
+        _load(given, given.where, model, profile)
     with bound(given.host, given.port) as at:
-        llms = [
-            load(model, profile=profile, store=given.store, device=where.place, dtype=where.dtype) for where in places
-        ]
+        llms = [_load(given, where, model, profile) for where in places]
         if llms[0].profile is None and given.profile == "auto":
             stderr().print(SEARCH_HINT.format(model=model), markup=False, soft_wrap=True)
         _serve(given, llms, at)
     return 0
+
+
+def _load(given: ServeCommand, where: SharedDeviceOptions, model: str, profile: str | Profile) -> LLM:
+    """A replica's model; it does not come back where processes share it and this one is not the first."""
+    from selfspec.llm.llm import load
+
+    return load(
+        model,
+        profile=profile,
+        store=given.store,
+        device=where.place,
+        dtype=where.dtype,
+        tensor_parallel=where.tensor_parallel,
+    )
 
 
 def _serve(given: ServeCommand, llms: list[LLM], at: socket.socket) -> None:
@@ -86,12 +99,14 @@ def _settings(given: ServeCommand, name: str) -> Settings:
     )
 
 
-def replicas(given: ServeCommand) -> list[DeviceOptions]:
+def replicas(given: ServeCommand) -> list[SharedDeviceOptions]:
     """Where each replica runs. Raises `SelfspecError`."""
     if given.devices is None:
         return [given.where]
-    if given.where.device != "auto" or given.where.device_map is not None:
-        raise SelfspecError("--devices says where each replica runs; want it without --device and --device-map")
+    if given.where.device != "auto" or given.where.device_map is not None or given.where.tensor_parallel:
+        raise SelfspecError(
+            "--devices says where each replica runs; want it without --device, --device-map and --tensor-parallel"
+        )
     names = [name.strip() for name in given.devices.split(",")]
     if not all(names):
         raise SelfspecError(f"--devices {given.devices}: want devices separated by commas, such as cuda:0,cuda:1")

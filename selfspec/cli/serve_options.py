@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli.devices import DeviceOptions
+from selfspec.cli.devices import SharedDeviceOptions
 from selfspec.cli.options import Model, Store
 
 _LIMITS, _WHO = "Limits", "Where, and for whom"
@@ -87,4 +87,4 @@ class ServeCommand:
             metavar="LIST", help="One replica on each, such as cuda:0,cuda:1 or cpu,cpu.", rich_help_panel="Device"
         ),
     ] = None
-    where: DeviceOptions
+    where: SharedDeviceOptions

@@ -30,6 +30,7 @@ from selfspec.facts.costs import WIDER
 from selfspec.facts.draft_path import FULL, DraftPath
 from selfspec.model.layout import lay_out_
 from selfspec.model.loading import load_model, load_tokenizer
+from selfspec.model.shards import check_whole
 from selfspec.model.vocabularies import SharedWords
 from selfspec.parts.files import read_part
 from selfspec.parts.heads import Head
@@ -137,6 +138,7 @@ def draft_path(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> Draft
     """The path that a profile drafts along, with what was trained for it. Raises as `make_layer_skip` does."""
     if spec.trained is None:
         return spec.path
+    check_whole(runtime.model, "a trained path")
     name = profile.parts[spec.trained].sha256 if spec.trained in profile.parts else spec.trained
     runtime.learn(name, trained_of(runtime, read_part(profile.part_path(spec.trained))))
     return replace(spec.path, trained=name)
@@ -154,6 +156,7 @@ def make_head_drafter(runtime: Runtime, spec: HeadSpec, profile: Profile) -> Hea
 
 
 def _head(runtime: Runtime, profile: Profile, part: str) -> Head:
+    check_whole(runtime.model, "a trained head")
     return make_head(runtime, read_part(profile.part_path(part)))
 
 

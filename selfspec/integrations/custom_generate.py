@@ -31,6 +31,7 @@ from selfspec.llm.here import outlook_here
 from selfspec.llm.llm import LLM, wrap
 from selfspec.llm.plan import check_config
 from selfspec.model.layout import check_layout, lay_out_
+from selfspec.model.shards import check_whole
 from selfspec.model.skeleton import identity_of
 from selfspec.profile.choosing import choose_profile, named_profile
 from selfspec.profile.schema import Profile
@@ -166,6 +167,7 @@ class CustomGenerate:
     def _prepared(self, model: Any) -> LLM:
         """The model, wrapped once, and again when it was moved, cast or loaded anew."""
         if self._llm is None or self._weights != _where(model):
+            check_whole(model, "selfspec.hf")
             self._lay_out(model)
             self._llm = wrap(model, None, profile=self.profile, method=self.method)
             self._weights, self._several = _where(model), None

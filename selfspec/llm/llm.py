@@ -286,6 +286,7 @@ def load(
     store: str | Path | None = None,
     answers: str | Path | None = None,
     method: str | None = None,
+    tensor_parallel: bool = False,
 ) -> LLM:
     """Load a folder, a GGUF file, a hub id, `smollm2-135m` or `builtin`, with the profile to draft with.
 
@@ -295,7 +296,8 @@ def load(
     what was measured to be fastest here, for drafting or for plain decoding. `drafting` says for which, and `few_bits`
     whether drafts run in few bits; left out, as the profile does. `store`: a file of texts to guess from, which
     `selfspec index` made; `answers`: one of earlier answers to guess from, to which new ones are added.
-    `method`: another way to draft than the profile's, such as `lookahead` (`profile.methods`). Raises `SelfspecError`.
+    `method`: another way to draft than the profile's, such as `lookahead` (`profile.methods`). `tensor_parallel`: the
+    processes of `torchrun` share it; only the first comes back, and the others end with it. Raises `SelfspecError`.
     """
     check_layout(layout)
     if store is not None:
@@ -303,15 +305,13 @@ def load(
     if answers is not None:
         check_answers(answers)
     named = named_profile(profile)
-    loaded, tokenizer = load_model(model, device=device, dtype=dtype)
+    loaded, tokenizer = load_model(model, device=device, dtype=dtype, parallel=tensor_parallel)
     identity = identity_of(loaded).model_copy(update={"name": model})
     chosen = choose_profile(identity, named, method)
-    if drafting is None:
-        drafting = chosen is not None and chosen.drafts
-    if few_bits is None:
-        few_bits = chosen is not None and any(one.path.low_precision for one in chosen.alternatives)
+    drafting = (chosen is not None and chosen.drafts) if drafting is None else drafting
+    low = chosen is not None and any(one.path.low_precision for one in chosen.alternatives)
     plain = choose(layout_times(loaded), drafting=False) if layout == "auto" else layout
-    layout = lay_out_(loaded, layout, drafting=drafting, few_bits=few_bits)
+    layout = lay_out_(loaded, layout, drafting=drafting, few_bits=low if few_bits is None else few_bits)
     llm = LLM(loaded, tokenizer, name=model, profile=guessing(chosen, identity, store, answers))
     llm.layout, llm.plain_layout = layout, plain
     return llm

@@ -24,6 +24,7 @@ from selfspec.llm.options import DEFAULT_NEW_TOKENS, Options
 from selfspec.llm.stream import Generation
 from selfspec.profile.schema import Measurement
 from selfspec.runtime.forward import Runtime
+from selfspec.runtime.team import check_alone
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sequence import SequenceState
@@ -196,6 +197,7 @@ def transformers_generate(
     `settings`: further fields of its `GenerationConfig`, such as `prompt_lookup_num_tokens`; `assistant`: a draft
     model of its own, and its tokenizer. `keep` is shown every text's token ids.
     """
+    check_alone(llm.runtime, "transformers' own generate")
     model, tokenizer = copy.copy(llm.model), llm.tokenizer
     model.generation_config = GenerationConfig()  # or it would fill in what the options leave open
     aided = {} if assistant is None else {"assistant_model": assistant[0]}

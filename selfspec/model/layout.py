@@ -27,6 +27,7 @@ from selfspec.model.linears import Group, is_exact, join_, linear, side_by_side
 from selfspec.model.native import IN_A_PASS, ROWS, nativise_
 from selfspec.model.native_library import available, library
 from selfspec.model.packed import PackedLinear, pack_
+from selfspec.model.shards import own_weight
 
 LAYOUTS = ("rows", "columns", "onednn", "native")
 WIDTHS = (1, 2, 3, 4, 8, 128)  # rows that are timed: a decoding step, verifications, a prompt
@@ -121,7 +122,7 @@ def _by_rows(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata:
 
 def weight_bytes(model: Any) -> int:
     """Bytes of all parameters and packed weights; memory that several share counts once, meta tensors not at all."""
-    storages = [p.untyped_storage() for p in model.parameters() if not p.is_meta]
+    storages = [own_weight(p).untyped_storage() for p in model.parameters() if not p.is_meta]
     held: dict[int, int] = {storage.data_ptr(): storage.nbytes() for storage in storages}
     packed = {id(m.packed): m.packed for m in model.modules() if isinstance(m, PackedLinear)}
     return sum([*held.values(), *(p.bytes for p in packed.values())])

@@ -169,12 +169,14 @@ def _vectors(weight: Tensor) -> bool:
 class Group:
     """Linears that read the same input: the attributes `names` of `parent`.
 
-    `writes`: what they give is added to the residual stream.
+    `writes`: what they give is added to the residual stream. `partial`: each process has some of their inputs, and what
+    they give is a part of a sum.
     """
 
     parent: Any
     names: tuple[str, ...]
     writes: bool = False
+    partial: bool = False
 
     @property
     def modules(self) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -140,16 +141,20 @@ def check_dtype(dtype: str) -> None:
         raise SelfspecError(f"dtype '{dtype}' is not known; known: {', '.join(DTYPES)}")
 
 
-def load_model(name: str, *, device: str | DeviceMap = "auto", dtype: str = "auto") -> tuple[Any, Any]:
+def load_model(
+    name: str, *, device: str | DeviceMap = "auto", dtype: str = "auto", parallel: bool = False
+) -> tuple[Any, Any]:
     """Model and tokenizer by name, through `from_pretrained`.
 
     `device` `auto` is CUDA where there is one, else the CPU; a `DeviceMap` spreads the model over several. `dtype`
     `auto` is the checkpoint's own on an accelerator, and float32 on the CPU, where half precision is slower. Raises
-    `SelfspecError` when they cannot be loaded, with the reason.
+    `SelfspecError` when they cannot be loaded, with the reason. `parallel`: shared by the processes of `torchrun`.
     """
     check_model_name(name)
     check_dtype(dtype)
     spread = device.options() if isinstance(device, DeviceMap) else {}
+    if parallel:
+        spread = _shared(name, check_parallel(device))
     where = _device("auto" if isinstance(device, DeviceMap) else device)
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
@@ -179,6 +184,27 @@ def load_model(name: str, *, device: str | DeviceMap = "auto", dtype: str = "aut
     if missing := sorted(loaded["missing_keys"]):
         raise SelfspecError(f"model {name} cannot be loaded: {len(missing)} weights are missing, such as {missing[0]}")
     return model, tokenizer
+
+
+def check_parallel(device: str | DeviceMap) -> int:
+    """How many processes `torchrun` has started, to share a model. Raises `SelfspecError` where it has not."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise SelfspecError(
+            "tensor parallel wants a process for each device, as in: "
+            "torchrun --nproc-per-node 2 -m selfspec generate --tensor-parallel ..."
+        )
+    if device != "auto":
+        raise SelfspecError("tensor parallel gives each process a device of its own; leave device and device map out")
+    return int(os.environ["WORLD_SIZE"])
+
+
+def _shared(name: str, among: int) -> dict[str, Any]:
+    """What `from_pretrained` is to be told where so many processes share the model. Raises `SelfspecError`."""
+    from selfspec.model.shards import parallel_options
+
+    if gguf_file(_base(name)) is not None or _base(name) != name:
+        raise SelfspecError(f"tensor parallel reads folders and hub ids; {name} is a GGUF file or an adapter")
+    return parallel_options(read_identity(name), among)
 
 
 def load_tokenizer(name: str) -> Any:

@@ -8,7 +8,7 @@ dtype, exactly what the others approximate. Rows never see each other. Knows not
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -165,4 +165,4 @@ def in_few_bits(group: Group, bits: Bits, kernel: Kernel, change: Tensor | None 
     for name, module in zip(group.names, modules, strict=True):
         found[name] = LowPrecisionLinear(together, start, module, whole)
         start += module.out_features
-    return Group(SimpleNamespace(**found), group.names, group.writes), together.bytes
+    return replace(group, parent=SimpleNamespace(**found)), together.bytes

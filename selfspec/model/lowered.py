@@ -17,6 +17,7 @@ from selfspec.model.kernels import kernel_for
 from selfspec.model.linears import Call, Group, Moved
 from selfspec.model.low_precision import Bits, Kernel, Whole, bytes_of, groups_of, in_few_bits, roundable
 from selfspec.model.norms import Norms
+from selfspec.model.shards import summed
 from selfspec.model.trained import Bridge, Crossing, Trained, Update
 
 
@@ -67,6 +68,7 @@ class Lowered:
         made, held = self._made(own, bits, [updates.get((index, first + number)) for number in range(len(own))])
         for group in made:
             _ = group.modules[0].whole.product  # rounded now, and not in the first pass
+        made = [summed(group) for group in made]
         others = layer.groups_of("mlp" if part == "attention" else "attention")
         groups = (*made, *others) if part == "attention" else (*others, *made)
         block = self.family.block(replace(layer, groups=groups), self.norms)

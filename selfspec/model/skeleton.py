@@ -23,6 +23,7 @@ from selfspec.model.linears import Call, Moved
 from selfspec.model.low_precision import Kernel
 from selfspec.model.lowered import Lowered
 from selfspec.model.norms import Norm, Norms
+from selfspec.model.shards import is_sharded, local_parts, local_sizes, whole_weight
 from selfspec.model.sizes import Sizes
 
 ROPES = ("default", "linear", "llama3", "yarn")
@@ -94,7 +95,7 @@ def read_skeleton(model: Any, *, kernel: Kernel | None = None) -> Skeleton:
     inside = containers(model, parts.called())
     check_hooks(inside)
     check_places(model, [layer.module for layer in parts.layers], inside)
-    sizes = _sizes(config, parts)
+    sizes = _sizes(model, parts)
     norms = Norms(parts.eps, sizes.dtype, parts.formula)
     blocks = tuple(family.block(layer, norms) for layer in parts.layers)
     last = blocks[-1].device
@@ -113,7 +114,7 @@ def read_skeleton(model: Any, *, kernel: Kernel | None = None) -> Skeleton:
         ends=ends_of(model),
         device=device_of(parts.embedding),
         norms=norms,
-        lowered=Lowered(family, parts, norms, kernel),
+        lowered=Lowered(family, local_parts(model, parts), norms, kernel),
     )
 
 
@@ -136,8 +137,9 @@ def read_identity(config: Any) -> Identity:
     )
 
 
-def _sizes(config: Any, parts: Parts) -> Sizes:
-    return Sizes(
+def _sizes(model: Any, parts: Parts) -> Sizes:
+    config = model.config
+    sizes = Sizes(
         hidden=config.hidden_size,
         intermediate=config.intermediate_size,
         heads=config.num_attention_heads,
@@ -146,6 +148,7 @@ def _sizes(config: Any, parts: Parts) -> Sizes:
         eps=parts.eps,
         dtype=parts.embedding.weight.dtype,
     )
+    return local_sizes(model, parts, sizes) if is_sharded(model) else sizes
 
 
 def _kv_heads(config: Any) -> int:
@@ -208,6 +211,6 @@ def _fingerprint(parts: Parts) -> str | None:
             weight = weight_of(module)
             if weight is None or not weight.is_floating_point():
                 return None
-            values = weight.detach().flatten()[:64].to("cpu", torch.bfloat16).view(torch.int16)
+            values = whole_weight(weight).detach().flatten()[:64].to("cpu", torch.bfloat16).view(torch.int16)
             digest.update(values.numpy().tobytes())
     return digest.hexdigest()[:16]

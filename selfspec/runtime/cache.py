@@ -5,7 +5,7 @@ A slot is a place for one token's keys and values at every layer. Knows nothing 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 from selfspec.runtime.rows import Rows
 
 ALL_ROWS = slice(None)
+Move = tuple[int, int, int, Sequence[int]]
+"""To a row, from a row: to the slots from one on, from these ones."""
 _SPARE = 16  # slots beyond those for tokens: a vector is read whole
 
 
@@ -62,6 +64,7 @@ class Cache(Rows):
         self._table = torch.arange(rows)
         at = torch.arange(slots + _SPARE, device=devices[0])
         self.positions = at.repeat(rows, 1) if placed else None
+        self.told: Callable[[Move], None] | None = None  # of each move of keys and values within the cache, before it
 
     @property
     def spare(self) -> int:
@@ -148,8 +151,16 @@ class Cache(Rows):
 
     def copy(self, source: int, row: int, start: int, end: int) -> None:
         """Give a row what another holds in the slots from `start` to `end`; its length stays."""
-        for t in (t for pair in self._whole for t in pair):
-            t[:, row].narrow(2, start, end - start).copy_(t[:, source].narrow(2, start, end - start))
+        self.move((row, source, start, range(start, end)))
+
+    def move(self, move: Move) -> None:
+        """Copy keys and values from slots to slots."""
+        if self.told is not None:
+            self.told(move)
+        row, source, start, slots = move
+        at = torch.tensor(slots)
+        for t in (t for pair in self._whole for t in pair):  # all layers of a device at once
+            t[:, row].narrow(2, start, len(slots)).copy_(t[:, source].index_select(2, at.to(t.device)))
 
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Keep the root of a verified draft and the nodes on `path`, in order; forget the rest.
@@ -159,10 +170,7 @@ class Cache(Rows):
         """
         start = self.length[row] + 1
         if any(node != place for place, node in enumerate(path)):
-            source = torch.tensor([start + node for node in path])
-            for t in (t for pair in self._whole for t in pair):  # all layers of a device at once
-                kept = t[:, row]
-                kept.narrow(2, start, len(path)).copy_(kept.index_select(2, source.to(t.device)))
+            self.move((row, row, start, [start + node for node in path]))
         self.length[row] = end = start + len(path)
         if self.positions is not None:
             self.positions[row, start:end] = torch.arange(start, end, device=self.positions.device)

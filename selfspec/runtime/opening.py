@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from selfspec.model.families import is_lean
+from selfspec.model.shards import is_sharded
 from selfspec.runtime.forward import Runtime
 from selfspec.runtime.generic import GenericRuntime
+from selfspec.runtime.team import runtime_over
 
 
 def open_runtime(model: Any, *, rows: int = 1) -> Runtime:
-    """One for `model`. Raises `UnsupportedModelError` for a model that neither serves."""
+    """One for `model`, which processes may share. Raises `UnsupportedModelError` for one that neither serves."""
+    if is_sharded(model):
+        return runtime_over(model)
     return Runtime(model, rows=rows) if is_lean(model) else GenericRuntime(model, rows=rows)

@@ -23,6 +23,7 @@ from selfspec.llm.llm import LLM
 from selfspec.parts.files import PartFile, write_part
 from selfspec.parts.kinds import make_head
 from selfspec.profile.schema import Profile
+from selfspec.runtime.team import check_alone
 from selfspec.text.prompt import Prompt
 from selfspec.training.distill import DistillLearner, write_student
 from selfspec.training.layerskip import LayerSkipLearner, write_layerskip
@@ -84,6 +85,7 @@ def fit(
     """
     options, watch = options or TrainOptions(), watch or Silent()
     check_kind(part)
+    check_alone(llm.runtime, "training")
     check_folder(out)
     own = OwnPath.of(llm.runtime, profile, part) if part in OF_PATHS else None
     texts = Texts(folder_of(llm, prompts, chat, options), options.texts)
