@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -33,15 +35,15 @@ def run(given: ServeCommand) -> int:
     model = model_for(given.model, profile if isinstance(profile, Profile) else None)
     if given.store is not None:
         Store(given.store)
+    adapters = _adapters(given.adapter or ())
     set_threads(given.where.threads)
 
     from selfspec.llm.llm import load
     from selfspec.server.running import bound
 
     with bound(given.host, given.port) as at:
-        llms = [
-            load(model, profile=profile, store=given.store, device=where.place, dtype=where.dtype) for where in places
-        ]
+        how = partial(load, model, profile=profile, store=given.store, adapters=adapters)
+        llms = [how(device=where.place, dtype=where.dtype) for where in places]
         if llms[0].profile is None and given.profile == "auto":
             stderr().print(SEARCH_HINT.format(model=model), markup=False, soft_wrap=True)
         _serve(given, llms, at)
@@ -69,12 +71,23 @@ def _serve(given: ServeCommand, llms: list[LLM], at: socket.socket) -> None:
         serve(service, at)
 
 
+def _adapters(given: Sequence[str]) -> dict[str, str]:
+    """Adapters' folders by name. Raises `SelfspecError`."""
+    found: dict[str, str] = {}
+    for text in given:
+        name, _, folder = text.partition("=")
+        if not name or not folder or name in found:
+            raise SelfspecError(f"--adapter {text}: want NAME=FOLDER, each name once")
+        found[name] = folder
+    return found
+
+
 def _settings(given: ServeCommand, name: str) -> Settings:
     from selfspec.server.settings import Settings
 
     limits = given.limits
     return Settings(
-        names=tuple(given.served_model_name or [name]),
+        names=(*(given.served_model_name or [name]), *_adapters(given.adapter or ())),
         api_key=given.api_key,
         rows=limits.rows,
         queue=limits.queue,

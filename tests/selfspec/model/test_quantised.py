@@ -51,9 +51,8 @@ def check_same(model, tokens, expected):
         return
     at = next(i for i, (mine, other) in enumerate(zip(tokens, expected, strict=True)) if mine != other)
     ids = torch.tensor([[*PROMPT, *expected]])
-    whole, cache, alone = model(ids).logits[0], DynamicCache(), []
-    for n in range(ids.shape[1]):
-        alone.append(model(ids[:, n : n + 1], past_key_values=cache).logits[0])
+    whole, cache = model(ids).logits[0], DynamicCache()
+    alone = [model(ids[:, n : n + 1], past_key_values=cache).logits[0] for n in range(ids.shape[1])]
     off = float((whole - torch.cat(alone)).abs().max())
     best = whole[len(PROMPT) + at - 1].topk(2)
     assert float(best.values[0] - best.values[1]) <= 4 * off
