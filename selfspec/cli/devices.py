@@ -19,7 +19,11 @@ class DeviceOptions:
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=_PANEL)] = "auto"
     dtype: Annotated[
         str,
-        typer.Option(help="auto (float32 on a CPU), float32, float64, bfloat16, float16.", rich_help_panel=_PANEL),
+        typer.Option(
+            help="auto (float32 on a CPU), float32, float64, bfloat16, float16; file keeps a GGUF file's weights as "
+            "they are.",
+            rich_help_panel=_PANEL,
+        ),
     ] = "auto"
     threads: Annotated[
         int | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ def run(given: ServeCommand) -> int:
     model = model_for(given.model, profile if isinstance(profile, Profile) else None)
     if given.store is not None:
         Store(given.store)
+    adapters = _adapters(given.adapter or ())
     set_threads(given.where.threads)
 
     from selfspec.server.running import bound
@@ -40,14 +42,20 @@ def run(given: ServeCommand) -> int:
     if given.where.follows:
         _load(given, given.where, model, profile)
     with bound(given.host, given.port) as at:
-        llms = [_load(given, where, model, profile) for where in places]
+        llms = [_load(given, where, model, profile, adapters) for where in places]
         if llms[0].profile is None and given.profile == "auto":
             stderr().print(SEARCH_HINT.format(model=model), markup=False, soft_wrap=True)
         _serve(given, llms, at)
     return 0
 
 
-def _load(given: ServeCommand, where: SharedDeviceOptions, model: str, profile: str | Profile) -> LLM:
+def _load(
+    given: ServeCommand,
+    where: SharedDeviceOptions,
+    model: str,
+    profile: str | Profile,
+    adapters: Mapping[str, str] | None = None,
+) -> LLM:
     """A replica's model; it does not come back where processes share it and this one is not the first."""
     from selfspec.llm.llm import load
 
@@ -58,6 +66,7 @@ def _load(given: ServeCommand, where: SharedDeviceOptions, model: str, profile: 
         device=where.place,
         dtype=where.dtype,
         tensor_parallel=where.tensor_parallel,
+        adapters=adapters,
     )
 
 
@@ -82,12 +91,23 @@ def _serve(given: ServeCommand, llms: list[LLM], at: socket.socket) -> None:
         serve(service, at)
 
 
+def _adapters(given: Sequence[str]) -> dict[str, str]:
+    """Adapters' folders by name. Raises `SelfspecError`."""
+    found: dict[str, str] = {}
+    for text in given:
+        name, _, folder = text.partition("=")
+        if not name or not folder or name in found:
+            raise SelfspecError(f"--adapter {text}: want NAME=FOLDER, each name once")
+        found[name] = folder
+    return found
+
+
 def _settings(given: ServeCommand, name: str) -> Settings:
     from selfspec.server.settings import Settings
 
     limits = given.limits
     return Settings(
-        names=tuple(given.served_model_name or [name]),
+        names=(*(given.served_model_name or [name]), *_adapters(given.adapter or ())),
         api_key=given.api_key,
         rows=limits.rows,
         queue=limits.queue,

@@ -80,6 +80,12 @@ class ServeCommand:
             metavar="NAME", help="Served as, instead of the model's own; may be given again.", rich_help_panel=_WHO
         ),
     ] = None
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FOLDER", help="A PEFT adapter that requests name as their model; may be given again."
+        ),
+    ] = None
     limits: LimitOptions
     devices: Annotated[
         str | None,

@@ -76,7 +76,8 @@ class Batch:
     a round. `memory`: GiB for keys and values, of a draft model too; left out, enough for `rows` texts of 2,048 tokens,
     and no more than half of what is free. How much is drafted is decided for all of a round together, by what rounds
     were measured to take here when the batch was entered; with `adaptive` False each sequence's controller decides
-    alone. `make`: another drafter than the profile's, for the batch's runtime.
+    alone. Requests of one adapter run together; who comes first with another waits until they end, and all after it
+    wait, too. `make`: another drafter than the profile's, for the batch's runtime.
 
     Raises `SelfspecError` where there is not the memory for one row.
     """
@@ -96,6 +97,7 @@ class Batch:
         self._load: Load | None = None
         self._adaptive = adaptive and self._drafter.drafts
         self._engine = Engine(self._runtime, self._drafter, reuse=True)
+        self._adapter = llm.adapters.named(None)
         self._waiting: deque[Request] = deque()
         self._requests: dict[SequenceState, Request] = {}
         self._held = ExitStack()
@@ -174,15 +176,26 @@ class Batch:
     def step(self) -> list[Request]:
         """The next piece of work; those that something happened to."""
         self._admit()
+        self.llm.adapters.use(self._adapter)  # others may have used the model meanwhile
         read = self._read()
         return [*read, *self._round()]
 
     def _admit(self) -> None:
-        while self._waiting and self._engine.admit(self._waiting[0].seq):
+        if self._waiting and not self._requests and self._waiting[0].adapter != self._adapter:
+            self._turn(self._waiting[0].adapter)
+        while self._waiting and self._waiting[0].adapter == self._adapter and self._engine.admit(self._waiting[0].seq):
             request = self._waiting.popleft()
             self._requests[request.seq] = request
             self.counters.reused += request.seq.kept
             request.admitted()
+
+    def _turn(self, adapter: str) -> None:
+        """Go on with another adapter, while nothing runs: keys that were made by one serve no other."""
+        self._held.close()
+        for row in range(self._runtime.rows):
+            self._runtime.cache.clear(row)
+        self._engine, self._adapter = Engine(self._runtime, self._drafter, reuse=True), adapter
+        self._held.enter_context(self._engine)
 
     def _read(self) -> list[Request]:
         """A chunk of the prompt of who came first; what it fails with ends that request alone."""

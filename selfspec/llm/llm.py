@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from selfspec.facts.controller import ControllerSpec
 from selfspec.facts.draft_path import DraftPath, as_path
 from selfspec.facts.identity import Identity
 from selfspec.facts.skip import SkipSet
+from selfspec.llm.adapted import Turns
 from selfspec.llm.arguments import takes
 from selfspec.llm.conversation import Conversation
 from selfspec.llm.here import outlook_here
@@ -24,6 +26,7 @@ from selfspec.llm.messages import checked, render
 from selfspec.llm.options import GenerateOptions, ManyOptions, Options
 from selfspec.llm.plan import Plan, new_tokens, plan, timed
 from selfspec.llm.stream import Generation, Stream
+from selfspec.model.adapters import Adapters, beside
 from selfspec.model.layout import check_layout, choose, lay_out_, layout_times, weight_bytes
 from selfspec.model.loading import DeviceMap, load_model
 from selfspec.model.skeleton import identity_of
@@ -97,9 +100,10 @@ class LLM:
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, name: str | None = None, profile: Profile | None = None) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
+        self.model, self.tokenizer = model, tokenizer
         self.runtime: Runtime = open_runtime(model)
+        self.adapters = Adapters(model)
+        self._turns = Turns(self.adapters)
         self.name = name or self.runtime.skeleton.identity.name or "unnamed"
         self.layout: str | None = None  # how `load` laid the weights out, and would have for plain decoding
         self.plain_layout: str | None = None
@@ -248,15 +252,9 @@ class LLM:
             look_here(drafter)
         text = TextStream(self.tokenizer, ids, planned.stops)
         seq = SequenceState(ids, planned.max_new_tokens, planned.sampler, planned.ends)
-        rounds = decode(
-            self.runtime,
-            drafter,
-            seq,
-            rule=planned.rule,
-            stop=timed(text.push, planned.config.max_time),
-            first_plain=first_plain,
-            reuse=reuse,
-        )
+        stop = timed(text.push, planned.config.max_time)
+        decoding = partial(decode, self.runtime, drafter, seq, rule=planned.rule, stop=stop, first_plain=first_plain)
+        rounds = self._turns.rounds(options.adapter, lambda reuse: decoding(reuse=reuse), reuse=reuse)
         guided = options.guide is not None
         return Stream(rounds, seq, text, pieces=pieces, probabilities=probabilities, guided=guided, ended=ended)
 
@@ -287,6 +285,7 @@ def load(
     answers: str | Path | None = None,
     method: str | None = None,
     tensor_parallel: bool = False,
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> LLM:
     """Load a folder, a GGUF file, a hub id, `smollm2-135m` or `builtin`, with the profile to draft with.
 
@@ -296,8 +295,9 @@ def load(
     what was measured to be fastest here, for drafting or for plain decoding. `drafting` says for which, and `few_bits`
     whether drafts run in few bits; left out, as the profile does. `store`: a file of texts to guess from, which
     `selfspec index` made; `answers`: one of earlier answers to guess from, to which new ones are added.
-    `method`: another way to draft than the profile's, such as `lookahead` (`profile.methods`). `tensor_parallel`: the
-    processes of `torchrun` share it; only the first comes back, and the others end with it. Raises `SelfspecError`.
+    `method`: another way to draft than the profile's (`profile.methods`). `tensor_parallel`: the processes of
+    `torchrun` share it; only the first comes back. `adapters`: PEFT folders by name, of which requests choose by
+    `adapter`. Raises `SelfspecError`.
     """
     check_layout(layout)
     if store is not None:
@@ -306,6 +306,7 @@ def load(
         check_answers(answers)
     named = named_profile(profile)
     loaded, tokenizer = load_model(model, device=device, dtype=dtype, parallel=tensor_parallel)
+    loaded = beside(loaded, adapters) if adapters else loaded
     identity = identity_of(loaded).model_copy(update={"name": model})
     chosen = choose_profile(identity, named, method)
     drafting = (chosen is not None and chosen.drafts) if drafting is None else drafting

@@ -44,7 +44,7 @@ class Options:
     `config`: everything that `transformers`' generate reads from it; what it leaves open comes from the model's own
     `generation_config`, then from `transformers`' defaults. The other options, where given, go before it; without a
     `config`, `temperature` is 0, `top_k` and `top_p` are off, and 128 tokens are the most. `settings`: any other fields
-    of a `GenerationConfig`, which go before the config's and need none.
+    of a `GenerationConfig`, which go before the config's and need none. `adapter`: one of the model's by name, or base.
     """
 
     config: "GenerationConfig | None" = None
@@ -77,6 +77,7 @@ class Options:
         ),
     ] = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    adapter: str | None = None
 
     def check(self) -> None:
         """Raise `SelfspecError` for an option that no model could use."""

@@ -14,6 +14,7 @@ from selfspec.facts.stats import Finish, Stats
 from selfspec.llm.options import Options
 from selfspec.llm.plan import Plan, timed
 from selfspec.llm.stream import Generation, Spans, count_round, finish_of
+from selfspec.model.adapters import Adapters
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.sequence import SequenceState
 from selfspec.text.pieces import TextStream
@@ -24,6 +25,7 @@ class Model(Protocol):
     """What a request asks of an `LLM`."""
 
     tokenizer: Any
+    adapters: Adapters
 
     def encode(self, prompt: Prompt) -> list[int]:
         """`LLM.encode`."""
@@ -52,6 +54,7 @@ class Request:
         self, llm: Model, prompt: Prompt, options: Options, *, probabilities: bool = False, top: int | None = None
     ) -> None:
         self.prompt = llm.encode(prompt)
+        self.adapter = llm.adapters.named(options.adapter)
         planned = llm.plan(self.prompt, options)
         if planned.sampler.seeded and not (planned.sampler.greedy or planned.sampler.tied):
             raise SelfspecError(

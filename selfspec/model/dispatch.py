@@ -44,6 +44,11 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.device("cpu") if held is None else held.device
 
 
+def is_dense(weight: Any) -> bool:
+    """Whether a weight is a tensor of torch's own, and none that says so of quantised numbers, as torchao's do."""
+    return type(weight) in (Tensor, nn.Parameter)
+
+
 def weight_of(module: nn.Module) -> Tensor | None:
     """A module's weight, or, offloaded, what accelerate keeps of it; None where there is none."""
     weight = getattr(module, "weight", None)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import cached_file, read_cached, write_cached
 from selfspec.basics.machine import machine
+from selfspec.model.blocks import BlockEmbedding, BlockLinear
 from selfspec.model.families import Parts, is_lean, parts_of
 from selfspec.model.linears import Group, is_exact, join_, linear, side_by_side
 from selfspec.model.native import IN_A_PASS, ROWS, nativise_
@@ -125,16 +126,17 @@ def weight_bytes(model: Any) -> int:
     storages = [own_weight(p).untyped_storage() for p in model.parameters() if not p.is_meta]
     held: dict[int, int] = {storage.data_ptr(): storage.nbytes() for storage in storages}
     packed = {id(m.packed): m.packed for m in model.modules() if isinstance(m, PackedLinear)}
-    return sum([*held.values(), *(p.bytes for p in packed.values())])
+    blocks = [m.blocks for m in model.modules() if isinstance(m, (BlockLinear, BlockEmbedding))]
+    kept = {b.values.data_ptr(): b for b in blocks}
+    return sum([*held.values(), *(p.bytes for p in packed.values()), *(b.bytes for b in kept.values())])
 
 
 def _plain(parts: Parts) -> bool:
     """Whether all weights are a CPU's, all of float32 or all of bfloat16."""
     modules = [module for group in (parts.head, *parts.groups()) for module in group.modules]
-    dtype = modules[0].weight.dtype
-    if dtype not in (torch.float32, torch.bfloat16):
+    if not all(map(is_exact, modules)) or (dtype := modules[0].weight.dtype) not in (torch.float32, torch.bfloat16):
         return False
-    return all(is_exact(m) and m.weight.device.type == "cpu" and m.weight.dtype == dtype for m in modules)
+    return all(m.weight.device.type == "cpu" and m.weight.dtype == dtype for m in modules)
 
 
 def _packable(parts: Parts) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from selfspec.model.dispatch import calls_itself, device_of
+from selfspec.model.dispatch import calls_itself, device_of, is_dense
 
 Call = Callable[[Tensor], Tensor]
 Into = Callable[[Tensor, Tensor], object]  # f(x, out): writes what x gives to out
@@ -35,7 +35,7 @@ def is_plain(module: nn.Module, *, offloaded: bool = False) -> bool:
 def embedding(module: Any) -> Call:
     """An embedding of token ids `[B, n]`: an exact `nn.Embedding` without a module call's overhead."""
     exact = type(module) is nn.Embedding and is_plain(module) and not module.weight.is_meta
-    if not exact or module.max_norm is not None:
+    if not exact or module.max_norm is not None or not is_dense(module.weight):
         return lambda ids: module(ids)
     return partial(torch.embedding, module.weight.detach())
 
@@ -244,8 +244,9 @@ def whole_parts(modules: Sequence[Any]) -> Product | None:
 
 
 def is_exact(module: nn.Module) -> bool:
-    """Whether a module is an `nn.Linear`, no subclass, without hooks and with its weight loaded."""
-    return type(module) is nn.Linear and is_plain(module) and not module.weight.is_meta
+    """Whether a module is an `nn.Linear`, no subclass, without hooks and with its weight, no subclass, loaded."""
+    exact = type(module) is nn.Linear and is_plain(module) and not module.weight.is_meta
+    return exact and is_dense(module.weight)
 
 
 def is_readable(module: nn.Module) -> bool:
@@ -281,10 +282,11 @@ class PartLinear(nn.Module):
     """Stands for a linear whose weight is some rows, from `start` on, of what `whole` multiplies with.
 
     Its own forward, which calls these one by one, is slower: each computes the whole product and returns its part.
-    `readable`: whether its `weight` is what it multiplies with, exactly.
+    `readable`: whether its `weight` is what it multiplies with, exactly. `bits`: as few as it is kept in, if it is.
     """
 
     readable: ClassVar[bool] = False
+    bits: int | None = None
 
     def __init__(self, whole: Product, start: int, linear: Any) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PLACINGS = ("auto", "balanced", "balanced_low_0", "sequential")
 _MEMORY = re.compile(r"[0-9]+(\.[0-9]+)?[KMGT]i?B")
-DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "float64", "bfloat16", "float16", "file")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -147,8 +147,9 @@ def load_model(
     """Model and tokenizer by name, through `from_pretrained`.
 
     `device` `auto` is CUDA where there is one, else the CPU; a `DeviceMap` spreads the model over several. `dtype`
-    `auto` is the checkpoint's own on an accelerator, and float32 on the CPU, where half precision is slower. Raises
-    `SelfspecError` when they cannot be loaded, with the reason. `parallel`: shared by the processes of `torchrun`.
+    `auto` is the checkpoint's own on an accelerator, and float32 on the CPU, where half precision is slower; `file`
+    keeps the weights of a GGUF file as they are there, and is float32 in all else. `parallel`: shared by the processes
+    of `torchrun`. Raises `SelfspecError` when they cannot be loaded, with the reason.
     """
     check_model_name(name)
     check_dtype(dtype)
@@ -156,6 +157,9 @@ def load_model(
     if parallel:
         spread = _shared(name, check_parallel(device))
     where = _device("auto" if isinstance(device, DeviceMap) else device)
+    kept = dtype == "file"
+    if kept:
+        _check_kept(name, where, spread=bool(spread))
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
@@ -167,10 +171,16 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(_tokenizer_source(name), trust_remote_code=False)
         if file is not None:
             held = own_dtype(file) if held == "auto" else held
-        lies = {"pretrained_model_name_or_path": source} if file is None else weights(file, held)
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            dtype=held, output_loading_info=True, trust_remote_code=False, **lies, **spread
-        )
+        if kept and file is not None:
+            from selfspec.model.gguf_kept import kept_model
+
+            model, missing = kept_model(file), []
+        else:
+            lies = {"pretrained_model_name_or_path": source} if file is None else weights(file, held)
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                dtype=held, output_loading_info=True, trust_remote_code=False, **lies, **spread
+            )
+            missing = sorted(loaded["missing_keys"])
         if _base(name) != name:
             model = merged(model, Path(name))
         model = model.eval() if spread else model.eval().to(where)
@@ -181,7 +191,7 @@ def load_model(
     finally:
         if shown:
             logging.enable_progress_bar()
-    if missing := sorted(loaded["missing_keys"]):
+    if missing:
         raise SelfspecError(f"model {name} cannot be loaded: {len(missing)} weights are missing, such as {missing[0]}")
     return model, tokenizer
 
@@ -205,6 +215,16 @@ def _shared(name: str, among: int) -> dict[str, Any]:
     if gguf_file(_base(name)) is not None or _base(name) != name:
         raise SelfspecError(f"tensor parallel reads folders and hub ids; {name} is a GGUF file or an adapter")
     return parallel_options(read_identity(name), among)
+
+
+def _check_kept(name: str, device: torch.device, *, spread: bool) -> None:
+    """Raise `SelfspecError` where weights cannot be kept as in the file."""
+    if gguf_file(name) is None:
+        raise SelfspecError(
+            f"dtype 'file' keeps a GGUF file's weights as they are, and model {name} is none; want auto"
+        )
+    if spread or device.type != "cpu":
+        raise SelfspecError("dtype 'file': weights kept as in the file are multiplied on the CPU; want --device cpu")
 
 
 def load_tokenizer(name: str) -> Any:
@@ -311,6 +331,8 @@ def _device(name: str) -> torch.device:
 def _dtype(name: str, device: torch.device) -> Any:
     import torch
 
+    if name == "file":
+        return torch.float32
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     return getattr(torch, name)

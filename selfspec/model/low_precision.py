@@ -77,8 +77,8 @@ def bytes_of(bits: Bits, out: int, into: int) -> int:
 
 
 def roundable(modules: Sequence[Any], bits: Bits) -> bool:
-    """Whether linears can be had in so many bits: their weights are at hand, and fit into groups."""
-    if not all(map(is_readable, modules)):
+    """Whether linears can be had in so many bits: their weights are at hand, in more bits, and fit into groups."""
+    if not all(map(is_readable, modules)) or any((getattr(module, "bits", None) or 16) <= bits for module in modules):
         return False
     return bits == 8 or all(groups_of(module.in_features) for module in modules)
 

@@ -39,11 +39,12 @@ typedef int32_t ints __attribute__((vector_size(V * 4), aligned(4)));
 typedef uint16_t halves __attribute__((vector_size(V * 2), aligned(2)));
 typedef int8_t bytes __attribute__((vector_size(V), aligned(1)));
 
-enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, INT4 };
+enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, INT4, BLOCKS8, BLOCKS4 };
 
 // A weight [out, in]. INT8: values * scale, a bfloat16 for each output. INT4: (values - 8) * scale + zero, for each
 // output and 2^group inputs the two as one number of 32 bits, the zero's first; of 32 inputs, the first 16 are the low
-// halves of 16 bytes, the others the high halves.
+// halves of 16 bytes, the others the high halves. BLOCKS8 and BLOCKS4, as GGUF files hold them: values * scale, and
+// values * scale + zero with values as INT4's, for each output and 32 inputs, scales and zeros float16, the scale first.
 struct Weight {
     int64_t kind, out, in, group, bias_kind;  // the bias is FLOAT32 or BFLOAT16
     const char *values;
@@ -118,6 +119,20 @@ INLINE float bfloat16(uint16_t x) {
     memcpy(&f, &bits, 4);
     return f;
 }
+INLINE float float16(uint16_t x) {
+#if defined(__F16C__)
+    return _cvtsh_ss(x);
+#else
+    uint32_t bits = (uint32_t)(x & 0x7fff) << 13, sign = (uint32_t)(x & 0x8000) << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    f *= 0x1p112f;  // what its exponent is further from 0 than float32's: subnormal numbers come out right, too
+    memcpy(&bits, &f, 4);
+    bits |= sign;
+    memcpy(&f, &bits, 4);
+    return f;
+#endif
+}
 INLINE ints widened(const int8_t *p) {
 #if V == 16
     return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
@@ -163,11 +178,14 @@ INLINE floats exponential(floats x) {
     return none ? floats{} : y * power;
 }
 
+constexpr int64_t BLOCK = 32;  // inputs that share a scale, of BLOCKS8 and BLOCKS4
+constexpr bool grouped(int kind) { return kind == INT4 || kind == BLOCKS8 || kind == BLOCKS4; }
+
 template <int K> INLINE int64_t row_bytes(int64_t in) {
-    return K == FLOAT32 ? 4 * in : K == BFLOAT16 ? 2 * in : K == INT8 ? in : in / 2;
+    return K == FLOAT32 ? 4 * in : K == BFLOAT16 ? 2 * in : K == INT8 || K == BLOCKS8 ? in : in / 2;
 }
 
-// V values of a weight's row from input k on; not INT4's.
+// V values of a weight's row from input k on; without scales, and of no kind in 4 bits.
 template <int K> INLINE floats load(const char *row, int64_t k) {
     if constexpr (K == FLOAT32) return at((const float *)row + k);
     if constexpr (K == BFLOAT16) return at((const uint16_t *)row + k);
@@ -185,6 +203,15 @@ INLINE floats signed_halves(ints x) {
     return (floats)_mm512_permutexvar_ps((__m512i)x, _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
 #else
     return to_floats((x & 15) - 8);
+#endif
+}
+
+// What BLOCKS4's low halves stand for.
+INLINE floats low_halves(ints x) {
+#if V == 16
+    return (floats)_mm512_permutexvar_ps((__m512i)x, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+#else
+    return to_floats(x & 15);
 #endif
 }
 
@@ -235,6 +262,41 @@ INLINE void sums_of_halves(const Weight &w, const char *from, const uint32_t *gr
     }
 }
 
+// The same of a GGUF file's blocks: each value is what the file says in float32, rounded once.
+template <int K, int R, int O>
+INLINE void sums_of_blocks(const Weight &w, const char *from, const uint16_t *grid, const float *x, int64_t ldx, floats (&a)[R][O]) {
+    const int64_t row = row_bytes<K>(w.in), blocks = w.in / BLOCK, step = row_bytes<K>(BLOCK);
+    constexpr int NUMBERS = K == BLOCKS4 ? 2 : 1;  // of a block in `grid`
+    for (int64_t b = 0; b < blocks; b++) {
+        floats scale[O], zero[O];
+#pragma GCC unroll 12
+        for (int i = 0; i < O; i++) {
+            const uint16_t *const of = grid + (i * blocks + b) * NUMBERS;
+            scale[i] = floats{} + float16(of[0]);
+            if constexpr (K == BLOCKS4) zero[i] = floats{} + float16(of[1]);
+            if ((b * step & 63) == 0) __builtin_prefetch(from + (O + i) * row + b * step);
+        }
+        for (int j = 0; j < step; j += V) {
+#pragma GCC unroll 12
+            for (int i = 0; i < O; i++) {
+                const ints values = widened((const int8_t *)from + i * row + b * step + j);
+                const float *const of_rows = x + b * BLOCK + j;
+                if constexpr (K == BLOCKS8) {
+                    const floats weights = to_floats(values) * scale[i];
+#pragma GCC unroll 12
+                    for (int r = 0; r < R; r++) a[r][i] = fused(at(of_rows + r * ldx), weights, a[r][i]);
+                } else {
+                    const floats low = fused(low_halves(values), scale[i], zero[i]), high = fused(low_halves(values >> 4), scale[i], zero[i]);
+#pragma GCC unroll 12
+                    for (int r = 0; r < R; r++) a[r][i] = fused(at(of_rows + r * ldx), low, a[r][i]);
+#pragma GCC unroll 12
+                    for (int r = 0; r < R; r++) a[r][i] = fused(at(of_rows + 16 + r * ldx), high, a[r][i]);
+                }
+            }
+        }
+    }
+}
+
 // An output's sum, with its bias, to where it belongs.
 INLINE void put(const Weight &w, int64_t output, float sum, float *to, bool add) {
     if (w.bias) sum += w.bias_kind == BFLOAT16 ? bfloat16(((const uint16_t *)w.bias)[output]) : ((const float *)w.bias)[output];
@@ -250,12 +312,14 @@ INLINE void block(const Weight &w, int64_t o, const float *x, int64_t ldx, float
     int64_t k = w.in;
     if constexpr (K == INT4)
         sums_of_halves<R, O>(w, from, (const uint32_t *)w.scale + o * (w.in >> w.group), x, ldx, a);
+    else if constexpr (grouped(K))
+        sums_of_blocks<K, R, O>(w, from, (const uint16_t *)w.scale + o * (w.in / BLOCK) * (K == BLOCKS4 ? 2 : 1), x, ldx, a);
     else
         k = sums<K, R, O>(w, from, row, x, ldx, a);
     for (int r = 0; r < R; r++)
         for (int i = 0; i < O; i++) {
             float sum = total(a[r][i]);
-            if constexpr (K != INT4)
+            if constexpr (!grouped(K))
                 for (int64_t j = k; j < w.in; j++) sum += x[r * ldx + j] * load_one<K>(from + i * row, j);
             if constexpr (K == INT8) sum *= bfloat16(((const uint16_t *)w.scale)[o + i]);
             put(w, o + i, sum, y + r * ldy + o + i, add);
@@ -264,7 +328,7 @@ INLINE void block(const Weight &w, int64_t o, const float *x, int64_t ldx, float
 
 template <int K, int R>
 INLINE void outputs(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, bool add) {
-    constexpr int O = V >= 16 ? (R <= 2 ? 8 : R <= 6 ? 4 : R <= 9 && K != INT4 ? 3 : 2) : (R == 1 ? 8 : R == 2 ? 4 : R <= 4 ? 2 : 1);
+    constexpr int O = V >= 16 ? (R <= 2 ? 8 : R <= 6 ? 4 : R <= 9 && !grouped(K) ? 3 : 2) : (R == 1 ? 8 : R == 2 ? 4 : R <= 4 ? 2 : 1);
     int64_t o = from;
     for (; o + O <= to; o += O) block<K, R, O>(w, o, x, ldx, y, ldy, add);
     for (; o < to; o++) block<K, R, 1>(w, o, x, ldx, y, ldy, add);
@@ -368,7 +432,9 @@ static void multiply(const Weight &w, int64_t from, int64_t to, const float *x, 
         case FLOAT32: return part<FLOAT32>(w, from, to, x, ldx, y, ldy, rows, add);
         case BFLOAT16: return by_tiles<BFLOAT16>(w, from, to, x, ldx, y, ldy, rows, add);
         case INT8: return in_few_bits<INT8>(w, from, to, x, ldx, y, ldy, rows, add);
-        default: return in_few_bits<INT4>(w, from, to, x, ldx, y, ldy, rows, add);
+        case INT4: return in_few_bits<INT4>(w, from, to, x, ldx, y, ldy, rows, add);
+        case BLOCKS8: return part<BLOCKS8>(w, from, to, x, ldx, y, ldy, rows, add);
+        default: return part<BLOCKS4>(w, from, to, x, ldx, y, ldy, rows, add);
     }
 }
 

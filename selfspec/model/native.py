@@ -96,10 +96,8 @@ class NativeProduct:
     """
 
     def __init__(self, weight: Tensor | Rounded, bias: Tensor | None = None) -> None:
-        self._multiply, self._multiply_many = library().selfspec_multiply, library().selfspec_multiply_many
         self._of = weight
         self._wide: Tensor | None = None  # transposed, for many rows
-        self.bias = bias if bias is None or bias.dtype in KINDS else bias.float()
         scale = None
         if isinstance(weight, Rounded):
             values, scale, zero = weight.values, weight.scale.contiguous(), weight.zero
@@ -114,7 +112,13 @@ class NativeProduct:
         else:
             values, kind, group = weight, KINDS[weight.dtype], 0
             self.out, self.into = weight.shape
-        self.values = values.contiguous()
+        self._describe(kind, group, values.contiguous(), scale, bias)
+
+    def _describe(self, kind: int, group: int, values: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
+        """As `native.cpp` reads it."""
+        self._multiply, self._multiply_many = library().selfspec_multiply, library().selfspec_multiply_many
+        self.values = values
+        self.bias = bias if bias is None or bias.dtype in KINDS else bias.float()
         self._held = (self.values, scale, self.bias)
         pointers = [None if t is None else t.data_ptr() for t in self._held]
         bias_kind = 0 if self.bias is None else KINDS[self.bias.dtype]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from selfspec.basics.errors import UnsupportedModelError
 from selfspec.facts.identity import Identity
-from selfspec.model.dispatch import check_hooks, check_places, containers, device_of, weight_of
+from selfspec.model.dispatch import check_hooks, check_places, containers, device_of, is_dense, weight_of
 from selfspec.model.families import Parts, find_family, is_lean
 from selfspec.model.families.base import Block, Sight
 from selfspec.model.linears import Call, Moved
@@ -208,8 +208,8 @@ def _fingerprint(parts: Parts) -> str | None:
     digest = hashlib.sha256()
     for layer in (layers[0], layers[len(layers) // 2], layers[-1]):
         for module in (layer.norms[0], layer.groups[-1].modules[-1]):
-            weight = weight_of(module)
-            if weight is None or not weight.is_floating_point():
+            weight = None if getattr(module, "bits", None) else weight_of(module)
+            if weight is None or not is_dense(weight) or not weight.is_floating_point():
                 return None
             values = whole_weight(weight).detach().flatten()[:64].to("cpu", torch.bfloat16).view(torch.int16)
             digest.update(values.numpy().tobytes())

@@ -88,7 +88,7 @@ class Reader:
     def _ask(self, body: Asked, top: int | None, prompts: Sequence[tuple[str, list[int]]], *, echo: bool) -> Ask:
         if body.stream_options is not None and not body.stream:
             raise wrong("stream_options come with stream: true", "stream_options")
-        how = self._options(body)
+        how = replace(self._options(body), adapter=body.model if body.model in self._llm.adapters.names else None)
         texts, shown = [], []
         for param, ids in prompts:
             planned = self._fitted(body, how, ids, param)

@@ -35,7 +35,7 @@ class Served:
 
 def service_of(llm: Any, batches: Sequence[Any], log: list[dict[str, Any]], **settings: Any) -> Service:
     """A service over batches."""
-    told = Settings(names=("toy", "alias"), **{"rows": 4, **settings})
+    told = Settings(**{"names": ("toy", "alias"), "rows": 4, **settings})
     pool = Pool([Replica(batch) for batch in batches], rows=told.rows, queue=told.queue)
     return Service(llm, pool, told, log=log.append)
 

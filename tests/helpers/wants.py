@@ -16,6 +16,8 @@ INSTALL = {
     "Playwright": "pip install playwright",
     "llguidance": "pip install 'selfspec[guided]'",
     "lm-evaluation-harness": "pip install 'selfspec[lm-eval]'",
+    "torchao": "pip install 'selfspec[torchao]'",
+    "bitsandbytes": "pip install 'selfspec[bitsandbytes]'",
     "PEFT": "pip install 'selfspec[peft]'",
     "a C++ compiler": "apt-get install g++",
     "oneDNN": "install a PyTorch that is built with it",

@@ -69,4 +69,5 @@ def is_lean(model: Any) -> bool:
 
 def parts_of(model: Any) -> Parts:
     """Where a loaded model keeps its modules. Raises `UnsupportedModelError` for a model that is not served."""
-    return find_family(getattr(model, "config", None), type(model).__name__).parts(model)
+    family = find_family(getattr(model, "config", None), type(model).__name__)
+    return family.parts(model.get_base_model() if hasattr(model, "get_base_model") else model)
