@@ -28,7 +28,7 @@ def cli(monkeypatch, capsys, tmp_path, llm):
     asked = []
     load = loading.load_model
 
-    def noted(name, *, device, dtype):
+    def noted(name, *, device, dtype, parallel=False):
         model, tokenizer = load(name, device=device, dtype=dtype)
         asked.append({str(place) for place in getattr(model, "hf_device_map", {"": "cpu"}).values()})
         return model, tokenizer
