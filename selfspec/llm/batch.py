@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from selfspec.decoding.engine import Engine
 from selfspec.drafters import make_guarded
 from selfspec.drafters.plain import PlainDrafter
 from selfspec.drafters.together import chain_of, decide_together, reads_blocks, runtime_of
+from selfspec.facts.work import GUESSED
 from selfspec.llm.load import load_prices
 from selfspec.llm.options import Options
 from selfspec.llm.pool import runtime_for, slot_bytes
@@ -105,7 +107,7 @@ class Batch:
     def __enter__(self) -> Self:
         if self._adaptive:
             self._load = Load(load_prices(self._runtime, chain_of(self._drafter)))
-            decide_together(self._drafter, self._load)
+            decide_together(self._drafter, self._load, rows=self.rows)
         self._held.enter_context(self._engine)
         return self
 
@@ -223,8 +225,14 @@ class Batch:
         rows = len(self._engine.running)
         if not rows:
             return []
+        start = time.perf_counter()
         try:
-            return self._take(self._stepped(rows), rows)
+            outcomes = self._stepped(rows)
+            seconds = time.perf_counter() - start
+            found = self._take(outcomes, rows)
+            if self._load is not None:
+                self._load.took(seconds)
+            return found
         except Exception as error:
             return self._tell_apart(error)
 
@@ -243,7 +251,8 @@ class Batch:
         for seq, outcome in outcomes:
             self.counters.see(rows, outcome)
             if self._load is not None:
-                self._load.see(outcome.draft.depth, outcome.accepted, len(outcome.tokens), nodes=len(outcome.draft))
+                drafted = 0 if outcome.draft.work == GUESSED else outcome.draft.depth
+                self._load.see(drafted, outcome.accepted, len(outcome.tokens), nodes=len(outcome.draft))
             request = self._requests[seq]
             request.take_round(outcome)
             found.append(request)
