@@ -190,7 +190,7 @@ def test_what_can_never_be_held_is_refused(llm):
     with Batch(llm, rows=4, memory=memory, make=MAKERS["plain"]) as batch:
         assert batch.rows == 1
         with pytest.raises(SelfspecError, match=r"need \d+ places for keys and values, and one sequence may have \d+"):
-            batch.add("x = 1\n" * 80, GREEDY)
+            batch.add("x = 1\n" * 120, GREEDY)
         with pytest.raises(SelfspecError, match="the prompt is empty"):
             batch.add("", GREEDY)
         with pytest.raises(SelfspecError, match="rule 'token' with a seed"):
