@@ -16,7 +16,7 @@ DECODING = {
     "Sampling": ["top-k", "top-p", "seed", "generation-config", "set"],
     "Drafting": ["rule", "method", "controller", "store", "answers"],
     "What the text must be (needs llguidance)": ["regex", "json-schema"],
-    "Device": DEVICE,
+    "Device": [*DEVICE, "tensor-parallel"],
 }
 COMMANDS = {
     "search": {
