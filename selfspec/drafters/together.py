@@ -17,17 +17,14 @@ from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
 
 
-def decide_together(drafter: Drafter, load: Load | None, *, rows: int = 1) -> None:
+def decide_together(drafter: Drafter, load: Load | None) -> None:
     """Let a drafter, or those that it is made of, draft as the load says; None: each sequence's controller alone.
-
-    `rows`: the most sequences.
 
     Drafters that no controller plays are left as they are, and guards go by the clock with seeds, too.
     """
-    plain = None if load is None else dict(enumerate(load.prices.verify[1 : 1 + rows], start=1))
     for one in _inside(drafter):
         if isinstance(one, Guard):
-            one.bound_together(plain)
+            one.bound_together(None if load is None else {})  # by rounds as they are, not as they were priced
         elif isinstance(one, PlayedDrafter):
             one.load = load
 

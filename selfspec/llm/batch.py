@@ -107,7 +107,7 @@ class Batch:
     def __enter__(self) -> Self:
         if self._adaptive:
             self._load = Load(load_prices(self._runtime, chain_of(self._drafter)))
-            decide_together(self._drafter, self._load, rows=self.rows)
+            decide_together(self._drafter, self._load)
         self._held.enter_context(self._engine)
         return self
 
