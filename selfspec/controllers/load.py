@@ -38,7 +38,6 @@ class Load:
 
     def __init__(self, prices: LoadPrices) -> None:
         self.prices = prices
-        self.drafted: dict[int, int] = {}  # tokens, by how many sequences took rounds together
         self._speeds: dict[int, tuple[float, float]] = {}  # by the same: plain rounds' time, and tokens of a sequence
         self._tried = self._right = 0.0  # drafts, and those whose first token was accepted
         self._rows, self._emitted, self._nodes, self._drafting = 0, 0, 0, 0.0
@@ -150,7 +149,6 @@ class Load:
         """
         self._emitted += emitted
         self._nodes += nodes
-        self.drafted[self._rows] = self.drafted.get(self._rows, 0) + nodes
         if drafted:
             self._tried += 1
             self._right += accepted > 0
