@@ -62,6 +62,8 @@ def best_on_others(
             again.append(worth.score(score.path))
             longest = max(longest, deadline.clock() - begun)
             watch.step(len(again))
+    if not again:
+        return scores[0]
     start = search.space.path(search.space.start)
     speeds = [score.tokens_per_second * (CLEARLY if score.path == start else 1.0) for score in again]
     return scores[speeds.index(max(speeds))]

@@ -132,6 +132,20 @@ def test_time_may_end_after_some_of_them(search, monkeypatch):
     assert clock.now <= allowed + 10.0
 
 
+def test_time_may_end_while_the_texts_are_made(search, monkeypatch):
+    """A machine that is busy just then: nothing is scored again, and the first stays."""
+
+    class Slow(Silent):
+        def stage(self, name, total):
+            clock.now += 1e3
+
+    clock = Clock()
+    monkeypatch.setattr(unseen, "Replayed", Told)
+    given = search(budget=Budget(60.0, clock=clock), pace=Pace(1e-3, 1e-4), watch=Slow())
+    assert best_on_others(given, COSTS, None, PROMPTS, SCORES) is SCORES[0]
+    assert Told.asked == []
+
+
 class Stages(Silent):
     """Remembers the stages."""
 
