@@ -5,7 +5,6 @@ Pure Python: knows nothing of models and tensors.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
@@ -13,14 +12,32 @@ from operator import mul
 from selfspec.facts.load import LoadPrices
 
 FURTHER = (1, 2, 4, 8)  # tokens that are looked ahead, as dear rows may be followed by cheap ones
-FIRST, KNOWN = (
-    0.7,
-    8.0,
-)  # the chance of a draft's first token where nothing was drafted lately, and what that counts for
+FIRST, KNOWN = 0.7, 8.0  # the chance of a draft's first token where nothing else is known, and what that counts for
 MEMORY = 0.98  # what was seen in a round counts for as much of it in the next one
 MARGIN = 1.15  # times what it takes is what drafting must bring: where it hardly matters, nothing is drafted
-RECENT, LEARN, LEAST, MOST = 5, 0.2, 0.5, 3.0  # plain rounds of a number of sequences that count; how fast is learnt
+PRICED, OFF = 4.0, 2.0  # full passes that prices count for at the start; times a price that a round may be off it
+GUESSES = 16.0  # guessed tokens that count as right as often as their chances told, at the start
 STEPS_KNOWN = 64.0  # plain rounds that a speed of 1 counts for at the start
+
+
+class _Times:
+    """What was found lately, times what was expected: by the sums of both, as a little of either is mostly chance.
+
+    `known`: how much of it counts as found as it was expected, at the start.
+    """
+
+    def __init__(self, known: float) -> None:
+        self._known = known
+        self._expected = self._found = 0.0
+
+    @property
+    def now(self) -> float:
+        return (self._known + self._found) / (self._known + self._expected)
+
+    def see(self, expected: float, found: float) -> None:
+        """Another round, which may be off what was expected by so much and no more."""
+        self._expected = MEMORY * self._expected + expected
+        self._found = MEMORY * self._found + min(max(found, (1 - OFF) * expected), (1 + OFF) * expected)
 
 
 class Load:
@@ -33,44 +50,48 @@ class Load:
     token is right where the one before it is. Those with most hope draft, as many as bring most.
 
     A token is drafted, or not, before it is drawn, by what all sequences drew before: so sampling stays exact. What
-    rounds with drafts `took` more than plain ones corrects what they are priced at.
+    plain rounds take, draft passes, and verifying more than a plain round, is corrected by what rounds `took`: prices
+    are of short texts. So is what guesses bring, by what they brought. `first`: the chance that a draft's
+    first token is accepted, as long as little was drafted.
     """
 
-    def __init__(self, prices: LoadPrices) -> None:
+    def __init__(self, prices: LoadPrices, *, first: float = FIRST) -> None:
         self.prices = prices
+        self._known = first
         self._speeds: dict[int, tuple[float, float]] = {}  # by the same: plain rounds' time, and tokens of a sequence
         self._tried = self._right = 0.0  # drafts, and those whose first token was accepted
         self._rows, self._emitted, self._nodes, self._drafting = 0, 0, 0, 0.0
-        self._plain: dict[int, deque[float]] = {}  # seconds of plain rounds, by how many sequences took them
-        self.later = FIRST  # the chance that a token is right where the one before it is, as drafts told last
-        self._dear = 1.0  # what drafts take, times what they are priced at
+        self.later = first  # the chance that a token is right where the one before it is, as drafts told last
+        known = PRICED * prices.verified(1)
+        # What plain rounds, draft passes and verifying more than a plain round take, times what they are priced at.
+        self._plain, self._passes, self._verifying = _Times(known), _Times(known), _Times(known)
+        self._guesses = _Times(GUESSES)  # guessed tokens that are accepted, times as many as their chances told
+        self._spent = 0.0  # seconds of this round's draft passes, by the clock
+        self._hoped = self._got = 0.0  # guessed tokens of this round that were expected to be accepted, and that were
 
     @property
     def first(self) -> float:
         """The chance that a draft's first token is accepted."""
-        return (FIRST * KNOWN + self._right) / (KNOWN + self._tried)
+        return (self._known * KNOWN + self._right) / (KNOWN + self._tried)
 
     @property
     def rate(self) -> float:
         """Tokens a second with as many sequences as there are now."""
         time, tokens = self._speeds.get(self._rows, (1.0, 1.0))
-        return max(tokens / time, 1.0) * self._rows / self.prices.verified(self._rows)
-
-    @property
-    def _asked(self) -> float:
-        """Tokens that drafts must bring for a second that they are priced at."""
-        return MARGIN * self._dear * self.rate
+        return max(tokens / time, 1.0) * self._rows / self._usual(self._rows)
 
     def begin(self, rows: int) -> None:
         """A round of so many sequences begins; what the one before it brought is known."""
         if self._emitted:
-            prices = self.prices
-            took = self._drafting + prices.verified(self._rows + self._nodes)
+            usual = self._usual(self._rows)
+            more = self._passes.now * self._drafting + self._wider(self._rows, self._nodes)
             time, tokens = self._speeds.get(self._rows, (STEPS_KNOWN, STEPS_KNOWN))
-            time = MEMORY * time + took / prices.verified(self._rows)
+            time = MEMORY * time + 1 + more / usual
             self._speeds[self._rows] = time, MEMORY * tokens + self._emitted / self._rows
         self._tried, self._right = MEMORY * self._tried, MEMORY * self._right
-        self._rows, self._emitted, self._nodes, self._drafting = rows, 0, 0, 0.0
+        self._guesses.see(self._hoped, self._got)
+        self._rows, self._emitted, self._nodes, self._drafting, self._spent = rows, 0, 0, 0.0, 0.0
+        self._hoped = self._got = 0.0
 
     def going(self, hopes: Sequence[float], later: float, *, verified: int, most: int) -> list[int]:
         """Which sequences draft another token, by number, those with most hope first.
@@ -81,12 +102,12 @@ class Load:
         self.later = later
         order = sorted(range(len(hopes)), key=lambda i: -hopes[i])
         sums = list(accumulate(hopes[i] for i in order))
-        prices, rate, base = self.prices, self._asked, self.prices.verified(verified)
+        rate = MARGIN * self.rate
         best, taken = 0.0, 0
         for j in (j for j in FURTHER if j <= most):
             brings = j if later >= 1 else (1 - later**j) / (1 - later)
             for k, hope in enumerate(sums, start=1):
-                takes = j * prices.drafted(k) + prices.verified(verified + k * j) - base
+                takes = j * self._drafted(k) + self._wider(verified, k * j)
                 worth = hope * brings - rate * takes
                 if worth > best:
                     best, taken = worth, k
@@ -98,48 +119,62 @@ class Load:
         `chances[i]`: of each token of the i-th guess, that it is right where those before it are. `instead`: of drafts,
         so that a guess must bring as much for the round's time as rounds have brought lately.
         """
-        verified = len(chances)
-        reached = [(reach, i) for i, of in enumerate(chances) for reach in accumulate(of, mul)]
+        verified, trust = len(chances), self._guesses.now
+        reached = [(trust * reach, i) for i, of in enumerate(chances) for reach in accumulate(of, mul)]
         reached.sort(key=lambda one: -one[0])
-        rate, base = self._asked, self.prices.verified(verified)
+        rate = MARGIN * self.rate
         best, taken, brings = 0.0, 0, 0.0
         for n, (reach, _) in enumerate(reached, start=1):
             brings += reach
-            worth = brings - rate * (self.prices.verified(verified + n) - base)
+            worth = brings - rate * self._wider(verified, n)
             if worth > best:
                 best, taken = worth, n
         counts, tokens = [0] * len(chances), [1.0] * len(chances)
         for reach, i in reached[:taken]:
             counts[i] += 1
             tokens[i] += reach
-        least = self._promised() * self.prices.verified(verified + taken) / max(verified, 1) if instead else 0.0
-        return [count if of > least else 0 for count, of in zip(counts, tokens, strict=True)]
+        takes = self._usual(verified) + self._wider(verified, taken)
+        least = self._promised() * takes / max(verified, 1) if instead else 0.0
+        found = [count if of > least else 0 for count, of in zip(counts, tokens, strict=True)]
+        self._hoped += sum(of - 1 for count, of in zip(found, tokens, strict=True) if count) / trust
+        return found
 
     def took(self, seconds: float) -> None:
         """The round, of which all was seen, took so long."""
-        plain = self._plain.setdefault(self._rows, deque(maxlen=RECENT))
+        rows, usual = self._rows, self._usual(self._rows)
         if not (self._nodes or self._drafting):
-            plain.append(seconds)
-            return
-        prices, usual = self.prices, self.prices.verified(self._rows)
-        expected = self._drafting + prices.verified(self._rows + self._nodes) - usual
-        if expected > 0 and self._rows > 1:  # alone, a sequence's own controller decides and tells no passes
-            more = seconds - (sorted(plain)[len(plain) // 2] if plain else usual)
-            self._dear += LEARN * (min(max(more / expected, LEAST), MOST) - self._dear)
+            self._plain.see(self.prices.verified(rows), seconds)
+        elif rows > 1:  # alone, a sequence's own controller decides and tells no passes
+            self._passes.see(self._drafting, self._spent)
+            wider = self.prices.verified(rows + self._nodes) - self.prices.verified(rows)
+            self._verifying.see(wider, seconds - self._spent - usual)
+
+    def _usual(self, rows: int) -> float:
+        """Seconds of a plain round of so many sequences."""
+        return self._plain.now * self.prices.verified(rows)
+
+    def _drafted(self, tokens: int) -> float:
+        """Seconds of a pass along the draft path over so many tokens."""
+        return self._passes.now * self.prices.drafted(tokens)
+
+    def _wider(self, verified: int, more: int) -> float:
+        """Seconds that verifying so many more tokens adds to a pass."""
+        return self._verifying.now * (self.prices.verified(verified + more) - self.prices.verified(verified))
 
     def _promised(self) -> float:
         """Tokens a second that drafts promise where all go on for the best number of tokens, or that rounds bring."""
-        rows, prices, later = self._rows, self.prices, self.later
+        rows, later = self._rows, self.later
         found, brings = self.rate, 1.0
         for n in range(1, FURTHER[-1] + 1):
             brings += self.first * later ** (n - 1)
-            takes = self._dear * (n * prices.drafted(rows) + prices.verified((1 + n) * rows) - prices.verified(rows))
-            found = max(found, rows * brings / (prices.verified(rows) + takes))
+            takes = n * self._drafted(rows) + self._wider(rows, n * rows)
+            found = max(found, rows * brings / (self._usual(rows) + takes))
         return found
 
-    def passed(self, tokens: int) -> None:
-        """A pass along the draft path was made over so many tokens."""
+    def passed(self, tokens: int, seconds: float = 0.0) -> None:
+        """A pass along the draft path was made over so many tokens; all that it brought took so long."""
         self._drafting += self.prices.drafted(tokens)
+        self._spent += seconds
 
     def see(self, drafted: int, accepted: int, emitted: int, *, nodes: int) -> None:
         """What became of a sequence's draft in this round: of `drafted` tokens, one after the other, some accepted.
@@ -152,3 +187,5 @@ class Load:
         if drafted:
             self._tried += 1
             self._right += accepted > 0
+        else:
+            self._got += accepted

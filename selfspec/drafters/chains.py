@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -103,12 +104,13 @@ class ChainDrafter(PlayedDrafter):
             else self._begun_together(seqs, rooms, load)
         )
         while live := self._live(chains, load):
+            start = time.perf_counter()
             self._pass(live)
-            if load is not None:
-                load.passed(sum(chain.passes[-1] for chain in live if chain.passes))
             for chain in live:
                 while chain.play.wants and chain.logits:
                     self._draft(chain, chain.logits.pop(0))
+            if load is not None:
+                load.passed(sum(chain.passes[-1] for chain in live if chain.passes), time.perf_counter() - start)
         return [self._drafted(chain, limit.nodes) for chain, limit in zip(chains, limits, strict=True)]
 
     def _begun(self, seq: SequenceState, room: int) -> Chain:

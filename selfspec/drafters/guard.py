@@ -44,6 +44,7 @@ class _Round:
     left: set[SequenceState]
     drafting: float = 0.0  # seconds
     work: Work | None = None  # of all drafts; None: nothing was drafted
+    drafted: int = 0  # tokens that are verified
     took: float | None = None  # seconds, known once the first sequence is observed
 
 
@@ -59,19 +60,22 @@ class _Prices:
     step: float = 0.0  # a plain round, by the median
     parts: dict[Part, deque[float]] = field(default_factory=dict)
     rest: deque[float] = field(default_factory=lambda: deque(maxlen=DRAFTED))
-    then: float | None = None  # what verifying took about the last plain round
+    lately: dict[int, deque[float]] = field(default_factory=dict)  # the same by how many drafted tokens there were
+    then: dict[int, float] = field(default_factory=dict)  # likewise, what verifying took after the last plain round
 
     def see_plain(self, seconds: float) -> None:
         """A plain round took so long."""
         self.plain.append(seconds)
         self.step = _median(self.plain)
-        self.then = None
+        self.lately.clear()
+        self.then.clear()
 
-    def see_drafted(self, work: Work, drafting: float, rest: float) -> None:
+    def see_drafted(self, work: Work, drafting: float, rest: float, drafted: int = 0) -> None:
         """Making a round's drafts took so long for this work, and the rest of the round so long.
 
-        Several parts share the time as their prices so far say. Where verifying takes longer or shorter than it did, or
-        less than a plain round, which has fewer rows, what a plain round took is no longer known.
+        Several parts share the time as their prices so far say. Where verifying as many tokens takes longer or shorter
+        than it did, what a plain round took is no longer known; where it takes less than a plain round, which has fewer
+        rows, such a one takes no longer than that.
         """
         shares = {part: self.part(part) for part, _ in work}
         expected = sum(calls * shares[part] for part, calls in work)
@@ -80,11 +84,14 @@ class _Prices:
             self.parts.setdefault(part, deque(maxlen=DRAFTED)).append(drafting * share)
         self.rest.append(rest)
         if rest < self.step:
-            self.plain.clear()
-        if len(self.rest) >= LATELY:
-            now = _median(list(self.rest)[-LATELY:])
-            self.then = now if self.then is None else self.then
-            if not 1 / (1 + CHANGED) < now / self.then < 1 + CHANGED:
+            self.plain.append(rest)
+            self.step = _median(self.plain)
+        lately = self.lately.setdefault(drafted, deque(maxlen=LATELY))
+        lately.append(rest)
+        if len(lately) == LATELY:
+            now = _median(lately)
+            then = self.then.setdefault(drafted, now)
+            if not 1 / (1 + CHANGED) < now / then < 1 + CHANGED:
                 self.plain.clear()
 
     def part(self, part: Part) -> float:
@@ -111,10 +118,10 @@ class Guard:
     that is for a round that is dearer than those before it, and for the guard itself. What drafting loses in a round is
     what the round took less t for each of its tokens; a plain round loses nothing. t is the median of recent plain
     rounds: the first two rounds, one after 128 tokens without, those that the bound forces, and two where verifying
-    takes longer or shorter than it did, or less than t. A draft is judged by what its work costs, each part at the
-    second dearest of its recent calls. Of a machine that changes its speed, t is that of its slower times. Of sequences
-    that take rounds together each keeps the bound, against plain rounds of as many; with `bound_together` all of them
-    together do.
+    as many tokens takes longer or shorter than it did; verifying that takes less than t counts as one. A draft is
+    judged by what its work costs, each part at the second dearest of its recent calls. Of a machine that changes
+    its speed, t is that of its slower times. Of sequences that take rounds together each keeps the bound, against
+    plain rounds of as many; with `bound_together` all of them together do.
 
     With a seeded sampler nothing depends on `clock`: rounds cost what `outlook` says, for every row that is verified,
     and without one nothing is bounded. `here` gives one that is right where it is called, and is asked once, by
@@ -183,6 +190,7 @@ class Guard:
         if self._round is not None:
             self._round.drafting = self._clock() - self._round.begun
             self._round.work = _sum([draft for draft in drafts if len(draft)])
+            self._round.drafted = sum(map(len, drafts))
         return drafts
 
     def bound_together(self, plain: Mapping[int, float] | None) -> None:
@@ -271,7 +279,7 @@ class Guard:
             account.slack = min(account.slack, MOST * prices.step)
         account.since_plain += share * tokens
         if first:
-            prices.see_drafted(now.work, now.drafting, rest)
+            prices.see_drafted(now.work, now.drafting, rest, now.drafted)
 
     def end(self, seq: SequenceState) -> None:
         """Close the account."""

@@ -39,13 +39,14 @@ class LoadPrices:
 
 def _filled(timed: Mapping[int, float], most: int) -> tuple[float, ...]:
     known = sorted(timed.items())
-    found, dearest = [0.0], 0.0
+    for i in range(len(known) - 2, -1, -1):  # what was disturbed took too long, never too short
+        known[i] = known[i][0], min(known[i][1], known[i + 1][1])
+    found = [0.0]
     for tokens in range(1, max(most, 2) + 1):
         high = next((i for i, (n, _) in enumerate(known) if n >= tokens), len(known) - 1)
         (a, x), (b, y) = known[max(high - 1, 0)], known[max(high, 1) if len(known) > 1 else high]
         seconds = y if a == b else x + (y - x) * (tokens - a) / (b - a)
-        dearest = max(dearest, seconds)
-        found.append(dearest)
+        found.append(seconds)
     return tuple(found)
 
 

@@ -98,6 +98,7 @@ class Batch:
         self._runtime, self._drafter = _made(llm, rows, memory, make)
         self._load: Load | None = None
         self._adaptive = adaptive and self._drafter.drafts
+        self._own = make is None  # what the profile tells is of this drafter
         self._engine = Engine(self._runtime, self._drafter, reuse=True)
         self._adapter = llm.adapters.named(None)
         self._waiting: deque[Request] = deque()
@@ -106,7 +107,9 @@ class Batch:
 
     def __enter__(self) -> Self:
         if self._adaptive:
-            self._load = Load(load_prices(self._runtime, chain_of(self._drafter)))
+            prices, profile = load_prices(self._runtime, chain_of(self._drafter)), self.llm.profile
+            told = profile.predicted if profile is not None and self._own else None
+            self._load = Load(prices) if told is None else Load(prices, first=told.acceptance_rate)
             decide_together(self._drafter, self._load)
         self._held.enter_context(self._engine)
         return self

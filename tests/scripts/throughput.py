@@ -3,9 +3,9 @@
     python tests/scripts/throughput.py --model smollm2-135m --prompts prompts.jsonl --chat --out throughput.json
 
 Every prompt gets `--new-tokens` tokens, end-of-sequence left out, so that all do the same work; methods by turns,
-ratios are medians over rounds. `hf` is `transformers`' continuous batching (`generate_batch`), `--server URL` an OpenAI
-server that runs already (llama.cpp's, for one), which gets as many requests at a time. Texts are compared with plain
-decoding's.
+ratios are medians over rounds. A text's latency is from when it is given a row to its end, prompt included; its median.
+`hf` is `transformers`' continuous batching (`generate_batch`), `--server URL` an OpenAI server that runs already
+(llama.cpp's, for one), which gets as many requests at a time. Texts are compared with plain decoding's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from selfspec.llm.prompts import encode
 from selfspec.runtime.forward import Runtime
 from selfspec.text.prompt_files import read_prompts
 
-Done = tuple[list[list[int]], float, str]  # texts, seconds, and what is said of it
+Done = tuple[list[list[int]], float, list[float], str]  # texts, seconds, each text's, and what is said of it
 Run = Callable[[list[list[int]]], Done]
 
 
@@ -52,13 +52,18 @@ class Ours:
         drafted, accepted, rounds, before = counters.drafted, counters.accepted, counters.rounds, counters.tokens
         start = time.perf_counter()
         requests = [self.batch.add(prompt, self.how) for prompt in prompts]
+        begun, latencies = dict.fromkeys(map(id, self.batch.running), start), list[float]()
         while not self.batch.idle:
+            waited = time.perf_counter()
             self.batch.step()
+            running, now = {id(request) for request in self.batch.running}, time.perf_counter()
+            latencies += [now - begun.pop(one) for one in set(begun) - running]
+            begun |= dict.fromkeys(running - set(begun), waited)
         seconds = time.perf_counter() - start
         tried = counters.drafted - drafted
         said = f"{(counters.tokens - before) / (counters.rounds - rounds):.2f} tokens a round, {tried} drafted, "
         said += f"{counters.accepted - accepted} accepted"
-        return [list(request.tokens) for request in requests], seconds, said
+        return [list(request.tokens) for request in requests], seconds, latencies, said
 
 
 def theirs(model: Any, how: Options, rows: int) -> Run:
@@ -78,7 +83,7 @@ def theirs(model: Any, how: Options, rows: int) -> Run:
         )
         seconds = time.perf_counter() - start
         order = sorted(found, key=lambda name: int(name.split("_")[-1]))
-        return [list(found[key].generated_tokens) for key in order], seconds, ""
+        return [list(found[key].generated_tokens) for key in order], seconds, [], ""
 
     return run
 
@@ -86,19 +91,22 @@ def theirs(model: Any, how: Options, rows: int) -> Run:
 def served(url: str, how: Options, rows: int) -> Run:
     """An OpenAI server's completions, so many at a time; tokens are counted by its usage."""
 
-    def ask(prompt: list[int]) -> int:
+    def ask(prompt: list[int]) -> tuple[int, float]:
+        start = time.perf_counter()
         body = {"prompt": prompt, "max_tokens": how.max_new_tokens, "temperature": 0, "ignore_eos": True}
         request = urllib.request.Request(
             f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request) as answer:
-            return int(json.load(answer)["usage"]["completion_tokens"])
+            count = int(json.load(answer)["usage"]["completion_tokens"])
+        return count, time.perf_counter() - start
 
     def run(prompts: list[list[int]]) -> Done:
         start = time.perf_counter()
         with ThreadPoolExecutor(rows) as pool:
-            counts = list(pool.map(ask, prompts))
-        return [[0] * count for count in counts], time.perf_counter() - start, ""
+            found = list(pool.map(ask, prompts))
+        seconds = time.perf_counter() - start
+        return [[0] * count for count, _ in found], seconds, [latency for _, latency in found], ""
 
     return run
 
@@ -151,20 +159,24 @@ def main() -> None:
         speeds: dict[str, list[float]] = {name: [] for name in runs}
         said: dict[str, str] = {}
         texts: dict[str, list[list[int]]] = {}
+        latencies: dict[str, list[float]] = {name: [] for name in runs}
         for number in range(given.rounds):
             order = list(runs) if number % 2 == 0 else list(reversed(runs))
             for name in order:
-                texts[name], seconds, said[name] = runs[name](prompts)
+                texts[name], seconds, each, said[name] = runs[name](prompts)
+                latencies[name] += each
                 speeds[name].append(sum(map(len, texts[name])) / seconds)
         for name in runs:
             ratio = statistics.median(a / b for a, b in zip(speeds[name], speeds["plain"], strict=True))
             same = sum(a == b for a, b in zip(texts[name], texts["plain"], strict=True))
             speed = statistics.median(speeds[name])
             table.append({"size": size, "method": name, "tokens_per_second": speed, "ratio": ratio})
+            latency = statistics.median(latencies[name] or [float("nan")])
             table[-1] |= {"same": same, "prompts": len(prompts), "said": said[name], "each": speeds[name]}
+            table[-1]["latency"] = latency
             print(
-                f"{size:3d} {name:9s} {speed:8.1f} tokens/s {ratio:6.2f} of plain, {same} of {len(prompts)} texts the "
-                f"same; {said[name]}",
+                f"{size:3d} {name:9s} {speed:8.1f} tokens/s {ratio:6.2f} of plain, {latency:6.2f} s a text, {same} of "
+                f"{len(prompts)} texts the same; {said[name]}",
                 flush=True,
             )
         for one in runs.values():

@@ -92,6 +92,79 @@ def test_guesses_in_place_of_drafts_must_bring_what_rounds_bring():
     assert load.free([[0.6], [0.99] * 5], instead=True) == [0, 5]
 
 
+def rounds(load, rows, number, *, plain=1.0, spent=0.2, verifying=0.0, nodes=2):
+    """So many rounds in which each of `rows` drafts a token along the path, or none where `nodes` is 0."""
+    for _ in range(number):
+        load.begin(rows)
+        if nodes:
+            load.passed(rows, spent)
+        for _ in range(rows):
+            load.see(1 if nodes else 0, 1 if nodes else 0, 2 if nodes else 1, nodes=nodes // rows)
+        load.took(plain + (spent + verifying if nodes else 0.0))
+    load.begin(rows)
+
+
+def test_what_plain_rounds_take_is_learnt():
+    """Twice as long as priced, with longer texts, say: then a draft pass may take twice as long, too."""
+    load = Load(FLAT)
+    load.begin(2)
+    assert load.rate == 2.0
+    assert load.going([0.2, 0.2], 0.1, verified=2, most=1) == []
+    rounds(load, 2, 200, plain=2.0, nodes=0)
+    assert load.rate == pytest.approx(1.0, abs=0.1)
+    assert sorted(load.going([0.2, 0.2], 0.1, verified=2, most=1)) == [0, 1]
+
+
+@pytest.mark.parametrize(("spent", "verifying", "go"), [(0.2, 0.0, True), (1.5, 0.0, False)])
+def test_what_draft_passes_take_is_learnt(spent, verifying, go):
+    load = Load(FLAT, first=0.9)
+    rounds(load, 2, 100, spent=spent, verifying=verifying)
+    load._speeds.clear()  # what rounds brought is not at stake
+    assert bool(load.going([0.5, 0.5], 0.1, verified=2, most=1)) is go
+
+
+def test_what_verifying_takes_is_learnt():
+    slope = LoadPrices((0.0, *(1.0 + 0.2 * n for n in range(64))), FLAT.draft)
+    load = Load(slope)
+    load.begin(2)
+    assert load.free([[0.5], [0.5]]) == [1, 1]
+    rounds(load, 2, 200, plain=1.2, verifying=1.2)
+    load._speeds.clear()
+    assert load._wider(2, 2) > 2 * 0.4
+    assert load.free([[0.5], [0.5]]) == [0, 0]
+
+
+def test_chance_in_the_time_of_short_drafts_does_not_end_drafting():
+    """Rounds with a token more are up to a tenth longer or shorter by chance, which is ten times what it takes."""
+    slope = LoadPrices((0.0, *(1.0 + 0.01 * n for n in range(64))), FLAT.draft)
+    load = Load(slope)
+    for number in range(300):
+        load.begin(2)
+        load.see(0, 1, 2, nodes=1)
+        load.see(0, 0, 1, nodes=0)
+        load.took(1.02 + (0.1 if number % 2 else -0.1))
+    load.begin(2)
+    assert load._wider(2, 8) == pytest.approx(0.08, rel=0.2)
+    assert sorted(load.going([0.9, 0.9], 0.9, verified=2, most=4)) == [0, 1]
+
+
+def test_guesses_that_are_wrong_however_sure_are_given_up_and_tried_again():
+    steep = LoadPrices((0.0, *(1.0 + 0.3 * n for n in range(64))), FLAT.draft)
+    load = Load(steep)
+    for _ in range(60):
+        load.begin(2)
+        counts = load.free([[0.95, 0.95], []])
+        load.see(0, 0, 1, nodes=counts[0])
+        load.see(0, 0, 1, nodes=0)
+    assert load.free([[0.95, 0.95], []]) == [0, 0]
+    for _ in range(300):
+        load.begin(2)
+        load.see(0, 0, 1, nodes=0)
+        load.see(0, 0, 1, nodes=0)
+    load.begin(2)
+    assert load.free([[0.95, 0.95], []])[0] > 0
+
+
 @given(
     st.lists(st.floats(0, 1), max_size=8),
     st.floats(0, 1),
@@ -107,11 +180,12 @@ def test_whatever_prices_are_the_choice_is_one(hopes, later, most, steps):
 
 
 def test_prices_between_what_was_timed_are_lines_that_never_fall():
+    """A pass over eight tokens took less than one over four, which was disturbed then."""
     prices = LoadPrices.of({1: 1.0, 4: 4.0, 8: 3.0, 16: 8.0}, {1: 0.5, 2: 0.75}, most=16)
-    assert prices.verified(2) == pytest.approx(2.0)
-    assert prices.verified(8) == 4.0
+    assert prices.verified(2) == pytest.approx(1 + 2 / 3)
+    assert prices.verified(4) == prices.verified(8) == 3.0
     assert prices.verified(12) == pytest.approx(5.5)
-    assert prices.verified(32) == pytest.approx(8.0 + 16 * 4.0 / 8)
+    assert prices.verified(32) == pytest.approx(8.0 + 16 * 5.0 / 8)
     assert prices.drafted(4) == pytest.approx(1.25)
 
 
