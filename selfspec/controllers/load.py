@@ -14,7 +14,7 @@ from selfspec.facts.load import LoadPrices
 FURTHER = (1, 2, 4, 8)  # tokens that are looked ahead, as dear rows may be followed by cheap ones
 FIRST, KNOWN = 0.7, 8.0  # the chance of a draft's first token where nothing else is known, and what that counts for
 MEMORY = 0.98  # what was seen in a round counts for as much of it in the next one
-MARGIN = 1.15  # times what it takes is what drafting must bring: where it hardly matters, nothing is drafted
+MARGIN = 1.2  # times what it takes is what drafting must bring: where it hardly matters, nothing is drafted
 PRICED, OFF = 4.0, 2.0  # full passes that prices count for at the start; times a price that a round may be off it
 GUESSES = 16.0  # guessed tokens that count as right as often as their chances told, at the start
 STEPS_KNOWN = 64.0  # plain rounds that a speed of 1 counts for at the start
@@ -60,11 +60,12 @@ class Load:
         self._known = first
         self._speeds: dict[int, tuple[float, float]] = {}  # by the same: plain rounds' time, and tokens of a sequence
         self._tried = self._right = 0.0  # drafts, and those whose first token was accepted
-        self._rows, self._emitted, self._nodes, self._drafting = 0, 0, 0, 0.0
+        self._rows, self._all, self._emitted, self._nodes, self._drafting = 0, 0, 0, 0, 0.0
         self.later = first  # the chance that a token is right where the one before it is, as drafts told last
         known = PRICED * prices.verified(1)
         # What plain rounds, draft passes and verifying more than a plain round take, times what they are priced at.
         self._plain, self._passes, self._verifying = _Times(known), _Times(known), _Times(known)
+        self._plain_of: dict[int, _Times] = {}  # the first of these by the number of sequences
         self._guesses = _Times(GUESSES)  # guessed tokens that are accepted, times as many as their chances told
         self._spent = 0.0  # seconds of this round's draft passes, by the clock
         self._hoped = self._got = 0.0  # guessed tokens of this round that were expected to be accepted, and that were
@@ -76,12 +77,15 @@ class Load:
 
     @property
     def rate(self) -> float:
-        """Tokens a second with as many sequences as there are now."""
-        time, tokens = self._speeds.get(self._rows, (1.0, 1.0))
-        return max(tokens / time, 1.0) * self._rows / self._usual(self._rows)
+        """Tokens a second with as many sequences as there are, those that are still read counted in.
 
-    def begin(self, rows: int) -> None:
-        """A round of so many sequences begins; what the one before it brought is known."""
+        What is not drafted now is decoded beside those soon, where it costs less.
+        """
+        time, tokens = self._speeds.get(self._all, (1.0, 1.0))
+        return max(tokens / time, 1.0) * self._all / self._usual(self._all)
+
+    def begin(self, rows: int, reading: int = 0) -> None:
+        """A round of so many sequences begins, beside others that are read; what the one before it brought is known."""
         if self._emitted:
             usual = self._usual(self._rows)
             more = self._passes.now * self._drafting + self._wider(self._rows, self._nodes)
@@ -92,6 +96,7 @@ class Load:
         self._guesses.see(self._hoped, self._got)
         self._rows, self._emitted, self._nodes, self._drafting, self._spent = rows, 0, 0, 0.0, 0.0
         self._hoped = self._got = 0.0
+        self._all = rows + reading
 
     def going(self, hopes: Sequence[float], later: float, *, verified: int, most: int) -> list[int]:
         """Which sequences draft another token, by number, those with most hope first.
@@ -143,7 +148,8 @@ class Load:
         """The round, of which all was seen, took so long."""
         rows, usual = self._rows, self._usual(self._rows)
         if not (self._nodes or self._drafting):
-            self._plain.see(self.prices.verified(rows), seconds)
+            for times in self._plain, self._plain_of.setdefault(rows, _Times(0.0)):
+                times.see(self.prices.verified(rows), seconds)
         elif rows > 1:  # alone, a sequence's own controller decides and tells no passes
             self._passes.see(self._drafting, self._spent)
             wider = self.prices.verified(rows + self._nodes) - self.prices.verified(rows)
@@ -151,7 +157,7 @@ class Load:
 
     def _usual(self, rows: int) -> float:
         """Seconds of a plain round of so many sequences."""
-        return self._plain.now * self.prices.verified(rows)
+        return self._plain_of.get(rows, self._plain).now * self.prices.verified(rows)
 
     def _drafted(self, tokens: int) -> float:
         """Seconds of a pass along the draft path over so many tokens."""

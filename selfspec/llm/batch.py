@@ -241,7 +241,7 @@ class Batch:
 
     def _stepped(self, rows: int) -> list[tuple[SequenceState, Outcome]]:
         if self._load is not None:
-            self._load.begin(rows)
+            self._load.begin(rows, len(self._engine.reading))
         outcomes = self._engine.step()
         self._requeue(self._engine.evicted)
         self._engine.evicted = []

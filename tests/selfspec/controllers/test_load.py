@@ -62,6 +62,15 @@ def test_a_rate_is_known_by_how_many_there_are():
     assert load.rate == pytest.approx(2.0)  # plainly: two tokens a second
 
 
+def test_those_that_are_still_read_will_be_decoded_beside():
+    """Alone, a sequence may spend half a pass on half a token; not where three more begin in a moment."""
+    load = begun(FLAT, 1)
+    assert load.going([0.4], 0.1, verified=1, most=1) == [0]
+    load.begin(1, reading=3)
+    assert load.rate == 4.0
+    assert load.going([0.4], 0.1, verified=1, most=1) == []
+
+
 def test_first_tokens_are_judged_by_those_lately_and_then_forgotten():
     load = begun(FLAT, 1)
     usual = load.first
