@@ -157,6 +157,35 @@ def test_a_machine_that_is_faster_when_the_next_sequence_begins():
         assert took <= usual + 2.5 * 2 + 0.025 * usual  # plain steps of the slower half
 
 
+class Changing(Chain):
+    """Two tokens for eight rounds, then twelve for eight, by turns."""
+
+    def propose(self, seqs, limits):
+        self.longest = 12 if self.made % 16 >= 8 else 2
+        return super().propose(seqs, limits)
+
+
+def test_longer_drafts_are_no_slower_machine():
+    """Verifying twelve tokens takes half as long again as two: no reason for further plain rounds."""
+    clock = Clock()
+    guard = Guard(Changing(clock, 0.1), clock=clock)
+    plain = []
+    see = _Prices.see_plain
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_Prices, "see_plain", lambda self, seconds: (plain.append(seconds), see(self, seconds)))
+        decode(guard, clock, 600, accepted=lambda n: 12, wide=1.2, row=0.06)
+    assert len(plain) <= 2 + 600 / 128 + 1
+
+
+def test_verifying_that_takes_less_than_a_plain_round_tells_what_one_takes():
+    """The first two rounds were disturbed: drafts are not credited with that for long, nor held back."""
+    clock = Clock()
+    guard = Guard(Chain(clock, 0.1, 4), clock=clock)
+    decode(guard, clock, 60, accepted=lambda n: 4, speed=lambda n: 5.0 if n < 2 else 1.0)
+    assert guard.prices.step <= 1.5
+    assert guard.drafter.made >= 10
+
+
 def test_one_disturbed_round_does_not_end_drafting():
     clock = Clock()
     drafter = Chain(clock, 0.3, 4)
