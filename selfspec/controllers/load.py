@@ -51,14 +51,14 @@ class Load:
 
     A token is drafted, or not, before it is drawn, by what all sequences drew before: so sampling stays exact. What
     plain rounds take, draft passes, and verifying more than a plain round, is corrected by what rounds `took`: prices
-    are of short texts. So is what guesses bring, by what they brought. `first`: the chance that a draft's
-    first token is accepted, as long as little was drafted.
+    are of short texts. So is what guesses bring, by what they brought. `first`: the chance that a draft's first token
+    is accepted, as long as little was drafted.
     """
 
     def __init__(self, prices: LoadPrices, *, first: float = FIRST) -> None:
         self.prices = prices
         self._known = first
-        self._speeds: dict[int, tuple[float, float]] = {}  # by the same: plain rounds' time, and tokens of a sequence
+        self._speeds: dict[int, tuple[float, float]] = {}  # by sequences: plain rounds' time, and tokens of each
         self._tried = self._right = 0.0  # drafts, and those whose first token was accepted
         self._rows, self._all, self._emitted, self._nodes, self._drafting = 0, 0, 0, 0, 0.0
         self.later = first  # the chance that a token is right where the one before it is, as drafts told last
@@ -146,14 +146,13 @@ class Load:
 
     def took(self, seconds: float) -> None:
         """The round, of which all was seen, took so long."""
-        rows, usual = self._rows, self._usual(self._rows)
+        rows = self._rows
         if not (self._nodes or self._drafting):
             for times in self._plain, self._plain_of.setdefault(rows, _Times(0.0)):
                 times.see(self.prices.verified(rows), seconds)
         elif rows > 1:  # alone, a sequence's own controller decides and tells no passes
             self._passes.see(self._drafting, self._spent)
-            wider = self.prices.verified(rows + self._nodes) - self.prices.verified(rows)
-            self._verifying.see(wider, seconds - self._spent - usual)
+            self._verifying.see(self.prices.wider(rows, self._nodes), seconds - self._spent - self._usual(rows))
 
     def _usual(self, rows: int) -> float:
         """Seconds of a plain round of so many sequences."""
@@ -165,7 +164,7 @@ class Load:
 
     def _wider(self, verified: int, more: int) -> float:
         """Seconds that verifying so many more tokens adds to a pass."""
-        return self._verifying.now * (self.prices.verified(verified + more) - self.prices.verified(verified))
+        return self._verifying.now * self.prices.wider(verified, more)
 
     def _promised(self) -> float:
         """Tokens a second that drafts promise where all go on for the best number of tokens, or that rounds bring."""

@@ -32,6 +32,10 @@ class LoadPrices:
         """Seconds of a full pass."""
         return _at(self.verify, tokens)
 
+    def wider(self, tokens: int, more: int) -> float:
+        """Seconds that so many more tokens add to a full pass."""
+        return self.verified(tokens + more) - self.verified(tokens)
+
     def drafted(self, tokens: int) -> float:
         """Seconds of a pass along the draft path."""
         return _at(self.draft, tokens)
