@@ -22,7 +22,7 @@ from .forecast import CHOOSING, FINALISTS
 from .objective import Score, predict
 from .prepare import Search
 from .replay import Replay
-from .unseen import Again
+from .unseen import Again, clearly_best
 
 WITHIN_REACH = 0.9  # of plain decoding's speed: sets predicted to be slower than that are not chosen among
 ROUNDS = 3  # of measuring, at most
@@ -133,13 +133,13 @@ def _with_better(search: Search, finalists: Sequence[Score], bettered: Sequence[
 
 
 def _best(search: Search, base: Profile, finalists: Sequence[Score], on: HeldOut) -> Score:
-    """The one that measures best, all interleaved; the one with the best score where there is no time to tell."""
+    """The one that measures best, all interleaved; the one that scored clearly best where there is no time to tell."""
     deadline = search.budget.deadline("choosing")
     prompts, able = on.prompts[:CHOOSING], [*finalists]
     while len(able) > 1 and not (new := _tokens(search, deadline, prompts, methods=len(able))):
         able.pop()
     if len(able) < 2:
-        return finalists[0]
+        return clearly_best(finalists, finalists, search.space.path(search.space.start))
     options = replace(search.decoding, max_new_tokens=new).options()
     llm, watch = search.llm, search.watch
     methods = {

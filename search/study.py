@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Concatenate, ParamSpec
 
 from selfspec.basics.errors import SelfspecError
@@ -146,7 +145,7 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
         proposers=options.proposers,
         plain_llm=plain_llm,
     )
-    return search, _Drawn(HeldOut(measured, chosen.held_out), others, chosen.rest, chosen.chat)
+    return search, _Drawn(HeldOut(measured, chosen.held_out), others, chosen.rest[PROMPTS:], chosen.chat)
 
 
 def _space(llm: LLM, options: SearchOptions) -> Space:
@@ -254,8 +253,8 @@ def _known_beforehand(search: Search, options: SearchOptions, held: ExitStack, d
         )
         bettered.append(("bridges over bypassed layers", bridges))
     if options.kv == "shared" and llm.runtime.skeleton.head_over([0]) is not None:  # whose weight is at hand
-        seen = chain((text.tokens for text in replay.texts), _encoded(llm, drawn.rest, chat=drawn.chat))
-        heads = partial(with_smaller_head, worth, texts=seen, size=llm.identity.vocabulary or 0)
+        counted = _encoded(llm, drawn.rest, chat=drawn.chat)
+        heads = partial(with_smaller_head, worth, texts=counted, size=llm.identity.vocabulary or 0)
         bettered.append(("smaller draft vocabularies", heads))
     again = partial(best_on_others, search, costs, controller, drawn.others) if len(drawn.others) >= FEWEST else None
     return _Known(search, worth, problem, costs, replay, tuple(bettered), again)

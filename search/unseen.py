@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from selfspec.controllers import Controller
 from selfspec.facts.costs import CostModel
+from selfspec.facts.draft_path import DraftPath
 
 from .continuations import continue_prompts
 from .objective import Replayed, Score
@@ -35,12 +36,14 @@ def best_on_others(
 ) -> Score:
     """The one of `scores`, the best of which is the first, that is fastest on the model's own answers to `prompts`.
 
-    What the search starts from, if it is among them, stays where none is clearly faster. The first where there is too
-    little time to tell.
+    What the search starts from, if it is among them, stays where none is clearly faster. Where there is too little time
+    for other texts, the scores as they are decide so.
     """
     deadline, watch = search.budget.deadline("choosing"), search.watch
+    start = search.space.path(search.space.start)
     if len(scores) < 2 or not deadline.allows(search.pace.rows(sum(map(len, prompts)))):
-        return scores[0]
+        return clearly_best(scores, scores, start)
+    scores = sorted(scores, key=lambda score: score is not scores[0] and score.path != start)  # these two above all
     watch.stage("continuing other prompts", 2 * search.decoding.max_new_tokens)
     texts = continue_prompts(
         search.llm,
@@ -62,8 +65,10 @@ def best_on_others(
             again.append(worth.score(score.path))
             longest = max(longest, deadline.clock() - begun)
             watch.step(len(again))
-    if not again:
-        return scores[0]
-    start = search.space.path(search.space.start)
-    speeds = [score.tokens_per_second * (CLEARLY if score.path == start else 1.0) for score in again]
+    return clearly_best(scores, again if len(again) > 1 else scores, start)
+
+
+def clearly_best(scores: Sequence[Score], told: Sequence[Score], start: DraftPath) -> Score:
+    """The one of `scores` whose score in `told`, which may be of the first few, is best; `start` if none clearly is."""
+    speeds = [score.tokens_per_second * (CLEARLY if score.path == start else 1.0) for score in told]
     return scores[speeds.index(max(speeds))]

@@ -63,6 +63,10 @@ class PackedLinear(PartLinear):
         super().__init__(packed, start, linear)
         self.bias = None if packed.bias is None else packed.bias.narrow(0, start, linear.out_features)
 
+    def forward(self, x: Tensor) -> Tensor:
+        """The product with `x` `[.., in]`, in the weight's dtype, which autocast does not change."""
+        return super().forward(x.to(self.packed.dtype))
+
     @property
     def packed(self) -> Packed:
         """The packed weight."""

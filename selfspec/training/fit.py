@@ -24,10 +24,11 @@ from selfspec.parts.files import PartFile, write_part
 from selfspec.parts.kinds import make_head
 from selfspec.profile.schema import Profile
 from selfspec.runtime.team import check_alone
+from selfspec.text.frequent import frequent
 from selfspec.text.prompt import Prompt
 from selfspec.training.distill import DistillLearner, write_student
 from selfspec.training.layerskip import LayerSkipLearner, write_layerskip
-from selfspec.training.learner import Learner, frequent
+from selfspec.training.learner import Learner
 from selfspec.training.making import MAKING, Silent, Watch, folder_of, make_texts
 from selfspec.training.options import FEWEST, OF_PATHS, Kind, TrainOptions, check_kind
 from selfspec.training.path_learner import PathLearner
@@ -221,7 +222,8 @@ def _learner(llm: LLM, part: Kind, texts: Texts, options: TrainOptions, own: Own
     if own is not None:
         rank = options.rank or RANK
         return PathLearner(llm.runtime, own.path, own.trained, rank=rank, loss=options.loss, seed=options.seed)
-    words = frequent(texts, options.vocabulary, llm.identity.vocabulary or 0)
+    read = (texts.tokens(number).tolist() for number in texts.numbers(held_out=False))
+    words = frequent(read, options.vocabulary, llm.identity.vocabulary or 0)
     return Learner(llm.runtime, part, words, layers_of(llm.runtime.layers), seed=options.seed)
 
 

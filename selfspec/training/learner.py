@@ -17,11 +17,10 @@ from selfspec.parts.steps import Hydra, Medusa, Mlp, Steps
 from selfspec.runtime.forward import Runtime
 from selfspec.training.last_logits import LastLogits
 from selfspec.training.pairs import ChimeraNet, EagleNet, MtpNet
-from selfspec.training.texts import Text, Texts
+from selfspec.training.texts import Text
 
 LATER = 0.8  # what each further step of a draft counts for
 PLACES = 6  # of a draft that held-out acceptance is told for, at most
-_MULTIPLE = 16  # tokens: what a head in few bits is over
 
 
 class Net(NamedTuple):
@@ -167,13 +166,3 @@ class Learner:
             tensors["given_norm.weight"] = self._norm
         settings = {**self._made.settings, "layers": list(self._layers)}
         return part_of(self.kind, settings, tensors, self._words.tolist(), self.runtime)
-
-
-def frequent(texts: Texts, most: int, vocabulary: int) -> list[int]:
-    """The tokens that come most often in what is fitted to, `most` at most; by 16, where there are as many."""
-    counts = torch.zeros(vocabulary, dtype=torch.long)
-    for number in texts.numbers(held_out=False):
-        counts += torch.bincount(texts.tokens(number), minlength=vocabulary)
-    count = min(most, vocabulary)
-    count -= count % _MULTIPLE if count >= _MULTIPLE else 0
-    return sorted(counts.argsort(descending=True, stable=True)[:count].tolist())

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from selfspec.search.confidence import GAP, chosen, features
 from selfspec.search.continuations import Decoding, continue_prompts
-from selfspec.search.heads import frequent
 from selfspec.search.objective import Replayed
 from selfspec.search.replay import Replay
 
@@ -36,6 +35,7 @@ from selfspec.facts.skip import SkipSet
 from selfspec.measure.cost_fitting import measure_costs
 from selfspec.profile.draft import ProposerSpec
 from selfspec.profile.reading import read_profile
+from selfspec.text.frequent import frequent
 
 
 def paths(layers: int, vocabulary: tuple[int, ...], found: DraftPath | None) -> dict[str, DraftPath]:
@@ -105,9 +105,11 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     llm = selfspec.load(given.model, profile="none", drafting=True, few_bits=True)
     decoding = Decoding(64, given.temperature)
+    size = llm.identity.vocabulary or 0
     made = continue_prompts(llm, built_in.prompts(llm, "calibration", given.prompts), decoding)
     costs = measure_costs(llm.runtime, context=128, modes=MODES, sampler=decoding.sampler(), seconds=20.0)
-    tokens = frequent([text.tokens for text in made], (llm.identity.vocabulary or 0) // 4)
+    others = continue_prompts(llm, built_in.prompts(llm, "heldout", given.prompts), decoding)
+    tokens = tuple(frequent([text.tokens for text in others], size // 4, size))
     found = None if given.profile is None else read_profile(given.profile).path
     print(f"{machine(llm.runtime.device)}, {given.threads} threads, {llm.runtime.dtype}, weights by {llm.layout}")
     print(f"plain step {costs.plain * 1e3:.1f} ms, v(4) {costs.verification(4) / costs.plain:.2f}, error {costs.error}")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 from models import plain, small
-from selfspec.search import finalists, find_profile, prepare
-from selfspec.search.heads import frequent, with_smaller_head
+from selfspec.search import finalists, find_profile, prepare, study
+from selfspec.search.calibration import choose
+from selfspec.search.heads import with_smaller_head
 from selfspec.search.objective import Replayed
 from selfspec.search.replay import Replay
 from selfspec.search.target_text import Text
+from selfspec.search.unseen import PROMPTS
 
 import selfspec
 from selfspec.controllers import FixedK
@@ -17,6 +19,7 @@ from selfspec.facts.costs import CostModel
 from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.skip import SkipSet
 from selfspec.runtime.forward import Runtime
+from selfspec.text.frequent import frequent
 
 SKIP = SkipSet((1,), (2,))
 
@@ -36,21 +39,13 @@ def replay():
         yield replay
 
 
-def test_the_most_frequent_tokens():
-    texts = [[5, 5, 5, 2, 2, 9], [9, 9, 7]]
-    assert frequent(texts, 1) == (5,)
-    assert frequent(texts, 2) == (5, 9)
-    assert frequent(texts, 3) == (2, 5, 9)
-    assert frequent(texts, 99) == (2, 5, 7, 9)
-
-
 def test_a_smaller_head_is_worth_what_it_saves(replay):
     texts = [text.tokens for text in replay.texts]
     worth = Replayed(replay, costs(head=0.25), [FixedK(2)])
     found = with_smaller_head(worth, worth.score(SKIP), texts=texts, size=64)
     assert len(found.path.vocabulary) in (4, 16)
     assert found.tokens_per_second > worth.score(SKIP).tokens_per_second
-    assert found.path.vocabulary == frequent(texts, len(found.path.vocabulary))
+    assert list(found.path.vocabulary) == frequent(texts, len(found.path.vocabulary), 64)
 
 
 def test_of_several_heads_the_one_that_brings_most_is_scored_in_full(replay):
@@ -65,6 +60,22 @@ def test_of_several_heads_the_one_that_brings_most_is_scored_in_full(replay):
     assert found.path.vocabulary == most
     assert found.tokens_per_round >= score.tokens_per_round
     assert found.tokens_per_second > score.tokens_per_second
+
+
+def test_tokens_that_are_scored_are_not_counted(llm, monkeypatch, tmp_path):
+    """In the vocabulary of the very texts nothing would be missing; nor are those counted that choose in the end."""
+    counted = []
+
+    def remember(worth, score, *, texts, size):
+        counted.extend(llm.tokenizer.decode(text) for text in texts)
+
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(study, "with_smaller_head", remember)
+    prompts = [f"x = {i}\n" for i in range(20)]
+    find_profile(llm, prompts=prompts, trials=1, count=2, max_new_tokens=8, keep_best=True)
+    drawn = choose(prompts, source="", count=2, seed=0)
+    assert counted == [*drawn.rest[PROMPTS:]] != []
+    assert not {*counted} & {*drawn.search, *drawn.measure, *drawn.rest[:PROMPTS]}
 
 
 def test_a_cheap_head_stays_whole(replay):

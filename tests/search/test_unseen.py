@@ -109,6 +109,28 @@ class Clock:
         return self.now
 
 
+@pytest.mark.parametrize(("better", "kept"), [(0.5 * (CLEARLY - 1), True), (2 * (CLEARLY - 1), False)])
+def test_without_time_for_other_texts_it_stays_too(search, better, kept):
+    """What was best of many on little text owes more to chance than on much."""
+    given = search(budget=Budget(0.0), pace=Pace(1.0, 0.1))
+    start = given.space.path(given.space.start)
+    scores = [scored(PATHS[0], 1.0 + better), scored(PATHS[1], 1.0), scored(start, 1.0)]
+    assert best_on_others(given, COSTS, None, PROMPTS, scores) is scores[2 if kept else 0]
+
+
+def test_where_time_is_short_what_a_search_starts_from_is_scored_again_beside_the_best(search, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(unseen, "Replayed", Told)
+    monkeypatch.setattr(Told, "clock", clock)
+    monkeypatch.setattr(Told, "each", 2.0)
+    given = search(budget=Budget(60.0, clock=clock), pace=Pace(1e-3, 1e-4))
+    start = given.space.path(given.space.start)
+    monkeypatch.setattr(Told, "speeds", {**dict.fromkeys(PATHS, 1.0), start: 3.0})
+    scores = [*SCORES, scored(start, 0.5)]
+    assert best_on_others(given, COSTS, None, PROMPTS, scores) is scores[3]
+    assert [path for path, _ in Told.asked][:2] == [PATHS[0], start]
+
+
 @pytest.mark.parametrize(("seconds", "best"), [(0.0, 0), (1e6, 1)])
 def test_as_many_are_scored_as_there_is_time_for(search, monkeypatch, seconds, best):
     clock = Clock()

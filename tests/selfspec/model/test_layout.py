@@ -65,6 +65,17 @@ def test_a_model_can_be_saved_and_copied_in_any_layout(name, to, tmp_path):
 
 
 @needs_onednn
+def test_in_any_layout_a_model_may_be_called_under_autocast(each_layout):
+    """As trainers do, on processors that compute in bfloat16; attention then gives that to what comes after."""
+    llm = selfspec.load("builtin", profile="none", layout=each_layout)
+    ids = torch.arange(40).unsqueeze(0)
+    with torch.no_grad():
+        exact = llm.model(ids, use_cache=False).logits
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            about = llm.model(ids, use_cache=False).logits
+    assert (about.float() - exact).abs().max() < 0.05 * exact.abs().max()
+
+
 def test_packed_weights_of_one_input_are_one_product():
     model = single("llama-biases")
     lay_out_(model, "onednn", drafting=True)
