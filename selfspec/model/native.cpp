@@ -33,6 +33,8 @@
 #endif
 constexpr int ROWS = V >= 16 ? 12 : 8;  // rows that a weight is read once for, as far as registers reach
 constexpr int MANY = 8;                  // of many rows: fewer stay nearer, while other weights are read
+constexpr int PACKED = V >= 8 ? 6 : 0;   // rows that are laid side by side first, where vectors are long
+constexpr int ONCE = V >= 16 ? 8 : 6;    // such rows that a weight is read once for: more wait less while it comes
 
 typedef float floats __attribute__((vector_size(V * 4), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(V * 4), aligned(4)));
@@ -112,6 +114,15 @@ INLINE floats fused(floats a, floats b, floats c) {
     return a * b + c;
 #endif
 }
+// In a register, for all that reads it: compilers read it from memory for each of its products otherwise.
+INLINE floats held(floats x) {
+#if V == 16
+    asm("" : "+v"(x));
+#elif V == 8
+    asm("" : "+x"(x));
+#endif
+    return x;
+}
 INLINE floats to_floats(ints x) { return __builtin_convertvector(x, floats); }
 INLINE float bfloat16(uint16_t x) {
     uint32_t bits = (uint32_t)x << 16;
@@ -157,6 +168,54 @@ INLINE float total(floats a) {  // of both halves, of theirs, and so on, on ever
 #else
     return (a[0] + a[2]) + (a[1] + a[3]);
 #endif
+}
+
+// What `total` gives of each of R times O vectors, the same bits, several at once.
+template <int R, int O> INLINE void totals(const floats (&a)[R][O], float (&out)[R * O]) {
+    constexpr int N = R * O;
+    int n = 0;
+#define NTH(n) a[(n) / O][(n) % O]
+#if V == 16
+#define HALVES(n) _mm512_add_ps(_mm512_shuffle_f32x4((__m512)NTH(n), (__m512)NTH(n + 1), 0x44), _mm512_shuffle_f32x4((__m512)NTH(n), (__m512)NTH(n + 1), 0xee))
+#pragma GCC unroll 2
+    for (; n + 16 <= N; n += 16) {
+        __m512 x[4], y[2];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            const __m512 p = HALVES(n + 4 * i), q = HALVES(n + 4 * i + 2);
+            x[i] = _mm512_add_ps(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xdd));
+        }
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
+            const __m512d p = (__m512d)x[2 * i], q = (__m512d)x[2 * i + 1];
+            y[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(p, q), (__m512)_mm512_unpackhi_pd(p, q));
+        }
+        const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(y[0], y[1], 0x88), _mm512_shuffle_ps(y[0], y[1], 0xdd));
+        _mm512_storeu_ps(out + n, _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), all));
+    }
+#pragma GCC unroll 4
+    for (; n + 4 <= N; n += 4) {
+        const __m512 p = HALVES(n), q = HALVES(n + 2);
+        __m512 x = _mm512_add_ps(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xdd));
+        x = _mm512_add_ps(x, _mm512_permute_ps(x, 0x4e));
+        x = _mm512_add_ps(x, _mm512_permute_ps(x, 0xb1));
+        _mm_storeu_ps(out + n, _mm512_castps512_ps128(_mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12), x)));
+    }
+#undef HALVES
+#elif V == 8
+#pragma GCC unroll 4
+    for (; n + 4 <= N; n += 4) {
+        const __m256 a0 = (__m256)NTH(n), a1 = (__m256)NTH(n + 1), a2 = (__m256)NTH(n + 2), a3 = (__m256)NTH(n + 3);
+        const __m256 p = _mm256_add_ps(_mm256_permute2f128_ps(a0, a1, 0x20), _mm256_permute2f128_ps(a0, a1, 0x31));
+        const __m256 q = _mm256_add_ps(_mm256_permute2f128_ps(a2, a3, 0x20), _mm256_permute2f128_ps(a2, a3, 0x31));
+        const __m256 x = _mm256_add_ps((__m256)_mm256_unpacklo_pd((__m256d)p, (__m256d)q), (__m256)_mm256_unpackhi_pd((__m256d)p, (__m256d)q));
+        const __m256 all = _mm256_add_ps(x, _mm256_permute_ps(x, 0xb1));  // of 0 and 2, each twice, then of 1 and 3
+        _mm_storeu_ps(out + n, _mm_unpacklo_ps(_mm_shuffle_ps(_mm256_castps256_ps128(all), _mm256_castps256_ps128(all), 0x08), _mm_shuffle_ps(_mm256_extractf128_ps(all, 1), _mm256_extractf128_ps(all, 1), 0x08)));
+    }
+#endif
+#pragma GCC unroll 12
+    for (; n < N; n++) out[n] = total(NTH(n));
+#undef NTH
 }
 
 // e^x, within 2 units in the last place; 0 below -87.
@@ -215,8 +274,9 @@ INLINE floats low_halves(ints x) {
 #endif
 }
 
-// Sums of R rows' products with O outputs' weights from `from` on, each `row` bytes after the one before.
-template <int K, int R, int O>
+// Sums of R rows' products with O outputs' weights from `from` on, each `row` bytes after the one before. `SIDE`: a vector of
+// each of the rows, then the next ones, lie side by side in `x`.
+template <int K, int R, int O, bool SIDE>
 INLINE int64_t sums(const Weight &w, const char *from, int64_t row, const float *x, int64_t ldx, floats (&a)[R][O]) {
     int64_t k = 0;
     for (; k + V <= w.in; k += V) {
@@ -229,12 +289,22 @@ INLINE int64_t sums(const Weight &w, const char *from, int64_t row, const float 
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
-            floats of_row = at(x + r * ldx + k);
+            const float *const from_row = SIDE ? x + k * R + r * V : x + r * ldx + k;
+            const floats of_row = R > 2 ? held(at(from_row)) : at(from_row);
 #pragma GCC unroll 12
             for (int i = 0; i < O; i++) a[r][i] = fused(of_row, weights[i], a[r][i]);
         }
     }
     return k;
+}
+// Adds R rows' products of one vector with O outputs' weights.
+template <int R, int O> INLINE void add_products(const float *x, int64_t ldx, const floats (&weights)[O], floats (&a)[R][O]) {
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+        const floats of_row = held(at(x + r * ldx));
+#pragma GCC unroll 12
+        for (int i = 0; i < O; i++) a[r][i] = fused(of_row, weights[i], a[r][i]);
+    }
 }
 template <int R, int O>
 INLINE void sums_of_halves(const Weight &w, const char *from, const uint32_t *grid, const float *x, int64_t ldx, floats (&a)[R][O]) {
@@ -249,15 +319,17 @@ INLINE void sums_of_halves(const Weight &w, const char *from, const uint32_t *gr
             if ((k & 127) == 0) __builtin_prefetch(from + (O + i) * row + k / 2);
         }
         for (int j = 0; j < 16; j += V) {
+            ints both[O];
+            floats half[O];
 #pragma GCC unroll 12
             for (int i = 0; i < O; i++) {
-                ints both = widened((const int8_t *)from + i * row + k / 2 + j);
-                floats low = fused(signed_halves(both), scale[i], zero[i]), high = fused(signed_halves(both >> 4), scale[i], zero[i]);
-#pragma GCC unroll 12
-                for (int r = 0; r < R; r++) a[r][i] = fused(at(x + r * ldx + k + j), low, a[r][i]);
-#pragma GCC unroll 12
-                for (int r = 0; r < R; r++) a[r][i] = fused(at(x + r * ldx + k + 16 + j), high, a[r][i]);
+                both[i] = widened((const int8_t *)from + i * row + k / 2 + j);
+                half[i] = fused(signed_halves(both[i]), scale[i], zero[i]);
             }
+            add_products<R, O>(x + k + j, ldx, half, a);
+#pragma GCC unroll 12
+            for (int i = 0; i < O; i++) half[i] = fused(signed_halves(both[i] >> 4), scale[i], zero[i]);
+            add_products<R, O>(x + k + 16 + j, ldx, half, a);
         }
     }
 }
@@ -277,21 +349,19 @@ INLINE void sums_of_blocks(const Weight &w, const char *from, const uint16_t *gr
             if ((b * step & 63) == 0) __builtin_prefetch(from + (O + i) * row + b * step);
         }
         for (int j = 0; j < step; j += V) {
+            const float *const of_rows = x + b * BLOCK + j;
+            ints values[O];
+            floats weights[O];
 #pragma GCC unroll 12
             for (int i = 0; i < O; i++) {
-                const ints values = widened((const int8_t *)from + i * row + b * step + j);
-                const float *const of_rows = x + b * BLOCK + j;
-                if constexpr (K == BLOCKS8) {
-                    const floats weights = to_floats(values) * scale[i];
+                values[i] = widened((const int8_t *)from + i * row + b * step + j);
+                weights[i] = K == BLOCKS8 ? to_floats(values[i]) * scale[i] : fused(low_halves(values[i]), scale[i], zero[i]);
+            }
+            add_products<R, O>(of_rows, ldx, weights, a);
+            if constexpr (K == BLOCKS4) {
 #pragma GCC unroll 12
-                    for (int r = 0; r < R; r++) a[r][i] = fused(at(of_rows + r * ldx), weights, a[r][i]);
-                } else {
-                    const floats low = fused(low_halves(values), scale[i], zero[i]), high = fused(low_halves(values >> 4), scale[i], zero[i]);
-#pragma GCC unroll 12
-                    for (int r = 0; r < R; r++) a[r][i] = fused(at(of_rows + r * ldx), low, a[r][i]);
-#pragma GCC unroll 12
-                    for (int r = 0; r < R; r++) a[r][i] = fused(at(of_rows + 16 + r * ldx), high, a[r][i]);
-                }
+                for (int i = 0; i < O; i++) weights[i] = fused(low_halves(values[i] >> 4), scale[i], zero[i]);
+                add_products<R, O>(of_rows + 16, ldx, weights, a);
             }
         }
     }
@@ -303,9 +373,9 @@ INLINE void put(const Weight &w, int64_t output, float sum, float *to, bool add)
     *to = add ? *to + sum : sum;
 }
 
-// Outputs o to o + O of R rows.
-template <int K, int R, int O>
-INLINE void block(const Weight &w, int64_t o, const float *x, int64_t ldx, float *y, int64_t ldy, bool add) {
+// Outputs o to o + O of R rows; `side`: the rows' vectors side by side, if they are.
+template <int K, int R, int O, bool SIDE>
+INLINE void block(const Weight &w, int64_t o, const float *x, int64_t ldx, const float *side, float *y, int64_t ldy, bool add) {
     const int64_t row = row_bytes<K>(w.in);
     const char *from = w.values + o * row;
     floats a[R][O] = {};
@@ -315,10 +385,12 @@ INLINE void block(const Weight &w, int64_t o, const float *x, int64_t ldx, float
     else if constexpr (grouped(K))
         sums_of_blocks<K, R, O>(w, from, (const uint16_t *)w.scale + o * (w.in / BLOCK) * (K == BLOCKS4 ? 2 : 1), x, ldx, a);
     else
-        k = sums<K, R, O>(w, from, row, x, ldx, a);
+        k = sums<K, R, O, SIDE>(w, from, row, SIDE ? side : x, ldx, a);
+    float sums_of[R * O];
+    totals<R, O>(a, sums_of);
     for (int r = 0; r < R; r++)
         for (int i = 0; i < O; i++) {
-            float sum = total(a[r][i]);
+            float sum = sums_of[r * O + i];
             if constexpr (!grouped(K))
                 for (int64_t j = k; j < w.in; j++) sum += x[r * ldx + j] * load_one<K>(from + i * row, j);
             if constexpr (K == INT8) sum *= bfloat16(((const uint16_t *)w.scale)[o + i]);
@@ -330,8 +402,8 @@ template <int K, int R>
 INLINE void outputs(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, bool add) {
     constexpr int O = V >= 16 ? (R <= 2 ? 8 : R <= 6 ? 4 : R <= 9 && !grouped(K) ? 3 : 2) : (R == 1 ? 8 : R == 2 ? 4 : R <= 4 ? 2 : 1);
     int64_t o = from;
-    for (; o + O <= to; o += O) block<K, R, O>(w, o, x, ldx, y, ldy, add);
-    for (; o < to; o++) block<K, R, 1>(w, o, x, ldx, y, ldy, add);
+    for (; o + O <= to; o += O) block<K, R, O, false>(w, o, x, ldx, nullptr, y, ldy, add);
+    for (; o < to; o++) block<K, R, 1, false>(w, o, x, ldx, nullptr, y, ldy, add);
 }
 
 template <int K, int R>
@@ -340,16 +412,6 @@ INLINE void of_rows(int64_t rows, const Weight &w, int64_t from, int64_t to, con
         if (rows == R) return outputs<K, R>(w, from, to, x, ldx, y, ldy, add);
         return of_rows<K, R - 1>(rows, w, from, to, x, ldx, y, ldy, add);
     }
-}
-
-template <int K>
-static void part(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
-    const int64_t at_once = rows > 2 * ROWS ? MANY : ROWS, times = (rows + at_once - 1) / at_once;
-    for (; from < to; from += 64)  // so many outputs' weights stay near while all rows are multiplied with them
-        for (int64_t i = 0, end = from + 64 < to ? from + 64 : to; i < times; i++) {
-            int64_t first = rows * i / times, last = rows * (i + 1) / times;
-            of_rows<K, ROWS>(last - first, w, from, end, x + first * ldx, ldx, y + first * ldy, ldy, add);
-        }
 }
 
 // Where a thread keeps what it makes of rows.
@@ -365,6 +427,62 @@ struct Kept {
         return data;
     }
 };
+
+// The same of rows that lie side by side.
+template <int K, int R>
+INLINE void outputs_of_side(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, const float *side, float *y, int64_t ldy, bool add) {
+    constexpr int O = V >= 16 ? (R <= PACKED ? 4 : 3) : 2;
+    int64_t o = from;
+    for (; o + O <= to; o += O) block<K, R, O, true>(w, o, x, ldx, side, y, ldy, add);
+    for (; o < to; o++) block<K, R, 1, true>(w, o, x, ldx, side, y, ldy, add);
+}
+
+// The first whole vectors of rows [rows, in], side by side.
+static void lay_side_by_side(const float *x, int64_t ldx, int64_t rows, int64_t in, float *to) {
+    for (int64_t k = 0; k + V <= in; k += V)
+        for (int64_t r = 0; r < rows; r++, to += V) *(floats *)to = at(x + r * ldx + k);
+}
+
+constexpr int64_t NEAR_BYTES = 1 << 18;  // of weights, which stay near while all rows are multiplied with them
+
+template <int K>
+static void part_by_side(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
+    static thread_local Kept kept;
+    const int64_t times = rows <= ONCE ? 1 : (rows + PACKED - 1) / PACKED, in = w.in / V * V;
+    int64_t near = NEAR_BYTES / row_bytes<K>(w.in) / 4 * 4;
+    near = near < 4 ? 4 : near;
+    float *const side = (float *)kept.of(rows * in * 4 + 64);
+    for (int64_t i = 0; i < times; i++) {
+        const int64_t first = rows * i / times, last = rows * (i + 1) / times;
+        lay_side_by_side(x + first * ldx, ldx, last - first, w.in, side + first * in);
+    }
+    for (; from < to; from += near)
+        for (int64_t i = 0, end = from + near < to ? from + near : to; i < times; i++) {
+            const int64_t first = rows * i / times, last = rows * (i + 1) / times;
+            const float *const these = x + first * ldx, *const beside = side + first * in;
+            float *const out = y + first * ldy;
+            switch (last - first) {
+                case 8: outputs_of_side<K, 8>(w, from, end, these, ldx, beside, out, ldy, add); break;
+                case 7: outputs_of_side<K, 7>(w, from, end, these, ldx, beside, out, ldy, add); break;
+                case 3: outputs_of_side<K, 3>(w, from, end, these, ldx, beside, out, ldy, add); break;
+                case 4: outputs_of_side<K, 4>(w, from, end, these, ldx, beside, out, ldy, add); break;
+                case 5: outputs_of_side<K, 5>(w, from, end, these, ldx, beside, out, ldy, add); break;
+                default: outputs_of_side<K, 6>(w, from, end, these, ldx, beside, out, ldy, add);
+            }
+        }
+}
+
+template <int K>
+static void part(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
+    if constexpr (PACKED && !grouped(K))
+        if (rows > 2) return part_by_side<K>(w, from, to, x, ldx, y, ldy, rows, add);
+    const int64_t at_once = rows > 2 * ROWS ? MANY : ROWS, times = (rows + at_once - 1) / at_once;
+    for (; from < to; from += 64)  // so many outputs' weights stay near while all rows are multiplied with them
+        for (int64_t i = 0, end = from + 64 < to ? from + 64 : to; i < times; i++) {
+            int64_t first = rows * i / times, last = rows * (i + 1) / times;
+            of_rows<K, ROWS>(last - first, w, from, end, x + first * ldx, ldx, y + first * ldy, ldy, add);
+        }
+}
 
 // What numbers are multiplied with so that the largest of them is `most`; `back`: what undoes it, which is no number
 // where one of them is none.
@@ -725,24 +843,8 @@ static void pass(const Pass &p, const Place &place, float *stream, float *out, f
     if (out) normed(stream, p.hidden, (const T *)p.norm, p.eps, out, place.n, p.hidden);
 }
 
-extern "C" {
-
-int64_t selfspec_vector() { return V; }
-
-// y [rows, out] = x [rows, in] times the weight, with its bias; `add`: on top of what y is. ld: floats to the next row.
-void selfspec_multiply(const Weight *w, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, int64_t add, int64_t threads) {
-    if (threads < 2 || w->out * w->in < 1 << 14) return multiply(*w, 0, w->out, x, ldx, y, ldy, rows, add);
-#pragma omp parallel num_threads(threads)
-    {
-        Team team;
-        multiply(*w, team.share(w->out, 16), team.end(w->out, 16), x, ldx, y, ldy, rows, add);
-    }
-}
-
-// y [rows, out] = x [rows, in] times a FLOAT32 weight, without its bias; 0, and nothing done, where tiles cannot do it.
-int64_t selfspec_multiply_many(const Weight *w, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, int64_t threads) {
 #if defined(TILES)
-    if (w->kind != FLOAT32 || w->in % 32 || w->out % LINES || !tiles_allowed()) return 0;
+static int64_t many_by_tiles(const Weight *w, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, int64_t threads) {
     const int64_t of_rows = w->in / 32 * CHUNK, room = rows < PIECE ? rows : PIECE;
     __m512i *const parts = (__m512i *)aligned_alloc(64, (room + LINES - 1) / LINES * of_rows * 64);
     if (!parts) return 0;
@@ -759,6 +861,35 @@ int64_t selfspec_multiply_many(const Weight *w, const float *x, int64_t ldx, flo
         }
     }
     free(parts);
+    return 1;
+}
+#endif
+
+extern "C" {
+
+int64_t selfspec_vector() { return V; }
+
+// y [rows, out] = x [rows, in] times the weight, with its bias; `add`: on top of what y is. ld: floats to the next row.
+void selfspec_multiply(const Weight *w, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, int64_t add, int64_t threads) {
+    if (threads < 2 || w->out * w->in < 1 << 14) return multiply(*w, 0, w->out, x, ldx, y, ldy, rows, add);
+#pragma omp parallel num_threads(threads)
+    {
+        Team team;
+        multiply(*w, team.share(w->out, 16), team.end(w->out, 16), x, ldx, y, ldy, rows, add);
+    }
+}
+
+// y [rows, out] = x [rows, in] times a FLOAT32 weight, without its bias: by tiles, or by long vectors; 0, and nothing done,
+// where there are neither.
+int64_t selfspec_multiply_many(const Weight *w, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, int64_t threads) {
+    if (w->kind != FLOAT32) return 0;
+#if defined(TILES)
+    if (w->in % 32 == 0 && w->out % LINES == 0 && tiles_allowed()) return many_by_tiles(w, x, ldx, y, ldy, rows, threads);
+#endif
+#if V >= 16
+    Weight without = *w;
+    without.bias = nullptr;
+    selfspec_multiply(&without, x, ldx, y, ldy, rows, 0, threads);
     return 1;
 #else
     return 0;

@@ -89,10 +89,10 @@ class NativeProduct:
     """Multiplies rows `[N, in]` with a weight `[out, in]`: float32 or bfloat16, stored by rows, or in few bits.
 
     Of linears that read the same input, it is the `Product` of them all. Sums are float32. More than `ROWS` rows are
-    torch's to multiply, unless the processor has tiles that do it faster; with a weight in few bits, with what it
-    stands for, held in bfloat16 from the first such rows on. Where torch has no fast products of bfloat16, they are
-    multiplied as few are (`alike`), and so they are with a weight in bfloat16. Raises `SelfspecError` without compiled
-    functions.
+    torch's to multiply, unless the processor has tiles or long vectors (AVX-512) that do it faster; with a weight in
+    few bits, with what it stands for, held in bfloat16 from the first such rows on. Where torch has no fast products of
+    bfloat16, they are multiplied as few are (`alike`), and so they are with a weight in bfloat16. Raises
+    `SelfspecError` without compiled functions.
     """
 
     def __init__(self, weight: Tensor | Rounded, bias: Tensor | None = None) -> None:

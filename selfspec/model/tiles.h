@@ -8,7 +8,7 @@
 constexpr int64_t LINES = 16, PARTS = 3;
 constexpr float MOST = 127 * 65536;  // whose parts, and those of what it may be rounded to, have 8 bits each
 template <int K> constexpr int64_t LINE = K == INT8 ? 64 : 32;  // inputs; of 4 bytes of a row's part each LINE / LINES
-template <int K> constexpr int64_t BLOCK = K == INT8 ? LINES : 2 * LINES;  // outputs whose sums are in tiles at once
+template <int K> constexpr int64_t BLOCK_OF = K == INT8 ? LINES : 2 * LINES;  // outputs whose sums are in tiles at once
 template <int K> constexpr int64_t SUMS = K == INT8 ? PARTS : 1;  // of each output: parts' own, where they are whole numbers
 
 static bool tiles_allowed() {  // by Linux, which keeps tiles' state for those who ask
@@ -153,7 +153,7 @@ INLINE void from_tiles(const Weight &w, int64_t o, int64_t outputs, const float 
     }
 }
 
-// The sums of up to `BLOCK` outputs, whose weights begin at `values`, with rows, filled up, in `parts`.
+// The sums of up to `BLOCK_OF` outputs, whose weights begin at `values`, with rows, filled up, in `parts`.
 template <int K>
 INLINE void block_of_tiles(const char *values, int64_t line, int64_t outputs, const uint32_t *parts, int64_t count, int64_t rows, float *sums) {
     const int64_t part = LINES * rows, by = 4 * rows;
@@ -162,7 +162,7 @@ INLINE void block_of_tiles(const char *values, int64_t line, int64_t outputs, co
     _tile_zero(1);
     if (K == INT8) _tile_zero(2);
     for (int64_t k = 0; k < count; k++, parts += PARTS * part, values += 64) {
-        for (int64_t i = 0; i < BLOCK<K>; i++) _mm_prefetch(values + (BLOCK<K> + i) * line, _MM_HINT_T1);
+        for (int64_t i = 0; i < BLOCK_OF<K>; i++) _mm_prefetch(values + (BLOCK_OF<K> + i) * line, _MM_HINT_T1);
         _tile_loadd(3, values, line);
         _tile_loadd(5, parts, by);
         _tile_loadd(6, parts + part, by);
@@ -199,7 +199,7 @@ static void tiled(const Weight &w, int64_t from, int64_t to, const float *x, int
     int64_t outputs = 0;
     for (int64_t o = from; o < to; o += outputs) {
         const int64_t last = outputs;
-        outputs = to - o < BLOCK<K> ? to - o : BLOCK<K>;
+        outputs = to - o < BLOCK_OF<K> ? to - o : BLOCK_OF<K>;
         block_of_tiles<K>(w.values + o * line, line, outputs, parts, count, wide, sums);
         if (last) from_tiles<K>(w, o - last, last, before, back, y, ldy, rows, add);  // they are in memory by now
         float *const these = sums;

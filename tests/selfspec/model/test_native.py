@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,6 +236,18 @@ def test_rows_in_bfloat16_are_summed_in_float32_and_rounded_last(kind, rows):
     onto = base.clone()
     product.add(onto, x)
     assert torch.equal(onto, base + exact.bfloat16())
+
+
+@needs_native
+def test_many_rows_in_float32_have_the_bits_of_few_where_vectors_are_long():
+    """Unless tiles take them, or vectors are short, and torch does."""
+    product, weight, bias = product_of("float32", 0, 70, 83, bias=True)
+    if native_library.library().selfspec_vector() < 16:
+        pytest.skip("short vectors")
+    for rows in (ROWS + 1, 4 * ROWS + 5):  # inputs that fill no tile
+        x = rows_of("float32", rows, 83)
+        assert torch.equal(product(x), torch.cat([product(row[None]) for row in x]))
+        check_near("float32", product, x, weight, bias)
 
 
 @needs_native
@@ -652,6 +665,19 @@ def test_two_processes_that_compile_at_once_leave_one_good_file(monkeypatch, tmp
     assert len(list(quick.iterdir())) == 1
     assert native_library.library().selfspec_vector() == 7
     assert len((tmp_path / "calls").read_text().splitlines()) == 2
+
+
+@needs_native
+@pytest.mark.parametrize("processor", ["skylake-avx512", "sapphirerapids", "znver3"])
+def test_it_compiles_for_other_processors(monkeypatch, tmp_path, anew, processor):
+    """With tiles, too, which this one may not have: what does not compile there would go unseen here."""
+    source = native_library._SOURCE
+    command = [real_compiler(), f"-march={processor}", *native_library._FLAGS, "-fopenmp", "-fsyntax-only"]
+    empty = subprocess.run([*command, "-xc++", os.devnull], check=False, capture_output=True)
+    if empty.returncode:
+        pytest.skip(f"the compiler knows no {processor}")
+    done = subprocess.run([*command, str(source)], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 OLDER = {"x86-64": 4, "haswell": 8}
