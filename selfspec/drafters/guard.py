@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from selfspec.facts.acceptance import Outlook
@@ -193,17 +193,12 @@ class Guard:
             self._round.drafted = sum(map(len, drafts))
         return drafts
 
-    def bound_together(self, plain: Mapping[int, float] | None) -> None:
+    def bound_together(self, together: bool) -> None:
         """Bound what drafts cost all sequences that take rounds together, not each of them, and by the clock alone.
 
-        What is drafted with a seed, too, does not matter to its text under rule `match`. `plain`: seconds of a plain
-        round by how many take it, as far as they are known; None: each of them, as without this.
+        What is drafted with a seed, too, does not matter to its text under rule `match`.
         """
-        self._together = None if plain is None else _Account()
-        for sequences, seconds in (plain or {}).items():
-            known = self._prices[sequences] = _Prices(sequences)
-            for _ in range(KNOWN):
-                known.see_plain(seconds)
+        self._together = _Account() if together else None
 
     def _timed(self, seq: SequenceState) -> bool:
         return self._together is not None or not seq.sampler.seeded

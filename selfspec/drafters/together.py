@@ -24,7 +24,7 @@ def decide_together(drafter: Drafter, load: Load | None) -> None:
     """
     for one in _inside(drafter):
         if isinstance(one, Guard):
-            one.bound_together(None if load is None else {})  # by rounds as they are, not as they were priced
+            one.bound_together(load is not None)
         elif isinstance(one, PlayedDrafter):
             one.load = load
 

@@ -376,18 +376,10 @@ def test_bound_together_what_one_gains_pays_for_the_others(right):
     """All tokens together are never later than the bound; where drafts pay on the whole, they go on."""
     clock = Clock()
     guard = Guard(Lockstep(clock, 0.1), clock=clock)
-    guard.bound_together({})
+    guard.bound_together(True)
     for tokens in rounds_of_three(guard, clock, right):
         assert clock.now <= 1.05 * sum(tokens) / 3 + 2.5
     assert (guard.drafter.made > 80) == any(right)
     alone = Guard(Lockstep(clock, 0.1), clock=clock)
     assert len([*rounds_of_three(alone, clock, right)]) == 100
     assert (alone.drafter.made > 80) == all(right)
-
-
-def test_plain_rounds_that_are_known_are_not_taken_to_be_learnt():
-    clock = Clock()
-    guard = Guard(Lockstep(clock, 0.1), clock=clock)
-    guard.bound_together({3: 1.0})
-    rounds = rounds_of_three(guard, clock, (True, True, True))
-    assert sum(next(rounds)) > 3
