@@ -21,7 +21,7 @@ from selfspec.measure.cost_fitting import forward_seconds, measure_path_costs
 from selfspec.measure.memory import held_beside
 from selfspec.measure.subjects import Subjects
 from selfspec.measure.summary import by_task, expected, summary, theory
-from selfspec.measure.timing import Method, Runs, conditions, interleave
+from selfspec.measure.timing import Method, Runs, conditions, interleave, same_length
 from selfspec.model.layout import weight_bytes
 from selfspec.model.packed import PackedLinear
 from selfspec.profile.schema import Profile
@@ -125,7 +125,7 @@ class Benchmark:
     def at(self, temperature: float) -> Json:
         """Every method at a temperature, and of a layer skip what costs, theory and oracle say."""
         t = self.task
-        options = Options(max_new_tokens=t.max_new_tokens, temperature=temperature)
+        options = same_length(Options(max_new_tokens=t.max_new_tokens, temperature=temperature))
         ran = self._run(options)
         found: Json = {"temperature": temperature, "methods": {}}
         bases = [base for base in ("plain", "hf") if base in t.methods]

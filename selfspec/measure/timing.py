@@ -7,7 +7,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
 from typing import Any
@@ -235,6 +235,18 @@ def transformers_generate(
     return run
 
 
+def same_length(options: Options) -> Options:
+    """The same, of texts that are all as long: sampled ones do not end before their last token.
+
+    Each method draws a text of its own. Of one that ends at its first token the time is the prompt's, of another the
+    tokens', and speeds of the two could not be compared. Greedy texts are the same and end where they do.
+    """
+    if not options.temperature:
+        return options
+    least = {"min_new_tokens": options.max_new_tokens or DEFAULT_NEW_TOKENS}
+    return replace(options, settings={**options.settings, **least})
+
+
 def measure(
     llm: LLM,
     drafter: Drafter,
@@ -252,7 +264,8 @@ def measure(
     `plain_llm`: the same model with its weights laid out in memory as suits plain decoding, which then runs on it.
     `on_run` and `go_on` as `interleave` takes them: what was run is what is written down.
     """
-    methods = {"plain": method(plain_llm or llm, PlainDrafter(), options), "draft": method(llm, drafter, options)}
+    long = same_length(options)
+    methods = {"plain": method(plain_llm or llm, PlainDrafter(), long), "draft": method(llm, drafter, long)}
     runs = interleave(methods, prompts, rounds=rounds, on_run=on_run, go_on=go_on)
     done = runs.stats["draft"]
     speedup, (low, high) = runs.speedup("draft", "plain")

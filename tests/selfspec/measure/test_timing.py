@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from selfspec.facts.skip import SkipSet
 from selfspec.facts.stats import Stats
 from selfspec.llm.options import Options
 from selfspec.measure.beside import compare
-from selfspec.measure.timing import interleave, interval, measure, method
+from selfspec.measure.timing import interleave, interval, measure, method, same_length
 
 
 def test_interleaving_and_ratios():
@@ -136,3 +138,14 @@ def test_comparing_one_prompt(each_layout, held_out, temperature, seed):
 
 def test_the_plain_drafter_compared_with_itself_is_identical(llm, held_out):
     assert compare(llm, held_out[0], PlainDrafter(), Options(max_new_tokens=8), rounds=1).verdict == "yes"
+
+
+def test_sampled_texts_that_are_timed_are_all_as_long(llm, held_out):
+    """However early a method's own text would end; greedy ones, which are the same, end where they do."""
+    greedy, sampled = Options(max_new_tokens=9, temperature=0.0), Options(max_new_tokens=9, temperature=1.5)
+    assert same_length(greedy) is greedy
+    ends = {"eos_token_id": [*range(llm.identity.vocabulary // 2)]}  # every second token, or so
+    short = [method(llm, PlainDrafter(), replace(sampled, settings=ends))(held_out[0]).tokens for _ in range(5)]
+    assert min(short) < 9
+    long = same_length(replace(sampled, settings=ends))
+    assert [method(llm, PlainDrafter(), long)(held_out[0]).tokens for _ in range(5)] == [9] * 5
