@@ -13,6 +13,7 @@ from selfspec.decoding.engine import Engine
 from selfspec.drafters import PlainDrafter
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
+from selfspec.measure.timing import same_length
 from selfspec.speculation.rules import find_rule
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
@@ -58,6 +59,10 @@ class Decoding:
         """As `LLM.run` takes it."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return Options(**named, seed=self._seed if seed is None else seed)
+
+    def timed(self) -> Options:
+        """The same for texts whose speeds are compared."""
+        return same_length(self.options())
 
 
 def continue_prompts(

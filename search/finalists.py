@@ -140,7 +140,7 @@ def _best(search: Search, base: Profile, finalists: Sequence[Score], on: HeldOut
         able.pop()
     if len(able) < 2:
         return clearly_best(finalists, finalists, search.space.path(search.space.start))
-    options = replace(search.decoding, max_new_tokens=new).options()
+    options = replace(search.decoding, max_new_tokens=new).timed()
     llm, watch = search.llm, search.watch
     methods = {
         str(i): method(llm, llm.drafts_with(drafting_as(base, score, search.ledger.confidence)), options)
@@ -165,7 +165,7 @@ def _measured(search: Search, profile: Profile, on: HeldOut) -> Measurement | No
         search.llm,
         search.llm.drafts_with(profile),
         on.prompts,
-        replace(search.decoding, max_new_tokens=new).options(),
+        replace(search.decoding, max_new_tokens=new).timed(),
         held_out=on.held_out,
         rounds=ROUNDS,
         plain_llm=search.plain_llm,

@@ -107,7 +107,7 @@ class WallClock:
 
 def decode_all(llm: LLM, drafter: Drafter, prompts: Sequence[Prompt], decoding: Decoding) -> Stats:
     """Decode every prompt with `drafter` and add up."""
-    run = method(llm, drafter, decoding.options())
+    run = method(llm, drafter, decoding.timed())
     return Stats.total(map(run, prompts))
 
 

@@ -119,7 +119,7 @@ class Workbench:
         self, profiles: Sequence[Profile], prompts: Sequence[Prompt], *, rounds: int
     ) -> list[tuple[float, float, float]]:
         """Each profile's median speedup over plain decoding, and its 95% bootstrap interval; all interleaved."""
-        options = self.decoding.options()
+        options = self.decoding.timed()
         methods = {str(i): method(self.llm, self.llm.drafts_with(p), options) for i, p in enumerate(profiles)}
         methods = {"plain": method(self.llm, PlainDrafter(), options), **methods}
         runs = interleave(methods, prompts, rounds=rounds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -128,7 +127,7 @@ def method(
         stats.drafting = timed.seconds
         if stats.log:
             first = stats.log[0]
-            stats.log[0] = dataclasses.replace(first, seconds=first.seconds + ready - begun)
+            stats.log[0] = replace(first, seconds=first.seconds + ready - begun)
         if keep is not None:
             keep(generation)
         return stats
@@ -264,8 +263,7 @@ def measure(
     `plain_llm`: the same model with its weights laid out in memory as suits plain decoding, which then runs on it.
     `on_run` and `go_on` as `interleave` takes them: what was run is what is written down.
     """
-    long = same_length(options)
-    methods = {"plain": method(plain_llm or llm, PlainDrafter(), long), "draft": method(llm, drafter, long)}
+    methods = {"plain": method(plain_llm or llm, PlainDrafter(), options), "draft": method(llm, drafter, options)}
     runs = interleave(methods, prompts, rounds=rounds, on_run=on_run, go_on=go_on)
     done = runs.stats["draft"]
     speedup, (low, high) = runs.speedup("draft", "plain")

@@ -398,19 +398,27 @@ INLINE void block(const Weight &w, int64_t o, const float *x, int64_t ldx, const
         }
 }
 
-template <int K, int R>
-INLINE void outputs(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, bool add) {
-    constexpr int O = V >= 16 ? (R <= 2 ? 8 : R <= 6 ? 4 : R <= 9 && !grouped(K) ? 3 : 2) : (R == 1 ? 8 : R == 2 ? 4 : R <= 4 ? 2 : 1);
-    int64_t o = from;
-    for (; o + O <= to; o += O) block<K, R, O, false>(w, o, x, ldx, nullptr, y, ldy, add);
-    for (; o < to; o++) block<K, R, 1, false>(w, o, x, ldx, nullptr, y, ldy, add);
+// Outputs of R rows that are multiplied at once.
+template <int R, bool SIDE> constexpr int outputs_at_once() {
+    if (SIDE) return V < 16 ? 2 : R <= PACKED ? 4 : 3;
+    if (V >= 16) return R <= 2 ? 8 : R <= 6 ? 4 : 2;
+    return R == 1 ? 8 : R == 2 ? 4 : R <= 4 ? 2 : 1;
 }
 
-template <int K, int R>
-INLINE void of_rows(int64_t rows, const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, bool add) {
+template <int K, int R, bool SIDE>
+INLINE void outputs(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, const float *side, float *y, int64_t ldy, bool add) {
+    constexpr int O = outputs_at_once<R, SIDE>();
+    int64_t o = from;
+    for (; o + O <= to; o += O) block<K, R, O, SIDE>(w, o, x, ldx, side, y, ldy, add);
+    for (; o < to; o++) block<K, R, 1, SIDE>(w, o, x, ldx, side, y, ldy, add);
+}
+
+// The same of `rows` rows, R at most.
+template <int K, int R, bool SIDE>
+INLINE void of_rows(int64_t rows, const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, const float *side, float *y, int64_t ldy, bool add) {
     if constexpr (R > 0) {
-        if (rows == R) return outputs<K, R>(w, from, to, x, ldx, y, ldy, add);
-        return of_rows<K, R - 1>(rows, w, from, to, x, ldx, y, ldy, add);
+        if (rows == R) return outputs<K, R, SIDE>(w, from, to, x, ldx, side, y, ldy, add);
+        return of_rows<K, R - 1, SIDE>(rows, w, from, to, x, ldx, side, y, ldy, add);
     }
 }
 
@@ -428,59 +436,42 @@ struct Kept {
     }
 };
 
-// The same of rows that lie side by side.
-template <int K, int R>
-INLINE void outputs_of_side(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, const float *side, float *y, int64_t ldy, bool add) {
-    constexpr int O = V >= 16 ? (R <= PACKED ? 4 : 3) : 2;
-    int64_t o = from;
-    for (; o + O <= to; o += O) block<K, R, O, true>(w, o, x, ldx, side, y, ldy, add);
-    for (; o < to; o++) block<K, R, 1, true>(w, o, x, ldx, side, y, ldy, add);
-}
-
 // The first whole vectors of rows [rows, in], side by side.
 static void lay_side_by_side(const float *x, int64_t ldx, int64_t rows, int64_t in, float *to) {
     for (int64_t k = 0; k + V <= in; k += V)
         for (int64_t r = 0; r < rows; r++, to += V) *(floats *)to = at(x + r * ldx + k);
 }
 
-constexpr int64_t NEAR_BYTES = 1 << 18;  // of weights, which stay near while all rows are multiplied with them
-
-template <int K>
-static void part_by_side(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
-    static thread_local Kept kept;
-    const int64_t times = rows <= ONCE ? 1 : (rows + PACKED - 1) / PACKED, in = w.in / V * V;
-    int64_t near = NEAR_BYTES / row_bytes<K>(w.in) / 4 * 4;
-    near = near < 4 ? 4 : near;
-    float *const side = (float *)kept.of(rows * in * 4 + 64);
-    for (int64_t i = 0; i < times; i++) {
-        const int64_t first = rows * i / times, last = rows * (i + 1) / times;
-        lay_side_by_side(x + first * ldx, ldx, last - first, w.in, side + first * in);
-    }
-    for (; from < to; from += near)
-        for (int64_t i = 0, end = from + near < to ? from + near : to; i < times; i++) {
-            const int64_t first = rows * i / times, last = rows * (i + 1) / times;
-            const float *const these = x + first * ldx, *const beside = side + first * in;
-            float *const out = y + first * ldy;
-            switch (last - first) {
-                case 8: outputs_of_side<K, 8>(w, from, end, these, ldx, beside, out, ldy, add); break;
-                case 7: outputs_of_side<K, 7>(w, from, end, these, ldx, beside, out, ldy, add); break;
-                case 3: outputs_of_side<K, 3>(w, from, end, these, ldx, beside, out, ldy, add); break;
-                case 4: outputs_of_side<K, 4>(w, from, end, these, ldx, beside, out, ldy, add); break;
-                case 5: outputs_of_side<K, 5>(w, from, end, these, ldx, beside, out, ldy, add); break;
-                default: outputs_of_side<K, 6>(w, from, end, these, ldx, beside, out, ldy, add);
-            }
-        }
-}
+constexpr int64_t NEAR_BYTES = 1 << 18;  // of weights, which stay near while such rows are multiplied with them
 
 template <int K>
 static void part(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
-    if constexpr (PACKED && !grouped(K))
-        if (rows > 2) return part_by_side<K>(w, from, to, x, ldx, y, ldy, rows, add);
-    const int64_t at_once = rows > 2 * ROWS ? MANY : ROWS, times = (rows + at_once - 1) / at_once;
-    for (; from < to; from += 64)  // so many outputs' weights stay near while all rows are multiplied with them
-        for (int64_t i = 0, end = from + 64 < to ? from + 64 : to; i < times; i++) {
-            int64_t first = rows * i / times, last = rows * (i + 1) / times;
-            of_rows<K, ROWS>(last - first, w, from, end, x + first * ldx, ldx, y + first * ldy, ldy, add);
+    constexpr bool SIDES = PACKED > 0 && !grouped(K);
+    constexpr int FEW = SIDES ? 2 : ROWS;  // that are read where they are
+    const bool beside = SIDES && rows > FEW;
+    const int64_t at_once = beside ? (rows <= ONCE ? ONCE : PACKED) : rows > 2 * ROWS ? MANY : ROWS;
+    const int64_t times = (rows + at_once - 1) / at_once, in = w.in / V * V;
+    int64_t near = 64;  // outputs whose weights stay near while all rows are multiplied with them
+    float *side = nullptr;
+    if (beside) {
+        static thread_local Kept kept;
+        side = (float *)kept.of(rows * in * 4 + 64);
+        for (int64_t i = 0; i < times; i++) {
+            const int64_t first = rows * i / times, last = rows * (i + 1) / times;
+            lay_side_by_side(x + first * ldx, ldx, last - first, w.in, side + first * in);
+        }
+        near = NEAR_BYTES / row_bytes<K>(w.in) / 4 * 4;
+        near = near < 4 ? 4 : near;
+    }
+    for (; from < to; from += near)
+        for (int64_t i = 0, end = from + near < to ? from + near : to; i < times; i++) {
+            const int64_t first = rows * i / times, n = rows * (i + 1) / times - first;
+            const float *const these = x + first * ldx;
+            float *const out = y + first * ldy;
+            if (beside)
+                of_rows<K, SIDES ? ONCE : 0, true>(n, w, from, end, these, ldx, side + first * in, out, ldy, add);
+            else
+                of_rows<K, FEW, false>(n, w, from, end, these, ldx, nullptr, out, ldy, add);
         }
 }
 
@@ -545,7 +536,11 @@ static void in_few_bits(const Weight &w, int64_t from, int64_t to, const float *
     part<K>(w, from, to, x, ldx, y, ldy, rows, add);
 }
 
+constexpr int64_t MOST_AT_ONCE = 512;  // rows: each thread keeps what it makes of all that are multiplied at once
+
 static void multiply(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
+    for (; rows > MOST_AT_ONCE; rows -= MOST_AT_ONCE, x += MOST_AT_ONCE * ldx, y += MOST_AT_ONCE * ldy)
+        multiply(w, from, to, x, ldx, y, ldy, MOST_AT_ONCE, add);
     switch (w.kind) {
         case FLOAT32: return part<FLOAT32>(w, from, to, x, ldx, y, ldy, rows, add);
         case BFLOAT16: return by_tiles<BFLOAT16>(w, from, to, x, ldx, y, ldy, rows, add);

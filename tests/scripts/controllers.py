@@ -85,7 +85,7 @@ def main() -> None:
             draft = costs.draft(base.skip_set, llm.runtime.layers)
             bounds = {n: oracle_bound(traces, costs, draft, candidates=n).speedup for n in (1, CANDIDATES)}
         if given.profile is None:
-            options = decoding.options()
+            options = decoding.timed()
             methods = {name: method(llm, llm.drafts_with(profile), options) for name, profile in profiles.items()}
             methods["plain"] = method(llm, PlainDrafter(), options)
             runs = interleave(methods, builtin.prompts("heldout")[-PROMPTS:], rounds=ROUNDS)

@@ -63,8 +63,8 @@ def main() -> None:
     measured = {"context": context, "sampler": decoding.sampler(), "seconds": 20 if low else 4}
     costs = [measure_costs(llm.runtime, modes=("full", *modes), **measured)]
     drafters = {str(i): llm.layer_skip(path, controller.spec()) for i, path in enumerate(paths)}
-    methods = {name: method(llm, drafter, decoding.options()) for name, drafter in drafters.items()}
-    plain = method(llm, PlainDrafter(), decoding.options())
+    methods = {name: method(llm, drafter, decoding.timed()) for name, drafter in drafters.items()}
+    plain = method(llm, PlainDrafter(), decoding.timed())
     runs = interleave({"plain": plain, **methods}, prompts, rounds=options.rounds)
     costs.append(measure_costs(llm.runtime, modes=("full", *modes), seed=1, **measured))
     print(f"{machine(llm.runtime.device)}; {options.threads} thread(s); {llm.runtime.dtype}; temperature", end=" ")

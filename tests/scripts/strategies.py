@@ -112,11 +112,11 @@ def compare(llm, results):
     first = next((b for b in mine if b["score"] >= goal), mine[-1])
     chosen = {"recipe": recipe[-1], "default": mine[-1], "default, first as good": first}
     prompts = choose(None, source="", count=12, seed=0).measure
-    methods = {"plain": method(llm, PlainDrafter(), DECODING.options())}
+    methods = {"plain": method(llm, PlainDrafter(), DECODING.timed())}
     for name, one in chosen.items():
         drafter = llm.layer_skip(SkipSet(*map(tuple, one["skip"])), ControllerSpec.model_validate(one["controller"]))
         make_controller(drafter.controller.spec())
-        methods[name] = method(llm, drafter, DECODING.options())
+        methods[name] = method(llm, drafter, DECODING.timed())
     runs = interleave(methods, prompts, rounds=4)
     measured = {}
     for name, one in chosen.items():
