@@ -4,8 +4,9 @@
 
 Every prompt gets `--new-tokens` tokens, end-of-sequence left out, so that all do the same work; methods by turns,
 ratios are medians over rounds. A text's latency is from when it is given a row to its end, prompt included; its median.
-`hf` is `transformers`' continuous batching (`generate_batch`), `--server URL` an OpenAI server that runs already
-(llama.cpp's, for one), which gets as many requests at a time. Texts are compared with plain decoding's.
+`rows` is plain decoding with keys and values in contiguous rows, not in blocks. `hf` is `transformers`' continuous
+batching (`generate_batch`), `--server URL` an OpenAI server that runs already (llama.cpp's, for one), which gets as
+many requests at a time. Texts are compared with plain decoding's.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -152,6 +154,9 @@ def main() -> None:
                 runs[name] = Ours(llm, size, how, adaptive=False, make=fixed)
             elif name == "adaptive":
                 runs[name] = Ours(llm, size, how, adaptive=True, make=None)
+            elif name == "rows":
+                with patch("selfspec.llm.batch.reads_blocks", lambda drafter: False):
+                    runs[name] = Ours(llm, size, how, adaptive=False, make=lambda runtime: PlainDrafter())
             elif name == "hf":
                 runs[name] = theirs(hf, how, size)
         if given.server:
