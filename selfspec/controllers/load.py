@@ -66,6 +66,9 @@ class Load:
         # What plain rounds, draft passes and verifying more than a plain round take, times what they are priced at.
         self._plain, self._passes, self._verifying = _Times(known), _Times(known), _Times(known)
         self._plain_of: dict[int, _Times] = {}  # the first of these by the number of sequences
+        # Likewise, seconds that verifying took beyond that, and for how many tokens: where a plain pass was timed too
+        # dear, a wider one is priced at nothing more, which no factor corrects.
+        self._beyond: dict[int, tuple[float, float]] = {}
         self._guesses = _Times(GUESSES)  # guessed tokens that are accepted, times as many as their chances told
         self._spent = 0.0  # seconds of this round's draft passes, by the clock
         self._hoped = self._got = 0.0  # guessed tokens of this round that were expected to be accepted, and that were
@@ -150,9 +153,17 @@ class Load:
         if not (self._nodes or self._drafting):
             for times in self._plain, self._plain_of.setdefault(rows, _Times(0.0)):
                 times.see(self.prices.verified(rows), seconds)
+            if rows in self._beyond:  # so that what a disturbed round told is tried again
+                beyond, tokens = self._beyond[rows]
+                self._beyond[rows] = MEMORY * beyond, tokens
         elif rows > 1:  # alone, a sequence's own controller decides and tells no passes
             self._passes.see(self._drafting, self._spent)
-            self._verifying.see(self.prices.wider(rows, self._nodes), seconds - self._spent - self._usual(rows))
+            expected, usual = self.prices.wider(rows, self._nodes), self._usual(rows)
+            found = seconds - self._spent - usual
+            self._verifying.see(expected, found)
+            left = min(max(found - self._verifying.now * expected, -OFF * usual), OFF * usual)
+            beyond, tokens = self._beyond.get(rows, (0.0, rows))
+            self._beyond[rows] = MEMORY * beyond + left, MEMORY * tokens + self._nodes
 
     def _usual(self, rows: int) -> float:
         """Seconds of a plain round of so many sequences."""
@@ -164,7 +175,8 @@ class Load:
 
     def _wider(self, verified: int, more: int) -> float:
         """Seconds that verifying so many more tokens adds to a pass."""
-        return self._verifying.now * self.prices.wider(verified, more)
+        beyond, tokens = self._beyond.get(self._rows, (0.0, 1.0))
+        return max(self._verifying.now * self.prices.wider(verified, more) + more * beyond / tokens, 0.0)
 
     def _promised(self) -> float:
         """Tokens a second that drafts promise where all go on for the best number of tokens, or that rounds bring."""

@@ -157,6 +157,31 @@ def test_chance_in_the_time_of_short_drafts_does_not_end_drafting():
     assert sorted(load.going([0.9, 0.9], 0.9, verified=2, most=4)) == [0, 1]
 
 
+def drafts_of(load, rows, number):
+    """Tokens that are drafted in each of so many rounds, where verifying another takes as long as a plain one does."""
+    found = []
+    for _ in range(number):
+        load.begin(rows)
+        going = load.going([0.9] * rows, 0.9, verified=rows, most=1)
+        if going:
+            load.passed(len(going), 0.2)
+        for i in range(rows):
+            load.see(int(i in going), int(i in going), 1 + (i in going), nodes=int(i in going))
+        load.took(1.0 + (0.2 + len(going) if going else 0.0))
+        found.append(len(going))
+    return found
+
+
+def test_a_plain_pass_that_was_timed_too_dear_does_not_make_wider_ones_free():
+    """No factor mends a price of nothing. What is learnt is of as many sequences, and is tried again in the end."""
+    load = Load(LoadPrices((0.0, 0.3, 0.6, *[3.0] * 62), FLAT.draft), first=0.9)
+    rounds(load, 4, 2, nodes=0)
+    assert drafts_of(load, 4, 2) == [4, 0]
+    later = drafts_of(load, 4, 300)
+    assert 0 < sum(later) < 0.1 * 4 * len(later)
+    assert drafts_of(load, 3, 1) == [3]
+
+
 def test_guesses_that_are_wrong_however_sure_are_given_up_and_tried_again():
     steep = LoadPrices((0.0, *(1.0 + 0.3 * n for n in range(64))), FLAT.draft)
     load = Load(steep)
