@@ -18,6 +18,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,15 +149,15 @@ def main() -> None:
         prompts = every[: max(size, given.least)]
         runs: dict[str, Run] = {}
         for name in given.methods.split(","):
-            if name == "plain":
-                runs[name] = Ours(llm, size, how, adaptive=False, make=lambda runtime: PlainDrafter())
+            if name in ("plain", "rows"):
+                with (
+                    patch("selfspec.llm.batch.reads_blocks", lambda drafter: False) if name == "rows" else nullcontext()
+                ):
+                    runs[name] = Ours(llm, size, how, adaptive=False, make=lambda runtime: PlainDrafter())
             elif name == "fixed":
                 runs[name] = Ours(llm, size, how, adaptive=False, make=fixed)
             elif name == "adaptive":
                 runs[name] = Ours(llm, size, how, adaptive=True, make=None)
-            elif name == "rows":
-                with patch("selfspec.llm.batch.reads_blocks", lambda drafter: False):
-                    runs[name] = Ours(llm, size, how, adaptive=False, make=lambda runtime: PlainDrafter())
             elif name == "hf":
                 runs[name] = theirs(hf, how, size)
         if given.server:
