@@ -34,7 +34,7 @@
 constexpr int ROWS = V >= 16 ? 12 : 8;  // rows that a weight is read once for, as far as registers reach
 constexpr int MANY = 8;                  // of many rows: fewer stay nearer, while other weights are read
 constexpr int PACKED = V >= 8 ? 6 : 0;   // rows that are laid side by side first, where vectors are long
-constexpr int ONCE = V >= 16 ? 8 : 6;    // such rows that a weight is read once for: more wait less while it comes
+constexpr int ONCE = V >= 16 ? 8 : 12;   // such rows that a weight is read once for: more wait less while it comes
 
 typedef float floats __attribute__((vector_size(V * 4), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(V * 4), aligned(4)));
@@ -400,7 +400,7 @@ INLINE void block(const Weight &w, int64_t o, const float *x, int64_t ldx, const
 
 // Outputs of R rows that are multiplied at once.
 template <int R, bool SIDE> constexpr int outputs_at_once() {
-    if (SIDE) return V < 16 ? 2 : R <= PACKED ? 4 : 3;
+    if (SIDE) return R <= PACKED ? (V >= 16 ? 4 : 2) : V >= 16 ? 3 : 1;
     if (V >= 16) return R <= 2 ? 8 : R <= 6 ? 4 : 2;
     return R == 1 ? 8 : R == 2 ? 4 : R <= 4 ? 2 : 1;
 }
