@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfspec.parts.heads import Head, normed
+from selfspec.parts.heads import Head, Products, normed
 
 EPS = 1e-6  # of MLPSpeculator's norms
 
@@ -148,6 +148,18 @@ class ScaleShift(nn.Module):
         return normed(x, self.weight, EPS) + self.bias
 
 
+class Map(nn.Module):
+    """A linear map at work, in 8 bits where heads are."""
+
+    def __init__(self, linear: nn.Linear, make: Products) -> None:
+        super().__init__()
+        self.product = make.of(linear.weight, linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[n, inputs]` to `[n, outputs]`."""
+        return self.product(x)
+
+
 class StepsHead(Head):
     """Steps at work. Settings: what `net` is made with; tensors: its own, and `given_norm.weight`, for the stream."""
 
@@ -162,6 +174,12 @@ class StepsHead(Head):
             tensors[name] = tensors[given.setdefault(id(parameter), name)]
         made.load_state_dict(tensors, assign=True)
         self.steps = made.eval().requires_grad_(False)
+        maps: dict[nn.Module, Map] = {}
+        for name, module in list(made.named_modules(remove_duplicate=False)):
+            if isinstance(module, nn.Linear):  # what is tied is one, of several names
+                if module not in maps:
+                    maps[module] = Map(module, self._make)
+                made.set_submodule(name, maps[module])
         self._make.bytes += sum(p.numel() * p.element_size() for p in made.parameters())
         self.places = made.places
 

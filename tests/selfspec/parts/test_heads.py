@@ -128,7 +128,7 @@ def test_in_8_bits_it_says_nearly_the_same(runtime, kind):
     low.reserve(32)
     one, other = (head.read(0, 0, tokens, read_by(head, streams))[0] for head in (exact, low))
     assert float((one - other).norm()) < 0.1 * float(one.norm())
-    assert 0 < low.bytes < exact.bytes
+    assert 0 < low.bytes < exact.bytes / 3
 
 
 def test_a_part_without_its_tensors(runtime, kind):
