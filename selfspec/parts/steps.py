@@ -174,11 +174,9 @@ class StepsHead(Head):
             tensors[name] = tensors[given.setdefault(id(parameter), name)]
         made.load_state_dict(tensors, assign=True)
         self.steps = made.eval().requires_grad_(False)
-        maps: dict[nn.Module, Map] = {}
-        for name, module in list(made.named_modules(remove_duplicate=False)):
-            if isinstance(module, nn.Linear):  # what is tied is one, of several names
-                if module not in maps:
-                    maps[module] = Map(module, self._make)
+        maps = {module: Map(module, self._make) for module in made.modules() if isinstance(module, nn.Linear)}
+        for name, module in list(made.named_modules(remove_duplicate=False)):  # what is tied has several names
+            if module in maps:
                 made.set_submodule(name, maps[module])
         self._make.bytes += sum(p.numel() * p.element_size() for p in made.parameters())
         self.places = made.places

@@ -144,15 +144,14 @@ def main() -> None:
     print(f"{where}, {str(llm.runtime.dtype).removeprefix('torch.')}, {len(every)} prompts", flush=True)
     path = llm.profile.path if llm.profile is not None else None
     fixed = None if path is None else (lambda runtime: LayerSkipDrafter(runtime, path, FixedK(4)))
+    contiguous = patch("selfspec.llm.batch.reads_blocks", lambda drafter: False)
     table = []
     for size in map(int, given.sizes.split(",")):
         prompts = every[: max(size, given.least)]
         runs: dict[str, Run] = {}
         for name in given.methods.split(","):
             if name in ("plain", "rows"):
-                with (
-                    patch("selfspec.llm.batch.reads_blocks", lambda drafter: False) if name == "rows" else nullcontext()
-                ):
+                with contiguous if name == "rows" else nullcontext():
                     runs[name] = Ours(llm, size, how, adaptive=False, make=lambda runtime: PlainDrafter())
             elif name == "fixed":
                 runs[name] = Ours(llm, size, how, adaptive=False, make=fixed)
