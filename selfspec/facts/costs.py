@@ -121,12 +121,16 @@ class CostModel(Data):
         return {GUESS: 0.0, **steps}
 
     def verification(self, rows: int) -> float:
-        """Seconds of a verification of `rows` rows: between measured widths, and beyond the last two, a line."""
+        """Seconds of a verification of `rows` rows: between measured widths, and beyond the last two, a line.
+
+        That beyond the last two never falls: where they do, they were disturbed.
+        """
         if rows <= self.widths[0] or len(self.widths) == 1:
             return self.verify[0]
         high = min(bisect_left(self.widths, rows), len(self.widths) - 1)
         (a, t_a), (b, t_b) = ((self.widths[i], self.verify[i]) for i in (high - 1, high))
-        return max(t_a + (t_b - t_a) * (rows - a) / (b - a), 0.0)
+        rise = t_b - t_a if rows <= b else max(t_b - t_a, 0.0)
+        return t_b + rise * (rows - b) / (b - a)
 
     def seconds(self, rounds: Mapping[tuple[Work, int], int], prices: Mapping[Part, float]) -> float:
         """Seconds of decoding in which `rounds[work, w]` rounds drafted with this work and verified w rows.

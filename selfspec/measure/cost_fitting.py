@@ -202,6 +202,8 @@ def _line(times: Mapping[int, float]) -> tuple[float, float]:
 
 def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, Prices], path: DraftPath) -> CostModel:
     """The cost model of what was timed; `path`: by which draft steps over several tokens are judged."""
+    from scipy.optimize import isotonic_regression
+
     runtime, context, samples = sweep.runtime, sweep.context, sweep.samples
     repeats = 2 * sweep.effort.rounds
     forward = forward_seconds(runtime, context, repeats=repeats)
@@ -210,7 +212,8 @@ def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, Prices], path: DraftPa
     overhead = max(plain - forward, 0.0)
     one = plain - overhead  # more rows than one cost no less, though on a disturbed machine it may look so
     lengths = sorted({sample.drafted for sample in samples})
-    verify = [max(one, quiet([s.rest for s in samples if s.drafted == k]) + fit.start - overhead) for k in lengths]
+    seen = [max(one, quiet([s.rest for s in samples if s.drafted == k]) + fit.start - overhead) for k in lengths]
+    verify = [float(x) for x in isotonic_regression([one, *seen]).x]  # nor do more rows than others
     return CostModel(
         context=context,
         base=fit.base,
@@ -218,7 +221,7 @@ def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, Prices], path: DraftPa
         mlp=prices["full"].mlp,
         attention_per_key=_per_key(runtime, context, forward, repeats),
         widths=[1, *(k + 1 for k in lengths)],
-        verify=[one, *verify],
+        verify=verify,
         round=overhead,
         prefill=_prefill_seconds(runtime, context) / context,
         head=prices["full"].head,

@@ -41,6 +41,12 @@ def test_widths_between_and_beyond_the_measured_ones():
     assert one.verification(9) == 10
 
 
+def test_beyond_the_measured_widths_nothing_falls():
+    """Where a width before the last was disturbed: 29 rows for nothing would make any tree of candidates seem free."""
+    disturbed = COSTS.model_copy(update={"verify": [10.0, 32.0, 20.0]})
+    assert [disturbed.verification(rows) for rows in (2, 3, 4, 5, 29)] == [32, 26, 20, 20, 20]
+
+
 def test_seconds_of_rounds():
     """Two plain rounds, and three that drafted two tokens at 4 s each; with candidates, five rows in place of three."""
     prices = {DRAFT_STEP: 4.0}

@@ -149,6 +149,23 @@ def test_verifying_more_rows_never_costs_less_than_one(model, clock, monkeypatch
     assert costs.verify == pytest.approx([BASE + 6 * (ATTENTION + MLP)] * len(costs.widths))
 
 
+def test_verifying_more_rows_never_costs_less_than_fewer(model, clock, monkeypatch):
+    """Where something else used the machine during rounds of 12 rows, and only then: 16 share it."""
+    tick = rounds.Probe.propose
+
+    def disturbed(self, seqs, limits):
+        drafts = tick(self, seqs, limits)
+        clock[0] += 100.0 if self.length == 11 else 0
+        return drafts
+
+    monkeypatch.setattr(rounds.Probe, "propose", disturbed)
+    costs = measure_costs(Runtime(model), context=40, seconds=0.0)
+    plain = BASE + 6 * (ATTENTION + MLP)
+    assert costs.widths[-3:] == [8, 12, 16]
+    assert costs.verify[-3:] == pytest.approx([plain + 7 * ROW, *[plain + 13 * ROW + 50] * 2], rel=1e-3)
+    assert costs.verification(29) >= costs.verification(16)
+
+
 def test_quiet_is_the_lower_quartile():
     assert quiet([5.0]) == 5.0
     assert quiet([9.0, 1.0, 2.0, 3.0]) == pytest.approx(1.25)
