@@ -13,28 +13,27 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec.basics.errors import BusyError, SelfspecError
 from selfspec.facts.draft_path import FULL, DraftPath
-from selfspec.model.families.base import Attention
 from selfspec.model.low_precision import Kernel
 from selfspec.model.skeleton import read_skeleton
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.caches import cache_of
+from selfspec.runtime.graphs import Graphs, Recorder, Refused, recorder_for, watched
 from selfspec.runtime.masks import Masks
 from selfspec.runtime.natively import Natively
 from selfspec.runtime.paged import PagedCache, Pool
 from selfspec.runtime.passes import ROWS
 from selfspec.runtime.paths import CompiledPath, Paths
-from selfspec.runtime.places import Place, Tokens, move, place
-from selfspec.runtime.scratch import Scratch, Scratches
+from selfspec.runtime.places import Tokens
+from selfspec.runtime.stepwise import Stepwise
 from selfspec.runtime.turning import turnings_of
 from selfspec.speculation.passes import Placed, lay_out
 from selfspec.speculation.step import Step
 
-_NARROW = 16  # rows up to which a CPU's small products beat its fused attention and elementwise rope
+_OF_CACHE = ("cache", "_native", "_by_steps", "_graphs")  # what is made with it
 _GROWTH = 256  # the cache grows in steps, so that prompts of similar length share one allocation
 
 
@@ -44,15 +43,25 @@ class Runtime:
     Raises `UnsupportedModelError` for a model it does not serve. `rows` is the number of sequences the cache holds.
     `kernel`: what multiplies weights in few bits; None: what is fastest on this machine (`kernel_for`). With `blocks`
     the cache is a pool of so many, which native passes alone can read: `SelfspecError` where there are none.
+    `recorder`: what records narrow passes that are not native; None: CUDA graphs, if the model is on one CUDA device.
     """
 
     trees = True
     learns = True  # whether draft paths may name what was trained
     cache: Cache | PagedCache
 
-    def __init__(self, model: Any, *, rows: int = 1, blocks: int | None = None, kernel: Kernel | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        rows: int = 1,
+        blocks: int | None = None,
+        kernel: Kernel | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.model = model
         self.skeleton = read_skeleton(model, kernel=kernel)
+        self._recorder, self._refused = recorder or recorder_for(model, self.skeleton), Refused()
         self.layers = len(self.skeleton.blocks)
         self.device = self.skeleton.device
         self.dtype = self.skeleton.sizes.dtype
@@ -85,8 +94,8 @@ class Runtime:
     def _begin(self, rows: int, pool: Pool | None) -> None:
         """With nothing in the cache, and nothing under way."""
         self.rows, self.pool = rows, pool
-        self._scratches = Scratches(self.skeleton.sizes)
         self._lock = threading.Lock()
+        self._watched = False  # whether someone looks on at what modules do, which a recording does not tell
         if pool is None or self.native:
             self._allocate(0)
         if pool is not None and not (self.native and self._native is not None):
@@ -109,6 +118,7 @@ class Runtime:
                 self.cache.clear(row)
             self.reserve(slots)
             self.skeleton.refresh()
+            self._watched = self._recorder is not None and watched(self.skeleton.parts.called())
             yield
         finally:
             self._lock.release()
@@ -122,19 +132,26 @@ class Runtime:
             return
         if self.pool is not None:
             raise SelfspecError(f"{slots} positions are wanted; a row of this pool has at most {self.cache.slots}")
-        kept = self._rectangle if any(self.cache.length) else None
+        kept = {name: vars(self)[name] for name in _OF_CACHE if name in vars(self)} if any(self.cache.length) else None
         try:
             self._allocate(slots)
         except BaseException as error:
             if kept is None:
                 self._allocate(0)  # whatever happened, the runtime stays usable
             else:
-                self.cache = kept
+                vars(self).update(kept)
             if isinstance(error, RuntimeError):  # which is what running out of memory is
                 raise SelfspecError(f"no cache for {slots} positions could be had: {error}") from error
             raise
         if kept is not None:
-            self._rectangle.take(kept)
+            self._rectangle.take(kept["cache"])
+
+    @property
+    def _stepwise(self) -> Stepwise:
+        """Passes operation by operation. `SelfspecError` where the cache is a pool of blocks."""
+        _ = self._rectangle
+        assert self._by_steps is not None
+        return self._by_steps
 
     @property
     def _rectangle(self) -> Cache:
@@ -146,15 +163,23 @@ class Runtime:
     @torch.inference_mode(False)  # commits write to these tensors outside a forward
     @torch.no_grad()
     def _allocate(self, slots: int) -> None:
-        self.__dict__.pop("cache", None)  # free the old one before the new one is made
+        for name in _OF_CACHE:  # free the old one before the new one is made
+            vars(self).pop(name, None)
         slots = -(-slots // _GROWTH) * _GROWTH
         how = {"turned": self._turned, "placed": self._reach is not None}
         self.cache = cache_of(self.skeleton, rows=self.rows, slots=slots, pool=self.pool, **how)
         positions = min(self.cache.slots, self.skeleton.context)
-        self._sights = turnings_of(self.skeleton, positions, self._turn_scale)
-        turns = self._sights[0][1]
+        sights = turnings_of(self.skeleton, positions, self._turn_scale)
+        turns = sights[0][1]
         natively = self._turned and turns.partner is None
         self._native = Natively(self.skeleton, self.cache, turns.cos, turns.sin) if natively else None
+        self._by_steps = self._graphs = None
+        if isinstance(self.cache, Cache):
+            self._by_steps = Stepwise(
+                self.skeleton, self.cache, sights, self._masks, scaling=self._scaling, direct=self._direct
+            )
+            if self._recorder is not None:
+                self._graphs = Graphs(self._by_steps, self._recorder, self._refused, positions)
 
     # -- the one forward -------------------------------------------------------------------------------------
 
@@ -192,29 +217,12 @@ class Runtime:
         if native is not None and ((n <= ROWS and logits is not None) or self.pool is not None):
             additive, row = None if mask is None else self._masks.additive(mask), rows.indices(self.rows)[0]
             return native.forward(way, tokens, positions, slots, additive, row, logits=logits, hidden=hidden)
-        places = self._places(Tokens(batch, n, positions, slots, mask, rows))
-        scratch = self._scratches.get(batch, n, self.device)
-        scratch.stream.copy_(self.skeleton.embed(tokens).flatten(0, 1))
-        streams, halves = dict[int, Tensor](), dict[int, Tensor]()
-        for index, device, attention, mlp in way.blocks:
-            if index in hidden:
-                streams[index] = scratch.kept()
-            if scratch.device != device:
-                scratch, places = self._scratches.moved(scratch, device), [move(place, device) for place in places]
-            if attention is not None:
-                self._attention(attention, index, scratch, places[attention.sight])
-            if index in between:
-                halves[index] = scratch.kept()
-            if mlp is not None:
-                mlp.run(scratch)
-        if self.layers in hidden:
-            streams[self.layers] = scratch.kept()
-        if logits is None:
-            return Step(None, streams, halves)
-        of = slice(None) if logits == "all" or n == 1 else slice(n - 1, None, n)
-        normed = self.skeleton.norm(scratch.stream[of], scratch.longer[of], scratch.normed[of])
-        out = way.head(normed)
-        return Step(out.to(self.device).view(batch, -1, out.shape[-1]), streams, halves)
+        of = Tokens(batch, n, positions, slots, mask, rows)
+        if self._graphs is not None and not between and not self._watched:
+            step = self._graphs.forward(way, tokens, of, logits=logits, hidden=hidden)
+            if step is not None:
+                return step
+        return self._stepwise.forward(way, tokens, of, logits=logits, hidden=hidden, between=between)
 
     @torch.inference_mode()
     def over(
@@ -266,74 +274,14 @@ class Runtime:
         rows: slice = ALL_ROWS,
     ) -> Tensor:
         """What one sub-layer of layer `index` adds to the stream `x` `[B, n, D]`; arguments as in `forward`."""
-        block = self.skeleton.blocks[index]
         batch, n, _ = x.shape
-        scratch = self._scratches.get(batch, n, block.device)
-        x = x.to(block.device).flatten(0, 1)
-        scratch.stream.copy_(x)
-        if part == "mlp":
-            block.mlp.run(scratch)
-        else:
-            slots = positions if slots is None else slots
-            if self._reach is not None:
-                self._hides(positions, slots, n, rows)
-            places = self._places(Tokens(batch, n, positions, slots, mask, rows))
-            self._attention(block.attention, index, scratch, move(places[block.attention.sight], block.device))
-        return (scratch.stream - x).view(batch, n, -1)
+        slots = positions if slots is None else slots
+        if self._reach is not None and part == "attention":
+            self._hides(positions, slots, n, rows)
+        return self._stepwise.branch(index, part, x, Tokens(batch, n, positions, slots, mask, rows))
 
     def _hides(self, positions: int | Tensor, slots: int | Tensor, n: int, rows: slice) -> bool:
         """Say where a pass's tokens stand, in a model with windows; whether any may be hidden from one of them."""
         assert self._reach is not None
         self._rectangle.place(positions, slots, n, rows)
         return not isinstance(slots, int) or slots + n > self._reach
-
-    def _places(self, of: Tokens) -> list[Place]:
-        """Where a pass's tokens stand, for each of the model's sights."""
-        narrow = self._direct and of.batch * of.n <= _NARROW
-        return [place(*sight, self._rectangle, self._masks, of, narrow=narrow) for sight in self._sights]
-
-    def _attention(self, attention: Attention, index: int, scratch: Scratch, place: Place) -> None:
-        """Add what a layer's attention gives to the stream, and write its keys and values."""
-        attention.qkv(attention.norm(scratch.stream, scratch.longer, scratch.normed), scratch.qkv)
-        if isinstance(place.turn, Tensor):
-            if scratch.alone is not None:
-                torch.mm(scratch.alone[0], place.turn, out=scratch.alone[1])
-            else:
-                torch.bmm(scratch.qk, place.turn, out=scratch.turned)
-        else:
-            cos, sin = place.turn
-            if place.partner is None:
-                swapped = scratch.qk.roll(self.skeleton.sizes.head_dim // 2, -1)
-            else:
-                swapped = scratch.qk.index_select(-1, place.partner)
-            torch.mul(scratch.qk, cos, out=scratch.turned).addcmul_(swapped, sin)
-        if isinstance(place.to, Tensor):
-            self._rectangle.scatter(index, scratch.k, scratch.v, place.to, place.rows)
-        else:
-            place.to[0][index].copy_(scratch.k_to_write)
-            place.to[1][index].copy_(scratch.v_to_write)
-        scratch.gather_q()
-        if place.direct:
-            q, keys = scratch.q_rows, place.keys[index]
-            if attention.weights is not None:
-                weights = attention.weights(torch.bmm(q, keys).mul_(self._scaling), place.mask)
-            elif place.mask is None:
-                weights = torch.bmm(q, keys).softmax(-1)
-            else:
-                weights = torch.baddbmm(place.mask, q, keys).softmax(-1)
-            out = torch.bmm(weights, place.values[index], out=scratch.out)
-        else:
-            keys = place.keys[index]
-            if keys.stride(-1) != 1:  # as no fused attention takes them
-                keys = keys[:, :1].contiguous().expand_as(keys)
-            out = F.scaled_dot_product_attention(
-                scratch.q,
-                keys,
-                place.values[index],
-                attn_mask=place.mask,
-                is_causal=place.causal,
-                scale=self._scaling,
-            )
-        if out is not scratch.out:
-            scratch.take(out)
-        attention.add(scratch.stream, scratch.mixed)

@@ -54,7 +54,8 @@ class GenericRuntime(Runtime):
     """
 
     learns = native = False
-    _native = _reach = None
+    _native = _reach = _recorder = _graphs = None
+    _watched = False
 
     def __init__(self, model: Any, *, rows: int = 1) -> None:
         self.model = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -1,0 +1,81 @@
+"""Records the operations of a pass on a CPU, and repeats them in the same memory: what a CUDA graph does on a GPU.
+
+Every number that Python took from a tensor, or that was no tensor at all, is then as it was recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from selfspec.runtime.graphs import Replay
+from selfspec.speculation.step import Step
+
+# What a host would wait for: values that are read, and results whose size depends on values.
+_READS = {"_local_scalar_dense", "nonzero", "_unique2", "masked_select", "equal"}
+
+
+class Tape:
+    """A recorder. `recorded` and `replayed` count; `fails`: as where nothing can be recorded."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.recorded = self.replayed = 0
+        self.fails = fails
+
+    def pool(self) -> Any:
+        return None
+
+    def record(self, body: Callable[[], Step], pool: Any) -> tuple[Step, Replay]:
+        assert pool is None
+        body()  # as CUDA's does, so that it may be run more than once
+        tape = _Recording()
+        with tape:
+            step = body()
+        for tensor in (step.logits, *step.hidden.values()):
+            if tensor is not None:
+                tensor.fill_(torch.nan)  # recording computes nothing
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.recorded += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            tape.replay()
+
+        return step, replay
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in _READS:
+            raise RuntimeError(f"{func} reads values, which no recording can")
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self) -> None:
+        for func, args, kwargs, out in self.calls:
+            given = {_memory(t) for t in _tensors((args, kwargs))}
+            fresh = [t for t in _tensors(out) if _memory(t) not in given]
+            if not fresh and not func._schema.is_mutable:
+                continue  # a view of what is there
+            for ours, theirs in zip(_tensors(out), _tensors(func(*args, **kwargs)), strict=True):
+                if _memory(ours) not in given:
+                    ours.copy_(theirs)
+
+
+def _tensors(of: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(of) if isinstance(leaf, Tensor)]
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
