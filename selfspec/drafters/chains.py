@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ from selfspec.proposers.ahead import Ahead
 from selfspec.proposers.base import NO_GUESS, Guess
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft
-from selfspec.speculation.sampling import best_of, gap
 from selfspec.speculation.sequence import SequenceState
 
 
@@ -147,22 +145,22 @@ class ChainDrafter(PlayedDrafter):
     def _draft(self, chain: Chain, logits: Tensor) -> None:
         """Draft the chain's next token, unless none can be."""
         seq, sampler = chain.seq, chain.seq.sampler
-        row = self._scores(chain, logits)
-        if not sampler.possible(row) or (self.partial and not float(row.max()) > -math.inf):
+        row, told = self._scores(chain, logits), self.confidence
+        q = sampler.probs(row) if told.probability or not sampler.greedy else None
+        taken = sampler.take(
+            row,
+            len(seq.tokens) + len(chain.tokens),
+            p=q,
+            with_p=told.probability != 0,
+            with_gap=told.gap != 0,
+            sure=not self.partial,
+        )
+        if taken is None:
             chain.play.wants = False
             return
-        position = len(seq.tokens) + len(chain.tokens)
-        told = self.confidence
-        q = sampler.probs(row) if told.probability or not sampler.greedy else row
-        if sampler.greedy or sampler.tied:
-            token, apart = sampler.best(row, position, p=q, with_gap=told.gap > 0)
-        else:
-            token = sampler.draw(q, position)
-            apart = gap(row, best_of(row)) if told.gap else 0.0
-        chain.put(token, self.source)
-        chain.rows.append(row if sampler.greedy else q)
-        probability = float(q[token]) if told.probability else 0.0
-        chain.play.see(told.of(probability, apart), last=token in seq.ends)
+        chain.put(taken.token, self.source)
+        chain.rows.append(row if sampler.greedy or q is None else q)
+        chain.play.see(told.of(taken.probability, taken.gap), last=taken.token in seq.ends)
 
     @staticmethod
     def _scores(chain: Chain, logits: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from selfspec.proposers.ahead import Ahead
 from selfspec.proposers.base import Chances, Guess
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Outcome
-from selfspec.speculation.sampling import best_of
+from selfspec.speculation.sampling import best_and_share
 from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.step import Step
 
@@ -221,16 +221,16 @@ class HeadBelow:
         """The token that the path is likeliest to draft, and its probability."""
         seq, head = chain.seq, self.texts.head
         if not seq.sampler.processors:  # greedy, and nothing else
-            at = best_of(logits)
-            return int(head.words[at]), float((logits - logits[at]).exp().sum().reciprocal())
+            at, share = best_and_share(logits)
+            return head.known[at], share
         logits, before = head.over_all(logits), [*chain.tokens, *guessed]
         row = seq.sampler.scores(logits.unsqueeze(0), ([*seq.tokens, *before] for _ in range(1)))[0]
         q = row.softmax(-1)
-        if seq.sampler.tied:
-            token, _ = seq.sampler.best(row, len(seq.tokens) + len(before), p=q, with_gap=False)
-        else:
-            token = int(q.argmax())
-        return token, float(q[token])
+        if not seq.sampler.tied:
+            return best_and_share(row)
+        taken = seq.sampler.take(row, len(seq.tokens) + len(before), p=q, with_p=True)
+        assert taken is not None
+        return taken.token, taken.probability
 
     def learn(self, chain: Chain) -> None:
         """What the last pass of a chain guessed was right, or was not."""

@@ -69,6 +69,7 @@ class Head(ABC):
         self._all = target.skeleton.identity.vocabulary or 0
         words = part.tensors.get(WORDS)
         self.words = (torch.arange(self._all) if words is None else words.long()).to(device)
+        self.known = range(self._all) if words is None else words.tolist()
         self._make = Products(target, low=low)
         own = sorted((name for name in take if name.startswith("head.") and name.endswith("weight")), key=_number)
         heads = [(take.pop(name), take.pop(name.replace("weight", "bias"), None)) for name in own]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.speculation.drafts import Draft
+from selfspec.speculation.reading import lists
 from selfspec.speculation.sampling import NO_TOKEN, Sampler
 
 
@@ -40,8 +41,8 @@ class Rule(Protocol):
 def greedy(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verdict:
     """Keep the deepest path of tokens that are each the whole model's own argmax."""
     del sampler, position
-    values, best = scores.max(-1)
-    return _follow(draft, [t if v > -math.inf else -1 for t, v in zip(best.tolist(), values.tolist(), strict=True)])
+    values, best = lists(scores.max(-1))
+    return _follow(draft, [int(t) if v > -math.inf else -1 for t, v in zip(best, values, strict=True)])
 
 
 def match(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verdict:
@@ -183,11 +184,11 @@ def _chances(draft: Draft, p: Tensor) -> tuple[list[float], list[float]]:
     if not len(draft):
         return [], []
     tokens = torch.tensor(draft.tokens, device=p.device)
-    of_p: list[float] = p[torch.tensor(draft.parents, device=p.device) + 1, tokens].tolist()
+    chances = p[torch.tensor(draft.parents, device=p.device) + 1, tokens]
     if draft.q is None:
-        return of_p, [1.0] * len(draft)
+        return lists([chances])[0], [1.0] * len(draft)
     rows = torch.tensor(draft.q_row, device=draft.q.device)
-    drawn: list[float] = draft.q[rows.clamp(min=0), tokens.to(draft.q.device)].tolist()
+    of_p, drawn = lists([chances, draft.q[rows.clamp(min=0), tokens.to(draft.q.device)].to(p.device)])
     return of_p, [1.0 if row < 0 else value for row, value in zip(draft.q_row, drawn, strict=True)]
 
 

@@ -10,6 +10,7 @@ import math
 import operator
 import random
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.speculation.reading import lists, waits
 
 LOWEST_TEMPERATURE = 1e-5  # below, float32 scores overflow, and it is greedy decoding anyway
 _REMEMBERED = 24  # places whose noise is kept: what most drafts have; any other is drawn again, the same
@@ -112,10 +114,6 @@ class Sampler:
             scores = processor(ids, scores)
         return scores
 
-    def possible(self, scores: Tensor) -> bool:
-        """Whether the processors leave any token of `scores` `[V]`; without some that read the prefix, they do."""
-        return not self._by_row or bool(scores.max() > -math.inf)
-
     def merits(self, scores: Tensor, position: int) -> Tensor:
         """What the token for `position` maximises `[V]`: processed scores `[V]`, or log p + g with tied noise."""
         if self.greedy:
@@ -134,13 +132,14 @@ class Sampler:
             if drawn < 0:
                 raise SelfspecError(NO_TOKEN)
             return drawn
+        (index,), (total,) = lists(self._drawn(p))
+        return _checked(index, total, p)
+
+    def _drawn(self, p: Tensor) -> list[Tensor]:
+        """Where a random number falls on the sums of `p` `[V]`, and the whole sum, `[1]` each."""
         cumulative = p.cumsum(0, dtype=torch.float64)
-        total = float(cumulative[-1])
-        if not 0 < total < math.inf:
-            raise SelfspecError(NO_TOKEN)
-        point = cumulative.new_tensor(total * self._random.random())
-        index = int(torch.searchsorted(cumulative, point, right=True))
-        return index if index < len(p) else int(p.nonzero()[-1])
+        total = cumulative[-1:]
+        return [torch.searchsorted(cumulative, total * self._random.random(), right=True), total]
 
     def draws(self, p: Tensor, positions: Sequence[int]) -> list[int]:
         """One token for each row of `p` `[n, V]`, with the noise that is tied to each row's position; -1: none can be.
@@ -149,8 +148,8 @@ class Sampler:
         """
         assert self.tied
         noise = torch.stack([self._noise_at(position, p) for position in positions])
-        best, tokens = (p / noise).max(-1)
-        return [t if 0 < value < math.inf else -1 for t, value in zip(tokens.tolist(), best.tolist(), strict=True)]
+        best, tokens = lists((p / noise).max(-1))
+        return [int(t) if 0 < value < math.inf else -1 for t, value in zip(tokens, best, strict=True)]
 
     def _noise_at(self, position: int, p: Tensor) -> Tensor:
         """Exponential noise `[V]`: a counter-based generator's, so that no two places share any of it."""
@@ -161,27 +160,92 @@ class Sampler:
                 del self._noise[next(iter(self._noise))]
         return noise
 
-    def best(
-        self, scores: Tensor, position: int, *, p: Tensor | None = None, with_gap: bool = True
-    ) -> tuple[int, float]:
-        """The token of processed scores `[V]` that a drafter takes for `position`, and its gap to the next best.
+    def take(
+        self,
+        scores: Tensor,
+        position: int,
+        *,
+        p: Tensor | None = None,
+        with_p: bool = False,
+        with_gap: bool = False,
+        sure: bool = True,
+    ) -> Taken | None:
+        """The token of processed scores `[V]` that a drafter takes for `position`; None where they leave none.
 
-        `p`: their probabilities, where they are known already. The gap is of scores, or with tied noise of log p + g; 0
-        where it is not asked for. Without tied noise sampled tokens are drawn instead.
+        `p`: their probabilities, where they are known already. The gap is of scores, or with tied noise of log p + g.
+        `sure`: but for processors, some score is finite. All that is read is read at once.
         """
-        if self.greedy:
+        if p is None and (with_p or not self.greedy):
+            p = self.probs(scores)
+        sure = sure and not self._by_row  # without some that read the prefix, processors leave a token
+        race = p / self._noise_at(position, p) if self.tied and p is not None else None  # as `draws` has it
+        if waits(scores):
+            return self._taken(scores, p, race, with_p, with_gap, sure)
+        if not sure and not float(scores.max()) > -math.inf:
+            return None
+        if race is not None:
+            token = best_of(race)
+            if not 0 < float(race[token]) < math.inf:
+                raise SelfspecError(NO_TOKEN)
+            apart = gap(race.log(), token) if with_gap else 0.0
+        elif self.greedy:
             token = best_of(scores)
-            return token, gap(scores, token) if with_gap else 0.0
-        p = self.probs(scores) if p is None else p
-        race = p / self._noise_at(position, p)  # as `draws` has it
-        token = best_of(race)
-        if not 0 < float(race[token]) < math.inf:
-            raise SelfspecError(NO_TOKEN)
-        return token, gap(race.log(), token) if with_gap else 0.0
+            apart = gap(scores, token) if with_gap else 0.0
+        else:
+            assert p is not None
+            token = self.draw(p, position)
+            apart = gap(scores, best_of(scores)) if with_gap else 0.0
+        return Taken(token, float(p[token]) if with_p and p is not None else 0.0, apart)
+
+    def _taken(
+        self, scores: Tensor, p: Tensor | None, race: Tensor | None, with_p: bool, with_gap: bool, sure: bool
+    ) -> Taken | None:
+        """`take` where reading waits for a device."""
+        best, at = scores.max(0, keepdim=True)
+        worth = torch.ones_like(best)
+        if race is not None:
+            worth, at = race.max(0, keepdim=True)
+        elif p is not None and not self.greedy:
+            at, worth = self._drawn(p)
+        asked = [at, worth, best]
+        if with_p and p is not None:
+            asked.append(p.gather(0, at.clamp(max=len(p) - 1)))
+        if with_gap:
+            asked.append(gaps(scores if race is None else race.log()).unsqueeze(0))
+        token, value, highest, *told = (number for (number,) in lists(asked))
+        if not sure and not highest > -math.inf:
+            return None
+        probability = told.pop(0) if with_p else 0.0
+        return Taken(_checked(token, value, scores if p is None else p), probability, *told)
 
     def coin(self, probability: float) -> bool:
         """True with this probability."""
         return self._random.random() < probability
+
+
+class Taken(NamedTuple):
+    """A token that a drafter takes, its probability, and its gap to the next best; 0 where they are not asked for."""
+
+    token: int
+    probability: float = 0.0
+    gap: float = 0.0
+
+
+def _checked(token: float, worth: float, p: Tensor) -> int:
+    """A token whose merit, or the sum of all whose merits, is `worth`; where rounding went beyond `p`, the last."""
+    if not 0 < worth < math.inf:
+        raise SelfspecError(NO_TOKEN)
+    return int(token) if token < len(p) else int(p.nonzero()[-1])
+
+
+def best_and_share(logits: Tensor) -> tuple[int, float]:
+    """The index of the largest of logits `[V]`, and its probability."""
+    if not waits(logits):
+        at = best_of(logits)
+        return at, float((logits - logits[at]).exp().sum().reciprocal())
+    best, index = logits.max(0, keepdim=True)
+    (token,), (share,) = lists([index, (logits - best).exp().sum(0, keepdim=True).reciprocal()])
+    return int(token), share
 
 
 def best_of(merits: Tensor) -> int:

@@ -85,14 +85,14 @@ def test_the_best_token_is_the_one_that_is_drawn(seed):
         scores = torch.randn(50, generator=generator) * 3
         scores[torch.randint(50, (10,), generator=generator)] = -math.inf
         sampler = Sampler(temperature=1.0, seed=seed)
-        token, apart = sampler.best(scores, place)
+        token, _, apart = sampler.take(scores, place, with_gap=True)
         assert token == sampler.draw(sampler.probs(scores), place)
         merits = sampler.merits(scores, place)
         assert token == int(merits.argmax())
         first, second = merits.topk(2).values.tolist()
         assert apart == pytest.approx(first - second, abs=1e-4)
-        assert sampler.best(scores, place, with_gap=False) == (token, 0.0)
-        assert Sampler().best(scores, place)[0] == int(scores.argmax())
+        assert sampler.take(scores, place) == (token, 0.0, 0.0)
+        assert Sampler().take(scores, place).token == int(scores.argmax())
 
 
 def test_gaps():
