@@ -39,9 +39,10 @@ def widen(model: Any, factor: int, *, seed: int = 0) -> Any:
         setattr(config, name, getattr(config, name) * factor)
     config.rms_norm_eps = config.rms_norm_eps / factor
     weight = narrow.head.module.weight
-    with torch.random.fork_rng(devices=[]):
+    # Made on the model's own device, in its own dtype: a large one need not fit into memory twice.
+    with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []), weight.device:
         torch.manual_seed(seed)
-        widened = type(model)(config).to(weight.dtype).to(weight.device).eval()
+        widened = type(model)._from_config(config, dtype=weight.dtype).eval()
     widened.generation_config = copy.deepcopy(model.generation_config)
     wide = family.parts(widened)
     _fill(wide.embedding.weight, narrow.embedding.weight, clear=True)
