@@ -35,6 +35,7 @@ BUDGETS = {  # added to a command's own options, so that the last word is theirs
     "generate": "--max-new-tokens 8",
     "audit": "--limit 1 --max-new-tokens 8",
     "bench": "--limit 1 --max-new-tokens 8 --rounds 1 --methods plain,guarded --temperature 0",
+    "compare": "--limit 2 --max-new-tokens 12 --patience 2",
     "report": "--limit 1 --max-new-tokens 8",
     "profile pick": "--max-draft-cost 100",  # what a draft step costs is the machine's
 }

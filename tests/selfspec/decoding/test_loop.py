@@ -182,16 +182,16 @@ def test_limits(runtime, make):
 
 def test_end_of_sequence_at_every_place(runtime, make):
     """Whichever token ends the text, nothing is emitted after it, and nothing is drafted below it."""
-    for prompt in PROMPTS[1:3]:
-        text = plain(runtime, prompt, 20)
-        for end in range(VOCABULARY):
-            ends = frozenset([end])
-            expected = text[: text.index(end) + 1] if end in text else text
-            tokens, outcomes = run(runtime, make(prompt), prompt, 20, ends=ends)
-            assert tokens == expected
-            for outcome in outcomes:
-                draft = outcome.draft
-                assert all(parent < 0 or draft.tokens[parent] not in ends for parent in draft.parents)
+    prompt = PROMPTS[2]
+    text = plain(runtime, prompt, 20)
+    for end in range(VOCABULARY):
+        ends = frozenset([end])
+        expected = text[: text.index(end) + 1] if end in text else text
+        tokens, outcomes = run(runtime, make(prompt), prompt, 20, ends=ends)
+        assert tokens == expected
+        for outcome in outcomes:
+            draft = outcome.draft
+            assert all(parent < 0 or draft.tokens[parent] not in ends for parent in draft.parents)
 
 
 @pytest.mark.parametrize("place", range(1, 9))
@@ -232,18 +232,18 @@ class Broken(Exception):
     pass
 
 
-@pytest.mark.parametrize(("error", "temperature"), [(Broken, 0.0), (KeyboardInterrupt, 1.0)])
-def test_an_exception_between_any_two_steps_leaves_the_runtime_usable(runtime, make, monkeypatch, error, temperature):
-    """Greedy, and sampled with a seed, where the text is plain decoding's too."""
+def test_an_exception_between_any_two_steps_leaves_the_runtime_usable(runtime, make, monkeypatch):
+    """Sampled with a seed, where there are more steps than greedily, and the text is plain decoding's too."""
     prompt = PROMPTS[0]
 
     def decoded(drafter, sampler=None):
-        return run(runtime, drafter, prompt, 6, sampler=sampler or Sampler(temperature=temperature, seed=3))
+        return run(runtime, drafter, prompt, 6, sampler=sampler or Sampler(temperature=1.0, seed=3))
 
     text = decoded(PlainDrafter())[0]
     drafter = make(prompt)
     calls = count(drafter)
     for fail_at in range(1, 200):
+        error = Broken if fail_at % 4 < 2 else KeyboardInterrupt
         breaking = Breaking(error, fail_at)
         calls.update(begin=0, end=0)
         with monkeypatch.context() as patch:
@@ -251,7 +251,7 @@ def test_an_exception_between_any_two_steps_leaves_the_runtime_usable(runtime, m
             for name in ("begin", "propose", "observe"):
                 patch.setattr(drafter, name, breaking.wrap(getattr(drafter, name)))
             patch.setattr(runtime.cache, "commit", breaking.wrap(runtime.cache.commit))
-            sampler = Sampler(temperature=temperature, seed=3)
+            sampler = Sampler(temperature=1.0, seed=3)
             for name in ("scores", "draw", "draws"):
                 patch.setattr(sampler, name, breaking.wrap(getattr(sampler, name)))
             try:

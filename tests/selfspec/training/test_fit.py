@@ -55,7 +55,7 @@ def test_acceptance_rises(fitted):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("eagle", "distill", "layerskip", *OF_PATHS)])
 def test_each_kind_learns_and_drafts(llm, prompts, tmp_path, kind):
-    options = TrainOptions(steps=200, **FEW)
+    options = TrainOptions(steps=100, **FEW)
     fitted = fit(llm, part=kind, out=tmp_path, prompts=prompts, options=options)
     (_, before), *_, (_, after) = fitted.progress.history
     assert after > before
