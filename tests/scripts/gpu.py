@@ -1,6 +1,7 @@
 """Everything that is to be known of a GPU, in one run of less than ten minutes, and one JSON.
 
     python tests/scripts/gpu.py --out gpu.json
+    python tests/scripts/gpu.py --out gpu.json --table       # what was found, as the docs have it
     python tests/scripts/gpu.py --device cpu --small --out small.json   # the same in little, to see that it runs
 
 Parts, in this order, each begun while there is time (`--seconds`), and each with what went wrong where something did:
@@ -255,16 +256,57 @@ def eagle(run: Session) -> dict[str, Any]:
     return {"steps": fitted.progress.steps, "best": fitted.progress.best, "history": fitted.progress.history}
 
 
+def table(found: dict[str, Any]) -> str:
+    """What was found, as the docs have it."""
+    at = found.get("machine", {})
+    lines = [f"{at.get('machine')}, torch {at.get('torch')}, transformers {at.get('transformers')}.", ""]
+    lines += [
+        "| parameters | path | keys | a step, ms | / reading the weights | over 8 tokens / over 1 |",
+        "|" + "---|" * 6,
+    ]
+    speeds = [
+        "| parameters | temperature | method | tokens/s | / plain | / `transformers` | tokens a round |",
+        "|" + "---|" * 7,
+    ]
+    for name, of in found.items():
+        if not name.startswith("size") or "steps" not in of:
+            continue
+        billions = f"{of['parameters'] / 1e9:.2g}B"
+        for step, seconds in of["steps"].items():
+            path, keys, rows = step.split(", ")
+            if rows == "1":
+                wide = of["steps"].get(f"{path}, {keys}, 8")
+                more = "" if wide is None else f"{wide / seconds:.2f}"
+                share = f"{seconds / of['reading']:.2f}" if path == "plain" else ""
+                lines.append(f"| {billions} | {path} | {keys.split()[0]} | {1e3 * seconds:.2f} | {share} | {more} |")
+        for temperature, methods in of["texts"].items():
+            for way, told in methods.items():
+                plain, theirs = (told["ratio"].get(base, {}).get("median") for base in ("plain", "hf"))
+                cells = [billions, temperature, way, f"{told['tokens_per_second']:.1f}"]
+                cells += ["" if ratio is None else f"{ratio:.2f}" for ratio in (plain, theirs)]
+                speeds.append(f"| {' | '.join(cells)} | {told['tokens_per_round']:.2f} |")
+    together = ["| together | plain, tokens/s | fixed | by load |", "|" + "---|" * 4]
+    for rows, told in found.get("batches", {}).items():
+        if isinstance(told, dict):
+            ratios = [f"{told[name] / told['plain']:.2f}" for name in ("fixed", "by load")]
+            together.append(f"| {rows} | {told['plain']:.0f} | {' | '.join(ratios)} |")
+    return "\n".join([*lines, "", *speeds, "", *together])
+
+
 def main() -> None:
     """A line for each part, and all of it in one file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--table", action="store_true", help="print what --out holds, as the docs have it")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--factors", type=lambda text: [int(one) for one in text.split(",")], default=[20, 48, 64])
     parser.add_argument("--seconds", type=float, default=560)
     parser.add_argument("--small", action="store_true", help="one text of a few tokens, nearby contexts")
     parser.add_argument("--only", type=lambda text: text.split(","), help="parts, by the beginnings of their names")
     given = parser.parse_args()
+    if given.table:
+        print(table(json.loads(given.out.read_text())))
+        return
     run, begun = Session(given), time.perf_counter()
     sizes: dict[str, Callable[[Session], dict[str, Any]]] = {
         f"size {factor}": partial(size, factor=factor) for factor in given.factors
