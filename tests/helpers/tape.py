@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from selfspec.runtime.graphs import Replay
 from selfspec.speculation.step import Step
 
-# What a host would wait for: values that are read, and results whose size depends on values.
-_READS = {"_local_scalar_dense", "nonzero", "_unique2", "masked_select", "equal"}
+# What a host would wait for: values that are read, results whose size depends on values, numbers brought from the host.
+_READS = {"_local_scalar_dense", "nonzero", "_unique2", "masked_select", "equal", "lift_fresh", "lift_fresh_copy"}
 
 
 class Tape:
@@ -57,7 +57,7 @@ class _Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in _READS:
-            raise RuntimeError(f"{func} reads values, which no recording can")
+            raise RuntimeError(f"{func} moves values between host and device, which no recording can")
         out = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, out))
         return out
