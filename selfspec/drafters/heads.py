@@ -192,7 +192,10 @@ class HeadBelow:
         reach = expected = 1.0
         time = self.prices[0] + self.step
         while len(tokens) < room:
-            token, probability = self._pick(chain, tokens, logits)
+            picked = self._pick(chain, tokens, logits)
+            if picked is None:
+                break
+            token, probability = picked
             chance = pairs.chances(round(10 * probability))
             more = self.prices[len(tokens) + 1] - self.prices[len(tokens)]
             if reach * chance * time <= more * expected:
@@ -217,20 +220,19 @@ class HeadBelow:
             tokens += reach
         return tokens / self.prices[len(guess.chances)]
 
-    def _pick(self, chain: Chain, guessed: Sequence[int], logits: Tensor) -> tuple[int, float]:
-        """The token that the path is likeliest to draft, and its probability."""
+    def _pick(self, chain: Chain, guessed: Sequence[int], logits: Tensor) -> tuple[int, float] | None:
+        """The token that the path is likeliest to draft, and its probability; None where none of the words is left."""
         seq, head = chain.seq, self.texts.head
         if not seq.sampler.processors:  # greedy, and nothing else
             at, share = best_and_share(logits)
             return head.known[at], share
         logits, before = head.over_all(logits), [*chain.tokens, *guessed]
         row = seq.sampler.scores(logits.unsqueeze(0), ([*seq.tokens, *before] for _ in range(1)))[0]
-        q = row.softmax(-1)
         if not seq.sampler.tied:
-            return best_and_share(row)
-        taken = seq.sampler.take(row, len(seq.tokens) + len(before), p=q, with_p=True)
-        assert taken is not None
-        return taken.token, taken.probability
+            token, share = best_and_share(row)
+            return (token, share) if share > 0 else None
+        taken = seq.sampler.take(row, len(seq.tokens) + len(before), with_p=True, sure=False)
+        return None if taken is None else (taken.token, taken.probability)
 
     def learn(self, chain: Chain) -> None:
         """What the last pass of a chain guessed was right, or was not."""

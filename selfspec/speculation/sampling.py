@@ -239,7 +239,7 @@ def _checked(token: float, worth: float, p: Tensor) -> int:
 
 
 def best_and_share(logits: Tensor) -> tuple[int, float]:
-    """The index of the largest of logits `[V]`, and its probability."""
+    """The index of the largest of logits `[V]`, and its probability; not a number where none is finite."""
     if not waits(logits):
         at = best_of(logits)
         return at, float((logits - logits[at]).exp().sum().reciprocal())
