@@ -47,10 +47,10 @@ class Products:
 class Head(ABC):
     """A head at work for a model; `low`: its weights in 8 bits. `places`: the most tokens that it drafts in a row.
 
-    `layers`: which streams it reads, as `Step.hidden` numbers them. `words`: the tokens that it knows. `bytes`: memory
-    that it takes. A part may hold a head over the words of its own, one for all places (`head.weight`, `head.bias`) or
-    one for each (`head.0.weight`, ..). Raises `SelfspecError` for a part of another kind or model, and where it needs
-    the model's head, which is not at hand (quantised, adapted).
+    `layers`: which streams it reads, as `Step.hidden` numbers them. `words`: the tokens that it knows, `known` the same
+    as numbers. `bytes`: memory that it takes. A part may hold a head over the words of its own, one for all places
+    (`head.weight`, `head.bias`) or one for each (`head.0.weight`, ..). Raises `SelfspecError` for a part of another
+    kind or model, and where it needs the model's head, which is not at hand (quantised, adapted).
     """
 
     kind: ClassVar[str]

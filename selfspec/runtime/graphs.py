@@ -115,12 +115,14 @@ class _Inputs:
 
     def fill(self, tokens: Tensor, of: Tokens, numbers: Tensor) -> None:
         """Put a pass's in; `numbers` are those of slots and positions."""
-        self.ids.copy_(tokens)
-        for into, at in ((self.positions, of.positions), (self.slots, of.slots)):
+
+        def put(into: Tensor, at: int | Tensor) -> None:
             into.copy_(numbers[at : at + of.n] if isinstance(at, int) else at)
-            if self.mask is None:
-                return
+
+        self.ids.copy_(tokens)
+        put(self.positions, of.positions)
         if self.mask is not None and of.mask is not None:
+            put(self.slots, of.slots)
             seen = of.mask.shape[-1]
             self.mask[..., :seen].copy_(of.mask)
             self.mask[..., seen:].zero_()
@@ -161,7 +163,7 @@ class Graphs:
         self._passes, self._recorder, self._pool, self._refused = passes, recorder, recorder.pool(), refused
         self._slots, self._device = passes.cache.slots, passes.skeleton.device
         self._end = min(positions, self._slots)
-        self._numbers = torch.arange(self._end, device=self._device)
+        self._numbers = torch.arange(self._slots, device=self._device)
         self._made: WeakKeyDictionary[CompiledPath, dict[Shape, _Graph | None]] = WeakKeyDictionary()
 
     def forward(
@@ -183,14 +185,12 @@ class Graphs:
                 made[shape] = None
             return None
         graph = made[shape]
+        inputs = _Inputs(shape, self._device) if graph is None else graph.inputs
+        inputs.fill(tokens, of, self._numbers)
         if graph is None:
-            inputs = _Inputs(shape, self._device)
-            inputs.fill(tokens, of, self._numbers)
             graph = made[shape] = self._recorded(way, shape, inputs, of.rows)
             if graph is None:
                 return None
-        else:
-            graph.inputs.fill(tokens, of, self._numbers)
         graph.replay()
         step = graph.step  # which the next replay overwrites
         assert step.logits is not None
@@ -208,13 +208,16 @@ class Graphs:
             seen, masks = slots + n, 0
         else:
             return None
-        seen = min(rounded_up(seen), max(self._slots, seen))
-        return Shape(batch, n, seen, (rows.start, rows.stop), masks, logits, tuple(hidden))
+        if seen > self._slots:
+            return None
+        return Shape(
+            batch, n, min(rounded_up(seen), self._slots), (rows.start, rows.stop), masks, logits, tuple(hidden)
+        )
 
     def _recorded(self, way: CompiledPath, shape: Shape, inputs: _Inputs, rows: slice) -> _Graph | None:
         """The recording of a pass whose inputs are filled in; None, and a word, where there can be none."""
         scratch = Scratch(self._passes.skeleton.sizes, shape.batch, shape.n, self._device)
-        numbers = torch.arange(shape.seen, device=self._device)
+        numbers = self._numbers[: shape.seen]
 
         def body() -> Step:
             mask = numbers <= inputs.slots[:1].unsqueeze(-1) if inputs.mask is None else inputs.mask

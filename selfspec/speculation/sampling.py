@@ -250,7 +250,7 @@ def best_and_share(logits: Tensor) -> tuple[int, float]:
 
 def best_of(merits: Tensor) -> int:
     """The index of the largest of `merits` `[V]`; on a CPU by numpy, which takes a twentieth of torch's time."""
-    return int((merits.numpy() if merits.device.type == "cpu" else merits).argmax())
+    return int((merits if waits(merits) else merits.numpy()).argmax())
 
 
 def gaps(merits: Tensor) -> Tensor:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
 
 from selfspec.decoding.loop import decode
@@ -90,6 +90,22 @@ def exact_norms(model: Any) -> Any:
         layer.input_layernorm = exact(layer.input_layernorm)
         layer.post_attention_layernorm = exact(layer.post_attention_layernorm)
     return model
+
+
+def tokens_for(model: Any, rows: int = 1, n: int = 40, seed: int = 1) -> Tensor:
+    """Tokens `[rows, n]` that a model knows."""
+    return torch.randint(model.config.vocab_size, (rows, n), generator=torch.Generator().manual_seed(seed))
+
+
+def chunked(runtime: Runtime, tokens: Tensor, widths: Sequence[int]) -> Tensor:
+    """Logits of all tokens, fed in passes of these widths."""
+    parts, start = [], 0
+    with runtime.session(tokens.shape[1]):
+        for width in widths:
+            parts.append(runtime.forward(tokens[:, start : start + width], start).logits)
+            start += width
+    assert start == tokens.shape[1]
+    return torch.cat([part for part in parts if part is not None], dim=1)
 
 
 def run(

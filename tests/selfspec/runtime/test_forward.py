@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from models import CONFIGS, exact_norms, tiny
+from models import CONFIGS, chunked, exact_norms, tiny, tokens_for
 from torch import nn
 
 from selfspec.basics.errors import BusyError, SelfspecError
@@ -21,21 +21,6 @@ N = 40  # past the 32 original positions of the scaled ropes
 def reference(model, tokens, **options):
     with torch.no_grad():
         return model(tokens, use_cache=False, **options)
-
-
-def tokens_for(model, rows=1, n=N, seed=1):
-    return torch.randint(model.config.vocab_size, (rows, n), generator=torch.Generator().manual_seed(seed))
-
-
-def chunked(runtime, tokens, widths):
-    """Logits of all tokens, fed in passes of these widths."""
-    parts, start = [], 0
-    with runtime.session(tokens.shape[1]):
-        for width in widths:
-            parts.append(runtime.forward(tokens[:, start : start + width], start).logits)
-            start += width
-    assert start == tokens.shape[1]
-    return torch.cat(parts, dim=1)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

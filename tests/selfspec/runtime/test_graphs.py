@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import FAMILY_CONFIGS
 from heads import random_head
-from models import CONFIGS, plain, run, small, tiny
+from models import CONFIGS, chunked, plain, run, small, tiny, tokens_for
 from natives import random_tree
 from tape import Tape
 
@@ -34,6 +34,8 @@ PROMPTS = [[1, 4, 2, 9], [7], [3, 3, 3, 0, 5, 10, 8], [6, 2]]
 SKIP = DraftPath(SkipSet((1,), (0, 2)))
 LOW = DraftPath(SkipSet((1,), (0,)), int8=SkipSet((0, 2), (1, 2)), head="int8")
 WORDS = DraftPath(SkipSet((1,), ()), (1, 2, 4, 5, 8, 9))
+EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
+WITHOUT_EXPERTS = {name: config for name, config in FAMILY_CONFIGS.items() if name not in EXPERTS}
 DRAFTERS = {
     "plain": lambda runtime: PlainDrafter(),
     "layer skip": lambda runtime: LayerSkipDrafter(runtime, SKIP, FixedK(3)),
@@ -45,36 +47,18 @@ DRAFTERS = {
 }
 
 
-def without_experts(configs):
-    return [name for name in configs if name not in ("mixtral", "qwen3_moe", "gpt_oss")]
-
-
-def logits_of(runtime, tokens, widths):
-    """Of all tokens, fed in passes of these widths."""
-    parts, start = [], 0
-    with runtime.session(tokens.shape[1]):
-        for width in widths:
-            parts.append(runtime.forward(tokens[:, start : start + width], start).logits)
-            start += width
-    return torch.cat(parts, 1)
-
-
-def some_tokens(model, n):
-    return torch.randint(model.config.vocab_size, (1, n), generator=torch.Generator().manual_seed(1))
-
-
 @pytest.mark.parametrize(
     "config",
-    [*CONFIGS.values(), *(FAMILY_CONFIGS[name] for name in without_experts(FAMILY_CONFIGS))],
-    ids=[*CONFIGS, *(f"family {name}" for name in without_experts(FAMILY_CONFIGS))],
+    [*CONFIGS.values(), *WITHOUT_EXPERTS.values()],
+    ids=[*CONFIGS, *(f"family {name}" for name in WITHOUT_EXPERTS)],
 )
 def test_recorded_passes_give_what_others_give(config):
     """Far beyond windows, and where the slots that are seen are rounded up anew."""
     model = tiny(config)
     widths = [5, *(1, 3, 2, 4) * 8]
-    tokens, tape = some_tokens(model, sum(widths)), Tape()
-    ours = logits_of(Runtime(model, recorder=tape), tokens, widths)
-    torch.testing.assert_close(ours, logits_of(Runtime(model), tokens, widths), atol=1e-9, rtol=1e-9)
+    tokens, tape = tokens_for(model, n=sum(widths)), Tape()
+    ours = chunked(Runtime(model, recorder=tape), tokens, widths)
+    torch.testing.assert_close(ours, chunked(Runtime(model), tokens, widths), atol=1e-9, rtol=1e-9)
     assert (tape.recorded, tape.replayed) == (4, 4 * 7)  # the first of each width is not recorded
 
 
@@ -83,10 +67,10 @@ def test_recorded_passes_with_fused_attention(dtype):
     """As on a GPU: float16 on a CPU is computed neither natively nor by small products."""
     model = tiny(CONFIGS["llama"], dtype=dtype)
     widths = [5, *(1, 3, 2, 4) * 3]
-    tokens, tape = some_tokens(model, sum(widths)), Tape()
+    tokens, tape = tokens_for(model, n=sum(widths)), Tape()
     if dtype == torch.bfloat16:
         assert Runtime(model).native is False  # its sizes are no multiples of a vector's
-    ours, theirs = (logits_of(one, tokens, widths).double() for one in (Runtime(model, recorder=tape), Runtime(model)))
+    ours, theirs = (chunked(one, tokens, widths).double() for one in (Runtime(model, recorder=tape), Runtime(model)))
     assert tape.replayed == 8
     assert float((ours - theirs).norm()) < 0.02 * float(theirs.norm())
 
@@ -218,10 +202,10 @@ def test_where_nothing_can_be_recorded_a_word_is_said_and_texts_are_right(caplog
 def test_experts_that_are_chosen_by_reading_values_are_not_recorded(name, caplog):
     model, tape = tiny(FAMILY_CONFIGS[name]), Tape()
     widths = [5, *(1, 3) * 4]
-    tokens = some_tokens(model, sum(widths))
+    tokens = tokens_for(model, n=sum(widths))
     with caplog.at_level(logging.WARNING, "selfspec"):
-        ours = logits_of(Runtime(model, recorder=tape), tokens, widths)
-    torch.testing.assert_close(ours, logits_of(Runtime(model), tokens, widths), atol=1e-9, rtol=1e-9)
+        ours = chunked(Runtime(model, recorder=tape), tokens, widths)
+    torch.testing.assert_close(ours, chunked(Runtime(model), tokens, widths), atol=1e-9, rtol=1e-9)
     assert tape.replayed == 0
     assert len(caplog.records) == 1
 
@@ -303,8 +287,8 @@ def test_cuda_graphs_give_the_same_texts(make, monkeypatch, caplog):
 def test_cuda_graphs_are_near_what_others_give(dtype, monkeypatch):
     model = tiny(CONFIGS["llama"], dtype=dtype).cuda()
     widths = [5, *(1, 3, 2, 4) * 8]
-    tokens = some_tokens(model, sum(widths)).cuda()
-    ours = logits_of(Runtime(model), tokens, widths).double()
+    tokens = tokens_for(model, n=sum(widths)).cuda()
+    ours = chunked(Runtime(model), tokens, widths).double()
     monkeypatch.setenv("SELFSPEC_GRAPHS", "0")
-    theirs = logits_of(Runtime(model), tokens, widths).double()
+    theirs = chunked(Runtime(model), tokens, widths).double()
     assert float((ours - theirs).norm()) < (1e-4 if dtype == torch.float32 else 0.02) * float(theirs.norm())
