@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import make_controller
@@ -97,8 +98,12 @@ def finish(
 
 
 def versions() -> dict[str, str]:
-    """The packages that a search is made of."""
-    return {name: version(name) for name in PACKAGES}
+    """Return the versions of the packages that a search is made of; one that is not installed is left out."""
+    found = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def drafting_as(base: Profile, score: Score, confidence: Confidence | None) -> Profile:

@@ -171,7 +171,7 @@ ON_CUDA: Mapping[Bits, Mapping[str, Kernel]] = {
     8: {"weights only": weights_only, "float8": float8},
     4: {"weights only": four_bits_on_cuda},
 }
-_HERE = {"cpu": KERNELS, "cuda": ON_CUDA}  # by kind of device
+BY_DEVICE = {"cpu": KERNELS, "cuda": ON_CUDA}  # by kind of device
 
 
 def kernel_for(weight: Tensor, bits: Bits) -> Kernel:
@@ -180,9 +180,9 @@ def kernel_for(weight: Tensor, bits: Bits) -> Kernel:
     `fake` where there is none, as on any device but the CPU and CUDA: drafts in few bits are no faster there than in
     full, and take the memory of weights in full.
     """
-    if weight.device.type not in _HERE:
+    if weight.device.type not in BY_DEVICE:
         return fake
-    kernels, path = _HERE[weight.device.type][bits], _path(weight, bits)
+    kernels, path = BY_DEVICE[weight.device.type][bits], _path(weight, bits)
     known = read_cached(path)
     if isinstance(known, str) and known in (*kernels, "fake"):
         return kernels.get(known, fake)
@@ -212,7 +212,7 @@ def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, floa
     exact = several.float() @ held.weight(torch.float32).t()
     copies = [held, *(_copy(held) for _ in range(min(_COPIES, _CACHES // (held.values.numel() * bits // 8)) - 1))]
     calls: dict[str, list[Call]] = {}
-    for name, kernel in _HERE[weight.device.type][bits].items():
+    for name, kernel in BY_DEVICE[weight.device.type][bits].items():
         try:
             call = kernel(held, weight.dtype)
             if _near(call(several), exact) and _near(call(several[:1]), exact[:1]):

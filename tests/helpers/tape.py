@@ -50,6 +50,17 @@ class Tape:
         return step, replay
 
 
+class Unreplayed:
+    """A recorder that runs what it is to record, and replays nothing: for tensors that hold no values."""
+
+    def pool(self) -> Any:
+        return None
+
+    def record(self, body: Callable[[], Step], pool: Any) -> tuple[Step, Replay]:
+        body()
+        return body(), lambda: None
+
+
 class _Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

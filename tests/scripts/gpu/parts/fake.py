@@ -1,0 +1,58 @@
+"""Every pass on a pretended CUDA device: shapes, dtypes and devices are checked by torch, nothing is computed.
+
+A tensor that was left on the host, a value that a pass reads, or a product that refuses its operands fails here as on a
+GPU. torch's CUDA builds can do this without a GPU, its CPU builds cannot.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from measuring import Part
+from subjects import paths
+from tape import Unreplayed
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from selfspec.model.kernels import ON_CUDA
+from selfspec.model.layout import join_all_
+from selfspec.model.low_precision import Rounded
+from selfspec.runtime.forward import Runtime
+
+part = Part("fake")
+if torch.version.cuda is None:
+    part.line("fake device", said="torch is not a CUDA build: left out")
+    sys.exit(0)
+device = torch.device("cuda", 0)
+config = LlamaConfig(
+    hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=2,
+    vocab_size=512, max_position_embeddings=1024,
+)  # fmt: skip
+
+
+def kernel(weight: Rounded, dtype: torch.dtype):
+    return ON_CUDA[8 if weight.zero is None else 4][name if weight.zero is None else "weights only"](weight, dtype)
+
+
+def tokens(n: int) -> torch.Tensor:
+    return torch.ones(1, n, dtype=torch.long, device=device)
+
+
+for dtype in (torch.bfloat16, torch.float16):
+    for name in ON_CUDA[8]:
+        with FakeTensorMode():
+            with device:
+                model = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+            join_all_(model)
+            runtime = Runtime(model, kernel=kernel, recorder=Unreplayed())
+            with runtime.session(64):
+                for label, path in {"plain": None, **paths(runtime.layers)}.items():
+                    compiled = None if path is None else runtime.compile(path)
+                    about = {"dtype": str(dtype).removeprefix("torch."), "int8": name, "path": label}
+                    runtime.forward(tokens(20), 0, logits="last", path=compiled)
+                    for n in (1, 3, 8):
+                        for position in (20, 21, 22):
+                            logits = runtime.forward(tokens(n), position, path=compiled).logits
+                            assert logits.device == device
+                    part.line("fake device", said="passed", **about)

@@ -1,0 +1,65 @@
+"""A profiler's trace of five rounds, plainly and with int8 drafts, gzipped; operations and transfers a round."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+import tempfile
+from itertools import islice
+from pathlib import Path
+
+import torch
+from measuring import Part, synchronise
+from subjects import as_on_cuda, load_widened, paths
+from torch.profiler import ProfilerActivity, profile
+
+from selfspec import builtin
+from selfspec.controllers import FixedK
+from selfspec.decoding.loop import decode
+from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
+
+part = Part("traces")
+device = part.device
+as_on_cuda(part)
+ROUNDS = 2 if part.toy else 5
+activities = [ProfilerActivity.CPU, *([] if part.toy else [ProfilerActivity.CUDA])]
+llm = load_widened(part, 18)
+prompt = llm.encode(builtin.prompts("heldout")[0])
+of_int8 = paths(llm.runtime.layers)["int8"]
+
+for name, drafter in {"plain": PlainDrafter(), "int8": LayerSkipDrafter(llm.runtime, of_int8, FixedK(4))}.items():
+    with part.attempt("round", drafts=name):
+        for _ in range(2):
+            list(decode(llm.runtime, drafter, SequenceState(list(prompt), 48, Sampler(), frozenset())))
+        rounds = decode(llm.runtime, drafter, SequenceState(list(prompt), 200, Sampler(), frozenset()))
+        list(islice(rounds, 3))
+        synchronise(device)
+        with profile(activities=activities) as profiled:
+            list(islice(rounds, ROUNDS))
+            synchronise(device)
+        rounds.close()
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder) / "trace.json"
+            profiled.export_chrome_trace(str(trace))
+            target = part.lines.parent / f"trace-{name}.json.gz"
+            with trace.open("rb") as source, gzip.open(target, "wb") as packed:
+                shutil.copyfileobj(source, packed)
+        averages = profiled.key_averages()
+        on_device = [event for event in averages if event.device_type != torch.autograd.DeviceType.CPU]
+
+        def calls(*names: str) -> float:
+            return sum(event.count for event in averages if event.key.startswith(names)) / ROUNDS
+
+        part.line(
+            "round", drafts=name, kernels=sum(event.count for event in on_device) / ROUNDS,
+            device_ms=sum(event.self_device_time_total for event in on_device) / 1e3 / ROUNDS,
+            launches=calls("cudaLaunchKernel", "cuLaunchKernel"), graphs=calls("cudaGraphLaunch"),
+            copies_to_host=calls("Memcpy DtoH"), waits=calls("cudaStreamSynchronize", "cudaDeviceSynchronize"),
+            trace_kib=target.stat().st_size / 2**10,
+        )  # fmt: skip
+        own = "self_device_time_total" if on_device else "self_cpu_time_total"
+        for event in sorted(on_device or averages, key=lambda event: -getattr(event, own))[:12]:
+            time = getattr(event, own) / ROUNDS
+            part.line("operation", drafts=name, operation=event.key[:90], calls_a_round=event.count / ROUNDS, us=time)

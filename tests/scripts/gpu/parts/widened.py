@@ -1,0 +1,58 @@
+"""Texts of the built-in model, widened to 1 and to 7 billion parameters: real acceptance at a large model's cost.
+
+Plain decoding, `transformers`' generate and drafts are interleaved, the guard on and off. All have their weights
+joined; every method runs on every prompt once beforehand, so that all shapes are recorded before the clock starts.
+About half of the added weights are zeros.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from measuring import Part
+from subjects import as_on_cuda, load_widened, parameters, paths
+
+from selfspec import builtin
+from selfspec.controllers import FixedK
+from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.drafters.guard import Guard
+from selfspec.llm.options import Options
+from selfspec.measure.summary import summary
+from selfspec.measure.timing import interleave, method, same_length, transformers_generate
+
+part = Part("widened")
+as_on_cuda(part)
+tokens, prompts = (8, builtin.prompts("heldout")[:1]) if part.toy else (64, builtin.prompts("heldout")[:3])
+
+for factor, temperature, reserve in ((48, 0.0, 30), (18, 0.0, 20), (48, 0.8, 30)):
+    if part.left() < reserve:
+        break
+    with part.attempt("texts", factor=factor):
+        llm = load_widened(part, factor)
+        about = {"parameters": f"{parameters(llm.model) / 1e9:.2g}B", "temperature": temperature}
+        options = same_length(Options(max_new_tokens=tokens, temperature=temperature))
+        methods = {"plain": method(llm, PlainDrafter(), options), "hf": transformers_generate(llm, options)}
+        for name, path in paths(llm.runtime.layers).items():
+            for k in (4, 8) if name != "skip" else (4,):
+                methods[f"{name}, {k}"] = method(llm, LayerSkipDrafter(llm.runtime, path, FixedK(k)), options)
+            drafter = LayerSkipDrafter(llm.runtime, path, FixedK(4))
+            methods[f"{name}, 4, guarded"] = method(llm, Guard(drafter), options)
+        for run in methods.values():
+            for prompt in prompts:
+                run(prompt)
+        runs = interleave(methods, prompts, rounds=1 if part.toy else 2)
+        for name in methods:
+            found = summary(runs, name, bases=["plain", "hf"])
+            ratio = {f"/ {base}": of["median"] for base, of in (found["ratio"] or {}).items()}
+            part.line(
+                "texts", **about, method=name, tokens_per_second=found["tokens_per_second"], **ratio,
+                tokens_a_round=found["tokens_per_round"], acceptance=found["acceptance_rate"],
+                draft_cost=found["draft_cost"],
+            )  # fmt: skip
+        if not part.toy:
+            part.line("memory", **about, peak_gib=torch.cuda.max_memory_allocated(part.device) / 2**30)
+    llm = methods = runs = None
+    gc.collect()
+    if not part.toy:
+        torch.cuda.empty_cache()

@@ -1,0 +1,73 @@
+"""The models and draft paths that parts measure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from measuring import Part
+from tape import Tape
+
+import selfspec.runtime.forward
+from selfspec.facts.draft_path import DraftPath, Mode
+from selfspec.llm.llm import LLM, wrap
+from selfspec.model.kernels import BY_DEVICE, KERNELS
+from selfspec.model.layout import join_all_
+from selfspec.model.loading import load_model
+from selfspec.model.widen import widen
+from selfspec.runtime.forward import Runtime
+
+CONTEXT = 8192  # positions of a widened model
+
+
+def paths(layers: int) -> dict[str, DraftPath]:
+    """Return the draft paths that are measured: every second MLP skipped, all int8, all int4 with the head in int8."""
+    half: list[Mode] = ["full" if i < layers or i % 2 else "skip" for i in range(2 * layers)]
+    return {
+        "skip": DraftPath.of(half),
+        "int8": DraftPath.of(["int8"] * (2 * layers), head="int8"),
+        "int4": DraftPath.of(["int4"] * (2 * layers), head="int8"),
+    }
+
+
+def as_on_cuda(part: Part) -> None:
+    """In a rehearsal, let the CPU do as a GPU does.
+
+    Passes are recorded and replayed, and quantised weights are multiplied by torch's weight-only products.
+    """
+    if part.toy:
+        selfspec.runtime.forward.recorder_for = lambda model, skeleton: Tape()
+        BY_DEVICE["cpu"] = {bits: {"weights only": KERNELS[bits]["weights only"]} for bits in (8, 4)}
+
+
+def load_builtin(part: Part, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+    """Load the built-in model and its tokenizer, its weights joined as drafts have theirs."""
+    name = str(dtype or part.dtype).removeprefix("torch.")
+    model, tokenizer = load_model("builtin", device=str(part.device), dtype=name)
+    join_all_(model)
+    return model, tokenizer
+
+
+def load_widened(part: Part, factor: int) -> LLM:
+    """Widen the built-in model, which keeps its texts, and allocate the cache for all texts of the benchmark.
+
+    A factor of 18 has 1.0 billion parameters, one of 48 has 7.2.
+    """
+    model, tokenizer = load_builtin(part)
+    model.config.max_position_embeddings = CONTEXT
+    wide = widen(model, 2 if part.toy else factor)
+    join_all_(wide)
+    llm = wrap(wide, tokenizer, profile="none", name=f"builtin, widened {factor} times")
+    size_cache(llm.runtime, 1024)
+    return llm
+
+
+def size_cache(runtime: Runtime, slots: int) -> None:
+    """Allocate a runtime's cache once: when it grows, everything that was recorded is recorded anew."""
+    with runtime.session(slots):
+        pass
+
+
+def parameters(model: Any) -> int:
+    """Count a model's parameters."""
+    return sum(p.numel() for p in model.parameters())
