@@ -67,9 +67,14 @@ class CudaRecorder:
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 body()
-            torch.cuda.current_stream().wait_stream(side)
-            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-                step = body()
+            before = torch.cuda.current_stream()
+            before.wait_stream(side)
+            try:
+                with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                    step = body()
+            except BaseException:
+                torch.cuda.set_stream(before)  # a capture that cannot end leaves its own stream the current one
+                raise
         return step, graph.replay
 
 

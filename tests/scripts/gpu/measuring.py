@@ -26,13 +26,13 @@ class Part:
     def __init__(self, name: str) -> None:
         parser = argparse.ArgumentParser()
         parser.add_argument("--lines", type=Path, required=True)
-        parser.add_argument("--seconds", type=float, default=60)
+        parser.add_argument("--end", type=float, default=time.monotonic() + 600)
         parser.add_argument("--rehearse", action="store_true")
         given = parser.parse_args()
         self.name, self.lines, self.toy = name, given.lines, given.rehearse
         self.device = torch.device("cpu") if self.toy else torch.device("cuda", 0)
         self.dtype = torch.bfloat16
-        self._end = time.monotonic() + given.seconds
+        self._end = given.end
         if self.toy:
             torch.set_num_threads(1)
 
@@ -121,7 +121,7 @@ def replayed(calls: Sequence[Callable[[], object]], device: torch.device, *, rep
 def read_bandwidth(device: torch.device, size: int) -> float:
     """Return the bytes a second at which a sum reads a tensor of `size` bytes."""
     held = torch.ones(size // 4, device=device)
-    return held.nbytes / queued(held.sum, device, repeats=10)[0]
+    return held.nbytes / replayed([held.sum] * 10, device)
 
 
 def copy_bandwidth(device: torch.device, size: int) -> float:

@@ -24,6 +24,12 @@ as_on_cuda(part)
 recorded = Runtime(model)
 token = torch.tensor([[5]], device=device)
 
+
+def eager_pass() -> torch.Tensor:
+    with eager.session(64):
+        return eager.forward(token, 0).logits
+
+
 with part.attempt("capture"), eager.session(64), recorded.session(64):
     for position in range(5):
         synchronise(device)
@@ -47,10 +53,14 @@ if not part.toy:
             said = "nothing was raised"
         except RuntimeError as error:
             said = str(error).splitlines()[0]
-        torch.manual_seed(1)
-        after = {"sum": float((x + 1).sum()), "random": bool(torch.rand(8, device=device).isfinite().all())}
-        grown = torch.cuda.memory_reserved(device) - before
-        part.line("refused capture", said=said, **after, grown_mib=grown / 2**20)
-        with recorded.session(64):
-            again = recorded.forward(token, 0).logits
-        part.line("refused capture", said="a pass afterwards", random=bool(again.isfinite().all()))
+        part.line("refused capture", said=said)
+    for name, call in {
+        "a sum": lambda: float((torch.ones(8, device=device) + 1).sum()),
+        "random numbers": lambda: bool(torch.rand(8, device=device).isfinite().all()),
+        "memory": lambda: torch.empty(2**24, device=device).fill_(1).sum().item(),
+        "another capture": lambda: recorder.record(lambda: x + 1, recorder.pool())[1](),
+        "a pass": lambda: float(eager_pass().float().abs().max()),
+    }.items():
+        with part.attempt("after a refused capture", of=name):
+            part.line("after a refused capture", of=name, value=str(call()))
+    part.line("refused capture", said="memory in MiB", value=(torch.cuda.memory_reserved(device) - before) / 2**20)

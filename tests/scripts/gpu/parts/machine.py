@@ -15,18 +15,6 @@ part = Part("machine")
 device, scale = part.device, 2**14 if part.toy else 1
 part.line("machine", name=platform.node(), python=platform.python_version(), cores=torch.get_num_threads())
 
-for name in ("transformers", "triton", "accelerate", "pydantic", "optuna", "cmaes", "selfspec", "selfspec.search"):
-    begun = time.perf_counter()
-    with part.attempt("import", module=name):
-        module = importlib.import_module(name)
-        seconds = time.perf_counter() - begun
-        part.line("import", module=name, version=getattr(module, "__version__", ""), seconds=seconds)
-with part.attempt("import", module="selfspec.llm.llm"):
-    begun = time.perf_counter()
-    importlib.import_module("selfspec.llm.llm")
-    part.line("import", module="selfspec.llm.llm", file=sys.modules["selfspec"].__file__, version="",
-              seconds=time.perf_counter() - begun)  # fmt: skip
-
 with part.attempt("device"):
     if part.toy:
         part.line("device", name="CPU", torch=torch.__version__)
@@ -47,7 +35,7 @@ with part.attempt("device"):
 
 with part.attempt("bandwidth"):
     part.line("bandwidth", of="copy, read and written", gb_per_s=copy_bandwidth(device, 2**32 // scale) / 1e9)
-    for size in (2**32, 2**26, 2**24):
+    for size in (2**32, 2**28, 2**24):
         speed = read_bandwidth(device, max(size // scale, 2**14))
         part.line("bandwidth", of=f"sum of {size // scale / 2**20:g} MiB", gb_per_s=speed / 1e9)
 
@@ -75,3 +63,15 @@ with part.attempt("host"):
         seconds, host = queued(graph.replay, device, repeats=20)
         part.line("host", of="a graph's node, of 1000", device_us=1e3 * seconds, host_us=1e3 * host)
     synchronise(device)
+
+for name in ("transformers", "triton", "accelerate", "pydantic", "optuna", "cmaes", "selfspec", "selfspec.search"):
+    begun = time.perf_counter()
+    with part.attempt("import", module=name):
+        module = importlib.import_module(name)
+        seconds = time.perf_counter() - begun
+        part.line("import", module=name, version=getattr(module, "__version__", ""), seconds=seconds)
+with part.attempt("import", module="selfspec.llm.llm"):
+    begun = time.perf_counter()
+    importlib.import_module("selfspec.llm.llm")
+    part.line("import", module="selfspec.llm.llm", file=sys.modules["selfspec"].__file__, version="",
+              seconds=time.perf_counter() - begun)  # fmt: skip

@@ -25,9 +25,14 @@ part = Part("widened")
 as_on_cuda(part)
 tokens, prompts = (8, builtin.prompts("heldout")[:1]) if part.toy else (64, builtin.prompts("heldout")[:3])
 
-for factor, temperature, reserve in ((48, 0.0, 30), (18, 0.0, 20), (48, 0.8, 30)):
+for factor, temperature, reserve, count in ((48, 0.0, 40, 3), (18, 0.0, 25, 3), (48, 0.8, 45, 2)):
     if part.left() < reserve:
         break
+    llm = methods = runs = run = drafter = None
+    gc.collect()
+    if not part.toy:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     with part.attempt("texts", factor=factor):
         llm = load_widened(part, factor)
         about = {"parameters": f"{parameters(llm.model) / 1e9:.2g}B", "temperature": temperature}
@@ -39,9 +44,11 @@ for factor, temperature, reserve in ((48, 0.0, 30), (18, 0.0, 20), (48, 0.8, 30)
             drafter = LayerSkipDrafter(llm.runtime, path, FixedK(4))
             methods[f"{name}, 4, guarded"] = method(llm, Guard(drafter), options)
         for run in methods.values():
-            for prompt in prompts:
-                run(prompt)
-        runs = interleave(methods, prompts, rounds=1 if part.toy else 2)
+            for prompt in prompts[:count]:
+                if part.left() > 30:
+                    run(prompt)
+        rounds = 1 if part.toy or temperature else 2
+        runs = interleave(methods, prompts[:count], rounds=rounds, go_on=lambda runs: part.left() > 15)
         for name in methods:
             found = summary(runs, name, bases=["plain", "hf"])
             ratio = {f"/ {base}": of["median"] for base, of in (found["ratio"] or {}).items()}
@@ -52,7 +59,3 @@ for factor, temperature, reserve in ((48, 0.0, 30), (18, 0.0, 20), (48, 0.8, 30)
             )  # fmt: skip
         if not part.toy:
             part.line("memory", **about, peak_gib=torch.cuda.max_memory_allocated(part.device) / 2**30)
-    llm = methods = runs = None
-    gc.collect()
-    if not part.toy:
-        torch.cuda.empty_cache()
