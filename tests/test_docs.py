@@ -103,7 +103,14 @@ def shell(tmp_path_factory):
     warm.close()
 
 
-@pytest.mark.parametrize("path", RUN, ids=named)
+def pages():
+    """The README, and the pages of docs/, which are left to `make test-all`."""
+    for path in RUN:
+        marks = [] if path.parent == ROOT else [pytest.mark.long("examples of the docs")]
+        yield pytest.param(path, marks=marks, id=named(path))
+
+
+@pytest.mark.parametrize("path", pages())
 def test_examples_run(path, shell, tmp_path):
     for folder in ("selfspec/basics", "selfspec/builtin", "tests/scripts"):  # what examples read, enough of it
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "model"))

@@ -47,7 +47,7 @@ def test_each_want_is_one_line():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_summary(tmp_path, workers):
     """Also where the tests are shared between processes."""
-    (tmp_path / "conftest.py").write_text("from wants import pytest_terminal_summary as pytest_terminal_summary")
+    (tmp_path / "conftest.py").write_text("from wants import summary_of_skipped as pytest_terminal_summary")
     (tmp_path / "test_skipped.py").write_text(SKIPPED)
     helpers = str(Path(__file__).parent / "helpers")
     done = subprocess.run(

@@ -55,7 +55,7 @@ def summary(reasons: Iterable[str]) -> list[str]:
     ]
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def summary_of_skipped(terminalreporter: Any) -> None:
     """One line for everything that tests were skipped for."""
     reports = terminalreporter.stats.get("skipped", [])
     lines = summary(report.longrepr[2].removeprefix("Skipped: ") for report in reports)

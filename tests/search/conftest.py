@@ -1,22 +1,8 @@
-"""A quicker model: searches, and what they are held against, are the same whatever the layers."""
+"""A quicker model, and costs that are told: searches are the same whatever the layers and the machine."""
 
 from __future__ import annotations
 
-import pytest
-
-import selfspec
-from selfspec.training.distill import some_layers
-
-LAYERS = 6
-
-
-@pytest.fixture(scope="session")
-def whole() -> selfspec.LLM:
-    """The built-in model in float32."""
-    return selfspec.load(profile="none")
-
-
-@pytest.fixture(scope="session")
-def llm(whole) -> selfspec.LLM:
-    """Some layers of it."""
-    return selfspec.wrap(some_layers(whole.model, LAYERS), whole.tokenizer, profile="none")
+from quick import llm as llm
+from quick import llm64 as llm64
+from quick import whole as whole
+from told import costs_are_told as costs_are_told

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from amount import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from selfspec.search.calibration import choose, record
@@ -82,7 +83,7 @@ def test_missing_files_and_folders(tmp_path):
         read_prompts(tmp_path / "d.txt")
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(200))
 @given(st.text(max_size=60) | st.text('{}[]":, prompttext\\u01\n', max_size=60))
 def test_any_jsonl_gives_prompts_or_one_line(tmp_path, text):
     path = write(tmp_path, "p.jsonl", text)

@@ -20,6 +20,7 @@ from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticT
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.facts.acceptance import Outlook
 from selfspec.facts.costs import CostModel
+from selfspec.facts.draft_path import DraftPath
 from selfspec.model.low_precision import fake
 from selfspec.profile.draft import ProposerSpec
 from selfspec.proposers.ahead import Ahead
@@ -65,7 +66,7 @@ def texts_of(llm64, runtime, seeds):
 @pytest.mark.parametrize("seeds", [(None,) * 3, (1, 2, 3)], ids=["greedy", "match"])
 @pytest.mark.parametrize("candidates", [1, 3])
 def test_passes_are_those_of_real_decoding(llm64, runtime, seeds, candidates):
-    path = random_path(1, 16, words=4096)
+    path = random_path(1, llm64.runtime.layers, words=4096)
     texts = texts_of(llm64, runtime, seeds)
     first = Sampler() if seeds[0] is None else Sampler(temperature=0.8)
     rule = "block" if seeds[0] is None else "match"
@@ -95,7 +96,7 @@ def test_what_is_spared():
 
 def test_a_search_scores_the_cascade(llm64, runtime):
     """Cheaper drafts of the same tokens are worth more, and the score says by what."""
-    path = random_path(1, 16, words=4096)
+    path = DraftPath.of(["int8"] * (2 * llm64.runtime.layers))
     texts = texts_of(llm64, runtime, (None,) * 3)
     with Replay(llm64.model, texts, depth=8, like=runtime) as replay:
         alone = Replayed(replay, COSTS, [FixedK(4)]).score(path)

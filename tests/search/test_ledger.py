@@ -6,6 +6,7 @@ import json
 import time
 
 import pytest
+from amount import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from selfspec.search.ledger import Ledger, Texts
@@ -169,7 +170,7 @@ def test_one_of_the_workers_finishes_and_a_later_one_may_again(path):
     assert later.finishes()
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150), deadline=None)
 @given(st.text('{}[]":, settinrals\n01', max_size=80) | st.sampled_from(["op_code", "study_name"]))
 def test_anything_else_is_one_clear_line(path, text):
     for content in (

@@ -68,7 +68,7 @@ def texts(llm64):
 def real(llm64, texts):
     """What real decoding counts, for every skip set, controller and number of candidates, prompt by prompt."""
     found = {}
-    for skip in random_skips(3, 16):
+    for skip in random_skips(3, llm64.runtime.layers):
         for controller in CONTROLLERS:
             for candidates in (1, 3):
                 drafter = LayerSkipDrafter(llm64.runtime, skip, controller.start(), candidates=candidates)
@@ -82,7 +82,7 @@ def real(llm64, texts):
 @pytest.mark.parametrize("chunk", [3, 64])
 def test_counts_are_those_of_real_decoding(llm64, texts, real, chunk):
     with Replay(llm64.model, texts, depth=DEPTH, chunk=chunk) as replay:
-        for skip in random_skips(3, 16):
+        for skip in random_skips(3, llm64.runtime.layers):
             traces = replay.trace(skip, CONTROLLERS)
             for controller in CONTROLLERS:
                 for candidates in (1, 3):
@@ -92,7 +92,7 @@ def test_counts_are_those_of_real_decoding(llm64, texts, real, chunk):
 
 def test_a_share_is_the_beginning_of_the_whole(llm64, texts):
     with Replay(llm64.model, texts, depth=DEPTH, chunk=24) as replay:
-        for skip in random_skips(2, 16):
+        for skip in random_skips(2, llm64.runtime.layers):
             whole = replay.trace(skip, CONTROLLERS)
             quarter = replay.trace(skip, CONTROLLERS, share=0.25)
             assert [len(t.runs) for t in quarter] == [3] * 3
@@ -267,10 +267,11 @@ def test_shared_noise_needs_seeds():
 
 
 @pytest.mark.parametrize(("candidates", "rule"), [(1, "token"), (3, "block")])
+@pytest.mark.long("statistics of what enumeration proves")
 def test_sampled_means_agree_on_the_built_in_model(whole, candidates, rule):
     """Tokens a round and the share accepted, within three standard errors of the difference."""
     prompts = [whole.encode(p) for p in builtin.prompts("heldout")[:6]]
-    skip, controller, new, repeats = SkipSet((9, 11, 13), (6, 11, 12, 13)), StaticThreshold(0.4, 4), 24, 8
+    skip, controller, new, repeats = SkipSet((1, 3, 4), (2, 4)), StaticThreshold(0.4, 4), 24, 8
     options = {"temperature": 0.8, "top_p": 0.95}
     found = {"real": [], "replay": []}
     drafter = LayerSkipDrafter(whole.runtime, skip, controller, candidates=candidates)
@@ -300,7 +301,7 @@ def test_sampled_means_agree_on_the_built_in_model(whole, candidates, rule):
 
 
 def test_the_seed_and_not_the_chunk_decides_sampled_drafts(llm64, texts):
-    skip = SkipSet((3, 5), (7,))
+    skip = SkipSet((3, 5), (2,))
     traces = []
     for seed, chunk in ((0, 5), (0, 64), (1, 64)):
         with Replay(llm64.model, texts, sampler=Sampler(temperature=1.0), depth=3, chunk=chunk, seed=seed) as replay:
@@ -310,7 +311,7 @@ def test_the_seed_and_not_the_chunk_decides_sampled_drafts(llm64, texts):
 
 def test_a_draft_vocabulary_is_replayed_as_it_is_decoded(llm64, texts):
     seen = sorted({token for text in texts for token in text.tokens})[::2]
-    for skip in random_skips(3, 16):
+    for skip in random_skips(3, llm64.runtime.layers):
         with Replay(llm64.model, texts, depth=DEPTH) as replay:
             traces = replay.trace(DraftPath(skip, tuple(seen)), CONTROLLERS)
             whole = replay.trace(skip, CONTROLLERS)
@@ -328,7 +329,7 @@ def test_paths_in_few_bits_are_replayed_as_they_are_decoded(llm64, texts):
     """Exactly, where products are exact; whatever is told of the drafted tokens."""
     runtime = Runtime(llm64.model, kernel=fake)
     for seed in range(3):
-        path = random_path(seed, 16, words=4096)
+        path = random_path(seed, llm64.runtime.layers, words=4096)
         told = Confidence(bias=1.0, probability=0.5 * (seed != 1), gap=0.7)
         with Replay(llm64.model, texts, depth=DEPTH, like=runtime) as replay:
             replay.confidence = told

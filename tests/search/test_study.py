@@ -249,6 +249,7 @@ class Interrupting(Watched):
             raise KeyboardInterrupt
 
 
+@pytest.mark.long("searches that were cut short")
 def test_an_interrupt_keeps_the_best_so_far_and_the_search_resumes(llm, clockless, tmp_path):
     journal = tmp_path / "trials.jsonl"
     whole = Watched()
@@ -291,6 +292,7 @@ def test_an_interrupt_before_the_first_trial_is_an_interrupt(llm, clockless, mon
         search(llm)
 
 
+@pytest.mark.measured_costs
 def test_a_real_search_end_to_end(llm):
     """Real decoding and real clocks; the profile fits the model it was found on."""
     for kind in ("replay", "wallclock"):

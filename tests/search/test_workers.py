@@ -25,6 +25,8 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.cli import pick
 from selfspec.profile.reading import read_profile
 
+pytestmark = pytest.mark.long("searches that several workers share")
+
 COMMAND = str(Path(command.__file__))
 TRIALS = 12
 OPTIONS = ["--trials", TRIALS, "--prompts", 2, "--max-new-tokens", 8, "--threads", 1, "--keep-best"]

@@ -7,6 +7,7 @@ import sys
 import warnings
 
 import pytest
+from told import costs_are_told as costs_are_told
 
 from selfspec.cli import main
 

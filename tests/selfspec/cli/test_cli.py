@@ -453,6 +453,7 @@ class TestCompare:
 
 
 class TestSearch:
+    @pytest.mark.measured_costs
     def test_finds_and_saves(self, cli, tmp_path):
         args = ("search", "--trials", 3, "--prompts", 2, "--max-new-tokens", 6, "--out", "found.yaml")
         code, out, err = cli(*args)
@@ -1119,7 +1120,9 @@ def test_an_interrupt_keeps_what_was_printed(llm, tmp_path):
 
 
 def test_a_closed_pipe_is_no_traceback():
-    command = f"{SELFSPEC} generate 'import os' --max-new-tokens 900 --threads 1 | head -c 1"
+    command = f"{SELFSPEC} generate 'import os' --max-new-tokens 900 --threads 1 | head -c 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
+    assert len(done.stdout) == 1
+    assert done.returncode == 1  # as click ends where nobody reads
     assert b"Traceback" not in done.stderr
     assert b"Error" not in done.stderr

@@ -53,6 +53,7 @@ def test_a_head_is_trained_and_used(cli, prompts, tmp_path):
     assert cli("generate", "--profile", "parts/eagle.yaml", "--max-new-tokens", "24", "def read(")[1] == plain
 
 
+@pytest.mark.long("training")
 def test_below_the_draft_path_of_a_profile(cli, prompts):
     code, out, _ = cli("train", "eagle", "--profile", "stdlib-llama-3.7m", "--data", prompts, *FEW, "--json")
     assert not code
@@ -62,6 +63,7 @@ def test_below_the_draft_path_of_a_profile(cli, prompts):
     assert not cli("profile", "show", "parts/eagle-below.yaml")[0]
 
 
+@pytest.mark.long("training")
 def test_a_bridge_is_fitted_to_a_profiles_path(cli, prompts):
     Path("path.yaml").write_text(
         "version: 2\nmodel: {layers: 16}\ndraft: {kind: layer-skip, skip: {attention: [7], mlp: [7]}}\n"
@@ -77,6 +79,7 @@ def test_a_bridge_is_fitted_to_a_profiles_path(cli, prompts):
     assert "bridge.safetensors" in cli("profile", "show", "parts/bridge.yaml")[1]
 
 
+@pytest.mark.long("training")
 def test_fine_tuning_says_that_it_gives_another_model(cli, prompts):
     few = [*FEW[:2], "--steps", "1", *FEW[4:]]
     code, out, err = cli("train", "layerskip", "--data", prompts, *few, "--layers", "4", "--json")
@@ -94,6 +97,7 @@ def run_in_a_process(event, folder, prompts):
     return subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long("training that was cut short")
 def test_an_interrupt_saves_the_best_and_the_same_command_goes_on(cli, prompts, tmp_path):
     ended = run_in_a_process("interrupted-fit:5", tmp_path, prompts)
     assert ended.returncode == 130
@@ -104,6 +108,7 @@ def test_an_interrupt_saves_the_best_and_the_same_command_goes_on(cli, prompts, 
     assert (code, json.loads(out)["steps"]) == (0, 12)
 
 
+@pytest.mark.long("training that was cut short")
 def test_a_kill_loses_no_texts(cli, prompts, tmp_path):
     assert run_in_a_process("killed-fit:5", tmp_path, prompts).returncode == -9
     assert not (tmp_path / "parts" / "eagle.safetensors").exists()

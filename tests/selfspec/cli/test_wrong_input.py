@@ -12,6 +12,7 @@ import warnings
 import pytest
 import typer.main
 import yaml
+from amount import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -199,14 +200,14 @@ one_wrong_option = st.sampled_from(sorted(COMMANDS)).flatmap(
 )
 
 
-@settings(max_examples=MANY, **quick)
+@settings(max_examples=examples(MANY), **quick)
 @given(one_wrong_option)
 def test_a_wrong_option(cli, case):
     command, option, value = case
     is_refused(cli(*command.split(), *RIGHT_BESIDE.get(command, []), f"{option}={value}"))
 
 
-@settings(max_examples=200, **quick)
+@settings(max_examples=examples(200), **quick)
 @given(words.map(lambda name: f"no-{name}"))
 def test_a_profile_that_is_none(cli, name):
     for args in (["show", name], ["validate", name], ["diff", "p.yaml", name], ["diff", name, "p.yaml"]):
@@ -220,7 +221,7 @@ def test_what_is_made_wrong_is_right(cli):
     assert cli("profile", "diff", "p.yaml", "p.yaml")[0] == 0
 
 
-@settings(max_examples=FEW, **quick)
+@settings(max_examples=examples(FEW), **quick)
 @given(
     st.lists(
         words
@@ -280,14 +281,14 @@ def test_the_profile_that_is_made_wrong_is_right(cli, tmp_path, right):
     assert cli("profile", "validate", "p.yaml")[0] == 0
 
 
-@settings(max_examples=MANY, **quick)
+@settings(max_examples=examples(MANY), **quick)
 @given(wrong_profiles)
 def test_a_wrong_profile(cli, tmp_path, text):
     (tmp_path / "p.yaml").write_text(text)
     is_refused(cli("profile", "validate", "p.yaml"))
 
 
-@settings(max_examples=300, **quick)
+@settings(max_examples=examples(300), **quick)
 @given(
     st.binary(max_size=60)
     | json_like.map(lambda value: json.dumps(value).encode())
@@ -298,7 +299,7 @@ def test_any_bytes_as_published_sets(cli, tmp_path, content):
     is_refused(cli("profile", "import", "s.json", "--model=org/model", "--layers=8"))
 
 
-@settings(max_examples=150, **quick)
+@settings(max_examples=examples(150), **quick)
 @given(st.binary(max_size=60) | st.text(max_size=60).map(lambda t: t.encode("utf-8", "surrogatepass")))
 def test_any_bytes_to_be_shown(cli, tmp_path, content):
     (tmp_path / "x").write_bytes(content)
@@ -306,7 +307,7 @@ def test_any_bytes_to_be_shown(cli, tmp_path, content):
     is_refused(cli("report", "--bench=x"))
 
 
-@settings(max_examples=FEW, **quick)
+@settings(max_examples=examples(FEW), **quick)
 @given(st.binary(max_size=60) | st.text(max_size=60).map(lambda t: t.encode("utf-8", "surrogatepass")))
 def test_any_bytes_as_a_profile(cli, tmp_path, content):
     (tmp_path / "p.yaml").write_bytes(content)
@@ -336,7 +337,7 @@ def _is_json(text):
     return False
 
 
-@settings(max_examples=1500, **quick)
+@settings(max_examples=examples(1500), **quick)
 @given(st.lists(st.just('{"prompt": "right"}'), max_size=3), wrong_rows, st.sampled_from(["search", "audit"]))
 def test_a_data_file_with_a_wrong_row(cli, tmp_path, before, wrong, command):
     (tmp_path / "d.jsonl").write_bytes("\n".join([*before, wrong]).encode("utf-8", "surrogatepass"))
@@ -346,14 +347,14 @@ def test_a_data_file_with_a_wrong_row(cli, tmp_path, before, wrong, command):
     assert "d.jsonl" in result[1]
 
 
-@settings(max_examples=500, **quick)
+@settings(max_examples=examples(500), **quick)
 @given(st.binary(max_size=40), st.sampled_from(["d.jsonl", "d.txt", "d.parquet", "d.csv", "d"]))
 def test_any_bytes_as_data(cli, tmp_path, content, name):
     (tmp_path / name).write_bytes(content)
     is_refused_or_right(cli("audit", "--prompts", name))
 
 
-@settings(max_examples=500, **quick)
+@settings(max_examples=examples(500), **quick)
 @given(st.text("{}[]()!:.\\\\n text", max_size=12) | words, st.sampled_from(["search", "audit"]))
 def test_any_template(cli, tmp_path, template, command):
     (tmp_path / "d.jsonl").write_text('{"text": "right", "n": 1}')
@@ -361,7 +362,7 @@ def test_any_template(cli, tmp_path, template, command):
     is_refused_or_right(cli(command, option, "d.jsonl", f"--template={template}"))
 
 
-@settings(max_examples=FEW, **quick)
+@settings(max_examples=examples(FEW), **quick)
 @given(st.binary(max_size=40) | json_like.map(lambda value: json.dumps(value).encode()))
 def test_any_bytes_as_a_generation_config_or_a_schema(cli, tmp_path, content):
     (tmp_path / "c.json").write_bytes(content)

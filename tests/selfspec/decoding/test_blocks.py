@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,7 +92,7 @@ class Pretended:
                 assert self.written[block] == tuple(text[: min((i + 1) * SIZE, len(text))])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 1), min_size=1, max_size=6)), max_size=40))
 def test_whoever_comes_and_goes_reads_what_it_wrote(events):
     pool = Pretended()

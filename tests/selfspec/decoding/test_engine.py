@@ -6,123 +6,31 @@ import random
 
 import pytest
 from breaking import Breaking
-from heads import random_head
+from every_drafter import REPRESENTATIVES, table
 from models import plain, run, small
-from stores import babble, stored
-from toys import Adding, HiddenHead, Lockstep, RandomTree, Scripted, Staged
-from trained import learnt
-from words import Doubled
+from toys import Scripted
 
 from selfspec.basics.errors import BusyError, SelfspecError
-from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
+from selfspec.controllers import AdaptiveThreshold, FixedK
 from selfspec.decoding.engine import Engine
 from selfspec.drafters import (
-    ClaspDrafter,
-    FreeDrafter,
-    Guard,
-    InputDrafter,
-    JacobiDrafter,
     LayerSkipDrafter,
-    LookaheadDrafter,
-    ModelDrafter,
     PlainDrafter,
-    RecycleDrafter,
-    Route,
-    Router,
-    SwiftDrafter,
-    TranslatedDrafter,
 )
-from selfspec.drafters.heads import HeadBelow, HeadDrafter
-from selfspec.facts.acceptance import Outlook
-from selfspec.facts.confidence import Confidence
-from selfspec.facts.draft_path import DraftPath
 from selfspec.facts.limits import WIDEST_DRAFT
 from selfspec.facts.skip import SkipSet
 from selfspec.model.low_precision import fake
-from selfspec.proposers.ahead import Ahead
-from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 
 VOCABULARY, ROWS = 11, 4
-WORDS = tuple(range(10))
 SKIP = SkipSet((1,), (0, 2))
 PROMPTS = [[1, 4, 2, 9], [7], [3, 3, 3, 0, 5, 10, 8], [6, 2], [5, 5, 1], [0, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0]]
 ROOMS = [9, 14, 3, 12, 7, 10]
 ENDS = frozenset([2, 8])
-LOW = DraftPath(SkipSet((1,), (0,)), int8=SkipSet((0, 2), (1, 2)), head="int8")
-TRAINED = DraftPath(SkipSet((1,), (1,)), int8=SkipSet((0, 2), (0, 2)), head="int8")
-BY_GAP = Confidence(bias=0.2, probability=0.4, gap=0.8)
-GUESSES = Ahead([Lookup(), Adding(VOCABULARY, 0.3)], (1.0, 1.1, 1.15, 1.2))
-STORED = stored(babble(VOCABULARY), VOCABULARY)
-DRAFTERS = {
-    "plain": lambda runtime: PlainDrafter(),
-    "random tree": lambda runtime: RandomTree(VOCABULARY, (3, 2, 1)),
-    "hidden head": HiddenHead,
-    "draft model": lambda runtime: ModelDrafter(
-        runtime, Runtime(small(VOCABULARY, 1, seed=3)), StaticThreshold(0.2, 4), candidates=2
-    ),
-    "lockstep": Lockstep,
-    "staged": lambda runtime: Staged(
-        Runtime(small(VOCABULARY, 2, seed=3), rows=ROWS), RandomTree(VOCABULARY, (2, 1)), depth=4
-    ),
-    "layer skip, fixed": lambda runtime: LayerSkipDrafter(runtime, SKIP, FixedK(3)),
-    "layer skip, candidates": lambda runtime: LayerSkipDrafter(runtime, SKIP, StaticThreshold(0.3, 4), candidates=3),
-    "layer skip, vocabulary": lambda runtime: LayerSkipDrafter(runtime, DraftPath(SKIP, (1, 2, 4, 5, 8, 9)), FixedK(3)),
-    "layer skip, adaptive": lambda runtime: LayerSkipDrafter(runtime, SKIP, AdaptiveThreshold(k_max=6)),
-    "layer skip, rate": lambda runtime: LayerSkipDrafter(
-        runtime, SKIP, RateOptimal(floor=0.1, outlook=Outlook(0.2)), candidates=4
-    ),
-    "few bits": lambda runtime: LayerSkipDrafter(runtime, LOW, AdaptiveThreshold(k_max=6), confidence=BY_GAP),
-    "few bits, candidates": lambda runtime: LayerSkipDrafter(
-        runtime, LOW, RateOptimal(floor=0.1, outlook=Outlook(0.2)), candidates=4, confidence=BY_GAP
-    ),
-    "trained path": lambda runtime: LayerSkipDrafter(runtime, learnt(runtime, TRAINED), FixedK(3)),
-    "guarded": lambda runtime: Guard(LayerSkipDrafter(runtime, SKIP, FixedK(3), candidates=2), outlook=Outlook(0.1)),
-    "guesses": lambda runtime: LayerSkipDrafter(runtime, SKIP, AdaptiveThreshold(k_max=6), ahead=GUESSES),
-    "guesses, candidates": lambda runtime: LayerSkipDrafter(
-        runtime, LOW, StaticThreshold(0.3, 4), candidates=3, confidence=BY_GAP, ahead=GUESSES
-    ),
-    "lookup": lambda runtime: FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),
-    "recycle": lambda runtime: RecycleDrafter(StaticThreshold(0.1, 5), candidates=3),
-    "input": lambda runtime: InputDrafter(StaticThreshold(0.1, 5)),
-    "jacobi": lambda runtime: JacobiDrafter("jacobi", start="padding"),
-    "jacobi in blocks": lambda runtime: JacobiDrafter("gauss-seidel", block=4),
-    "jacobi, hybrid": lambda runtime: JacobiDrafter("hybrid", block=3, parallel=7, start="prompt"),
-    "draft model of other tokens": lambda runtime: TranslatedDrafter(
-        runtime, Runtime(small(2 * VOCABULARY, 1, seed=9)), Doubled(VOCABULARY), FixedK(2), candidates=2
-    ),
-    "draft model of other tokens, with guesses": lambda runtime: TranslatedDrafter(
-        runtime, Runtime(small(2 * VOCABULARY, 1, seed=9)), Doubled(VOCABULARY), FixedK(4), ahead=GUESSES
-    ),
-    "swift": lambda runtime: SwiftDrafter(runtime, StaticThreshold(0.1, 4), window=6, every=1, candidates=2),
-    "clasp": lambda runtime: ClaspDrafter(runtime, FixedK(3), skip=2, every=1),
-    "lookahead": lambda runtime: LookaheadDrafter(window=3, ngram=3, guesses=2),
-    "routes": lambda runtime: Router(
-        [
-            Route(LayerSkipDrafter(runtime, SKIP, FixedK(3)), Outlook(0.2)),
-            Route(FreeDrafter([Lookup()], StaticThreshold(0.1, 5)), Outlook(0.0)),
-        ]
-    ),
-    "eagle": lambda runtime: HeadDrafter(random_head(runtime, WORDS), FixedK(4)),
-    "eagle, candidates": lambda runtime: HeadDrafter(
-        random_head(runtime, WORDS), StaticThreshold(0.05, 4), candidates=3, ahead=GUESSES
-    ),
-    "eagle below": lambda runtime: LayerSkipDrafter(
-        runtime, LOW, FixedK(5), ahead=GUESSES, below=HeadBelow(random_head(runtime, WORDS), (1.0,) * 5, 0.01)
-    ),
-    "medusa": lambda runtime: HeadDrafter(random_head(runtime, WORDS, "medusa"), FixedK(4), candidates=2),
-    "hydra": lambda runtime: HeadDrafter(random_head(runtime, WORDS, "hydra"), FixedK(3)),
-    "mlp": lambda runtime: HeadDrafter(random_head(runtime, WORDS, "mlp"), FixedK(6)),
-    "mtp": lambda runtime: HeadDrafter(random_head(runtime, WORDS, "mtp"), FixedK(4)),
-    "chimera": lambda runtime: HeadDrafter(random_head(runtime, WORDS, "chimera"), FixedK(4)),
-    "mtp below": lambda runtime: LayerSkipDrafter(
-        runtime, LOW, FixedK(5), below=HeadBelow(random_head(runtime, WORDS, "mtp"), (1.0,) * 5, 0.01)
-    ),
-    "store": lambda runtime: FreeDrafter([Lookup(), STORED], StaticThreshold(0.1, 5)),
-}
+DRAFTERS = table(VOCABULARY)
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +46,10 @@ def alone():
 @pytest.fixture(params=DRAFTERS)
 def make(request):
     return DRAFTERS[request.param]
+
+
+# What follows is the engine's own, and drafters only run through it: some stand for all.
+by_representatives = pytest.mark.parametrize("make", REPRESENTATIVES, indirect=True)
 
 
 def samplers(temperature):
@@ -182,6 +94,7 @@ def test_each_gives_what_it_gives_alone(runtime, alone, make, temperature):
     assert emitted(seqs) == expected(alone, temperature)
 
 
+@by_representatives
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("temperature", [0.0, 1.3], ids=["greedy", "match"])
 def test_whenever_they_join(runtime, alone, make, temperature, seed):
@@ -192,6 +105,7 @@ def test_whenever_they_join(runtime, alone, make, temperature, seed):
     assert emitted(seqs) == expected(alone, temperature)
 
 
+@by_representatives
 def test_those_that_leave_early_disturb_nobody(runtime, alone, make):
     """Each in turn leaves after two rounds: it has what it had, the others' texts are whole, its row is free again."""
     texts = expected(alone, 0.0)
@@ -234,6 +148,7 @@ class Broken(Exception):
     pass
 
 
+@by_representatives
 def test_an_exception_between_any_two_steps_leaves_the_runtime_usable(runtime, alone, make, monkeypatch):
     """A batch is broken off there; what was emitted stands, and the next batch gives the same texts."""
     texts = expected(alone, 1.3)

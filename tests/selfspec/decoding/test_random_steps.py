@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from amount import examples
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -103,6 +104,6 @@ class Steps(RuleBasedStateMachine):
 
 
 Steps.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(120), stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestSteps = Steps.TestCase

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import plain, run, small
@@ -128,7 +129,7 @@ def test_a_machine_that_changes_its_speed_halfway(slower):
         assert slower < 1 or took <= 1.03 * usual
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.floats(0.05, 1.0),
     st.floats(1.0, 1.8),
@@ -175,6 +176,20 @@ def test_longer_drafts_are_no_slower_machine():
         patched.setattr(_Prices, "see_plain", lambda self, seconds: (plain.append(seconds), see(self, seconds)))
         decode(guard, clock, 600, accepted=lambda n: 12, wide=1.2, row=0.06)
     assert len(plain) <= 2 + 600 / 128 + 1
+
+
+def test_after_128_drafted_tokens_a_plain_round_is_due():
+    """Drafts that are all right leave no other reason for one, so that what a plain round takes stays known."""
+    clock = Clock()
+    drafter = Chain(clock, 0.1, 4)
+    guard, plain = Guard(drafter, clock=clock), []
+    see = _Prices.see_plain
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_Prices, "see_plain", lambda self, seconds: (plain.append(clock.now), see(self, seconds)))
+        decode(guard, clock, 1000, accepted=lambda n: 4)
+    first, later = plain[:2], plain[2:]
+    assert len(first) == 2
+    assert 1000 // (128 + 5 + 1) <= len(later) <= 1000 // 128 + 1
 
 
 def test_verifying_that_takes_less_than_a_plain_round_tells_what_one_takes():

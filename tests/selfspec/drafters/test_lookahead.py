@@ -67,10 +67,17 @@ def test_a_repeating_text_takes_few_passes(runtime, outcomes):
 
 def test_nothing_hangs_below_an_end(runtime):
     ends = frozenset([2, 9, 0])
-    _, outcomes = run(runtime, LookaheadDrafter(window=W, ngram=N, guesses=G), PROMPT, NEW, ends=ends)
-    for outcome in outcomes:
-        draft = outcome.draft
-        assert all(parent < 0 or draft.tokens[parent] not in ends for parent in draft.parents)
+    drafted, at_ends = 0, 0
+    for first in range(VOCABULARY):  # texts that end at different places
+        prompt = [first, *PROMPT]
+        _, outcomes = run(runtime, LookaheadDrafter(window=W, ngram=N, guesses=G), prompt, NEW, ends=ends)
+        for outcome in outcomes:
+            draft = outcome.draft
+            drafted += len(draft)
+            at_ends += sum(token in ends for token in draft.tokens)
+            assert all(parent < 0 or draft.tokens[parent] not in ends for parent in draft.parents)
+    assert drafted > 50
+    assert at_ends > 0
 
 
 def test_sizes_out_of_range():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from amount import examples
 from fields import FIELDS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -180,7 +181,7 @@ json_like = st.recursive(
 fields = st.sampled_from(sorted(name for name in vars(GenerationConfig()) if not name.startswith("_")))
 
 
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(1500), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(fields, json_like, min_size=1, max_size=2), st.booleans())
 def test_any_value_in_any_field_is_used_or_refused(llm, given_fields, sampled):
     """What is not refused beforehand decodes; nothing else is ever raised."""

@@ -13,7 +13,7 @@ from wants import needs
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 
-pytestmark = needs("lm_eval", "lm-evaluation-harness")
+pytestmark = [needs("lm_eval", "lm-evaluation-harness"), pytest.mark.long("lm_eval's processes")]
 
 WRITES = """
 task: continuing

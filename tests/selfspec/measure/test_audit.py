@@ -125,6 +125,7 @@ class TestAudit:
             audit(tiny_llm, PlainDrafter(), [])
 
 
+@pytest.mark.long("audits of half precision")
 def test_half_precision_differs_by_near_ties_only(held_out):
     """bfloat16 on the built-in model: rounding explains every difference."""
     llm = selfspec.load(profile="none", dtype="bfloat16")

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import needs_native
@@ -47,7 +48,7 @@ def test_they_stand_for_what_the_file_says(bits, scale):
 
 @needs_native
 @each_bits
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(seed=st.integers(0, 999), out=st.integers(1, 70), blocks=st.integers(1, 4), rows=st.integers(1, 40))
 def test_native_products_are_float32s_and_a_row_is_the_same_alone(bits, seed, out, blocks, rows):
     weight, exact = blocks_of(bits, seed, out, 32 * blocks)

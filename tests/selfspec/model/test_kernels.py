@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowering import kernels
@@ -37,7 +38,7 @@ def bound(x, weight):
 @each_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [False, True])
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     seed=st.integers(0, 99), rows=st.integers(1, 5), out=st.integers(1, 40), into=st.integers(1, 4),
     size=st.sampled_from([1e-4, 1.0, 30.0]),
@@ -59,7 +60,7 @@ def test_every_kernel_is_near_the_rounded_weight(bits, kernel, dtype, bias, seed
 
 
 @each_kernel
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(seed=st.integers(0, 99), rows=st.integers(2, 6), larger=st.sampled_from([0.0, 1e-3, 1e3]))
 def test_rows_do_not_see_each_other(bits, kernel, seed, rows, larger):
     torch.manual_seed(seed)
@@ -170,15 +171,20 @@ def test_kernels_that_fail_or_are_wrong_are_not_taken(monkeypatch, fresh_cache):
 
 
 def test_large_weights_are_timed_on_smaller_ones(monkeypatch, fresh_cache):
-    seen = []
-    monkeypatch.setitem(
-        KERNELS, 8, {"fake": lambda weight, dtype: seen.append(weight.values.shape) or fake(weight, dtype)}
-    )
-    monkeypatch.setattr(chosen, "_VALUES", 128 * 64)
+    """With as many inputs, as many outputs as there are while they are neither too few to time nor too many values."""
+    few, many, into, seen = 48, 128 * 64, 64, []
+    monkeypatch.setitem(KERNELS, 8, {"fake": lambda weight, dtype: seen.append(weight.values) or fake(weight, dtype)})
+    monkeypatch.setattr(chosen, "_OUTPUTS", few)
+    monkeypatch.setattr(chosen, "_VALUES", many)
     monkeypatch.setattr(chosen, "_COPIES", 1)
-    for out in (8, 100, 1000):
-        kernel_times(torch.randn(out, 64), 8)
-    assert [tuple(shape) for shape in seen] == [(64, 64), (100, 64), (128, 64)]
+    for out in (8, 47, 48, 49, 100, 128, 129, 1000):
+        kernel_times(torch.randn(out, into), 8)
+        timed = seen.pop()
+        assert not seen
+        assert timed.shape[1] == into
+        assert len(timed) >= few
+        assert timed.numel() <= many
+        assert len(timed) == out or out < few or out * into > many
 
 
 def test_weights_are_timed_as_they_come_from_memory(monkeypatch, fresh_cache):

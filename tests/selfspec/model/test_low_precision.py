@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowering import stands_for
@@ -34,7 +35,7 @@ weights = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(weights)
 def test_in_8_bits_a_value_is_off_by_half_a_step_of_its_output(weight):
     held = rounded(weight, 8)
@@ -46,7 +47,7 @@ def test_in_8_bits_a_value_is_off_by_half_a_step_of_its_output(weight):
     assert held.values.abs().max() <= 127
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(weights)
 def test_in_4_bits_a_value_is_off_by_half_a_step_of_its_group_and_what_bfloat16_loses_of_the_zero(weight):
     held = rounded(weight, 4)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import needs_native
@@ -101,7 +102,7 @@ def check_alone(product, x, chosen):
 
 @needs_native
 @each_kind
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data(), seed=SEEDS, rows=st.integers(1, 20), out=st.integers(1, 70), bias=st.booleans())
 def test_products_are_near_the_exact_ones(kind, data, seed, rows, out, bias):
     product, weight, shift = product_of(kind, seed, out, data.draw(sizes(kind)), bias=bias)
@@ -109,7 +110,7 @@ def test_products_are_near_the_exact_ones(kind, data, seed, rows, out, bias):
 
 
 @needs_native
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(seed=SEEDS, rows=st.integers(1, ROWS), out=st.integers(1, 70), into=st.integers(1, 70))
 def test_with_weights_in_bfloat16_rows_are_not_rounded_to_it(seed, rows, out, into):
     product, weight, _ = product_of("bfloat16", seed, out, into)
@@ -119,7 +120,7 @@ def test_with_weights_in_bfloat16_rows_are_not_rounded_to_it(seed, rows, out, in
 
 
 @needs_native
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(seed=SEEDS, rows=st.integers(ROWS + 1, 70), out=st.integers(1, 9), into=st.integers(1, 4), bias=st.booleans())
 def test_many_rows_in_float32_are_multiplied_as_exactly(seed, rows, out, into, bias):
     """Of whole sixteens of outputs and 32s of inputs, as processors with tiles take."""
@@ -167,7 +168,7 @@ def test_what_is_no_number_stays_in_its_row(kind, bad):
 
 @needs_native
 @each_kind
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     data=st.data(), seed=SEEDS, out=st.integers(1, 70), bias=st.booleans(), several=st.sampled_from([1, 2]),
     chosen=st.sets(st.integers(0, ROWS - 1), min_size=1),
@@ -192,7 +193,7 @@ def test_two_threads_give_the_bits_of_one(kind, rows):
 
 @needs_native
 @each_kind
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(data=st.data(), seed=SEEDS, rows=st.integers(1, 20), out=st.integers(1, 40), bias=st.booleans())
 def test_write_and_add_go_into_a_part_of_a_wider_tensor(kind, data, seed, rows, out, bias):
     product, weight, shift = product_of(kind, seed, out, data.draw(sizes(kind)), bias=bias)
@@ -685,6 +686,7 @@ OLDER = {"x86-64": 4, "haswell": 8}
 
 @needs_native
 @pytest.mark.parametrize("processor", OLDER)
+@pytest.mark.long("builds for older processors")
 def test_older_processors_compute_the_same(monkeypatch, anew, processor):
     """Compiled as for them, with shorter vectors, as far as this one can run that."""
     if processor == "haswell" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):

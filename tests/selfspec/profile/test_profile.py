@@ -5,6 +5,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -229,19 +230,19 @@ keys = st.sampled_from(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.dictionaries(keys, json_like) | json_like)
 def test_wrong_data_gives_one_line(data):
     _one_line_or_valid(yaml.safe_dump(data))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.text(max_size=80) | st.text("{}[]&*!|>'\"%@`:-,? \n\tab01.", max_size=40))
 def test_wrong_text_gives_one_line(text):
     _one_line_or_valid(text)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(profiles, st.data())
 def test_a_damaged_file_gives_one_line(profile, data):
     text = profile_text(profile)
@@ -401,7 +402,7 @@ class TestSchema:
         return jsonschema.Draft202012Validator(schema)
 
     def test_what_can_be_written_is_valid(self, validator):
-        @settings(max_examples=50)
+        @settings(max_examples=examples(50))
         @given(profiles)
         def check(profile):
             validator.validate(yaml.safe_load(profile_text(profile)))
@@ -409,7 +410,7 @@ class TestSchema:
         check()
 
     def test_so_is_version_1(self, validator):
-        @settings(max_examples=50)
+        @settings(max_examples=examples(50))
         @given(version_1, st.booleans())
         def check(profile, numbered):
             data = as_version_1(profile)

@@ -6,6 +6,7 @@ import hashlib
 import json
 
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import run, small
@@ -56,7 +57,7 @@ json_like = st.recursive(
 no_layer = json_like.filter(lambda value: type(value) is not int or value < 0)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(files, no_layer | st.integers(10_000), st.sampled_from(["attention", "mlp"]), st.data())
 def test_what_is_no_layer_is_refused(file, wrong, part, data):
     key = data.draw(st.sampled_from(sorted(file)))
@@ -73,7 +74,7 @@ def test_a_layer_that_is_listed_twice_is_refused(file, part, data):
     _is_refused(json.dumps(file), key, f"{part}: layer 7 is listed twice")
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.text(max_size=60) | json_like.map(json.dumps) | st.dictionaries(st.text(max_size=4), json_like).map(json.dumps)
 )

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import needs_native
@@ -70,7 +71,7 @@ def read(runtime, tokens, row, start=0, **options):
 
 
 @each_model
-@settings(max_examples=4)
+@settings(max_examples=examples(4))
 @given(seed=SEEDS, n=st.integers(1, 260), several=st.sampled_from([1, 2]), low=st.booleans())
 def test_a_text_has_the_bits_that_it_has_in_rows(name, seed, n, several, low):
     """However many tokens come at once; then drafts of all rows at once, and a tree's path is kept."""

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import needs_native
@@ -104,7 +105,7 @@ def counted(monkeypatch):
 
 
 @each_model
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(seed=SEEDS, n=st.integers(1, N), widths=st.lists(st.integers(1, ROWS + 4), max_size=12))
 def test_the_whole_model_is_what_it_is_operation_by_operation(name, seed, n, widths):
     ours, theirs = both(name)
@@ -117,7 +118,7 @@ def test_the_whole_model_is_what_it_is_operation_by_operation(name, seed, n, wid
 
 
 @each_model
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(seed=SEEDS, skipped=st.sets(st.integers(0, 2 * LAYERS - 1)), widths=st.lists(st.integers(1, ROWS), max_size=8))
 def test_what_is_bypassed_adds_nothing_and_writes_nothing(name, seed, skipped, widths):
     ours, theirs = both(name)
@@ -136,7 +137,7 @@ def test_what_is_bypassed_adds_nothing_and_writes_nothing(name, seed, skipped, w
 
 
 @each_model
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(seed=SEEDS, widths=st.lists(st.integers(1, ROWS), max_size=6))
 def test_sub_layers_in_few_bits_go_into_the_same_pass(name, seed, widths):
     """And are near the rounded weights themselves, which no native pass multiplies with."""
@@ -176,7 +177,7 @@ def test_a_path_all_in_few_bits_needs_no_layout(name, mode):
 
 @each_model
 @pytest.mark.parametrize("rank", [None, 16])
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 @given(seed=SEEDS, widths=st.lists(st.integers(1, ROWS), max_size=6), several=st.sampled_from([1, 2]))
 def test_bridges_and_changed_weights_go_into_the_same_pass(name, rank, seed, widths, several):
     """Near the rounded ones operation by operation, and the same bits in any split."""
@@ -196,7 +197,7 @@ def test_bridges_and_changed_weights_go_into_the_same_pass(name, rank, seed, wid
 
 
 @each_model
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(
     seed=SEEDS, widths=st.lists(st.integers(1, ROWS), min_size=1, max_size=20), start=st.integers(1, 40),
     several=st.sampled_from([1, 2]), low=st.booleans(),
@@ -216,7 +217,7 @@ def test_a_chain_gives_the_same_bits_in_any_split(name, seed, widths, start, sev
 
 
 @each_model
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(seed=SEEDS, start=st.integers(1, 70), nodes=st.integers(1, ROWS - 1))
 def test_trees_are_verified_as_operation_by_operation(name, seed, start, nodes):
     """As a checker lays them out. A path, which has the bits of the chain that it is, is kept, and decoding goes on."""
@@ -243,7 +244,7 @@ def test_trees_are_verified_as_operation_by_operation(name, seed, start, nodes):
 
 
 @each_model
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(seed=SEEDS, n=st.integers(1, ROWS), wider=st.integers(0, 20))
 def test_tokens_may_stand_in_any_slots_under_any_mask(name, seed, n, wider):
     ours, theirs = both(name)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import needs_native
@@ -82,7 +83,7 @@ def assert_same(ours, theirs):
 
 @each_model
 @pytest.mark.parametrize("path", PATHS)
-@settings(max_examples=4)
+@settings(max_examples=examples(4))
 @given(seed=SEEDS, several=st.sampled_from([1, 2, 3]), most=st.sampled_from([3, 40]))
 def test_each_draft_gives_the_bits_that_it_gives_alone(name, path, seed, several, most):
     runtime, placed = runtime_of(name), placed_of(random.Random(seed), most)

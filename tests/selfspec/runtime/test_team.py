@@ -22,7 +22,10 @@ from selfspec.facts.identity import Identity
 from selfspec.model.shards import parallel_options
 
 SECONDS = 240  # after which processes that wait for each other are taken to do so for ever
-pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="no gloo")
+pytestmark = [
+    pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="no gloo"),
+    pytest.mark.long("torchrun"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import json
 
 import httpx2
 import pytest
+from amount import examples
 from batches import ToyBatch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -220,7 +221,7 @@ def test_no_value_of_a_field_breaks_anything(app, field):
             check_answered(app, path, {**GOOD[path], field: value})
 
 
-@settings(max_examples=120, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(120), suppress_health_check=list(HealthCheck))
 @given(path=st.sampled_from([CHAT, COMPLETION]), body=BODIES, based=st.booleans())
 def test_no_body_breaks_anything(app, path, body, based):
     check_answered(app, path, {**GOOD[path], **body} if based else body)

@@ -8,6 +8,7 @@ import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
+import pytest
 from batches import ToyBatch, continued
 from rude import misbehave
 from servers import served, until
@@ -16,6 +17,7 @@ PROMPTS = ["import os", "class Parser:", "def main(args):", "while True:"]
 RUDE, ASKED = 200, 40
 
 
+@pytest.mark.long("servers under attack")
 def test_rude_clients_leave_nothing_behind(chatting, caplog, capfd):
     expected = {
         prompt: chatting.tokenizer.decode(continued(chatting.encode(prompt), 30), skip_special_tokens=True)

@@ -10,6 +10,7 @@ import itertools
 
 import pytest
 import torch
+from every_drafter import table
 from models import run, small
 from toys import Adding, Enumerating, HiddenHead, RandomTree, Reusing, Scripted, Staged, enumerate_outcomes
 from trained import learnt
@@ -158,6 +159,7 @@ DRAFTERS = {
     "lookahead": lambda runtime: LookaheadDrafter(window=1, ngram=3, guesses=1),
     "guarded": lambda runtime: Guard(RandomTree(VOCABULARY, (1, 1)), clock=itertools.count().__next__),
 }
+TABLE = table(VOCABULARY, 2)
 SETTINGS = {
     "temperature": lambda: [hf.TemperatureLogitsWarper(0.5)],
     "penalty, top-k": lambda: [hf.RepetitionPenaltyLogitsProcessor(1.5), hf.TopKLogitsWarper(2)],
@@ -232,8 +234,15 @@ def left_out(rule, name, room):
     return name not in LONG if room == 4 else room == 3 and name in MANY and rule == "token"
 
 
+def marks(rule, name, room):
+    """What leaves a case to `make test-all`, or to `make proof`."""
+    if left_out(rule, name, room):
+        return [pytest.mark.proof]
+    return [pytest.mark.long("laws of long drafts")] if room > 2 and name not in LONG else []
+
+
 CASES = [
-    pytest.param(rule, name, room, marks=[pytest.mark.proof] if left_out(rule, name, room) else [])
+    pytest.param(rule, name, room, marks=marks(rule, name, room))
     for rule in RULES
     for name in DRAFTERS
     for room in (2, 3, 4)
@@ -244,6 +253,12 @@ CASES = [
 @pytest.mark.parametrize(("rule", "name", "room"), CASES)
 def test_what_is_emitted_follows_the_target_exactly(runtime, rule, name, room):
     assert deviation(runtime, DRAFTERS[name], room, rule=rule) < EXACT
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", TABLE)
+def test_two_tokens_of_every_drafter_follow_the_target_exactly(runtime, rule, name):
+    assert deviation(runtime, TABLE[name], 2, rule=rule) < EXACT
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from amount import some
 from lowering import random_path
 
 from selfspec.controllers import CONTROLLERS
@@ -20,8 +21,8 @@ from selfspec.profile.draft import LayerSkipSpec
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 
-PROMPTS, TOKENS = 20, 32
-FEW = 8  # prompts for each of many skip sets and controllers
+PROMPTS, TOKENS = some(20, 6), 32
+FEW = some(8, 3)  # prompts for each of many skip sets and controllers
 
 
 def skip_sets() -> dict[str, SkipSet]:
@@ -46,13 +47,13 @@ def plain_texts(llm64, held_out):
     return [llm64.generate(p, max_new_tokens=TOKENS, drafter=PlainDrafter()).tokens for p in held_out[:FEW]]
 
 
-def some(cases, always):
+def tried(cases, always):
     """Of many cases those that are always tried; `make proof` tries all."""
     return [pytest.param(*case, marks=[] if case[0] in always else [pytest.mark.proof]) for case in cases.items()]
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
-@pytest.mark.parametrize(("name", "skip"), some(skip_sets(), ("shipped", "empty", "random 16")))
+@pytest.mark.parametrize(("name", "skip"), tried(skip_sets(), ("shipped", "empty", "random 16")))
 def test_float64_equals_plain_decoding(llm64, held_out, plain_texts, name, skip, controller):
     drafter = llm64.layer_skip(skip, ControllerSpec(name=controller))
     for prompt, expected in zip(held_out[:FEW], plain_texts, strict=True):
@@ -60,7 +61,7 @@ def test_float64_equals_plain_decoding(llm64, held_out, plain_texts, name, skip,
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
-@pytest.mark.parametrize(("name", "path"), some(paths(), ("random 0", "all int8")))
+@pytest.mark.parametrize(("name", "path"), tried(paths(), ("random 0", "all int8")))
 def test_few_bits_equal_plain_decoding(llm64, held_out, plain_texts, name, path, controller):
     confidence = Confidence(bias=1.0, probability=0.2, gap=0.8)
     spec = LayerSkipSpec.of(path, ControllerSpec(name=controller), confidence=confidence)

@@ -4,39 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
+from amount import some
+from every_drafter import table
 from models import run, small
 from scipy import stats as scipy_stats
-from stores import babble, stored
-from toys import Adding, HiddenHead, RandomTree, Scripted, Toy
-from words import Doubled
+from toys import Scripted, Toy
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.controllers import AdaptiveThreshold, FixedK, StaticThreshold
 from selfspec.drafters import (
-    ClaspDrafter,
-    FreeDrafter,
-    InputDrafter,
-    JacobiDrafter,
-    LayerSkipDrafter,
-    LookaheadDrafter,
-    ModelDrafter,
     PlainDrafter,
-    RecycleDrafter,
-    SwiftDrafter,
-    TranslatedDrafter,
 )
 from selfspec.drafters.chains import _drawn
-from selfspec.facts.confidence import Confidence
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.skip import SkipSet
 from selfspec.model.low_precision import fake
-from selfspec.proposers.ahead import Ahead
-from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sampling import Sampler
 
 VOCABULARY, PROMPT, ROOM = 7, [3, 1, 4], 8
+SEEDS = some(1000, 200)
 
 
 class Garbage(Toy):
@@ -62,44 +47,9 @@ class Garbage(Toy):
         return Draft(tuple(tokens), tuple(parents), q, rows)
 
 
-LOW = DraftPath(SkipSet((1,)), int8=SkipSet((0,), (0, 1)), head="int8")
-BY_GAP = Confidence(bias=0.3, probability=0.0, gap=0.8)
-GUESSES = Ahead([Lookup(), Adding(VOCABULARY, 0.3)], (1.0, 1.1, 1.15, 1.2))
-STORED = stored(babble(VOCABULARY), VOCABULARY)
 DRAFTERS = {
-    "tree": lambda runtime: RandomTree(VOCABULARY, (3, 2, 1)),
+    **table(VOCABULARY, 2),
     "one-hot": lambda runtime: Scripted(lambda tokens: [sum(tokens) % 7, len(tokens) % 7, 3], 3),
-    "hidden head": HiddenHead,
-    "draft model": lambda runtime: ModelDrafter(runtime, Runtime(small(VOCABULARY, 1, seed=9)), FixedK(3)),
-    "layer skip": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (0,)), FixedK(3)),
-    "layer skip, candidates": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (0,)), FixedK(3), candidates=3),
-    "layer skip, draft vocabulary": lambda runtime: LayerSkipDrafter(
-        runtime, DraftPath(SkipSet((1,), (0,)), (0, 3, 4, 6)), FixedK(3)
-    ),
-    "layer skip, adaptive": lambda runtime: LayerSkipDrafter(runtime, SkipSet((0,), (0,)), AdaptiveThreshold(k_max=5)),
-    "few bits": lambda runtime: LayerSkipDrafter(runtime, LOW, AdaptiveThreshold(k_max=5), confidence=BY_GAP),
-    "few bits, candidates": lambda runtime: LayerSkipDrafter(
-        runtime, LOW, StaticThreshold(0.5, 3), candidates=3, confidence=BY_GAP
-    ),
-    "guesses": lambda runtime: LayerSkipDrafter(
-        runtime, SkipSet((1,), (0,)), AdaptiveThreshold(k_max=6), ahead=GUESSES
-    ),
-    "guesses, candidates": lambda runtime: LayerSkipDrafter(
-        runtime, LOW, StaticThreshold(0.3, 4), candidates=3, confidence=BY_GAP, ahead=GUESSES
-    ),
-    "lookup": lambda runtime: FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),
-    "recycle": lambda runtime: RecycleDrafter(StaticThreshold(0.1, 5), candidates=3),
-    "input": lambda runtime: InputDrafter(StaticThreshold(0.1, 5)),
-    "jacobi": lambda runtime: JacobiDrafter("jacobi", start="padding"),
-    "jacobi in blocks": lambda runtime: JacobiDrafter("gauss-seidel", block=4),
-    "jacobi, hybrid": lambda runtime: JacobiDrafter("hybrid", block=3, parallel=7, start="prompt"),
-    "draft model of other tokens": lambda runtime: TranslatedDrafter(
-        runtime, Runtime(small(2 * VOCABULARY, 1, seed=9)), Doubled(VOCABULARY), FixedK(2), candidates=2
-    ),
-    "swift": lambda runtime: SwiftDrafter(runtime, StaticThreshold(0.1, 4), window=6, every=1, candidates=2),
-    "clasp": lambda runtime: ClaspDrafter(runtime, FixedK(3), skip=1, every=1),
-    "lookahead": lambda runtime: LookaheadDrafter(window=3, ngram=3, guesses=2),
-    "store": lambda runtime: FreeDrafter([Lookup(), STORED], StaticThreshold(0.1, 5)),
 }
 
 
@@ -115,32 +65,32 @@ def text(runtime, drafter, seed, **options):
 
 @pytest.fixture(scope="module")
 def plain(runtime):
-    return [text(runtime, PlainDrafter(), seed)[0] for seed in range(1000)]
+    return [text(runtime, PlainDrafter(), seed)[0] for seed in range(SEEDS)]
 
 
 def test_seeds_give_many_texts(plain):
-    assert len(set(map(tuple, plain))) > 400
+    assert len(set(map(tuple, plain))) > 0.4 * SEEDS
 
 
-def test_any_draft_with_a_thousand_seeds(runtime, plain):
+def test_any_draft_with_any_seed(runtime, plain):
     accepted = 0
-    for seed in range(1000):
+    for seed in range(SEEDS):
         tokens, outcomes = text(runtime, Garbage(seed), seed)
         assert tokens == plain[seed]
         accepted += sum(outcome.accepted for outcome in outcomes)
-    assert accepted > 500
+    assert accepted > SEEDS / 2
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter(runtime, plain, name):
     drafter = DRAFTERS[name](runtime)
-    for seed in range(150):
+    for seed in range(some(150, 40)):
         assert text(runtime, drafter, seed)[0] == plain[seed]
 
 
 def test_nothing_depends_on_earlier_prompts(runtime, plain):
     """Text and rounds of a seed are the same, whatever an adaptive drafter has seen before."""
-    drafter = DRAFTERS["layer skip, adaptive"](runtime)
+    drafter = DRAFTERS["skip, adaptive"](runtime)
     first = [len(outcome.draft) for outcome in text(runtime, drafter, 5)[1]]
     for seed in range(40):
         text(runtime, drafter, seed)

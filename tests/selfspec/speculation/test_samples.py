@@ -15,6 +15,8 @@ from selfspec.facts.skip import SkipSet
 from selfspec.model.low_precision import fake
 from selfspec.runtime.forward import Runtime
 
+pytestmark = pytest.mark.long("statistics of what enumeration proves")
+
 PROMPT, LENGTH, N = [3, 1, 4], 4, 1400
 SAMPLING = {"temperature": 0.9, "top_k": 9}
 

@@ -68,6 +68,24 @@ def test_the_text_ends_before_the_first_stop_string():
     assert stream(tokens, ["nothing"])[1] == "return value\nraise Error"
 
 
+class Words:
+    """A tokenizer whose tokens are the words of a list."""
+
+    def __init__(self, *words):
+        self.words = words
+
+    def decode(self, tokens, *, skip_special_tokens):
+        return "".join(self.words[token] for token in tokens)
+
+
+@pytest.mark.parametrize("stops", [["<2>", "<1>"], ["<1>", "<2>"]])
+def test_of_two_stop_strings_that_one_token_completes_the_earlier_ends_the_text(stops):
+    text = TextStream(Words("a", "b<1>c<2>d"), [0], stops)
+    assert text.push(1)
+    text.finish()
+    assert text.text == "b"
+
+
 def test_a_possible_beginning_of_a_stop_string_is_held_back():
     tokens = [t for word in ("a", "<", "/", "b") for t in TOKENIZER(word).input_ids]
     pieces, whole = stream(tokens, ["</s>"])

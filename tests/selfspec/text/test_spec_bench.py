@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from amount import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -93,7 +94,7 @@ rows = st.fixed_dictionaries(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(300))
 @given(st.lists(rows.map(json.dumps) | values.map(json.dumps) | st.text('{}[]":, turnscaegoy\\u01\n', max_size=40)))
 def test_any_file_gives_questions_or_one_line(tmp_path, lines):
     path = tmp_path / "question.jsonl"

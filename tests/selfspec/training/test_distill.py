@@ -51,12 +51,14 @@ def fitted(llm, held_out, tmp_path_factory):
     return fit(llm, part="distill", out=tmp_path_factory.mktemp("parts"), prompts=held_out, options=TrainOptions(**FEW))
 
 
+@pytest.mark.long("training")
 def test_acceptance_rises(fitted):
     (_, before), *_, (_, after) = fitted.progress.history
     assert after > before + 0.2
     assert json.loads((fitted.part.parent / "distill.json").read_text())["kind"] == "distill"
 
 
+@pytest.mark.long("training")
 def test_its_profile_gives_plain_decodings_text(llm, fitted, held_out):
     (path,) = fitted.profiles
     profile = read_profile(path)

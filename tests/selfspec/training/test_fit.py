@@ -45,6 +45,7 @@ def fitted(llm, prompts, tmp_path_factory):
     return fit(llm, out=out, prompts=prompts, profile=profile, options=TrainOptions(steps=60, **FEW))
 
 
+@pytest.mark.long("training")
 def test_acceptance_rises(fitted):
     (_, before), *_, (_, after) = fitted.progress.history
     assert after > before
@@ -54,6 +55,7 @@ def test_acceptance_rises(fitted):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("eagle", "distill", "layerskip", *OF_PATHS)])
+@pytest.mark.long("training of every kind of head")
 def test_each_kind_learns_and_drafts(llm, prompts, tmp_path, kind):
     options = TrainOptions(steps=100, **FEW)
     fitted = fit(llm, part=kind, out=tmp_path, prompts=prompts, options=options)
@@ -66,6 +68,7 @@ def test_each_kind_learns_and_drafts(llm, prompts, tmp_path, kind):
     assert told.tokens == plain
 
 
+@pytest.mark.long("training")
 def test_the_same_call_gives_the_same_part(llm, fitted, prompts, tmp_path):
     more = TrainOptions(steps=1, **{**FEW, "texts": FEW["texts"] + 12})  # there are other texts by then
     fit(llm, part="medusa", out=tmp_path, prompts=prompts, options=more)
@@ -75,6 +78,7 @@ def test_the_same_call_gives_the_same_part(llm, fitted, prompts, tmp_path):
 
 
 @pytest.mark.parametrize("by", [KeyboardInterrupt(), RuntimeError("killed")], ids=["interrupt", "kill"])
+@pytest.mark.long("training that was cut short")
 def test_what_was_cut_short_goes_on(llm, fitted, prompts, tmp_path, by):
     options = TrainOptions(steps=60, **FEW)
     if isinstance(by, KeyboardInterrupt):

@@ -106,6 +106,7 @@ def fitted(llm, held_out, tmp_path_factory):
     return fit(llm, part="layerskip", out=tmp_path_factory.mktemp("parts"), prompts=held_out, options=options)
 
 
+@pytest.mark.long("training")
 def test_it_is_another_model_and_says_so(llm, fitted):
     assert fitted.changed
     before, after = fitted.told["perplexity"]
@@ -118,6 +119,7 @@ def test_it_is_another_model_and_says_so(llm, fitted):
     assert torch.equal(saved.model.embed_tokens.weight, llm.model.model.embed_tokens.weight)
 
 
+@pytest.mark.long("training")
 def test_it_drafts_by_its_early_layers_and_its_text_is_its_own(fitted, held_out):
     drafted = selfspec.load(str(fitted.part), profile=fitted.profiles[0])
     bypassed = tuple(range(4, 16))
@@ -127,11 +129,13 @@ def test_it_drafts_by_its_early_layers_and_its_text_is_its_own(fitted, held_out)
         assert drafted.generate(prompt, max_new_tokens=32).tokens == plain.tokens
 
 
+@pytest.mark.long("training")
 def test_it_is_no_profile_of_the_model_it_began_as(fitted):
     with pytest.warns(UserWarning, match="made for other weights"):
         selfspec.load(profile=fitted.profiles[0])
 
 
+@pytest.mark.long("training")
 def test_its_early_layers_have_learnt_to_draft(llm, held_out, fitted):
     learner = LayerSkipLearner(llm.runtime, layers=4, loss="forward-kl", seed=0)
     made = Texts(folder_of(llm, held_out, False, TrainOptions(**FEW)))

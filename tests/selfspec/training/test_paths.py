@@ -154,6 +154,7 @@ def test_every_loss_falls(runtime, loss):
     assert seen[-1] < 0.9 * seen[0]
 
 
+@pytest.mark.long("training")
 def test_adapters_bring_it_nearer_still(llm, bridged, prompts, tmp_path):
     """Upon the bridges that the profile has, which stay; and what comes out is the model's own text."""
     options = TrainOptions(steps=6, rank=8, **FEW)
@@ -186,6 +187,7 @@ class _Cut(Silent):
             raise KeyboardInterrupt
 
 
+@pytest.mark.long("training that was cut short")
 def test_an_interrupted_adapter_goes_on(llm, profile, prompts, tmp_path):
     given = {"part": "adapter", "out": tmp_path, "prompts": prompts, "profile": profile}
     options = TrainOptions(steps=4, **FEW)

@@ -1,0 +1,34 @@
+"""Fixtures of a quicker model: some layers of the built-in one, for tests that hold whatever the layers."""
+
+from __future__ import annotations
+
+import pytest
+
+import selfspec
+from selfspec.training.distill import some_layers
+
+LAYERS = 6
+
+
+def quick(dtype: str) -> selfspec.LLM:
+    """The built-in model with some of its layers alone, without a profile."""
+    model = selfspec.load(profile="none", dtype=dtype)
+    return selfspec.wrap(some_layers(model.model, LAYERS), model.tokenizer, profile="none")
+
+
+@pytest.fixture(scope="session")
+def whole() -> selfspec.LLM:
+    """The built-in model in float32, with all of its layers."""
+    return selfspec.load(profile="none")
+
+
+@pytest.fixture(scope="session")
+def llm() -> selfspec.LLM:
+    """Some layers of the built-in model, in float32."""
+    return quick("float32")
+
+
+@pytest.fixture(scope="session")
+def llm64() -> selfspec.LLM:
+    """Some layers of the built-in model, in float64."""
+    return quick("float64")

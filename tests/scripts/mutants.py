@@ -1,0 +1,372 @@
+"""Plant bugs one at a time, and see that tests notice each.
+
+    python tests/scripts/mutants.py                       # all of them, and the table
+    python tests/scripts/mutants.py --only guard,rules    # those whose names contain one of these
+    python tests/scripts/mutants.py --check               # only whether each place is still in the sources
+
+Each mutant replaces one text, which must be in its file exactly once, in a copy of the repository, and runs the test
+files that should notice, all of which must pass without it. It is caught when one of them fails. Exits with 1 when one
+survives or its place in the sources is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests" / "selfspec"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A bug: in `file`, `old` becomes `new`; `tests` are the files that should notice."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTANTS = (
+    # -- found by planting bugs before
+    Mutant(
+        "stop strings: the first that was found, not the earliest",
+        "selfspec/text/pieces.py", "self._held[: min(found)]", "self._held[: found[0]]",
+        "text/test_pieces.py",
+    ),
+    Mutant(
+        "guard: no plain round after 128 drafted tokens",
+        "selfspec/drafters/guard.py", "PROBE = 128", "PROBE = 10**9",
+        "drafters/test_guard.py",
+    ),
+    Mutant(
+        "profile: a draft model's confidence is dropped",
+        "selfspec/drafters/registry.py",
+        "controller, confidence = make_controller(spec.controller, profile.outlook), spec.confidence or PROBABILITY",
+        "controller, confidence = make_controller(spec.controller, profile.outlook), PROBABILITY",
+        "drafters/test_every_field.py",
+    ),
+    # -- acceptance
+    Mutant(
+        "acceptance: token rejection accepts a little too often",
+        "selfspec/speculation/rules.py",
+        "sampler.coin(min(1.0, ratios[kept]))", "sampler.coin(min(1.0, 1.02 * ratios[kept]))",
+        "speculation/test_law.py",
+    ),
+    Mutant(
+        "acceptance: a node below a rejected one is kept",
+        "selfspec/speculation/rules.py",
+        "matches.append(matches[parent + 1] and token == wanted[parent + 1])",
+        "matches.append(token == wanted[parent + 1])",
+        "speculation/test_rules.py decoding/test_loop.py",
+    ),
+    Mutant(
+        "acceptance: the first path that matches, not the deepest",
+        "selfspec/speculation/rules.py",
+        "if matches[-1] and (deepest < 0 or draft.depths[node] > draft.depths[deepest]):",
+        "if matches[-1] and (deepest < 0 or draft.parents[node] == deepest):",
+        "speculation/test_rules.py",
+    ),
+    Mutant(
+        "acceptance: block verification forgets the ratios before",
+        "selfspec/speculation/rules.py",
+        "weights.append(min(1.0, weights[-1] * ratio))", "weights.append(min(1.0, ratio))",
+        "speculation/test_law.py",
+    ),
+    # -- residuals
+    Mutant(
+        "residual: p itself after a rejection",
+        "selfspec/speculation/rules.py",
+        "return _normalised((r - q).clamp(min=0), otherwise=otherwise)", "return _normalised(r, otherwise=otherwise)",
+        "speculation/test_law.py",
+    ),
+    Mutant(
+        "residual: a rejected candidate takes nothing away",
+        "selfspec/speculation/rules.py",
+        "        residual = _residual(residual, q, otherwise=otherwise)\n    return -1, residual",
+        "    return -1, residual",
+        "speculation/test_law.py",
+    ),
+    Mutant(
+        "residual: candidates drawn before stay in q",
+        "selfspec/speculation/rules.py", "        q[gone] = 0\n", "",
+        "speculation/test_law.py",
+    ),
+    Mutant(
+        "residual: a block's chance without what its weight lacks",
+        "selfspec/speculation/rules.py", "whole = left[i] + 1 - weights[i]", "whole = left[i] + 1",
+        "speculation/test_law.py",
+    ),
+    # -- the cache: commits and growth
+    Mutant(
+        "cache: the only accepted node of a tree is not moved",
+        "selfspec/runtime/cache.py",
+        "if any(node != place for place, node in enumerate(path)):",
+        "if len(path) > 1 and any(node != place for place, node in enumerate(path)):",
+        "decoding/test_loop.py",
+    ),
+    Mutant(
+        "cache: when it grows, the first row's length counts for all",
+        "selfspec/runtime/cache.py", "longest = max(other.length)", "longest = other.length[0]",
+        "decoding/test_engine.py runtime/test_ragged.py",
+    ),
+    Mutant(
+        "cache: a commit counts a token too few",
+        "selfspec/runtime/cache.py",
+        "self.length[row] = end = start + len(path)", "self.length[row] = end = max(start, start + len(path) - 1)",
+        "decoding/test_loop.py",
+    ),
+    Mutant(
+        "cache: a padded row writes over slot 0",
+        "selfspec/speculation/passes.py", "torch.full(shape, spare)", "torch.full(shape, 0)",
+        "decoding/test_engine.py runtime/test_ragged.py",
+    ),
+    # -- positions and masks
+    Mutant(
+        "positions: a tree's nodes stand one after the other",
+        "selfspec/speculation/passes.py",
+        "positions = torch.tensor([[start, *(start + depth for depth in draft.depths)]], device=device)",
+        "positions = torch.tensor([[start + i for i in range(1 + len(draft))]], device=device)",
+        "decoding/test_loop.py",
+    ),
+    Mutant(
+        "masks: a row among others does not see its root",
+        "selfspec/speculation/passes.py", "mask[b, :n, : start + 1] = True", "mask[b, :n, :start] = True",
+        "decoding/test_engine.py",
+    ),
+    Mutant(
+        "masks: a sliding window is one token too long",
+        "selfspec/runtime/masks.py", ".tril(end - n - window)", ".tril(end - n - window - 1)",
+        "runtime/test_windows.py model/test_every_family.py",
+    ),
+    Mutant(
+        "masks: a tree's window is one token too long",
+        "selfspec/runtime/cache.py",
+        "> positions.unsqueeze(-1) - window", ">= positions.unsqueeze(-1) - window",
+        "runtime/test_windows.py model/test_every_family.py",
+    ),
+    # -- seeds
+    Mutant(
+        "seeds: neighbouring places share noise",
+        "selfspec/speculation/sampling.py", "counter=position << 64", "counter=position",
+        "speculation/test_match.py",
+    ),
+    Mutant(
+        "seeds: noise by depth is noise by order",
+        "selfspec/speculation/rules.py",
+        "[position + depth for depth in depths]", "[position + order for order in range(len(depths))]",
+        "speculation/test_match.py",
+    ),
+    Mutant(
+        "seeds: a controller goes on from the prompt before",
+        "selfspec/controllers/thresholds.py",
+        "return dataclasses.replace(self, threshold=self._start)", "return dataclasses.replace(self)",
+        "controllers speculation/test_match.py",
+    ),
+    # -- stop strings
+    Mutant(
+        "stop strings: a beginning that is all of the text is shown",
+        "selfspec/text/pieces.py",
+        "range(min(len(text), len(stop)), 0, -1)", "range(min(len(text) - 1, len(stop)), 0, -1)",
+        "text/test_pieces.py",
+    ),
+    Mutant(
+        "stop strings: what was held back is lost at the end",
+        "selfspec/text/pieces.py",
+        "        if not self.stopped:\n            self._ready.append(self._held)\n", "",
+        "text/test_pieces.py",
+    ),
+    # -- ends
+    Mutant(
+        "ends: more tokens than there is room for",
+        "selfspec/speculation/sequence.py", "for token in tokens[: self.room]:", "for token in tokens:",
+        "decoding/test_loop.py speculation",
+    ),
+    Mutant(
+        "ends: `stop` is not told of an end token",
+        "selfspec/speculation/sequence.py",
+        "if (self.stop is not None and self.stop(token)) or ended:",
+        "if ended or (self.stop is not None and self.stop(token)):",
+        "decoding/test_loop.py speculation llm/test_llm.py",
+    ),
+    # -- the guard
+    Mutant(
+        "guard: tokens are credited with what a slow machine took before",
+        "selfspec/drafters/guard.py", "tokens * min(prices.step, rest) - took", "tokens * prices.step - took",
+        "drafters/test_guard.py",
+    ),
+    Mutant(
+        "guard: twice the loss is allowed",
+        "selfspec/drafters/guard.py", "SHARE, START = 0.015, 1.65", "SHARE, START = 0.03, 3.3",
+        "drafters/test_guard.py",
+    ),
+    Mutant(
+        "guard: each of several sequences spends the time of all",
+        "selfspec/drafters/guard.py",
+        "        seconds /= max(1, len(timed.intersection(seqs)))\n", "",
+        "drafters/test_guard.py decoding/test_together.py",
+    ),
+    # -- controllers
+    Mutant(
+        "controllers: the adaptive threshold moves the wrong way",
+        "selfspec/controllers/thresholds.py",
+        "if self.acceptance < self.target else", "if self.acceptance > self.target else",
+        "controllers",
+    ),
+    Mutant(
+        "controllers: one token more than the most",
+        "selfspec/controllers/thresholds.py",
+        "return len(confidences) < self.k_max and confidences[-1] >= self.threshold\n\n"
+        "    def lowest(self, drafted: int) -> float:\n        \"\"\"The threshold.\"\"\"",
+        "return len(confidences) <= self.k_max and confidences[-1] >= self.threshold\n\n"
+        "    def lowest(self, drafted: int) -> float:\n        \"\"\"The threshold.\"\"\"",
+        "controllers",
+    ),
+    Mutant(
+        "controllers: the rate learns from tokens after a rejection",
+        "selfspec/controllers/rate.py", "for i in range(min(accepted + 1, drafted)):", "for i in range(drafted):",
+        "controllers",
+    ),
+    Mutant(
+        "controllers: a candidate's chance without the tokens before it",
+        "selfspec/controllers/rate.py", "further.append((before * chance, i))", "further.append((chance, i))",
+        "controllers",
+    ),
+    # -- profiles
+    Mutant(
+        "profile: candidates of a path are dropped",
+        "selfspec/drafters/registry.py",
+        "        candidates=spec.candidates,\n        confidence=spec.confidence or PROBABILITY,\n"
+        "        ahead=make_ahead(spec.proposers or (), wider, runtime.skeleton.identity.vocabulary),",
+        "        confidence=spec.confidence or PROBABILITY,\n"
+        "        ahead=make_ahead(spec.proposers or (), wider, runtime.skeleton.identity.vocabulary),",
+        "drafters/test_every_field.py",
+    ),
+    # -- the server's accounts
+    Mutant(
+        "server: prompts' tokens are not counted",
+        "selfspec/server/metrics.py", "        self.prompt_tokens.inc(call.ask.prompt_tokens)\n", "",
+        "server/test_metrics.py",
+    ),
+    Mutant(
+        "server: usage counts the first text alone",
+        "selfspec/server/calls.py",
+        "return sum(getattr(update, name) for update in self.latest)", "return getattr(self.latest[0], name)",
+        "server",
+    ),
+    # -- quantisers
+    Mutant(
+        "quantised: the zero of 4 bits is a step off",
+        "selfspec/model/low_precision.py", "zero = (low + 8 * scale.float()).bfloat16()",
+        "zero = (low + 7 * scale.float()).bfloat16()",
+        "model/test_low_precision.py",
+    ),
+    Mutant(
+        "quantised: one scale for all outputs",
+        "selfspec/model/low_precision.py", "weight.abs().amax(1, keepdim=True).float()",
+        "weight.abs().amax().expand(out, 1).float()",
+        "model/test_low_precision.py",
+    ),
+    Mutant(
+        "quantised: values are cut, not rounded to the nearest",
+        "selfspec/model/low_precision.py",
+        "values = (weight.float() / scale.float()).round_()", "values = (weight.float() / scale.float()).trunc_()",
+        "model/test_low_precision.py",
+    ),
+)  # fmt: skip
+
+
+def lacking() -> list[str]:
+    """Return the names of mutants whose place is not in the sources exactly once."""
+    return [mutant.name for mutant in MUTANTS if (ROOT / mutant.file).read_text().count(mutant.old) != 1]
+
+
+def copy_to(folder: Path) -> Path:
+    """Copy what tests import, with `search` and `profiles` where they are imported from."""
+    for name in ("selfspec", "search", "profiles", "tests", "notebooks", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "Makefile"):
+        shutil.copy(ROOT / name, folder / name)
+    for name in ("search", "profiles"):
+        (folder / "selfspec" / name).symlink_to(folder / name)
+    kept = ROOT / "build" / "tests"
+    if kept.exists():
+        shutil.copytree(kept, folder / "build" / "tests")
+    return folder
+
+
+def first_failure(folder: Path, tests: Sequence[str], *options: str) -> str | None:
+    """Run test files in a copy; return the first test that failed, or None."""
+    found = [folder / "tests" / "selfspec" / name for name in tests]
+    assert all(path.exists() for path in found), f"{tests}: not all of them exist"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, *map(str, found)]
+    env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return None
+    lines = done.stdout.splitlines()
+    first = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1] if lines else done.stderr)
+    return re.sub(r"^(FAILED|ERROR) (tests/selfspec/)?", "", first.split(" - ")[0])
+
+
+def main() -> int:
+    """Plant them and print the table; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[""])
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--processes", type=int, default=2)
+    given = parser.parse_args()
+    if gone := lacking():
+        print("\n".join(f"not in the sources exactly once: {name}" for name in gone))
+        return 1
+    if given.check:
+        print(f"{len(MUTANTS)} mutants, each in its place")
+        return 0
+    chosen = [mutant for mutant in MUTANTS if any(part in mutant.name for part in given.only)]
+    copies: Queue[Path] = Queue()
+    with tempfile.TemporaryDirectory() as temporary:
+        for number in range(given.processes):
+            (Path(temporary) / str(number)).mkdir()
+            copies.put(copy_to(Path(temporary) / str(number)))
+
+        def plant(mutant: Mutant) -> bool:
+            folder, begun = copies.get(), time.monotonic()
+            source = folder / mutant.file
+            before = source.read_text()
+            source.write_text(before.replace(mutant.old, mutant.new))
+            try:
+                seen = first_failure(folder, mutant.tests.split())
+            finally:
+                source.write_text(before)
+                copies.put(folder)
+            told = f"{'SURVIVED' if seen is None else 'caught'} | {seen or ''} | {time.monotonic() - begun:.0f} s"
+            print(f"| {mutant.name} | {told} |", flush=True)
+            return seen is not None
+
+        every = sorted({name for mutant in chosen for name in mutant.tests.split()})
+        processes = ["-n", str(given.processes)]
+        if (wrong := first_failure(Path(temporary) / "0", every, *processes)) is not None:
+            print(f"fails without any bug: {wrong}")
+            return 1
+        print("| bug | | by | in |\n|---|---|---|---|", flush=True)
+        with ThreadPoolExecutor(given.processes) as pool:
+            caught = list(pool.map(plant, chosen))
+    print(f"\n{sum(caught)} of {len(caught)} caught")
+    return 0 if all(caught) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Every field of every kind of draft changes what is made of a profile: none is read and dropped."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from every_drafter import KINDS
+from heads import random_head
+from models import small
+from trained import random_trained
+
+from selfspec.drafters import make_drafter, registry
+from selfspec.facts.costs import CostModel
+from selfspec.facts.draft_path import DraftPath
+from selfspec.facts.identity import Identity
+from selfspec.model.low_precision import fake
+from selfspec.profile import draft as kinds
+from selfspec.profile.schema import Profile
+from selfspec.runtime.forward import Runtime
+
+VOCABULARY, LAYERS = 11, 3
+BASES: dict[str, dict[str, Any]] = {
+    "layer-skip": {"skip": {"mlp": [0]}, "proposers": [{"kind": "lookup"}]},
+    "merged": {"drafters": [{"kind": "recycle"}, {"kind": "guesses"}]},
+    "model": {"model": "one"},
+}
+OTHERS: dict[str, Any] = {
+    "skip": {"attention": [1], "mlp": [0]},
+    "int8": {"mlp": [2]},
+    "int4": {"mlp": [1]},
+    "head": "int8",
+    "confidence": {"bias": 0.3, "probability": 0.5, "gap": 0.2},
+    "controller": {"name": "fixed", "options": {"k": 3}},
+    "candidates": 3,
+    "vocabulary": [1, 2, 5],
+    "proposers": [{"kind": "lookup"}, {"kind": "lookup"}],
+    "spared": 0.5,
+    "below": {"part": "eagle", "step": 0.1},
+    "trained": "adapter",
+    "step": 0.45,
+    "window": 9,
+    "every": 5,
+    "patience": 3,
+    "skip_layers": 2,
+    "method": "hybrid",
+    "block": 5,
+    "parallel": 11,
+    "start": "padding",
+    "ngram": 3,
+    "guesses": 2,
+    "part": "another",
+    "drafters": [{"kind": "recycle"}, {"kind": "guesses"}, {"kind": "input"}],
+    "model": "other",
+    "dtype": "float64",
+    "device": "meta",
+    "bits": "int8",
+}
+PRICES = ("step", "spared")  # which say what drafting costs, and nothing of the drafter
+COSTS = CostModel(context=9, base=1, attention=1, mlp=1, widths=[1, 8], verify=[40.0, 50.0], round=0, wider=[1.5, 2.5])
+FIELDS = [(kind, field) for kind in KINDS for field in kinds._KINDS[kind].model_fields if field != "kind"]
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    return Runtime(small(VOCABULARY, LAYERS, seed=2), kernel=fake)
+
+
+@pytest.fixture
+def loaded(runtime, monkeypatch) -> list[Any]:
+    """Draft models, heads and trained parts are made at random; the list is told what was asked for."""
+    asked: list[Any] = []
+    other = Runtime(small(VOCABULARY, 1, seed=3), kernel=fake)
+
+    def draft_model(*how):
+        asked.append(how)
+        return other, None
+
+    def head(runtime, profile, part):
+        asked.append(part)
+        return random_head(runtime, range(VOCABULARY - 1))
+
+    monkeypatch.setattr(registry, "_draft_model", draft_model)
+    monkeypatch.setattr(registry, "_head", head)
+    monkeypatch.setattr(registry, "read_part", lambda path: None)
+    monkeypatch.setattr(Profile, "part_path", lambda self, name: name)
+    monkeypatch.setattr(registry, "trained_of", lambda runtime, part: random_trained(runtime, DraftPath()))
+    return asked
+
+
+def described(value: Any, depth: int = 4) -> Any:
+    """What a drafter is made of, as far as it can be compared."""
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), str(value.dtype), float(value.double().sum()))
+    if isinstance(value, Runtime):
+        return (value.layers, str(value.dtype), str(value.device))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [described(one, depth) for one in value]
+    if isinstance(value, dict):
+        return {str(key): described(one, depth) for key, one in value.items()}
+    if depth == 0 or not type(value).__module__.startswith("selfspec"):
+        return type(value).__name__
+    if dataclasses.is_dataclass(value):
+        held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    else:
+        held = {**getattr(value, "__dict__", {})}
+    return {"": type(value).__name__, **{name: described(one, depth - 1) for name, one in held.items()}}
+
+
+def made(runtime, loaded, kind, field, **fields) -> Any:
+    """What a profile of this draft comes to: its drafter and what was loaded for it, or what its steps cost."""
+    loaded.clear()
+    draft = kinds._KINDS[kind].model_validate({"kind": kind, **BASES.get(kind, {}), **fields})
+    profile = Profile(model=Identity(layers=LAYERS), draft=draft, costs=COSTS)
+    if field in PRICES:
+        return profile.outlook.draft
+    return {"drafter": described(make_drafter(runtime, profile)), "loaded": list(loaded)}
+
+
+@pytest.mark.parametrize(("kind", "field"), FIELDS, ids=[" ".join(one) for one in FIELDS])
+def test_a_field_changes_what_is_made(runtime, loaded, kind, field):
+    before = made(runtime, loaded, kind, field)
+    assert before == made(runtime, loaded, kind, field), "what does not change is the same again"
+    assert made(runtime, loaded, kind, field, **{field: OTHERS[field]}) != before
