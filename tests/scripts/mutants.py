@@ -121,7 +121,7 @@ MUTANTS = (
     Mutant(
         "cache: when it grows, the first row's length counts for all",
         "selfspec/runtime/cache.py", "longest = max(other.length)", "longest = other.length[0]",
-        "decoding/test_engine.py runtime/test_ragged.py",
+        "runtime/test_cache.py",
     ),
     Mutant(
         "cache: a commit counts a token too few",
@@ -193,14 +193,14 @@ MUTANTS = (
     Mutant(
         "ends: more tokens than there is room for",
         "selfspec/speculation/sequence.py", "for token in tokens[: self.room]:", "for token in tokens:",
-        "decoding/test_loop.py speculation",
+        "speculation/test_sequence.py",
     ),
     Mutant(
         "ends: `stop` is not told of an end token",
         "selfspec/speculation/sequence.py",
         "if (self.stop is not None and self.stop(token)) or ended:",
         "if ended or (self.stop is not None and self.stop(token)):",
-        "decoding/test_loop.py speculation llm/test_llm.py",
+        "speculation/test_sequence.py",
     ),
     # -- the guard
     Mutant(
@@ -217,7 +217,7 @@ MUTANTS = (
         "guard: each of several sequences spends the time of all",
         "selfspec/drafters/guard.py",
         "        seconds /= max(1, len(timed.intersection(seqs)))\n", "",
-        "drafters/test_guard.py decoding/test_together.py",
+        "drafters/test_guard.py",
     ),
     # -- controllers
     Mutant(

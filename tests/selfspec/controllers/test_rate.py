@@ -163,3 +163,16 @@ class TestFreeGuesses:
 
     def test_other_controllers_take_none(self):
         assert FixedK(4).free([1.0] * 9) == 0
+
+
+def test_nothing_is_learnt_from_tokens_after_a_rejection():
+    """Whether they would have been accepted is not known: the curve is as if they had not been drafted."""
+    confidences = [0.9, 0.7, 0.2, 0.4]
+    curve = AcceptanceCurve(confidence=[0.0, 0.5, 1.0], accepted=[0.3, 0.6, 0.9], following=[0.4, 0.6, 0.8],
+                            candidates=[])  # fmt: skip
+    for accepted in range(3):
+        whole, cut = (RateOptimal(strength=2.0, outlook=Outlook(0.2, STEPS, curve)) for _ in range(2))
+        whole.observe(confidences, accepted)
+        cut.observe(confidences[: accepted + 1], accepted)
+        assert whole.learnt().curve == cut.learnt().curve
+        assert whole.learnt().curve != curve

@@ -398,3 +398,23 @@ def test_bound_together_what_one_gains_pays_for_the_others(right):
     alone = Guard(Lockstep(clock, 0.1), clock=clock)
     assert len([*rounds_of_three(alone, clock, right)]) == 100
     assert (alone.drafter.made > 80) == all(right)
+
+
+class OneByOne(Chain):
+    """Drafts for one sequence after the other, so that what each may spend adds up."""
+
+    def propose(self, seqs, limits):
+        lengths = [min(self.longest, limit.depth) for limit in limits]
+        self.clock.now += sum(lengths) * self.seconds
+        self.made += 1
+        return [Draft.chain([0] * n, confidence=[0.5] * n, work=steps_of(n)) if n else NO_DRAFT for n in lengths]
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.3])
+def test_sequences_that_draft_together_share_what_may_be_spent(seconds):
+    """None of three is ever right: all of them together cost no more than one may."""
+    clock = Clock()
+    guard = Guard(OneByOne(clock, seconds), clock=clock)
+    for tokens in rounds_of_three(guard, clock, (False, False, False)):
+        assert clock.now <= 1.05 * min(tokens) + 2.5
+    assert guard.drafter.made >= 2

@@ -68,6 +68,13 @@ def test_the_text_ends_before_the_first_stop_string():
     assert stream(tokens, ["nothing"])[1] == "return value\nraise Error"
 
 
+def test_what_was_held_back_is_released_at_the_end():
+    tokens = [t for word in ("a", "<", "/") for t in TOKENIZER(word).input_ids]
+    pieces, whole = stream(tokens, ["</s>"])
+    assert pieces == ["a", "", "", "</"]
+    assert whole == "a</"
+
+
 class Words:
     """A tokenizer whose tokens are the words of a list."""
 
