@@ -22,6 +22,7 @@ from spent import pytest_runtest_makereport as pytest_runtest_makereport
 from spent import pytest_runtest_protocol as pytest_runtest_protocol
 from spent import summary_of_time
 from wants import is_there, missing, summary_of_skipped
+from warm import WarmShell
 
 import selfspec
 from selfspec import builtin
@@ -122,6 +123,14 @@ def told_layout(request) -> None:
         patch.setattr("selfspec.model.layout.measure_layouts", lambda model: times)
         patch.setattr("selfspec.llm.here.measured", lambda runtime, path: {})
         yield
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory):
+    """Programs that begin at once, as everything is imported already."""
+    shell = WarmShell(tmp_path_factory.mktemp("warm"))
+    yield shell
+    shell.close()
 
 
 @pytest.fixture

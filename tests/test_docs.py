@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from warm import WarmShell
 
 from selfspec.cli.app import app
 from selfspec.profile import parse_profile
@@ -96,13 +95,6 @@ def named(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.fixture(scope="session")
-def shell(tmp_path_factory):
-    warm = WarmShell(tmp_path_factory.mktemp("warm"), BUDGETS, CONSTANTS)
-    yield warm
-    warm.close()
-
-
 def pages():
     """The README, and the pages of docs/, which are left to `make test-all`."""
     for path in RUN:
@@ -111,14 +103,14 @@ def pages():
 
 
 @pytest.mark.parametrize("path", pages())
-def test_examples_run(path, shell, tmp_path):
+def test_examples_run(path, warm, tmp_path):
     for folder in ("selfspec/basics", "selfspec/builtin", "tests/scripts"):  # what examples read, enough of it
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "model"))
     for block in blocks(path):
         if block.language in ("bash", "python") and not block.said:
             script = tmp_path / ("block.sh" if block.language == "bash" else "block.py")
             script.write_text(block.text)
-            done = shell.run(script, tmp_path)
+            done = warm.run(script, tmp_path, budgets=BUDGETS, constants=CONSTANTS)
             assert done.returncode == 0, f"{named(path)}:{block.line}\n{block.text}\n{done.stdout}"
         elif block.language == "yaml" and block.said == "profile":
             parse_profile(block.text, source=f"{named(path)}:{block.line}")

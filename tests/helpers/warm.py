@@ -1,7 +1,7 @@
 """Commands that start at once: a process that has imported everything forks for each `selfspec` or `python` it is told.
 
-`WarmShell` puts two programs of those names before all others on the PATH. They hand their arguments, folder and open
-files to the process, which runs the command line or the script as a process of its own would, and give its exit code.
+`WarmShell` makes two programs of those names. They hand their arguments, folder, environment and open files to the
+process, which runs the command line or the script as a process of its own would, and end as that does.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ IMPORTED = (  # what commands import when they need it
     "transformers.models.llama.modeling_llama",
 )
 CLIENT = """#!{python} -SEI
-import json, os, socket, sys
+import json, os, signal, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
-    told = json.dumps([os.path.basename(sys.argv[0]), os.getcwd(), sys.argv[1:]]).encode()
+    told = json.dumps([os.path.basename(sys.argv[0]), os.getcwd(), sys.argv[1:], dict(os.environ)]).encode()
     socket.send_fds(server, [len(told).to_bytes(4, "big")], [0, 1, 2])
     server.sendall(told)
-    sys.exit((server.recv(1) or b"\\x46")[0])
+    code = server.recv(1)
+if not code:  # it was killed
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(code[0])
 """
+_SETTINGS = "SELFSPEC_WARM"  # an environment variable that only the programs here read
 
 
 class WarmShell:
-    """Runs bash with warm commands.
+    """Runs programs, and bash with warm commands. `python` and `selfspec` are the paths of the programs."""
 
-    `budgets`: options added to those of commands that begin so, as in `{"search": "--trials 2"}`. `constants`: other
-    values for what modules hold, as in `{"package.module.NAME": 1}`.
-    """
-
-    def __init__(self, folder: Path, budgets: Mapping[str, str], constants: Mapping[str, float]) -> None:
+    def __init__(self, folder: Path) -> None:
         address = str(folder / "warm")
         self._programs = folder / "bin"
         self._programs.mkdir()
@@ -56,21 +56,27 @@ class WarmShell:
             program = self._programs / name
             program.write_text(CLIENT.format(python=sys.executable, address=address))
             program.chmod(0o755)
-        told = json.dumps([address, budgets, constants])
-        self._process = subprocess.Popen([sys.executable, __file__, told], stdin=subprocess.DEVNULL)
+        self.python, self.selfspec = str(self._programs / "python"), str(self._programs / "selfspec")
+        self._process = subprocess.Popen([sys.executable, __file__, address], stdin=subprocess.DEVNULL)
         while not os.path.exists(address):
             assert self._process.poll() is None, "the process that runs the commands has ended"
             time.sleep(0.02)
 
-    def run(self, script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-        """Run a `.sh` or `.py` file in a folder; what it wrote is in `stdout`."""
-        program = "python" if script.suffix == ".py" else "bash"
+    def run(
+        self, script: Path, folder: Path, *, budgets: Mapping[str, str], constants: Mapping[str, float]
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a `.sh` or `.py` file in a folder; what it wrote is in `stdout`.
+
+        `budgets`: options added to those of commands that begin so, as in `{"search": "--trials 2"}`. `constants`:
+        other values for what modules hold, as in `{"package.module.NAME": 1}`.
+        """
+        program = self.python if script.suffix == ".py" else "bash"
         strict = [] if script.suffix == ".py" else ["-euo", "pipefail"]
         path = f"{self._programs}{os.pathsep}{os.environ['PATH']}"
         return subprocess.run(
-            [str(self._programs / program) if program == "python" else program, *strict, str(script)],
+            [program, *strict, str(script)],
             cwd=folder,
-            env={**os.environ, "PATH": path},
+            env={**os.environ, "PATH": path, _SETTINGS: json.dumps([budgets, constants])},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -85,14 +91,9 @@ class WarmShell:
         self._process.wait()
 
 
-def _serve(address: str, budgets: Mapping[str, str], constants: Mapping[str, float]) -> None:
+def _serve(address: str) -> None:
     for name in IMPORTED:
         import_module(name)
-    for name, value in constants.items():
-        module, _, constant = name.rpartition(".")
-        found = import_module(module)
-        assert hasattr(found, constant), f"{name} is not there any more"
-        setattr(found, constant, value)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{address}.new")
         server.listen()
@@ -103,7 +104,7 @@ def _serve(address: str, budgets: Mapping[str, str], constants: Mapping[str, flo
                 pass
             if os.fork() == 0:
                 server.close()
-                _answer(client, budgets)
+                _answer(client)
             client.close()
 
 
@@ -114,12 +115,20 @@ def _reaped() -> bool:
     return False
 
 
-def _answer(client: socket.socket, budgets: Mapping[str, str]) -> None:
+def _answer(client: socket.socket) -> None:
     size, files, _, _ = socket.recv_fds(client, 4, 3)
     told = b""
     while len(told) < int.from_bytes(size, "big"):
         told += client.recv(1 << 16)
-    program, folder, arguments = json.loads(told)
+    program, folder, arguments, environment = json.loads(told)
+    os.environ.clear()
+    os.environ.update(environment)
+    budgets, constants = json.loads(environment.get(_SETTINGS, "[{}, {}]"))
+    for name, value in constants.items():
+        module, _, constant = name.rpartition(".")
+        found = import_module(module)
+        assert hasattr(found, constant), f"{name} is not there any more"
+        setattr(found, constant, value)
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
@@ -128,6 +137,7 @@ def _answer(client: socket.socket, budgets: Mapping[str, str]) -> None:
     try:
         if program == "python":
             sys.argv = arguments
+            sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
             runpy.run_path(arguments[0], run_name="__main__")
         else:
             from selfspec.cli import main
@@ -152,4 +162,4 @@ def _answer(client: socket.socket, budgets: Mapping[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    _serve(*json.loads(sys.argv[1]))
+    _serve(sys.argv[1])

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -51,10 +50,10 @@ def storage(request, tmp_path_factory):
         yield url
 
 
-def worker(event, storage, folder, *options):
+def worker(warm, event, storage, folder, *options):
     """A search in a process of its own, with an event of `command.EVENTS`."""
     folder.mkdir(exist_ok=True)
-    arguments = [sys.executable, COMMAND, event, "search", "--storage", storage, *OPTIONS, *options]
+    arguments = [warm.python, COMMAND, event, "search", "--storage", storage, *OPTIONS, *options]
     return subprocess.Popen([*map(str, arguments)], cwd=folder, stderr=subprocess.PIPE, env=os.environ)
 
 
@@ -63,9 +62,9 @@ def states(storage, study="selfspec"):
     return [trial.state.name for trial in trials]
 
 
-def test_two_workers_share_a_study(storage, tmp_path):
+def test_two_workers_share_a_study(storage, tmp_path, warm):
     """Begun at once on a storage that is not there yet: one study, no trial lost, one profile."""
-    workers = [worker("together:2", storage, tmp_path / name) for name in ("a", "b")]
+    workers = [worker(warm, "together:2", storage, tmp_path / name) for name in ("a", "b")]
     said = [process.communicate()[1].decode() for process in workers]
     assert [process.returncode for process in workers] == [0, 0], said
     profiles = [path for path in (tmp_path / name / "profile.yaml" for name in ("a", "b")) if path.exists()]
@@ -82,9 +81,9 @@ def test_two_workers_share_a_study(storage, tmp_path):
     assert {"RUNNING", "WAITING"}.isdisjoint(states(storage))
 
 
-def test_other_text_is_refused(tmp_path):
+def test_other_text_is_refused(tmp_path, warm):
     small_study(tmp_path / "trials.jsonl")
-    process = worker("together:0", tmp_path / "trials.jsonl", tmp_path)
+    process = worker(warm, "together:0", tmp_path / "trials.jsonl", tmp_path)
     said = process.communicate()[1].decode().strip()
     assert process.returncode == 2
     assert re.search(
@@ -93,18 +92,18 @@ def test_other_text_is_refused(tmp_path):
     assert "\n" not in said
 
 
-def test_a_killed_worker_leaves_nothing_behind(tmp_path):
+def test_a_killed_worker_leaves_nothing_behind(tmp_path, warm):
     """Killed with -9, begun again, and again: every completed trial is known, and none runs forever."""
     storage, before = tmp_path / "trials.jsonl", []
     for known in (2, 5):
-        process = worker(f"killed:{known}", storage, tmp_path)
+        process = worker(warm, f"killed:{known}", storage, tmp_path)
         process.communicate()
         assert process.returncode == -signal.SIGKILL
         now = [entry.score for entry in Ledger(storage).entries]
         assert now[: len(before)] == before
         assert len(now) == known
         before = now
-    process = worker("together:0", storage, tmp_path)
+    process = worker(warm, "together:0", storage, tmp_path)
     process.communicate()
     assert process.returncode == 0
     entries = Ledger(storage).entries

@@ -190,10 +190,10 @@ class TestPiped:
         assert code == 2
         assert out.endswith(say(TEXTS[:1], "--max-new-tokens", 500)[1])
 
-    def test_ctrl_c_ends_all(self, model, tmp_path):
+    def test_ctrl_c_ends_all(self, model, warm, tmp_path):
         """What was said stays, no traceback, exit code 130."""
         done = subprocess.run(
-            [sys.executable, command.__file__, "interrupted-text:6", "chat", "--model", str(model), "--threads", "1"],
+            [warm.python, command.__file__, "interrupted-text:6", "chat", "--model", str(model), "--threads", "1"],
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             input="import os\nclass A:\n",
             capture_output=True,

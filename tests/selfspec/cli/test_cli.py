@@ -55,13 +55,13 @@ def profile_file(tmp_path):
     return tmp_path / "p.yaml"
 
 
-def interrupted(event, *args, cwd):
+def interrupted(warm, event, *args, cwd):
     """The command in a process of its own, in which Ctrl-C comes at an event of `command.EVENTS`.
 
     It reaches the process even where the tests run in the background of a shell, which has it ignored.
     """
     return subprocess.run(
-        [sys.executable, command.__file__, event, *map(str, args)],
+        [warm.python, command.__file__, event, *map(str, args)],
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         capture_output=True,
         text=True,
@@ -509,10 +509,10 @@ class TestSearch:
         assert cli(*args, "--prompts", 2, "--max-new-tokens", 4)[0] == 0
         assert read_profile(tmp_path / "profile.yaml").search.objective == "wallclock"
 
-    def test_an_interrupt_saves_the_best_and_says_how_to_resume(self, cli, tmp_path):
+    def test_an_interrupt_saves_the_best_and_says_how_to_resume(self, cli, warm, tmp_path):
         """Ctrl-C while the fourth trial is scored: no traceback, a profile, the command that goes on from there."""
         args = ("search", "--trials", 5, "--prompts", 2, "--max-new-tokens", 8, "--threads", 1, "--keep-best")
-        done = interrupted("interrupted:3", *args, cwd=tmp_path)
+        done = interrupted(warm, "interrupted:3", *args, cwd=tmp_path)
         assert done.returncode == 130
         assert "Traceback" not in done.stderr
         assert f"run the same command again: selfspec {' '.join(map(str, args))}" in done.stderr
@@ -1107,10 +1107,10 @@ def test_version():
     assert done.stdout == f"selfspec {selfspec.__version__}\n"
 
 
-def test_an_interrupt_keeps_what_was_printed(llm, tmp_path):
+def test_an_interrupt_keeps_what_was_printed(llm, warm, tmp_path):
     """Ctrl-C in a stream: the text so far stays, no traceback, exit code 130."""
     args = ("generate", PROMPT, "--max-new-tokens", 40, "--profile", "none", "--threads", 1)
-    done = interrupted("interrupted-text:20", *args, cwd=tmp_path)
+    done = interrupted(warm, "interrupted-text:20", *args, cwd=tmp_path)
     assert done.returncode == 130
     shown = done.stdout.removesuffix("\n")
     assert len(shown) > 10

@@ -69,9 +69,9 @@ def test_what_the_file_has_is_not_made_again(folder, monkeypatch, capsys):
 
 @pytest.mark.parametrize("event", ["killed-text:12", "interrupted-text:12"])
 @pytest.mark.long("commands that were cut short")
-def test_a_run_that_was_broken_off_goes_on(folder, monkeypatch, event):
+def test_a_run_that_was_broken_off_goes_on(folder, warm, monkeypatch, event):
     args = ["generate", "--prompts", "prompts.jsonl", "--out", "out.jsonl", "--batch-size", "1", *HOW]
-    broken = subprocess.run([sys.executable, COMMAND, event, *args], capture_output=True, text=True, check=False)
+    broken = subprocess.run([warm.python, str(COMMAND), event, *args], capture_output=True, text=True, check=False)
     assert "Traceback" not in broken.stderr
     assert len(results(folder)) == 1
     if event.startswith("interrupted"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import command
@@ -92,14 +91,14 @@ def test_fine_tuning_says_that_it_gives_another_model(cli, prompts):
     assert not cli(*use.split()[1:], "--max-new-tokens", "8", "def read(")[0]
 
 
-def run_in_a_process(event, folder, prompts):
-    arguments = [sys.executable, str(Path(command.__file__)), event, "train", "eagle", "--data", str(prompts), *FEW]
+def run_in_a_process(warm, event, folder, prompts):
+    arguments = [warm.python, str(Path(command.__file__)), event, "train", "eagle", "--data", str(prompts), *FEW]
     return subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.long("training that was cut short")
-def test_an_interrupt_saves_the_best_and_the_same_command_goes_on(cli, prompts, tmp_path):
-    ended = run_in_a_process("interrupted-fit:5", tmp_path, prompts)
+def test_an_interrupt_saves_the_best_and_the_same_command_goes_on(cli, warm, prompts, tmp_path):
+    ended = run_in_a_process(warm, "interrupted-fit:5", tmp_path, prompts)
     assert ended.returncode == 130
     assert "to go on, run the same command again" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -109,8 +108,8 @@ def test_an_interrupt_saves_the_best_and_the_same_command_goes_on(cli, prompts, 
 
 
 @pytest.mark.long("training that was cut short")
-def test_a_kill_loses_no_texts(cli, prompts, tmp_path):
-    assert run_in_a_process("killed-fit:5", tmp_path, prompts).returncode == -9
+def test_a_kill_loses_no_texts(cli, warm, prompts, tmp_path):
+    assert run_in_a_process(warm, "killed-fit:5", tmp_path, prompts).returncode == -9
     assert not (tmp_path / "parts" / "eagle.safetensors").exists()
     assert (tmp_path / "parts" / "eagle.checkpoint").exists()
     code, out, _ = cli("train", "eagle", "--data", prompts, *FEW, "--json")
