@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from selfspec.text.prompt_files import Prompts, read_prompts
 
+    from .callbacks import SearchCallbacks, Trial
     from .options import SearchOptions
     from .study import AnotherFinishes, find_profile, run_search
-    from .watch import Trial, Watch
 
 __all__ = [
     "AnotherFinishes",
     "Prompts",
+    "SearchCallbacks",
     "SearchOptions",
     "Trial",
-    "Watch",
     "find_profile",
     "read_prompts",
     "run_search",
@@ -25,7 +25,7 @@ __all__ = [
 _WHERE = {
     **dict.fromkeys(("Prompts", "read_prompts"), "selfspec.text.prompt_files"),
     **dict.fromkeys(("AnotherFinishes", "find_profile", "run_search"), "selfspec.search.study"),
-    **dict.fromkeys(("Trial", "Watch"), "selfspec.search.watch"),
+    **dict.fromkeys(("Trial", "Watch"), "selfspec.search.callbacks"),
     "SearchOptions": "selfspec.search.options",
 }
 

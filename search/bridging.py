@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 
 from selfspec.basics.files import cache_folder
-from selfspec.facts.draft_path import DraftPath
-from selfspec.parts.files import write_part
-from selfspec.parts.paths import path_part
-from selfspec.profile.draft import LayerSkipSpec
-from selfspec.profile.parts import SUFFIX, Part, sha256_of
+from selfspec.draft_modules.module_files import write_part
+from selfspec.draft_modules.path_files import path_part
+from selfspec.profile.draft_spec import LayerSkipSpec
+from selfspec.profile.module_files_spec import SUFFIX, ModuleFile, sha256_of
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 from selfspec.training.bridges import fit_bridges
-from selfspec.training.texts import Text
+from selfspec.training.texts import TrainingText
+from selfspec.types.draft_path import DraftPath
 
 from .objective import Replayed, Score
 
@@ -46,7 +46,7 @@ def with_bridges(
     took = 2 * len(runs) * sum(seconds(min(len(tokens), LONGEST)) for tokens in texts)
     if not runs or not runtime.learns or len(texts) < 2 or not allows(took):
         return None
-    read = [Text(torch.tensor(tokens[:LONGEST]), torch.empty(0), 0) for tokens in texts]
+    read = [TrainingText(torch.tensor(tokens[:LONGEST]), torch.empty(0), 0) for tokens in texts]
     unseen = read[::HELD_OUT]
     trained = fit_bridges(runtime, score.path, [text for i, text in enumerate(read) if i % HELD_OUT], unseen)
     _folder().mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def with_its_bridges(profile: Profile, path: DraftPath) -> Profile:
     file = _file(path)
     assert isinstance(profile.draft, LayerSkipSpec)
     draft = profile.draft.model_copy(update={"trained": NAME})
-    part = Part(file=file.name, sha256=path.trained)
+    part = ModuleFile(file=file.name, sha256=path.trained)
     return profile.model_copy(update={"draft": draft, "parts": {NAME: part}}).read_from(file.parent)
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from selfspec.profile.schema import Calibration
+from selfspec.text.jsonl import FileTexts, digest
 from selfspec.text.prompt import Prompt
 from selfspec.text.prompt_files import Prompts, prompts_for
-from selfspec.text.rows import FileTexts, digest
 
 COUNTED = 1000  # prompts that serve neither searching nor measuring, whose tokens are counted
 

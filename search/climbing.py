@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from selfspec.facts.draft_path import DraftPath
+from selfspec.types.draft_path import DraftPath
 
 from .space import Point, Space
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from transformers import LogitsProcessor
 
 from selfspec.basics.files import cached_file, read_cached, write_cached
-from selfspec.decoding.engine import Engine
 from selfspec.drafters import PlainDrafter
+from selfspec.engine.engine import Engine
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
 from selfspec.measure.timing import same_length
@@ -19,13 +19,13 @@ from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 
 from .budget import Deadline, never
-from .target_text import Text
+from .target_text import TargetText
 
 FEWEST = 8  # tokens that continue each prompt, however little time there is
 
 
 @dataclass(frozen=True, slots=True)
-class Decoding:
+class DecodingSettings:
     """How tokens are chosen, and sampled drafts verified: as `LLM.generate` takes it."""
 
     max_new_tokens: int
@@ -68,12 +68,12 @@ class Decoding:
 def continue_prompts(
     llm: LLM,
     prompts: Sequence[Sequence[int]],
-    decoding: Decoding,
+    decoding: DecodingSettings,
     *,
     seed: int = 0,
     on_token: Callable[[int], None] = lambda done: None,
     deadline: Deadline | None = None,
-) -> list[Text]:
+) -> list[TargetText]:
     """Decode every prompt (token ids) plainly, or read back what was decoded before.
 
     The first prompt is always decoded, to see that the others are of this very model; the others are decoded together.
@@ -100,7 +100,8 @@ def continue_prompts(
             write_cached(path, done)
     on_token(2 * most)
     return [
-        Text((*prompt, *new), len(prompt), room, own) for prompt, new, own in zip(prompts, done, seeds, strict=True)
+        TargetText((*prompt, *new), len(prompt), room, own)
+        for prompt, new, own in zip(prompts, done, seeds, strict=True)
     ]
 
 
@@ -118,7 +119,7 @@ def _decode(
         planned = llm.plan(prompt, how)
         seqs.append(SequenceState([*prompt], room, planned.sampler, planned.ends, rule=planned.rule))
     if seqs:
-        with Engine(llm.runtime.beside(rows=len(seqs)), PlainDrafter()) as engine:
+        with Engine(llm.runtime.with_new_cache(rows=len(seqs)), PlainDrafter()) as engine:
             for seq in seqs:
                 engine.join(seq)
             done = 0
@@ -129,7 +130,7 @@ def _decode(
     return [seq.tokens[len(prompt) :] for seq, prompt in zip(seqs, prompts, strict=True)], room
 
 
-def _path(llm: LLM, prompts: Sequence[Sequence[int]], decoding: Decoding, seed: int) -> Path:
+def _path(llm: LLM, prompts: Sequence[Sequence[int]], decoding: DecodingSettings, seed: int) -> Path:
     what = {
         "version": 3,
         "model": llm.runtime.skeleton.identity.model_dump(mode="json", exclude={"name"}),

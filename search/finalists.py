@@ -11,10 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import make_controller
-from selfspec.facts.confidence import Confidence
 from selfspec.measure.timing import Runs, interleave, measure, method
-from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Measurement, Profile, SearchRecord
+from selfspec.types.confidence import Confidence
 
 from .bridging import with_its_bridges
 from .budget import Deadline
@@ -23,7 +23,7 @@ from .forecast import CHOOSING, FINALISTS
 from .objective import Score, predict
 from .prepare import Search
 from .replay import Replay
-from .unseen import Again, clearly_best
+from .rescoring import Again, clearly_best
 
 WITHIN_REACH = 0.9  # of plain decoding's speed: sets predicted to be slower than that are not chosen among
 ROUNDS = 3  # of measuring, at most
@@ -31,7 +31,7 @@ FEW = 3  # prompts, less than which tell no interval
 NARROW, CLEAR = 0.04, 0.02  # an interval's width, or by how much it leaves out 1, that needs no further round
 ENOUGH = 16  # tokens of a prompt that is measured, if there is time for that many on several
 HELD_BACK = 1.2  # times what measuring a prompt has taken is kept for the next
-Bettered = Callable[[Score], Score | None]
+Refinement = Callable[[Score], Score | None]
 """What else can be done upon a scored path: the score with it, where that is better."""
 PACKAGES = ("selfspec", "torch", "transformers", "optuna", "scikit-optimize")
 
@@ -51,7 +51,7 @@ def finish(
     on: HeldOut,
     replay: Replay | None,
     keep_best: bool,
-    bettered: Sequence[tuple[str, Bettered]] = (),
+    bettered: Sequence[tuple[str, Refinement]] = (),
     again: Again | None = None,
 ) -> Profile:
     """Choose among the best few of `scores`, measure that one, and complete the profile `base`.
@@ -125,7 +125,7 @@ def _finalists(search: Search, ranked: Sequence[Score]) -> list[Score]:
     return [score for place, score in enumerate(ranked) if place < FINALISTS or score.path == start]
 
 
-def _with_better(search: Search, finalists: Sequence[Score], bettered: Sequence[tuple[str, Bettered]]) -> list[Score]:
+def _with_better(search: Search, finalists: Sequence[Score], bettered: Sequence[tuple[str, Refinement]]) -> list[Score]:
     """The finalists, the best first, and what better can be made of that one in time."""
     longest = max((entry.seconds for entry in search.ledger.entries), default=0.0)
     able = [*finalists]

@@ -12,9 +12,9 @@ from selfspec.runtime.forward import Runtime
 
 from .budget import SHARES, Budget
 from .continuations import FEWEST
+from .controller_grid import LONGEST_DRAFT
 from .objective import ALONE, RANKING_SHARE
-from .playing import LONGEST_DRAFT
-from .warm import BUDGETS
+from .warm_starts import BUDGETS
 
 FINALISTS, CHOOSING = 4, 4  # sets that are chosen among, and prompts that they are measured on for that
 WIDE, SLOW = 64, 0.1  # rows of the wide pass that is timed, and seconds of a step from which on a narrower one is
@@ -58,7 +58,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class SearchTask:
     """How much a search has to do.
 
     `prompts`: the tokens of each prompt searched on, `others` of each measured on; `new`: tokens that continue each.
@@ -79,13 +79,13 @@ class Task:
     priced: bool = False
     in_few_bits: bool = False
 
-    def scaled(self, share: float) -> Task:
+    def scaled(self, share: float) -> SearchTask:
         """With about this share of the tokens: fewer texts, and shorter ones."""
         count, new = len(self.prompts), self.new
         texts = max(min(TEXTS, count), round(count * math.sqrt(share)))
         return replace(self, prompts=self.prompts[:texts], new=max(min(FEWEST, new), int(count * new * share / texts)))
 
-    def least(self) -> Task:
+    def least(self) -> SearchTask:
         """One text, as short as can be, unless the texts are decided on."""
         return self if self.decided else replace(self, prompts=self.prompts[:1], new=min(FEWEST, self.new))
 
@@ -138,7 +138,7 @@ class Task:
         return all(seconds <= budget.part(phase) for phase, seconds in needs.items())
 
 
-def time_for(task: Task, pace: Pace, budget: Budget) -> Task | None:
+def time_for(task: SearchTask, pace: Pace, budget: Budget) -> SearchTask | None:
     """The task with as much text as there is time for; None where there is none to try anything.
 
     The budget is told what the phases need.
@@ -155,7 +155,7 @@ def time_for(task: Task, pace: Pace, budget: Budget) -> Task | None:
     return planned
 
 
-def said(task: Task, pace: Pace, budget: Budget) -> str:
+def said(task: SearchTask, pace: Pace, budget: Budget) -> str:
     """About how long a task will take, done in full, and what that is told from."""
     needs = task.needs(pace)
     others, trials = budget.spent + sum(needs.values()) - needs["trials"], needs["trials"]

@@ -16,28 +16,28 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from pydantic import ValidationError
 
+from selfspec.basics.checked_model import Data, Positive
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.schema import Data, Positive
-from selfspec.facts.acceptance import AcceptanceCurve
-from selfspec.facts.confidence import Confidence
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.costs import CostModel
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.skip import SkipSet
-from selfspec.profile.draft import ProposerSpec
+from selfspec.profile.draft_spec import ProposerSpec
 from selfspec.profile.schema import Calibration
+from selfspec.types.acceptance import AcceptanceCurve
+from selfspec.types.confidence import Confidence
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.costs import CostModel
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.skip import SkipSet
 
 from .climbing import Gains
-from .narrowing import Choices
 from .objective import Score
 from .options import STUDY
 from .space import Space
+from .space_filter import Choices
 from .storage import MEMORY, is_database, named, open_storage, place, storage_errors
 
 PATIENCE = 10.0  # times the longest trial (and a minute) after which a worker's claim is taken for dead
 
 
-class Texts(Data):
+class ScoredTexts(Data):
     """How much text the trials of a study are scored on: the first few of the prompts that were drawn for it.
 
     Where time is limited, how many they are, and how many tokens continue each at most, depends on how fast the model
@@ -118,14 +118,14 @@ class Ledger:
         return costs
 
     @property
-    def texts(self) -> Texts | None:
+    def texts(self) -> ScoredTexts | None:
         """How much text trials are scored on, once it is known."""
-        texts: Texts | None = self._records.get("texts")
+        texts: ScoredTexts | None = self._records.get("texts")
         return texts
 
-    def keep_texts(self, texts: Texts) -> Texts:
+    def keep_texts(self, texts: ScoredTexts) -> ScoredTexts:
         """Keep how much text trials are scored on, unless another worker was first; what is kept."""
-        kept: Texts = self._share("texts", texts.model_dump(mode="json"))
+        kept: ScoredTexts = self._share("texts", texts.model_dump(mode="json"))
         return kept
 
     def keep_costs(self, costs: CostModel) -> None:
@@ -253,7 +253,7 @@ def _gains(value: Sequence[Sequence[float]]) -> Gains:
 
 _RECORDS: dict[str, Callable[[Any], Any]] = {
     "settings": dict,
-    "texts": Texts.model_validate,
+    "texts": ScoredTexts.model_validate,
     "costs": CostModel.model_validate,
     "choices": Choices.model_validate,
     "confidence": Confidence.model_validate,

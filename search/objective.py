@@ -12,25 +12,25 @@ from typing import Protocol
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller, FixedK, make_controller
 from selfspec.drafters import PlainDrafter, make_ahead
-from selfspec.facts.acceptance import AcceptanceCurve, Outlook
-from selfspec.facts.confidence import PROBABILITY
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.costs import CostModel
-from selfspec.facts.draft_path import DraftPath, as_path
-from selfspec.facts.skip import SkipSet
-from selfspec.facts.stats import Stats
-from selfspec.facts.work import Work
 from selfspec.llm.llm import LLM
 from selfspec.measure.timing import method
-from selfspec.profile.draft import ProposerSpec
+from selfspec.profile.draft_spec import ProposerSpec
 from selfspec.profile.schema import Prediction, Profile
 from selfspec.speculation.drafter import Drafter
 from selfspec.text.prompt import Prompt
+from selfspec.types.acceptance import AcceptanceCurve, PayoffModel
+from selfspec.types.confidence import PROBABILITY
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.costs import CostModel
+from selfspec.types.draft_path import DraftPath, as_path
+from selfspec.types.draft_work import Work
+from selfspec.types.skip import SkipSet
+from selfspec.types.stats import Stats
 
-from .continuations import Decoding
-from .curve import fit_curve
-from .guessing import spared, with_guesses
-from .playing import LONGEST_DRAFT, controllers_in_play, long_enough
+from .acceptance_fit import fit_curve
+from .continuations import DecodingSettings
+from .controller_grid import LONGEST_DRAFT, controllers_in_play, long_enough
+from .lookup_replay import spared, with_guesses
 from .replay import Replay
 from .trace import Trace, walk
 
@@ -83,7 +83,7 @@ class WallClock:
         self,
         llm: LLM,
         prompts: Sequence[Prompt],
-        decoding: Decoding,
+        decoding: DecodingSettings,
         controller: ControllerSpec | None,
         *,
         on_prompt: Callable[[int], None] = lambda done: None,
@@ -105,7 +105,7 @@ class WallClock:
         return Score(path, speed, speed / self._plain, total.acceptance_rate, total.tokens_per_round, self._controller)
 
 
-def decode_all(llm: LLM, drafter: Drafter, prompts: Sequence[Prompt], decoding: Decoding) -> Stats:
+def decode_all(llm: LLM, drafter: Drafter, prompts: Sequence[Prompt], decoding: DecodingSettings) -> Stats:
     """Decode every prompt with `drafter` and add up."""
     run = method(llm, drafter, decoding.timed())
     return Stats.total(map(run, prompts))
@@ -246,25 +246,27 @@ class Replayed:
             return sorted(values, key=lambda value: value.speed, reverse=True)[:count]
 
         found: list[_Value] = []
-        asking = [c for c in controllers if c.asks_outlook]
-        if others := [c for c in controllers if not c.asks_outlook]:
+        asking = [c for c in controllers if c.asks_payoff]
+        if others := [c for c in controllers if not c.asks_payoff]:
             found = best(map(_Plan, others), WITH_CANDIDATES)
             counts = range(2, self._candidates + 1)
             found += best(_Plan(value.plan.controller, n) for value in found for n in counts)
         if asking:
             curve = fit_curve(traces, self._candidates)
             words = path.share(self._replay.vocabulary)
-            outlook = Outlook.of(self._costs, path, self._replay.layers, curve, vocabulary=words, spared=without)
-            found += [self._at_its_rate(controller, outlook, traces, draft) for controller in asking]
+            payoff = PayoffModel.of(self._costs, path, self._replay.layers, curve, vocabulary=words, spared=without)
+            found += [self._at_its_rate(controller, payoff, traces, draft) for controller in asking]
         fastest = max(found, key=lambda value: value.speed)
         return replace(fastest, plan=replace(fastest.plan, spared=without))
 
-    def _at_its_rate(self, controller: Controller, outlook: Outlook, traces: Sequence[Trace], draft: float) -> _Value:
+    def _at_its_rate(
+        self, controller: Controller, payoff: PayoffModel, traces: Sequence[Trace], draft: float
+    ) -> _Value:
         """A controller that is told this outlook, and starts at the rate that it brings about (Dinkelbach 1967)."""
         best: _Value | None = None
         rate = 1.0
         for _ in range(DINKELBACH):
-            plan = _Plan(controller.told(outlook, rate=rate), self._candidates)
+            plan = _Plan(controller.told(payoff, rate=rate), self._candidates)
             value = self._priced(plan, traces, draft)
             best = value if best is None or value.speed > best.speed else best
             before, rate = rate, max(1.0, value.speed * self._costs.plain)
@@ -282,7 +284,7 @@ class Replayed:
     def _as_score(self, path: DraftPath, value: _Value, speed: float, *, pruned: bool) -> Score:
         total = Stats.total(value.stats)
         controller = value.plan.controller
-        outlook = controller.learnt()
+        payoff = controller.learnt()
         return Score(
             path,
             speed,
@@ -292,7 +294,7 @@ class Replayed:
             controller.spec(),
             pruned,
             candidates=value.plan.candidates,
-            acceptance=None if outlook is None else outlook.curve,
+            acceptance=None if payoff is None else payoff.curve,
             proposers=self._proposers,
             spared=round(value.plan.spared, 4),
         )
@@ -308,7 +310,7 @@ def predict(replay: Replay, profile: Profile, *, trained: str | None = None) -> 
     if costs is None:
         raise SelfspecError("a prediction needs a profile with costs")
     described = profile.layer_skip
-    controller = make_controller(described.controller, profile.outlook)
+    controller = make_controller(described.controller, profile.payoff)
     replay.confidence = described.confidence or PROBABILITY
     traces = replay.trace(replace(profile.path, trained=trained), [controller])
     traces = with_guesses(replay, traces, make_ahead(described.proposers or (), costs.wider, replay.vocabulary))

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.draft_path import MODES, Mode
 from selfspec.llm.options import TopK, TopP
+from selfspec.types.draft_path import MODES, Mode
 
 from .space import BYPASSING, GRANULARITIES, parse_keep, parse_modes
 from .strategies import check_strategy
@@ -23,15 +23,15 @@ from .strategies import check_strategy
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
 
-    from selfspec.facts.controller import ControllerSpec
     from selfspec.llm.llm import LLM
-    from selfspec.profile.draft import ProposerSpec
+    from selfspec.profile.draft_spec import ProposerSpec
     from selfspec.text.prompt import Prompt
     from selfspec.text.prompt_files import Prompts
+    from selfspec.types.controller import ControllerSpec
 
     from .budget import Budget
-    from .continuations import Decoding
-    from .watch import Watch
+    from .callbacks import SearchCallbacks
+    from .continuations import DecodingSettings
 
 OBJECTIVES = ("replay", "wallclock")
 KV = ("shared", "own")
@@ -229,13 +229,13 @@ class SearchOptions:
         ),
     ] = None
     study: Annotated[str, typer.Option(help="The study's name in the storage.", rich_help_panel=_KEPT)] = STUDY
-    watch: "Watch | None" = None
+    watch: "SearchCallbacks | None" = None
     budget: "Budget | None" = None
     plain_llm: "Callable[[], LLM] | None" = None
 
     def __post_init__(self) -> None:
         if isinstance(self.prompts, str):
-            raise SelfspecError("prompts is one text; want a list of them")
+            raise SelfspecError("prompts is one text; expected a list of them")
         for name in ("trials", "count", "seed", "max_new_tokens"):  # numpy's whole numbers, too
             object.__setattr__(self, name, operator.index(getattr(self, name)))
         check_strategy(self.strategy)
@@ -243,20 +243,20 @@ class SearchOptions:
             if getattr(self, name) not in known:
                 raise SelfspecError(f"{name} '{getattr(self, name)}' is not known; known: {', '.join(known)}")
         if self.trials < 1 or self.count < 1:
-            raise SelfspecError(f"want at least 1 trial and 1 prompt, got {self.trials} and {self.count}")
+            raise SelfspecError(f"expected at least 1 trial and 1 prompt, got {self.trials} and {self.count}")
         if not 0 <= self.seed < 2**32:
-            raise SelfspecError(f"seed {self.seed}: want 0 to {2**32 - 1}")
+            raise SelfspecError(f"seed {self.seed}: expected 0 to {2**32 - 1}")
         if self.minutes is not None and not 0 < self.minutes < math.inf:
-            raise SelfspecError(f"minutes {self.minutes}: want more than 0, and finite")
+            raise SelfspecError(f"minutes {self.minutes}: expected more than 0, and finite")
         if self.context is not None and self.context < 1:
-            raise SelfspecError(f"context {self.context}: want at least 1 key")
+            raise SelfspecError(f"context {self.context}: expected at least 1 key")
         cost = self.max_draft_cost
         if cost is not None and not 0 < cost < math.inf:
-            raise SelfspecError(f"max_draft_cost {cost}: want more than 0 and finite, as a share of a plain step")
+            raise SelfspecError(f"max_draft_cost {cost}: expected more than 0 and finite, as a share of a plain step")
         self._check_together()
         if self.extra_memory is not None and not 0 <= self.extra_memory < math.inf:
             raise SelfspecError(
-                f"extra_memory {self.extra_memory}: want 0 or more and finite, as a share of the model's"
+                f"extra_memory {self.extra_memory}: expected 0 or more and finite, as a share of the model's"
             )
         _ = self.kept_layers, self.fixed, self.allowed_modes, self.proposers
         if self.store is not None:
@@ -297,7 +297,7 @@ class SearchOptions:
     @property
     def proposers(self) -> "tuple[ProposerSpec, ...]":
         """What may guess below the draft path. Raises `SelfspecError` for text that names no such thing."""
-        from selfspec.profile.draft import parse_proposers
+        from selfspec.profile.draft_spec import parse_proposers
 
         found = parse_proposers(self.drafters, None if self.store is None else str(Path(self.store).resolve()))
         return found if (self.objective, self.kv) == ("replay", "shared") else ()
@@ -315,11 +315,11 @@ class SearchOptions:
         return self.controller
 
     @property
-    def decoding(self) -> "Decoding":
+    def decoding(self) -> "DecodingSettings":
         """How tokens are chosen, and sampled drafts verified; not checked."""
-        from .continuations import Decoding
+        from .continuations import DecodingSettings
 
-        return Decoding(
+        return DecodingSettings(
             **{name: getattr(self, name) for name in _DECODING} | {"logits_processor": (*self.logits_processor,)}
         )
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from selfspec.controllers import FixedK, make_controller
 from selfspec.drafters import make_ahead
-from selfspec.facts.costs import CostModel
-from selfspec.facts.work import GUESSED
 from selfspec.llm.llm import LLM
 from selfspec.profile.schema import Profile
 from selfspec.text.prompt import Prompt
+from selfspec.types.costs import CostModel
+from selfspec.types.draft_work import GUESSED
 
-from .continuations import Decoding, continue_prompts
-from .guessing import with_guesses
-from .playing import deepest
+from .continuations import DecodingSettings, continue_prompts
+from .controller_grid import deepest
+from .lookup_replay import with_guesses
 from .replay import Replay
 from .trace import Trace
 
@@ -60,7 +60,13 @@ def oracle_bound(traces: Sequence[Trace], costs: CostModel, draft: float, *, can
 
 
 def oracle(
-    llm: LLM, profile: Profile, costs: CostModel, prompts: Sequence[Prompt], decoding: Decoding, *, seed: int = 0
+    llm: LLM,
+    profile: Profile,
+    costs: CostModel,
+    prompts: Sequence[Prompt],
+    decoding: DecodingSettings,
+    *,
+    seed: int = 0,
 ) -> Bound:
     """The `oracle_bound` of a profile on the model's own continuations of `prompts`, for drafts as long as it allows.
 
@@ -70,7 +76,7 @@ def oracle(
         llm, [llm.check(prompt, decoding.max_new_tokens) for prompt in prompts], decoding, seed=seed
     )
     described = profile.layer_skip
-    depth = deepest([make_controller(described.controller, profile.outlook)])
+    depth = deepest([make_controller(described.controller, profile.payoff)])
     candidates = described.candidates
     with Replay(
         llm.model, texts, sampler=decoding.sampler(), depth=depth, candidates=candidates, seed=seed, like=llm.runtime

@@ -7,29 +7,29 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from selfspec.controllers import Controller
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.costs import CostModel
-from selfspec.facts.draft_path import DraftPath
 from selfspec.llm.llm import LLM
 from selfspec.measure.cost_fitting import forward_seconds, measure_costs
-from selfspec.profile.draft import ProposerSpec
+from selfspec.profile.draft_spec import ProposerSpec
 from selfspec.profile.schema import Calibration
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.costs import CostModel
+from selfspec.types.draft_path import DraftPath
 
 from .budget import Budget, Deadline
+from .callbacks import SearchCallbacks, SilentSearch
 from .climbing import Gains, changed, cheaper
-from .confidence import fit_confidence
-from .continuations import Decoding, continue_prompts
-from .forecast import CONFIDENCE_SHARE, CONFIDENT, PLACES, Pace, Task
-from .ledger import Ledger, Texts
-from .narrowing import Choices, paying
+from .confidence_fit import fit_confidence
+from .continuations import DecodingSettings, continue_prompts
+from .controller_grid import LONGEST_DRAFT, deepest
+from .forecast import CONFIDENCE_SHARE, CONFIDENT, PLACES, Pace, SearchTask
+from .ledger import Ledger, ScoredTexts
 from .objective import RANKING_SHARE, Objective, Replayed, WallClock
-from .playing import LONGEST_DRAFT, deepest
 from .replay import CANDIDATES, Replay
 from .space import Space
+from .space_filter import Choices, paying
 from .strategies import Problem
-from .target_text import Text
-from .warm import BUDGETS, by_cosines, every_fourth, every_second, first_k, likely, programme
-from .watch import Silent, Watch
+from .target_text import TargetText
+from .warm_starts import BUDGETS, by_cosines, every_fourth, every_second, first_k, likely, programme
 
 LEAST_RANKING = 1 / 64  # of each text's places: from fewer, what bypassing a sub-layer alone brings cannot be told
 
@@ -46,27 +46,27 @@ class Search:
 
     llm: LLM
     space: Space
-    decoding: Decoding
+    decoding: DecodingSettings
     prompts: tuple[list[int], ...]
     seed: int
     ledger: Ledger
-    watch: Watch = field(default_factory=Silent)
+    watch: SearchCallbacks = field(default_factory=SilentSearch)
     budget: Budget = field(default_factory=Budget)
     pace: Pace = field(default_factory=lambda: Pace(0.0, 0.0))
-    planned: Task | None = None
+    planned: SearchTask | None = None
     described: Callable[[int], Calibration] | None = None
     own_keys: bool = False
     proposers: tuple[ProposerSpec, ...] = ()
     plain_llm: LLM | None = None
 
-    def plan(self, room: int | None = None) -> Texts:
+    def plan(self, room: int | None = None) -> ScoredTexts:
         """How much text there is time for; `room`: tokens after each prompt, where they have turned out to be fewer."""
         count = len(self.prompts if self.planned is None else self.planned.prompts)
         new = self.decoding.max_new_tokens if self.planned is None else self.planned.new
         described = None if self.described is None else self.described(count)
-        return Texts(prompts=count, max_new_tokens=room or new, calibration=described)
+        return ScoredTexts(prompts=count, max_new_tokens=room or new, calibration=described)
 
-    def chosen(self, texts: Texts) -> tuple[tuple[list[int], ...], Decoding]:
+    def chosen(self, texts: ScoredTexts) -> tuple[tuple[list[int], ...], DecodingSettings]:
         """The prompts that there are texts of, and how they are continued."""
         return self.prompts[: texts.prompts], replace(self.decoding, max_new_tokens=texts.max_new_tokens)
 
@@ -100,7 +100,7 @@ def replayed(
     return search, worth, Problem(space, search.seed, tuple(first), known, planned), costs, replay
 
 
-def replay_of(search: Search, texts: Sequence[Text], fixed: Controller | None) -> Replay:
+def replay_of(search: Search, texts: Sequence[TargetText], fixed: Controller | None) -> Replay:
     """The replay of texts as the search would draft them, told of what is known to be sure; `fixed` ends drafts."""
     replay = Replay(
         search.llm.model,
@@ -145,11 +145,13 @@ def _confidence(search: Search, replay: Replay) -> None:
         replay.confidence = search.ledger.keep_confidence(found)
 
 
-def _continued(search: Search) -> list[Text]:
+def _continued(search: Search) -> list[TargetText]:
     """The texts that trials are scored on, decided on by how far they got in time unless that was done before."""
     watch, known = search.watch, search.ledger.texts
 
-    def continued(prompts: Sequence[list[int]], decoding: Decoding, deadline: Deadline | None) -> list[Text]:
+    def continued(
+        prompts: Sequence[list[int]], decoding: DecodingSettings, deadline: Deadline | None
+    ) -> list[TargetText]:
         watch.stage("continuing prompts", 2 * decoding.max_new_tokens)
         return continue_prompts(search.llm, prompts, decoding, seed=search.seed, on_token=watch.step, deadline=deadline)
 
@@ -161,7 +163,7 @@ def _continued(search: Search) -> list[Text]:
     return texts if decided == mine else continued(*search.chosen(decided), None)  # another worker was first
 
 
-def _costs(search: Search, texts: Sequence[Text], context: int | None) -> CostModel:
+def _costs(search: Search, texts: Sequence[TargetText], context: int | None) -> CostModel:
     """The cost model of the study, measured now unless it was before."""
     ledger, watch = search.ledger, search.watch
     shown = 0
@@ -230,7 +232,7 @@ def timed(search: Search, controller: ControllerSpec | None, warm: bool) -> tupl
     space = search.space
     starts: tuple[DraftPath, ...] = ()
     prompts, decoding = search.chosen(search.ledger.texts or search.ledger.keep_texts(search.plan()))
-    texts = [Text(tuple(ids), max(1, len(ids) - PLACES), PLACES + 1) for ids in prompts if len(ids) > 1]
+    texts = [TargetText(tuple(ids), max(1, len(ids) - PLACES), PLACES + 1) for ids in prompts if len(ids) > 1]
     if warm and texts:
         search.watch.stage("ranking sub-layers", None)
         with Replay(search.llm.model, texts, depth=1) as replay:

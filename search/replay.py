@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 
 from selfspec.controllers import Controller
-from selfspec.facts.confidence import PROBABILITY
-from selfspec.facts.draft_path import FULL, DraftPath, as_path
-from selfspec.facts.skip import SkipSet
+from selfspec.runtime.compiled_path import CompiledPath
+from selfspec.runtime.factory import open_runtime
 from selfspec.runtime.forward import Runtime
-from selfspec.runtime.opening import open_runtime
-from selfspec.runtime.paths import CompiledPath
 from selfspec.speculation.sampling import Sampler, gaps
+from selfspec.types.confidence import PROBABILITY
+from selfspec.types.draft_path import FULL, DraftPath, as_path
+from selfspec.types.skip import SkipSet
 
-from .committed import Committed
-from .law import Noise, Uniforms, draft_given_text
-from .rows import Record, Rows, confident, with_ties
-from .target_text import Streams, Text
-from .ties import Ties
+from .conditional_sampling import Noise, Uniforms, draft_given_text
+from .prefill_cache import PrefilledTexts
+from .replay_state import Record, ReplayState, confident, with_ties
+from .seeded_noise import Ties
+from .target_text import Streams, TargetText
 from .trace import Trace
 
 CHUNK = 192  # starts of one forward
@@ -55,7 +55,7 @@ class Replay:
     def __init__(
         self,
         model: Any,
-        texts: Sequence[Text],
+        texts: Sequence[TargetText],
         *,
         sampler: Sampler | None = None,
         rule: str = "block",
@@ -81,7 +81,7 @@ class Replay:
         self.seed = seed
         self.confidence = PROBABILITY
         self._noise = noise or self._uniforms
-        self._runtime = (like or open_runtime(model)).beside(rows=len(self.texts))
+        self._runtime = (like or open_runtime(model)).with_new_cache(rows=len(self.texts))
         self.ends = self._runtime.skeleton.ends
         self._longest = max(len(text.tokens) for text in self.texts)
         self._first = [0]  # number of each text's first start
@@ -106,7 +106,7 @@ class Replay:
     def _read_texts(self) -> None:
         """One full forward over each text: its keys and, for sampling, the target's distribution at each start."""
         device = self._runtime.device
-        self._committed = Committed(self._runtime, self.texts)
+        self._committed = PrefilledTexts(self._runtime, self.texts)
         if self.sampler.greedy or self._tied is not None:
             self._committed.hold(FULL)
         else:
@@ -178,7 +178,7 @@ class Replay:
         `known`: traces of a smaller share, made with the same path, controllers and confidence, to be lengthened.
         """
         path = as_path(path)
-        way = self._runtime.compile(path)
+        compiled = self._runtime.compile(path)
         if self.own_keys:
             self._committed.hold(replace(path, vocabulary=None))
         low = [len(trace.runs) for trace in known] or [0] * len(self.texts)
@@ -188,7 +188,7 @@ class Replay:
             group = range(first, min(first + self._group, len(self.texts)))
             for step in range(0, max(int(high[i]) - low[i] for i in group), self._each):
                 window = [(low[i] + step, min(low[i] + step + self._each, int(high[i]))) for i in group]
-                self._replay(way, controllers, slice(group.start, group.stop), window, record)
+                self._replay(compiled, controllers, slice(group.start, group.stop), window, record)
         fresh = [self._read(record, i, low[i], int(high[i])) for i in range(len(self.texts))]
         return [a.then(b) for a, b in zip(known, fresh, strict=True)] if known else fresh
 
@@ -215,7 +215,7 @@ class Replay:
             live.drafted = torch.cat((live.drafted, token.unsqueeze(-1)), dim=-1)
             live.pick(index, going.gather(1, index))
 
-    def _rows(self, group: slice, window: Sequence[tuple[int, int]]) -> Rows:
+    def _rows(self, group: slice, window: Sequence[tuple[int, int]]) -> ReplayState:
         """The starts of a window that may draft at all: the last place that there is room for may not."""
         device = self._runtime.device
         texts = self.texts[group]
@@ -225,7 +225,7 @@ class Replay:
         real = offset < torch.minimum(high, room)
         offset = offset * real  # padding repeats the text's first start
         position = offset + torch.tensor([text.prompt - 1 for text in texts], device=device)[:, None]
-        return Rows(
+        return ReplayState(
             ids=offset + torch.tensor(self._first[group.start : group.stop], device=device)[:, None],
             start=position,
             token=self._committed.tokens[group].gather(1, position),
@@ -236,7 +236,7 @@ class Replay:
             drafted=torch.zeros((*real.shape, 0), dtype=torch.long, device=device),
         )
 
-    def _forward(self, live: Rows, path: CompiledPath, group: slice, used: int, step: int) -> tuple[Tensor, int]:
+    def _forward(self, live: ReplayState, path: CompiledPath, group: slice, used: int, step: int) -> tuple[Tensor, int]:
         """Processed scores `[B, n, V]` of one draft step, and the scratch used now."""
         width = live.real.shape[1]
         mask = self._see(live)
@@ -246,7 +246,7 @@ class Replay:
         scores = self.sampler.scores(out.logits.flatten(0, 1), self._prefixes(live, group))
         return scores.view(*live.start.shape, -1), used + width
 
-    def _see(self, live: Rows) -> Tensor:
+    def _see(self, live: ReplayState) -> Tensor:
         """The mask `[B, n, S]` of the next step: the committed tokens' keys before the start, and the draft's own."""
         width = live.real.shape[1]
         columns = torch.arange(self._longest, device=live.start.device)
@@ -254,12 +254,14 @@ class Replay:
         live.own = torch.cat((live.own, itself), dim=-1)
         return torch.cat((columns < live.start.unsqueeze(-1), live.own), dim=-1)
 
-    def _prefixes(self, live: Rows, group: slice) -> Iterator[list[int]]:
+    def _prefixes(self, live: ReplayState, group: slice) -> Iterator[list[int]]:
         for row, text in enumerate(self.texts[group]):
             for position, drafted in zip(live.start[row].tolist(), live.drafted[row].tolist(), strict=True):
                 yield [*text.tokens[: position + 1], *drafted]
 
-    def _choose(self, live: Rows, scores: Tensor, group: slice, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _choose(
+        self, live: ReplayState, scores: Tensor, group: slice, step: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What is drafted: token, confidence, whether it and all before it are the text's, else the text's rank."""
         place = live.start + step + 1
         inside = live.matched & (place < self._committed.lengths[group])
@@ -306,7 +308,7 @@ class Replay:
 
     def _note(
         self,
-        live: Rows,
+        live: ReplayState,
         record: Record,
         controllers: Sequence[Controller],
         step: int,

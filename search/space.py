@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.draft_path import LOW, MODES, DraftPath, Mode, as_path
-from selfspec.facts.skip import NOTHING_SKIPPED, SkipSet
+from selfspec.types.draft_path import LOW, MODES, DraftPath, Mode, as_path
+from selfspec.types.skip import NOTHING_SKIPPED, SkipSet
 
 GRANULARITIES = ("sublayer", "layer")
 BYPASSING: tuple[Mode, ...] = ("full", "skip")  # the modes of Draft & Verify
@@ -140,7 +140,7 @@ def parse_keep(text: str) -> tuple[int, ...]:
     """Layers such as `0,15`. Raises `SelfspecError` for anything else."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isascii() and part.isdigit() and len(part) < 7 for part in parts):
-        raise SelfspecError(f"keep '{text}': want layer numbers such as 0,15")
+        raise SelfspecError(f"keep '{text}': expected layer numbers such as 0,15")
     return tuple(sorted({int(part) for part in parts}))
 
 
@@ -152,5 +152,5 @@ def parse_modes(text: str) -> tuple[Mode, ...]:
         raise SelfspecError(f"modes: '{wrong}' is not known; known: {', '.join(MODES)}")
     found: tuple[Mode, ...] = tuple(mode for mode in MODES if mode in (*given, "full"))
     if len(found) < 2:
-        raise SelfspecError(f"modes '{text}': want one beside full, of {', '.join(MODES[1:])}")
+        raise SelfspecError(f"modes '{text}': expected one beside full, of {', '.join(MODES[1:])}")
     return found

@@ -139,7 +139,7 @@ def _database(url: str) -> BaseStorage:
         raise
     except (ArgumentError, ValueError):
         raise SelfspecError(
-            f"storage {name}: want memory, a file, or a database's URL such as postgresql://user:password@host/name"
+            f"storage {name}: expected memory, a file, or a database's URL such as postgresql://user:password@host/name"
         ) from None
     except ImportError as error:
         install = f"pip install 'selfspec[{kind_of}]'" if kind_of in DRIVERS else " ".join(str(error).split())

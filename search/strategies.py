@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.draft_path import DraftPath
+from selfspec.types.draft_path import DraftPath
 
 from .climbing import Climb, Gains, Greedy
 from .space import Space

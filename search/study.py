@@ -12,35 +12,35 @@ from typing import Concatenate, ParamSpec
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.keywords import show_signature
 from selfspec.controllers import make_controller
-from selfspec.facts.costs import CostModel
-from selfspec.facts.draft_path import DraftPath
 from selfspec.llm.llm import LLM
-from selfspec.llm.prompts import encode, fit, takes_messages, warn_of_cuts
+from selfspec.llm.prompt_encoding import encode, fit, takes_messages, warn_of_cuts
 from selfspec.measure.cost_fitting import fastest_plain
 from selfspec.measure.cost_sweeps import room_for
 from selfspec.profile.schema import Calibration, Profile
-from selfspec.runtime.team import check_alone
+from selfspec.runtime.worker_group import check_alone
 from selfspec.text.prompt import Prompt
+from selfspec.types.costs import CostModel
+from selfspec.types.draft_path import DraftPath
 
 from .bridging import with_bridges
 from .budget import Budget
 from .calibration import PromptSet, choose, record
+from .callbacks import Logged, Trial
 from .climbing import cheaper
-from .finalists import Bettered, HeldOut, finish
-from .forecast import Pace, Task, said, time_for
-from .heads import with_smaller_head
+from .draft_vocabulary import with_smaller_head
+from .finalists import HeldOut, Refinement, finish
+from .forecast import Pace, SearchTask, said, time_for
 from .ledger import Ledger
-from .narrowing import Bounded, Memory, possible
 from .objective import Objective, Score
 from .options import SearchOptions
-from .outcome import begun, untried, with_shortage
 from .prepare import Search, replayed, timed
 from .replay import Replay
+from .rescoring import FEWEST, PROMPTS, Again, best_on_others
+from .search_record import begun, untried, with_shortage
 from .space import Space
+from .space_filter import Bounded, MemoryBudget, possible
 from .storage import MEMORY
 from .strategies import Problem, Strategy, make_strategy
-from .unseen import FEWEST, PROMPTS, Again, best_on_others
-from .watch import Logged, Trial
 
 P = ParamSpec("P")
 
@@ -67,7 +67,7 @@ def run_search(llm: LLM, options: SearchOptions) -> Profile:
     with ExitStack() as held:
         known = _known_beforehand(search, options, held, drawn)
         search = known.search
-        memory = Memory.of(llm, options.extra_memory)
+        memory = MemoryBudget.of(llm, options.extra_memory)
         bounded = Bounded(known.worth, known.costs, search.space, options.max_draft_cost, memory)
         propose = partial(make_strategy, options.strategy, known.problem)
         interrupted = _run_trials(search, bounded, propose, options.trials)
@@ -104,7 +104,7 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
     options.decoding.check()
     if options.context is not None and (most := room_for(llm.runtime, options.context)[0]) < options.context:
         raise SelfspecError(
-            f"context {options.context}: want at most {most}, to which the model's context of "
+            f"context {options.context}: expected at most {most}, to which the model's context of "
             f"{llm.runtime.skeleton.context} has room for the rounds that are timed"
         )
     chosen = choose(
@@ -150,7 +150,7 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
 
 def _space(llm: LLM, options: SearchOptions) -> Space:
     """What the model allows of what was asked for."""
-    choices = possible(llm, options.allowed_modes, memory=Memory.of(llm, options.extra_memory).limit)
+    choices = possible(llm, options.allowed_modes, memory=MemoryBudget.of(llm, options.extra_memory).limit)
     return choices.of(Space(llm.runtime.layers, options.kept_layers, options.granularity))
 
 
@@ -175,11 +175,11 @@ def _task(
     ledger: Ledger,
     prompts: Sequence[Sequence[int]],
     others: Sequence[Sequence[int]],
-) -> Task:
+) -> SearchTask:
     """What is still to be done."""
     texts = ledger.texts
     lengths = tuple(map(len, prompts))
-    return Task(
+    return SearchTask(
         prompts=lengths if texts is None else lengths[: texts.prompts],
         others=tuple(map(len, others)),
         new=options.max_new_tokens if texts is None else texts.max_new_tokens,
@@ -229,7 +229,7 @@ class _Known:
     problem: Problem
     costs: CostModel | None = None
     replay: Replay | None = None
-    bettered: tuple[tuple[str, Bettered], ...] = ()
+    bettered: tuple[tuple[str, Refinement], ...] = ()
     again: Again | None = None
 
 
@@ -240,7 +240,7 @@ def _known_beforehand(search: Search, options: SearchOptions, held: ExitStack, d
         return _Known(search, *timed(search, fixed, options.warm))
     controller = None if fixed is None else make_controller(fixed)
     search, worth, problem, costs, replay = replayed(search, held, controller, options.context, options.warm)
-    bettered: list[tuple[str, Bettered]] = []
+    bettered: list[tuple[str, Refinement]] = []
     if options.kv == "shared":
         fitted_to = [*search.prompts, *drawn.others]
         bridges = partial(
@@ -264,7 +264,9 @@ def _fitted(llm: LLM, chosen: PromptSet, options: SearchOptions) -> Iterator[tup
     """The prompts to search on, to measure on, and others, as token ids, cut where they leave the new ones no room."""
     context, new = llm.runtime.skeleton.context, options.max_new_tokens
     if not 1 <= new < context:
-        raise SelfspecError(f"max_new_tokens {new}: want 1 to {context - 1}, what the context leaves beside a prompt")
+        raise SelfspecError(
+            f"max_new_tokens {new}: expected 1 to {context - 1}, what the context leaves beside a prompt"
+        )
     parts = chosen.search, chosen.measure, chosen.rest[:PROMPTS]
     encoded = [[encode(llm, prompt, chat=chosen.chat) for prompt in part] for part in parts]
     warn_of_cuts((len(ids) for part in encoded for ids in part), context - new)

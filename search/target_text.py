@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TargetText:
     """A prompt and the target's own continuation of it: the first `prompt` of `tokens` were given.
 
     `room`: tokens that the continuation was allowed; it is shorter where the text ended by itself. `seed`: what it was

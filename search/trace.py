@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from selfspec.controllers import Controller, Play
-from selfspec.facts.limits import WIDEST_DRAFT
-from selfspec.facts.stats import Stats
-from selfspec.facts.work import GUESSED, Work, passes_of, steps_of
+from selfspec.controllers import Controller, DraftLoop
+from selfspec.types.draft_work import GUESSED, Work, passes_of, steps_of
+from selfspec.types.limits import WIDEST_DRAFT
+from selfspec.types.stats import Stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Walk:
     rounds: Counter[tuple[Work, int]] = field(default_factory=Counter)
 
 
-class Step(NamedTuple):
+class WalkStep(NamedTuple):
     """One round of a walk: the confidences of what was drafted, and how many of these tokens were the text's own.
 
     `candidates`: how many tokens were verified at all places together, the drafted ones counted; `other`: whether
@@ -102,7 +102,7 @@ def _walk(trace: Trace, controller: Controller, most: int) -> Walk:
     return done
 
 
-def steps(trace: Trace, controller: Controller, *, candidates: int = 1) -> Iterator[Step]:
+def steps(trace: Trace, controller: Controller, *, candidates: int = 1) -> Iterator[WalkStep]:
     """The rounds of decoding one text, in order; `controller` has observed each when it is given out."""
     start, deepest = 0, WIDEST_DRAFT // candidates
     while start < len(trace.runs):
@@ -117,23 +117,23 @@ def steps(trace: Trace, controller: Controller, *, candidates: int = 1) -> Itera
         kept = min(run, drafted)
         emitted = min(kept + other + 1, trace.tokens - start)
         controller.observe(play.confidences, kept, candidates=verified, other=other)
-        yield Step(play.confidences, kept, verified, other, emitted, trace.work(start, drafted))
+        yield WalkStep(play.confidences, kept, verified, other, emitted, trace.work(start, drafted))
         start += emitted
 
 
-def _guessed(trace: Trace, start: int, controller: Controller) -> Step | None:
+def _guessed(trace: Trace, start: int, controller: Controller) -> WalkStep | None:
     """The round from `start` where the controller takes a guess as it is."""
     chances, run = trace.free[start] if trace.free else ((), 0)
     taken = controller.free(chances)
     if not taken:
         return None
     kept = min(run, taken)
-    return Step((), kept, taken, False, min(kept + 1, trace.tokens - start), GUESSED)
+    return WalkStep((), kept, taken, False, min(kept + 1, trace.tokens - start), GUESSED)
 
 
-def _played(trace: Trace, start: int, controller: Controller, deepest: int) -> Play:
+def _played(trace: Trace, start: int, controller: Controller, deepest: int) -> DraftLoop:
     """The draft from `start` as `controller` plays it."""
-    play = Play(controller, depth=min(trace.room - start - 1, deepest))
+    play = DraftLoop(controller, depth=min(trace.room - start - 1, deepest))
     for confidence in trace.confidences[start]:
         if not play.wants:
             return play

@@ -8,13 +8,13 @@ import pandas as pd
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import make_controller
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.draft_path import FULL
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.draft_path import FULL
 
+from .controller_grid import deepest
+from .front_pick import pareto
 from .ledger import Ledger
 from .objective import ALONE
-from .pick import pareto
-from .playing import deepest
 from .space import Space
 
 

@@ -6,15 +6,15 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
 from selfspec.basics.errors import BusyError, SelfspecError, UnsupportedModelError
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.skip import SkipSet
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.skip import SkipSet
 
 if TYPE_CHECKING:
     from selfspec.integrations.custom_generate import hf
     from selfspec.llm.conversation import Conversation
     from selfspec.llm.llm import LLM, load, wrap
     from selfspec.llm.stream import Generation, Stream
-    from selfspec.model.loading import DeviceMap
+    from selfspec.models.loading import DeviceMap
     from selfspec.profile.schema import Profile
 
 __version__ = _version("selfspec")
@@ -39,7 +39,7 @@ _LAZY = {
     **dict.fromkeys(("LLM", "load", "wrap"), "selfspec.llm.llm"),
     **dict.fromkeys(("Generation", "Stream"), "selfspec.llm.stream"),
     "Conversation": "selfspec.llm.conversation",
-    "DeviceMap": "selfspec.model.loading",
+    "DeviceMap": "selfspec.models.loading",
     "hf": "selfspec.integrations.custom_generate",
     "Profile": "selfspec.profile.schema",
 }

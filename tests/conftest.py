@@ -120,8 +120,8 @@ def told_layout(request) -> None:
     """
     times = layouts.fastest(request.config.getoption("layout"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("selfspec.model.layout.measure_layouts", lambda model: times)
-        patch.setattr("selfspec.llm.here.measured", lambda runtime, path: {})
+        patch.setattr("selfspec.models.layout.measure_layouts", lambda model: times)
+        patch.setattr("selfspec.llm.local_costs.measured", lambda runtime, path: {})
         yield
 
 
@@ -139,7 +139,7 @@ def auto(monkeypatch, tmp_path):
 
     def say(plain: str, drafting: str | None = None) -> None:
         monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "told"))
-        monkeypatch.setattr("selfspec.model.layout.measure_layouts", lambda model: layouts.fastest(plain, drafting))
+        monkeypatch.setattr("selfspec.models.layout.measure_layouts", lambda model: layouts.fastest(plain, drafting))
 
     return say
 

@@ -42,7 +42,7 @@ CONSTANTS = {  # of measuring, which need not be exact here: once, of few rounds
     "selfspec.measure.cost_fitting.DOUBTFUL": -1,
     "selfspec.measure.cost_fitting.LONGER": 0,
     "selfspec.measure.cost_sweeps.LONG": 0,
-    "selfspec.model.layout._BUDGET": 0,
+    "selfspec.models.layout._BUDGET": 0,
     "selfspec.search.finalists.FINALISTS": 1,
 }
 README_LINES = 250

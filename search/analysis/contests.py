@@ -10,8 +10,8 @@ from dataclasses import replace
 import optuna
 import pandas as pd
 
-from selfspec.facts.skip import SkipSet
 from selfspec.measure.cost_fitting import measure_path_costs
+from selfspec.types.skip import SkipSet
 
 from ..objective import predict
 from ..strategies import STRATEGIES, make_strategy

@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 
 from selfspec.controllers import CONTROLLERS, Controller, FixedK
-from selfspec.facts.skip import SkipSet
+from selfspec.types.skip import SkipSet
 
-from ..curve import Drafted, drafted
+from ..acceptance_fit import Drafted, drafted
 from ..objective import Replayed
 from ..oracle import oracle_bound
 from ..trace import Trace, steps, walk

@@ -12,19 +12,19 @@ from typing import Any
 
 import pandas as pd
 
-from selfspec.facts.costs import CostModel
-from selfspec.facts.draft_path import WORDS, HeadMode
-from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
 from selfspec.text.prompt_files import Prompts
+from selfspec.types.costs import CostModel
+from selfspec.types.draft_path import WORDS, HeadMode
+from selfspec.types.skip import SkipSet
 
 from ..climbing import Greedy
+from ..front_pick import pareto
 from ..ledger import Ledger
 from ..objective import Score
-from ..pick import pareto
 from ..study import find_profile
 from ..trial_tables import sensitivity_frame
-from ..warm import every_second
+from ..warm_starts import every_second
 from .workbench import Workbench
 
 RANDOM, GREEDY, EVERY_SECOND = "random sets", "greedy elimination", "every second layer"

@@ -10,29 +10,29 @@ from typing import Self
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
 from selfspec.drafters import PlainDrafter
-from selfspec.facts.acceptance import Outlook
-from selfspec.facts.costs import CostModel
-from selfspec.facts.draft_path import DraftPath, HeadMode
-from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
-from selfspec.llm.prompts import encode, takes_messages
+from selfspec.llm.prompt_encoding import encode, takes_messages
 from selfspec.measure.timing import interleave, method
 from selfspec.profile.schema import Profile
 from selfspec.text.prompt import Prompt
 from selfspec.text.prompt_files import Prompts
+from selfspec.types.acceptance import PayoffModel
+from selfspec.types.costs import CostModel
+from selfspec.types.draft_path import DraftPath, HeadMode
+from selfspec.types.skip import SkipSet
 
+from ..acceptance_fit import fit_curve
 from ..calibration import choose
-from ..continuations import Decoding
-from ..curve import fit_curve
+from ..continuations import DecodingSettings
+from ..controller_grid import LONGEST_DRAFT, controllers_in_play, deepest
 from ..finalists import drafting_as
 from ..ledger import Ledger
-from ..narrowing import Choices
 from ..objective import Replayed, Score
 from ..oracle import Bound, oracle_bound
-from ..playing import LONGEST_DRAFT, controllers_in_play, deepest
 from ..prepare import Search, replayed
 from ..replay import Replay
 from ..space import Space
+from ..space_filter import Choices
 from ..strategies import Problem
 from ..trace import Trace
 
@@ -64,7 +64,7 @@ class Workbench:
     ) -> None:
         self.llm = llm
         self.seed, self.rest = seed, rest
-        self.decoding = Decoding(max_new_tokens, temperature)
+        self.decoding = DecodingSettings(max_new_tokens, temperature)
         self.decoding.check()
         chosen = choose(prompts, source="prompts", count=count, seed=seed, takes_messages=takes_messages(llm))
         self.prompts, self.held_out = (
@@ -134,10 +134,10 @@ class Workbench:
         """A draft step as a share of a plain one."""
         return self.costs.draft_share(self.path(of), self.space.layers)
 
-    def outlook(self, of: DraftPath | SkipSet) -> Outlook:
+    def payoff(self, of: DraftPath | SkipSet) -> PayoffModel:
         """What a rate-optimal controller is to know of such drafts."""
         curve = fit_curve(self.traces(of), self.replay.candidates)
-        return Outlook.of(self.costs, self.path(of), self.space.layers, curve)
+        return PayoffModel.of(self.costs, self.path(of), self.space.layers, curve)
 
     def bound(self, of: DraftPath | SkipSet) -> Bound:
         """What such drafts would bring if every one ended, and had candidates, exactly where it should."""

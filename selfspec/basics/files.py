@@ -31,9 +31,9 @@ def check_file(path: Path) -> None:
         case "missing":
             raise SelfspecError(f"{path}: no such file")
         case "folder":
-            raise SelfspecError(f"{path} is a folder; want a file")
+            raise SelfspecError(f"{path} is a folder; expected a file")
         case "other":
-            raise SelfspecError(f"{path} is a device or a pipe; want a regular file")
+            raise SelfspecError(f"{path} is a device or a pipe; expected a regular file")
 
 
 def read_text(path: Path) -> str:
@@ -53,7 +53,7 @@ def files_in(folder: Path) -> list[Path]:
         case "missing":
             raise SelfspecError(f"{folder}: no such folder")
         case "file" | "other":
-            raise SelfspecError(f"{folder} is a file; want a folder")
+            raise SelfspecError(f"{folder} is a file; expected a folder")
     try:
         return sorted(folder.iterdir())
     except OSError as error:
@@ -63,7 +63,9 @@ def files_in(folder: Path) -> list[Path]:
 def check_writable(path: Path) -> None:
     """Raise `SelfspecError` when a file could not be written at `path`; leaves nothing behind."""
     if kind(path) in ("folder", "other"):
-        raise SelfspecError(f"{path} is a {'folder' if path.is_dir() else 'device or a pipe'}; want a file to write")
+        raise SelfspecError(
+            f"{path} is a {'folder' if path.is_dir() else 'device or a pipe'}; expected a file to write"
+        )
     if kind(path.parent) != "folder":
         raise SelfspecError(f"{path}: the folder {path.parent} does not exist; make it first")
     try:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli.flat import flat
+from selfspec.cli.dataclass_options import flat
 from selfspec.cli.generate_options import GenerateCommand
 from selfspec.cli.options import (
     AuditCommand,
@@ -20,7 +20,7 @@ from selfspec.cli.options import (
     TrainCommand,
 )
 from selfspec.cli.profile_app import profile_app
-from selfspec.cli.see_app import see_app
+from selfspec.cli.report_app import see_app
 from selfspec.cli.serve_options import ServeCommand
 
 app = typer.Typer(
@@ -104,7 +104,7 @@ def chat(given: ChatCommand) -> int:
 @flat
 def audit(given: AuditCommand) -> int:
     """Check that drafting changes nothing: near-ties are counted, and exit code 1 means a bug was found."""
-    from selfspec.cli.audit import run
+    from selfspec.cli.audit_command import run
 
     return run(given)
 
@@ -113,7 +113,7 @@ def audit(given: AuditCommand) -> int:
 @flat
 def bench(given: BenchCommand) -> int:
     """Measure every method on the same prompts, interleaved: plain, layer skip, and transformers' own."""
-    from selfspec.cli.bench import run
+    from selfspec.cli.bench_command import run
 
     return run(given)
 

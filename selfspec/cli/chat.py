@@ -17,15 +17,15 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import kind, write_text
 from selfspec.cli.color import legend, write
 from selfspec.cli.common import quiet, speed_line, stats_line, stderr
-from selfspec.cli.decoding import decoding
+from selfspec.cli.decoding_options import decoding
 from selfspec.cli.options import ChatCommand
-from selfspec.facts.stats import Stats
+from selfspec.types.stats import Stats
 
 if TYPE_CHECKING:
     from selfspec.llm.conversation import Conversation
     from selfspec.llm.llm import LLM
     from selfspec.llm.options import Options
-    from selfspec.llm.plan import Plan
+    from selfspec.llm.sampling_plan import Plan
     from selfspec.llm.stream import Generation
     from selfspec.speculation.drafter import Drafter
     from selfspec.text.prompt import Prompt
@@ -171,7 +171,7 @@ class _Talk:
     def save(self, rest: str) -> None:
         """`/save FILE`."""
         if not rest:
-            raise SelfspecError("/save: want a file, such as /save chat.jsonl")
+            raise SelfspecError("/save: expected a file, such as /save chat.jsonl")
         if not self.conversation.answers:
             raise SelfspecError("/save: nothing has been said yet")
         try:
@@ -179,7 +179,7 @@ class _Talk:
         except RuntimeError as error:  # no such home
             raise SelfspecError(f"/save {rest}: {error}") from None
         if kind(path) != "missing" and path not in self.saved:
-            raise SelfspecError(f"{rest} is there already; want another name, as nothing is written over")
+            raise SelfspecError(f"{rest} is there already; expected another name, as nothing is written over")
         messages = self.conversation.messages
         try:
             write_text(path, "".join(f"{json.dumps(one, ensure_ascii=False)}\n" for one in messages))

@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from selfspec.cli.common import stdout
-from selfspec.cli.folding import Folding
-from selfspec.facts.events import Origin, TokenEvent, counts
-from selfspec.facts.stats import Stats
+from selfspec.cli.word_wrap import Folding
 from selfspec.profile.schema import Profile
 from selfspec.show.markup import LOOKS, acceptance
+from selfspec.types.events import Origin, TokenEvent, counts
+from selfspec.types.stats import Stats
 
 if TYPE_CHECKING:
     from selfspec.llm.stream import Stream

@@ -29,16 +29,16 @@ from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.cli.options import DraftingOptions
 from selfspec.controllers import make_controller, parse_controller
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.draft_path import MODES, SIGNS, WORDS
-from selfspec.facts.identity import Identity
-from selfspec.facts.stats import Finish, Stats
-from selfspec.model.loading import check_at_hand
-from selfspec.profile.draft import LayerSkipSpec, Skip
+from selfspec.models.loading import check_at_hand
+from selfspec.profile.draft_spec import LayerSkipSpec, Skip
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 from selfspec.proposers.store import Store
 from selfspec.show.markup import by_source
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.draft_path import MODES, SIGNS, WORDS
+from selfspec.types.identity import Identity
+from selfspec.types.stats import Finish, Stats
 
 SIGN_STYLES = {"#": "bold green", "8": "bold cyan", "4": "bold yellow", ".": "red"}  # of skip maps, by sign
 SEARCH_HINT = "no profile known to be faster: decoding plainly. Search one with: selfspec search --model {model}"
@@ -115,7 +115,7 @@ def drafted_with(
         profile = Profile(model=identity, draft=LayerSkipSpec(skip=Skip(attention=half, mlp=half)))
         source = "every second layer, as there is no profile"
     elif not profile.drafts:
-        raise SelfspecError(f"profile {name} drafts nothing; want another")
+        raise SelfspecError(f"profile {name} drafts nothing; expected another")
     else:
         source = f"profile {name}, {profile.draft.said}"
     if controller is not None:

@@ -10,24 +10,24 @@ from rich.table import Table
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable
-from selfspec.cli.bench import check_named, measured, method_table, ratio, read_temperatures, size
 from selfspec.cli.bench_by_task import texts_line
+from selfspec.cli.bench_command import check_named, measured, method_table, ratio, read_temperatures, size
 from selfspec.cli.common import checked_profile, model_for, print_json, quiet, set_threads, stdout
 from selfspec.cli.options import CompareCommand
-from selfspec.facts.identity import Identity
-from selfspec.facts.methods import DRAFT_MODEL
 from selfspec.measure.bench_methods import check_methods, is_profile
-from selfspec.model.loading import read_identity
+from selfspec.models.loading import read_identity
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
+from selfspec.types.identity import Identity
+from selfspec.types.methods import DRAFT_MODEL
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from selfspec.llm.llm import LLM
-    from selfspec.measure.bench import Task
+    from selfspec.measure.bench import BenchTask
     from selfspec.measure.comparing import Recommendation
-    from selfspec.measure.subjects import Subjects
+    from selfspec.measure.model_copies import Subjects
 
 PROMPTS = 24
 
@@ -45,9 +45,9 @@ def run(options: CompareCommand) -> int:
     asked = _named(options, may_draft=options.profile == "auto" or found_profile.drafts)
     set_threads(options.where.threads)
 
-    from selfspec.llm.prompts import check_chat
+    from selfspec.llm.prompt_encoding import check_chat
     from selfspec.measure.comparing import applicable, recommend
-    from selfspec.measure.subjects import load_subjects
+    from selfspec.measure.model_copies import load_subjects
     from selfspec.speculation.sampling import check_sampling
 
     for temperature in temperatures:
@@ -118,9 +118,9 @@ def _check_without_profile(methods: Sequence[str]) -> None:
 
 def _task(
     options: CompareCommand, subjects: Subjects, profile: Profile, methods: list[str]
-) -> tuple[Task, dict[str, Any]]:
+) -> tuple[BenchTask, dict[str, Any]]:
     """What is run, tasks by turns, and what the figures are told with."""
-    from selfspec.measure.bench import Task
+    from selfspec.measure.bench import BenchTask
     from selfspec.measure.comparing import by_turns
 
     read = options.data.read(held_out=True)
@@ -133,7 +133,7 @@ def _task(
     )
     order = by_turns(asked.tasks or [""] * len(asked.prompts))
     prompts, tasks = ([of[number] for number in order] if of else [] for of in (asked.prompts, asked.tasks))
-    task = Task(
+    task = BenchTask(
         tuple(methods),
         prompts,
         options.max_new_tokens,
@@ -145,7 +145,7 @@ def _task(
     return task, {"prompt_source": asked.source, "chat": asked.chat}
 
 
-def _prepared(llm: LLM, task: Task) -> dict[str, float]:
+def _prepared(llm: LLM, task: BenchTask) -> dict[str, float]:
     """Minutes that it took to make what methods draft with, where that is known."""
     from selfspec.measure.comparing import preparation, profile_of
 
@@ -246,7 +246,7 @@ def _use(method: str, options: CompareCommand) -> str:
     return f"--profile {options.profile} --method {method}" if method == "path" else f"--method {method}"
 
 
-def _save(llm: LLM, best: Recommendation, task: Task, found: Mapping[str, Any], options: CompareCommand) -> None:
+def _save(llm: LLM, best: Recommendation, task: BenchTask, found: Mapping[str, Any], options: CompareCommand) -> None:
     """Write the profile of the method that is recommended, with what was measured of it."""
     from selfspec.measure.comparing import measurements, profile_of
 

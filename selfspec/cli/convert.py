@@ -5,7 +5,7 @@ from __future__ import annotations
 from selfspec.cli.common import print_json, quiet, set_threads, stderr
 from selfspec.cli.options import ConvertCommand
 from selfspec.cli.train import use
-from selfspec.model.loading import check_at_hand
+from selfspec.models.loading import check_at_hand
 
 
 def run(given: ConvertCommand) -> None:
@@ -16,7 +16,7 @@ def run(given: ConvertCommand) -> None:
 
     from selfspec.llm.llm import load
     from selfspec.training.fit import check_folder
-    from selfspec.training.published import convert
+    from selfspec.training.published_modules import convert
 
     check_folder(given.out)
     llm = load(given.model, profile=given.profile, device=given.where.place, dtype=given.where.dtype)

@@ -64,7 +64,7 @@ class DataOptions:
     @property
     def preset(self) -> bool:
         """Whether the prompts are a set of the hub, which is too large to be used whole."""
-        from selfspec.text.sources import PRESETS
+        from selfspec.text.datasets_prompts import PRESETS
 
         return self.source in PRESETS
 
@@ -72,7 +72,7 @@ class DataOptions:
         """Raise `SelfspecError` where writing `place`, as `option` has it, would destroy the data."""
         if self.source is None or self.preset:
             return
-        from selfspec.text.sources import text_files
+        from selfspec.text.datasets_prompts import text_files
         from selfspec.text.spec_bench import PREFIX, spec_bench_file
 
         data = Path(self.source)
@@ -80,7 +80,7 @@ class DataOptions:
             data = spec_bench_file(self.source)
         read = text_files(data) if kind(data) == "folder" else [data]
         if place.resolve() in {file.resolve() for file in read}:
-            raise SelfspecError(f"{option} would write over the data file; want another place")
+            raise SelfspecError(f"{option} would write over the data file; expected another place")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class PromptOptions(DataOptions):
 
         The first or the last ones, as many of each task as there can be. Raises `SelfspecError`.
         """
-        from selfspec.llm.prompts import encode, fitting, takes_messages, warn_of_cuts
+        from selfspec.llm.prompt_encoding import encode, fitting, takes_messages, warn_of_cuts
         from selfspec.text.prompt_files import prompts_for
 
         used = prompts_for(read, "heldout", chat=self.chat, takes_messages=takes_messages(llm))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from selfspec.model.loading import DeviceMap, check_dtype, check_parallel, parse_devices
+from selfspec.models.loading import DeviceMap, check_dtype, check_parallel, parse_devices
 
 _PANEL = "Device"
 

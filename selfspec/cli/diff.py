@@ -20,9 +20,9 @@ from selfspec.cli.common import (
     skip_map,
     stdout,
 )
-from selfspec.cli.facts import facts, label
-from selfspec.facts.draft_path import MODES, SIGNS, WORDS, Mode
+from selfspec.cli.profile_text import facts, label
 from selfspec.profile.schema import Profile
+from selfspec.types.draft_path import MODES, SIGNS, WORDS, Mode
 
 BY_BOTH, BY_NONE, BY_A, BY_B = ".", "#", "A", "B"
 STYLES = {BY_BOTH: "red", BY_NONE: "bold green", BY_A: "bold cyan", BY_B: "bold magenta"}

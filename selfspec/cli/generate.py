@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from selfspec.basics.errors import SelfspecError
 from selfspec.cli.color import colored, legend, write
 from selfspec.cli.common import print_json, quiet, stats_line, stderr, stdout
-from selfspec.cli.decoding import Decoding, decoding
+from selfspec.cli.decoding_options import DecodingRequest, decoding
 from selfspec.cli.generate_options import GenerateCommand
 from selfspec.text.prompt import is_unicode
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
     from selfspec.llm.options import Options
     from selfspec.llm.stream import Generation
-    from selfspec.measure.beside import Comparison
+    from selfspec.measure.side_by_side import Comparison
     from selfspec.speculation.drafter import Drafter
     from selfspec.text.prompt import Prompt
 
@@ -26,7 +26,7 @@ COMPARE_ROUNDS = 3
 def run(options: GenerateCommand) -> int:
     """Check everything that can be checked before the model is loaded, then generate."""
     if options.data.source is not None:
-        from selfspec.cli.many import run_many
+        from selfspec.cli.generate_file import run_many
 
         return run_many(options)
     quiet()
@@ -38,7 +38,7 @@ def run(options: GenerateCommand) -> int:
     how = asked.check()
     asked.check_chat(chat=chat, system=options.system)
 
-    from selfspec.llm.prompts import encode
+    from selfspec.llm.prompt_encoding import encode
 
     llm = asked.load()
     prompt = encode(llm, text, chat=True, system=options.system) if chat else text
@@ -62,11 +62,11 @@ def _check_one(options: GenerateCommand) -> None:
     options.data.read()
     for name, given in (("--out", options.out is not None), ("--memory", options.memory is not None)):
         if given:
-            raise SelfspecError(f"{name} is of many prompts; want --prompts FILE with it")
+            raise SelfspecError(f"{name} is of many prompts; expected --prompts FILE with it")
     if options.compare and options.decoding.where.tensor_parallel:
-        raise SelfspecError("--compare loads the model more than once; want it without --tensor-parallel")
+        raise SelfspecError("--compare loads the model more than once; expected it without --tensor-parallel")
     if options.system is not None and not options.data.chat:
-        raise SelfspecError("--system is for chats; want --chat with it")
+        raise SelfspecError("--system is for chats; expected --chat with it")
 
 
 def _text(options: GenerateCommand) -> str:
@@ -113,11 +113,11 @@ def _warn(generation: Generation, how: Options, *, chat: bool) -> None:
 
 
 def _compare(
-    llm: LLM, asked: Decoding, prompt: Prompt, drafter: Drafter, how: Options, *, as_json: bool, color: bool
+    llm: LLM, asked: DecodingRequest, prompt: Prompt, drafter: Drafter, how: Options, *, as_json: bool, color: bool
 ) -> None:
     """Against plain decoding on weights that lie as suits it, and `transformers` on them as it loads them."""
-    from selfspec.measure.beside import compare
     from selfspec.measure.cost_fitting import fastest_plain
+    from selfspec.measure.side_by_side import compare
 
     loaded = [llm] if llm.layout == llm.plain_layout else [asked.load_plain(layout=llm.plain_layout or "auto"), llm]
     plain = fastest_plain(loaded)

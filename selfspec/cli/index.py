@@ -9,8 +9,8 @@ from selfspec.basics.files import check_writable, kind
 from selfspec.cli.common import print_json, progress, stderr, stdout
 from selfspec.cli.data import as_typed
 from selfspec.cli.options import IndexCommand
-from selfspec.model.loading import check_at_hand, load_tokenizer, read_identity
-from selfspec.proposers.answers import Answers, keeps_answers
+from selfspec.models.loading import check_at_hand, load_tokenizer, read_identity
+from selfspec.proposers.history import Answers, keeps_answers
 from selfspec.proposers.store import Store, write_store
 from selfspec.text.prompt_files import read_texts
 

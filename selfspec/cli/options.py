@@ -11,11 +11,11 @@ import typer
 
 from selfspec.cli.data import DataOptions, PromptOptions, TrainDataOptions
 from selfspec.cli.devices import DeviceOptions, SharedDeviceOptions
-from selfspec.facts.methods import OWN
 from selfspec.llm.options import Options
 from selfspec.measure.bench_methods import METHODS
 from selfspec.search.options import SearchOptions
 from selfspec.training.options import TrainOptions
+from selfspec.types.methods import OWN
 
 _DRAFTING = "Drafting"
 _GUIDED = "What the text must be (needs llguidance)"

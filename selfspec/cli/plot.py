@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable
 from selfspec.cli.common import quiet, stderr
-from selfspec.cli.sources import What, open_study, recognise
+from selfspec.cli.file_kinds import What, open_study, recognise
 from selfspec.profile.shipped import find_profile_file
 from selfspec.text.prompt import is_unicode
 
@@ -43,7 +43,7 @@ def run(options: PlotOptions) -> None:
     quiet()
     check_writable(options.out)
     if options.out.resolve() in {Path(read).resolve() for read in (options.source, options.storage) if read}:
-        raise SelfspecError(f"--out {options.out} would write over what is to be drawn; want another place")
+        raise SelfspecError(f"--out {options.out} would write over what is to be drawn; expected another place")
     if options.title is not None and not is_unicode(options.title):
         raise SelfspecError("--title: the text is no valid Unicode")
     what = recognise(options.source, options.storage)
@@ -65,7 +65,7 @@ def run(options: PlotOptions) -> None:
 
 
 def _of_profile(options: PlotOptions, kind: str) -> Callable[[float], Figure]:
-    from selfspec.show.plots.profile import acceptance_by_confidence, skip_map
+    from selfspec.show.plots.profile_plots import acceptance_by_confidence, skip_map
 
     profile = find_profile_file(options.source)
     draw = {"skip-map": skip_map, "confidence": acceptance_by_confidence}[kind]
@@ -74,7 +74,7 @@ def _of_profile(options: PlotOptions, kind: str) -> Callable[[float], Figure]:
 
 def _of_study(options: PlotOptions, kind: str) -> Callable[[float], Figure]:
     from selfspec.search.trial_tables import sensitivity_frame, trials_frame
-    from selfspec.show.plots.study import pareto, progress, sensitivity, speedup_against_skipped
+    from selfspec.show.plots.study_plots import pareto, progress, sensitivity, speedup_against_skipped
 
     ledger = open_study(options.source, options.storage)
     frame = sensitivity_frame(ledger) if kind == "sensitivity" else trials_frame(ledger)
@@ -88,7 +88,7 @@ def _of_study(options: PlotOptions, kind: str) -> Callable[[float], Figure]:
 
 
 def _of_bench(options: PlotOptions, kind: str) -> Callable[[float], Figure]:
-    from selfspec.show.plots.bench import acceptance_by_position, bench_bars, tokens_by_source
+    from selfspec.show.plots.bench_plots import acceptance_by_position, bench_bars, tokens_by_source
     from selfspec.show.tables import bench_frame, bench_position_frame, read_bench, source_frame
 
     bench = read_bench(Path(options.source))

@@ -22,7 +22,7 @@ def list_profiles(
     json: Json = False,
 ) -> None:
     """List profiles: model, what they skip, measured speedup, source."""
-    from selfspec.cli.profile import list_profiles
+    from selfspec.cli.profile_commands import list_profiles
 
     list_profiles(folder, as_json=json)
 
@@ -30,7 +30,7 @@ def list_profiles(
 @profile_app.command()
 def show(file: Profile) -> None:
     """Draw a profile's skip map and say how it was found and measured."""
-    from selfspec.cli.profile import show
+    from selfspec.cli.profile_commands import show
 
     show(file)
 
@@ -41,7 +41,7 @@ def validate(
     model: Annotated[str | None, typer.Option(help="Check it against this model's configuration too.")] = None,
 ) -> None:
     """Check a profile; exit code 2 and one line when something is wrong."""
-    from selfspec.cli.profile import validate
+    from selfspec.cli.profile_commands import validate
 
     validate(file, model)
 
@@ -73,7 +73,7 @@ def import_profile(
     out: Annotated[Path | None, typer.Option(help="Where the profile goes; standard output when left out.")] = None,
 ) -> None:
     """Make a profile of a skip set that others published."""
-    from selfspec.cli.profile import import_profile
+    from selfspec.cli.profile_commands import import_profile
 
     import_profile(file, format_name=format_name, model=model, key=key, layers=layers, out=out)
 
@@ -84,7 +84,7 @@ def join(
     out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.yaml"),
 ) -> None:
     """Make one profile of several: each sequence takes the one that has brought most, one with a seed the first."""
-    from selfspec.cli.profile import join
+    from selfspec.cli.profile_commands import join
 
     join(files, out)
 
@@ -92,7 +92,7 @@ def join(
 @profile_app.command()
 def schema() -> None:
     """Print the JSON schema of profiles, for editors that check and complete YAML."""
-    from selfspec.cli.profile import schema
+    from selfspec.cli.profile_commands import schema
 
     schema()
 
@@ -111,6 +111,6 @@ def pick(
     json: Json = False,
 ) -> None:
     """Save the best set of a search whose draft is cheap enough; show acceptance against draft cost and memory."""
-    from selfspec.cli.pick import run
+    from selfspec.cli.pick_command import run
 
     run(study, storage, max_draft_cost, out, max_memory=max_memory, as_json=json)

@@ -16,12 +16,12 @@ from rich.progress import SpinnerColumn, TextColumn
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable
 from selfspec.cli.common import print_json, progress, quiet, set_threads, skip_map, stage_line, stderr
-from selfspec.cli.facts import facts, plain_step
 from selfspec.cli.options import SearchCommand
-from selfspec.facts.draft_path import LOW
-from selfspec.model.loading import check_at_hand
+from selfspec.cli.profile_text import facts, plain_step
+from selfspec.models.loading import check_at_hand
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
+from selfspec.types.draft_path import LOW
 
 if TYPE_CHECKING:
     from selfspec.search import Prompts, Trial
@@ -64,7 +64,7 @@ def _search(given: SearchCommand, prompts: Prompts | None, budget: Budget, watch
 
     given.how.decoding.check()
     if given.data.chat:
-        from selfspec.llm.prompts import check_chat
+        from selfspec.llm.prompt_encoding import check_chat
 
         check_chat(given.model)
     load_for = partial(load, given.model, profile="none", device=given.where.place, dtype=given.where.dtype)
@@ -111,7 +111,7 @@ def _check_places(given: SearchCommand) -> None:
     places = {out: as_out}
     if isinstance(kept_in, Path):
         if kept_in.resolve() == out.resolve():
-            raise SelfspecError(f"{as_storage} is where the profile goes; want another place")
+            raise SelfspecError(f"{as_storage} is where the profile goes; expected another place")
         places[kept_in] = as_out if storage is None else as_storage
     for place, option in places.items():
         check_writable(place)

@@ -29,7 +29,7 @@ def run(given: ServeCommand) -> int:
     quiet()
     places = replicas(given)
     if given.api_key is not None and (not given.api_key.isascii() or not given.api_key.strip()):
-        raise SelfspecError("--api-key: want at least one character, all of ASCII")
+        raise SelfspecError("--api-key: expected at least one character, all of ASCII")
     profile: str | Profile = given.profile if given.profile in ("auto", "none") else checked_profile(given.profile)
     model = model_for(given.model, profile if isinstance(profile, Profile) else None)
     if given.store is not None:
@@ -37,7 +37,7 @@ def run(given: ServeCommand) -> int:
     adapters = _adapters(given.adapter or ())
     set_threads(given.where.threads)
 
-    from selfspec.server.running import bound
+    from selfspec.server.server import bound
 
     if given.where.follows:
         _load(given, given.where, model, profile)
@@ -72,18 +72,18 @@ def _load(
 
 def _serve(given: ServeCommand, llms: list[LLM], at: socket.socket) -> None:
     from selfspec.llm.batch import Batch
-    from selfspec.model.dispatch import device_of
-    from selfspec.server.pool import Pool
-    from selfspec.server.replica import Replica
-    from selfspec.server.running import serve, url
+    from selfspec.models.dispatch import device_of
+    from selfspec.server.server import serve, url
     from selfspec.server.service import Service
+    from selfspec.server.worker import Replica
+    from selfspec.server.worker_pool import WorkerPool
 
     limits = given.limits
     made = []
     for llm in llms:
         batch = Batch(llm, rows=limits.rows, memory=limits.memory)
         made.append(Replica(batch, str(device_of(llm.model.get_input_embeddings()))))
-    pool = Pool(made, rows=limits.rows, queue=limits.queue)
+    pool = WorkerPool(made, rows=limits.rows, queue=limits.queue)
     settings = _settings(given, llms[0].name)
     many = f"{len(made)} replicas of {limits.rows} rows" if len(made) > 1 else f"{limits.rows} rows"
     with Service(llms[0], pool, settings) as service:
@@ -97,7 +97,7 @@ def _adapters(given: Sequence[str]) -> dict[str, str]:
     for text in given:
         name, _, folder = text.partition("=")
         if not name or not folder or name in found:
-            raise SelfspecError(f"--adapter {text}: want NAME=FOLDER, each name once")
+            raise SelfspecError(f"--adapter {text}: expected NAME=FOLDER, each name once")
         found[name] = folder
     return found
 
@@ -125,9 +125,9 @@ def replicas(given: ServeCommand) -> list[SharedDeviceOptions]:
         return [given.where]
     if given.where.device != "auto" or given.where.device_map is not None or given.where.tensor_parallel:
         raise SelfspecError(
-            "--devices says where each replica runs; want it without --device, --device-map and --tensor-parallel"
+            "--devices says where each replica runs; expected it without --device, --device-map and --tensor-parallel"
         )
     names = [name.strip() for name in given.devices.split(",")]
     if not all(names):
-        raise SelfspecError(f"--devices {given.devices}: want devices separated by commas, such as cuda:0,cuda:1")
+        raise SelfspecError(f"--devices {given.devices}: expected devices separated by commas, such as cuda:0,cuda:1")
     return [replace(given.where, device=name) for name in names]

@@ -14,7 +14,7 @@ from rich.progress import TextColumn
 
 from selfspec.cli.common import print_json, progress, quiet, set_threads, stage_line, stderr
 from selfspec.cli.options import TrainCommand
-from selfspec.model.loading import check_at_hand
+from selfspec.models.loading import check_at_hand
 from selfspec.training.options import check_kind
 
 EVERY = 30  # seconds, after which how it goes is told where no progress bar says it

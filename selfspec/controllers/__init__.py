@@ -2,7 +2,7 @@
 
 A controller sees the confidence of each drafted token and, after verification, how many were accepted. It may end
 a draft after any token, but never withhold the token it was just shown: that would change the distribution of
-what is emitted. `Play` is one draft that a controller plays. Pure Python: knows nothing of models and tensors.
+what is emitted. `DraftLoop` is one draft that a controller plays. Pure Python: knows nothing of models and tensors.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.acceptance import Outlook
-from selfspec.facts.controller import ControllerSpec
+from selfspec.types.acceptance import PayoffModel
+from selfspec.types.controller import ControllerSpec
 
 from .base import Controller
-from .load import Load
-from .play import Play
+from .batch_scheduler import BatchDraftScheduler
+from .draft_loop import DraftLoop
 from .rate import RateOptimal
 from .thresholds import AdaptiveThreshold, FixedK, StaticThreshold
 
 __all__ = [
     "CONTROLLERS",
     "AdaptiveThreshold",
+    "BatchDraftScheduler",
     "Controller",
+    "DraftLoop",
     "FixedK",
-    "Load",
-    "Play",
     "RateOptimal",
     "StaticThreshold",
     "make_controller",
@@ -38,8 +38,8 @@ KINDS: tuple[type[Controller], ...] = (FixedK, StaticThreshold, AdaptiveThreshol
 CONTROLLERS = {kind.name: kind for kind in KINDS}
 
 
-def make_controller(spec: ControllerSpec, outlook: Outlook | None = None) -> Controller:
-    """The controller that `spec` names, told `outlook` if it asks for one; without, it starts from a guess.
+def make_controller(spec: ControllerSpec, payoff: PayoffModel | None = None) -> Controller:
+    """The controller that `spec` names, told `payoff` if it asks for one; without, it starts from a guess.
 
     Raises `SelfspecError` for an unknown name or option, or a bad value.
     """
@@ -52,7 +52,7 @@ def make_controller(spec: ControllerSpec, outlook: Outlook | None = None) -> Con
             raise SelfspecError(f"controller '{spec.name}' has no option '{option}'; it has: {', '.join(known)}")
     options: Mapping[str, Any] = spec.options
     controller = kind(**options)
-    return controller if outlook is None else controller.told(outlook)
+    return controller if payoff is None else controller.told(payoff)
 
 
 def parse_controller(text: str) -> ControllerSpec:
@@ -69,9 +69,9 @@ def parse_controller(text: str) -> ControllerSpec:
         try:
             options[option.strip()] = float(value)
         except ValueError:
-            raise SelfspecError(f"controller '{text}': want option=number, got '{part}'") from None
+            raise SelfspecError(f"controller '{text}': expected option=number, got '{part}'") from None
         if not equals or not math.isfinite(options[option.strip()]):
-            raise SelfspecError(f"controller '{text}': want option=number, got '{part}'")
+            raise SelfspecError(f"controller '{text}': expected option=number, got '{part}'")
     spec = ControllerSpec(name=name.strip(), options=options)
     make_controller(spec)
     return spec

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.acceptance import Outlook
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.limits import WIDEST_DRAFT
+from selfspec.types.acceptance import PayoffModel
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.limits import WIDEST_DRAFT
 
 
 @dataclass
@@ -21,11 +21,11 @@ class Controller(ABC):
     What it decides follows from the confidences alone (the draft's probabilities of the tokens that it drafted) and
     from what it observed before, so a replay decides as real decoding does. A controller is the state that one
     sequence carries: `start` gives a sequence one of its own. Its options are its dataclass fields, but for those with
-    `metadata={"option": False}`. `asks_outlook`: whether it decides by an `Outlook`, to be `told` before it is used.
+    `metadata={"option": False}`. `asks_payoff`: whether it decides by an `PayoffModel`, to be `told` before it is used.
     """
 
     name: ClassVar[str]
-    asks_outlook: ClassVar[bool] = False
+    asks_payoff: ClassVar[bool] = False
 
     @abstractmethod
     def go_on(self, confidences: Sequence[float]) -> bool:
@@ -63,11 +63,11 @@ class Controller(ABC):
         drafted token was wrong another candidate was accepted.
         """
 
-    def told(self, outlook: Outlook, *, rate: float | None = None) -> Self:
-        """A controller that rests on `outlook`, and starts at `rate` if given; itself where it asks for none."""
+    def told(self, payoff: PayoffModel, *, rate: float | None = None) -> Self:
+        """A controller that rests on `payoff`, and starts at `rate` if given; itself where it asks for none."""
         return self
 
-    def learnt(self) -> Outlook | None:
+    def learnt(self) -> PayoffModel | None:
         """The outlook it rests on, with what it has observed; None where it asks for none."""
         return None
 
@@ -88,7 +88,7 @@ class Controller(ABC):
         value = getattr(self, option)
         if value != int(value) or not 1 <= value <= WIDEST_DRAFT:
             raise SelfspecError(
-                f"controller '{self.name}': {option} {value}: want a whole number from 1 to {WIDEST_DRAFT}"
+                f"controller '{self.name}': {option} {value}: expected a whole number from 1 to {WIDEST_DRAFT}"
             )
         setattr(self, option, int(value))
 
@@ -96,4 +96,4 @@ class Controller(ABC):
         for option in options:
             value = getattr(self, option)
             if not 0 <= value <= 1:
-                raise SelfspecError(f"controller '{self.name}': {option} {value}: want a number from 0 to 1")
+                raise SelfspecError(f"controller '{self.name}': {option} {value}: expected a number from 0 to 1")

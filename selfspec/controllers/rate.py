@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.acceptance import Outlook, between
-from selfspec.facts.limits import MOST_ROWS
+from selfspec.types.acceptance import PayoffModel, between
+from selfspec.types.limits import MOST_ROWS
 
 from .base import Controller
 
@@ -70,26 +70,26 @@ class RateOptimal(Controller):
     """
 
     name: ClassVar[str] = "rate"
-    asks_outlook: ClassVar[bool] = True
+    asks_payoff: ClassVar[bool] = True
     rate: float = 1.0
     k_max: int = 12
     floor: float = 0.05
     strength: float = 16.0
     memory: float = 0.99
-    outlook: Outlook = field(default_factory=Outlook, metadata={"option": False})
+    payoff: PayoffModel = field(default_factory=PayoffModel, metadata={"option": False})
 
     def __post_init__(self) -> None:
         self._count("k_max")
         self._shares("floor", "memory")
         if not 1 <= self.rate < math.inf:
-            raise SelfspecError(f"controller 'rate': rate {self.rate}: want 1 (as fast as plain decoding) or more")
+            raise SelfspecError(f"controller 'rate': rate {self.rate}: expected 1 (as fast as plain decoding) or more")
         if not 0 <= self.strength < math.inf:
-            raise SelfspecError(f"controller 'rate': strength {self.strength}: want 0 or more rounds, and finite")
-        self._first_rate, self._curve = self.rate, self.outlook.curve
+            raise SelfspecError(f"controller 'rate': strength {self.strength}: expected 0 or more rounds, and finite")
+        self._first_rate, self._curve = self.rate, self.payoff.curve
         self._accepted = _Learnt(self._curve.accepted, self.strength, self.memory)
         self._following = _Learnt(self._curve.following, self.strength, self.memory)
         self._time, self._tokens = STEPS_KNOWN, STEPS_KNOWN * self.rate
-        self._prices = _prices(self.outlook, self.k_max)
+        self._prices = _prices(self.payoff, self.k_max)
 
     def go_on(self, confidences: Sequence[float]) -> bool:
         """Whether some number of further tokens is expected to be worth its time."""
@@ -123,7 +123,7 @@ class RateOptimal(Controller):
                 further.append((before * chance, i))
             before *= between(self._accepted.values, place)
         further.sort(key=lambda candidate: -candidate[0])
-        rows, rounds = 1 + len(confidences), self.outlook.rounds
+        rows, rounds = 1 + len(confidences), self.payoff.rounds
         best, taken, value = 0.0, 0, 0.0
         for number, (chance, _) in enumerate(further[: max(MOST_ROWS - rows, 0)], start=1):
             value += chance
@@ -141,7 +141,7 @@ class RateOptimal(Controller):
         for n, chance in enumerate(chances, start=1):
             reach *= chance
             tokens += reach
-            worth = tokens - self.rate * self.outlook.rounds[1 + n]
+            worth = tokens - self.rate * self.payoff.rounds[1 + n]
             if worth > best:
                 best, taken = worth, n
         return taken
@@ -165,40 +165,40 @@ class RateOptimal(Controller):
                 self._following.see(before, i < accepted)
             before = place
         rows = 1 + (drafted if candidates is None else candidates)
-        took = drafted * self.outlook.draft + self.outlook.rounds[rows]
+        took = drafted * self.payoff.draft + self.payoff.rounds[rows]
         self._time = self.memory * self._time + took
         self._tokens = self.memory * self._tokens + accepted + other + 1
         self.rate = max(1.0, self._tokens / self._time)
 
-    def told(self, outlook: Outlook, *, rate: float | None = None) -> Self:
-        """A controller with these options that rests on `outlook`, and starts at `rate` if given."""
-        return dataclasses.replace(self, outlook=outlook, rate=self.rate if rate is None else rate)
+    def told(self, payoff: PayoffModel, *, rate: float | None = None) -> Self:
+        """A controller with these options that rests on `payoff`, and starts at `rate` if given."""
+        return dataclasses.replace(self, payoff=payoff, rate=self.rate if rate is None else rate)
 
-    def learnt(self) -> Outlook:
+    def learnt(self) -> PayoffModel:
         """The outlook, its curve corrected by what was observed."""
         seen = {"accepted": list(self._accepted.values), "following": list(self._following.values)}
-        return dataclasses.replace(self.outlook, curve=self._curve.model_copy(update=seen))
+        return dataclasses.replace(self.payoff, curve=self._curve.model_copy(update=seen))
 
     def start(self) -> Self:
         """A copy that has observed nothing."""
         return dataclasses.replace(self, rate=self._first_rate)
 
 
-def _prices(outlook: Outlook, k_max: int) -> list[float]:
+def _prices(payoff: PayoffModel, k_max: int) -> list[float]:
     """After n drafted tokens, n from 0: what going on takes for each token it brings, were the next one sure.
 
     In plain decoding steps. Drafting j more tokens takes j draft steps and a verification of j more rows; if the first
     of them is right they bring 1 + l + ... + l^(j-1) tokens, l the mean chance that a token is right where the one
     before it is. The price is that of the best j.
     """
-    following = outlook.curve.following
+    following = payoff.curve.following
     later = min(sum(following) / len(following), 1.0)
     prices = []
     for n in range(k_max):
         ways, tokens = [], 0.0
         for j in range(1, k_max - n + 1):
             tokens += later ** (j - 1)
-            time = j * outlook.draft + outlook.rounds[1 + n + j] - outlook.rounds[1 + n]
+            time = j * payoff.draft + payoff.rounds[1 + n + j] - payoff.rounds[1 + n]
             ways.append(time / tokens)
         prices.append(max(min(ways), 0.0))
     return prices

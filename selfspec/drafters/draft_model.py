@@ -8,16 +8,16 @@ import torch
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller
-from selfspec.drafters.chains import Chain
+from selfspec.drafters.autoregressive import Chain
 from selfspec.drafters.layer_skip import LayerSkipDrafter
-from selfspec.facts.confidence import PROBABILITY, Confidence
-from selfspec.facts.draft_path import FULL, DraftPath
-from selfspec.facts.work import DRAFT_MODEL
-from selfspec.proposers.ahead import Ahead
+from selfspec.proposers.chain import ProposerChain
 from selfspec.runtime.forward import Runtime
 from selfspec.runtime.paged import PagedCache
+from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.step import Step
+from selfspec.types.confidence import PROBABILITY, Confidence
+from selfspec.types.draft_path import FULL, DraftPath
+from selfspec.types.draft_work import DRAFT_MODEL
 
 AT_ONCE = 8  # tokens that the draft model's cache may lack, to be read with its first drafted one
 
@@ -46,21 +46,23 @@ class ModelDrafter(LayerSkipDrafter):
         path: DraftPath = FULL,
         candidates: int = 1,
         confidence: Confidence = PROBABILITY,
-        ahead: Ahead | None = None,
+        ahead: ProposerChain | None = None,
     ) -> None:
         ours, theirs = (of.skeleton.identity.vocabulary for of in (runtime, target))
         if ours != theirs:
             raise SelfspecError(
-                f"the draft model has {ours} tokens, the model {theirs}; want one of the same tokenizer"
+                f"the draft model has {ours} tokens, the model {theirs}; expected one of the same tokenizer"
             )
-        own = runtime.beside(rows=target.rows, pool=target.cache.pool if isinstance(target.cache, PagedCache) else None)
+        own = runtime.with_new_cache(
+            rows=target.rows, pool=target.cache.pool if isinstance(target.cache, PagedCache) else None
+        )
         super().__init__(own, path, controller, candidates=candidates, confidence=confidence, ahead=ahead)
         self.target = target
         self._held: dict[int, list[int]] = {}  # by row: the tokens whose keys the cache holds
         self._right: dict[SequenceState, int] = {}  # how many of them are known to be the text's
         self._missing: dict[SequenceState, list[int]] = {}  # what the pass under way reads before a chain's last token
 
-    def begin(self, seq: SequenceState, prefill: Step) -> None:
+    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """The draft model reads the prompt."""
         super().begin(seq, prefill)
         self._right[seq] = 0
@@ -111,7 +113,7 @@ class ModelDrafter(LayerSkipDrafter):
         if len(missing) > AT_ONCE:
             del held[right:]
             ids = torch.tensor([missing], device=self.runtime.device)
-            self.runtime.forward(ids, right, rows=slice(seq.row, seq.row + 1), logits=None, path=self._way)
+            self.runtime.forward(ids, right, rows=slice(seq.row, seq.row + 1), logits=None, path=self._compiled)
             held[right:] = missing
             right, missing = last, []
         self._right[seq] = right

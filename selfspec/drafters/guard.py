@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from selfspec.facts.acceptance import Outlook
-from selfspec.facts.work import Part, Work
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
+from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.step import Step
+from selfspec.types.acceptance import PayoffModel
+from selfspec.types.draft_work import DraftCall, Work
 
 SHARE, START = 0.015, 1.65  # of plain decoding's time, and plain steps, that drafting may lose
 FIRST_REST = 1.6  # plain rounds that the first draft's verification is taken to last
@@ -24,7 +24,7 @@ CHANGED = 0.25  # of what verifying took, after which the machine is taken to be
 
 
 NOTHING = Limit(0, 0)
-UNNAMED: Work = ((Part("draft"), 1),)  # what a draft took whose drafter does not say
+UNNAMED: Work = ((DraftCall("draft"), 1),)  # what a draft took whose drafter does not say
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class _Prices:
     sequences: int = 1
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     step: float = 0.0  # a plain round, by the median
-    parts: dict[Part, deque[float]] = field(default_factory=dict)
+    parts: dict[DraftCall, deque[float]] = field(default_factory=dict)
     rest: deque[float] = field(default_factory=lambda: deque(maxlen=DRAFTED))
     lately: dict[int, deque[float]] = field(default_factory=dict)  # the same by how many drafted tokens there were
     then: dict[int, float] = field(default_factory=dict)  # likewise, what verifying took after the last plain round
@@ -94,7 +94,7 @@ class _Prices:
             if not 1 / (1 + CHANGED) < now / then < 1 + CHANGED:
                 self.plain.clear()
 
-    def part(self, part: Part) -> float:
+    def part(self, part: DraftCall) -> float:
         """Seconds of one call of a part for one sequence; before the first, a guess."""
         known = self.parts.get(part)
         return _dear(known) if known else self.step / self.sequences
@@ -123,7 +123,7 @@ class Guard:
     its speed, t is that of its slower times. Of sequences that take rounds together each keeps the bound, against
     plain rounds of as many; with `bound_together` all of them together do.
 
-    With a seeded sampler nothing depends on `clock`: rounds cost what `outlook` says, for every row that is verified,
+    With a seeded sampler nothing depends on `clock`: rounds cost what `payoff` says, for every row that is verified,
     and without one nothing is bounded. `here` gives one that is right where it is called, and is asked once, by
     `look_here` before the first such sequence. Everything else is the drafter's own.
     """
@@ -132,12 +132,12 @@ class Guard:
         self,
         drafter: Drafter,
         *,
-        outlook: Outlook | None = None,
-        here: Callable[[], Outlook | None] | None = None,
+        payoff: PayoffModel | None = None,
+        here: Callable[[], PayoffModel | None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.drafter = drafter
-        self.outlook = outlook
+        self.payoff = payoff
         self._together: _Account | None = None
         self._here = here
         self._clock = clock
@@ -155,19 +155,19 @@ class Guard:
         """Whether the drafter ever proposes anything."""
         return self.drafter.drafts
 
-    def look_here(self) -> None:
+    def calibrate(self) -> None:
         """Learn what rounds cost here, unless it is known; raises as `here` does."""
         if self._here is not None:
-            self.outlook, self._here = self._here() or self.outlook, None
+            self.payoff, self._here = self._here() or self.payoff, None
 
-    def begin(self, seq: SequenceState, prefill: Step) -> None:
+    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """A new account."""
         self._accounts[seq] = _Account()
         self.drafter.begin(seq, prefill)
 
-    def dearest(self, limit: Limit) -> Work:
+    def max_work(self, limit: Limit) -> Work:
         """The drafter's own."""
-        return self.drafter.dearest(limit)
+        return self.drafter.max_work(limit)
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """The drafter's, no larger than the bound allows; none where it allows none."""
@@ -178,7 +178,7 @@ class Guard:
             return [NO_DRAFT] * len(seqs)  # as most rounds where drafts lose: such a one is to cost little
         seconds /= max(1, len(timed.intersection(seqs)))
         allowed = [
-            self._by_clock(seconds, limit) if self._timed(seq) else self._by_outlook(self._accounts[seq], limit)
+            self._by_clock(seconds, limit) if self._timed(seq) else self._by_payoff(self._accounts[seq], limit)
             for seq, limit in zip(seqs, limits, strict=True)
         ]
         may = [i for i, limit in enumerate(allowed) if limit.depth > 0]
@@ -229,19 +229,19 @@ class Guard:
         prices = self.prices
 
         def fits(depth: int) -> bool:
-            work = self.drafter.dearest(Limit(depth, limit.nodes)) or UNNAMED
+            work = self.drafter.max_work(Limit(depth, limit.nodes)) or UNNAMED
             return prices.draft(work) <= seconds
 
         return Limit(_most(fits, limit.depth), limit.nodes) if seconds > 0 and fits(1) else NOTHING
 
-    def _by_outlook(self, account: _Account, limit: Limit) -> Limit:
-        outlook = self.outlook
-        if outlook is None:
+    def _by_payoff(self, account: _Account, limit: Limit) -> Limit:
+        payoff = self.payoff
+        if payoff is None:
             return limit
         left = account.slack + 1 + SHARE + START
 
         def fits(depth: int, nodes: int) -> bool:
-            return outlook.price(self.drafter.dearest(Limit(depth, nodes))) + outlook.rounds[1 + nodes] <= left
+            return payoff.price(self.drafter.max_work(Limit(depth, nodes))) + payoff.rounds[1 + nodes] <= left
 
         depth = _most(lambda n: fits(n, n), min(limit.depth, limit.nodes))
         return Limit(depth, depth + _most(lambda n: fits(depth, depth + n), limit.nodes - depth)) if depth else NOTHING
@@ -250,8 +250,8 @@ class Guard:
         """Settle the sequence's account of the round."""
         account, draft, tokens = self._account(seq), outcome.draft, len(outcome.tokens)
         if not self._timed(seq):
-            if self.outlook is not None:
-                took = self.outlook.price(draft.work) + self.outlook.rounds[1 + len(draft)]
+            if self.payoff is not None:
+                took = self.payoff.price(draft.work) + self.payoff.rounds[1 + len(draft)]
                 account.slack += (1 + SHARE) * tokens - took
         elif self._round is not None and seq in self._round.left:  # else the loop asked for no draft
             self._settle(account, self._round, tokens)
@@ -286,7 +286,7 @@ def _sum(drafts: Sequence[Draft]) -> Work | None:
     """The work of all drafts together; None where there is no draft."""
     if len(drafts) < 2:
         return (drafts[0].work or UNNAMED) if drafts else None
-    total: dict[Part, int] = {}
+    total: dict[DraftCall, int] = {}
     for draft in drafts:
         for part, calls in draft.work or UNNAMED:
             total[part] = total.get(part, 0) + calls

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from selfspec.controllers import Controller, Play
-from selfspec.drafters.free import FreeDrafter
-from selfspec.drafters.played import guessed
-from selfspec.facts.work import INPUT
+from selfspec.controllers import Controller, DraftLoop
+from selfspec.drafters.controlled import guessed
+from selfspec.drafters.lookup_drafter import FreeDrafter
 from selfspec.proposers.base import NO_GUESS, Chances, Guess
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft, Outcome
+from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.step import Step
+from selfspec.types.draft_work import INPUT
 
 LONGEST = 8  # tokens of the answer's end that an anchor is told by
 # The chance of a token, by how many were right in a row since the anchor, until the text itself tells.
@@ -42,7 +42,7 @@ class InputDrafter(FreeDrafter):
         super().__init__((), controller)
         self._copies: dict[SequenceState, _Copy] = {}
 
-    def begin(self, seq: SequenceState, prefill: Step) -> None:
+    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """The prompt is the input."""
         super().begin(seq, prefill)
         places: dict[int, list[int]] = {}
@@ -57,7 +57,7 @@ class InputDrafter(FreeDrafter):
 
     def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:
         room = min(limit.depth, limit.nodes)
-        guess, play = self._rest(seq, room), Play(self.controller_of(seq), depth=room)
+        guess, play = self._rest(seq, room), DraftLoop(self.controller_of(seq), depth=room)
         for chance in guess.chances:
             if not play.see(chance):
                 break

@@ -8,13 +8,13 @@ from itertools import count
 from typing import Literal
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.drafters.played import guessed
-from selfspec.facts.work import GUESSED, JACOBI, NO_WORK, Work
+from selfspec.drafters.controlled import guessed
 from selfspec.proposers.base import Guess
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft, Outcome
+from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.step import Step
+from selfspec.types.draft_work import GUESSED, JACOBI, NO_WORK, Work
 
 JacobiMethod = Literal["jacobi", "gauss-seidel", "hybrid"]
 Start = Literal["padding", "prompt", "before"]
@@ -50,12 +50,12 @@ class JacobiDrafter:
     ) -> None:
         if block < 2 or parallel < 1:
             raise SelfspecError(
-                f"block {block}, parallel {parallel}: want blocks of 2 tokens or more, parallel above 0"
+                f"block {block}, parallel {parallel}: expected blocks of 2 tokens or more, parallel above 0"
             )
         self.method, self.block, self.parallel, self.start = method, block, parallel, start
         self._blocks: dict[SequenceState, _Block] = {}
 
-    def begin(self, seq: SequenceState, prefill: Step) -> None:
+    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """The first block begins after the prompt."""
         n = len(seq.tokens)
         self._blocks[seq] = _Block(n, n, n)
@@ -64,7 +64,7 @@ class JacobiDrafter:
         """Forget the sequence's block."""
         self._blocks.pop(seq, None)
 
-    def dearest(self, limit: Limit) -> Work:
+    def max_work(self, limit: Limit) -> Work:
         """A guess, however long."""
         return GUESSED if min(limit.depth, limit.nodes) > 0 else NO_WORK
 

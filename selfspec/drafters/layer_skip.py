@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from selfspec.controllers import Controller
-from selfspec.drafters.chains import Chain, ChainDrafter
-from selfspec.drafters.heads import HeadBelow
-from selfspec.facts.confidence import PROBABILITY, Confidence
-from selfspec.facts.draft_path import DraftPath, as_path
-from selfspec.facts.skip import SkipSet
-from selfspec.facts.work import Work, passes_of, with_head_steps
-from selfspec.proposers.ahead import Ahead
+from selfspec.drafters.autoregressive import Chain, ChainDrafter
+from selfspec.drafters.head_drafter import HeadBelow
 from selfspec.proposers.base import Guess
+from selfspec.proposers.chain import ProposerChain
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft, Outcome
-from selfspec.speculation.passes import Placed
+from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.step import Step
+from selfspec.speculation.tree_batch import Placed
+from selfspec.types.confidence import PROBABILITY, Confidence
+from selfspec.types.draft_path import DraftPath, as_path
+from selfspec.types.draft_work import Work, passes_of, with_head_steps
+from selfspec.types.skip import SkipSet
 
 
 class LayerSkipDrafter(ChainDrafter):
@@ -44,7 +44,7 @@ class LayerSkipDrafter(ChainDrafter):
         *,
         candidates: int = 1,
         confidence: Confidence = PROBABILITY,
-        ahead: Ahead | None = None,
+        ahead: ProposerChain | None = None,
         below: HeadBelow | None = None,
     ) -> None:
         super().__init__(controller, candidates=candidates, confidence=confidence, ahead=ahead)
@@ -53,28 +53,28 @@ class LayerSkipDrafter(ChainDrafter):
         words = self.path.vocabulary
         self.partial = words is not None
         self.candidates = candidates if words is None else min(candidates, len(words))
-        self._way = runtime.compile(self.path)
+        self._compiled = runtime.compile(self.path)
         self.below = below
         if below is not None:
             self.hidden = below.texts.head.layers
         widest = len((self.ahead if below is None else below).prices)
-        self._dearest = [self._all_of(n, widest) for n in range(self._deepest + 1)]
+        self._max_work = [self._all_of(n, widest) for n in range(self._deepest + 1)]
 
     @property
     def native(self) -> bool:
         """Whether its passes are one native call each."""
-        return self._way.native is not None
+        return self._compiled.native is not None
 
-    def dearest(self, limit: Limit) -> Work:
+    def max_work(self, limit: Limit) -> Work:
         """As many passes as the draft may be deep, each as wide as it may be."""
-        return self._dearest[max(min(limit.depth, limit.nodes, self._deepest), 0)]
+        return self._max_work[max(min(limit.depth, limit.nodes, self._deepest), 0)]
 
     def _all_of(self, tokens: int, widest: int) -> Work:
         """The most work that so many tokens can take."""
         widths = [min(widest, tokens - i) for i in range(tokens)]
         return with_head_steps(passes_of(widths), 0 if self.below is None else sum(widths))
 
-    def begin(self, seq: SequenceState, prefill: Step) -> None:
+    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """A text of its own, for a head below too."""
         super().begin(seq, prefill)
         if self.below is not None:
@@ -103,7 +103,7 @@ class LayerSkipDrafter(ChainDrafter):
             run, start = [*before, root, *c.ahead], len(c.seq.tokens) - 1 + len(c.tokens) - len(before)
             placed.append(Placed(c.seq.row, run[0], start, Draft.chain(run[1:])))
             firsts.append(len(before))
-        steps = self.runtime.over(placed, path=self._way, hidden=() if self.below is None else self.hidden)
+        steps = self.runtime.over(placed, path=self._compiled, hidden=() if self.below is None else self.hidden)
         for c, step, first in zip(chains, steps, firsts, strict=True):
             assert step.logits is not None
             c.logits = [step.logits[0, i : i + 1] for i in range(first, first + c.passes[-1])]

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.limits import WIDEST_DRAFT
-from selfspec.facts.work import GUESSED, LOOKAHEAD, NO_WORK, Work
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
+from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.step import Step
+from selfspec.types.draft_work import GUESSED, LOOKAHEAD, NO_WORK, Work
+from selfspec.types.limits import WIDEST_DRAFT
 
 
 @dataclass(slots=True)
@@ -60,13 +60,13 @@ class LookaheadDrafter:
         rows = window * (ngram - 1)
         if window < 1 or ngram < 2 or guesses < 1 or rows > WIDEST_DRAFT:
             raise SelfspecError(
-                f"window {window}, ngram {ngram}, guesses {guesses}: want a window of at least 1 token, n-grams of at "
-                f"least 2, at least 1 guess, and window x (ngram - 1) up to {WIDEST_DRAFT}"
+                f"window {window}, ngram {ngram}, guesses {guesses}: expected a window of at least 1 token, n-grams of "
+                f"at least 2, at least 1 guess, and window x (ngram - 1) up to {WIDEST_DRAFT}"
             )
         self.window, self.ngram, self.guesses = window, ngram, guesses
         self._own: dict[SequenceState, _Branches] = {}
 
-    def begin(self, seq: SequenceState, prefill: Step) -> None:
+    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """The window begins as tokens of the prompt, as they follow each other there."""
         levels = [
             [self._speaks(seq, seq.tokens[(i + j) % len(seq.tokens)]) for i in range(self.window)]
@@ -78,7 +78,7 @@ class LookaheadDrafter:
         """Forget the sequence's window and pool."""
         self._own.pop(seq, None)
 
-    def dearest(self, limit: Limit) -> Work:
+    def max_work(self, limit: Limit) -> Work:
         """A guess, however large."""
         return GUESSED if min(limit.depth, limit.nodes) > 0 else NO_WORK
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfspec.facts.work import NO_WORK, Work
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
+from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.step import Step
+from selfspec.types.draft_work import NO_WORK, Work
 
 
 class PlainDrafter:
@@ -17,14 +17,14 @@ class PlainDrafter:
     hidden: Sequence[int] = ()
     drafts = False
 
-    def begin(self, seq: SequenceState, prefill: Step) -> None:
+    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """Nothing to prepare."""
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """No drafts."""
         return [NO_DRAFT] * len(seqs)
 
-    def dearest(self, limit: Limit) -> Work:
+    def max_work(self, limit: Limit) -> Work:
         """Nothing."""
         return NO_WORK
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from selfspec.controllers import Controller, Play
-from selfspec.drafters.free import FreeDrafter
-from selfspec.drafters.played import check_candidates, guessed
-from selfspec.facts.work import RECYCLED
+from selfspec.controllers import Controller, DraftLoop
+from selfspec.drafters.controlled import check_candidates, guessed
+from selfspec.drafters.lookup_drafter import FreeDrafter
 from selfspec.proposers.base import Chances, Guess
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
+from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.step import Step
+from selfspec.types.draft_work import RECYCLED
 
 FIRST = 0.35  # the chance that a token is followed as it was last time, until a text itself tells
 
@@ -39,7 +39,7 @@ class RecycleDrafter(FreeDrafter):
         self.candidates = candidates
         self._shared, self._tables = _Table(), dict[SequenceState, _Table]()
 
-    def begin(self, seq: SequenceState, prefill: Step) -> None:
+    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """A table of its own where it has a seed."""
         super().begin(seq, prefill)
         if seq.sampler.seeded:
@@ -52,7 +52,7 @@ class RecycleDrafter(FreeDrafter):
 
     def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:
         table, token = self._table(seq), seq.tokens[-1]
-        play = Play(self.controller_of(seq), depth=min(limit.depth, limit.nodes))
+        play = DraftLoop(self.controller_of(seq), depth=min(limit.depth, limit.nodes))
         tokens, others = list[int](), list[list[int]]()
         while play.wants and token in table.after:
             token, *rest = table.after[token]

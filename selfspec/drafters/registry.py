@@ -9,34 +9,30 @@ from typing import Any, TypeVar
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller, make_controller
-from selfspec.drafters.chosen import ClaspDrafter, SwiftDrafter
+from selfspec.draft_modules.heads import Head
+from selfspec.draft_modules.module_files import read_part
+from selfspec.draft_modules.path_files import trained_of
+from selfspec.draft_modules.registry import make_head
+from selfspec.drafters.adaptive_path import ClaspDrafter, SwiftDrafter
+from selfspec.drafters.cross_vocabulary import TranslatedDrafter
 from selfspec.drafters.draft_model import ModelDrafter
-from selfspec.drafters.free import FreeDrafter
 from selfspec.drafters.guard import Guard
-from selfspec.drafters.heads import HeadBelow, HeadDrafter
+from selfspec.drafters.head_drafter import HeadBelow, HeadDrafter
 from selfspec.drafters.input_guided import InputDrafter
 from selfspec.drafters.jacobi import JacobiDrafter
 from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.drafters.lookahead import LookaheadDrafter
-from selfspec.drafters.merged import MergedDrafter
+from selfspec.drafters.lookup_drafter import FreeDrafter
 from selfspec.drafters.plain import PlainDrafter
 from selfspec.drafters.recycle import RecycleDrafter
 from selfspec.drafters.router import routed
-from selfspec.drafters.translated import TranslatedDrafter
-from selfspec.facts.acceptance import AcceptanceCurve, Outlook
-from selfspec.facts.confidence import PROBABILITY
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.costs import WIDER
-from selfspec.facts.draft_path import FULL, DraftPath
-from selfspec.model.layout import lay_out_
-from selfspec.model.loading import load_model, load_tokenizer
-from selfspec.model.shards import check_whole
-from selfspec.model.vocabularies import SharedWords
-from selfspec.parts.files import read_part
-from selfspec.parts.heads import Head
-from selfspec.parts.kinds import make_head
-from selfspec.parts.paths import trained_of
-from selfspec.profile.draft import (
+from selfspec.drafters.tree_merge import MergedDrafter
+from selfspec.models.layout import lay_out_
+from selfspec.models.loading import load_model, load_tokenizer
+from selfspec.models.shards import check_whole
+from selfspec.models.vocabularies import SharedWords
+from selfspec.profile.adaptive_path_spec import ClaspSpec, SwiftSpec
+from selfspec.profile.draft_spec import (
     DraftSpec,
     GuessesSpec,
     LayerSkipSpec,
@@ -45,20 +41,24 @@ from selfspec.profile.draft import (
     RecycleSpec,
     register_spec,
 )
-from selfspec.profile.draft_chosen import ClaspSpec, SwiftSpec
-from selfspec.profile.draft_free import InputSpec, JacobiSpec, LookaheadSpec
-from selfspec.profile.draft_head import HeadSpec
-from selfspec.profile.draft_merged import MergedSpec
-from selfspec.profile.draft_model import ModelSpec
+from selfspec.profile.free_draft_specs import InputSpec, JacobiSpec, LookaheadSpec
+from selfspec.profile.head_spec import HeadSpec
+from selfspec.profile.model_spec import ModelSpec
 from selfspec.profile.schema import Profile
-from selfspec.proposers.ahead import Ahead
-from selfspec.proposers.answers import Answers
+from selfspec.profile.tree_merge_spec import MergedSpec
 from selfspec.proposers.base import Proposer
+from selfspec.proposers.chain import ProposerChain
+from selfspec.proposers.history import Answers
 from selfspec.proposers.lookup import Lookup
 from selfspec.proposers.store import Store, Stored
+from selfspec.runtime.factory import open_runtime
 from selfspec.runtime.forward import Runtime
-from selfspec.runtime.opening import open_runtime
 from selfspec.speculation.drafter import Drafter
+from selfspec.types.acceptance import AcceptanceCurve, PayoffModel
+from selfspec.types.confidence import PROBABILITY
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.costs import WIDER
+from selfspec.types.draft_path import FULL, DraftPath
 
 Spec = TypeVar("Spec", bound=DraftSpec)
 
@@ -80,7 +80,7 @@ def make_drafter(runtime: Runtime, profile: Profile) -> Drafter:
 
 
 def make_guarded(
-    runtime: Runtime, profile: Profile, here: Callable[[Runtime, Profile], Outlook | None] | None = None
+    runtime: Runtime, profile: Profile, here: Callable[[Runtime, Profile], PayoffModel | None] | None = None
 ) -> Drafter:
     """The same, kept from costing more than the guard's bound. Raises as that does.
 
@@ -88,8 +88,8 @@ def make_guarded(
     """
 
     def guard(one: Profile) -> Guard:
-        told = one.outlook if one.costs else None
-        return Guard(_made(runtime, one), outlook=told, here=here and partial(here, runtime, one))
+        told = one.payoff if one.costs else None
+        return Guard(_made(runtime, one), payoff=told, here=here and partial(here, runtime, one))
 
     return routed(profile, guard)
 
@@ -112,9 +112,9 @@ def make_proposer(spec: ProposerSpec, vocabulary: int | None) -> Proposer:
     return Stored(store)
 
 
-def make_ahead(specs: Sequence[ProposerSpec], wider: Sequence[float], vocabulary: int | None) -> Ahead:
+def make_ahead(specs: Sequence[ProposerSpec], wider: Sequence[float], vocabulary: int | None) -> ProposerChain:
     """What guesses below a draft path; `wider`: what its passes over 2, 3, .. tokens take, over one."""
-    return Ahead([make_proposer(spec, vocabulary) for spec in specs], (1.0, *wider) if specs else (1.0,))
+    return ProposerChain([make_proposer(spec, vocabulary) for spec in specs], (1.0, *wider) if specs else (1.0,))
 
 
 def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> LayerSkipDrafter:
@@ -126,7 +126,7 @@ def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> 
     return LayerSkipDrafter(
         runtime,
         draft_path(runtime, spec, profile),
-        make_controller(spec.controller, profile.outlook),
+        make_controller(spec.controller, profile.payoff),
         candidates=spec.candidates,
         confidence=spec.confidence or PROBABILITY,
         ahead=make_ahead(spec.proposers or (), wider, runtime.skeleton.identity.vocabulary),
@@ -148,7 +148,7 @@ def make_head_drafter(runtime: Runtime, spec: HeadSpec, profile: Profile) -> Hea
     """A trained head, whose file lies beside the profile. Raises `SelfspecError` where that is of another model."""
     return HeadDrafter(
         _head(runtime, profile, spec.part),
-        make_controller(spec.controller, profile.outlook),
+        make_controller(spec.controller, profile.payoff),
         candidates=spec.candidates,
         confidence=spec.confidence or PROBABILITY,
         ahead=make_ahead(spec.proposers or (), (), runtime.skeleton.identity.vocabulary),
@@ -170,7 +170,7 @@ def make_model(runtime: Runtime, spec: ModelSpec, profile: Profile) -> ModelDraf
     device = str(runtime.device) if spec.device == "auto" else spec.device
     own, tokenizer = _draft_model(name, device, spec.dtype, spec.bits)
     path = FULL if spec.bits is None else DraftPath.of([spec.bits] * (2 * own.layers), head=spec.bits)
-    controller, confidence = make_controller(spec.controller, profile.outlook), spec.confidence or PROBABILITY
+    controller, confidence = make_controller(spec.controller, profile.payoff), spec.confidence or PROBABILITY
     ahead = make_ahead(spec.proposers or (), WIDER, runtime.skeleton.identity.vocabulary)
     sizes = (runtime.skeleton.identity.vocabulary or 0, own.skeleton.identity.vocabulary or 0)
     if sizes[0] != sizes[1]:
@@ -264,7 +264,7 @@ def make_clasp(runtime: Runtime, spec: ClaspSpec, profile: Profile) -> ClaspDraf
 
 def _of_chosen(runtime: Runtime, spec: SwiftSpec | ClaspSpec, profile: Profile) -> dict[str, Any]:
     return {
-        "controller": make_controller(spec.controller, profile.outlook),
+        "controller": make_controller(spec.controller, profile.payoff),
         "candidates": spec.candidates,
         "confidence": spec.confidence or PROBABILITY,
         "ahead": make_ahead(spec.proposers or (), WIDER, runtime.skeleton.identity.vocabulary),
@@ -272,8 +272,8 @@ def _of_chosen(runtime: Runtime, spec: SwiftSpec | ClaspSpec, profile: Profile) 
 
 
 def _of_free_drafts(controller: ControllerSpec, profile: Profile) -> Controller:
-    outlook = replace(profile.outlook, draft=0.0, curve=profile.acceptance or AcceptanceCurve())
-    return make_controller(controller, outlook)
+    payoff = replace(profile.payoff, draft=0.0, curve=profile.acceptance or AcceptanceCurve())
+    return make_controller(controller, payoff)
 
 
 register(SwiftSpec, make_swift)

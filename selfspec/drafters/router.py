@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from selfspec.drafters.guard import Guard
-from selfspec.facts.acceptance import Outlook
-from selfspec.facts.work import Work
 from selfspec.profile.schema import Profile
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
+from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.step import Step
+from selfspec.types.acceptance import PayoffModel
+from selfspec.types.draft_work import Work
 
 KNOWN = 200.0  # plain decoding steps' time that what is expected of a way counts for
 HOPE = 1.05  # times what is expected: a way that was not taken for long is tried again
@@ -23,11 +23,11 @@ MEMORY = 0.8  # of what is known beyond that is kept when the next sequence begi
 class Route:
     """A way to draft: `expected` tokens in the time of a plain step, before any was decoded.
 
-    `outlook` says what its rounds take.
+    `payoff` says what its rounds take.
     """
 
     drafter: Drafter
-    outlook: Outlook
+    payoff: PayoffModel
     expected: float = 1.0
     _time: float = field(init=False, default=0.0)
     _tokens: float = field(init=False, default=0.0)
@@ -40,7 +40,7 @@ class Route:
     def see(self, outcome: Outcome) -> None:
         """A round was taken."""
         draft = outcome.draft
-        self._time += self.outlook.price(draft.work) + self.outlook.rounds[1 + len(draft)]
+        self._time += self.payoff.price(draft.work) + self.payoff.rounds[1 + len(draft)]
         self._tokens += len(outcome.tokens)
 
     def fade(self) -> None:
@@ -58,7 +58,7 @@ class Router:
 
     def __init__(self, routes: Sequence[Route]) -> None:
         if not routes:
-            raise ValueError("want at least one route")
+            raise ValueError("expected at least one route")
         self.routes = tuple(routes)
         self._taken: dict[SequenceState, Route] = {}
 
@@ -72,12 +72,12 @@ class Router:
         """Whether any drafter ever proposes anything."""
         return any(route.drafter.drafts for route in self.routes)
 
-    def dearest(self, limit: Limit) -> Work:
+    def max_work(self, limit: Limit) -> Work:
         """The dearest of the drafters' own, each by its outlook."""
-        works = [(route.outlook, route.drafter.dearest(limit)) for route in self.routes]
+        works = [(route.payoff, route.drafter.max_work(limit)) for route in self.routes]
         return max(works, key=lambda of: of[0].price(of[1]))[1]
 
-    def begin(self, seq: SequenceState, prefill: Step) -> None:
+    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """Choose a route."""
         route = self.routes[0]
         if not seq.sampler.seeded:
@@ -116,12 +116,12 @@ def routed(profile: Profile, make: Callable[[Profile], Drafter]) -> Drafter:
     if not profile.also:
         return make(profile)
     return Router(
-        [Route(make(of), of.outlook, of.predicted.speedup if of.predicted else 1.0) for of in profile.alternatives]
+        [Route(make(of), of.payoff, of.predicted.speedup if of.predicted else 1.0) for of in profile.alternatives]
     )
 
 
-def look_here(drafter: Drafter) -> None:
+def calibrate(drafter: Drafter) -> None:
     """Before a sequence with a seed: let the guard that it will have learn what rounds cost here."""
     first = drafter.routes[0].drafter if isinstance(drafter, Router) else drafter
     if isinstance(first, Guard):
-        first.look_here()
+        first.calibrate()

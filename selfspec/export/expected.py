@@ -12,19 +12,19 @@ from typing import Any
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
-from selfspec.decoding.loop import decode
-from selfspec.export.drafts import fixed
-from selfspec.export.engine import Offer
-from selfspec.facts.acceptance import Outlook
-from selfspec.facts.draft_path import FULL, DraftPath
-from selfspec.facts.stats import Stats
+from selfspec.engine.loop import decode
+from selfspec.export.draft_export import fixed
+from selfspec.export.exporter import Offer
 from selfspec.llm.llm import LLM
 from selfspec.profile.schema import Measurement, Prediction, Profile
-from selfspec.search.continuations import Decoding, continue_prompts
+from selfspec.search.continuations import DecodingSettings, continue_prompts
 from selfspec.search.replay import Replay
 from selfspec.search.trace import walk
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
+from selfspec.types.acceptance import PayoffModel
+from selfspec.types.draft_path import FULL, DraftPath
+from selfspec.types.stats import Stats
 
 MOST = 12  # tokens of a draft that are considered
 UNKNOWN = 3  # tokens of a draft where nothing is known
@@ -75,8 +75,8 @@ def rehearsed(
     else:
         how = "replayed here by a model of the very weights that were written"
         counted = exact = _by_replay(llm, offer.draft(), FULL, prompts, new, most)
-    outlook = _outlook(profile, offer.path)
-    best = tokens or _best(counted, outlook, most)
+    payoff = _outlook(profile, offer.path)
+    best = tokens or _best(counted, payoff, most)
     return _told(best, exact(best), how, prompts)
 
 
@@ -90,7 +90,7 @@ def _by_replay(llm: LLM, draft: Any, path: DraftPath, prompts: Texts, new: int, 
 
     A greedy text needs no more of the model that wrote it.
     """
-    texts = continue_prompts(llm, prompts, Decoding(new))
+    texts = continue_prompts(llm, prompts, DecodingSettings(new))
     like = llm.runtime if draft is llm.model else None
     with Replay(draft, texts, depth=most, candidates=1, own_keys=True, like=like) as replay:
         traces = replay.trace(path, [FixedK(most)])
@@ -128,19 +128,19 @@ def _decoded(llm: LLM, profile: Profile, prompts: Texts, new: int) -> Stats:
     return Stats(rounds=len(rounds), drafted=drafted, accepted=accepted, tokens=tokens)
 
 
-def _best(counted: Counted, outlook: Outlook, most: int) -> int:
+def _best(counted: Counted, payoff: PayoffModel, most: int) -> int:
     """The number of tokens whose drafts bring most in the time of a plain step."""
     return max(
-        range(1, most + 1), key=lambda k: counted(k).tokens_per_round / (k * outlook.draft + outlook.rounds[k + 1])
+        range(1, most + 1), key=lambda k: counted(k).tokens_per_round / (k * payoff.draft + payoff.rounds[k + 1])
     )
 
 
-def _outlook(profile: Profile, path: DraftPath | None) -> Outlook:
+def _outlook(profile: Profile, path: DraftPath | None) -> PayoffModel:
     """What drafting costs, without guesses that spare steps."""
     layers, costs = profile.model.layers, profile.costs
     if path is None or costs is None:
-        return profile.unaided.outlook
-    return Outlook.of(costs, path, layers, profile.unaided.outlook.curve)
+        return profile.unaided.payoff
+    return PayoffModel.of(costs, path, layers, profile.unaided.payoff.curve)
 
 
 def by_profile(profile: Profile, offer: Offer, *, tokens: int | None = None) -> Expected:
@@ -154,9 +154,9 @@ def by_profile(profile: Profile, offer: Offer, *, tokens: int | None = None) -> 
     if offer.itself:
         return Expected(None, known[0].acceptance_rate, known[0].tokens_per_round, source)
     accepted, rate = known[0].tokens_per_round - 1, known[0].acceptance_rate
-    chance, outlook = _chance(accepted, accepted / rate) if rate else 0.0, profile.unaided.outlook
+    chance, payoff = _chance(accepted, accepted / rate) if rate else 0.0, profile.unaided.payoff
     found = {k: _chain(chance, k) for k in range(1, most + 1)}
-    best = tokens or max(found, key=lambda k: (1 + found[k]) / (k * outlook.draft + outlook.rounds[k + 1]))
+    best = tokens or max(found, key=lambda k: (1 + found[k]) / (k * payoff.draft + payoff.rounds[k + 1]))
     beside = ", guesses and candidates counted in" if _aided(profile) else ""
     shared = (
         ", on the model's own keys" if offer.path and (profile.search is None or profile.search.kv == "shared") else ""

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.export.drafts import drafts_of
-from selfspec.export.engine import Engine, Job, Written
+from selfspec.export.draft_export import drafts_of
 from selfspec.export.expected import Expected, by_profile, check_tokens, rehearsed
+from selfspec.export.exporter import Exporter, ExportJob, Written
 from selfspec.export.folder import check_out, filling
 from selfspec.export.gguf_files import check_type
 from selfspec.export.hf import Transformers
+from selfspec.export.limitations import lost_everywhere
 from selfspec.export.llama_cpp import LlamaCpp
-from selfspec.export.lost import lost_everywhere
 from selfspec.export.readme import page
 from selfspec.export.sglang import Sglang
 from selfspec.export.tensorrt_llm import TensorRtLlm
@@ -23,7 +23,7 @@ from selfspec.llm.llm import LLM
 from selfspec.profile.choosing import check_profile
 from selfspec.profile.schema import Profile
 
-ENGINES: dict[str, Engine] = {of.name: of for of in (Vllm(), Sglang(), LlamaCpp(), TensorRtLlm(), Transformers())}
+ENGINES: dict[str, Exporter] = {of.name: of for of in (Vllm(), Sglang(), LlamaCpp(), TensorRtLlm(), Transformers())}
 """A new engine is one file, and one name here."""
 
 NEW = 64  # tokens after each prompt of a rehearsal
@@ -41,10 +41,10 @@ class Exported:
     expected: Expected
 
 
-def find_engine(name: str) -> Engine:
+def find_engine(name: str) -> Exporter:
     """An engine by name. Raises `SelfspecError`."""
     if name not in ENGINES:
-        raise SelfspecError(f"--to {name}: want one of {', '.join(ENGINES)}")
+        raise SelfspecError(f"--to {name}: expected one of {', '.join(ENGINES)}")
     return ENGINES[name]
 
 
@@ -78,7 +78,7 @@ def export(
     """
     check(engine, profile, out, type_name=type_name, force=force)
     check_profile(profile, llm.identity)
-    runs, job = ENGINES[engine], Job(llm, profile, drafts_of(profile), out, type_name)
+    runs, job = ENGINES[engine], ExportJob(llm, profile, drafts_of(profile), out, type_name)
     offer = runs.offer(job)
     check_tokens(tokens, offer.most)
     if prompts:

@@ -17,9 +17,11 @@ def check_out(out: Path, *, force: bool) -> None:
     """Raise `SelfspecError` unless `out` is missing or an empty folder; with `force` it may hold anything."""
     there = kind(out)
     if there not in ("missing", "folder"):
-        raise SelfspecError(f"--out {out} is a file; want a folder that is empty, or not there yet")
+        raise SelfspecError(f"--out {out} is a file; expected a folder that is empty, or not there yet")
     if there == "folder" and not force and files_in(out):
-        raise SelfspecError(f"--out {out} is not empty; want another folder, or --force to write over what is there")
+        raise SelfspecError(
+            f"--out {out} is not empty; expected another folder, or --force to write over what is there"
+        )
     if kind(out.absolute().parent) != "folder":
         raise SelfspecError(f"--out {out}: the folder {out.parent} does not exist; make it first")
 

@@ -12,8 +12,8 @@ from gguf import GGMLQuantizationType as Type
 from transformers import LlamaConfig
 
 from selfspec.export.gguf_files import module_name, paired, rope_divisors, sizes, write
-from selfspec.export.gguf_words import Key
-from selfspec.export.heads import HeadFiles
+from selfspec.export.gguf_tokenizer import Key
+from selfspec.export.head_export import HeadFiles
 
 _ARCHITECTURE = "eagle3"
 _OWN = {"fc": "fc", "norm": "output_norm", "lm_head": "output"}

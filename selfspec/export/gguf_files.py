@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.export.gguf_words import Key
+from selfspec.export.gguf_tokenizer import Key
 from selfspec.export.weights import Weights
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1")
@@ -42,7 +42,7 @@ _DTYPES = {torch.float16: Type.F16, torch.bfloat16: Type.BF16}
 def check_type(name: str | None) -> None:
     """Raise `SelfspecError` for a type that weights cannot be written in."""
     if name is not None and name.lower() not in TYPES:
-        raise SelfspecError(f"--type {name}: want one of {', '.join(TYPES)}")
+        raise SelfspecError(f"--type {name}: expected one of {', '.join(TYPES)}")
 
 
 def type_of(name: str | None, dtype: torch.dtype) -> Type:

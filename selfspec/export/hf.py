@@ -9,12 +9,12 @@ from pathlib import Path
 from transformers import GenerationConfig
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.export.drafts import Another, Guesses, OnlyHere, Sublayers, TrainedHead
-from selfspec.export.engine import Job, Offer, Written, refused
+from selfspec.export.draft_export import Another, Guesses, OnlyHere, Sublayers, TrainedHead
+from selfspec.export.exporter import ExportJob, Offer, Written, refused
 from selfspec.export.model_drafts import in_full, layers_folder, model_folder, other_model, said_of, same_tokens
 from selfspec.export.weights import target_of
 from selfspec.integrations.custom_generate import hf
-from selfspec.profile.draft import GuessesSpec, ProposerSpec
+from selfspec.profile.draft_spec import GuessesSpec, ProposerSpec
 from selfspec.profile.schema import Profile
 
 _LOAD = """\
@@ -32,7 +32,7 @@ class Transformers:
     read = "transformers 5.23"
     tried = "loaded by from_pretrained and run by transformers' own generate in this project's tests"
 
-    def offer(self, job: Job) -> Offer:
+    def offer(self, job: ExportJob) -> Offer:
         """What it can run. Raises `SelfspecError`."""
         match job.drafts:
             case Guesses():
@@ -60,11 +60,11 @@ class Transformers:
 _NO_MODEL = "No layer is bypassed whole, so in its own dtype no draft model would be cheaper: none is written."
 
 
-def _itself(job: Job, *, note: str | None = None) -> Offer:
+def _itself(job: ExportJob, *, note: str | None = None) -> Offer:
     """The profile as it is, which selfspec runs. Raises `SelfspecError` where it has files that cannot travel."""
     below = getattr(job.profile.draft, "below", None)
     if job.profile.draft.beside or len(job.profile.parts) > (below is not None):
-        raise SelfspecError("the profile has files beside it, which cannot travel in generate.py; want one without")
+        raise SelfspecError("the profile has files beside it, which cannot travel in generate.py; expected one without")
     spec = job.profile.draft
     lost = [f"guesses of kind '{of.kind}'" for of in getattr(spec, "proposers", None) or () if of.kind != "lookup"]
     if below is not None:
@@ -88,19 +88,19 @@ def _own(profile: Profile) -> Profile:
     return profile.model_copy(update={"draft": changed, "parts": {}})
 
 
-def _custom(job: Job, folder: Path) -> tuple[str, str]:
+def _custom(job: ExportJob, folder: Path) -> tuple[str, str]:
     """Write `custom_generate`, and say how it is used."""
     hf(profile=_own(job.profile)).save(folder)
     call = f"model.generate(**inputs, custom_generate={str(job.out)!r}, trust_remote_code=True)"
     return "the profile as it is, where selfspec is installed", call
 
 
-def _code(job: Job, folder: Path, call: str) -> str:
+def _code(job: ExportJob, folder: Path, call: str) -> str:
     target, _ = target_of(job.llm, folder, job.out)
     return _LOAD.format(target=target) + call
 
 
-def _settings(job: Job, tokens: int) -> GenerationConfig:
+def _settings(job: ExportJob, tokens: int) -> GenerationConfig:
     """What a draft model's folder says of how many tokens it drafts."""
     config = copy.deepcopy(job.llm.model.generation_config)
     config.num_assistant_tokens = tokens
@@ -109,13 +109,13 @@ def _settings(job: Job, tokens: int) -> GenerationConfig:
     return config
 
 
-def _assisted(job: Job, folder: Path, *, more: str = "") -> tuple[str, str]:
+def _assisted(job: ExportJob, folder: Path, *, more: str = "") -> tuple[str, str]:
     load = f"draft = AutoModelForCausalLM.from_pretrained({str(job.out / 'draft')!r})\n"
     call = f"ids = model.generate(**inputs, max_new_tokens=128, do_sample=False, assistant_model=draft{more})"
     return "assisted generation", _code(job, folder, load + call)
 
 
-def _guesses(job: Job, folder: Path, tokens: int) -> Written:
+def _guesses(job: ExportJob, folder: Path, tokens: int) -> Written:
     config = copy.deepcopy(job.llm.model.generation_config)
     config.prompt_lookup_num_tokens, config.max_matching_ngram_size = tokens, 3
     config.save_pretrained(folder)
@@ -124,12 +124,12 @@ def _guesses(job: Job, folder: Path, tokens: int) -> Written:
     return Written((lookup, _custom(job, folder)))
 
 
-def _sublayers(job: Job, drafts: Sublayers, folder: Path, tokens: int) -> Written:
+def _sublayers(job: ExportJob, drafts: Sublayers, folder: Path, tokens: int) -> Written:
     layers_folder(job, drafts, folder / "draft", _settings(job, tokens))
     return Written((_assisted(job, folder), _custom(job, folder)))
 
 
-def _another(job: Job, drafts: Another, folder: Path, tokens: int) -> Written:
+def _another(job: ExportJob, drafts: Another, folder: Path, tokens: int) -> Written:
     model, tokenizer = other_model(job, drafts)
     model_folder(model, tokenizer, folder / "draft", _settings(job, tokens))
     if same_tokens(job, model):

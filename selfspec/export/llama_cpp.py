@@ -12,17 +12,17 @@ from typing import Any
 from gguf import GGMLQuantizationType as Type
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.export.drafts import Another, Guesses, OnlyHere, Sublayers, TrainedHead
-from selfspec.export.engine import Job, Offer, Written, refused
+from selfspec.export.draft_export import Another, Guesses, OnlyHere, Sublayers, TrainedHead
+from selfspec.export.exporter import ExportJob, Offer, Written, refused
 from selfspec.export.gguf_eagle import write_eagle_3
 from selfspec.export.gguf_files import rounded, type_of, write_model
-from selfspec.export.gguf_words import Key, words_of, words_of_file
-from selfspec.export.heads import INSTEAD, form_of, head_files
+from selfspec.export.gguf_tokenizer import Key, words_of, words_of_file
+from selfspec.export.head_export import INSTEAD, form_of, head_files
 from selfspec.export.model_drafts import other_model, said_of, same_tokens
 from selfspec.export.weights import Weights, kept, model_of, weights_of
-from selfspec.facts.draft_path import DraftPath, Mode
 from selfspec.llm.llm import LLM
-from selfspec.model.loading import gguf_file
+from selfspec.models.loading import gguf_file
+from selfspec.types.draft_path import DraftPath, Mode
 
 NGRAM = 2  # tokens that are looked up, as the project's own lookup begins with
 _LOW: dict[Mode, Type] = {"int8": Type.Q8_0, "int4": Type.Q4_0}
@@ -42,7 +42,7 @@ class LlamaCpp:
     read = "llama.cpp at 0c1e570 (October 2026), as vendored by llama-cpp-python 0.3.36, and gguf 0.19"
     tried = "such files were run here by that llama.cpp's llama-speculative-simple: see the project's docs/export.md"
 
-    def offer(self, job: Job) -> Offer:
+    def offer(self, job: ExportJob) -> Offer:
         """What it can run. Raises `SelfspecError`."""
         match job.drafts:
             case Guesses(answers):
@@ -73,7 +73,7 @@ def words(llm: LLM) -> list[Key]:
     return words_of(llm.tokenizer, llm.model.generation_config, llm.identity.vocabulary or 0)
 
 
-def _target(job: Job, folder: Path, keys: list[Key]) -> Weights:
+def _target(job: ExportJob, folder: Path, keys: list[Key]) -> Weights:
     whole = weights_of(job.llm.model)
     kind = type_of(job.type_name, job.llm.runtime.dtype)
     context = job.llm.runtime.skeleton.context
@@ -81,7 +81,7 @@ def _target(job: Job, folder: Path, keys: list[Key]) -> Weights:
     return whole
 
 
-def _guesses(job: Job, folder: Path, tokens: int) -> Written:
+def _guesses(job: ExportJob, folder: Path, tokens: int) -> Written:
     _target(job, folder, words(job.llm))
     target = quote(str(job.out / "target.gguf"))
     simple = f"--spec-type ngram-simple --spec-ngram-simple-size-n {NGRAM} --spec-ngram-simple-size-m {tokens}"
@@ -96,7 +96,7 @@ def _guesses(job: Job, folder: Path, tokens: int) -> Written:
     )
 
 
-def _commands(job: Job, tokens: int, kind: str) -> tuple[tuple[str, str], ...]:
+def _commands(job: ExportJob, tokens: int, kind: str) -> tuple[tuple[str, str], ...]:
     files = f"-m {quote(str(job.out / 'target.gguf'))} -md {quote(str(job.out / 'draft.gguf'))}"
     how = f"{files} --spec-type {kind} --spec-draft-n-max {tokens}"
     return (
@@ -108,7 +108,7 @@ def _commands(job: Job, tokens: int, kind: str) -> tuple[tuple[str, str], ...]:
 _OLDER = "llama.cpp before 2026 says --draft-max for --spec-draft-n-max, and takes no --spec-type."
 
 
-def _sublayers(job: Job, path: DraftPath) -> Offer:
+def _sublayers(job: ExportJob, path: DraftPath) -> Offer:
     said, lost = said_of(path, job.llm.identity.layers)
     if not path.cheaper or (not path.low_precision and not path.runs(job.llm.identity.layers)):
         raise SelfspecError(
@@ -139,7 +139,7 @@ def draft_types(path: DraftPath, weights: Weights, full: Type, *, layers: int) -
     return found
 
 
-def _drafting(job: Job, path: DraftPath) -> tuple[Weights, Callable[[str], Type]]:
+def _drafting(job: ExportJob, path: DraftPath) -> tuple[Weights, Callable[[str], Type]]:
     """What drafts along a path, and the type of each of its modules."""
     weights, full = kept(weights_of(job.llm.model), path), type_of(job.type_name, job.llm.runtime.dtype)
     if path.head != "full" and "lm_head.weight" not in weights.tensors:  # tied: the head in few bits is one of its own
@@ -151,13 +151,13 @@ def _drafting(job: Job, path: DraftPath) -> tuple[Weights, Callable[[str], Type]
     return weights, lambda module: kinds.get(module, full)
 
 
-def _as_written(job: Job, path: DraftPath) -> Any:
+def _as_written(job: ExportJob, path: DraftPath) -> Any:
     """A model of the weights as a GGUF file holds them."""
     weights, types = _drafting(job, path)
     return model_of(rounded(weights, types))
 
 
-def _path(job: Job, path: DraftPath, folder: Path, tokens: int) -> Written:
+def _path(job: ExportJob, path: DraftPath, folder: Path, tokens: int) -> Written:
     keys = words(job.llm)
     _target(job, folder, keys)
     weights, types = _drafting(job, path)
@@ -169,7 +169,7 @@ def _path(job: Job, path: DraftPath, folder: Path, tokens: int) -> Written:
     return Written(_commands(job, tokens, "draft-simple"), tuple(notes))
 
 
-def _other(job: Job, drafts: Another, load: Load) -> tuple[Weights, Type]:
+def _other(job: ExportJob, drafts: Another, load: Load) -> tuple[Weights, Type]:
     """Another model's weights, and the type of its matrices. Raises `SelfspecError` for another tokenizer's."""
     model, _ = load()
     if not same_tokens(job, model):
@@ -181,12 +181,12 @@ def _other(job: Job, drafts: Another, load: Load) -> tuple[Weights, Type]:
     return own, type_of(job.type_name, held) if drafts.spec.bits is None else _LOW[drafts.spec.bits]
 
 
-def _other_as_written(job: Job, drafts: Another, load: Load) -> Any:
+def _other_as_written(job: ExportJob, drafts: Another, load: Load) -> Any:
     own, kind = _other(job, drafts, load)
     return model_of(rounded(own, lambda module: kind))
 
 
-def _another(job: Job, drafts: Another, load: Load, folder: Path, tokens: int) -> Written:
+def _another(job: ExportJob, drafts: Another, load: Load, folder: Path, tokens: int) -> Written:
     own, kind = _other(job, drafts, load)
     (model, tokenizer), file = load(), gguf_file(drafts.spec.model)
     _target(job, folder, words(job.llm))
@@ -198,7 +198,7 @@ def _another(job: Job, drafts: Another, load: Load, folder: Path, tokens: int) -
     return Written(_commands(job, tokens, "draft-simple"), (_OLDER,))
 
 
-def _eagle_3(job: Job, drafts: TrainedHead, folder: Path, tokens: int) -> Written:
+def _eagle_3(job: ExportJob, drafts: TrainedHead, folder: Path, tokens: int) -> Written:
     head, keys = head_files(drafts.part, job.llm.runtime), words(job.llm)
     _target(job, folder, keys)
     write_eagle_3(folder / "draft.gguf", head, keys, width=job.llm.runtime.skeleton.sizes.hidden)

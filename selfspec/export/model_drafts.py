@@ -9,11 +9,11 @@ from typing import Any
 from transformers import GenerationConfig
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.export.drafts import Another, Sublayers
-from selfspec.export.engine import Job
+from selfspec.export.draft_export import Another, Sublayers
+from selfspec.export.exporter import ExportJob
 from selfspec.export.weights import Weights, kept, save, weights_of
-from selfspec.facts.draft_path import DraftPath
-from selfspec.model.loading import load_model
+from selfspec.models.loading import load_model
+from selfspec.types.draft_path import DraftPath
 
 
 def in_full(path: DraftPath) -> DraftPath:
@@ -21,7 +21,7 @@ def in_full(path: DraftPath) -> DraftPath:
     return DraftPath(path.skip)
 
 
-def check_shorter(job: Job, drafts: Sublayers, engine: str, instead: str) -> None:
+def check_shorter(job: ExportJob, drafts: Sublayers, engine: str, instead: str) -> None:
     """Raise `SelfspecError` unless a layer is left out, without which drafts would cost what decoding does."""
     path, layers = drafts.path, job.llm.identity.layers
     if path.runs(layers):
@@ -48,7 +48,9 @@ def said_of(path: DraftPath, layers: int) -> tuple[str, tuple[str, ...]]:
     )
 
 
-def layers_folder(job: Job, drafts: Sublayers, folder: Path, generation: GenerationConfig | None = None) -> Weights:
+def layers_folder(
+    job: ExportJob, drafts: Sublayers, folder: Path, generation: GenerationConfig | None = None
+) -> Weights:
     """Write the layers that a path keeps as a model."""
     weights = kept(weights_of(job.llm.model), drafts.path)
     config = generation or job.llm.model.generation_config
@@ -56,14 +58,14 @@ def layers_folder(job: Job, drafts: Sublayers, folder: Path, generation: Generat
     return weights
 
 
-def other_model(job: Job, drafts: Another) -> tuple[Any, Any]:
+def other_model(job: ExportJob, drafts: Another) -> tuple[Any, Any]:
     """The draft model that a profile names, and its tokenizer. Raises `SelfspecError` as loading does."""
     beside = None if job.profile.folder is None else job.profile.folder / drafts.spec.model
     name = str(beside) if beside is not None and beside.is_dir() else drafts.spec.model
     return load_model(name, device="cpu", dtype=drafts.spec.dtype)
 
 
-def same_tokens(job: Job, model: Any) -> bool:
+def same_tokens(job: ExportJob, model: Any) -> bool:
     """Whether a draft model has as many tokens as the model."""
     return bool(model.config.vocab_size == job.llm.identity.vocabulary)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from selfspec.export.engine import Engine, Offer, Written
 from selfspec.export.expected import Expected
+from selfspec.export.exporter import Exporter, Offer, Written
 from selfspec.llm.llm import LLM
 
 
 def page(
-    engine: Engine, llm: LLM, profile: str, offer: Offer, written: Written, expected: Expected, lost: Sequence[str]
+    engine: Exporter, llm: LLM, profile: str, offer: Offer, written: Written, expected: Expected, lost: Sequence[str]
 ) -> str:
     """What drafts, the commands, what is lost, what to expect, and what was tried."""
     language = "python" if engine.name == "hf" else "bash"

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from selfspec.export.drafts import Another, Guesses, OnlyHere, Sublayers, TrainedHead
-from selfspec.export.engine import Job, Offer, Written, refused
-from selfspec.export.heads import INSTEAD, HeadFiles, head_files
+from selfspec.export.draft_export import Another, Guesses, OnlyHere, Sublayers, TrainedHead
+from selfspec.export.exporter import ExportJob, Offer, Written, refused
+from selfspec.export.head_export import INSTEAD, HeadFiles, head_files
 from selfspec.export.model_drafts import (
     check_shorter,
     in_full,
@@ -23,7 +23,7 @@ from selfspec.export.model_drafts import (
 )
 from selfspec.export.vllm import few_bits, save_head
 from selfspec.export.weights import target_of
-from selfspec.facts.draft_path import DraftPath
+from selfspec.types.draft_path import DraftPath
 
 _ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3"}
 _ARCHITECTURES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}
@@ -36,7 +36,7 @@ class Sglang:
     read = "sglang 0.5.23: its flags of speculative decoding, and the loaders of its EAGLE models"
     tried = "not run by SGLang here, which needs a GPU; heads are read back by this project's own reader"
 
-    def offer(self, job: Job) -> Offer:
+    def offer(self, job: ExportJob) -> Offer:
         """What it can run. Raises `SelfspecError`."""
         match job.drafts:
             case Guesses(answers):
@@ -52,7 +52,7 @@ class Sglang:
             case OnlyHere(kind, instead):
                 raise refused(self.name, f"drafts of kind '{kind}'", instead)
 
-    def _head(self, job: Job, files: HeadFiles, places: int) -> Offer:
+    def _head(self, job: ExportJob, files: HeadFiles, places: int) -> Offer:
         if files.form not in _ALGORITHMS:
             raise refused(self.name, f"a head of the form {files.form}", "EAGLE or EAGLE-3, by selfspec convert")
         if files.form == "eagle3" and max(files.layers) >= job.llm.identity.layers:
@@ -60,7 +60,7 @@ class Sglang:
         return Offer(f"a head of the form {files.form}", partial(_write_head, job, files), most=places)
 
 
-def _served(job: Job, folder: Path, algorithm: str, *flags: str, notes: tuple[str, ...] = ()) -> Written:
+def _served(job: ExportJob, folder: Path, algorithm: str, *flags: str, notes: tuple[str, ...] = ()) -> Written:
     target, _ = target_of(job.llm, folder, job.out)
     command = ["python", "-m", "sglang.launch_server", "--model-path", target, "--speculative-algorithm", algorithm]
     (folder / "launch.sh").write_text(f'exec {join([*command, *flags])} "$@"\n', encoding="utf-8")
@@ -73,12 +73,12 @@ def _chain(tokens: int) -> tuple[str, ...]:
     return (steps, str(tokens), wide, "1", "--speculative-num-draft-tokens", str(tokens + 1))
 
 
-def _guesses(job: Job, folder: Path, tokens: int) -> Written:
+def _guesses(job: ExportJob, folder: Path, tokens: int) -> Written:
     flags = ("--speculative-num-draft-tokens", str(tokens + 1), "--speculative-ngram-max-bfs-breadth", "1")
     return _served(job, folder, "NGRAM", *flags)
 
 
-def _sublayers(job: Job, drafts: Sublayers, path: DraftPath) -> Offer:
+def _sublayers(job: ExportJob, drafts: Sublayers, path: DraftPath) -> Offer:
     said, lost = said_of(path, job.llm.identity.layers)
     if not path.low_precision:
         check_shorter(job, drafts, "SGLang", "it could run instead: a set of whole layers, by selfspec search --kv own")
@@ -87,19 +87,19 @@ def _sublayers(job: Job, drafts: Sublayers, path: DraftPath) -> Offer:
     return Offer(f"{said}, in fp8", partial(_layers, job, drafts), path=path, lost=lost)
 
 
-def _standalone(job: Job, folder: Path, tokens: int, *, few: bool) -> Written:
+def _standalone(job: ExportJob, folder: Path, tokens: int, *, few: bool) -> Written:
     flags = ("--speculative-draft-model-path", str(job.out / "draft"), *_chain(tokens))
     return _served(
         job, folder, "STANDALONE", *flags, *(("--speculative-draft-model-quantization", "fp8") if few else ())
     )
 
 
-def _layers(job: Job, drafts: Sublayers, folder: Path, tokens: int) -> Written:
+def _layers(job: ExportJob, drafts: Sublayers, folder: Path, tokens: int) -> Written:
     layers_folder(job, drafts, folder / "draft")
     return _standalone(job, folder, tokens, few=drafts.path.low_precision)
 
 
-def _another(job: Job, drafts: Another, folder: Path, tokens: int) -> Written:
+def _another(job: ExportJob, drafts: Another, folder: Path, tokens: int) -> Written:
     model, tokenizer = other_model(job, drafts)
     if not same_tokens(job, model):
         raise refused(
@@ -109,7 +109,7 @@ def _another(job: Job, drafts: Another, folder: Path, tokens: int) -> Written:
     return _standalone(job, folder, tokens, few=drafts.spec.bits is not None)
 
 
-def _write_head(job: Job, files: HeadFiles, folder: Path, tokens: int) -> Written:
+def _write_head(job: ExportJob, files: HeadFiles, folder: Path, tokens: int) -> Written:
     config: dict[str, Any] = {**files.config, "architectures": [_ARCHITECTURES[files.form]]}
     tensors = dict(files.tensors)
     if files.form == "eagle3":  # which counts streams by the layers that they leave

@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from selfspec.export.drafts import Another, Guesses, OnlyHere, Sublayers, TrainedHead
-from selfspec.export.engine import Job, Offer, Written, refused
-from selfspec.export.heads import HeadFiles, form_of, head_files
+from selfspec.export.draft_export import Another, Guesses, OnlyHere, Sublayers, TrainedHead
+from selfspec.export.exporter import ExportJob, Offer, Written, refused
+from selfspec.export.head_export import HeadFiles, form_of, head_files
 from selfspec.export.model_drafts import (
     check_shorter,
     in_full,
@@ -34,7 +34,7 @@ class TensorRtLlm:
     read = "TensorRT-LLM's llm_args.py and docs/source/features/speculative-decoding.md at 04c8822 (2026)"
     tried = "not run by TensorRT-LLM here, which needs a GPU; heads are read back by this project's own reader"
 
-    def offer(self, job: Job) -> Offer:
+    def offer(self, job: ExportJob) -> Offer:
         """What it can run. Raises `SelfspecError`."""
         match job.drafts:
             case Guesses(answers):
@@ -62,7 +62,7 @@ class TensorRtLlm:
                 raise refused(self.name, f"drafts of kind '{kind}'", instead)
 
 
-def _served(job: Job, folder: Path, config: dict[str, Any], *, overlap: bool = True) -> Written:
+def _served(job: ExportJob, folder: Path, config: dict[str, Any], *, overlap: bool = True) -> Written:
     whole: dict[str, Any] = {"speculative_config": config}
     if not overlap:
         whole = {"disable_overlap_scheduler": True, **whole}
@@ -71,7 +71,7 @@ def _served(job: Job, folder: Path, config: dict[str, Any], *, overlap: bool = T
     return Written((("serve", f"trtllm-serve {quote(target)} --config {quote(str(job.out / 'config.yaml'))}"),))
 
 
-def _guesses(job: Job, folder: Path, tokens: int) -> Written:
+def _guesses(job: ExportJob, folder: Path, tokens: int) -> Written:
     config = {
         "decoding_type": "NGram",
         "max_draft_len": tokens,
@@ -81,16 +81,16 @@ def _guesses(job: Job, folder: Path, tokens: int) -> Written:
     return _served(job, folder, config, overlap=False)
 
 
-def _draft_model(job: Job, tokens: int) -> dict[str, Any]:
+def _draft_model(job: ExportJob, tokens: int) -> dict[str, Any]:
     return {"decoding_type": "Draft_Target", "max_draft_len": tokens, "speculative_model": str(job.out / "draft")}
 
 
-def _layers(job: Job, drafts: Sublayers, folder: Path, tokens: int) -> Written:
+def _layers(job: ExportJob, drafts: Sublayers, folder: Path, tokens: int) -> Written:
     layers_folder(job, drafts, folder / "draft")
     return _served(job, folder, _draft_model(job, tokens), overlap=False)
 
 
-def _another(job: Job, drafts: Another, folder: Path, tokens: int) -> Written:
+def _another(job: ExportJob, drafts: Another, folder: Path, tokens: int) -> Written:
     model, tokenizer = other_model(job, drafts)
     if not same_tokens(job, model):
         raise refused(
@@ -100,7 +100,7 @@ def _another(job: Job, drafts: Another, folder: Path, tokens: int) -> Written:
     return _served(job, folder, _draft_model(job, tokens), overlap=False)
 
 
-def _head(job: Job, files: HeadFiles, folder: Path, tokens: int) -> Written:
+def _head(job: ExportJob, files: HeadFiles, folder: Path, tokens: int) -> Written:
     save_head(folder / "head", dict(files.config), dict(files.tensors))
     left = [layer - 1 for layer in files.layers]  # it counts streams by the layers that they leave
     config = {"decoding_type": "Eagle", "max_draft_len": tokens, "speculative_model": str(job.out / "head")}

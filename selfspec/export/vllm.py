@@ -10,9 +10,9 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from selfspec.export.drafts import Another, Guesses, OnlyHere, Sublayers, TrainedHead
-from selfspec.export.engine import Job, Offer, Written, refused
-from selfspec.export.heads import HeadFiles, form_of, head_files
+from selfspec.export.draft_export import Another, Guesses, OnlyHere, Sublayers, TrainedHead
+from selfspec.export.exporter import ExportJob, Offer, Written, refused
+from selfspec.export.head_export import HeadFiles, form_of, head_files
 from selfspec.export.model_drafts import (
     check_shorter,
     in_full,
@@ -23,7 +23,7 @@ from selfspec.export.model_drafts import (
     same_tokens,
 )
 from selfspec.export.weights import target_of
-from selfspec.facts.draft_path import DraftPath
+from selfspec.types.draft_path import DraftPath
 
 SPECULATORS = "0.9.0"
 _ONLINE = "fp8"  # what vLLM quantises weights to when it loads them
@@ -40,7 +40,7 @@ class Vllm:
         "configuration by that package's parser where it is installed"
     )
 
-    def offer(self, job: Job) -> Offer:
+    def offer(self, job: ExportJob) -> Offer:
         """What it can run. Raises `SelfspecError`."""
         match job.drafts:
             case Guesses(answers):
@@ -67,7 +67,7 @@ def few_bits(bits: str | None) -> str:
     return f"weights in {said} bits: all of the draft model's become {_ONLINE} (e4m3) when it is loaded"
 
 
-def _written(job: Job, folder: Path, config: dict[str, Any], *notes: str) -> Written:
+def _written(job: ExportJob, folder: Path, config: dict[str, Any], *notes: str) -> Written:
     """The configuration, and the command that takes it."""
     text = json.dumps(config, indent=2)
     (folder / "speculative_config.json").write_text(text + "\n", encoding="utf-8")
@@ -76,13 +76,13 @@ def _written(job: Job, folder: Path, config: dict[str, Any], *notes: str) -> Wri
     return Written((("serve", f'vllm serve {quote(target)} --speculative-config "$(cat {place})"'),), notes)
 
 
-def _guesses(job: Job, answers: bool, folder: Path, tokens: int) -> Written:
+def _guesses(job: ExportJob, answers: bool, folder: Path, tokens: int) -> Written:
     method = {"method": "suffix"} if answers else {"method": "ngram", **_NGRAM}
     notes = ("Suffix decoding needs the package arctic-inference.",) if answers else ()
     return _written(job, folder, {**method, "num_speculative_tokens": tokens}, *notes)
 
 
-def _sublayers(job: Job, drafts: Sublayers, path: DraftPath) -> Offer:
+def _sublayers(job: ExportJob, drafts: Sublayers, path: DraftPath) -> Offer:
     said, lost = said_of(path, job.llm.identity.layers)
     if not path.low_precision:
         check_shorter(job, drafts, "vLLM", "it could run instead: a set of whole layers, by selfspec search --kv own")
@@ -91,17 +91,17 @@ def _sublayers(job: Job, drafts: Sublayers, path: DraftPath) -> Offer:
     return Offer(f"{said}, in {_ONLINE}", partial(_layers, job, drafts), path=path, lost=lost)
 
 
-def _layers(job: Job, drafts: Sublayers, folder: Path, tokens: int) -> Written:
+def _layers(job: ExportJob, drafts: Sublayers, folder: Path, tokens: int) -> Written:
     layers_folder(job, drafts, folder / "draft")
     few = {"quantization": _ONLINE} if drafts.path.low_precision else {}
     return _written(job, folder, _draft_model(job, tokens) | few)
 
 
-def _draft_model(job: Job, tokens: int) -> dict[str, Any]:
+def _draft_model(job: ExportJob, tokens: int) -> dict[str, Any]:
     return {"method": "draft_model", "model": str(job.out / "draft"), "num_speculative_tokens": tokens}
 
 
-def _another(job: Job, drafts: Another, folder: Path, tokens: int) -> Written:
+def _another(job: ExportJob, drafts: Another, folder: Path, tokens: int) -> Written:
     model, tokenizer = other_model(job, drafts)
     model_folder(model, tokenizer, folder / "draft")
     config = _draft_model(job, tokens)
@@ -112,7 +112,7 @@ def _another(job: Job, drafts: Another, folder: Path, tokens: int) -> Written:
     return _written(job, folder, config)
 
 
-def _head(job: Job, files: HeadFiles, folder: Path, tokens: int) -> Written:
+def _head(job: ExportJob, files: HeadFiles, folder: Path, tokens: int) -> Written:
     config = dict(files.config)
     tensors = dict(files.tensors)
     notes: tuple[str, ...] = ()
@@ -131,7 +131,7 @@ def save_head(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> 
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
 
 
-def speculators_config(job: Job, files: HeadFiles, tokens: int) -> dict[str, Any]:
+def speculators_config(job: ExportJob, files: HeadFiles, tokens: int) -> dict[str, Any]:
     """An EAGLE-3 head's configuration as `speculators` has it."""
     own = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "architectures")
     layer = {name: value for name, value in files.config.items() if name not in (*own, "torch_dtype")}

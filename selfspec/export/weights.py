@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import kind
-from selfspec.facts.draft_path import DraftPath
 from selfspec.llm.llm import LLM
+from selfspec.types.draft_path import DraftPath
 
 FAMILIES = ("llama", "mistral", "qwen2")
 """Whose sub-layers add nothing when the last of their matrices is zero."""

@@ -34,7 +34,7 @@ class Columns:
         logits: bool,
     ) -> None:
         self._prompt = ids.shape[1]
-        room = max(seq.room for seq in seqs)
+        room = max(seq.remaining for seq in seqs)
         self._ids = torch.cat([ids, ids.new_full((len(ids), room), pad)], dim=1)
         self._width = self._prompt
         self._seqs = list(seqs)
@@ -87,7 +87,7 @@ class Columns:
         stops = self._stops()
         ended = []
         for row, seq in enumerate(self._seqs):
-            if not self._done[row] and (stops[row] or not (seq.room or self._has_next(row))):
+            if not self._done[row] and (stops[row] or not (seq.remaining or self._has_next(row))):
                 self._done[row] = True
                 ended.append(seq)
         return ended

@@ -23,16 +23,16 @@ from transformers.generation import (
 )
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.decoding.engine import Engine
-from selfspec.drafters import PlainDrafter, look_here, make_guarded
+from selfspec.drafters import PlainDrafter, calibrate, make_guarded
+from selfspec.engine.engine import Engine
 from selfspec.integrations.columns import Columns
 from selfspec.integrations.repository import write_repository
-from selfspec.llm.here import outlook_here
 from selfspec.llm.llm import LLM, wrap
-from selfspec.llm.plan import check_config
-from selfspec.model.layout import check_layout, lay_out_
-from selfspec.model.shards import check_whole
-from selfspec.model.skeleton import identity_of
+from selfspec.llm.local_costs import local_payoff
+from selfspec.llm.sampling_plan import check_config
+from selfspec.models.layout import check_layout, lay_out_
+from selfspec.models.shards import check_whole
+from selfspec.models.skeleton import identity_of
 from selfspec.profile.choosing import choose_profile, named_profile
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
@@ -117,7 +117,7 @@ class CustomGenerate:
             for prompt, sampler in zip(prompts, samplers, strict=True)
         ]
         if not samplers[0].greedy:
-            look_here(drafter)
+            calibrate(drafter)
         as_object = bool(generation_config.return_dict_in_generate)
         columns = Columns(
             input_ids,
@@ -187,10 +187,10 @@ class CustomGenerate:
         if rows == 1:
             return llm.runtime, llm.drafter
         if self._several is None or self._several[0].rows < rows:
-            runtime = llm.runtime.beside(rows=rows)
+            runtime = llm.runtime.with_new_cache(rows=rows)
             drafter: Drafter = PlainDrafter()
             if (own := llm.profile) is not None and own.drafts:
-                drafter = make_guarded(runtime, own, outlook_here)
+                drafter = make_guarded(runtime, own, local_payoff)
             self._several = runtime, drafter
         return self._several
 

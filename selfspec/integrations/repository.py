@@ -34,7 +34,9 @@ def write_repository(folder: Path, profile: str | Profile, given: Mapping[str, s
     named = repr(profile)
     if isinstance(profile, Profile):
         if profile.parts or any(one.draft.beside for one in profile.alternatives):
-            raise SelfspecError("the profile has files beside it, which cannot travel in generate.py; want one without")
+            raise SelfspecError(
+                "the profile has files beside it, which cannot travel in generate.py; expected one without"
+            )
         reads = "from selfspec.profile.reading import parse_profile\n"
         text = f"\n_PROFILE = {_literal(profile_text(profile))}\n"
         named = 'parse_profile(_PROFILE, source="custom_generate/generate.py")'

@@ -11,15 +11,14 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.controllers import Load
-from selfspec.decoding.engine import Engine
+from selfspec.controllers import BatchDraftScheduler
 from selfspec.drafters import make_guarded
+from selfspec.drafters.batch_policy import chain_of, decide_together, reads_blocks, runtime_of
 from selfspec.drafters.plain import PlainDrafter
-from selfspec.drafters.together import chain_of, decide_together, reads_blocks, runtime_of
-from selfspec.facts.work import GUESSED
-from selfspec.llm.load import load_prices
+from selfspec.engine.engine import Engine
+from selfspec.llm.batch_costs import load_prices
+from selfspec.llm.batch_memory import runtime_for, slot_bytes
 from selfspec.llm.options import Options
-from selfspec.llm.pool import runtime_for, slot_bytes
 from selfspec.llm.request import Model, Request
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
@@ -27,6 +26,7 @@ from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.sequence import SequenceState
 from selfspec.text.prompt import Prompt
+from selfspec.types.draft_work import GUESSED
 
 CHUNK = 512  # tokens of a prompt that are read at once where nobody waits for a round
 ROUNDS, LEAST = 4.0, 128  # else: what takes as long as so many rounds, but no fewer tokens
@@ -96,7 +96,7 @@ class Batch:
         self.llm = llm
         self.counters = BatchCounters()
         self._runtime, self._drafter = _made(llm, rows, memory, make)
-        self._load: Load | None = None
+        self._load: BatchDraftScheduler | None = None
         self._adaptive = adaptive and self._drafter.drafts
         self._own = make is None  # what the profile tells is of this drafter
         self._engine = Engine(self._runtime, self._drafter, reuse=True)
@@ -109,7 +109,9 @@ class Batch:
         if self._adaptive:
             prices, profile = load_prices(self._runtime, chain_of(self._drafter)), self.llm.profile
             told = profile.predicted if profile is not None and self._own else None
-            self._load = Load(prices) if told is None else Load(prices, first=told.acceptance_rate)
+            self._load = (
+                BatchDraftScheduler(prices) if told is None else BatchDraftScheduler(prices, first=told.acceptance_rate)
+            )
             decide_together(self._drafter, self._load)
         self._held.enter_context(self._engine)
         return self
@@ -157,11 +159,11 @@ class Batch:
         context, and where all memory would not hold it.
         """
         request = Request(self.llm, prompt, options, probabilities=probabilities, top=top)
-        needed, longest = len(request.prompt) + request.seq.room, self._engine.memory.longest
+        needed, longest = len(request.prompt) + request.seq.remaining, self._engine.memory.longest
         if needed > longest:
             raise SelfspecError(
-                f"a prompt of {len(request.prompt)} tokens and {request.seq.room} new ones need {needed} places for "
-                f"keys and values, and one sequence may have {longest}; give more memory, or ask for fewer tokens"
+                f"a prompt of {len(request.prompt)} tokens and {request.seq.remaining} new ones need {needed} places "
+                f"for keys and values, and one sequence may have {longest}; give more memory, or ask for fewer tokens"
             )
         self._waiting.append(request)
         self.counters.requests += 1
@@ -191,7 +193,7 @@ class Batch:
         while self._waiting and self._waiting[0].adapter == self._adapter and self._engine.admit(self._waiting[0].seq):
             request = self._waiting.popleft()
             self._requests[request.seq] = request
-            self.counters.reused += request.seq.kept
+            self.counters.reused += request.seq.num_cached
             request.admitted()
 
     def _turn(self, adapter: str) -> None:
@@ -259,7 +261,7 @@ class Batch:
             request = self._requests[seq]
             request.take_round(outcome)
             found.append(request)
-            if not seq.room:
+            if not seq.remaining:
                 del self._requests[seq]
                 request.end()
         return found

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from selfspec.llm.arguments import takes
 from selfspec.llm.messages import check_system, message, render
 from selfspec.llm.options import GenerateOptions, Options
+from selfspec.llm.signature import takes
 from selfspec.llm.stream import Generation, Stream
 from selfspec.speculation.drafter import Drafter
 from selfspec.text.prompt import Prompt

@@ -10,39 +10,39 @@ from typing import Any
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import parse_controller
-from selfspec.decoding.loop import decode
-from selfspec.drafters import LayerSkipDrafter, PlainDrafter, look_here, make_drafter, make_guarded
+from selfspec.drafters import LayerSkipDrafter, PlainDrafter, calibrate, make_drafter, make_guarded
 from selfspec.drafters.registry import make_layer_skip
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.draft_path import DraftPath, as_path
-from selfspec.facts.identity import Identity
-from selfspec.facts.skip import SkipSet
-from selfspec.llm.adapted import Turns
-from selfspec.llm.arguments import takes
+from selfspec.engine.loop import decode
+from selfspec.llm.adapter_switch import AdapterSwitcher
 from selfspec.llm.conversation import Conversation
-from selfspec.llm.here import outlook_here
-from selfspec.llm.many import generate_many
+from selfspec.llm.generate_many import generate_many
+from selfspec.llm.local_costs import local_payoff
 from selfspec.llm.messages import checked, render
 from selfspec.llm.options import GenerateOptions, ManyOptions, Options
-from selfspec.llm.plan import Plan, new_tokens, plan, timed
+from selfspec.llm.sampling_plan import Plan, new_tokens, plan, timed
+from selfspec.llm.signature import takes
 from selfspec.llm.stream import Generation, Stream
-from selfspec.model.adapters import Adapters, beside
-from selfspec.model.layout import check_layout, choose, lay_out_, layout_times, weight_bytes
-from selfspec.model.loading import DeviceMap, load_model
-from selfspec.model.skeleton import identity_of
+from selfspec.models.adapters import Adapters, beside
+from selfspec.models.layout import check_layout, choose, lay_out_, layout_times, weight_bytes
+from selfspec.models.loading import DeviceMap, load_model
+from selfspec.models.skeleton import identity_of
 from selfspec.profile.choosing import check_profile, choose_profile, guessing, named_profile
-from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
-from selfspec.proposers.answers import check_answers
+from selfspec.proposers.history import check_answers
 from selfspec.proposers.store import Store
+from selfspec.runtime.factory import open_runtime
 from selfspec.runtime.forward import Runtime
-from selfspec.runtime.opening import open_runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.sampling import whole
 from selfspec.speculation.sequence import SequenceState
+from selfspec.text.detokenizer import TextStream
 from selfspec.text.guided import Guide
-from selfspec.text.pieces import TextStream
 from selfspec.text.prompt import Message, Prompt, is_chat, is_unicode, token_ids
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.draft_path import DraftPath, as_path
+from selfspec.types.identity import Identity
+from selfspec.types.skip import SkipSet
 
 
 def _generate(llm: LLM, prompt: Prompt, options: GenerateOptions) -> Generation:
@@ -103,7 +103,7 @@ class LLM:
         self.model, self.tokenizer = model, tokenizer
         self.runtime: Runtime = open_runtime(model)
         self.adapters = Adapters(model)
-        self._turns = Turns(self.adapters)
+        self._turns = AdapterSwitcher(self.adapters)
         self.name = name or self.runtime.skeleton.identity.name or "unnamed"
         self.layout: str | None = None  # how `load` laid the weights out, and would have for plain decoding
         self.plain_layout: str | None = None
@@ -158,7 +158,7 @@ class LLM:
 
     def guarded(self, profile: Profile) -> Drafter:
         """The drafter that a profile describes, kept from costing more than the guard's bound. Raises as that does."""
-        return make_guarded(self.runtime, profile, outlook_here)
+        return make_guarded(self.runtime, profile, local_payoff)
 
     def drafts_with(self, profile: Profile) -> Drafter:
         """The drafter that a profile describes. Raises `SelfspecError` where it does not fit the model."""
@@ -249,7 +249,7 @@ class LLM:
         planned = self.plan(ids, options)
         drafter = drafter or self.drafter
         if planned.sampler.seeded:
-            look_here(drafter)
+            calibrate(drafter)
         text = TextStream(self.tokenizer, ids, planned.stops)
         seq = SequenceState(ids, planned.max_new_tokens, planned.sampler, planned.ends)
         stop = timed(text.push, planned.config.max_time)

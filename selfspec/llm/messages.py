@@ -25,24 +25,26 @@ def message(role: str, content: object) -> dict[str, str]:
 def checked(messages: object) -> list[dict[str, str]]:
     """Messages whose last is a user's, to be answered. Raises `SelfspecError`, which names the message by number."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise SelfspecError(f"messages: want a list of {{'role': ..., 'content': ...}}; got {type(messages).__name__}")
+        raise SelfspecError(
+            f"messages: expected a list of {{'role': ..., 'content': ...}}; got {type(messages).__name__}"
+        )
     if not messages:
-        raise SelfspecError("messages: the list is empty; want at least one message of the user")
+        raise SelfspecError("messages: the list is empty; expected at least one message of the user")
     found = [_checked(one, f"message {number}") for number, one in enumerate(messages, 1)]
     if found[-1]["role"] != "user":
-        raise SelfspecError(f"the last message is of the {found[-1]['role']}; want one of the user, to be answered")
+        raise SelfspecError(f"the last message is of the {found[-1]['role']}; expected one of the user, to be answered")
     return found
 
 
 def _checked(one: object, where: str) -> dict[str, str]:
     if not isinstance(one, Mapping):
-        raise SelfspecError(f"{where}: want {{'role': ..., 'content': ...}}; got {short(one)}")
+        raise SelfspecError(f"{where}: expected {{'role': ..., 'content': ...}}; got {short(one)}")
     for name in ("role", "content"):
         if name not in one:
-            raise SelfspecError(f"{where} has no {name}; want {{'role': ..., 'content': ...}}")
+            raise SelfspecError(f"{where} has no {name}; expected {{'role': ..., 'content': ...}}")
     unknown = next((name for name in one if name not in ("role", "content")), None)
     if unknown is not None:
-        raise SelfspecError(f"{where}: {short(unknown)} is not known; want role and content, and nothing else")
+        raise SelfspecError(f"{where}: {short(unknown)} is not known; expected role and content, and nothing else")
     if one["role"] not in ROLES:
         raise SelfspecError(f"{where}: role {short(one['role'])} is not known; known: {', '.join(ROLES)}")
     try:

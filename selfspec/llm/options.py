@@ -92,7 +92,7 @@ class Options:
         if self.rule is not None:
             check_rule(self.rule)
         if not isinstance(self.config, GenerationConfig | None):
-            raise SelfspecError(f"config: want a transformers GenerationConfig, got {type(self.config).__name__}")
+            raise SelfspecError(f"config: expected a transformers GenerationConfig, got {type(self.config).__name__}")
         known = vars(GenerationConfig())
         for name in self.settings:
             if name not in known or name.startswith("_"):
@@ -138,5 +138,5 @@ def stop_texts(stop: str | Sequence[str] | None, where: str = "") -> tuple[str, 
     """Stop strings: one, several or none. Raises `SelfspecError` for what is no text."""
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if not all(isinstance(text, str) and text and is_unicode(text) for text in stops):
-        raise SelfspecError(f"{where}a stop string is empty or no text; want at least one character")
+        raise SelfspecError(f"{where}a stop string is empty or no text; expected at least one character")
     return stops

@@ -9,16 +9,16 @@ from typing import Any, Protocol
 import torch
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.events import Origin
-from selfspec.facts.stats import Finish, Stats
 from selfspec.llm.options import Options
-from selfspec.llm.plan import Plan, timed
+from selfspec.llm.sampling_plan import Plan, timed
 from selfspec.llm.stream import Generation, Spans, count_round, finish_of
-from selfspec.model.adapters import Adapters
+from selfspec.models.adapters import Adapters
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.sequence import SequenceState
-from selfspec.text.pieces import TextStream
+from selfspec.text.detokenizer import TextStream
 from selfspec.text.prompt import Prompt
+from selfspec.types.events import Origin
+from selfspec.types.stats import Finish, Stats
 
 
 class Model(Protocol):
@@ -58,8 +58,8 @@ class Request:
         planned = llm.plan(self.prompt, options)
         if planned.sampler.seeded and not (planned.sampler.greedy or planned.sampler.tied):
             raise SelfspecError(
-                f"rule '{options.rule}' with a seed: among others the text would depend on them; want rule match, or "
-                "no seed"
+                f"rule '{options.rule}' with a seed: among others the text would depend on them; expected rule match, "
+                "or no seed"
             )
         self._text = TextStream(llm.tokenizer, self.prompt, planned.stops)
         stop = timed(self._text.push, planned.config.max_time)
@@ -101,7 +101,7 @@ class Request:
 
     def admitted(self) -> None:
         """It has a row now; what it takes is counted from here."""
-        self.stats.kept = self.seq.kept
+        self.stats.kept = self.seq.num_cached
         self._since = time.perf_counter()
 
     def take_round(self, outcome: Outcome) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from selfspec.facts.events import Origin, TokenEvent, origins, token_events
-from selfspec.facts.stats import Finish, Round, Stats
 from selfspec.show.markup import legend_html, tokens_html
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.sequence import SequenceState
-from selfspec.text.pieces import TextStream
+from selfspec.text.detokenizer import TextStream
+from selfspec.types.events import Origin, TokenEvent, origins, token_events
+from selfspec.types.stats import Finish, Round, Stats
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,10 @@ def finish_of(
     seq: SequenceState, text: TextStream, tokens: Sequence[int], *, guided: bool
 ) -> Callable[[], Finish | None]:
     """Says why a sequence that begins now, and of which these `tokens` come, has ended; None while it has not."""
-    limit = seq.room
+    limit = seq.remaining
 
     def finish() -> Finish | None:
-        if seq.room:
+        if seq.remaining:
             return None
         if text.stopped:
             return "stop"
@@ -197,7 +197,7 @@ def _pieces(
     try:
         for outcome in rounds:
             count_round(stats, outcome, time.perf_counter() - start, probabilities=probabilities)
-            stats.kept = seq.kept
+            stats.kept = seq.num_cached
             tokens += outcome.tokens
             stats.finish = finish()
             if pieces and (piece := text.take()):

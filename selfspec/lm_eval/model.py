@@ -10,7 +10,7 @@ from lm_eval.models.huggingface import HFLM
 from selfspec.basics.errors import SelfspecError
 from selfspec.builtin import NAME
 from selfspec.integrations.custom_generate import hf
-from selfspec.model.loading import gguf_file, load_model
+from selfspec.models.loading import gguf_file, load_model
 
 
 @register_model("selfspec")

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.drafters import PlainDrafter
-from selfspec.facts.stats import Stats
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.sampling import Sampler
 from selfspec.text.prompt import Prompt
+from selfspec.types.stats import Stats
 
 TOLERANCE = 4.0
 _WIDTHS = (2, 3, 4, 5, 6, 7, 8, 13)  # passes that a verification could have been

@@ -8,32 +8,32 @@ from dataclasses import dataclass, field
 
 import torch
 
+from selfspec.basics.checked_model import Json
 from selfspec.basics.machine import peak_growth, process_peak, read_bandwidth
-from selfspec.basics.schema import Json
-from selfspec.facts.bits import bits_read
-from selfspec.facts.costs import CostModel
-from selfspec.facts.stats import Stats
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
 from selfspec.measure.agreement import Verdict, counted, verdict
 from selfspec.measure.bench_methods import find_method
 from selfspec.measure.cost_fitting import forward_seconds, measure_path_costs
-from selfspec.measure.memory import held_beside
-from selfspec.measure.subjects import Subjects
+from selfspec.measure.extra_memory import held_beside
+from selfspec.measure.model_copies import Subjects
 from selfspec.measure.summary import by_task, expected, summary, theory
 from selfspec.measure.timing import Method, Runs, conditions, interleave, same_length
-from selfspec.model.layout import weight_bytes
-from selfspec.model.packed import PackedLinear
+from selfspec.models.layout import weight_bytes
+from selfspec.models.onednn_linear import PackedLinear
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.text.prompt import Prompt
+from selfspec.types.bits import bits_read
+from selfspec.types.costs import CostModel
+from selfspec.types.stats import Stats
 
 WIDTHS = (1, 2, 3, 4, 6, 8)
 
 
 @dataclass(frozen=True)
-class Task:
+class BenchTask:
     """What is run: `methods` on `prompts`, `rounds` times each; `skip` as `profile` describes it.
 
     `tasks`: the task of each prompt, none where they are not known, or figures by task are not wanted. `patience`: the
@@ -50,7 +50,7 @@ class Task:
 
 
 @dataclass
-class Watch:
+class BenchCallbacks:
     """Is told how a benchmark goes: what happens, how long the runs will take, and every run."""
 
     stage: Callable[[str], None] = lambda name: None
@@ -71,7 +71,7 @@ class _Ran:
     drafters: Mapping[str, Drafter | None]
 
 
-Oracle = Callable[[LLM, Task, CostModel, float], tuple[float, float]]
+Oracle = Callable[[LLM, BenchTask, CostModel, float], tuple[float, float]]
 
 
 @dataclass
@@ -82,9 +82,9 @@ class Benchmark:
     """
 
     subjects: Subjects
-    task: Task
+    task: BenchTask
     oracle: Oracle | None = None
-    watch: Watch = field(default_factory=Watch)
+    watch: BenchCallbacks = field(default_factory=BenchCallbacks)
 
     def conditions(self) -> Json:
         """The machine, the model and the task, and what can be said without decoding."""

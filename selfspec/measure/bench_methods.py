@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.methods import EARLY_EXIT, FREE, NAMED, draft_model_of
+from selfspec.types.methods import EARLY_EXIT, FREE, NAMED, draft_model_of
 
 if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
@@ -58,7 +58,7 @@ class BenchMethod:
             return method(llm, drafter or PlainDrafter(), options, keep=lambda generation: keep(generation.tokens))
         settings, assistant = self.settings, None
         if self.assistant is not None:
-            from selfspec.model.loading import load_model
+            from selfspec.models.loading import load_model
 
             assistant = load_model(self.assistant, device=str(llm.runtime.device), dtype="auto")
         elif EXIT in settings:
@@ -70,7 +70,7 @@ def _named(name: str, weights: Weights = "plain") -> BenchMethod:
     """Drafts of which the name says all, at the profile's costs."""
 
     def profile(llm: LLM, given: Profile) -> Profile:
-        from selfspec.profile.methods import by_method
+        from selfspec.profile.method_profiles import by_method
 
         return by_method(name, given, llm.identity)
 
@@ -97,7 +97,7 @@ def _of_draft_model(name: str) -> BenchMethod:
     def profile(llm: LLM, given: Profile) -> Profile:
         from selfspec.drafters import ModelDrafter, TranslatedDrafter
         from selfspec.measure.cost_fitting import forward_seconds
-        from selfspec.profile.methods import by_method
+        from selfspec.profile.method_profiles import by_method
 
         found = by_method(name, given, llm.identity)
         drafter = llm.drafts_with(found)

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from selfspec.facts.methods import EARLY_EXIT, FREE, NAMED
 from selfspec.llm.llm import LLM
 from selfspec.measure.bench_methods import THEIR_DRAFT_MODEL, find_method
 from selfspec.profile.schema import Measurement, Profile
+from selfspec.types.methods import EARLY_EXIT, FREE, NAMED
 
 
 def applicable(profile: Profile, draft_model: str | None = None) -> list[str]:

@@ -21,14 +21,14 @@ import torch
 from selfspec.basics.machine import synchronise
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
-from selfspec.facts.costs import CostModel, Prices
-from selfspec.facts.draft_path import FULL, LOW, DraftPath, HeadMode, Mode, as_path
-from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
-from selfspec.llm.rounds import Sample
+from selfspec.llm.round_timer import RoundSample
 from selfspec.measure.cost_sweeps import EFFORTS, WIDE, Sweep, effort_within, pace, quiet, room_for
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
+from selfspec.types.costs import CostModel, Prices
+from selfspec.types.draft_path import FULL, LOW, DraftPath, HeadMode, Mode, as_path
+from selfspec.types.skip import SkipSet
 
 LONGER = 4  # times longer where something disturbs the machine
 DOUBTFUL = 0.1  # error on fresh paths
@@ -231,7 +231,7 @@ def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, Prices], path: DraftPa
     )
 
 
-def _quiet_drafts(samples: Sequence[Sample]) -> dict[tuple[DraftPath, int], float]:
+def _quiet_drafts(samples: Sequence[RoundSample]) -> dict[tuple[DraftPath, int], float]:
     """Seconds of drafting k tokens along a path."""
     found: dict[tuple[DraftPath, int], list[float]] = defaultdict(list)
     for sample in samples:
@@ -272,9 +272,9 @@ def forward_seconds(
     Raises `BusyError` while the runtime has a stream.
     """
     tokens = torch.zeros((1, rows), dtype=torch.long, device=runtime.device)
-    way = None if path == FULL else runtime.compile(path)
+    compiled = None if path == FULL else runtime.compile(path)
     with runtime.session(context + rows):
-        return _timed(lambda: runtime.forward(tokens, context, path=way), runtime, repeats)
+        return _timed(lambda: runtime.forward(tokens, context, path=compiled), runtime, repeats)
 
 
 def fastest_plain(llms: Sequence[LLM], *, context: int = 128, sweeps: int = 3) -> LLM:
@@ -315,8 +315,8 @@ def _prefill_seconds(runtime: Runtime, context: int) -> float:
 def _head_seconds(runtime: Runtime, mode: HeadMode = "full") -> float:
     """The head over one row, in a mode."""
     x = torch.zeros((1, runtime.skeleton.sizes.hidden), dtype=runtime.dtype, device=runtime.device)
-    way = runtime.compile(DraftPath(head=mode))
-    return _timed(lambda: way.head(x), runtime, 24)
+    compiled = runtime.compile(DraftPath(head=mode))
+    return _timed(lambda: compiled.head(x), runtime, 24)
 
 
 def _timed(call: Callable[[], object], runtime: Runtime, repeats: int) -> float:

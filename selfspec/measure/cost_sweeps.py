@@ -11,10 +11,10 @@ from itertools import islice
 
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
-from selfspec.facts.skip import SkipSet
-from selfspec.llm.rounds import Sample, timed_rounds
+from selfspec.llm.round_timer import RoundSample, timed_rounds
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
+from selfspec.types.skip import SkipSet
 
 # Drafted tokens, and how often in one decoding: short drafts are common when decoding, and caches settle accordingly.
 LENGTHS = {1: 6, 2: 5, 3: 4, 4: 3, 5: 2, 7: 2, 11: 1, 15: 1}
@@ -97,7 +97,7 @@ class Sweep:
         effort: Effort,
     ) -> None:
         self.runtime, self.context, self.effort = runtime, context, effort
-        self.samples: list[Sample] = []
+        self.samples: list[RoundSample] = []
         self.plain: list[list[float]] = []
         self._sampler, self._draw = sampler, draw
         self._lengths = _shuffled(lengths, draw)
@@ -114,7 +114,7 @@ class Sweep:
             self.samples += self._decode(drafter, [*plan[: effort.settling], *plan])[effort.settling :]
             yield
 
-    def _decode(self, drafter: LayerSkipDrafter, plan: Sequence[int]) -> list[Sample]:
+    def _decode(self, drafter: LayerSkipDrafter, plan: Sequence[int]) -> list[RoundSample]:
         return timed_rounds(self.runtime, self.context, self._sampler, drafter, plan, self._draw)
 
 

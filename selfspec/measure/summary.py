@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
-from selfspec.basics.schema import Json
-from selfspec.facts.costs import CostModel
-from selfspec.facts.stats import Round, acceptance_by_position
+from selfspec.basics.checked_model import Json
 from selfspec.measure.agreement import Verdict, counted
+from selfspec.types.costs import CostModel
+from selfspec.types.stats import Round, acceptance_by_position
 
 if TYPE_CHECKING:
     from selfspec.measure.timing import Runs

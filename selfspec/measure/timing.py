@@ -17,17 +17,17 @@ from transformers.generation import BaseStreamer
 
 from selfspec.basics.machine import machine, synchronise
 from selfspec.drafters import PlainDrafter
-from selfspec.facts.stats import Round, Stats
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import DEFAULT_NEW_TOKENS, Options
 from selfspec.llm.stream import Generation
 from selfspec.profile.schema import Measurement
 from selfspec.runtime.forward import Runtime
-from selfspec.runtime.team import check_alone
+from selfspec.runtime.worker_group import check_alone
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sequence import SequenceState
 from selfspec.text.prompt import Prompt
+from selfspec.types.stats import Round, Stats
 
 Method = Callable[[Prompt], Stats]
 
@@ -140,11 +140,11 @@ class _Timed:
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self.begin, self.observe, self.end, self.dearest = (
+        self.begin, self.observe, self.end, self.max_work = (
             drafter.begin,
             drafter.observe,
             drafter.end,
-            drafter.dearest,
+            drafter.max_work,
         )
         self.seconds = 0.0
 

@@ -1,6 +1,6 @@
 """YAML profiles: what they hold, reading, writing, choosing. Knows nothing of torch."""
 
-from selfspec.profile.draft import DraftSpec, LayerSkipSpec, PlainSpec
+from selfspec.profile.draft_spec import DraftSpec, LayerSkipSpec, PlainSpec
 from selfspec.profile.reading import parse_profile, profile_schema, profile_text, read_profile, write_profile
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file, shipped_profiles

@@ -6,10 +6,10 @@ import warnings
 from pathlib import Path
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.identity import Identity
-from selfspec.profile.methods import by_method
+from selfspec.profile.method_profiles import by_method
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file, shipped_profiles
+from selfspec.types.identity import Identity
 
 
 def named_profile(profile: str | Path | Profile) -> str | Profile:

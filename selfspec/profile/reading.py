@@ -13,8 +13,8 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from selfspec.basics.errors import SelfspecError, one_line, short
 from selfspec.basics.files import read_text, write_text
-from selfspec.profile.draft import PlainSpec, draft_kinds
-from selfspec.profile.parts import bring_parts, check_parts
+from selfspec.profile.draft_spec import PlainSpec, draft_kinds
+from selfspec.profile.module_files_spec import bring_parts, check_parts
 from selfspec.profile.schema import Profile
 from selfspec.profile.versions import NEW_KEYS, Version1, latest
 
@@ -51,7 +51,7 @@ def parse_profile(text: str, *, source: str) -> Profile:
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise SelfspecError(f"{source}: not valid YAML ({one_line(error)})") from None
     if not isinstance(data, dict):
-        raise SelfspecError(f"{source}: want a profile (a mapping with 'model' and 'draft'), got {_kind(data)}")
+        raise SelfspecError(f"{source}: expected a profile (a mapping with 'model' and 'draft'), got {_kind(data)}")
     try:
         return Profile.model_validate(latest(data))
     except ValidationError as error:

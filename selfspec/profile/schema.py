@@ -14,22 +14,22 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr, SerializeAsAny, model_validator
 
+from selfspec.basics.checked_model import Count, Data, Positive, Rate, Seconds
 from selfspec.basics.errors import SelfspecError, short
-from selfspec.basics.schema import Count, Data, Positive, Rate, Seconds
-from selfspec.facts.acceptance import AcceptanceCurve, Outlook, guess
-from selfspec.facts.bits import BitsRead, bits_read
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.costs import CostModel
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.identity import Identity
-from selfspec.facts.skip import SkipSet
-from selfspec.profile import draft_chosen as draft_chosen
-from selfspec.profile import draft_free as draft_free
-from selfspec.profile import draft_head as draft_head  # so that its kind is known
-from selfspec.profile import draft_merged as draft_merged
-from selfspec.profile import draft_model as draft_model
-from selfspec.profile.draft import DraftSpec, GuessesSpec, LayerSkipSpec, PlainSpec, ProposerSpec, parse_draft
-from selfspec.profile.parts import Part, check_parts
+from selfspec.profile import adaptive_path_spec as adaptive_path_spec
+from selfspec.profile import free_draft_specs as free_draft_specs
+from selfspec.profile import head_spec as head_spec  # so that its kind is known
+from selfspec.profile import model_spec as model_spec
+from selfspec.profile import tree_merge_spec as tree_merge_spec
+from selfspec.profile.draft_spec import DraftSpec, GuessesSpec, LayerSkipSpec, PlainSpec, ProposerSpec, parse_draft
+from selfspec.profile.module_files_spec import ModuleFile, check_parts
+from selfspec.types.acceptance import AcceptanceCurve, PayoffModel, guess
+from selfspec.types.bits import BitsRead, bits_read
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.costs import CostModel
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.identity import Identity
+from selfspec.types.skip import SkipSet
 
 
 class Published(Data):
@@ -122,7 +122,7 @@ class Profile(Data):
     version: Literal[2] = Field(2, description="Of the format.")
     model: Identity
     draft: Annotated[SerializeAsAny[DraftSpec], BeforeValidator(parse_draft)] = PlainSpec()
-    parts: dict[str, Part] = Field({}, description="Trained weights beside this file, by name.")
+    parts: dict[str, ModuleFile] = Field({}, description="Trained weights beside this file, by name.")
     published: Published | None = None
     calibration: Calibration | None = None
     search: SearchRecord | None = None
@@ -141,7 +141,7 @@ class Profile(Data):
         self.draft.check(self.model)
         for number, other in enumerate(self.also):
             if other.also or other.parts:
-                raise SelfspecError(f"also.{number}: want a profile without parts and without others of its own")
+                raise SelfspecError(f"also.{number}: expected a profile without parts and without others of its own")
             if difference := self.model.mismatch(other.model):
                 raise SelfspecError(f"also.{number}: is of another model: {difference}")
         return self
@@ -212,14 +212,14 @@ class Profile(Data):
         return self.path.share(self.model.vocabulary)
 
     @property
-    def outlook(self) -> Outlook:
+    def payoff(self) -> PayoffModel:
         """What a rate-optimal controller is told of drafting with this profile; where it says nothing, a guess."""
         layers = self.model.layers
         if self.costs is None:
             found = guess(self.path, layers, self.acceptance)
         else:
             curve, spared = self.acceptance or AcceptanceCurve(), self.layer_skip.spared or 0.0
-            found = Outlook.of(self.costs, self.path, layers, curve, vocabulary=self.draft_share, spared=spared)
+            found = PayoffModel.of(self.costs, self.path, layers, curve, vocabulary=self.draft_share, spared=spared)
         if (step := self.draft.step_share) is not None:
             return replace(found, draft=step, wider=())
         below = self.layer_skip.below

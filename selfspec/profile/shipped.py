@@ -22,7 +22,7 @@ def find_profile_file(name: str | Path) -> Profile:
     """A profile by file, or by the name of a shipped one. Raises `SelfspecError`."""
     path = Path(name)
     if not str(name):
-        raise SelfspecError("the profile's name is empty; want a file or the name of a shipped profile")
+        raise SelfspecError("the profile's name is empty; expected a file or the name of a shipped profile")
     if kind(path) != "missing":
         return read_profile(path)
     shipped = _shipped_files()

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from selfspec.basics.checked_model import Count, Data
 from selfspec.basics.errors import SelfspecError, short
-from selfspec.basics.schema import Count, Data
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.limits import WIDEST_DRAFT
-from selfspec.profile.draft import LayerSkipSpec, Skip
+from selfspec.profile.draft_spec import LayerSkipSpec, Skip
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.limits import WIDEST_DRAFT
 
 NEW_KEYS = ("draft", "parts")
 NOW = {  # where version 2 says what version 1 said at the top
@@ -47,7 +47,7 @@ def latest(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     version = data.get("version", 1)
     if type(version) is not int or version not in (1, 2):
-        raise SelfspecError(f"version: want 1 or 2, got {short(version)}")
+        raise SelfspecError(f"version: expected 1 or 2, got {short(version)}")
     if version == 2:
         for key in (old for old in NOW if old in data):
             raise SelfspecError(f"'{key}' is version 1's; in version 2 it is {NOW[key]}")

@@ -13,7 +13,7 @@ STRENGTH = 8.0  # guesses that the first chances count for
 class Guess(NamedTuple):
     """How a text may go on: tokens, and for each the chance that it is right where those before it are.
 
-    `source`: the name of the proposer, which `Ahead` fills in.
+    `source`: the name of the proposer, which `ProposerChain` fills in.
     """
 
     tokens: Sequence[int] = ()
@@ -28,7 +28,7 @@ class Guess(NamedTuple):
 NO_GUESS = Guess()
 
 
-class Reader(Protocol):
+class ProposerReader(Protocol):
     """What a proposer knows of one text, token by token. What it guesses follows from the text alone."""
 
     def append(self, token: int) -> None:
@@ -45,12 +45,12 @@ class Proposer(Protocol):
     def name(self) -> str:
         """Of what it guesses, in figures."""
 
-    def reader(self) -> Reader:
+    def reader(self) -> ProposerReader:
         """One for a text that has no token yet."""
 
 
 @runtime_checkable
-class Learner(Proposer, Protocol):
+class LearningProposer(Proposer, Protocol):
     """A proposer that what was decoded is told to. It guesses nothing of texts with a seed, and learns none of them."""
 
     def learn(self, prompt: Sequence[int], answer: Sequence[int]) -> None:

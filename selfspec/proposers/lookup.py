@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from selfspec.proposers.base import NO_GUESS, Chances, Guess
-from selfspec.proposers.suffixes import SuffixAutomaton
+from selfspec.proposers.suffix_automaton import SuffixAutomaton
 
 # By the length of the repeated suffix, from 0, until the text itself tells: of SmolLM2's answers to chat prompts.
 FIRST = (0.0, 0.18, 0.48, 0.51, 0.64, 0.71, 0.8, 0.8, 0.8, 0.93)

@@ -72,7 +72,7 @@ class Store:
         if vocabulary and vocabulary != self.vocabulary:
             raise SelfspecError(
                 f"{self.path}: its tokens are of a vocabulary of {self.vocabulary}, the model's has {vocabulary}; "
-                "want a store that was made with this model: selfspec index"
+                "expected a store that was made with this model: selfspec index"
             )
 
     def find(self, text: Sequence[int]) -> Found:

@@ -11,7 +11,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from selfspec.runtime.rows import Rows
+from selfspec.runtime.cache_rows import CacheRows
 
 ALL_ROWS = slice(None)
 Move = tuple[int, int, int, Sequence[int]]
@@ -19,7 +19,7 @@ Move = tuple[int, int, int, Sequence[int]]
 _SPARE = 16  # slots beyond those for tokens: a vector is read whole
 
 
-class Cache(Rows):
+class Cache(CacheRows):
     """Keys and values `[B, H_kv, slots, d]` for each layer, with spare last slots that no mask shows.
 
     With `turned` a head's keys lie in memory as `[d, slots]`, the order in which a CPU's product of one query with all

@@ -16,22 +16,22 @@ import torch
 from torch import Tensor
 
 from selfspec.basics.errors import BusyError, SelfspecError
-from selfspec.facts.draft_path import FULL, DraftPath
-from selfspec.model.low_precision import Kernel
-from selfspec.model.skeleton import read_skeleton
+from selfspec.models.low_precision import Kernel
+from selfspec.models.skeleton import read_skeleton
+from selfspec.runtime.attention_inputs import PassInputs
 from selfspec.runtime.cache import ALL_ROWS, Cache
-from selfspec.runtime.caches import cache_of
-from selfspec.runtime.graphs import Graphs, Recorder, Refused, recorder_for, watched
+from selfspec.runtime.cache_factory import cache_of
+from selfspec.runtime.compiled_path import CompiledPath, Paths
+from selfspec.runtime.cuda_graphs import Graphs, Recorder, Refused, has_hooks, recorder_for
+from selfspec.runtime.eager_runner import EagerRunner
 from selfspec.runtime.masks import Masks
-from selfspec.runtime.natively import Natively
-from selfspec.runtime.paged import PagedCache, Pool
-from selfspec.runtime.passes import ROWS
-from selfspec.runtime.paths import CompiledPath, Paths
-from selfspec.runtime.places import Tokens
-from selfspec.runtime.stepwise import Stepwise
-from selfspec.runtime.turning import turnings_of
-from selfspec.speculation.passes import Placed, lay_out
-from selfspec.speculation.step import Step
+from selfspec.runtime.native_bindings import ROWS
+from selfspec.runtime.native_runner import NativeRunner
+from selfspec.runtime.paged import BlockTables, PagedCache
+from selfspec.runtime.rotary import rotary_tables
+from selfspec.speculation.forward_output import ForwardOutput
+from selfspec.speculation.tree_batch import Placed, lay_out
+from selfspec.types.draft_path import FULL, DraftPath
 
 _OF_CACHE = ("cache", "_native", "_by_steps", "_graphs")  # what is made with it
 _GROWTH = 256  # the cache grows in steps, so that prompts of similar length share one allocation
@@ -67,35 +67,35 @@ class Runtime:
         self.dtype = self.skeleton.sizes.dtype
         self._masks = Masks(self.skeleton.sizes, self.device)
         # The shortest window of any layer: what it hides depends on where the tokens of slots stand.
-        self._reach = min((s.window for s in self.skeleton.sights if s.window is not None), default=None)
+        self._min_window = min((s.window for s in self.skeleton.attention_specs if s.window is not None), default=None)
         # Where the order of rounding is ours to choose, queries and keys are scaled as they are turned, half each.
         exact = self.dtype in (torch.float32, torch.float64)
-        self._turn_scale = self.skeleton.scaling**0.5 if exact else 1.0
+        self._rotary_scale = self.skeleton.scaling**0.5 if exact else 1.0
         self._scaling = 1.0 if exact else self.skeleton.scaling
         self._direct = exact and self.device.type == "cpu"
         self._paths = Paths(self.skeleton, self._scaling)
         self.learn, self.forget, self.held = self._paths.learn, self._paths.forget, self._paths.held
         self._full = self.compile(FULL)
-        self.native = self._full.native is not None and self._reach is None  # full passes are, whatever the length
-        self._turned = self._direct or self._full.native is not None
-        self._begin(rows, None if blocks is None else Pool(blocks))
+        self.native = self._full.native is not None and self._min_window is None  # full passes are, whatever the length
+        self._keys_transposed = self._direct or self._full.native is not None
+        self._begin(rows, None if blocks is None else BlockTables(blocks))
         self.native = self.native and self._native is not None
 
-    def beside(self, *, rows: int = 1, blocks: int | None = None, pool: Pool | None = None) -> Runtime:
+    def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Runtime:
         """Another over the same model, with a cache of its own for `rows` sequences.
 
         What is compiled is shared: no weight is brought into few bits twice. `blocks` as for a new one; `pool`: that of
         another paged cache, whose tables this one's rows have too.
         """
         other = copy.copy(self)
-        other._begin(rows, pool if blocks is None else Pool(blocks))
+        other._begin(rows, pool if blocks is None else BlockTables(blocks))
         return other
 
-    def _begin(self, rows: int, pool: Pool | None) -> None:
+    def _begin(self, rows: int, pool: BlockTables | None) -> None:
         """With nothing in the cache, and nothing under way."""
         self.rows, self.pool = rows, pool
         self._lock = threading.Lock()
-        self._watched = False  # whether someone looks on at what modules do, which a recording does not tell
+        self._has_hooks = False  # whether someone looks on at what modules do, which a recording does not tell
         if pool is None or self.native:
             self._allocate(0)
         if pool is not None and not (self.native and self._native is not None):
@@ -118,7 +118,7 @@ class Runtime:
                 self.cache.clear(row)
             self.reserve(slots)
             self.skeleton.refresh()
-            self._watched = self._recorder is not None and watched(self.skeleton.parts.called())
+            self._has_hooks = self._recorder is not None and has_hooks(self.skeleton.parts.called())
             yield
         finally:
             self._lock.release()
@@ -147,11 +147,11 @@ class Runtime:
             self._rectangle.take(kept["cache"])
 
     @property
-    def _stepwise(self) -> Stepwise:
+    def _eager_runner(self) -> EagerRunner:
         """Passes operation by operation. `SelfspecError` where the cache is a pool of blocks."""
         _ = self._rectangle
-        assert self._by_steps is not None
-        return self._by_steps
+        assert self._eager is not None
+        return self._eager
 
     @property
     def _rectangle(self) -> Cache:
@@ -166,20 +166,20 @@ class Runtime:
         for name in _OF_CACHE:  # free the old one before the new one is made
             vars(self).pop(name, None)
         slots = -(-slots // _GROWTH) * _GROWTH
-        how = {"turned": self._turned, "placed": self._reach is not None}
+        how = {"turned": self._keys_transposed, "placed": self._min_window is not None}
         self.cache = cache_of(self.skeleton, rows=self.rows, slots=slots, pool=self.pool, **how)
         positions = min(self.cache.slots, self.skeleton.context)
-        sights = turnings_of(self.skeleton, positions, self._turn_scale)
-        turns = sights[0][1]
-        natively = self._turned and turns.partner is None
-        self._native = Natively(self.skeleton, self.cache, turns.cos, turns.sin) if natively else None
-        self._by_steps = self._graphs = None
+        attention_specs = rotary_tables(self.skeleton, positions, self._rotary_scale)
+        turns = attention_specs[0][1]
+        natively = self._keys_transposed and turns.partner is None
+        self._native = NativeRunner(self.skeleton, self.cache, turns.cos, turns.sin) if natively else None
+        self._eager = self._graphs = None
         if isinstance(self.cache, Cache):
-            self._by_steps = Stepwise(
-                self.skeleton, self.cache, sights, self._masks, scaling=self._scaling, direct=self._direct
+            self._eager = EagerRunner(
+                self.skeleton, self.cache, attention_specs, self._masks, scaling=self._scaling, direct=self._direct
             )
             if self._recorder is not None:
-                self._graphs = Graphs(self._by_steps, self._recorder, self._refused, positions)
+                self._graphs = Graphs(self._eager, self._recorder, self._refused, positions)
 
     # -- the one forward -------------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class Runtime:
         logits: Literal["all", "last"] | None = "all",
         hidden: Sequence[int] = (),
         between: Sequence[int] = (),
-    ) -> Step:
+    ) -> ForwardOutput:
         """Run `tokens` `[B, n]` through the model, or through a draft `path` of it that `compile` made.
 
         `positions` and `slots` are `[B, n]`, or an int: a contiguous run from there, the same for every row. Without
@@ -209,20 +209,20 @@ class Runtime:
         if rows.indices(self.rows) == (0, self.rows, 1):
             rows = ALL_ROWS
         batch, n = tokens.shape
-        way = self._full if path is None else path
+        compiled = self._full if path is None else path
         slots = positions if slots is None else slots
-        native = self._native if batch == 1 and way.native is not None and not between else None
-        if self._reach is not None and self._hides(positions, slots, n, rows):
+        native = self._native if batch == 1 and compiled.native is not None and not between else None
+        if self._min_window is not None and self._hides(positions, slots, n, rows):
             native = None
         if native is not None and ((n <= ROWS and logits is not None) or self.pool is not None):
             additive, row = None if mask is None else self._masks.additive(mask), rows.indices(self.rows)[0]
-            return native.forward(way, tokens, positions, slots, additive, row, logits=logits, hidden=hidden)
-        of = Tokens(batch, n, positions, slots, mask, rows)
-        if self._graphs is not None and not between and not self._watched:
-            step = self._graphs.forward(way, tokens, of, logits=logits, hidden=hidden)
+            return native.forward(compiled, tokens, positions, slots, additive, row, logits=logits, hidden=hidden)
+        of = PassInputs(batch, n, positions, slots, mask, rows)
+        if self._graphs is not None and not between and not self._has_hooks:
+            step = self._graphs.forward(compiled, tokens, of, logits=logits, hidden=hidden)
             if step is not None:
                 return step
-        return self._stepwise.forward(way, tokens, of, logits=logits, hidden=hidden, between=between)
+        return self._eager_runner.forward(compiled, tokens, of, logits=logits, hidden=hidden, between=between)
 
     @torch.inference_mode()
     def over(
@@ -232,14 +232,14 @@ class Runtime:
         path: CompiledPath | None = None,
         hidden: Sequence[int] = (),
         logits: bool = True,
-    ) -> list[Step]:
+    ) -> list[ForwardOutput]:
         """One pass over drafts of several sequences, a cache row for each: a step `[1, 1 + m, ..]` of each draft.
 
         Where the path is native, each token gives exactly what it gives alone. Other arguments as in `forward`.
         """
-        way = self._full if path is None else path
-        if self._native is not None and way.native is not None and self._reach is None:
-            return self._native.over(way, placed, hidden=hidden, logits=logits)
+        compiled = self._full if path is None else path
+        if self._native is not None and compiled.native is not None and self._min_window is None:
+            return self._native.over(compiled, placed, hidden=hidden, logits=logits)
         wanted: Literal["all"] | None = "all" if logits else None
         tokens, positions, slots, mask, rows, at = lay_out(placed, spare=self._rectangle.spare, device=self.device)
         step = self.forward(
@@ -276,12 +276,12 @@ class Runtime:
         """What one sub-layer of layer `index` adds to the stream `x` `[B, n, D]`; arguments as in `forward`."""
         batch, n, _ = x.shape
         slots = positions if slots is None else slots
-        if self._reach is not None and part == "attention":
+        if self._min_window is not None and part == "attention":
             self._hides(positions, slots, n, rows)
-        return self._stepwise.branch(index, part, x, Tokens(batch, n, positions, slots, mask, rows))
+        return self._eager_runner.branch(index, part, x, PassInputs(batch, n, positions, slots, mask, rows))
 
     def _hides(self, positions: int | Tensor, slots: int | Tensor, n: int, rows: slice) -> bool:
         """Say where a pass's tokens stand, in a model with windows; whether any may be hidden from one of them."""
-        assert self._reach is not None
+        assert self._min_window is not None
         self._rectangle.place(positions, slots, n, rows)
-        return not isinstance(slots, int) or slots + n > self._reach
+        return not isinstance(slots, int) or slots + n > self._min_window

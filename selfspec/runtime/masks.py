@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selfspec.model.sizes import Sizes
+from selfspec.models.sizes import Sizes
 
 
 class Masks:

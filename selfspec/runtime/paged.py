@@ -9,20 +9,20 @@ from typing import NamedTuple
 import torch
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.model.sizes import Sizes
-from selfspec.runtime.rows import Rows
+from selfspec.models.sizes import Sizes
+from selfspec.runtime.cache_rows import CacheRows
 
 BLOCK = 64  # slots of a block: whole vectors of keys, also where they are read by fours
 
 
-class Pool(NamedTuple):
+class BlockTables(NamedTuple):
     """So many blocks, and the tables of a cache's rows: another cache's, or, where left out, of its own."""
 
     blocks: int
     tables: list[list[int]] | None = None
 
 
-class PagedCache(Rows):
+class PagedCache(CacheRows):
     """Keys `[L, blocks, H_kv, d, BLOCK]` and values `[L, blocks, H_kv, BLOCK, d]`, which native passes alone read.
 
     `tables[row]` are the numbers of a row's blocks in order: slot s lies in the block `tables[row][s // BLOCK]`. Who
@@ -30,12 +30,12 @@ class PagedCache(Rows):
     common from the beginning on. No row has more than `slots` slots. `pool`: what another cache shares the tables by.
     """
 
-    def __init__(self, sizes: Sizes, layers: int, pool: Pool, *, rows: int, slots: int) -> None:
+    def __init__(self, sizes: Sizes, layers: int, pool: BlockTables, *, rows: int, slots: int) -> None:
         super().__init__(rows, min(pool.blocks, -(-slots // BLOCK)) * BLOCK)
         tables = [list[int]() for _ in range(rows)] if pool.tables is None else pool.tables
         if len(tables) != rows or pool.blocks < 1:
-            raise SelfspecError(f"{len(tables)} tables of {pool.blocks} blocks; want {rows} tables, and blocks")
-        self.tables, self.blocks, self.pool = tables, pool.blocks, Pool(pool.blocks, tables)
+            raise SelfspecError(f"{len(tables)} tables of {pool.blocks} blocks; expected {rows} tables, and blocks")
+        self.tables, self.blocks, self.pool = tables, pool.blocks, BlockTables(pool.blocks, tables)
         shape, dtype = (layers, pool.blocks, sizes.kv_heads), sizes.dtype
         self.keys = torch.zeros((*shape, sizes.head_dim, BLOCK), dtype=dtype)
         self.values = torch.zeros((*shape, BLOCK, sizes.head_dim), dtype=dtype)

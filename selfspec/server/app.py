@@ -11,8 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from selfspec.server.door import NOTES, Door, refusal
 from selfspec.server.errors import ApiError
+from selfspec.server.middleware import NOTES, AuthMiddleware, refusal
 from selfspec.server.page import POLICY, page
 from selfspec.server.service import Service
 
@@ -20,7 +20,7 @@ from selfspec.server.service import Service
 def make_app(service: Service) -> FastAPI:
     """The app of a service, whose pool must be running when requests come."""
     app = FastAPI(title="selfspec", openapi_url=None)
-    app.add_middleware(Door, api_key=service.settings.api_key, log=service.log)
+    app.add_middleware(AuthMiddleware, api_key=service.settings.api_key, log=service.log)
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(HTTPException, _no_such)
     app.add_exception_handler(Exception, _failed)

@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client import Counter as Counted
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from selfspec.server.calls import Call
-from selfspec.server.pool import Pool
+from selfspec.server.request_state import Call
+from selfspec.server.worker_pool import WorkerPool
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -28,7 +28,7 @@ _COUNTS = {  # of a batch's counters
 class Metrics:
     """One server's figures, in a registry of their own."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: WorkerPool) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_OfPool(pool))
         self._mean = 1.0  # seconds of a request, the last ones weighing most
@@ -74,7 +74,7 @@ class Metrics:
 class _OfPool:
     """The figures that the pool and its replicas hold themselves, read when asked for."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
 
     def collect(self) -> Iterable[Metric]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 from importlib.resources import files
 
-from selfspec.facts.events import Origin
 from selfspec.show.markup import LOOKS
+from selfspec.types.events import Origin
 
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "

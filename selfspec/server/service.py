@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from selfspec.model.vocabularies import spelling
-from selfspec.server.answers import GONE, Answer
-from selfspec.server.bodies import Asked, ChatBody, CompletionBody, read_body
-from selfspec.server.calls import Call
-from selfspec.server.door import Log, log_line
+from selfspec.models.vocabularies import spelling
 from selfspec.server.errors import ApiError
 from selfspec.server.metrics import Metrics
-from selfspec.server.pool import Pool
-from selfspec.server.reading import Ask, Reader
+from selfspec.server.middleware import Log, log_line
+from selfspec.server.request_parser import Ask, RequestParser
+from selfspec.server.request_schemas import BaseRequest, ChatBody, CompletionBody, read_body
+from selfspec.server.request_state import Call
+from selfspec.server.response_schemas import CHAT, COMPLETION, ResponseSchema
+from selfspec.server.responses import GONE, Answer
 from selfspec.server.settings import Settings
-from selfspec.server.shapes import CHAT, COMPLETION, Shape
+from selfspec.server.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
 
-Body = TypeVar("Body", bound=Asked)
+Body = TypeVar("Body", bound=BaseRequest)
 PATHS = ("/", "/v1/chat/completions", "/v1/completions", "/v1/models")  # that are counted by name
 
 
@@ -36,9 +36,9 @@ class Service:
     Prompts are read on a thread of their own, so that a long one keeps nobody from being answered.
     """
 
-    def __init__(self, llm: LLM, pool: Pool, settings: Settings, *, log: Log = log_line) -> None:
+    def __init__(self, llm: LLM, pool: WorkerPool, settings: Settings, *, log: Log = log_line) -> None:
         self.settings, self.pool = settings, pool
-        self.reader = Reader(llm, settings)
+        self.reader = RequestParser(llm, settings)
         self.metrics = Metrics(pool)
         self.draining = False
         self._log = log
@@ -72,7 +72,9 @@ class Service:
         """Answer a completion. Raises `ApiError`."""
         return await self._answer(request, CompletionBody, self.reader.completion, COMPLETION)
 
-    async def _answer(self, request: Request, kind: type[Body], read: Callable[[Body], Ask], shape: Shape) -> Response:
+    async def _answer(
+        self, request: Request, kind: type[Body], read: Callable[[Body], Ask], shape: ResponseSchema
+    ) -> Response:
         raw = await read_raw(request, most=self.settings.max_body, seconds=self.settings.reading)
         if self.draining:
             raise ApiError(503, "the server is ending", headers={"Retry-After": "10"})
@@ -98,8 +100,8 @@ async def read_raw(request: Request, *, most: int, seconds: float) -> bytes:
     It must say that it is JSON: so no other site's page can post one from a browser unasked.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, "want a body of JSON, and the header 'Content-Type: application/json'")
-    too_large = ApiError(413, f"the body is too large; want at most {most} bytes", code="body_too_large")
+        raise ApiError(415, "expected a body of JSON, and the header 'Content-Type: application/json'")
+    too_large = ApiError(413, f"the body is too large; expected at most {most} bytes", code="body_too_large")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and len(length) < 20 and int(length) > most:
         raise too_large

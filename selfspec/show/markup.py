@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from selfspec.facts.events import Origin, Rejected, TokenEvent, counts
-from selfspec.facts.stats import Stats
-from selfspec.facts.work import DRAFT_PATH
+from selfspec.types.draft_work import DRAFT_PATH
+from selfspec.types.events import Origin, Rejected, TokenEvent, counts
+from selfspec.types.stats import Stats
 
 
 @dataclass(frozen=True, slots=True)

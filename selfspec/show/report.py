@@ -13,15 +13,15 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from selfspec.facts.draft_path import WORDS
-from selfspec.facts.skip import SkipSet
 from selfspec.profile.schema import Profile
-from selfspec.show import explanations as reading
-from selfspec.show.plots import bench as bench_plots
-from selfspec.show.plots import profile as profile_plots
-from selfspec.show.plots import study as study_plots
+from selfspec.show import captions as reading
+from selfspec.show.plots import bench_plots as bench_plots
+from selfspec.show.plots import profile_plots as profile_plots
+from selfspec.show.plots import study_plots as study_plots
 from selfspec.show.plots.style import svg
 from selfspec.show.tables import bench_frame, bench_position_frame, source_frame
+from selfspec.types.draft_path import WORDS
+from selfspec.types.skip import SkipSet
 
 WIDTH = 7.2  # inches of a plot
 
@@ -44,7 +44,7 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ShownSample:
     """A prompt, and what the model said: its tokens and their legend as HTML."""
 
     prompt: str
@@ -61,7 +61,7 @@ class Section:
     intro: str = ""
     tables: tuple[Table, ...] = ()
     pictures: tuple[Picture, ...] = ()
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[ShownSample, ...] = ()
     notes: tuple[str, ...] = ()
 
 

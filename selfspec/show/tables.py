@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from selfspec.basics.checked_model import Json
 from selfspec.basics.errors import SelfspecError, one_line, short
 from selfspec.basics.files import read_text
-from selfspec.basics.schema import Json
-from selfspec.facts.stats import Round, acceptance_by_position
 from selfspec.profile.schema import Profile
+from selfspec.types.stats import Round, acceptance_by_position
 
 Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]

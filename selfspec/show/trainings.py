@@ -37,7 +37,9 @@ def read_trainings(source: Path) -> list[Training]:
     if kind(source) == "folder":
         files = [path for path in files_in(source) if path.suffix == ".json" and '"history"' in read_text(path)]
         if not files:
-            raise SelfspecError(f"{source}: holds no .json file of a training; want the folder of selfspec train --out")
+            raise SelfspecError(
+                f"{source}: holds no .json file of a training; expected the folder of selfspec train --out"
+            )
         return [_read(path) for path in sorted(files)]
     return [_read(source)]
 

@@ -9,8 +9,8 @@ from typing import Protocol
 from torch import Tensor
 
 from selfspec.speculation.drafts import Draft
+from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.step import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Scored:
     """A draft's rows (the root's, then each token's): processed scores `[1 + m, V]`, and the pass they are from."""
 
     scores: Tensor
-    step: Step
+    step: ForwardOutput
 
 
 class Checker(Protocol):

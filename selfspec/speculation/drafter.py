@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from selfspec.facts.limits import WIDEST_DRAFT
-from selfspec.facts.work import Work
 from selfspec.speculation.drafts import Draft, Outcome
+from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.step import Step
+from selfspec.types.draft_work import Work
+from selfspec.types.limits import WIDEST_DRAFT
 
 
 class Limit(NamedTuple):
@@ -35,7 +35,7 @@ class Drafter(Protocol):
     def drafts(self) -> bool:
         """Whether it ever proposes anything."""
 
-    def begin(self, seq: SequenceState, prefill: Step) -> None:
+    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """A sequence starts; `prefill` is the full pass over its prompt but the last token (no logits).
 
         Without `hidden`, it may be a pass over less, where the cache holds the keys of the prompt's beginning.
@@ -44,7 +44,7 @@ class Drafter(Protocol):
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """One draft for each sequence, within its limit; an empty one makes its round a plain decoding step."""
 
-    def dearest(self, limit: Limit) -> Work:
+    def max_work(self, limit: Limit) -> Work:
         """The most work that a draft within the limit can take."""
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:

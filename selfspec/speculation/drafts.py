@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from selfspec.facts.work import NO_WORK, Work
-from selfspec.speculation.step import Step
+from selfspec.speculation.forward_output import ForwardOutput
+from selfspec.types.draft_work import NO_WORK, Work
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Outcome:
     draft: Draft
     path: tuple[int, ...]
     tokens: tuple[int, ...]
-    step: Step
+    step: ForwardOutput
     p: Tensor | None = None
 
     @property

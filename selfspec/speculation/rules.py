@@ -15,7 +15,7 @@ from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.speculation.drafts import Draft
-from selfspec.speculation.reading import lists
+from selfspec.speculation.host_sync import lists
 from selfspec.speculation.sampling import NO_TOKEN, Sampler
 
 
@@ -234,7 +234,7 @@ def find_rule(name: str | None, sampler: Sampler) -> Rule:
         kind = "temperature 0" if sampler.greedy else "sampling with tied noise" if sampler.tied else "untied sampling"
         if name == "greedy":
             kind, fits = "sampling", ["match", "block", "token"]
-        raise SelfspecError(f"verification rule '{name}' does not fit {kind}; want {' or '.join(fits)}")
+        raise SelfspecError(f"verification rule '{name}' does not fit {kind}; expected {' or '.join(fits)}")
     return RULES[name]
 
 

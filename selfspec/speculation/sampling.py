@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.speculation.reading import lists, waits
+from selfspec.speculation.host_sync import lists, waits
 
 LOWEST_TEMPERATURE = 1e-5  # below, float32 scores overflow, and it is greedy decoding anyway
 _REMEMBERED = 24  # places whose noise is kept: what most drafts have; any other is drawn again, the same
@@ -279,15 +279,15 @@ def whole(value: object, name: str, *, least: int) -> int:
     except TypeError:
         number = least - 1
     if isinstance(value, bool) or number < least:
-        raise SelfspecError(f"{name} {value}: want a whole number of at least {least}")
+        raise SelfspecError(f"{name} {value}: expected a whole number of at least {least}")
     return number
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
     """Raise `SelfspecError` for a value out of range."""
     if not (math.isfinite(temperature) and (temperature == 0 or temperature >= LOWEST_TEMPERATURE)):
-        raise SelfspecError(f"temperature {temperature}: want 0 (greedy), or {LOWEST_TEMPERATURE} or more")
+        raise SelfspecError(f"temperature {temperature}: expected 0 (greedy), or {LOWEST_TEMPERATURE} or more")
     if top_k is not None and top_k < 1:
-        raise SelfspecError(f"top_k {top_k}: want at least 1, or leave it out")
+        raise SelfspecError(f"top_k {top_k}: expected at least 1, or leave it out")
     if top_p is not None and not 0 < top_p <= 1:
-        raise SelfspecError(f"top_p {top_p}: want more than 0 and at most 1, or leave it out")
+        raise SelfspecError(f"top_p {top_p}: expected more than 0 and at most 1, or leave it out")

@@ -20,11 +20,11 @@ class SequenceState:
     """
 
     tokens: list[int]
-    room: int
+    remaining: int
     sampler: Sampler
     ends: frozenset[int] = frozenset()
     row: int = 0
-    kept: int = 0
+    num_cached: int = 0
     rule: Rule | None = None
     stop: Callable[[int], bool] | None = None
 
@@ -37,12 +37,12 @@ class SequenceState:
     def emit(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Append `tokens` up to and including the first that ends the sequence; what was appended."""
         emitted: list[int] = []
-        for token in tokens[: self.room]:
+        for token in tokens[: self.remaining]:
             emitted.append(token)
             ended = token in self.ends
             if (self.stop is not None and self.stop(token)) or ended:
-                self.room = len(emitted)
+                self.remaining = len(emitted)
                 break
         self.tokens += emitted
-        self.room -= len(emitted)
+        self.remaining -= len(emitted)
         return tuple(emitted)

@@ -57,7 +57,7 @@ class Guide:
         """
         if not ends & self.ends:
             raise SelfspecError(
-                f"the guide ends with token {sorted(self.ends)}, generation with {sorted(ends)}; want one in common"
+                f"the guide ends with token {sorted(self.ends)}, generation with {sorted(ends)}; expected one in common"
             )
         return _Guided(self._matcher.deep_copy(), ends, self.ends - ends, prompt)
 
@@ -71,7 +71,7 @@ def check_guide(*, regex: str | None = None, json_schema: str | Mapping[str, Any
             "guided generation needs llguidance; install it with: pip install 'selfspec[guided]'"
         ) from None
     if (regex is None) == (json_schema is None):
-        raise SelfspecError("a guide is a regular expression or a JSON schema; want one of them")
+        raise SelfspecError("a guide is a regular expression or a JSON schema; expected one of them")
     grammar, what = "", "JSON schema" if regex is None else f"regular expression {regex!r}"
     try:
         if regex is not None:

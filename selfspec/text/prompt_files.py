@@ -16,9 +16,9 @@ from typing import Any, Self
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import kind, read_text
-from selfspec.text.rows import FileTexts, checked, json_row, lines
-from selfspec.text.shape import Shape
-from selfspec.text.sources import PRESETS, read_folder, read_parquet, read_preset
+from selfspec.text.datasets_prompts import PRESETS, read_folder, read_parquet, read_preset
+from selfspec.text.jsonl import FileTexts, checked, json_row, lines
+from selfspec.text.prompt_template import PromptTemplate
 from selfspec.text.spec_bench import PREFIX, read_questions, spec_bench_file
 
 TASK = ("task", "category")  # columns that name a prompt's task, the first that is there
@@ -81,19 +81,19 @@ def read_prompts(
     """
     name, path = str(data), Path(data)
     if not name:
-        raise SelfspecError("the data's name is empty; want a file, a folder, or the name of a set")
-    shape = Shape(column, template)
+        raise SelfspecError("the data's name is empty; expected a file, a folder, or the name of a set")
+    shape = PromptTemplate(column, template)
     found: Sequence[str]
     tasks: tuple[str, ...] = ()
     if name.startswith(PREFIX):
-        if shape != Shape():
+        if shape != PromptTemplate():
             raise SelfspecError(f"{name}: takes no column and no template; its prompts are the questions' first turns")
         path = spec_bench_file(name)
         texts, tasks = read_questions(path)
         return Prompts(f"Spec-Bench ({path.name})", texts, messages=True, tasks=tasks)
     if name in PRESETS:
         preset = PRESETS[name]
-        shape = preset.shape if shape == Shape() else shape
+        shape = preset.shape if shape == PromptTemplate() else shape
         found = read_preset(name, shape, held_out=held_out)
         split = preset.held_out if held_out else preset.split
         name = " ".join(filter(None, (preset.repository, preset.config, split)))
@@ -120,14 +120,14 @@ def read_texts(data: str | Path, *, column: str | None = None, template: str | N
     return list(read_prompts(data, column=column, template=template).texts)
 
 
-def _read_file(path: Path, shape: Shape) -> tuple[Sequence[str], tuple[str, ...]]:
+def _read_file(path: Path, shape: PromptTemplate) -> tuple[Sequence[str], tuple[str, ...]]:
     """The prompts of a .jsonl or .txt file, and their tasks where each has one."""
     suffix = path.suffix.lower()
     if suffix not in (".jsonl", ".txt"):
         missing = "no such file or folder; " if kind(path) == "missing" else ""
         raise SelfspecError(
-            f"{path}: {missing}want a .jsonl file (rows with 'prompt' or 'text'), a .txt file (one a line), a .parquet "
-            f"file, a folder of text files, or one of {', '.join(PRESETS)}"
+            f"{path}: {missing}expected a .jsonl file (rows with 'prompt' or 'text'), a .txt file (one a line), a "
+            f".parquet file, a folder of text files, or one of {', '.join(PRESETS)}"
         )
     text = _line_of(path, shape) if suffix == ".txt" else _row_of(shape)
     found, tasks = FileTexts(path, text), list[str | None]()
@@ -144,7 +144,7 @@ def _read_file(path: Path, shape: Shape) -> tuple[Sequence[str], tuple[str, ...]
     return found, known if len(known) == len(found) else ()
 
 
-def _line_of(path: Path, shape: Shape) -> Callable[[str, str], str]:
+def _line_of(path: Path, shape: PromptTemplate) -> Callable[[str, str], str]:
     """The prompt that a line of a .txt file is."""
     try:
         shape.columns(["text"])
@@ -153,15 +153,15 @@ def _line_of(path: Path, shape: Shape) -> Callable[[str, str], str]:
     return lambda line, where: shape.text({"text": line.rstrip("\r")}) or ""
 
 
-def _row_of(shape: Shape) -> Callable[[str, str], str]:
+def _row_of(shape: PromptTemplate) -> Callable[[str, str], str]:
     """The prompt that a line of a .jsonl file holds."""
     return lambda line, where: _prompt(json_row(line, where), shape, where=where)
 
 
-def _prompt(row: Any, shape: Shape, *, where: str) -> str:
+def _prompt(row: Any, shape: PromptTemplate, *, where: str) -> str:
     text = shape.text(row) if isinstance(row, dict) else None
     if text is None:
-        raise SelfspecError(f"{where}: want an object whose {shape}")
+        raise SelfspecError(f"{where}: expected an object whose {shape}")
     return checked(text, where)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.basics.errors import SelfspecError, short
-from selfspec.text.rows import checked, json_rows
+from selfspec.text.jsonl import checked, json_rows
 
 PREFIX = "spec-bench:"
 CONVERSATION = "multi-turn conversation"  # one task, as the benchmark's own figures have it
@@ -23,7 +23,7 @@ def spec_bench_file(data: str) -> Path:
     """The file that `spec-bench:PATH` names. Raises `SelfspecError` where it names none."""
     given = data.removeprefix(PREFIX)
     if not given:
-        raise SelfspecError(f"{PREFIX} names no file; want {PREFIX}PATH, of Spec-Bench's question.jsonl")
+        raise SelfspecError(f"{PREFIX} names no file; expected {PREFIX}PATH, of Spec-Bench's question.jsonl")
     return Path(os.path.expanduser(given))  # a shell does not, after a colon
 
 
@@ -31,20 +31,22 @@ def read_questions(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The questions and, for each, its task. Raises `SelfspecError` naming the file, and the line that is wrong."""
     found = [_question(row, line.where) for line, row in json_rows(path)]
     if not found:
-        raise SelfspecError(f"{path}: holds no questions; want Spec-Bench's question.jsonl")
+        raise SelfspecError(f"{path}: holds no questions; expected Spec-Bench's question.jsonl")
     texts, tasks = zip(*found, strict=True)
     return texts, tasks
 
 
 def _question(row: Any, where: str) -> tuple[str, str]:
     if not isinstance(row, dict):
-        raise SelfspecError(f"{where}: want an object with 'category' and 'turns', as in Spec-Bench's question.jsonl")
+        raise SelfspecError(
+            f"{where}: expected an object with 'category' and 'turns', as in Spec-Bench's question.jsonl"
+        )
     category, turns = row.get("category"), row.get("turns")
     if not isinstance(category, str) or category not in TASKS:
         got = "is missing" if category is None else f"is {short(category)}"
-        raise SelfspecError(f"{where}: 'category' {got}; want one of Spec-Bench's: {', '.join(TASKS)}")
+        raise SelfspecError(f"{where}: 'category' {got}; expected one of Spec-Bench's: {', '.join(TASKS)}")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise SelfspecError(f"{where}: 'turns' must be a list of texts, the user's turns")
     if not turns[0].strip():
-        raise SelfspecError(f"{where}: the first of 'turns' is empty; want a question")
+        raise SelfspecError(f"{where}: the first of 'turns' is empty; expected a question")
     return checked(turns[0], where), TASKS[category]

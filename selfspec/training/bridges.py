@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.draft_path import DraftPath
-from selfspec.model.trained import Bridge, Trained
+from selfspec.models.path_modules import Bridge, Trained
+from selfspec.runtime.compiled_path import CompiledPath
 from selfspec.runtime.forward import Runtime
-from selfspec.runtime.paths import CompiledPath
-from selfspec.speculation.step import Step
-from selfspec.training.texts import Text
+from selfspec.speculation.forward_output import ForwardOutput
+from selfspec.training.texts import TrainingText
+from selfspec.types.draft_path import DraftPath
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of the inputs' mean variance; what errs least on held-out texts is taken
 
@@ -61,13 +61,13 @@ class _Moments:
 
 def drafted(
     runtime: Runtime,
-    way: CompiledPath,
+    compiled: CompiledPath,
     tokens: Tensor,
     *,
     of_model: Sequence[int] = (),
     of_draft: Sequence[int] = (),
     logits: Literal["all"] | None = "all",
-) -> tuple[Step, Step]:
+) -> tuple[ForwardOutput, ForwardOutput]:
     """What the model, and what a draft path, gives at each of `tokens` `[n]`, with streams that leave such layers.
 
     The draft reads the model's keys and values of all tokens before its own, as the first token of every draft does.
@@ -80,7 +80,7 @@ def drafted(
     with runtime.session(2 * n):
         whole = runtime.forward(tokens, 0, hidden=of_model, logits=logits)
         own = runtime.forward(
-            tokens, at, slots=at + n, mask=mask.unsqueeze(0), path=way, hidden=of_draft, logits=logits
+            tokens, at, slots=at + n, mask=mask.unsqueeze(0), path=compiled, hidden=of_draft, logits=logits
         )
     return whole, own
 
@@ -88,8 +88,8 @@ def drafted(
 def fit_bridges(
     runtime: Runtime,
     path: DraftPath,
-    texts: Sequence[Text],
-    unseen: Sequence[Text],
+    texts: Sequence[TrainingText],
+    unseen: Sequence[TrainingText],
     *,
     began: Trained | None = None,
     rank: int | None = None,
@@ -102,22 +102,22 @@ def fit_bridges(
     """
     width = runtime.skeleton.sizes.hidden
     if rank is not None and rank > width:
-        raise SelfspecError(f"rank {rank}: want at most {width}, as wide as the model's stream is")
+        raise SelfspecError(f"rank {rank}: expected at most {width}, as wide as the model's stream is")
     trained = began or Trained()
     for number, (first, end) in enumerate(path.runs(runtime.layers)):
         name = f"bridges under way {id(trained)}"
         runtime.learn(name, trained)
-        way = runtime.compile(replace(path, trained=name))
-        seen, held = (_moments(runtime, way, of, first, end) for of in (texts, unseen or texts))
+        compiled = runtime.compile(replace(path, trained=name))
+        seen, held = (_moments(runtime, compiled, of, first, end) for of in (texts, unseen or texts))
         trained = replace(trained, bridges={**trained.bridges, (first, end): _bridge(seen, held, rank)})
         told(number + 1)
     return trained
 
 
-def _moments(runtime: Runtime, way: CompiledPath, texts: Sequence[Text], first: int, end: int) -> _Moments:
+def _moments(runtime: Runtime, compiled: CompiledPath, texts: Sequence[TrainingText], first: int, end: int) -> _Moments:
     moments = _Moments.of(runtime.skeleton.sizes.hidden)
     for text in texts:
-        whole, own = drafted(runtime, way, text.tokens, of_model=[end], of_draft=[first], logits=None)
+        whole, own = drafted(runtime, compiled, text.tokens, of_model=[end], of_draft=[first], logits=None)
         x = own.hidden[first][0]
         moments.add(x, whole.hidden[end][0] - x)
     return moments
@@ -156,11 +156,11 @@ def _of_rank(found: Tensor, xx: Tensor, rank: int) -> tuple[Tensor, Tensor, Tens
     return into, directions, into.t() @ directions.t()
 
 
-def agreement(runtime: Runtime, path: DraftPath, texts: Sequence[Text]) -> tuple[float, float]:
+def agreement(runtime: Runtime, path: DraftPath, texts: Sequence[TrainingText]) -> tuple[float, float]:
     """At how many places of answers a path's best token is the model's, and how much of its probability it shares."""
-    way, right, shared, places = runtime.compile(path), 0.0, 0.0, 0
+    compiled, right, shared, places = runtime.compile(path), 0.0, 0.0, 0
     for text in texts:
-        whole, own = drafted(runtime, way, text.tokens)
+        whole, own = drafted(runtime, compiled, text.tokens)
         assert whole.logits is not None
         assert own.logits is not None
         model, draft = whole.logits[0, text.answer - 1 :].float(), own.logits[0, text.answer - 1 :].float()

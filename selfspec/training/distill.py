@@ -13,21 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.draft_path import FULL, DraftPath
 from selfspec.llm.llm import LLM
 from selfspec.measure.cost_fitting import forward_seconds
-from selfspec.model.families import parts_of
-from selfspec.model.gguf import quietly
-from selfspec.model.loading import load_model
-from selfspec.profile.draft import ProposerSpec
-from selfspec.profile.draft_model import ModelSpec
+from selfspec.models.families import parts_of
+from selfspec.models.gguf import quietly
+from selfspec.models.loading import load_model
+from selfspec.profile.draft_spec import ProposerSpec
+from selfspec.profile.model_spec import ModelSpec
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 from selfspec.training.options import Loss
 from selfspec.training.path_learner import LOSSES, PLACES
-from selfspec.training.texts import Text
+from selfspec.training.texts import TrainingText
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.draft_path import FULL, DraftPath
 
 KEPT = 5  # of so many layers, one is kept, where it is not said how many
 OF_LAYERS, NUMBERED = ("layer_types", "no_rope_layers"), "mlp_only_layers"  # what configurations say of each layer
@@ -93,13 +93,15 @@ class DistillLearner:
             self.student = load_model(student, device=str(runtime.device), dtype="float32")[0]
         theirs, ours = self.student.config.vocab_size, runtime.skeleton.identity.vocabulary
         if theirs != ours:
-            raise SelfspecError(f"the student has {theirs} tokens, the model {ours}; want one of the same tokenizer")
+            raise SelfspecError(
+                f"the student has {theirs} tokens, the model {ours}; expected one of the same tokenizer"
+            )
         self.student.requires_grad_(False)
         parts = parts_of(self.student)
         trained = [*(layer.module for layer in parts.layers), parts.norm]
         self.net = nn.ModuleList(trained).requires_grad_(True)
 
-    def loss(self, windows: Sequence[Text]) -> Tensor:
+    def loss(self, windows: Sequence[TrainingText]) -> Tensor:
         """How far the student's distributions are from the model's, over windows of one length."""
         ids = torch.stack([window.tokens for window in windows]).to(self.runtime.device)
         with torch.no_grad():
@@ -108,7 +110,7 @@ class DistillLearner:
         return self._loss(log_p, log_q).sum(-1).mean()
 
     @torch.no_grad()
-    def acceptance(self, texts: Sequence[Text]) -> list[float]:
+    def acceptance(self, texts: Sequence[TrainingText]) -> list[float]:
         """For each place of a draft, how often all of it up to there is what the text goes on with, in answers."""
         right, all_of = torch.zeros(self.places), 0
         for text in texts:
@@ -121,7 +123,7 @@ class DistillLearner:
             all_of += starts
         return (right / max(all_of, 1)).tolist()
 
-    def _agrees(self, text: Text) -> Tensor:
+    def _agrees(self, text: TrainingText) -> Tensor:
         """At which places of the answer the student's best token is the text's."""
         ids = text.tokens[None].to(self.runtime.device)
         logits: Tensor = self.student(ids, use_cache=False).logits

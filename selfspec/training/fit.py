@@ -19,23 +19,23 @@ from accelerate import Accelerator
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, kind, write_text
 from selfspec.basics.machine import machine
+from selfspec.draft_modules.module_files import PartFile, write_part
+from selfspec.draft_modules.registry import make_head
 from selfspec.llm.llm import LLM
-from selfspec.parts.files import PartFile, write_part
-from selfspec.parts.kinds import make_head
 from selfspec.profile.schema import Profile
-from selfspec.runtime.team import check_alone
-from selfspec.text.frequent import frequent
+from selfspec.runtime.worker_group import check_alone
 from selfspec.text.prompt import Prompt
+from selfspec.text.token_counts import frequent
 from selfspec.training.distill import DistillLearner, write_student
 from selfspec.training.layerskip import LayerSkipLearner, write_layerskip
 from selfspec.training.learner import Learner
-from selfspec.training.making import MAKING, Silent, Watch, folder_of, make_texts
+from selfspec.training.making import MAKING, SilentTraining, TrainingCallbacks, folder_of, make_texts
 from selfspec.training.options import FEWEST, OF_PATHS, Kind, TrainOptions, check_kind
 from selfspec.training.path_learner import PathLearner
-from selfspec.training.paths import RANK, OwnPath, bridged, write_path_profile
+from selfspec.training.path_training import RANK, OwnPath, bridged, write_path_profile
 from selfspec.training.profiles import write_profiles
 from selfspec.training.state import Fittable, Progress, State
-from selfspec.training.texts import Text, Texts, layers_of
+from selfspec.training.texts import TextStore, TrainingText, layers_of
 
 WINDOW = 128  # pairs of a text that are fitted to at once
 BATCH = 8  # windows that are fitted to at once
@@ -76,7 +76,7 @@ def fit(
     chat: bool = False,
     profile: Profile | None = None,
     options: TrainOptions | None = None,
-    watch: Watch | None = None,
+    watch: TrainingCallbacks | None = None,
 ) -> Fitted:
     """Fit a part of a model to its own texts, in `options.minutes`; save it, and profiles that use it, in `out`.
 
@@ -84,12 +84,12 @@ def fit(
     its draft path is to have the part below it. The same call after an interrupt goes on. Raises `SelfspecError` where
     nothing can be fitted, and where `out` is no folder to write to.
     """
-    options, watch = options or TrainOptions(), watch or Silent()
+    options, watch = options or TrainOptions(), watch or SilentTraining()
     check_kind(part)
     check_alone(llm.runtime, "training")
     check_folder(out)
     own = OwnPath.of(llm.runtime, profile, part) if part in OF_PATHS else None
-    texts = Texts(folder_of(llm, prompts, chat, options), options.texts)
+    texts = TextStore(folder_of(llm, prompts, chat, options), options.texts)
     if part == "bridge" and own is not None:
         make_texts(llm, texts, prompts, chat, replace(options, texts=options.texts or BRIDGED), watch)
         fitted, progress = bridged(llm, own, *_some(texts), options, watch)
@@ -116,7 +116,7 @@ def fit(
     )
 
 
-def _some(texts: Texts) -> tuple[list[Text], list[Text]]:
+def _some(texts: TextStore) -> tuple[list[TrainingText], list[TrainingText]]:
     """Those that bridges are fitted to, and those that they are held against."""
     fitted, unseen = (texts.numbers(held_out=held_out)[:BRIDGED] for held_out in (False, True))
     return [texts.read(number) for number in fitted], [texts.read(number) for number in unseen]
@@ -129,10 +129,10 @@ def _finished(
     fitted: PartFile,
     profile: Profile | None,
     own: OwnPath | None,
-    texts: Texts,
+    texts: TextStore,
     progress: Progress,
     options: TrainOptions,
-    watch: Watch,
+    watch: TrainingCallbacks,
     *,
     interrupted: bool,
 ) -> Fitted:
@@ -162,7 +162,7 @@ def _finished_model(
     part: Kind,
     out: Path,
     learner: DistillLearner,
-    texts: Texts,
+    texts: TextStore,
     progress: Progress,
     options: TrainOptions,
     *,
@@ -181,7 +181,7 @@ def _finished_model(
     return Fitted(folder, (profile,), progress, len(texts), interrupted, told, changed)
 
 
-def _story(llm: LLM, part: Kind, options: TrainOptions, texts: Texts, done: Progress) -> dict[str, Any]:
+def _story(llm: LLM, part: Kind, options: TrainOptions, texts: TextStore, done: Progress) -> dict[str, Any]:
     """How it went."""
     return {
         "kind": part,
@@ -205,7 +205,7 @@ def check_folder(out: Path) -> None:
     if kind(out) == "missing" and kind(out.parent) == "folder":
         out.mkdir()
     if kind(out) != "folder":
-        raise SelfspecError(f"{out} is no folder; want one that parts can be written to")
+        raise SelfspecError(f"{out} is no folder; expected one that parts can be written to")
     check_writable(out / "part.safetensors")
 
 
@@ -218,7 +218,9 @@ def _told(llm: LLM, of: str, options: TrainOptions, own: OwnPath | None) -> dict
     return told if own is None else {**told, **own.story(), "rank": options.rank or RANK, "loss": options.loss}
 
 
-def _learner(llm: LLM, part: Kind, texts: Texts, options: TrainOptions, own: OwnPath | None) -> Learner | PathLearner:
+def _learner(
+    llm: LLM, part: Kind, texts: TextStore, options: TrainOptions, own: OwnPath | None
+) -> Learner | PathLearner:
     if own is not None:
         rank = options.rank or RANK
         return PathLearner(llm.runtime, own.path, own.trained, rank=rank, loss=options.loss, seed=options.seed)
@@ -235,7 +237,7 @@ def _student(llm: LLM, part: Kind, options: TrainOptions) -> DistillLearner | No
     return DistillLearner(llm.runtime, student=options.student, **told) if part == "distill" else None
 
 
-def _fit(learner: Fittable, texts: Texts, options: TrainOptions, state: State, watch: Watch) -> None:
+def _fit(learner: Fittable, texts: TextStore, options: TrainOptions, state: State, watch: TrainingCallbacks) -> None:
     """Steps until all are done or time is up, a look at what was held out now and then."""
     if len(texts.numbers(held_out=False)) < FEWEST:
         raise SelfspecError("there was too little time to make texts to fit to; give more --minutes")
@@ -290,7 +292,7 @@ def _share(options: TrainOptions, done: Progress) -> float:
     return done.seconds / (60 * options.minutes * (1 - MAKING if options.texts is None else 1))
 
 
-def _windows(texts: Texts, numbers: Sequence[int], depth: int, draw: random.Random) -> list[Text]:
+def _windows(texts: TextStore, numbers: Sequence[int], depth: int, draw: random.Random) -> list[TrainingText]:
     """Of texts, windows that all have as many pairs as the shortest text, `WINDOW` at most."""
     every = [texts.pairs(number, depth) for number in numbers]
     pairs = min(WINDOW, *every)

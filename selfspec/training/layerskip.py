@@ -13,18 +13,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.draft_path import DraftPath, Mode
 from selfspec.llm.llm import LLM
 from selfspec.measure.cost_fitting import forward_seconds
-from selfspec.model.families import parts_of
-from selfspec.profile.draft import LayerSkipSpec, ProposerSpec
+from selfspec.models.families import parts_of
+from selfspec.profile.draft_spec import LayerSkipSpec, ProposerSpec
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 from selfspec.training.distill import CONTEXT, REPEATS, DistillLearner, drafted_layers, write_model
 from selfspec.training.options import Loss
-from selfspec.training.texts import Text
+from selfspec.training.texts import TrainingText
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.draft_path import DraftPath, Mode
 
 DROPPED = 0.1  # the chance that a text goes around the last layer
 SCALE = 0.2  # of an early exit's weight in the loss
@@ -65,7 +65,7 @@ class LayerSkipLearner(DistillLearner):
         self._chances = dropped(runtime.layers)
         self._steps = 0
 
-    def loss(self, windows: Sequence[Text]) -> Tensor:
+    def loss(self, windows: Sequence[TrainingText]) -> Tensor:
         """Over windows of one length."""
         ids = torch.stack([window.tokens for window in windows]).to(self.runtime.device)
         with torch.no_grad():
@@ -111,7 +111,7 @@ class LayerSkipLearner(DistillLearner):
         return (logits if parts.logits is None else parts.logits(logits)).float()
 
     @torch.no_grad()
-    def _agrees(self, text: Text) -> Tensor:
+    def _agrees(self, text: TrainingText) -> Tensor:
         """At which places of the answer the exit's best token is the last layer's."""
         streams = self._streams(text.tokens[None].to(self.runtime.device))
         of = slice(text.answer - 1, -1)
@@ -120,7 +120,7 @@ class LayerSkipLearner(DistillLearner):
 
 
 @torch.no_grad()
-def perplexity(model: Any, texts: Sequence[Text]) -> float:
+def perplexity(model: Any, texts: Sequence[TrainingText]) -> float:
     """Of the answers of texts, by a `transformers` model."""
     total, count = 0.0, 0
     for text in texts:
@@ -133,7 +133,7 @@ def perplexity(model: Any, texts: Sequence[Text]) -> float:
 
 
 def write_layerskip(
-    llm: LLM, learner: LayerSkipLearner, out: Path, unseen: Sequence[Text]
+    llm: LLM, learner: LayerSkipLearner, out: Path, unseen: Sequence[TrainingText]
 ) -> tuple[Path, Path, dict[str, Any]]:
     """Write the fine-tuned model to the folder `out` / layerskip, and a profile of it that drafts by an early exit.
 

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfspec.parts.files import PartFile
-from selfspec.parts.heads import head_rows, part_of
-from selfspec.parts.layer import LayerShape
-from selfspec.parts.steps import Hydra, Medusa, Mlp, Steps
+from selfspec.draft_modules.decoder_head import LayerShape
+from selfspec.draft_modules.heads import head_rows, part_of
+from selfspec.draft_modules.mlp_heads import Hydra, Medusa, MlpSpeculatorNet, Steps
+from selfspec.draft_modules.module_files import PartFile
 from selfspec.runtime.forward import Runtime
 from selfspec.training.last_logits import LastLogits
 from selfspec.training.pairs import ChimeraNet, EagleNet, MtpNet
-from selfspec.training.texts import Text
+from selfspec.training.texts import TrainingText
 
 LATER = 0.8  # what each further step of a draft counts for
 PLACES = 6  # of a draft that held-out acceptance is told for, at most
@@ -69,11 +69,11 @@ def _steps(kind: type[Steps], places: int, **more: Any) -> Callable[[Runtime, in
     def make(runtime: Runtime, _streams: int) -> Net:
         sizes = runtime.skeleton.sizes
         made = {"hidden": sizes.hidden, "places": places, **more}
-        if kind is Mlp:
+        if kind is MlpSpeculatorNet:
             made["inner"] = sizes.hidden
         net = kind(**made)
         for parameter in net.parameters():  # heads begin by saying what the model says of the next token
-            if parameter.dim() > 1 and kind is not Mlp:
+            if parameter.dim() > 1 and kind is not MlpSpeculatorNet:
                 nn.init.normal_(parameter, 0, 0.005)
         for block in net.modules():
             short = getattr(block, "short", None)
@@ -89,7 +89,7 @@ NETS: dict[str, Callable[[Runtime, int], Net]] = {
     "eagle": _eagle,
     "medusa": _steps(Medusa, 4),
     "hydra": _steps(Hydra, 4),
-    "mlp": _steps(Mlp, 4),
+    "mlp": _steps(MlpSpeculatorNet, 4),
     "mtp": _mtp,
     "chimera": _chimera,
 }
@@ -114,7 +114,7 @@ class Learner:
         self.depth, self.places = made.depth, made.places
         self._layers = tuple(layers[-1:] if made.last else layers)
 
-    def loss(self, windows: Sequence[Text]) -> Tensor:
+    def loss(self, windows: Sequence[TrainingText]) -> Tensor:
         """Cross-entropy against the model's own distribution over the draft's tokens.
 
         Windows of n + `depth` tokens each; the first n pairs are drafted from.
@@ -143,7 +143,7 @@ class Learner:
         return F.rms_norm(streams, streams.shape[-1:], self._norm, self._eps)
 
     @torch.no_grad()
-    def acceptance(self, texts: Sequence[Text]) -> list[float]:
+    def acceptance(self, texts: Sequence[TrainingText]) -> list[float]:
         """For each place of a draft, how often all of it up to there is what the text goes on with, in answers."""
         right, all_of = torch.zeros(self.places), 0
         for text in texts:

@@ -11,17 +11,17 @@ from typing import Protocol
 
 from selfspec.basics.files import cached_file
 from selfspec.llm.llm import LLM
-from selfspec.llm.prompts import fitting
+from selfspec.llm.prompt_encoding import fitting
 from selfspec.text.prompt import Prompt
 from selfspec.training.options import TrainOptions
-from selfspec.training.prompts import beginnings, made_up
-from selfspec.training.texts import Texts, make
+from selfspec.training.texts import TextStore, make
+from selfspec.training.training_prompts import beginnings, made_up
 
 MAKING = 0.4  # of the time, which making texts may take
 MOST_TEXTS = 100_000
 
 
-class Watch(Protocol):
+class TrainingCallbacks(Protocol):
     """Is told how it goes."""
 
     def stage(self, name: str, total: float | None) -> None:
@@ -31,7 +31,7 @@ class Watch(Protocol):
         """So much of the stage is done."""
 
 
-class Silent:
+class SilentTraining:
     """Tells nobody."""
 
     def stage(self, name: str, total: float | None) -> None:
@@ -58,11 +58,11 @@ def folder_of(llm: LLM, prompts: Sequence[Prompt] | None, chat: bool, options: T
 
 def make_texts(
     llm: LLM,
-    texts: Texts,
+    texts: TextStore,
     prompts: Sequence[Prompt] | None,
     chat: bool,
     options: TrainOptions,
-    watch: Watch,
+    watch: TrainingCallbacks,
 ) -> None:
     """Make as many texts as were asked for, or as there is time for."""
     seconds = 60 * options.minutes * MAKING

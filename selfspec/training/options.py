@@ -54,7 +54,7 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         if not 0 < self.minutes < math.inf:
-            raise SelfspecError(f"minutes {self.minutes}: want more than 0")
+            raise SelfspecError(f"minutes {self.minutes}: expected more than 0")
         for name, least in (
             ("max_new_tokens", 16),
             ("vocabulary", 16),
@@ -65,7 +65,7 @@ class TrainOptions:
             ("steps", 1),
         ):
             if (value := getattr(self, name)) is not None and value < least:
-                raise SelfspecError(f"{name} {value}: want at least {least}")
+                raise SelfspecError(f"{name} {value}: expected at least {least}")
 
 
 def check_kind(kind: str) -> Kind:

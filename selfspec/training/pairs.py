@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfspec.parts.chimera import REACH
-from selfspec.parts.layer import LayerShape
+from selfspec.draft_modules.chimera import REACH
+from selfspec.draft_modules.decoder_head import LayerShape
 
 
 class _Norm(nn.Module):

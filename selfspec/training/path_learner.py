@@ -8,16 +8,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from selfspec.facts.draft_path import DraftPath
-from selfspec.model.trained import Trained
-from selfspec.parts.files import PartFile
-from selfspec.parts.heads import head_rows
-from selfspec.parts.paths import path_part
+from selfspec.draft_modules.heads import head_rows
+from selfspec.draft_modules.module_files import PartFile
+from selfspec.draft_modules.path_files import path_part
+from selfspec.models.path_modules import Trained
 from selfspec.runtime.forward import Runtime
 from selfspec.training.last_logits import LastLogits
 from selfspec.training.options import Loss
 from selfspec.training.path_net import PathNet
-from selfspec.training.texts import Text
+from selfspec.training.texts import TrainingText
+from selfspec.types.draft_path import DraftPath
 
 DEPTH = 2  # steps of a draft that are fitted together: the second reads what the first wrote
 PLACES = 6  # of a draft that held-out acceptance is told for
@@ -60,7 +60,7 @@ class PathLearner:
         words = torch.arange(runtime.skeleton.identity.vocabulary or 0, device=runtime.device)
         self._logits = LastLogits(runtime, head_rows(runtime, words).float())
 
-    def loss(self, windows: Sequence[Text]) -> Tensor:
+    def loss(self, windows: Sequence[TrainingText]) -> Tensor:
         """How far the path's distributions are from the model's, over windows of one length."""
         ids = torch.stack([window.tokens for window in windows]).to(self.runtime.device)
         keys, stream = self.net.model(ids)
@@ -73,7 +73,7 @@ class PathLearner:
         return total
 
     @torch.no_grad()
-    def acceptance(self, texts: Sequence[Text]) -> list[float]:
+    def acceptance(self, texts: Sequence[TrainingText]) -> list[float]:
         """For each place of a draft, how often all of it up to there is what the text goes on with, in answers."""
         self.net.round()
         right, all_of = torch.zeros(self.places), 0

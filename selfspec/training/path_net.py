@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.draft_path import DraftPath, Mode
-from selfspec.model.families.base import SubLayer
-from selfspec.model.linears import Group
-from selfspec.model.low_precision import Bits, roundable, rounded
-from selfspec.model.trained import Bridge, Trained, Update
+from selfspec.models.families.base import SubLayer
+from selfspec.models.linears import Group
+from selfspec.models.low_precision import Bits, quantize, roundable
+from selfspec.models.path_modules import Bridge, Trained, Update
+from selfspec.runtime.compiled_path import BITS
 from selfspec.runtime.forward import Runtime
-from selfspec.runtime.paths import BITS
+from selfspec.types.draft_path import DraftPath, Mode
 
 SMALL = 0.02  # what `down` begins with; `up` begins with nothing
 
@@ -70,7 +70,7 @@ class _Changed:
         """With the change as it now is."""
         change = self._update["up"] @ self._update["down"]
         self._now = [
-            rounded(weight + change[start : start + len(weight)].to(weight), self._bits).weight(weight.dtype)
+            quantize(weight + change[start : start + len(weight)].to(weight), self._bits).weight(weight.dtype)
             for weight, start in zip(self._weights, self._starts, strict=False)
         ]
 
@@ -123,7 +123,7 @@ class PathNet(nn.Module):
             self._layers.append(twin)
         if not self._changed:
             raise SelfspecError(
-                "the profile's path runs nothing in few bits, which adapters change; want one that does"
+                "the profile's path runs nothing in few bits, which adapters change; expected one that does"
             )
         self._bridges = {end: bridge for (_, end), bridge in trained.bridges.items()}
         self.to(runtime.device)
@@ -199,12 +199,14 @@ class PathNet(nn.Module):
     ) -> Tensor:
         at = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
         parts = self._runtime.skeleton.parts
-        masks = {sight: _mask(seen, sight.window, x.dtype) for sight in parts.sights}
+        masks = {
+            attention_spec: _mask(seen, attention_spec.window, x.dtype) for attention_spec in parts.attention_specs
+        }
         for index, (layer, of) in enumerate(zip(layers, parts.layers, strict=True), 1):
             assert of.rotary is not None
             given: Any = layer(
                 x,
-                attention_mask=masks[parts.sights[of.sight]],
+                attention_mask=masks[parts.attention_specs[of.attention_spec]],
                 position_ids=at,
                 use_cache=True,
                 position_embeddings=of.rotary(x, at),
@@ -232,5 +234,5 @@ def _cache_name(layer: nn.Module) -> str:
 
 
 def _crossed(bridge: Bridge, x: Tensor) -> Tensor:
-    read = x if bridge.into is None else F.linear(x, rounded(bridge.into, 8).weight(x.dtype))
-    return F.linear(read, rounded(bridge.onto, 8).weight(x.dtype), bridge.bias.to(x.dtype))
+    read = x if bridge.into is None else F.linear(x, quantize(bridge.into, 8).weight(x.dtype))
+    return F.linear(read, quantize(bridge.onto, 8).weight(x.dtype), bridge.bias.to(x.dtype))

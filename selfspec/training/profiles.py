@@ -9,19 +9,19 @@ from pathlib import Path
 
 import torch
 
-from selfspec.decoding.loop import decode
+from selfspec.draft_modules.heads import Head
 from selfspec.drafters import make_drafter
-from selfspec.facts.controller import ControllerSpec
+from selfspec.engine.loop import decode
 from selfspec.llm.llm import LLM
 from selfspec.measure.cost_fitting import forward_seconds
-from selfspec.parts.heads import Head
-from selfspec.profile.draft import Below, LayerSkipSpec, ProposerSpec
-from selfspec.profile.draft_head import HeadSpec
-from selfspec.profile.parts import Part, sha256_of
+from selfspec.profile.draft_spec import Below, LayerSkipSpec, ProposerSpec
+from selfspec.profile.head_spec import HeadSpec
+from selfspec.profile.module_files_spec import ModuleFile, sha256_of
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
+from selfspec.types.controller import ControllerSpec
 
 CONTEXT = 128  # keys in the cache while steps are timed
 REPEATS = 30
@@ -38,7 +38,7 @@ def write_profiles(
     `prompts` (token ids): decoded to see what the head spares a draft path.
     """
     step, plain = _step_seconds(head), forward_seconds(llm.runtime, CONTEXT, repeats=REPEATS)
-    parts = {head.kind: Part(file=part.name, sha256=sha256_of(part))}
+    parts = {head.kind: ModuleFile(file=part.name, sha256=sha256_of(part))}
     controller = ControllerSpec(name="rate", options={"k_max": min(LONGEST, head.places)})
     draft = HeadSpec(part=head.kind, step=round(step / plain, 4), controller=controller, proposers=[ProposerSpec()])
     alone = Profile(model=llm.identity, draft=draft, parts=parts, costs=None if own is None else own.costs)
@@ -78,12 +78,12 @@ def _step_seconds(head: Head) -> float:
 
 def _spared(llm: LLM, profile: Profile, prompts: Sequence[Sequence[int]]) -> float | None:
     """The share of a draft step that guesses spare each drafted token of a few texts."""
-    outlook, drafter = profile.outlook, make_drafter(llm.runtime, profile)
+    payoff, drafter = profile.payoff, make_drafter(llm.runtime, profile)
     took = tokens = 0.0
     for prompt in prompts:
         seq = SequenceState(list(prompt), TOKENS, Sampler(), llm.runtime.skeleton.ends)
         for outcome in decode(llm.runtime, drafter, seq):
             if outcome.draft.confidence:
-                took += outlook.price(outcome.draft.work)
+                took += payoff.price(outcome.draft.work)
                 tokens += len(outcome.draft.confidence)
-    return round(min(max(1 - took / (tokens * outlook.draft), 0.0), 0.95), 4) if tokens else None
+    return round(min(max(1 - took / (tokens * payoff.draft), 0.0), 0.95), 4) if tokens else None

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.draft_modules.module_files import write_part
 from selfspec.llm.llm import LLM
 from selfspec.llm.stream import Generation
-from selfspec.parts.files import write_part
-from selfspec.profile.parts import sha256_of
+from selfspec.profile.module_files_spec import sha256_of
 from selfspec.profile.reading import read_profile, write_profile
 from selfspec.profile.schema import Profile
 from selfspec.text.prompt import Prompt
 from selfspec.training.fit import check_folder
 from selfspec.training.options import Loss
 from selfspec.training.path_learner import PathLearner
-from selfspec.training.paths import RANK, OwnPath
-from selfspec.training.texts import Text
+from selfspec.training.path_training import RANK, OwnPath
+from selfspec.training.texts import TrainingText
 
 RATE = 3e-4
 LONGEST = 512  # tokens, of the end of a text, that a step is taken by
@@ -71,7 +71,7 @@ class Refiner:
         tokens = tokens[-LONGEST:]
         if len(tokens) <= self._learner.depth:
             return
-        loss = self._learner.loss([Text(torch.tensor(tokens), torch.empty(0), 0)])
+        loss = self._learner.loss([TrainingText(torch.tensor(tokens), torch.empty(0), 0)])
         self._optimizer.zero_grad()
         torch.autograd.backward(loss)
         self._optimizer.step()

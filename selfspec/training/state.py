@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from selfspec.basics.files import kind, write_bytes
 from selfspec.runtime.forward import Runtime
-from selfspec.training.texts import Text
+from selfspec.training.texts import TrainingText
 
 _log = logging.getLogger("selfspec")
 
@@ -32,10 +32,10 @@ class Fittable(Protocol):
     def depth(self) -> int:
         """Steps of a draft that are fitted together."""
 
-    def loss(self, windows: Sequence[Text]) -> Tensor:
+    def loss(self, windows: Sequence[TrainingText]) -> Tensor:
         """Of windows of one length."""
 
-    def acceptance(self, texts: Sequence[Text]) -> list[float]:
+    def acceptance(self, texts: Sequence[TrainingText]) -> list[float]:
         """For each place of a draft, how often all of it up to there is what a text goes on with."""
 
 

@@ -18,14 +18,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from selfspec.basics.files import files_in, kind, write_bytes
-from selfspec.decoding.engine import Engine
 from selfspec.drafters import PlainDrafter
+from selfspec.engine.engine import Engine
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafts import Outcome
+from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.step import Step
-from selfspec.training.prompts import USERS_TURN, Beginning, Turns
+from selfspec.training.training_prompts import USERS_TURN, Beginning, UserTurns
 
 ROWS = 128  # texts that are decoded together: their products then are as fast as they get
 EACH = 32  # texts of a file
@@ -33,7 +33,7 @@ HELD_OUT = 16  # every so many-th text is not fitted to
 TEMPERATURES = (0.0, 0.8)  # by turns
 
 
-class Text(NamedTuple):
+class TrainingText(NamedTuple):
     """Tokens `[n]`, and the streams `[n - 1 or n, layers, D]` that left the layers at them, bfloat16.
 
     `answer`: the first token of the answer.
@@ -63,7 +63,7 @@ def layers_of(layers: int) -> tuple[int, ...]:
 
 
 @dataclass(slots=True)
-class Texts:
+class TextStore:
     """Texts in the files of a folder, by number; the first `most` of them, where that is told."""
 
     folder: Path
@@ -87,7 +87,7 @@ class Texts:
     def __len__(self) -> int:
         return len(self.index)
 
-    def add(self, texts: dict[int, Text]) -> None:
+    def add(self, texts: dict[int, TrainingText]) -> None:
         """Keep texts in a file of their own."""
         tensors, held = {}, {}
         for number, text in texts.items():
@@ -98,12 +98,12 @@ class Texts:
         write_bytes(path, save(tensors, {"texts": json.dumps(held)}))
         self.index.update({number: _Place(path, *sizes) for number, sizes in held.items()})
 
-    def read(self, number: int, first: int = 0, last: int | None = None) -> Text:
+    def read(self, number: int, first: int = 0, last: int | None = None) -> TrainingText:
         """One of them from its file, or only its tokens and streams from `first` to before `last`."""
         place, of = self.index[number], slice(first, last)
         with safe_open(place.path, "pt") as file:
             streams: Tensor = file.get_slice(f"{number}.streams")[of]
-            return Text(file.get_tensor(f"{number}.tokens").long()[of], streams, max(place.answer - first, 0))
+            return TrainingText(file.get_tensor(f"{number}.tokens").long()[of], streams, max(place.answer - first, 0))
 
     @property
     def total(self) -> int:
@@ -133,12 +133,12 @@ class _Collector(PlainDrafter):
         self.hidden = layers
         self.streams: dict[SequenceState, list[Tensor]] = {}
 
-    def _keep(self, seq: SequenceState, step: Step) -> None:
+    def _keep(self, seq: SequenceState, step: ForwardOutput) -> None:
         if self.hidden[0] in step.hidden:
             streams = torch.stack([step.hidden[layer][0] for layer in self.hidden], 1)
             self.streams[seq].append(streams.to("cpu", torch.bfloat16))
 
-    def begin(self, seq: SequenceState, prefill: Step) -> None:
+    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         self.streams[seq] = []
         self._keep(seq, prefill)
 
@@ -148,7 +148,7 @@ class _Collector(PlainDrafter):
 
 def make(
     runtime: Runtime,
-    texts: Texts,
+    texts: TextStore,
     begin: Iterator[Beginning],
     *,
     room: int,
@@ -165,8 +165,8 @@ def make(
     ends = runtime.skeleton.ends
     collector = _Collector(layers_of(runtime.layers))
     waiting = _numbered(begin, texts, most)
-    under_way: dict[SequenceState, tuple[int, Turns]] = {}
-    done: dict[int, Text] = {}
+    under_way: dict[SequenceState, tuple[int, UserTurns]] = {}
+    done: dict[int, TrainingText] = {}
 
     def finished(seq: SequenceState) -> None:
         number, turns = under_way.pop(seq)
@@ -175,12 +175,12 @@ def make(
         if turns.answering(said):
             first = said.index(turns.beginning.turn[0]) + len(turns.beginning.turn) if turns.beginning.turn else 0
             tokens = torch.tensor(seq.tokens)
-            done[number] = Text(tokens, streams, len(turns.beginning.tokens) + first)
+            done[number] = TrainingText(tokens, streams, len(turns.beginning.tokens) + first)
         if len(done) == EACH:
             texts.add(done)
             done.clear()
 
-    with Engine(runtime.beside(rows=rows), collector) as engine:
+    with Engine(runtime.with_new_cache(rows=rows), collector) as engine:
         left = True
         while go_on():
             while left and len(engine.running) < rows and go_on():
@@ -194,7 +194,7 @@ def make(
                 break
             for seq, outcome in engine.step():
                 on_tokens(len(outcome.tokens))
-                if not seq.room:
+                if not seq.remaining:
                     finished(seq)
         for seq in engine.running:
             finished(seq)
@@ -202,7 +202,7 @@ def make(
         texts.add(done)
 
 
-def _numbered(begin: Iterator[Beginning], texts: Texts, most: int) -> Iterator[tuple[int, Beginning]]:
+def _numbered(begin: Iterator[Beginning], texts: TextStore, most: int) -> Iterator[tuple[int, Beginning]]:
     for number in range(most):
         beginning = next(begin)
         if number not in texts.index:
@@ -210,7 +210,7 @@ def _numbered(begin: Iterator[Beginning], texts: Texts, most: int) -> Iterator[t
 
 
 def _sequence(number: int, beginning: Beginning, room: int, ends: frozenset[int]) -> SequenceState:
-    turns = Turns(beginning, TEMPERATURES[number % len(TEMPERATURES)])
+    turns = UserTurns(beginning, TEMPERATURES[number % len(TEMPERATURES)])
     seen: list[int] = []
 
     def ended(token: int) -> bool:

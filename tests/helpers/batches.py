@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.events import Origin
-from selfspec.facts.stats import Stats
-from selfspec.text.pieces import TextStream
+from selfspec.text.detokenizer import TextStream
+from selfspec.types.events import Origin
+from selfspec.types.stats import Stats
 
 PLACES = 4096
 

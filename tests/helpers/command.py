@@ -23,9 +23,9 @@ from selfspec.search import prepare
 from selfspec.search.ledger import Ledger
 
 from selfspec.cli import main
-from selfspec.facts.costs import CostModel
-from selfspec.text.pieces import TextStream
+from selfspec.text.detokenizer import TextStream
 from selfspec.training.learner import Learner
+from selfspec.types.costs import CostModel
 
 COSTS = CostModel(
     context=60, base=1e-4, attention=4e-5, mlp=4e-5, widths=[1, 2, 8], verify=[1.3e-3, 1.35e-3, 1.5e-3], round=4e-5

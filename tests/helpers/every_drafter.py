@@ -35,16 +35,16 @@ from selfspec.drafters import (
     SwiftDrafter,
     TranslatedDrafter,
 )
-from selfspec.drafters.heads import HeadBelow, HeadDrafter
-from selfspec.facts.acceptance import Outlook
-from selfspec.facts.confidence import Confidence
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.skip import SkipSet
-from selfspec.model.low_precision import fake
-from selfspec.proposers.ahead import Ahead
+from selfspec.drafters.head_drafter import HeadBelow, HeadDrafter
+from selfspec.models.low_precision import fake
+from selfspec.proposers.chain import ProposerChain
 from selfspec.proposers.lookup import Lookup
 from selfspec.proposers.store import Stored
 from selfspec.runtime.forward import Runtime
+from selfspec.types.acceptance import PayoffModel
+from selfspec.types.confidence import Confidence
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.skip import SkipSet
 
 Make = Callable[[Runtime], Drafter]
 BY_GAP = Confidence(bias=0.2, probability=0.4, gap=0.8)
@@ -62,8 +62,8 @@ def table(vocabulary: int, layers: int = 3) -> dict[str, Make]:
     to_train = DraftPath(SkipSet((1,), (1,)), int8=SkipSet((0,), (0,)), head="int8")
     words = tuple(range(vocabulary - 1))
     few_words = words[1:] if vocabulary < 5 else words[::2]
-    guesses = Ahead([Lookup(), Adding(vocabulary, 0.3)], (1.0, 1.1, 1.15, 1.2))
-    by_rate = partial(RateOptimal, floor=0.1, outlook=Outlook(0.2))
+    guesses = ProposerChain([Lookup(), Adding(vocabulary, 0.3)], (1.0, 1.1, 1.15, 1.2))
+    by_rate = partial(RateOptimal, floor=0.1, payoff=PayoffModel(0.2))
     store = partial(_store, vocabulary)
 
     def skipping(runtime: Runtime, path: DraftPath | SkipSet, controller, **options) -> LayerSkipDrafter:
@@ -98,7 +98,7 @@ def table(vocabulary: int, layers: int = 3) -> dict[str, Make]:
         ),
         "draft model of other tokens": other_model(2, candidates=2),
         "draft model of other tokens, lookup": other_model(4, ahead=guesses),
-        "same model": lambda runtime: ModelDrafter(runtime, runtime.beside(rows=runtime.rows), FixedK(3)),
+        "same model": lambda runtime: ModelDrafter(runtime, runtime.with_new_cache(rows=runtime.rows), FixedK(3)),
         "skip, fixed": lambda runtime: skipping(runtime, skip, FixedK(3)),
         "skip, static": lambda runtime: skipping(runtime, skip, StaticThreshold(0.3, 5)),
         "skip, candidates": lambda runtime: skipping(runtime, skip, StaticThreshold(0.3, 4), candidates=3),
@@ -110,13 +110,13 @@ def table(vocabulary: int, layers: int = 3) -> dict[str, Make]:
         "trained path": lambda runtime: skipping(
             runtime, learnt(runtime, to_train), StaticThreshold(0.2, 5), candidates=2
         ),
-        "guarded": lambda runtime: Guard(skipping(runtime, skip, FixedK(3), candidates=2), outlook=Outlook(0.1)),
+        "guarded": lambda runtime: Guard(skipping(runtime, skip, FixedK(3), candidates=2), payoff=PayoffModel(0.1)),
         "lookup below": lambda runtime: skipping(runtime, skip, AdaptiveThreshold(k_max=6), ahead=guesses),
         "lookup below, candidates": lambda runtime: skipping(
             runtime, low, StaticThreshold(0.3, 4), candidates=3, confidence=BY_GAP, ahead=guesses
         ),
         "store below": lambda runtime: skipping(
-            runtime, low, StaticThreshold(0.3, 4), candidates=3, ahead=Ahead([store()], (1.0,) * 4)
+            runtime, low, StaticThreshold(0.3, 4), candidates=3, ahead=ProposerChain([store()], (1.0,) * 4)
         ),
         "lookup": lambda runtime: FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),
         "store": lambda runtime: FreeDrafter([Lookup(), store()], StaticThreshold(0.1, 5)),
@@ -144,8 +144,8 @@ def table(vocabulary: int, layers: int = 3) -> dict[str, Make]:
         ),
         "routes": lambda runtime: Router(
             [
-                Route(skipping(runtime, skip, FixedK(3)), Outlook(0.2)),
-                Route(FreeDrafter([Lookup()], StaticThreshold(0.1, 5)), Outlook(0.0)),
+                Route(skipping(runtime, skip, FixedK(3)), PayoffModel(0.2)),
+                Route(FreeDrafter([Lookup()], StaticThreshold(0.1, 5)), PayoffModel(0.0)),
             ]
         ),
         "eagle": head("eagle", 4),

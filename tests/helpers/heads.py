@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from selfspec.parts.files import PartFile
-from selfspec.parts.heads import Head
-from selfspec.parts.kinds import make_head
+from selfspec.draft_modules.heads import Head
+from selfspec.draft_modules.module_files import PartFile
+from selfspec.draft_modules.registry import make_head
 from selfspec.runtime.forward import Runtime
 from selfspec.training.learner import Learner
 from selfspec.training.texts import layers_of

@@ -9,9 +9,9 @@ import pytest
 import torch
 from wants import reason
 
-from selfspec.model.layout import LAYOUTS, WIDTHS, Times, layout_times
-from selfspec.model.loading import load_model
-from selfspec.model.native_library import available
+from selfspec.models.layout import LAYOUTS, WIDTHS, Times, layout_times
+from selfspec.models.loading import load_model
+from selfspec.models.native_library import available
 from selfspec.runtime.forward import Runtime
 
 HAS_ONEDNN = bool(torch.backends.mkldnn.is_available())

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.draft_path import MODES, DraftPath
-from selfspec.model.kernels import KERNELS
-from selfspec.model.low_precision import Bits, Kernel, rounded
-from selfspec.model.skeleton import read_skeleton
-from selfspec.runtime.paths import BITS
+from selfspec.models.kernels import KERNELS
+from selfspec.models.low_precision import Bits, Kernel, quantize
+from selfspec.models.skeleton import read_skeleton
+from selfspec.runtime.compiled_path import BITS
+from selfspec.types.draft_path import MODES, DraftPath
 
 
 def random_path(seed: int, layers: int, *, words: int = 0) -> DraftPath:
@@ -28,7 +28,7 @@ def random_path(seed: int, layers: int, *, words: int = 0) -> DraftPath:
 def stands_for(linear: Any, bits: Bits) -> nn.Linear:
     """A linear with the weight that a linear's, rounded, stands for."""
     made = copy.deepcopy(linear)
-    made.weight = nn.Parameter(rounded(linear.weight.detach(), bits).weight(linear.weight.dtype))
+    made.weight = nn.Parameter(quantize(linear.weight.detach(), bits).weight(linear.weight.dtype))
     return made
 
 
@@ -52,7 +52,7 @@ def as_rounded(model: Any, path: DraftPath, in_full: tuple[str, ...] = ()) -> An
         if layer.experts is not None and modes[i + layers] in BITS:
             for pair in layer.experts.each():
                 for weight, _ in pair:
-                    weight.copy_(rounded(weight, BITS[modes[i + layers]]).weight(weight.dtype))
+                    weight.copy_(quantize(weight, BITS[modes[i + layers]]).weight(weight.dtype))
     return model
 
 
@@ -63,7 +63,7 @@ def kernels() -> list[tuple[Bits, str, Kernel]]:
         for name, kernel in named.items():
             try:
                 for rows in (1, 3):
-                    kernel(rounded(torch.randn(64, 64), bits), torch.float32)(torch.randn(rows, 64))
+                    kernel(quantize(torch.randn(64, 64), bits), torch.float32)(torch.randn(rows, 64))
             except (RuntimeError, AttributeError, NotImplementedError, SelfspecError):
                 continue
             found.append((bits, name, kernel))

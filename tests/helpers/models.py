@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
 
-from selfspec.decoding.loop import decode
 from selfspec.drafters import PlainDrafter
+from selfspec.engine.loop import decode
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.drafts import Outcome

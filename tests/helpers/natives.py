@@ -12,7 +12,7 @@ from models import SIZES, tiny
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
-from selfspec.model.layout import lay_out_
+from selfspec.models.layout import lay_out_
 from selfspec.speculation.drafts import Draft
 
 N, LAYERS, WORDS = 96, 3, SIZES["vocab_size"]

@@ -23,13 +23,13 @@ from selfspec.search import find_profile
 
 import selfspec
 from selfspec.controllers import make_controller, parse_controller
-from selfspec.decoding.engine import Engine
 from selfspec.drafters import LayerSkipDrafter
+from selfspec.engine.engine import Engine
 from selfspec.llm.batch import Batch
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
 from selfspec.profile.choosing import choose_profile
-from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
@@ -141,7 +141,7 @@ def broken_off(both: Both) -> Pairs:
 def joining_and_leaving(both: Both) -> Pairs:
     """Sequences that join and leave at random; what each has by then is the beginning of its text."""
     draw = random.Random(5)
-    runtime = both.shared.runtime.beside(rows=3)
+    runtime = both.shared.runtime.with_new_cache(rows=3)
     drafter = LayerSkipDrafter(runtime, FEW_BITS, controller_of("fixed:k=3"), candidates=2)
     running: dict[SequenceState, tuple[str, int]] = {}
     with Engine(runtime, drafter, reuse=True) as engine:
@@ -215,8 +215,8 @@ def main(model: str, out: Path) -> None:
     assert os.environ["RANK"] == "0"  # no other comes back
     both = Both(shared, selfspec.load(model, dtype="float64", profile="none"))
     found: dict[str, Any] = {}
-    for name, way in WAYS.items():
-        found[name] = way(both)
+    for name, compiled in WAYS.items():
+        found[name] = compiled(both)
         print(name, flush=True)
     found["sizes"] = [shared.runtime.skeleton.sizes.heads, both.whole.runtime.skeleton.sizes.heads]
     found["refused"] = refused(both)

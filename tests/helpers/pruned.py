@@ -12,8 +12,8 @@ from torch import Tensor
 
 from selfspec.controllers import Controller
 from selfspec.drafters import LayerSkipDrafter
-from selfspec.facts.skip import SkipSet
 from selfspec.runtime.forward import Runtime
+from selfspec.types.skip import SkipSet
 
 
 def pruned(model: Any, skip: SkipSet) -> Any:

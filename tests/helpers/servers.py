@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from selfspec.server.pool import Pool
-from selfspec.server.replica import Replica
-from selfspec.server.running import Server, bound, url
+from selfspec.server.server import Server, bound, url
 from selfspec.server.service import Service
 from selfspec.server.settings import Settings
+from selfspec.server.worker import Replica
+from selfspec.server.worker_pool import WorkerPool
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Served:
 def service_of(llm: Any, batches: Sequence[Any], log: list[dict[str, Any]], **settings: Any) -> Service:
     """A service over batches."""
     told = Settings(**{"names": ("toy", "alias"), "rows": 4, **settings})
-    pool = Pool([Replica(batch) for batch in batches], rows=told.rows, queue=told.queue)
+    pool = WorkerPool([Replica(batch) for batch in batches], rows=told.rows, queue=told.queue)
     return Service(llm, pool, told, log=log.append)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from selfspec.runtime.graphs import Replay
-from selfspec.speculation.step import Step
+from selfspec.runtime.cuda_graphs import Replay
+from selfspec.speculation.forward_output import ForwardOutput
 
 # What a host would wait for: values that are read, results whose size depends on values, numbers brought from the host.
 _READS = {"_local_scalar_dense", "nonzero", "_unique2", "masked_select", "equal", "lift_fresh", "lift_fresh_copy"}
@@ -30,7 +30,7 @@ class Tape:
     def pool(self) -> Any:
         return None
 
-    def record(self, body: Callable[[], Step], pool: Any) -> tuple[Step, Replay]:
+    def record(self, body: Callable[[], ForwardOutput], pool: Any) -> tuple[ForwardOutput, Replay]:
         assert pool is None
         body()  # as CUDA's does, so that it may be run more than once
         tape = _Recording()
@@ -56,7 +56,7 @@ class Unreplayed:
     def pool(self) -> Any:
         return None
 
-    def record(self, body: Callable[[], Step], pool: Any) -> tuple[Step, Replay]:
+    def record(self, body: Callable[[], ForwardOutput], pool: Any) -> tuple[ForwardOutput, Replay]:
         body()
         return body(), lambda: None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from selfspec.facts.costs import CostModel, Prices
+from selfspec.types.costs import CostModel, Prices
 
 MEASURED = "measured_costs"
 STEP = 1.3e-3  # seconds of a plain step; a draft step that skips nothing takes as long

@@ -10,27 +10,27 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.skip import SkipSet
-from selfspec.facts.work import Work, steps_of
 from selfspec.proposers.base import Guess
-from selfspec.runtime.checkers import ModelChecker
 from selfspec.runtime.forward import Runtime
+from selfspec.runtime.model_verifier import ModelChecker
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
-from selfspec.speculation.passes import Placed, lay_out
+from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.rounds import one_round
 from selfspec.speculation.rules import greedy, match
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.step import Step
+from selfspec.speculation.tree_batch import Placed, lay_out
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.draft_work import Work, steps_of
+from selfspec.types.skip import SkipSet
 
 
 class Toy:
     hidden: Sequence[int] = ()
     drafts = True
 
-    def begin(self, seq: SequenceState, prefill: Step) -> None:
+    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         pass
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
@@ -38,13 +38,13 @@ class Toy:
 
     def within(self, seq: SequenceState, limit: Limit) -> Draft:
         """`draft`, told by the sequence's room how deep it may be."""
-        room, seq.room = seq.room, min(seq.room, limit.depth + 1)
+        room, seq.remaining = seq.remaining, min(seq.remaining, limit.depth + 1)
         try:
             return self.draft(seq)
         finally:
-            seq.room = room
+            seq.remaining = room
 
-    def dearest(self, limit: Limit) -> Work:
+    def max_work(self, limit: Limit) -> Work:
         return steps_of(limit.depth)
 
     def draft(self, seq: SequenceState) -> Draft:
@@ -73,7 +73,7 @@ class RandomTree(Toy):
         q_row: list[int] = []
         rows: list[Tensor] = []
         level: list[tuple[int, list[int]]] = [(-1, [])]
-        for width in self.shape[: seq.room - 1]:
+        for width in self.shape[: seq.remaining - 1]:
             below: list[tuple[int, list[int]]] = []
             for node, path in level:
                 q = self.q([*seq.tokens, *path])
@@ -103,7 +103,7 @@ class HiddenHead(Toy):
         self.head = torch.randn(shape, generator=generator, dtype=runtime.dtype)
         self.state: dict[SequenceState, Tensor] = {}
 
-    def begin(self, seq: SequenceState, prefill: Step) -> None:
+    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         if prefill.hidden:
             self.state[seq] = prefill.hidden[self.hidden[0]][0, -1]
 
@@ -111,7 +111,7 @@ class HiddenHead(Toy):
         self.state.pop(seq, None)
 
     def draft(self, seq: SequenceState) -> Draft:
-        if seq not in self.state or seq.room < 2:
+        if seq not in self.state or seq.remaining < 2:
             return NO_DRAFT
         q = (self.state[seq] @ self.head).softmax(-1)
         if seq.sampler.greedy:
@@ -167,13 +167,13 @@ class Staged(Toy):
         self.inner: dict[SequenceState, SequenceState] = {}
         self._held = ExitStack()
 
-    def begin(self, seq: SequenceState, prefill: Step) -> None:
+    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         if not self.inner:
             self._held.enter_context(self.runtime.session(0))
         rule = None if seq.rule in (None, greedy, match) else seq.rule
-        self.inner[seq] = SequenceState(list(seq.tokens), seq.room, seq.sampler, seq.ends, seq.row, rule)
+        self.inner[seq] = SequenceState(list(seq.tokens), seq.remaining, seq.sampler, seq.ends, seq.row, rule)
         self.runtime.cache.clear(seq.row)
-        self.runtime.reserve(len(seq.tokens) + seq.room + 2 * self.depth)
+        self.runtime.reserve(len(seq.tokens) + seq.remaining + 2 * self.depth)
         self.proposals.begin(self.inner[seq], prefill)
 
     def end(self, seq: SequenceState) -> None:
@@ -183,16 +183,16 @@ class Staged(Toy):
             self._held.close()
 
     def draft(self, seq: SequenceState) -> Draft:
-        if seq.room < 2:
+        if seq.remaining < 2:
             return NO_DRAFT
         inner, cache = self.inner[seq], self.runtime.cache
-        inner.tokens, inner.room = list(seq.tokens), min(self.depth, seq.room - 1)
+        inner.tokens, inner.remaining = list(seq.tokens), min(self.depth, seq.remaining - 1)
         known, end = min(cache.length[seq.row], len(seq.tokens) - 1), len(seq.tokens) - 1
         if known < end:  # what was committed since; the last token is the inner round's own
             rows = slice(seq.row, seq.row + 1)
             self.runtime.forward(torch.tensor([seq.tokens[known:end]]), known, rows=rows, logits=None)
         cache.length[seq.row] = end
-        (outcome,) = one_round(self.checker, self.proposals, [inner], [Limit(inner.room - 1)])
+        (outcome,) = one_round(self.checker, self.proposals, [inner], [Limit(inner.remaining - 1)])
         return self.made(outcome)
 
     def made(self, outcome: Outcome) -> Draft:
@@ -215,7 +215,7 @@ class Scripted(Toy):
 
     def draft(self, seq: SequenceState) -> Draft:
         drafted: list[int] = []
-        for token in self.script(seq.tokens)[: min(self.k, seq.room - 1)]:
+        for token in self.script(seq.tokens)[: min(self.k, seq.remaining - 1)]:
             drafted.append(token)
             if token in seq.ends:
                 break

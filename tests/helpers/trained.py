@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from selfspec.facts.draft_path import DraftPath
-from selfspec.model.trained import Bridge, Trained, Update
+from selfspec.models.path_modules import Bridge, Trained, Update
 from selfspec.runtime.forward import Runtime
+from selfspec.types.draft_path import DraftPath
 
 
 def random_trained(runtime: Runtime, path: DraftPath, *, rank: int | None = None, seed: int = 0, size: float = 0.1):

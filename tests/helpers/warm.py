@@ -23,7 +23,7 @@ IMPORTED = (  # what commands import when they need it
     "scipy.stats",
     "selfspec.cli.app",
     "selfspec.llm.llm",
-    "selfspec.search.pick",
+    "selfspec.search.front_pick",
     "selfspec.search.study",
     "selfspec.show.report",
     "sqlalchemy",

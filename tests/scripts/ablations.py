@@ -20,22 +20,22 @@ from typing import Any
 import built_in
 import numpy as np
 import torch
-from selfspec.search.confidence import GAP, chosen, features
-from selfspec.search.continuations import Decoding, continue_prompts
+from selfspec.search.confidence_fit import GAP, chosen, features
+from selfspec.search.continuations import DecodingSettings, continue_prompts
 from selfspec.search.objective import Replayed
 from selfspec.search.replay import Replay
 
 import selfspec
 from selfspec.basics.machine import machine
 from selfspec.controllers import FixedK
-from selfspec.facts.confidence import PROBABILITY
-from selfspec.facts.costs import CostModel
-from selfspec.facts.draft_path import MODES, DraftPath
-from selfspec.facts.skip import SkipSet
 from selfspec.measure.cost_fitting import measure_costs
-from selfspec.profile.draft import ProposerSpec
+from selfspec.profile.draft_spec import ProposerSpec
 from selfspec.profile.reading import read_profile
-from selfspec.text.frequent import frequent
+from selfspec.text.token_counts import frequent
+from selfspec.types.confidence import PROBABILITY
+from selfspec.types.costs import CostModel
+from selfspec.types.draft_path import MODES, DraftPath
+from selfspec.types.skip import SkipSet
 
 
 def paths(layers: int, vocabulary: tuple[int, ...], found: DraftPath | None) -> dict[str, DraftPath]:
@@ -104,7 +104,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     llm = selfspec.load(given.model, profile="none", drafting=True, few_bits=True)
-    decoding = Decoding(64, given.temperature)
+    decoding = DecodingSettings(64, given.temperature)
     size = llm.identity.vocabulary or 0
     made = continue_prompts(llm, built_in.prompts(llm, "calibration", given.prompts), decoding)
     costs = measure_costs(llm.runtime, context=128, modes=MODES, sampler=decoding.sampler(), seconds=20.0)

@@ -21,7 +21,7 @@ import selfspec
 from selfspec import builtin
 from selfspec.cli.common import drafted_with
 from selfspec.drafters import PlainDrafter
-from selfspec.llm.prompts import encode
+from selfspec.llm.prompt_encoding import encode
 from selfspec.measure.audit import first_difference
 from selfspec.measure.timing import conditions
 from selfspec.profile.shipped import find_profile_file

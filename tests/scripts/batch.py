@@ -16,12 +16,12 @@ import torch
 import selfspec
 from selfspec import builtin
 from selfspec.basics.machine import machine
-from selfspec.decoding.engine import Engine
 from selfspec.drafters import Drafter, PlainDrafter, make_drafter
+from selfspec.engine.engine import Engine
 from selfspec.measure.audit import first_difference
-from selfspec.model.layout import lay_out_
-from selfspec.model.loading import load_model
-from selfspec.model.widen import widen
+from selfspec.models.layout import lay_out_
+from selfspec.models.loading import load_model
+from selfspec.models.widen import widen
 from selfspec.profile import find_profile_file
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler

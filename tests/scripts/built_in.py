@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from selfspec import builtin
 from selfspec.llm.llm import LLM
-from selfspec.llm.prompts import encode, takes_messages
+from selfspec.llm.prompt_encoding import encode, takes_messages
 from selfspec.text.prompt_files import prompts_for
 
 

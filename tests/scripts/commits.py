@@ -38,11 +38,11 @@ import selfspec
 from selfspec import builtin
 from selfspec.drafters import PlainDrafter
 try:
-    from selfspec.decoding.loop import decode
-    from selfspec.facts.skip import SkipSet
-    from selfspec.model.layout import lay_out_
-    from selfspec.model.loading import load_model
-    from selfspec.model.widen import widen
+    from selfspec.engine.loop import decode
+    from selfspec.types.skip import SkipSet
+    from selfspec.models.layout import lay_out_
+    from selfspec.models.loading import load_model
+    from selfspec.models.widen import widen
     from selfspec.runtime.forward import Runtime
     from selfspec.speculation.sampling import Sampler
     from selfspec.speculation.sequence import SequenceState

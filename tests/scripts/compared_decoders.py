@@ -30,7 +30,7 @@ def selfspec_methods(given: dict[str, Any]) -> dict[str, Decode]:
 
     torch.set_num_threads(given["threads"])
     import selfspec
-    from selfspec.decoding.loop import decode
+    from selfspec.engine.loop import decode
     from selfspec.speculation.sampling import Sampler
     from selfspec.speculation.sequence import SequenceState
 
@@ -74,7 +74,7 @@ def transformers_methods(given: dict[str, Any]) -> dict[str, Decode]:
     from transformers import GenerationConfig
     from transformers.utils import logging
 
-    from selfspec.model.loading import load_model
+    from selfspec.models.loading import load_model
 
     logging.set_verbosity_error()
     model, _ = load_model(given["model"], device="cpu", dtype=given["dtype"])
@@ -130,7 +130,7 @@ def llama_cpp_methods(given: dict[str, Any]) -> dict[str, Decode]:
                 part = tokens[at : at + settings.n_batch]
                 ids = (lib.llama_token * len(part))(*part)
                 if lib.llama_decode(context, lib.llama_batch_get_one(ids, len(part))):
-                    raise SystemExit("llama.cpp could not decode; want a larger --context")
+                    raise SystemExit("llama.cpp could not decode; expected a larger --context")
             tokens = [lib.llama_sampler_sample(chain, context, -1)]
             yield tokens[0], time.perf_counter()
         lib.llama_sampler_free(chain)

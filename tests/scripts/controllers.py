@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from selfspec.search.continuations import Decoding, continue_prompts
+from selfspec.search.continuations import DecodingSettings, continue_prompts
 from selfspec.search.finalists import drafting_as
 from selfspec.search.objective import Replayed, controllers_in_play, predict
 from selfspec.search.oracle import oracle_bound
@@ -46,7 +46,7 @@ def main() -> None:
     base = find_profile_file(given.profile or builtin.PROFILE)
     found: dict[str, Any] = {**conditions(llm.runtime), "skipped": len(base.skip_set), "temperatures": {}}
     for temperature in (0.0, 0.8):
-        decoding = Decoding(NEW, temperature)
+        decoding = DecodingSettings(NEW, temperature)
         costs = base.costs if given.profile else None
         if costs is None:
             costs = measure_costs(llm.runtime, context=110, sampler=decoding.sampler())

@@ -15,18 +15,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from selfspec.basics.machine import machine
 from selfspec.controllers import FixedK
-from selfspec.decoding.loop import decode
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.facts.costs import CostModel
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.skip import SkipSet
+from selfspec.engine.loop import decode
 from selfspec.measure.cost_fitting import measure_path_costs
-from selfspec.model.layout import lay_out_
+from selfspec.models.layout import lay_out_
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.rules import find_rule
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
+from selfspec.types.costs import CostModel
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.skip import SkipSet
 
 VOCABULARY = 128_256
 

@@ -26,17 +26,17 @@ from transformers import AutoModelForCausalLM
 import selfspec
 from selfspec import builtin
 from selfspec.drafters import PlainDrafter
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
 from selfspec.measure.timing import conditions, interleave, method
-from selfspec.model.layout import lay_out_
-from selfspec.profile.draft import LayerSkipSpec, ProposerSpec
+from selfspec.models.layout import lay_out_
+from selfspec.profile.draft_spec import LayerSkipSpec, ProposerSpec
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
-from selfspec.speculation.passes import Placed
+from selfspec.speculation.tree_batch import Placed
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.skip import SkipSet
 
 PROMPTS, ROUNDS = 4, {100: 8, 500: 4}
 HALF = SkipSet(tuple(range(1, 16, 2)), tuple(range(1, 16, 2)))

@@ -20,7 +20,7 @@ from selfspec.training.fit import LOOKED_AT, _learner, _told
 from selfspec.training.making import folder_of
 from selfspec.training.options import TrainOptions, check_kind
 from selfspec.training.state import State
-from selfspec.training.texts import Texts
+from selfspec.training.texts import TextStore
 
 
 def main() -> None:
@@ -35,11 +35,11 @@ def main() -> None:
     kind, llm = check_kind(given.kind), selfspec.load(given.model, profile="none")
     folder = folder_of(llm, None, False, TrainOptions())
     of = [(int(count), Path(out)) for count, out in (one.split(":", 1) for one in given.of)]
-    every = Texts(folder, max(count for count, _ in of))
+    every = TextStore(folder, max(count for count, _ in of))
     unseen = [every.read(number) for number in every.numbers(held_out=True)[:LOOKED_AT]]
     print(f"{machine(torch.device('cpu'))}; {given.model}; {kind}; {len(unseen)} texts that none learnt from")
     for count, out in of:
-        texts, options = Texts(folder, count), TrainOptions(texts=count)
+        texts, options = TextStore(folder, count), TrainOptions(texts=count)
         state = State(out / f"{kind}.checkpoint", _told(llm, kind, options, None))
         learner = _learner(llm, kind, texts, options, None)
         state.best_into(learner)

@@ -165,7 +165,7 @@ def table(found: dict[str, Any]) -> str:
 
 def chats(file: Path, model: str, limit: int) -> list[list[int]]:
     """The token ids of the first prompts of a file, each a chat's first message; spread over its lines."""
-    from selfspec.model.loading import load_tokenizer
+    from selfspec.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]

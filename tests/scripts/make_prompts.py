@@ -30,10 +30,10 @@ def excerpt(text: str, tokenizer, generator: random.Random) -> str | None:  # ty
     """A random excerpt of `text`, or None when its place has too few tokens."""
     lines = text.splitlines(keepends=True)
     starts = [0, *(i for i in range(1, len(lines)) if not lines[i - 1].strip() and lines[i].strip())]
-    start, want = generator.choice(starts), generator.randint(SHORTEST, LONGEST)
+    start, wanted = generator.choice(starts), generator.randint(SHORTEST, LONGEST)
     kept = ""
     for line in lines[start:]:
-        if len(tokenizer(kept + line).input_ids) > want:
+        if len(tokenizer(kept + line).input_ids) > wanted:
             break
         kept += line
     return kept if len(tokenizer(kept).input_ids) >= SHORTEST else None

@@ -44,8 +44,8 @@ MUTANTS = (
     # -- found by planting bugs before
     Mutant(
         "stop strings: the first that was found, not the earliest",
-        "selfspec/text/pieces.py", "self._held[: min(found)]", "self._held[: found[0]]",
-        "text/test_pieces.py",
+        "selfspec/text/detokenizer.py", "self._held[: min(found)]", "self._held[: found[0]]",
+        "text/test_detokenizer.py",
     ),
     Mutant(
         "guard: no plain round after 128 drafted tokens",
@@ -55,8 +55,8 @@ MUTANTS = (
     Mutant(
         "profile: a draft model's confidence is dropped",
         "selfspec/drafters/registry.py",
-        "controller, confidence = make_controller(spec.controller, profile.outlook), spec.confidence or PROBABILITY",
-        "controller, confidence = make_controller(spec.controller, profile.outlook), PROBABILITY",
+        "controller, confidence = make_controller(spec.controller, profile.payoff), spec.confidence or PROBABILITY",
+        "controller, confidence = make_controller(spec.controller, profile.payoff), PROBABILITY",
         "drafters/test_every_field.py",
     ),
     # -- acceptance
@@ -71,7 +71,7 @@ MUTANTS = (
         "selfspec/speculation/rules.py",
         "matches.append(matches[parent + 1] and token == wanted[parent + 1])",
         "matches.append(token == wanted[parent + 1])",
-        "speculation/test_rules.py decoding/test_loop.py",
+        "speculation/test_rules.py engine/test_loop.py",
     ),
     Mutant(
         "acceptance: the first path that matches, not the deepest",
@@ -116,7 +116,7 @@ MUTANTS = (
         "selfspec/runtime/cache.py",
         "if any(node != place for place, node in enumerate(path)):",
         "if len(path) > 1 and any(node != place for place, node in enumerate(path)):",
-        "decoding/test_loop.py",
+        "engine/test_loop.py",
     ),
     Mutant(
         "cache: when it grows, the first row's length counts for all",
@@ -127,36 +127,36 @@ MUTANTS = (
         "cache: a commit counts a token too few",
         "selfspec/runtime/cache.py",
         "self.length[row] = end = start + len(path)", "self.length[row] = end = max(start, start + len(path) - 1)",
-        "decoding/test_loop.py",
+        "engine/test_loop.py",
     ),
     Mutant(
         "cache: a padded row writes over slot 0",
-        "selfspec/speculation/passes.py", "torch.full(shape, spare)", "torch.full(shape, 0)",
-        "decoding/test_engine.py runtime/test_ragged.py",
+        "selfspec/speculation/tree_batch.py", "torch.full(shape, spare)", "torch.full(shape, 0)",
+        "engine/test_engine.py runtime/test_ragged.py",
     ),
     # -- positions and masks
     Mutant(
         "positions: a tree's nodes stand one after the other",
-        "selfspec/speculation/passes.py",
+        "selfspec/speculation/tree_batch.py",
         "positions = torch.tensor([[start, *(start + depth for depth in draft.depths)]], device=device)",
         "positions = torch.tensor([[start + i for i in range(1 + len(draft))]], device=device)",
-        "decoding/test_loop.py",
+        "engine/test_loop.py",
     ),
     Mutant(
         "masks: a row among others does not see its root",
-        "selfspec/speculation/passes.py", "mask[b, :n, : start + 1] = True", "mask[b, :n, :start] = True",
-        "decoding/test_engine.py",
+        "selfspec/speculation/tree_batch.py", "mask[b, :n, : start + 1] = True", "mask[b, :n, :start] = True",
+        "engine/test_engine.py",
     ),
     Mutant(
         "masks: a sliding window is one token too long",
         "selfspec/runtime/masks.py", ".tril(end - n - window)", ".tril(end - n - window - 1)",
-        "runtime/test_windows.py model/test_every_family.py",
+        "runtime/test_windows.py models/test_every_family.py",
     ),
     Mutant(
         "masks: a tree's window is one token too long",
         "selfspec/runtime/cache.py",
         "> positions.unsqueeze(-1) - window", ">= positions.unsqueeze(-1) - window",
-        "runtime/test_windows.py model/test_every_family.py",
+        "runtime/test_windows.py models/test_every_family.py",
     ),
     # -- seeds
     Mutant(
@@ -179,20 +179,20 @@ MUTANTS = (
     # -- stop strings
     Mutant(
         "stop strings: a beginning that is all of the text is shown",
-        "selfspec/text/pieces.py",
+        "selfspec/text/detokenizer.py",
         "range(min(len(text), len(stop)), 0, -1)", "range(min(len(text) - 1, len(stop)), 0, -1)",
-        "text/test_pieces.py",
+        "text/test_detokenizer.py",
     ),
     Mutant(
         "stop strings: what was held back is lost at the end",
-        "selfspec/text/pieces.py",
+        "selfspec/text/detokenizer.py",
         "        if not self.stopped:\n            self._ready.append(self._held)\n", "",
-        "text/test_pieces.py",
+        "text/test_detokenizer.py",
     ),
     # -- ends
     Mutant(
         "ends: more tokens than there is room for",
-        "selfspec/speculation/sequence.py", "for token in tokens[: self.room]:", "for token in tokens:",
+        "selfspec/speculation/sequence.py", "for token in tokens[: self.remaining]:", "for token in tokens:",
         "speculation/test_sequence.py",
     ),
     Mutant(
@@ -263,35 +263,40 @@ MUTANTS = (
     ),
     Mutant(
         "server: usage counts the first text alone",
-        "selfspec/server/calls.py",
+        "selfspec/server/request_state.py",
         "return sum(getattr(update, name) for update in self.latest)", "return getattr(self.latest[0], name)",
         "server",
     ),
     # -- quantisers
     Mutant(
         "quantised: the zero of 4 bits is a step off",
-        "selfspec/model/low_precision.py", "zero = (low + 8 * scale.float()).bfloat16()",
+        "selfspec/models/low_precision.py", "zero = (low + 8 * scale.float()).bfloat16()",
         "zero = (low + 7 * scale.float()).bfloat16()",
-        "model/test_low_precision.py",
+        "models/test_low_precision.py",
     ),
     Mutant(
         "quantised: one scale for all outputs",
-        "selfspec/model/low_precision.py", "weight.abs().amax(1, keepdim=True).float()",
+        "selfspec/models/low_precision.py", "weight.abs().amax(1, keepdim=True).float()",
         "weight.abs().amax().expand(out, 1).float()",
-        "model/test_low_precision.py",
+        "models/test_low_precision.py",
     ),
     Mutant(
         "quantised: values are cut, not rounded to the nearest",
-        "selfspec/model/low_precision.py",
+        "selfspec/models/low_precision.py",
         "values = (weight.float() / scale.float()).round_()", "values = (weight.float() / scale.float()).trunc_()",
-        "model/test_low_precision.py",
+        "models/test_low_precision.py",
     ),
 )  # fmt: skip
 
 
 def lacking() -> list[str]:
-    """Return the names of mutants whose place is not in the sources exactly once."""
-    return [mutant.name for mutant in MUTANTS if (ROOT / mutant.file).read_text().count(mutant.old) != 1]
+    """Return the names of mutants whose place is not in the sources exactly once, or whose tests are gone."""
+    gone = []
+    for mutant in MUTANTS:
+        source, tests = ROOT / mutant.file, [TESTS / name for name in mutant.tests.split()]
+        if not source.exists() or source.read_text().count(mutant.old) != 1 or not all(map(Path.exists, tests)):
+            gone.append(mutant.name)
+    return gone
 
 
 def copy_to(folder: Path) -> Path:
@@ -330,7 +335,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     given = parser.parse_args()
     if gone := lacking():
-        print("\n".join(f"not in the sources exactly once: {name}" for name in gone))
+        print("\n".join(f"not in the sources exactly once, or without its tests: {name}" for name in gone))
         return 1
     if given.check:
         print(f"{len(MUTANTS)} mutants, each in its place")

@@ -19,11 +19,11 @@ import selfspec
 from selfspec import builtin
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
 from selfspec.measure.timing import method
 from selfspec.speculation.drafter import Drafter
+from selfspec.types.skip import SkipSet
 
 DRAFTED, CANDIDATES, START, REPEATS = 4, 3, 100, 3
 EDGES = (128, 256, 384, 512, 640, 768, 896, 1000)

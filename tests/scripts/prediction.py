@@ -15,7 +15,7 @@ import statistics
 
 import built_in
 import torch
-from selfspec.search.continuations import Decoding, continue_prompts
+from selfspec.search.continuations import DecodingSettings, continue_prompts
 from selfspec.search.objective import predict
 from selfspec.search.replay import Replay
 
@@ -23,11 +23,11 @@ import selfspec
 from selfspec.basics.machine import machine
 from selfspec.controllers import StaticThreshold
 from selfspec.drafters import PlainDrafter
-from selfspec.facts.draft_path import LOW, DraftPath, Mode
 from selfspec.measure.cost_fitting import measure_costs
 from selfspec.measure.timing import interleave, method
-from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
+from selfspec.types.draft_path import LOW, DraftPath, Mode
 
 
 def random_path(draw: random.Random, layers: int, modes: list[Mode]) -> DraftPath:
@@ -56,7 +56,7 @@ def main() -> None:
     llm = selfspec.load(options.model, profile="none", drafting=True, few_bits=low)
     draw = random.Random(options.seed)
     paths = [random_path(draw, llm.runtime.layers, modes) for _ in range(options.sets)]
-    decoding, controller = Decoding(64, options.temperature), StaticThreshold(0.5, 6)
+    decoding, controller = DecodingSettings(64, options.temperature), StaticThreshold(0.5, 6)
     prompts = built_in.prompts(llm, "heldout", options.prompts)
     texts = continue_prompts(llm, prompts, decoding, seed=options.seed)
     context = round(statistics.mean(text.prompt + text.new / 2 for text in texts))

@@ -27,15 +27,15 @@ from selfspec import builtin
 from selfspec.controllers import CONTROLLERS
 from selfspec.drafters import PlainDrafter
 from selfspec.drafters.registry import make_layer_skip
-from selfspec.facts.confidence import Confidence
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.draft_path import LOW, MODES, DraftPath, HeadMode
-from selfspec.facts.skip import SkipSet
-from selfspec.facts.stats import Stats
-from selfspec.facts.work import DRAFT_STEP
-from selfspec.profile.draft import LayerSkipSpec, ProposerSpec
+from selfspec.profile.draft_spec import LayerSkipSpec, ProposerSpec
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
+from selfspec.types.confidence import Confidence
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.draft_path import LOW, MODES, DraftPath, HeadMode
+from selfspec.types.draft_work import DRAFT_STEP
+from selfspec.types.skip import SkipSet
+from selfspec.types.stats import Stats
 
 TOKENS = 32
 HEADS: tuple[HeadMode, ...] = ("full", "int8", "int4")

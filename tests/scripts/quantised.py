@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 import selfspec
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import wrap
-from selfspec.model.loading import load_model
+from selfspec.models.loading import load_model
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.skip import SkipSet
 
 LETTER = (
     "Dear Ms Adler, thank you for your letter of the third of May. The shelves that you ordered left our workshop on "

@@ -19,11 +19,11 @@ from collections.abc import Callable
 
 import built_in
 import torch
-from selfspec.search.continuations import Decoding, continue_prompts
+from selfspec.search.continuations import DecodingSettings, continue_prompts
 from torch import Tensor, nn
 
 import selfspec
-from selfspec.model.low_precision import rounded
+from selfspec.models.low_precision import quantize
 
 SIZE, SHRINKS = 64, [1 - 0.04 * i for i in range(12)]
 
@@ -96,8 +96,8 @@ def main() -> None:
         return add
 
     hooks = [module.register_forward_pre_hook(seen(name)) for name, module in linears.items()]
-    calibration = continue_prompts(llm, built_in.prompts(llm, "calibration", 24), Decoding(96, 0.8))
-    held = continue_prompts(llm, built_in.prompts(llm, "heldout", 12), Decoding(64))
+    calibration = continue_prompts(llm, built_in.prompts(llm, "calibration", 24), DecodingSettings(96, 0.8))
+    held = continue_prompts(llm, built_in.prompts(llm, "heldout", 12), DecodingSettings(64))
     moments.clear()
     for text in calibration:
         model(torch.tensor([text.tokens]))
@@ -112,8 +112,8 @@ def main() -> None:
 
     whole, own = logits(), {name: module.weight.detach().clone() for name, module in linears.items()}
     ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "8 bits, nearest": lambda w, h: rounded(w, 8).weight(w.dtype),
-        "4 bits, nearest": lambda w, h: rounded(w, 4).weight(w.dtype),
+        "8 bits, nearest": lambda w, h: quantize(w, 8).weight(w.dtype),
+        "4 bits, nearest": lambda w, h: quantize(w, 4).weight(w.dtype),
         "4 bits, scales": scales,
         "4 bits, gptq": lambda w, h: gptq(w, h, searched=False),
         "4 bits, both": lambda w, h: gptq(w, h, searched=True),

@@ -16,16 +16,16 @@ from pathlib import Path
 import built_in
 import torch
 from selfspec.search import find_profile
-from selfspec.search.continuations import Decoding, continue_prompts
+from selfspec.search.continuations import DecodingSettings, continue_prompts
 from selfspec.search.objective import Replayed
 from selfspec.search.replay import Replay
 
 import selfspec
 from selfspec.basics.machine import machine
-from selfspec.facts.draft_path import MODES
 from selfspec.measure.cost_fitting import measure_costs
-from selfspec.profile.draft import ProposerSpec
+from selfspec.profile.draft_spec import ProposerSpec
 from selfspec.profile.reading import read_profile
+from selfspec.types.draft_path import MODES
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
         found[f"seed {seed}"] = profile.path
         measured = profile.measured[0].speedup if profile.measured else float("nan")
         print(f"seed {seed}: {time.perf_counter() - begun:.0f} s, {profile.draft.said}; measured {measured:.2f}x")
-    decoding = Decoding(64, given.temperature)
+    decoding = DecodingSettings(64, given.temperature)
     texts = continue_prompts(llm, built_in.prompts(llm, "heldout", given.prompts), decoding)
     costs = measure_costs(llm.runtime, modes=MODES, sampler=decoding.sampler(), seconds=20.0)
     with Replay(llm.model, texts, sampler=decoding.sampler(), like=llm.runtime) as replay:

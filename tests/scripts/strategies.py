@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from selfspec.search.calibration import choose
-from selfspec.search.continuations import Decoding
+from selfspec.search.continuations import DecodingSettings
 from selfspec.search.ledger import Ledger
 from selfspec.search.objective import Replayed, WallClock
 from selfspec.search.options import SearchOptions
@@ -33,13 +33,13 @@ import selfspec
 from selfspec.basics.machine import machine
 from selfspec.controllers import make_controller
 from selfspec.drafters import PlainDrafter
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.costs import CostModel
-from selfspec.facts.skip import SkipSet
 from selfspec.measure.cost_fitting import measure_costs
 from selfspec.measure.timing import interleave, method
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.costs import CostModel
+from selfspec.types.skip import SkipSet
 
-DECODING, PROMPTS, STRATEGY = Decoding(64), 8, SearchOptions.strategy
+DECODING, PROMPTS, STRATEGY = DecodingSettings(64), 8, SearchOptions.strategy
 
 
 def prepared(llm, costs, seed, held):
@@ -83,7 +83,7 @@ def run_recipe(llm, costs, minutes):
     chosen = choose(None, source="", count=8, seed=0)
     space = Space(llm.runtime.layers)
     texts = [llm.encode(p) for p in chosen.search]
-    worth = WallClock(llm, texts, Decoding(32), ControllerSpec(name="adaptive"))
+    worth = WallClock(llm, texts, DecodingSettings(32), ControllerSpec(name="adaptive"))
     strategy = make_strategy("skopt", Problem(space, 0))
     incumbents, trials = [], 0
     while time.perf_counter() - start < 60 * minutes:

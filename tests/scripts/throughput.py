@@ -33,7 +33,7 @@ from selfspec.drafters import Drafter, LayerSkipDrafter, PlainDrafter
 from selfspec.llm.batch import Batch
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
-from selfspec.llm.prompts import encode
+from selfspec.llm.prompt_encoding import encode
 from selfspec.runtime.forward import Runtime
 from selfspec.text.prompt_files import read_prompts
 

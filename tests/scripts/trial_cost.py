@@ -14,12 +14,12 @@ import time
 
 import torch
 from selfspec.search.replay import Replay
-from selfspec.search.target_text import Text
+from selfspec.search.target_text import TargetText
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from selfspec.basics.machine import machine
 from selfspec.controllers import FixedK
-from selfspec.facts.skip import SkipSet
+from selfspec.types.skip import SkipSet
 
 BASE = {"layers": 16, "hidden": 128, "tokens": 512, "k_max": 4}
 PROMPT, PROMPTS = 64, 8
@@ -42,7 +42,7 @@ def seconds(*, layers: int, hidden: int, tokens: int, k_max: int) -> float:
     model = AutoModelForCausalLM.from_config(config).eval()
     draw = random.Random(0)
     new = tokens // PROMPTS
-    texts = [Text(tuple(draw.randrange(4096) for _ in range(PROMPT + new)), PROMPT, new) for _ in range(PROMPTS)]
+    texts = [TargetText(tuple(draw.randrange(4096) for _ in range(PROMPT + new)), PROMPT, new) for _ in range(PROMPTS)]
     skip = SkipSet(*(tuple(draw.sample(range(layers), layers // 2)) for _ in range(2)))
     times = []
     with Replay(model, texts, depth=k_max) as replay:

@@ -15,9 +15,9 @@ import torch
 from selfspec.search import find_profile
 
 import selfspec
-from selfspec.model.layout import lay_out_
-from selfspec.model.loading import load_model
-from selfspec.model.widen import widen
+from selfspec.models.layout import lay_out_
+from selfspec.models.loading import load_model
+from selfspec.models.widen import widen
 from selfspec.profile.reading import write_profile
 
 

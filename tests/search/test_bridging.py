@@ -10,16 +10,16 @@ from selfspec.search import finalists, find_profile, study
 from selfspec.search.bridging import with_bridges, with_its_bridges
 from selfspec.search.objective import Replayed
 from selfspec.search.replay import Replay
-from selfspec.search.target_text import Text
+from selfspec.search.target_text import TargetText
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
-from selfspec.facts.costs import CostModel
-from selfspec.facts.draft_path import DraftPath
-from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.reading import read_profile, write_profile
 from selfspec.runtime.forward import Runtime
+from selfspec.types.costs import CostModel
+from selfspec.types.draft_path import DraftPath
 
 COSTS = CostModel(context=9, base=0.3, attention=0.02, mlp=0.02, widths=[1, 8], verify=[1.0, 1.1], round=0.05, head=0.1)
 BYPASSING = DraftPath.skipping([1, 2], [1, 2])
@@ -37,7 +37,7 @@ def texts():
 def replay():
     model = small(vocabulary=64, layers=4)
     prompts = [[21, 2, 3], [24, 5], [37], [33, 3, 9, 1, 0, 2]]
-    done = [Text((*p, *plain(Runtime(model), p, 24)), len(p), 24) for p in prompts]
+    done = [TargetText((*p, *plain(Runtime(model), p, 24)), len(p), 24) for p in prompts]
     with Replay(model, done, depth=3) as replay:
         yield replay
 
@@ -46,7 +46,7 @@ def test_they_join_where_they_are_better(replay, texts):
     """And score as the path with them does."""
     worth = Replayed(replay, COSTS, [FixedK(2)])
     score = worth.score(BYPASSING)
-    found = with_bridges(worth, score, runtime=replay._runtime.beside(), texts=texts)
+    found = with_bridges(worth, score, runtime=replay._runtime.with_new_cache(), texts=texts)
     assert found.acceptance_rate > score.acceptance_rate
     assert found.path.skip == score.path.skip
     again = Replayed(replay, COSTS, [FixedK(2)]).score(found.path)
@@ -56,12 +56,12 @@ def test_they_join_where_they_are_better(replay, texts):
 def test_nothing_to_bridge(replay, texts):
     worth = Replayed(replay, COSTS, [FixedK(2)])
     score = worth.score(DraftPath.skipping([1], [2]))
-    assert with_bridges(worth, score, runtime=replay._runtime.beside(), texts=texts) is None
+    assert with_bridges(worth, score, runtime=replay._runtime.with_new_cache(), texts=texts) is None
 
 
 def test_there_is_no_time_to_fit_any(replay, texts):
     worth, asked = Replayed(replay, COSTS, [FixedK(2)]), []
-    runtime = replay._runtime.beside()
+    runtime = replay._runtime.with_new_cache()
     two = DraftPath.skipping([0, 2], [0, 2])  # runs
     found = with_bridges(
         worth, worth.score(two), runtime=runtime, texts=texts, seconds=lambda n: n / 1000, allows=asked.append
@@ -71,7 +71,7 @@ def test_there_is_no_time_to_fit_any(replay, texts):
 
 
 def test_a_profile_takes_its_bridges_along(replay, texts, tmp_path):
-    runtime = replay._runtime.beside()
+    runtime = replay._runtime.with_new_cache()
     worth = Replayed(replay, COSTS, [FixedK(2)])
     found = with_bridges(worth, worth.score(BYPASSING), runtime=runtime, texts=texts)
     base = selfspec.Profile(model=runtime.skeleton.identity, draft=LayerSkipSpec.of(found.path))

@@ -40,9 +40,9 @@ def test_columns_and_templates(tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("p.jsonl", {"column": "n"}, r"p\.jsonl, line 1: want an object whose 'n' is a text that is not empty"),
-        ("p.jsonl", {"column": "text"}, r"line 2: want an object whose 'text' is a text"),
-        ("p.jsonl", {"template": "{n} {x}"}, r"line 1: want an object whose 'n' and 'x' are there, texts"),
+        ("p.jsonl", {"column": "n"}, r"p\.jsonl, line 1: expected an object whose 'n' is a text that is not empty"),
+        ("p.jsonl", {"column": "text"}, r"line 2: expected an object whose 'text' is a text"),
+        ("p.jsonl", {"template": "{n} {x}"}, r"line 1: expected an object whose 'n' and 'x' are there, texts"),
         ("p.txt", {"column": "q"}, r"p\.txt: no column 'q' \(there are: text\)"),
         ("p.txt", {"template": "{q}"}, r"p\.txt: no column 'q'"),
         ("p.txt", {"template": "{text"}, "template '{text': "),
@@ -59,10 +59,10 @@ def test_columns_that_are_not_there(tmp_path, name, options, message):
     [
         ("p.jsonl", "", r"p\.jsonl: holds no prompts"),
         ("p.txt", "\n \n", r"p\.txt: holds no prompts"),
-        ("p.csv", "a", r"want a \.jsonl file"),
+        ("p.csv", "a", r"expected a \.jsonl file"),
         ("p.jsonl", '{"prompt": "a"}\n{oops', "line 2: not valid JSON"),
-        ("p.jsonl", '{"prompt": 3}', "line 1: want an object whose 'prompt'"),
-        ("p.jsonl", '["a"]', "line 1: want an object"),
+        ("p.jsonl", '{"prompt": 3}', "line 1: expected an object whose 'prompt'"),
+        ("p.jsonl", '["a"]', "line 1: expected an object"),
         ("p.jsonl", '{"prompt": " "}', "is not empty"),
     ],
 )
@@ -74,12 +74,14 @@ def test_wrong_files_are_refused(tmp_path, name, text, message):
 def test_missing_files_and_folders(tmp_path):
     with pytest.raises(SelfspecError, match="no such file"):
         read_prompts(tmp_path / "p.jsonl")
-    with pytest.raises(SelfspecError, match=r"prompts: no such file or folder; want a \.jsonl file .* or one of cnn_"):
+    with pytest.raises(
+        SelfspecError, match=r"prompts: no such file or folder; expected a \.jsonl file .* or one of cnn_"
+    ):
         read_prompts("prompts")
     with pytest.raises(SelfspecError, match="the data's name is empty"):
         read_prompts("")
     (tmp_path / "d.txt").mkdir()
-    with pytest.raises(SelfspecError, match=r"d\.txt: holds no prompts; want text files"):
+    with pytest.raises(SelfspecError, match=r"d\.txt: holds no prompts; expected text files"):
         read_prompts(tmp_path / "d.txt")
 
 

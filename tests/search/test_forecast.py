@@ -9,12 +9,12 @@ import pytest
 from models import small
 from selfspec.search.budget import SHARES, Budget
 from selfspec.search.continuations import FEWEST
-from selfspec.search.forecast import TEXTS, TRIALS, Pace, Task, said, time_for
+from selfspec.search.forecast import TEXTS, TRIALS, Pace, SearchTask, said, time_for
 
 from selfspec.runtime.forward import Runtime
 
 PACE = Pace(step=0.03, row=0.0016)
-TASK = Task(prompts=(70,) * 8, others=(70,) * 8, new=64, variables=60, trials=40)
+TASK = SearchTask(prompts=(70,) * 8, others=(70,) * 8, new=64, variables=60, trials=40)
 
 
 def budget(seconds):

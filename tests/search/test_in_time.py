@@ -7,20 +7,20 @@ import math
 import pytest
 from selfspec.search import finalists, find_profile, prepare, study
 from selfspec.search.budget import Budget, Deadline
-from selfspec.search.continuations import FEWEST, Decoding
+from selfspec.search.callbacks import SilentSearch
+from selfspec.search.continuations import FEWEST, DecodingSettings
 from selfspec.search.forecast import Pace
-from selfspec.search.ledger import Ledger, Texts
-from selfspec.search.pick import as_profile
+from selfspec.search.front_pick import as_profile
+from selfspec.search.ledger import Ledger, ScoredTexts
 from selfspec.search.space import Space
-from selfspec.search.watch import Silent
 from studies import measured_as, small_study
 
-from selfspec.facts.costs import CostModel
-from selfspec.facts.stats import Stats
 from selfspec.measure.timing import Runs
-from selfspec.profile.draft import PlainSpec
+from selfspec.profile.draft_spec import PlainSpec
 from selfspec.profile.reading import parse_profile, profile_text
 from selfspec.profile.schema import Calibration
+from selfspec.types.costs import CostModel
+from selfspec.types.stats import Stats
 
 COSTS = CostModel(
     context=60, base=1e-4, attention=4e-5, mlp=4e-5, widths=[1, 2, 8], verify=[1.3e-3, 1.35e-3, 1.5e-3], round=4e-5
@@ -37,7 +37,7 @@ class Clock:
         return self.now
 
 
-class Events(Silent):
+class Events(SilentSearch):
     """A watch that lets time pass: so many seconds when a stage of that name begins, and with every trial."""
 
     def __init__(self, clock, trial=0.0, stages=()):
@@ -180,15 +180,15 @@ def test_a_limited_search_resumes_with_its_texts(llm, clock, monkeypatch, tmp_pa
 def test_whoever_decides_on_the_texts_first_decides_for_all(llm, tmp_path):
     """Another worker, with less time, is done while this one continues the prompts."""
     place = tmp_path / "trials.jsonl"
-    theirs = Texts(prompts=2, max_new_tokens=9)
+    theirs = ScoredTexts(prompts=2, max_new_tokens=9)
 
-    class Watch(Silent):
+    class Watch(SilentSearch):
         def step(self, done):
             Ledger(place, settings={}).keep_texts(theirs)
 
     prompts = tuple(llm.encode(prompt) for prompt in ("import os\n", "class A:\n", "def f(x):\n"))
     mine = prepare.Search(
-        llm, Space(llm.runtime.layers), Decoding(12), prompts, 0, Ledger(place, settings={}), watch=Watch()
+        llm, Space(llm.runtime.layers), DecodingSettings(12), prompts, 0, Ledger(place, settings={}), watch=Watch()
     )
     texts = prepare._continued(mine)
     assert [(text.tokens[: text.prompt], text.room) for text in texts] == [(tuple(ids), 9) for ids in prompts[:2]]
@@ -198,7 +198,7 @@ def test_a_picked_profile_tells_the_texts_that_were_scored_on():
     ledger = small_study()
     whole = as_profile(ledger, ledger.entries[0])
     said = Calibration(source="texts", prompts=1, tokens=9, sha256="1")
-    ledger.keep_texts(Texts(prompts=1, max_new_tokens=5, calibration=said))
+    ledger.keep_texts(ScoredTexts(prompts=1, max_new_tokens=5, calibration=said))
     cut = as_profile(ledger, ledger.entries[0])
     assert (whole.calibration.prompts, whole.search.max_new_tokens) == (2, 8)
     assert (cut.calibration, cut.search.max_new_tokens) == (said, 5)
@@ -216,7 +216,9 @@ class TestMeasuring:
 
     @pytest.fixture
     def asked(self, llm):
-        search = prepare.Search(llm, Space(16), Decoding(64), (), 0, Ledger(settings={}), pace=Pace(0.01, 0.001))
+        search = prepare.Search(
+            llm, Space(16), DecodingSettings(64), (), 0, Ledger(settings={}), pace=Pace(0.01, 0.001)
+        )
         prompts = [[1] * 41] * 8
 
         def tokens(seconds, methods=2):

@@ -9,17 +9,17 @@ import pytest
 from amount import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from selfspec.search.ledger import Ledger, Texts
+from selfspec.search.ledger import Ledger, ScoredTexts
 from selfspec.search.objective import Score
 from selfspec.search.space import Space
 from selfspec.search.storage import open_storage
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.acceptance import AcceptanceCurve
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.costs import CostModel
-from selfspec.facts.draft_path import DraftPath
 from selfspec.profile.schema import Calibration
+from selfspec.types.acceptance import AcceptanceCurve
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.costs import CostModel
+from selfspec.types.draft_path import DraftPath
 
 COSTS = CostModel(context=9, base=0.1, attention=0.2, mlp=0.3, widths=[1], verify=[1.0], round=0.0)
 CURVE = AcceptanceCurve(confidence=[0.1, 0.5], accepted=[0.3, 0.7], following=[0.5, 0.6], candidates=[[0.2, 0.1]])
@@ -69,7 +69,7 @@ def test_how_much_text_there_is_is_decided_once(path):
     """Whoever comes first decides; a study of before, which has none of it, knows of none."""
     ledgers = [Ledger(path, settings=SETTINGS) for _ in range(2)]
     said = Calibration(source="mine", prompts=3, tokens=30, sha256="0")
-    mine, other = Texts(prompts=3, max_new_tokens=16, calibration=said), Texts(prompts=8, max_new_tokens=64)
+    mine, other = ScoredTexts(prompts=3, max_new_tokens=16, calibration=said), ScoredTexts(prompts=8, max_new_tokens=64)
     assert ledgers[0].texts is None
     assert ledgers[0].keep_texts(mine) == mine
     assert ledgers[1].keep_texts(other) == mine

@@ -2,20 +2,20 @@ from __future__ import annotations
 
 import pytest
 from models import plain, run, small
+from selfspec.search.controller_grid import LONG_ENOUGH, controllers_in_play, deepest, long_enough
 from selfspec.search.objective import Replayed, predict
-from selfspec.search.playing import LONG_ENOUGH, controllers_in_play, deepest, long_enough
 from selfspec.search.replay import Replay
-from selfspec.search.target_text import Text
+from selfspec.search.target_text import TargetText
 
 from selfspec.controllers import FixedK, RateOptimal, StaticThreshold
 from selfspec.drafters import LayerSkipDrafter
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.costs import CostModel
-from selfspec.facts.identity import Identity
-from selfspec.facts.skip import SkipSet
-from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.costs import CostModel
+from selfspec.types.identity import Identity
+from selfspec.types.skip import SkipSet
 
 COSTS = CostModel(
     context=9, base=0.1, attention=0.1, mlp=0.1, widths=[1, 8], verify=[1.0, 1.7], round=0.05, prefill=0.01
@@ -36,7 +36,7 @@ def model():
 @pytest.fixture(scope="module")
 def texts(model):
     runtime = Runtime(model)
-    return [Text((*p, *plain(runtime, p, 16)), len(p), 16) for p in PROMPTS]
+    return [TargetText((*p, *plain(runtime, p, 16)), len(p), 16) for p in PROMPTS]
 
 
 def test_a_prediction_is_the_price_of_real_rounds(model, texts):

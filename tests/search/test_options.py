@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from selfspec.search import SearchOptions, find_profile, run_search, study
 from selfspec.search.budget import Budget
-from selfspec.search.continuations import Decoding
+from selfspec.search.continuations import DecodingSettings
 from transformers.generation.logits_process import MinLengthLogitsProcessor
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.controller import ControllerSpec
-from selfspec.profile.draft import ProposerSpec
+from selfspec.profile.draft_spec import ProposerSpec
+from selfspec.types.controller import ControllerSpec
 
 DEFAULT = {
     "max_new_tokens": 64,
@@ -111,17 +111,17 @@ def test_whole_numbers_of_any_kind_and_no_others():
 
 def test_how_tokens_are_chosen():
     options = SearchOptions(max_new_tokens=8, temperature=0.5, top_k=3, top_p=0.9, rule="match")
-    assert options.decoding == Decoding(8, 0.5, 3, 0.9, (), "match")
+    assert options.decoding == DecodingSettings(8, 0.5, 3, 0.9, (), "match")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"controller": "magic"}, "controller 'magic' is not known"),
-        ({"controller": ControllerSpec(name="fixed", options={"k": 0})}, "want a whole number"),
-        ({"drafters": "look"}, "drafters 'look': want lookup or none"),
-        ({"drafters": ""}, "drafters '': want lookup"),
-        ({"keep": "first"}, "keep 'first': want layer numbers such as 0,15"),
+        ({"controller": ControllerSpec(name="fixed", options={"k": 0})}, "expected a whole number"),
+        ({"drafters": "look"}, "drafters 'look': expected lookup or none"),
+        ({"drafters": ""}, "drafters '': expected lookup"),
+        ({"keep": "first"}, "keep 'first': expected layer numbers such as 0,15"),
         ({"kv": "own", "objective": "wallclock"}, "kv 'own' needs the replay objective"),
     ],
     ids=str,

@@ -7,17 +7,17 @@ import random
 from dataclasses import replace
 
 import pytest
-from selfspec.search.continuations import Decoding
+from selfspec.search.continuations import DecodingSettings
 from selfspec.search.oracle import oracle, oracle_bound
 from selfspec.search.trace import Trace, walk
 
 from selfspec import builtin
 from selfspec.controllers import FixedK, parse_controller
-from selfspec.facts.costs import CostModel
-from selfspec.facts.skip import SkipSet
-from selfspec.facts.work import DRAFT_STEP
-from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
+from selfspec.types.costs import CostModel
+from selfspec.types.draft_work import DRAFT_STEP
+from selfspec.types.skip import SkipSet
 
 COSTS = CostModel(context=9, base=0.1, attention=0, mlp=0, widths=[1, 2, 8], verify=[1.0, 1.3, 1.7], round=0.05)
 DRAFT = 0.4
@@ -56,7 +56,7 @@ def test_a_draft_that_is_never_right_is_not_made():
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_it_bounds_every_controller(whole, temperature):
     """On the same texts, at the same costs."""
-    decoding = Decoding(8, temperature)
+    decoding = DecodingSettings(8, temperature)
     prompts = builtin.prompts("heldout")[:2]
     draft = LayerSkipSpec.of(SkipSet((5, 9), (4, 7)), parse_controller("fixed:k=4"), candidates=2)
     profile = Profile(model=whole.identity, draft=draft)

@@ -9,26 +9,26 @@ import torch
 from models import run, small
 from pruned import PrunedModel, pruned
 from selfspec.search import finalists, find_profile, prepare
+from selfspec.search.controller_grid import deepest
 from selfspec.search.objective import predict
-from selfspec.search.playing import deepest
 from selfspec.search.replay import Replay
 from selfspec.search.space import Space
-from selfspec.search.target_text import Text
+from selfspec.search.target_text import TargetText
 from selfspec.search.trace import walk
-from selfspec.search.warm import programme
+from selfspec.search.warm_starts import programme
 
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.drafters import PlainDrafter
-from selfspec.facts.costs import CostModel
-from selfspec.facts.identity import Identity
-from selfspec.facts.skip import SkipSet
-from selfspec.profile.draft import LayerSkipSpec, PlainSpec
+from selfspec.profile.draft_spec import LayerSkipSpec, PlainSpec
 from selfspec.profile.reading import parse_profile, profile_text
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
+from selfspec.types.costs import CostModel
+from selfspec.types.identity import Identity
+from selfspec.types.skip import SkipSet
 
 CONTROLLERS = [
     FixedK(1),
@@ -69,7 +69,7 @@ def texts_of(runtime, **options):
     for number, prompt in enumerate(PROMPTS):
         seed = number if options else None
         new, _ = run(runtime, PlainDrafter(), prompt, ROOM, sampler=Sampler(**options, seed=seed))
-        made.append(Text((*prompt, *new), len(prompt), ROOM, seed))
+        made.append(TargetText((*prompt, *new), len(prompt), ROOM, seed))
     return made
 
 
@@ -103,7 +103,7 @@ def test_counts_on_the_built_in_model(llm64):
     drafter = PrunedModel(llm64.runtime, skip, controller)
     prompts = [llm64.encode(prompt)[:40] for prompt in builtin.prompts("calibration")[:3]]
     found = [llm64.generate(ids, max_new_tokens=new, drafter=drafter) for ids in prompts]
-    texts = [Text((*ids, *one.tokens), len(ids), new) for ids, one in zip(prompts, found, strict=True)]
+    texts = [TargetText((*ids, *one.tokens), len(ids), new) for ids, one in zip(prompts, found, strict=True)]
     with Replay(llm64.model, texts, depth=4, own_keys=True) as replay:
         walks = walk(replay.trace(skip, [controller]), controller)
     for one, walked in zip(found, walks, strict=True):

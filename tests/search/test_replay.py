@@ -11,9 +11,9 @@ import torch
 from lowering import random_path
 from models import plain, run, small
 from pruned import PrunedModel
-from selfspec.search.playing import deepest
+from selfspec.search.controller_grid import deepest
 from selfspec.search.replay import Replay
-from selfspec.search.target_text import Text
+from selfspec.search.target_text import TargetText
 from selfspec.search.trace import walk
 from toys import Enumerating, enumerate_outcomes
 from transformers.generation import RepetitionPenaltyLogitsProcessor
@@ -21,24 +21,24 @@ from transformers.generation import RepetitionPenaltyLogitsProcessor
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
-from selfspec.decoding.loop import decode
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.facts.acceptance import Outlook
-from selfspec.facts.confidence import Confidence
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.skip import SkipSet
-from selfspec.model.low_precision import fake
+from selfspec.engine.loop import decode
+from selfspec.models.low_precision import fake
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.rules import RULES
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
+from selfspec.types.acceptance import PayoffModel
+from selfspec.types.confidence import Confidence
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.skip import SkipSet
 
 CONTROLLERS = [
     FixedK(1),
     FixedK(5),
     StaticThreshold(0.5, 6),
     AdaptiveThreshold(threshold=0.6, k_max=8, floor=0.2),
-    RateOptimal(k_max=7, floor=0.1, strength=8.0, outlook=Outlook(draft=0.3)),
+    RateOptimal(k_max=7, floor=0.1, strength=8.0, payoff=PayoffModel(draft=0.3)),
 ]
 DEPTH = deepest(CONTROLLERS)
 NEW = 12
@@ -60,7 +60,7 @@ def texts(llm64):
     for prompt in builtin.prompts("calibration")[:3]:
         ids = llm64.encode(prompt)
         new = llm64.generate(ids, max_new_tokens=NEW, drafter=PlainDrafter()).tokens
-        made.append(Text((*ids, *new), len(ids), NEW))
+        made.append(TargetText((*ids, *new), len(ids), NEW))
     return made
 
 
@@ -109,7 +109,7 @@ def small_texts(model, prompts, room, **options):
     made = []
     for prompt in prompts:
         new, _ = run(runtime, PlainDrafter(), prompt, room, ends=ends, **options)
-        made.append(Text((*prompt, *new), len(prompt), room))
+        made.append(TargetText((*prompt, *new), len(prompt), room))
     return runtime, made
 
 
@@ -213,7 +213,7 @@ def test_a_sampled_round_has_the_joint_law_of_a_real_one(candidates, kind, skip,
         def replayed(sampler, new=new):
             replay = Replay(
                 model,
-                [Text((*prompt, *new), len(prompt), room)],
+                [TargetText((*prompt, *new), len(prompt), room)],
                 sampler=Sampler(temperature=1.0),
                 rule=rule,
                 depth=2,
@@ -243,7 +243,7 @@ def test_counts_under_shared_noise_are_those_of_real_decoding(candidates):
     texts = []
     for seed, prompt in enumerate(PROMPTS):
         new, _ = run(runtime, PlainDrafter(), prompt, 16, sampler=Sampler(temperature=0.9, seed=seed))
-        texts.append(Text((*prompt, *new), len(prompt), 16, seed))
+        texts.append(TargetText((*prompt, *new), len(prompt), 16, seed))
     accepted = 0
     for skip in random_skips(5, 3):
         with Replay(model, texts, sampler=Sampler(temperature=0.9), rule="match", depth=DEPTH, chunk=9) as replay:
@@ -263,7 +263,7 @@ def test_counts_under_shared_noise_are_those_of_real_decoding(candidates):
 
 def test_shared_noise_needs_seeds():
     with pytest.raises(SelfspecError, match="this one names none"):
-        Replay(small(), [Text((1, 2, 3), 1, 4)], sampler=Sampler(temperature=1.0), rule="match")
+        Replay(small(), [TargetText((1, 2, 3), 1, 4)], sampler=Sampler(temperature=1.0), rule="match")
 
 
 @pytest.mark.parametrize(("candidates", "rule"), [(1, "token"), (3, "block")])
@@ -285,7 +285,7 @@ def test_sampled_means_agree_on_the_built_in_model(whole, candidates, rule):
         for i, p in enumerate(prompts):
             seed = 50_000 + 100 * repeat + i
             tokens = whole.generate(p, max_new_tokens=new, drafter=PlainDrafter(), seed=seed, **options).tokens
-            texts.append(Text((*p, *tokens), len(p), new))
+            texts.append(TargetText((*p, *tokens), len(p), new))
         with Replay(whole.model, texts, sampler=Sampler(**options), rule=rule, depth=4, seed=repeat) as replay:
             found["replay"].append(
                 [w.stats for w in walk(replay.trace(skip, [controller]), controller, candidates=candidates)]

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from selfspec.search.space import Space, parse_keep, parse_modes
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.draft_path import MODES, DraftPath
-from selfspec.facts.skip import SkipSet
+from selfspec.types.draft_path import MODES, DraftPath
+from selfspec.types.skip import SkipSet
 
 
 @given(st.integers(1, 8), st.sampled_from(["sublayer", "layer"]), st.sets(st.sampled_from(MODES[1:])), st.data())
@@ -52,7 +52,7 @@ def test_modes(text, modes):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("fp8", "'fp8' is not known; known: full, int8"), ("full", "want one beside")]
+    ("text", "message"), [("fp8", "'fp8' is not known; known: full, int8"), ("full", "expected one beside")]
 )
 def test_wrong_modes_are_refused(text, message):
     with pytest.raises(SelfspecError, match=message):
@@ -67,7 +67,7 @@ def test_keep():
     assert parse_keep("") == ()
     assert parse_keep(" 15,0 , 0") == (0, 15)
     for wrong in ("a", "1;2", "-1", "1.5", "9999999"):
-        with pytest.raises(SelfspecError, match="want layer numbers such as 0,15"):
+        with pytest.raises(SelfspecError, match="expected layer numbers such as 0,15"):
             parse_keep(wrong)
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 import selfspec.search
-from selfspec.search import Prompts, finalists, find_profile, objective, prepare, study, watch
+from selfspec.search import Prompts, callbacks, finalists, find_profile, objective, prepare, study
 from selfspec.search.calibration import choose, record
 from selfspec.search.forecast import FINALISTS, Pace
 from studies import measured_as
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.costs import CostModel
-from selfspec.facts.skip import SkipSet
-from selfspec.facts.stats import Stats
-from selfspec.profile.draft import PlainSpec
+from selfspec.profile.draft_spec import PlainSpec
 from selfspec.profile.reading import parse_profile, profile_text
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.costs import CostModel
+from selfspec.types.skip import SkipSet
+from selfspec.types.stats import Stats
 
 COSTS = CostModel(
     context=60, base=1e-4, attention=4e-5, mlp=4e-5, widths=[1, 2, 8], verify=[1.3e-3, 1.35e-3, 1.5e-3], round=4e-5
@@ -340,22 +340,22 @@ def test_prompts_as_chat_messages(llm, clockless, monkeypatch):
         ({"chat": True}, "its tokenizer has no chat template"),
         ({"trials": 0}, "at least 1 trial"),
         ({"count": 0}, "1 prompt"),
-        ({"prompts": "abc"}, "prompts is one text; want a list"),
-        ({"seed": 2**40}, "seed 1099511627776: want 0 to"),
+        ({"prompts": "abc"}, "prompts is one text; expected a list"),
+        ({"seed": 2**40}, "seed 1099511627776: expected 0 to"),
         ({"strategy": "oracle"}, "strategy 'oracle' is not known"),
         ({"objective": "guess"}, "objective 'guess' is not known; known: replay, wallclock"),
         ({"granularity": "block"}, "granularity 'block' is not known; known: sublayer, layer"),
-        ({"minutes": 0.0}, "minutes 0.0: want more than 0"),
-        ({"minutes": float("nan")}, "minutes nan: want more than 0"),
-        ({"context": 0}, "context 0: want at least 1 key"),
-        ({"max_draft_cost": 0.0}, "max_draft_cost 0.0: want more than 0"),
+        ({"minutes": 0.0}, "minutes 0.0: expected more than 0"),
+        ({"minutes": float("nan")}, "minutes nan: expected more than 0"),
+        ({"context": 0}, "context 0: expected at least 1 key"),
+        ({"max_draft_cost": 0.0}, "max_draft_cost 0.0: expected more than 0"),
         ({"objective": "wallclock", "context": 5}, "need the cost model of the replay objective"),
         ({"keep": (16,)}, "keep: layer 16 does not exist"),
-        ({"temperature": -1.0}, "temperature -1.0: want 0"),
-        ({"max_new_tokens": 0}, "max_new_tokens 0: want 1 to"),
-        ({"max_new_tokens": 5000}, "max_new_tokens 5000: want 1 to"),
+        ({"temperature": -1.0}, "temperature -1.0: expected 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens 0: expected 1 to"),
+        ({"max_new_tokens": 5000}, "max_new_tokens 5000: expected 1 to"),
         ({"prompts": [], "source": "x.jsonl"}, "x.jsonl: holds no prompts"),
-        ({"controller": ControllerSpec(name="fixed", options={"k": 0})}, "want a whole number"),
+        ({"controller": ControllerSpec(name="fixed", options={"k": 0})}, "expected a whole number"),
     ],
     ids=str,
 )
@@ -365,7 +365,7 @@ def test_wrong_options_are_refused(llm, options, message):
 
 
 def test_the_package_knows_its_names():
-    assert selfspec.search.Trial is watch.Trial
+    assert selfspec.search.Trial is callbacks.Trial
     assert selfspec.search.find_profile is study.find_profile
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = selfspec.search.nothing

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from selfspec.search.trace import Step, Trace, steps, walk
+from selfspec.search.trace import Trace, WalkStep, steps, walk
 
 from selfspec.controllers import AdaptiveThreshold, FixedK, StaticThreshold
-from selfspec.facts.work import NO_WORK, steps_of
+from selfspec.types.draft_work import NO_WORK, steps_of
 
 
 def trace(runs, *, confidence=0.9, depth=3, room=None, ranks=None, unfinished=False):
@@ -57,8 +57,8 @@ def test_a_round_says_what_it_verified():
     controller = AdaptiveThreshold()
     found = list(steps(trace([1, 0, 0, 1], ranks=[1, 0, 0, 0], room=9, depth=2), controller, candidates=2))
     assert found == [
-        Step([0.9, 0.9], 1, 4, True, 3, steps_of(2)),
-        Step([0.9, 0.9], 1, 4, False, 1, steps_of(2)),
+        WalkStep([0.9, 0.9], 1, 4, True, 3, steps_of(2)),
+        WalkStep([0.9, 0.9], 1, 4, False, 1, steps_of(2)),
     ]
 
 

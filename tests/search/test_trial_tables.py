@@ -12,7 +12,7 @@ from selfspec.search.trial_tables import sensitivity_frame, trials_frame
 from studies import COSTS, SETTINGS, small_study
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.skip import SkipSet
+from selfspec.types.skip import SkipSet
 
 
 def test_trials():

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from selfspec.facts.acceptance import AcceptanceCurve
 from selfspec.show.plots.style import BLACK, BLUE, GREY, MARKS, ORANGE, SERIES, reference, series, styled, subplots
+from selfspec.types.acceptance import AcceptanceCurve
 
 FEWEST = 8  # tokens of a place that is drawn
 

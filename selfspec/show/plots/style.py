@@ -94,7 +94,7 @@ def _drawn(figure: Figure, form: str) -> bytes:
 def check_format(path: Path) -> None:
     """Raise `SelfspecError` where `save` could not tell the format by the name."""
     if path.suffix[1:].lower() not in FORMATS:
-        raise SelfspecError(f"{path}: want a name that ends with .{', .'.join(FORMATS[:-1])} or .{FORMATS[-1]}")
+        raise SelfspecError(f"{path}: expected a name that ends with .{', .'.join(FORMATS[:-1])} or .{FORMATS[-1]}")
 
 
 def svg(figure: Figure, *, name: str = "", label: str = "") -> str:

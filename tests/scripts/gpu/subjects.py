@@ -9,13 +9,13 @@ from measuring import Part
 from tape import Tape
 
 import selfspec.runtime.forward
-from selfspec.facts.draft_path import DraftPath, Mode
 from selfspec.llm.llm import LLM, wrap
-from selfspec.model.kernels import BY_DEVICE, KERNELS
-from selfspec.model.layout import join_all_
-from selfspec.model.loading import load_model
-from selfspec.model.widen import widen
+from selfspec.models.kernels import BY_DEVICE, KERNELS
+from selfspec.models.layout import join_all_
+from selfspec.models.loading import load_model
+from selfspec.models.widen import widen
 from selfspec.runtime.forward import Runtime
+from selfspec.types.draft_path import DraftPath, Mode
 
 CONTEXT = 8192  # positions of a widened model
 

@@ -11,8 +11,8 @@ from selfspec.search.trace import Trace, walk
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK
-from selfspec.facts.costs import CostModel, Prices
-from selfspec.facts.work import DRAFT_STEP
+from selfspec.types.costs import CostModel, Prices
+from selfspec.types.draft_work import DRAFT_STEP
 
 CHEAP = CostModel(context=60, base=0.1, attention=0.03, mlp=0.03, widths=[1, 16], verify=[1.0, 1.5], round=0.02)
 COUNTS = (2, 4)

@@ -7,7 +7,7 @@ import pytest
 
 from selfspec.basics import hub
 from selfspec.basics.errors import SelfspecError
-from selfspec.model.loading import check_at_hand
+from selfspec.models.loading import check_at_hand
 
 
 class Session:

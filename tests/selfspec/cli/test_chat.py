@@ -15,12 +15,12 @@ from chats import save_with_template, with_template
 from terminal import ESCAPES, Terminal
 
 import selfspec
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.identity import Identity
-from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.identity import Identity
 
 SKIP = selfspec.SkipSet((3, 5, 9), (7, 11))
 TEXTS = ["import os", "def main(args):", "class Parser:"]
@@ -165,7 +165,7 @@ class TestPiped:
                 "error: there is no command /what; known: /reset, /stats, /save, /help, /exit; a message that",
             ),
             ("/reset now", "error: /reset stands alone; got now after it"),
-            ("/save", "error: /save: want a file, such as /save chat.jsonl"),
+            ("/save", "error: /save: expected a file, such as /save chat.jsonl"),
             ("/save x.jsonl", "error: /save: nothing has been said yet"),
             ("x = 1 " * 600, "no new token fits after this prompt; nothing is lost: /save keeps the conversation"),
         ],
@@ -292,7 +292,7 @@ class TestSave:
         (tmp_path / "a.jsonl").write_text("mine")
         code, _, err = say([TEXTS[0], "/save a.jsonl", "/save .", "/save no/a.jsonl", f"/save {tmp_path}/b.jsonl"])
         assert code == 2
-        assert "error: a.jsonl is there already; want another name, as nothing is written over\n" in err
+        assert "error: a.jsonl is there already; expected another name, as nothing is written over\n" in err
         assert "error: . is there already" in err
         assert re.search(r"error: \S*no/a.jsonl: the folder \S*no does not exist; make it first\n", err)
         assert (tmp_path / "a.jsonl").read_text() == "mine"
@@ -310,7 +310,7 @@ class TestSave:
         (("--temperature", "-1"), "'--temperature'"),
         (("--stop", ""), "--stop: the text is empty"),
         (("--set", "minp=1"), "GenerationConfig has no field 'minp'"),
-        (("--controller", "fixed:k=0"), "want a whole number from 1 to 64"),
+        (("--controller", "fixed:k=0"), "expected a whole number from 1 to 64"),
         (("--profile", "no.yaml"), "profile no.yaml: no such file"),
         (("hello",), "unexpected extra argument"),
     ],
@@ -334,7 +334,7 @@ def test_a_template_without_system_messages(cli, llm, tmp_path):
 
 def test_a_system_message_is_of_chats(cli):
     code, _, err = cli("generate", "x", "--system", "Be brief.")
-    assert (code, err) == (2, "error: --system is for chats; want --chat with it\n")
+    assert (code, err) == (2, "error: --system is for chats; expected --chat with it\n")
     code, _, err = cli("chat")
     assert (code, err) == (2, "error: standard input is closed; give it messages, each on a line\n")
 

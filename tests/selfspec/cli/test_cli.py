@@ -21,18 +21,18 @@ from wants import is_there, missing, needs
 
 import selfspec
 from selfspec import builtin
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.events import TokenEvent
-from selfspec.facts.identity import Identity
-from selfspec.facts.methods import FREE
-from selfspec.facts.skip import SkipSet
 from selfspec.llm.options import Options
-from selfspec.measure import beside
-from selfspec.profile.draft import LayerSkipSpec
+from selfspec.measure import side_by_side
+from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.reading import parse_profile, profile_schema, read_profile, write_profile
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 from selfspec.speculation.rules import RULES, Verdict
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.events import TokenEvent
+from selfspec.types.identity import Identity
+from selfspec.types.methods import FREE
+from selfspec.types.skip import SkipSet
 
 SELFSPEC = str(Path(sys.executable).parent / "selfspec")
 PROMPT = "import os\n\ndef main(args):\n    "
@@ -146,8 +146,8 @@ class TestGenerate:
         self, cli, profile_file, monkeypatch, by_rows, by_columns, fastest_one
     ):
         """Whichever weights were thought to suit it: here `rows`, and `columns` drafting."""
-        held, compare = [], beside.compare
-        monkeypatch.setattr("selfspec.model.layout.layout_times", lambda model: fastest("rows", "columns"))
+        held, compare = [], side_by_side.compare
+        monkeypatch.setattr("selfspec.models.layout.layout_times", lambda model: fastest("rows", "columns"))
         monkeypatch.setattr("selfspec.llm.llm.layout_times", lambda model: fastest("rows", "columns"))
         monkeypatch.setattr("selfspec.measure.cost_fitting.forward_seconds", seconds_by_rows(by_rows, by_columns))
 
@@ -155,7 +155,7 @@ class TestGenerate:
             held.append((llm.layout, plain_llm.layout))
             return compare(llm, *args, plain_llm=plain_llm, **options)
 
-        monkeypatch.setattr(beside, "compare", note)
+        monkeypatch.setattr(side_by_side, "compare", note)
         args = ("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 4, "--compare")
         assert cli(*args)[0] == 0
         assert held == [("columns", fastest_one)]
@@ -487,7 +487,7 @@ class TestSearch:
     def test_a_context_that_the_model_cannot_have(self, cli):
         code, out, err = cli("search", "--context", 999999)
         assert (code, out) == (2, "")
-        assert err.splitlines()[-1].startswith("error: context 999999: want at most ")
+        assert err.splitlines()[-1].startswith("error: context 999999: expected at most ")
 
     def test_every_option(self, cli, tmp_path):
         args = ("search", "--trials", 2, "--prompts", 2, "--max-new-tokens", 6, "--keep-best", "--minutes", 5)
@@ -727,8 +727,8 @@ WRONG = {
     "huge number": (["profile", "validate", "huge.yaml"], "huge.yaml: model.layers: .* got a huge number"),
     "endless aliases": (["profile", "show", "endless.yaml"], "endless.yaml: note: "),
     "too many layers": (["profile", "show", "layers.yaml"], "less than or equal to 10000, got 99999999"),
-    "a pipe": (["profile", "show", "pipe"], "pipe is a device or a pipe; want a regular file"),
-    "a device": (["search", "--data", "/dev/zero"], "want a .jsonl file"),
+    "a pipe": (["profile", "show", "pipe"], "pipe is a device or a pipe; expected a regular file"),
+    "a device": (["search", "--data", "/dev/zero"], "expected a .jsonl file"),
     "empty name": (["generate", "x", "--profile", ""], "the profile's name is empty"),
     "empty model": (["generate", "x", "--model", ""], "the model's name is empty"),
     "long name": (["profile", "show", "a" * 5000], "no such path can be"),
@@ -740,7 +740,7 @@ WRONG = {
     "many threads": (["generate", "x", "--threads", "99999999999"], "'--threads'"),
     "great seed": (["search", "--seed", "99999999999"], "'--seed'"),
     "stop no Unicode": (["generate", "x", "--stop", "\udcff"], "--stop: the text is no valid Unicode"),
-    "tiny temperature": (["generate", "x", "--temperature", "1e-38"], "temperature 1e-38: want 0"),
+    "tiny temperature": (["generate", "x", "--temperature", "1e-38"], "temperature 1e-38: expected 0"),
     "negative seed": (["generate", "x", "--seed", "-1"], "'--seed'"),
     "data as out": (
         ["search", "--data", "half.txt", "--out", "half.txt"],
@@ -751,7 +751,7 @@ WRONG = {
     "code in a model": (["generate", "x", "--model", "code"], "model code cannot be loaded: "),
     "negative layers": (["profile", "validate", "index2.yaml", "--model", "negative"], "model negative cannot be read"),
     "empty controller": (["search", "--controller", ""], "controller '' is not known"),
-    "search outgrows": (["search", "--max-new-tokens", "1024"], "max_new_tokens 1024: want 1 to 1023"),
+    "search outgrows": (["search", "--max-new-tokens", "1024"], "max_new_tokens 1024: expected 1 to 1023"),
     "broken model": (["generate", "x", "--model", "broken"], "model broken cannot be loaded: "),
     "missing weights": (["generate", "x", "--model", "lacking"], "9 weights are missing, such as model.layers.16"),
     "empty prompt": (["generate", ""], "the prompt is empty"),
@@ -761,14 +761,14 @@ WRONG = {
     "no number": (["generate", "x", "--max-new-tokens", "many"], "'--max-new-tokens'"),
     "negative temperature": (["generate", "x", "--temperature", "-1"], "'--temperature'"),
     "nan temperature": (["generate", "x", "--temperature", "nan"], "temperature"),
-    "top-p": (["generate", "x", "--top-p", "1.5"], "top_p 1.5: want more than 0"),
+    "top-p": (["generate", "x", "--top-p", "1.5"], "top_p 1.5: expected more than 0"),
     "empty stop": (["generate", "x", "--stop", ""], "--stop: the text is empty"),
-    "controller": (["generate", "x", "--controller", "fixed:k=0"], "want a whole number from 1 to 64"),
+    "controller": (["generate", "x", "--controller", "fixed:k=0"], "expected a whole number from 1 to 64"),
     "no model": (["generate", "x", "--model", "/no/such"], "model /no/such: no such folder"),
     "no model's folder": (["generate", "x", "--model", "."], "the folder has no config.json"),
     "no model's file": (
         ["generate", "x", "--model", "key.yaml"],
-        "key.yaml is a file, and no GGUF file; want a folder",
+        "key.yaml is a file, and no GGUF file; expected a folder",
     ),
     "hub without network": (["generate", "x", "--model", "org/model"], "model org/model cannot be loaded"),
     "device": (["generate", "x", "--device", "abacus"], "device 'abacus' cannot be used"),
@@ -778,7 +778,7 @@ WRONG = {
     "unknown command": (["serach"], "No such command 'serach'"),
     "missing data": (["search", "--data", "no.jsonl"], "no.jsonl: no such file"),
     "data without a name": (["search", "--data", ""], "the data's name is empty"),
-    "no such set": (["search", "--data", "squad"], "squad: no such file or folder; want a .jsonl file"),
+    "no such set": (["search", "--data", "squad"], "squad: no such file or folder; expected a .jsonl file"),
     "a set without network": (
         ["search", "--data", "cnn_dailymail"],
         "download a parquet file of its split train of config 3.0.0 from https://huggingface.co/datasets/abisee/cnn_d",
@@ -786,51 +786,60 @@ WRONG = {
     "audit's set without network": (["audit", "--prompts", "gsm8k"], "--prompts FILE.parquet --column question"),
     "column without data": (["search", "--column", "x"], "--column and --template are of data of your own"),
     "template without data": (["audit", "--template", "{x}"], "--column and --template are of data of your own"),
-    "template": (["search", "--data", "half.txt", "--template", "{text.x}"], "want nothing but the name of a column"),
+    "template": (["search", "--data", "half.txt", "--template", "{text.x}"], "expected nothing but the name"),
     "column": (["bench", "--prompts", "half.txt", "--column", "x"], "half.txt: no column 'x' (there are: text)"),
     "no parquet": (["audit", "--prompts", "no.parquet"], "no.parquet: no such file"),
-    "folder without texts": (["audit", "--prompts", "broken"], "broken: holds no prompts; want text files"),
+    "folder without texts": (["audit", "--prompts", "broken"], "broken: holds no prompts; expected text files"),
     "no chat": (["search", "--chat"], "model builtin: its tokenizer has no chat template"),
     "audit no chat": (["audit", "--chat"], "model builtin: its tokenizer has no chat template"),
     "bench no chat": (["bench", "--chat"], "model builtin: its tokenizer has no chat template"),
     "generate no chat": (["generate", "x", "--chat"], "model builtin: its tokenizer has no chat template"),
     "wide and spread": (["bench", "--widen", "2", "--device-map", "auto"], "--widen and --device-map: a widened model"),
-    "spread and placed": (["bench", "--device", "cpu", "--device-map", "auto"], "--device cpu and --device-map: want"),
+    "spread and placed": (
+        ["bench", "--device", "cpu", "--device-map", "auto"],
+        "--device cpu and --device-map: expected",
+    ),
     "folder as out": (
         ["search", "--data", ".", "--out", "half.txt"],
         "--out half.txt would write over the data file",
     ),
     "empty data": (["search", "--data", "empty.txt"], "empty.txt: holds no prompts"),
-    "other data": (["search", "--data", "key.yaml"], "want a .jsonl file"),
+    "other data": (["search", "--data", "key.yaml"], "expected a .jsonl file"),
     "strategy": (["search", "--strategy", "oracle"], "strategy 'oracle' is not known; known: tpe, cmaes"),
     "objective": (["search", "--objective", "magic"], "objective 'magic' is not known; known: replay, wallclock"),
     "granularity": (["search", "--granularity", "head"], "granularity 'head' is not known; known: sublayer, layer"),
-    "keep no number": (["search", "--keep", "first"], "keep 'first': want layer numbers such as 0,15"),
+    "keep no number": (["search", "--keep", "first"], "keep 'first': expected layer numbers such as 0,15"),
     "keep no layer": (["search", "--keep", "99"], "keep: layer 99 does not exist; the model has 16 layers, 0 to 15"),
     "keep all": (["search", "--keep", ",".join(map(str, range(16)))], "every layer is kept"),
-    "no minutes": (["search", "--minutes", "0"], "minutes 0.0: want more than 0"),
+    "no minutes": (["search", "--minutes", "0"], "minutes 0.0: expected more than 0"),
     "no context": (["search", "--context", "0"], "'--context'"),
-    "draft cost": (["search", "--max-draft-cost", "-1"], "max_draft_cost -1.0: want more than 0"),
+    "draft cost": (["search", "--max-draft-cost", "-1"], "max_draft_cost -1.0: expected more than 0"),
     "draft cost by the clock": (
         ["search", "--max-draft-cost", "0.5", "--objective", "wallclock"],
         "need the cost model of the replay objective",
     ),
-    "search's temperature": (["search", "--temperature", "1e-38"], "temperature 1e-38: want 0"),
-    "search's top-p": (["search", "--top-p", "2"], "top_p 2.0: want more than 0"),
+    "search's temperature": (["search", "--temperature", "1e-38"], "temperature 1e-38: expected 0"),
+    "search's top-p": (["search", "--top-p", "2"], "top_p 2.0: expected more than 0"),
     "another search's trials": (["search", "--out", "old.yaml"], "old.yaml.trials.jsonl holds the trials of another"),
     "no trials' file": (["search", "--out", "text.yaml"], "text.yaml.trials.jsonl holds something else"),
     "damaged trials": (["search", "--out", "bad.yaml"], "bad.yaml.trials.jsonl is damaged"),
     "trials in the profile": (
         ["search", "--storage", "profile.yaml"],
-        "--storage profile.yaml is where the profile goes; want another place",
+        "--storage profile.yaml is where the profile goes; expected another place",
     ),
-    "no such database": (["search", "--storage", "nodb://host/x"], "storage nodb://host/x: want memory, a file, or a"),
+    "no such database": (
+        ["search", "--storage", "nodb://host/x"],
+        "storage nodb://host/x: expected memory, a file, or a",
+    ),
     "no server": (
         ["search", "--storage", "postgresql://127.0.0.1:1/x"],
         "storage postgresql://127.0.0.1:1/x: connection",
     ),
-    "a secret": (["search", "--storage", "mysql://me:secret@h:x/y"], r"storage mysql://me:\*\*\*@h:x/y: want memory"),
-    "pick from nothing": (["profile", "pick", "none.jsonl"], "none.jsonl: no such file; want a file of trials"),
+    "a secret": (
+        ["search", "--storage", "mysql://me:secret@h:x/y"],
+        r"storage mysql://me:\*\*\*@h:x/y: expected memory",
+    ),
+    "pick from nothing": (["profile", "pick", "none.jsonl"], "none.jsonl: no such file; expected a file of trials"),
     "pick from text": (["profile", "pick", "text.yaml.trials.jsonl"], "holds something else"),
     "pick no study": (
         ["profile", "pick", "mine", "--storage", "old.yaml.trials.jsonl"],
@@ -839,25 +848,28 @@ WRONG = {
     "pick no trials": (["profile", "pick", "old.yaml.trials.jsonl"], "holds no trials that could be picked from"),
     "pick too cheap": (
         ["profile", "pick", "old.yaml.trials.jsonl", "--max-draft-cost", "0"],
-        "--max-draft-cost 0: want more than 0",
+        "--max-draft-cost 0: expected more than 0",
     ),
     "pick from too little": (
         ["profile", "pick", "old.yaml.trials.jsonl", "--max-memory", "-1"],
-        "--max-memory -1: want 0 or more, as a share of the model's bytes",
+        "--max-memory -1: expected 0 or more, as a share of the model's bytes",
     ),
-    "profile's costs": (["profile", "validate", "costs.yaml"], "want rising numbers of rows from 1 on"),
+    "profile's costs": (["profile", "validate", "costs.yaml"], "expected rising numbers of rows from 1 on"),
     "no trials": (["search", "--trials", "0"], "'--trials'"),
     "out without folder": (["search", "--out", "no/p.yaml"], "the folder no does not exist"),
-    "out is a folder": (["search", "--out", "."], "is a folder; want a file to write"),
+    "out is a folder": (["search", "--out", "."], "is a folder; expected a file to write"),
     "rule": (["generate", "x", "--rule", "magic"], "verification rule 'magic' is not known; known: greedy, match"),
-    "rule for sampling": (["generate", "x", "--rule", "block"], "'block' does not fit temperature 0; want greedy"),
+    "rule for sampling": (["generate", "x", "--rule", "block"], "'block' does not fit temperature 0; expected greedy"),
     "field": (["generate", "x", "--set", "minp=1"], "GenerationConfig has no field 'minp'; did you mean min_p?"),
-    "field without value": (["generate", "x", "--set", "min_p"], "--set min_p: want NAME=VALUE, such as min_p=0.05"),
+    "field without value": (
+        ["generate", "x", "--set", "min_p"],
+        "--set min_p: expected NAME=VALUE, such as min_p=0.05",
+    ),
     "field beyond YAML": (["generate", "x", "--set", r'min_p="\U80000000"'], "--set min_p="),
     "field's value": (["generate", "x", "--set", "do_sample=true", "--set", "min_p=x"], "generation config: "),
-    "length": (["generate", "x", "--set", "max_length=abc"], "max_length abc: want a whole number of at least 1"),
-    "fewest": (["generate", "x", "--set", "min_new_tokens=abc"], "min_new_tokens abc: want a whole number"),
-    "time": (["generate", "x", "--set", "max_time=5s"], "max_time 5s: want seconds"),
+    "length": (["generate", "x", "--set", "max_length=abc"], "max_length abc: expected a whole number of at least 1"),
+    "fewest": (["generate", "x", "--set", "min_new_tokens=abc"], "min_new_tokens abc: expected a whole number"),
+    "time": (["generate", "x", "--set", "max_time=5s"], "max_time 5s: expected seconds"),
     "no token": (
         ["generate", "x", "--set", "forced_eos_token_id=99999"],
         "token 99999 is not in the vocabulary of 4096",
@@ -872,10 +884,10 @@ WRONG = {
         "word.*b': lookarounds not supported yet; WordUnicode$",
     ),
     "schema": (["generate", "x", "--json-schema", "schema.json"], "schema.json: JSON schema: "),
-    "two guides": (["generate", "x", "--regex", "a", "--json-schema", "key.json"], "want one of them"),
+    "two guides": (["generate", "x", "--regex", "a", "--json-schema", "key.json"], "expected one of them"),
     "no schema": (["generate", "x", "--json-schema", "no.json"], "no.json: no such file"),
     "no schema's text": (["generate", "x", "--json-schema", "empty.txt"], "JSON schema"),
-    "audit nothing": (["audit", "--profile", "index2.yaml"], "profile index2.yaml drafts nothing; want another"),
+    "audit nothing": (["audit", "--profile", "index2.yaml"], "profile index2.yaml drafts nothing; expected another"),
     "audit no prompts": (["audit", "--prompts", "no.jsonl"], "no.jsonl: no such file"),
     "audit outgrows": (["audit", "--max-new-tokens", "1024"], "outgrow the model's context"),
     "audit's profile": (["audit", "--profile", "other.yaml"], "of another model: layers 4 in the profile, 16"),
@@ -887,13 +899,13 @@ WRONG = {
     "compare draft model": (["compare", "--draft-model", "./no"], "model ./no: no such folder"),
     "compare profile": (["compare", "--methods", "no.yaml"], "no.yaml: no such file"),
     "compare skip": (["compare", "--profile", "none", "--methods", "skip"], "method 'skip' needs a profile"),
-    "compare temperature": (["compare", "--temperature", "x"], "--temperature x: want numbers"),
+    "compare temperature": (["compare", "--temperature", "x"], "--temperature x: expected numbers"),
     "bench twice": (["bench", "--methods", "plain,plain"], "a method is named twice"),
     "bench without plain": (["bench", "--methods", "skip"], "must have 'plain' among them"),
-    "bench temperature": (["bench", "--temperature", "0,x"], "--temperature 0,x: want numbers separated by commas"),
+    "bench temperature": (["bench", "--temperature", "0,x"], "--temperature 0,x: expected numbers separated by commas"),
     "bench out": (["bench", "--out", "no/b.json"], "the folder no does not exist"),
     "no questions' file": (["bench", "--prompts", "spec-bench:no.jsonl"], "no.jsonl: no such file"),
-    "questions without a file": (["audit", "--prompts", "spec-bench:"], "names no file; want spec-bench:PATH"),
+    "questions without a file": (["audit", "--prompts", "spec-bench:"], "names no file; expected spec-bench:PATH"),
     "no questions": (["bench", "--prompts", "spec-bench:half.txt"], "half.txt, line 1: not valid JSON"),
     "questions in columns": (
         ["bench", "--prompts", "spec-bench:half.txt", "--column", "turns"],
@@ -908,7 +920,7 @@ WRONG = {
     "bench's profile": (["bench", "--profile", "other.yaml"], "of another model: layers 4 in the profile, 16"),
     "search no model": (["search", "--model", "/no/such"], "no such folder"),
     "list nothing": (["profile", "list", "no"], "no: no such folder"),
-    "list a file": (["profile", "list", "key.yaml"], "key.yaml is a file; want a folder"),
+    "list a file": (["profile", "list", "key.yaml"], "key.yaml is a file; expected a folder"),
     "list no profiles": (["profile", "list", "code"], "code holds no profile: no .yaml files"),
     "diff nothing": (["profile", "diff", "index2.yaml", "no.yaml"], "profile no.yaml: no such file"),
     "diff one": (["profile", "diff", "index2.yaml"], "Missing argument 'b'"),
@@ -1007,9 +1019,13 @@ def test_wrong_input_is_one_clear_line(cli, tmp_path, monkeypatch, old_trials, n
     )
     (tmp_path / "code" / "x.py").write_text("raise SystemExit('its code was run')")
     (tmp_path / "broken" / "config.json").write_text('{"model_type": "llama", "layer_types": ["no"]}')
-    shutil.copytree(builtin.model_folder(), tmp_path / "lacking")
-    config = json.loads((tmp_path / "lacking" / "config.json").read_text())
-    (tmp_path / "lacking" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 17}))
+    lacking = tmp_path / "lacking"
+    lacking.mkdir()
+    for file in builtin.model_folder().iterdir():  # links, as its weights are 7 MB
+        (lacking / file.name).symlink_to(file)
+    config = json.loads((lacking / "config.json").read_text())
+    (lacking / "config.json").unlink()
+    (lacking / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 17}))
     from selfspec.runtime.forward import Runtime
 
     monkeypatch.setattr(Runtime, "forward", lambda *_, **__: pytest.fail("work was done"))

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from selfspec.cli.color import colored, legend, show
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.events import Origin, TokenEvent
-from selfspec.facts.identity import Identity
-from selfspec.facts.skip import SkipSet
-from selfspec.facts.stats import Stats
-from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.events import Origin, TokenEvent
+from selfspec.types.identity import Identity
+from selfspec.types.skip import SkipSet
+from selfspec.types.stats import Stats
 
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from("\n\t[]/"), max_size=12)

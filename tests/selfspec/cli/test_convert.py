@@ -36,7 +36,7 @@ def test_a_published_head_drafts(cli, medusa):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["gone", "--model", "builtin"], "gone is no folder; want the one of a published head"),
+        (["gone", "--model", "builtin"], "gone is no folder; expected the one of a published head"),
         (["empty", "--model", "builtin"], "config.json: no such file"),
         (["empty", "--model", "gone/model"], "gone/model"),
         (["empty", "--model", "builtin", "--out", "gone/parts"], "gone/parts is no folder"),

@@ -11,7 +11,7 @@ from models import SIZES, tiny
 from transformers import LlamaConfig
 
 from selfspec.cli import main
-from selfspec.model import loading
+from selfspec.models import loading
 
 SPREAD = ("--device-map", "auto", "--max-memory", "cpu=2200KB", "--offload-folder", "offloaded")
 
@@ -33,7 +33,7 @@ def cli(monkeypatch, capsys, tmp_path, llm):
         asked.append({str(place) for place in getattr(model, "hf_device_map", {"": "cpu"}).values()})
         return model, tokenizer
 
-    for module in ("llm.llm", "measure.subjects"):
+    for module in ("llm.llm", "measure.model_copies"):
         monkeypatch.setattr(f"selfspec.{module}.load_model", noted)
 
     def run(*args):

@@ -16,12 +16,12 @@ from selfspec.search.ledger import Ledger
 
 from selfspec import builtin
 from selfspec.controllers import AdaptiveThreshold
-from selfspec.decoding.loop import decode
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.facts.skip import SkipSet
+from selfspec.engine.loop import decode
 from selfspec.profile.reading import read_profile
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
+from selfspec.types.skip import SkipSet
 
 NOTEBOOK = Path(__file__).parents[3] / "notebooks" / "speedup_vs_skipped_layers.ipynb"
 FIXTURE = Path(__file__).with_name("adaptive_threshold.json")

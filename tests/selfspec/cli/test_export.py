@@ -39,10 +39,10 @@ def test_what_is_lost_is_told_of_layers_kept_by_half(cli):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--to", "exllama", "stdlib-llama-3.7m", "--out", "x"], "--to exllama: want one of vllm"),
+        (["--to", "exllama", "stdlib-llama-3.7m", "--out", "x"], "--to exllama: expected one of vllm"),
         (["--to", "vllm", "stdlib-llama-3.7m", "--out", "gone/x"], "the folder gone does not exist"),
         (["--to", "vllm", "gone.yaml", "--out", "x"], "gone.yaml"),
-        (["--to", "llama.cpp", "stdlib-llama-3.7m", "--out", "x", "--type", "q3"], "--type q3: want one of f32"),
+        (["--to", "llama.cpp", "stdlib-llama-3.7m", "--out", "x", "--type", "q3"], "--type q3: expected one of f32"),
         (["--to", "vllm", "stdlib-llama-3.7m"], "Missing option '--out'"),
         (["stdlib-llama-3.7m", "--out", "x"], "Missing option '--to'"),
         (["--to", "vllm", "plain.yaml", "--out", "x"], "the profile drafts nothing, so there is nothing to export"),

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from selfspec.facts.confidence import Confidence
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.identity import Identity
-from selfspec.facts.skip import SkipSet
-from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.reading import read_profile, write_profile
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
+from selfspec.types.confidence import Confidence
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.identity import Identity
+from selfspec.types.skip import SkipSet
 
 PATH = DraftPath(SkipSet((3, 5, 9)), None, SkipSet((1, 2, 4), (0, 1)), SkipSet((10, 11, 12), (11, 12, 13, 14)), "int8")
 
@@ -67,8 +67,8 @@ def test_validate_of_modes(cli, modes_file):
 @pytest.mark.parametrize(
     ("draft", "said"),
     [
-        ("int8: {mlp: [3]}, int4: {mlp: [3]}", "mlp of layer 3 is both int8 and int4; want one of them"),
-        ("skip: {attention: [3]}, int8: {attention: [3]}", "attention of layer 3 is both skip and int8; want one"),
+        ("int8: {mlp: [3]}, int4: {mlp: [3]}", "mlp of layer 3 is both int8 and int4; expected one of them"),
+        ("skip: {attention: [3]}, int8: {attention: [3]}", "attention of layer 3 is both skip and int8; expected one"),
         ("int8: {mlp: [16]}", "int8.mlp: layer 16 does not exist; the model has 16 layers"),
         ("int4: {mlp: [2, 2]}", "int4.mlp: layer 2 is listed twice"),
         ("head: skip", "draft.head: Input should be 'int8' or 'int4', got 'skip'"),

@@ -78,7 +78,7 @@ def test_a_port_that_is_taken(cli):
         port = taken.getsockname()[1]
         code, out, err = cli("serve", "--port", port)
     assert (code, out) == (2, "")
-    assert err == f"error: 127.0.0.1:{port} cannot be served at (Address already in use); want another --port\n"
+    assert err == f"error: 127.0.0.1:{port} cannot be served at (Address already in use); expected another --port\n"
 
 
 @pytest.mark.parametrize("lacking", ["fastapi", "prometheus_client", "uvicorn"])
@@ -100,10 +100,10 @@ WRONG = {
     "store": (["--store", "no.store"], "no.store"),
     "rows": (["--rows", "0"], "--rows"),
     "queue": (["--queue", "-1"], "--queue"),
-    "key": (["--api-key", " "], "--api-key: want at least one character"),
-    "key in letters": (["--api-key", "schlüssel"], "--api-key: want at least one character, all of ASCII"),
+    "key": (["--api-key", " "], "--api-key: expected at least one character"),
+    "key in letters": (["--api-key", "schlüssel"], "--api-key: expected at least one character, all of ASCII"),
     "devices and device": (["--devices", "cpu,cpu", "--device", "cpu"], "without --device"),
-    "devices": (["--devices", "cpu,,cpu"], "--devices cpu,,cpu: want devices separated by commas"),
+    "devices": (["--devices", "cpu,,cpu"], "--devices cpu,,cpu: expected devices separated by commas"),
     "no such device": (["--devices", "cpu,qpu"], "qpu"),
     "memory": (["--port", "0", "--profile", "none", "--memory", "0.001"], "memory"),
 }

@@ -120,9 +120,9 @@ def test_a_kill_loses_no_texts(cli, warm, prompts, tmp_path):
     ("arguments", "said"),
     [
         (["nonsense"], "kind 'nonsense' of parts is not known; known: eagle, medusa, hydra, mlp, mtp, chimera"),
-        (["eagle", "--minutes", "0"], "minutes 0.0: want more than 0"),
-        (["eagle", "--minutes", "nan"], "minutes nan: want more than 0"),
-        (["eagle", "--out", "file"], "file is no folder; want one that parts can be written to"),
+        (["eagle", "--minutes", "0"], "minutes 0.0: expected more than 0"),
+        (["eagle", "--minutes", "nan"], "minutes nan: expected more than 0"),
+        (["eagle", "--out", "file"], "file is no folder; expected one that parts can be written to"),
         (["eagle", "--out", "gone/parts"], "gone/parts is no folder"),
         (["eagle", "--data", "gone.jsonl"], "gone.jsonl"),
         (["eagle", "--model", "gone/model"], "gone/model"),

@@ -38,7 +38,7 @@ def cli(monkeypatch, tmp_path):
     def loaded(*_, **__):
         raise ModelLoadedError
 
-    for module in ("llm.llm", "measure.subjects"):
+    for module in ("llm.llm", "measure.model_copies"):
         monkeypatch.setattr(f"selfspec.{module}.load_model", loaded)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     monkeypatch.setattr("torch.set_num_threads", lambda _: None)

@@ -13,8 +13,8 @@ from selfspec.controllers import (
     make_controller,
     parse_controller,
 )
-from selfspec.facts.acceptance import Outlook
-from selfspec.facts.controller import ControllerSpec
+from selfspec.types.acceptance import PayoffModel
+from selfspec.types.controller import ControllerSpec
 
 
 def drafted(controller, confidences):
@@ -79,14 +79,14 @@ def test_every_controller(name):
                 assert len(count) == len(draft)
                 assert set(count) <= {1, 2, 3}
                 assert controller.candidates(draft, 1) == [1] * len(draft)
-    assert (controller.learnt() is not None) == controller.asks_outlook
+    assert (controller.learnt() is not None) == controller.asks_payoff
     assert controller.start().spec() == make_controller(ControllerSpec(name=name)).spec()
 
 
 @pytest.mark.parametrize("controller", [FixedK(3), StaticThreshold(0.5), AdaptiveThreshold(0.4)])
 def test_most_controllers_ask_for_no_outlook(controller):
-    assert not controller.asks_outlook
-    assert controller.told(Outlook(), rate=2.0) is controller
+    assert not controller.asks_payoff
+    assert controller.told(PayoffModel(), rate=2.0) is controller
     assert controller.learnt() is None
 
 
@@ -102,15 +102,15 @@ def test_text_form():
         ("nothing", "controller 'nothing' is not known; known: fixed, static, adaptive, rate"),
         ("fixed:j=3", "has no option 'j'; it has: k"),
         ("fixed:k=4,k=9", "k is given twice"),
-        ("fixed:k", "want option=number, got 'k'"),
-        ("fixed:k=x", "want option=number, got 'k=x'"),
-        ("fixed:k=nan", "want option=number"),
-        ("fixed:k=0", "k 0.0: want a whole number from 1 to 64"),
-        ("fixed:k=2.5", "want a whole number"),
-        ("static:threshold=-1", "want a number from 0 to 1"),
+        ("fixed:k", "expected option=number, got 'k'"),
+        ("fixed:k=x", "expected option=number, got 'k=x'"),
+        ("fixed:k=nan", "expected option=number"),
+        ("fixed:k=0", "k 0.0: expected a whole number from 1 to 64"),
+        ("fixed:k=2.5", "expected a whole number"),
+        ("static:threshold=-1", "expected a number from 0 to 1"),
         ("adaptive:threshold=0.99", "is not between floor"),
-        ("rate:rate=0.5", "rate 0.5: want 1"),
-        ("rate:strength=-1", "strength -1.0: want 0 or more rounds"),
+        ("rate:rate=0.5", "rate 0.5: expected 1"),
+        ("rate:strength=-1", "strength -1.0: expected 0 or more rounds"),
         ("rate:outlook=1", "has no option 'outlook'; it has: rate, k_max, floor, strength, memory"),
     ],
 )

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK, RateOptimal
-from selfspec.facts.acceptance import AcceptanceCurve, Outlook, between, guess
-from selfspec.facts.limits import MOST_ROWS
-from selfspec.facts.skip import SkipSet
+from selfspec.types.acceptance import AcceptanceCurve, PayoffModel, between, guess
+from selfspec.types.limits import MOST_ROWS
+from selfspec.types.skip import SkipSet
 
 STEPS = (0.0, 1.0, 1.1, 1.15, 1.2, 1.6, 1.65, 1.7, 1.75, 1.8, *([2.2] * (MOST_ROWS - 9)))
 
@@ -41,7 +41,7 @@ def test_it_drafts_what_theory_says_is_best(chance, draft, rounds):
         return (1 - chance ** (k + 1)) / (1 - chance) / (k * draft + rounds[k + 1])
 
     best = max(range(1, 13), key=speed)
-    controller = RateOptimal(rate=max(speed(best), 1.0), floor=0.0, outlook=Outlook(draft, rounds, flat(chance)))
+    controller = RateOptimal(rate=max(speed(best), 1.0), floor=0.0, payoff=PayoffModel(draft, rounds, flat(chance)))
     if speed(best) > 1:
         assert speed(length(controller)) == pytest.approx(speed(best), rel=1e-9)
     else:
@@ -56,7 +56,7 @@ def test_candidates_are_the_best_of_all_choices():
         rounds = (0.0, *rows)[: MOST_ROWS + 1]
         chances = sorted((draw.random() * 0.3 for _ in range(2)), reverse=True)
         curve, rate = flat(draw.uniform(0.3, 0.9), *chances), draw.uniform(1, 1.5)
-        controller = RateOptimal(rate=rate, floor=0.0, outlook=Outlook(0.3, rounds, curve))
+        controller = RateOptimal(rate=rate, floor=0.0, payoff=PayoffModel(0.3, rounds, curve))
         n = draw.randint(1, 4)
 
         def worth(counts, curve=curve, rate=rate, rounds=rounds, chances=chances, n=n):
@@ -68,7 +68,7 @@ def test_candidates_are_the_best_of_all_choices():
 
 
 def test_it_learns_that_drafts_are_wrong():
-    controller = RateOptimal(rate=1.2, outlook=Outlook(0.2, STEPS, flat(0.9, 0.05)))
+    controller = RateOptimal(rate=1.2, payoff=PayoffModel(0.2, STEPS, flat(0.9, 0.05)))
     before = length(controller)
     for _ in range(200):
         controller.observe([0.5] * 3, 0, candidates=4)
@@ -83,7 +83,7 @@ def test_it_learns_where_drafts_are_right():
     curve = AcceptanceCurve(
         confidence=[0.1, 0.5, 0.9], accepted=[0.3, 0.3, 0.3], following=[0.3, 0.3, 0.3], candidates=[]
     )
-    controller = RateOptimal(outlook=Outlook(0.2, STEPS, curve))
+    controller = RateOptimal(payoff=PayoffModel(0.2, STEPS, curve))
     for _ in range(300):
         controller.observe([0.9, 0.9, 0.9], 3)
     learnt = controller.learnt().curve
@@ -93,7 +93,7 @@ def test_it_learns_where_drafts_are_right():
 
 def test_the_rate_follows_what_rounds_bring():
     """A round of two drafted tokens and one more candidate, one accepted: 2 tokens in 2 * .2 + rounds[4]."""
-    controller = RateOptimal(rate=1.0, memory=0.0, outlook=Outlook(0.2, STEPS, flat(0.5)))
+    controller = RateOptimal(rate=1.0, memory=0.0, payoff=PayoffModel(0.2, STEPS, flat(0.5)))
     controller.observe([0.5, 0.5], 1, candidates=3)
     assert controller.rate == pytest.approx(2 / (0.4 + STEPS[4]))
     controller.observe([0.5, 0.5], 1, candidates=3, other=True)
@@ -111,15 +111,15 @@ def test_a_guess_is_cheaper_the_more_is_skipped():
 
 
 def test_it_rests_on_what_it_is_told():
-    controller = RateOptimal(k_max=5, outlook=Outlook(0.2, STEPS, flat(0.9)))
-    outlook = Outlook(0.3, STEPS, flat(0.4))
-    assert controller.told(outlook) == RateOptimal(k_max=5, outlook=outlook)
-    told = controller.told(outlook, rate=1.5)
-    assert told == RateOptimal(k_max=5, rate=1.5, outlook=outlook)
-    assert told.learnt() == outlook
+    controller = RateOptimal(k_max=5, payoff=PayoffModel(0.2, STEPS, flat(0.9)))
+    payoff = PayoffModel(0.3, STEPS, flat(0.4))
+    assert controller.told(payoff) == RateOptimal(k_max=5, payoff=payoff)
+    told = controller.told(payoff, rate=1.5)
+    assert told == RateOptimal(k_max=5, rate=1.5, payoff=payoff)
+    assert told.learnt() == payoff
     told.observe([0.5], 0)
-    assert told.learnt() != outlook
-    assert told.start().learnt() == outlook
+    assert told.learnt() != payoff
+    assert told.start().learnt() == payoff
     assert told.start().rate == 1.5
 
 
@@ -133,7 +133,7 @@ def test_a_curve_as_it_was_saved_before():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"confidence": [0.5, 0.5]}, "want rising numbers"),
+        ({"confidence": [0.5, 0.5]}, "expected rising numbers"),
         ({"accepted": [0.1, 0.2, 0.3]}, "accepted: 3 chances for 2 confidences"),
         ({"candidates": [[0.1, 0.2], [0.1, 0.2, 0.3]]}, "candidates.1: 3 chances for 2"),
         ({"beside": [[0.1, 0.2]]}, "beside\n  Extra inputs"),
@@ -149,7 +149,7 @@ class TestFreeGuesses:
     """Rounds of n rows take 1 + n / 10 plain steps."""
 
     def controller(self, rate):
-        return RateOptimal(rate=rate, outlook=Outlook(0.3, tuple(1 + rows / 10 for rows in range(MOST_ROWS + 1))))
+        return RateOptimal(rate=rate, payoff=PayoffModel(0.3, tuple(1 + rows / 10 for rows in range(MOST_ROWS + 1))))
 
     def test_they_are_taken_where_they_bring_more_than_drafting(self):
         """Four sure tokens and one more in 1.5 steps: more than three a step, less than four."""
@@ -171,7 +171,7 @@ def test_nothing_is_learnt_from_tokens_after_a_rejection():
     curve = AcceptanceCurve(confidence=[0.0, 0.5, 1.0], accepted=[0.3, 0.6, 0.9], following=[0.4, 0.6, 0.8],
                             candidates=[])  # fmt: skip
     for accepted in range(3):
-        whole, cut = (RateOptimal(strength=2.0, outlook=Outlook(0.2, STEPS, curve)) for _ in range(2))
+        whole, cut = (RateOptimal(strength=2.0, payoff=PayoffModel(0.2, STEPS, curve)) for _ in range(2))
         whole.observe(confidences, accepted)
         cut.observe(confidences[: accepted + 1], accepted)
         assert whole.learnt().curve == cut.learnt().curve

@@ -11,12 +11,12 @@ from transformers import SuppressTokensLogitsProcessor
 
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
-from selfspec.facts.confidence import Confidence
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.skip import SkipSet
-from selfspec.model.low_precision import fake
+from selfspec.models.low_precision import fake
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler, gap
+from selfspec.types.confidence import Confidence
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.skip import SkipSet
 
 VOCABULARY, PROMPT = 11, [1, 4, 2, 9]
 PATH = DraftPath(SkipSet((1,)), int8=SkipSet((0, 2), (0, 1, 2)), head="int8")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from every_drafter import KINDS, REPRESENTATIVES, table
 
+from selfspec.draft_modules import registry as heads
 from selfspec.drafters import registry
-from selfspec.parts import kinds as heads
 
-SUITES = ("decoding/test_loop.py", "decoding/test_engine.py", "speculation/test_match.py", "speculation/test_law.py")
+SUITES = ("engine/test_loop.py", "engine/test_engine.py", "speculation/test_match.py", "speculation/test_law.py")
 TABLE = table(11)
 
 

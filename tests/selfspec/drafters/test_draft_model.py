@@ -13,13 +13,13 @@ from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
 from selfspec.drafters import ModelDrafter, PlainDrafter, TranslatedDrafter, make_drafter
-from selfspec.facts.draft_path import DraftPath
-from selfspec.model.low_precision import fake
-from selfspec.profile.draft_model import ModelSpec
+from selfspec.models.low_precision import fake
+from selfspec.profile.model_spec import ModelSpec
 from selfspec.profile.reading import parse_profile, profile_text, write_profile
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
+from selfspec.types.draft_path import DraftPath
 
 VOCABULARY, PROMPT, NEW = 11, [1, 4, 2, 9, 3, 3, 3, 0, 5, 10, 8, 7], 24
 
@@ -71,14 +71,14 @@ def test_what_is_drafted_has_the_draft_models_own_probabilities(target, other, p
     """Whatever was accepted before: as a pass of the draft model over the whole text gives them."""
     options = {} if path is None else {"path": path}
     drafter = ModelDrafter(target, other, FixedK(3), **options)
-    lone, way = other.beside(), None if path is None else other.compile(path)
+    lone, compiled = other.with_new_cache(), None if path is None else other.compile(path)
     for seed in range(3):
         tokens, outcomes = run(target, drafter, PROMPT, NEW, sampler=Sampler(temperature=1.0, seed=seed))
         at = 0
         for outcome in outcomes:
             text = [*PROMPT, *tokens[:at], *outcome.draft.tokens]
             with lone.session(len(text)):
-                logits = lone.forward(torch.tensor([text]), 0, path=way).logits[0]
+                logits = lone.forward(torch.tensor([text]), 0, path=compiled).logits[0]
             first = len(PROMPT) + at - 1
             expected = logits[first : first + len(outcome.draft)].softmax(-1)
             if len(outcome.draft):
@@ -122,7 +122,7 @@ def test_nothing_is_drafted_beyond_the_draft_models_context(target):
 
 
 def test_another_vocabulary_is_refused(target):
-    with pytest.raises(SelfspecError, match="the draft model has 7 tokens, the model 11; want one of the same"):
+    with pytest.raises(SelfspecError, match="the draft model has 7 tokens, the model 11; expected one of the same"):
         ModelDrafter(target, Runtime(small(7, 1)), FixedK(2))
 
 

@@ -13,13 +13,13 @@ from models import small
 from trained import random_trained
 
 from selfspec.drafters import make_drafter, registry
-from selfspec.facts.costs import CostModel
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.identity import Identity
-from selfspec.model.low_precision import fake
-from selfspec.profile import draft as kinds
+from selfspec.models.low_precision import fake
+from selfspec.profile import draft_spec as kinds
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
+from selfspec.types.costs import CostModel
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.identity import Identity
 
 VOCABULARY, LAYERS = 11, 3
 BASES: dict[str, dict[str, Any]] = {
@@ -117,7 +117,7 @@ def made(runtime, loaded, kind, field, **fields) -> Any:
     draft = kinds._KINDS[kind].model_validate({"kind": kind, **BASES.get(kind, {}), **fields})
     profile = Profile(model=Identity(layers=LAYERS), draft=draft, costs=COSTS)
     if field in PRICES:
-        return profile.outlook.draft
+        return profile.payoff.draft
     return {"drafter": described(make_drafter(runtime, profile)), "loaded": list(loaded)}
 
 

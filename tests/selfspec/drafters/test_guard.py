@@ -13,20 +13,20 @@ from toys import RandomTree
 from selfspec.controllers import FixedK, StaticThreshold
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.drafters.guard import _Prices
-from selfspec.facts.acceptance import Outlook
-from selfspec.facts.confidence import Confidence
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.skip import SkipSet
-from selfspec.facts.work import NO_WORK, Part, steps_of
-from selfspec.model.low_precision import fake
+from selfspec.models.low_precision import fake
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
+from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.step import Step
+from selfspec.types.acceptance import PayoffModel
+from selfspec.types.confidence import Confidence
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.draft_work import NO_WORK, DraftCall, steps_of
+from selfspec.types.skip import SkipSet
 
-STEP = Step(None)
+STEP = ForwardOutput(None)
 
 
 class Clock:
@@ -56,7 +56,7 @@ class Chain:
         self.made += n > 0
         return [Draft.chain([0] * n, confidence=[0.5] * n, work=steps_of(n))] if n else [NO_DRAFT]
 
-    def dearest(self, limit):
+    def max_work(self, limit):
         return steps_of(limit.depth)
 
     def observe(self, seq, outcome):
@@ -74,16 +74,16 @@ def decode(guard, clock, tokens, *, accepted, plain=1.0, wide=1.3, row=0.03, sam
     start = clock.now
     drafter = guard.drafter if isinstance(guard, Guard) else guard
     base, lost = drafter.seconds, []
-    while seq.room:
+    while seq.remaining:
         at = len(seq.tokens) - 1
         drafter.seconds = base * speed(at)
-        (draft,) = guard.propose([seq], [Limit(seq.room - 1)]) if seq.room > 1 else (NO_DRAFT,)
+        (draft,) = guard.propose([seq], [Limit(seq.remaining - 1)]) if seq.remaining > 1 else (NO_DRAFT,)
         clock.now += speed(at) * (plain if not len(draft) else wide + row * len(draft))
-        kept = min(accepted(at), len(draft), seq.room - 1)
+        kept = min(accepted(at), len(draft), seq.remaining - 1)
         emitted = (0,) * (kept + 1)
         usual += plain * speed(at) * len(emitted)
         seq.tokens += emitted
-        seq.room -= len(emitted)
+        seq.remaining -= len(emitted)
         guard.observe(seq, Outcome(draft, tuple(range(kept)), emitted, STEP))
         lost.append(clock.now - start - usual)
     guard.end(seq)
@@ -225,14 +225,14 @@ def test_with_a_seed_the_clock_is_not_read():
 
     guard = Guard(Chain(clock, 0.3, 4), clock=broken)
     seeded = Sampler(temperature=1.0, seed=1)
-    for outlook in (None, Outlook(0.3)):
-        guard.outlook = outlook
+    for payoff in (None, PayoffModel(0.3)):
+        guard.payoff = payoff
         guard._clock = clock
         decode(guard, clock, 50, accepted=lambda n: 4, sampler=seeded)
     results = []
     for speed in (1.0, 7.0):
         drafter = Chain(clock, 0.3, 4)
-        guard = Guard(drafter, outlook=Outlook(0.3), clock=clock)
+        guard = Guard(drafter, payoff=PayoffModel(0.3), clock=clock)
         decode(guard, clock, 100, accepted=lambda n: n % 3, sampler=seeded, speed=lambda n, s=speed: s)
         results.append(drafter.made)
     assert results[0] == results[1] > 0
@@ -240,8 +240,8 @@ def test_with_a_seed_the_clock_is_not_read():
 
 def test_with_a_seed_a_wrong_draft_is_bounded_by_the_outlook():
     clock = Clock()
-    outlook = Outlook(0.5, tuple(1.3 + 0.03 * (w - 1) if w > 1 else 1.0 for w in range(66)))
-    guard = Guard(Chain(clock, 0.5), outlook=outlook, clock=clock)
+    payoff = PayoffModel(0.5, tuple(1.3 + 0.03 * (w - 1) if w > 1 else 1.0 for w in range(66)))
+    guard = Guard(Chain(clock, 0.5), payoff=payoff, clock=clock)
     took, usual, _ = decode(guard, clock, 100, accepted=lambda n: 0, sampler=Sampler(temperature=1.0, seed=1))
     assert took <= 1.05 * usual
 
@@ -279,7 +279,7 @@ def test_room_is_given_back():
         guard.prices.see_plain(1.0)
     with pytest.raises(RuntimeError, match="broken"):
         guard.propose([seq], [Limit(49)])
-    assert seq.room == 50
+    assert seq.remaining == 50
 
 
 def test_rounds_that_ask_for_no_draft_are_not_counted():
@@ -297,21 +297,21 @@ class Wide(Chain):
     def propose(self, seqs, limits):
         return [Draft((0,) * limit.nodes, (-1,) * limit.nodes, None, (-1,) * limit.nodes) for limit in limits]
 
-    def dearest(self, limit):
+    def max_work(self, limit):
         return NO_WORK
 
 
 def test_with_a_seed_every_row_that_is_verified_is_budgeted():
     """A round costs a plain step and a tenth more for each row: candidates that bring nothing stay within the bound."""
-    outlook = Outlook(0.0, tuple(1 + 0.1 * max(rows - 1, 0) for rows in range(66)))
-    guard = Guard(Wide(Clock(), 0.0), outlook=outlook)
+    payoff = PayoffModel(0.0, tuple(1 + 0.1 * max(rows - 1, 0) for rows in range(66)))
+    guard = Guard(Wide(Clock(), 0.0), payoff=payoff)
     seq = SequenceState([0], 200, Sampler(temperature=1.0, seed=1))
     guard.begin(seq, STEP)
     lost, rows = 0.0, []
-    while seq.room:
-        (draft,) = guard.propose([seq], [Limit(seq.room - 1)]) if seq.room > 1 else (NO_DRAFT,)
+    while seq.remaining:
+        (draft,) = guard.propose([seq], [Limit(seq.remaining - 1)]) if seq.remaining > 1 else (NO_DRAFT,)
         rows.append(len(draft))
-        lost += outlook.rounds[1 + len(draft)] - 1  # nothing is accepted
+        lost += payoff.rounds[1 + len(draft)] - 1  # nothing is accepted
         guard.observe(seq, Outcome(draft, (), seq.emit([0]), STEP))
         assert lost <= 1.65 + 0.015 * len(seq.tokens) + 1e-9
     assert rows[0] == 16  # 1.665 plain steps may be lost in the first round
@@ -321,14 +321,14 @@ def test_with_a_seed_every_row_that_is_verified_is_budgeted():
 class Parts(Chain):
     """Looks up for next to nothing, then drafts three tokens at once; says what it took."""
 
-    LOOKUP, WIDE = Part("lookup"), Part("draft step", 3)
+    LOOKUP, WIDE = DraftCall("lookup"), DraftCall("draft step", 3)
 
     def propose(self, seqs, limits):
         self.clock.now += 0.01 + 2 * self.seconds
         self.made += 1
         return [Draft.chain([0] * min(2, limits[0].depth), work=((self.LOOKUP, 1), (self.WIDE, 2)))]
 
-    def dearest(self, limit):
+    def max_work(self, limit):
         return ((self.LOOKUP, 1), (self.WIDE, limit.depth))
 
 
@@ -343,7 +343,7 @@ def test_the_bound_holds_for_work_of_several_parts(tokens):
 
 def test_several_parts_are_priced_apart_by_what_they_were_known_to_take():
     prices = _Prices(step=1.0)
-    lookup, step = Part("lookup"), Part("draft step")
+    lookup, step = DraftCall("lookup"), DraftCall("draft step")
     prices.see_drafted(((step, 2),), 0.8, 1.2)
     assert prices.part(step) == pytest.approx(0.4)
     prices.see_drafted(((lookup, 1), (step, 2)), 0.9, 1.2)  # a lookup is taken for a plain step at first: 1 to 0.8
@@ -368,7 +368,7 @@ def rounds_of_three(guard, clock, right):
     for seq in seqs:
         guard.begin(seq, STEP)
     for _ in range(100):
-        drafts = guard.propose(seqs, [Limit(seq.room - 1) for seq in seqs])
+        drafts = guard.propose(seqs, [Limit(seq.remaining - 1) for seq in seqs])
         widest = max(map(len, drafts))
         clock.now += 1.0 if not widest else 1.3 + 0.03 * widest
         for seq, draft, always in zip(seqs, drafts, right, strict=True):

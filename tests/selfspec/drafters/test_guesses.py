@@ -11,16 +11,16 @@ from stores import babble, stored
 
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.skip import SkipSet
-from selfspec.facts.work import DRAFT_PATH, draft_pass
-from selfspec.model.low_precision import fake
-from selfspec.proposers.ahead import Ahead
+from selfspec.models.low_precision import fake
 from selfspec.proposers.base import Guess
+from selfspec.proposers.chain import ProposerChain
 from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.sampling import Sampler
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.draft_work import DRAFT_PATH, draft_pass
+from selfspec.types.skip import SkipSet
 
 VOCABULARY, PROMPTS = 11, [[1, 4, 2, 9], [7], [3, 3, 3, 0, 5, 10, 8], [6, 2]]
 PATH = DraftPath(SkipSet((1,), (0,)), int8=SkipSet((0, 2), (1, 2)), head="int8")
@@ -100,7 +100,7 @@ def test_drafts_are_the_paths_own(runtime, proposer, kind, candidates):
     for prompt in PROMPTS:
         mine, theirs = (
             drafted(runtime, ahead, prompt, SAMPLERS[kind](), candidates=candidates)
-            for ahead in (Ahead([proposer], (1.0, 1.0, 1.0, 1.0)), None)
+            for ahead in (ProposerChain([proposer], (1.0, 1.0, 1.0, 1.0)), None)
         )
         assert mine[0] == theirs[0]
         for a, b in zip(mine[1], theirs[1], strict=True):
@@ -115,7 +115,7 @@ def test_drafts_are_the_paths_own(runtime, proposer, kind, candidates):
 @pytest.mark.parametrize("candidates", [1, 3])
 def test_each_token_is_told_from_what_came_up_with_it(runtime, candidates):
     """Of a pass the first tokens as far as they were guessed, the proposer; every other the draft path."""
-    ahead = Ahead([Random()], (1.0, 1.0, 1.0, 1.0))
+    ahead = ProposerChain([Random()], (1.0, 1.0, 1.0, 1.0))
     found = set()
     for prompt in PROMPTS:
         for draft in drafted(runtime, ahead, prompt, Sampler(), candidates=candidates)[1]:
@@ -133,19 +133,21 @@ def test_each_token_is_told_from_what_came_up_with_it(runtime, candidates):
 def test_right_guesses_leave_one_pass(runtime):
     prompt = PROMPTS[0]
     text = plain(runtime, prompt, 24)
-    drafter = LayerSkipDrafter(runtime, SkipSet(), FixedK(4), ahead=Ahead([Knowing([*prompt, *text])], (1.0,) * 4))
+    drafter = LayerSkipDrafter(
+        runtime, SkipSet(), FixedK(4), ahead=ProposerChain([Knowing([*prompt, *text])], (1.0,) * 4)
+    )
     tokens, outcomes = run(runtime, drafter, prompt, 21)
     assert tokens == text[:21]
     assert {outcome.draft.work for outcome in outcomes[:-1]} == {((draft_pass(4), 1),)}
 
 
 def test_the_dearest_work_is_never_exceeded(runtime):
-    drafter = LayerSkipDrafter(runtime, PATH, FixedK(6), ahead=Ahead([Random()], (1.0, 1.1, 1.2)))
+    drafter = LayerSkipDrafter(runtime, PATH, FixedK(6), ahead=ProposerChain([Random()], (1.0, 1.1, 1.2)))
     for depth in range(1, 7):
         limit = Limit(depth)
-        dearest = drafter.dearest(limit)
-        assert sum(calls for _, calls in dearest) == depth
-        assert max(part.rows for part, _ in dearest) == min(3, depth)
+        max_work = drafter.max_work(limit)
+        assert sum(calls for _, calls in max_work) == depth
+        assert max(part.rows for part, _ in max_work) == min(3, depth)
     for draft in drafted(runtime, drafter.ahead, PROMPTS[2], Sampler())[1]:
         assert sum(calls for _, calls in draft.work) <= len(draft)
         assert max((part.rows for part, _ in draft.work), default=1) <= 3

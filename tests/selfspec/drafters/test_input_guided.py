@@ -8,9 +8,9 @@ import torch
 from selfspec.controllers import FixedK
 from selfspec.drafters import InputDrafter, Limit
 from selfspec.speculation.drafts import Outcome
+from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.step import Step
 
 ENDS = frozenset([99])
 
@@ -19,16 +19,16 @@ def follow(prompt, answer, most=8):
     """The drafts for an answer that is known; none is verified by a model."""
     drafter = InputDrafter(FixedK(most))
     seq = SequenceState(list(prompt), len(answer), Sampler(), ENDS)
-    drafter.begin(seq, Step(None, torch.empty(1, 0, 1)))
+    drafter.begin(seq, ForwardOutput(None, torch.empty(1, 0, 1)))
     drafts, done = [], 0
-    while seq.room:
-        limit = Limit(min(most, seq.room - 1))
+    while seq.remaining:
+        limit = Limit(min(most, seq.remaining - 1))
         (draft,) = drafter.propose([seq], [limit]) if limit.depth else [type(drafts[0])()]
         right = 0
         while right < len(draft) and draft.tokens[right] == answer[done + right]:
             right += 1
         tokens = seq.emit(answer[done : done + right + 1])
-        drafter.observe(seq, Outcome(draft, tuple(range(right)), tokens, Step(None, torch.empty(1, 0, 1))))
+        drafter.observe(seq, Outcome(draft, tuple(range(right)), tokens, ForwardOutput(None, torch.empty(1, 0, 1))))
         drafts.append(draft)
         done += len(tokens)
     drafter.end(seq)

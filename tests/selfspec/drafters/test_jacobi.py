@@ -118,5 +118,5 @@ def test_an_end_inside_a_block(runtime):
 
 def test_blocks_out_of_range():
     for wrong in ({"block": 1}, {"parallel": 0}):
-        with pytest.raises(SelfspecError, match="want blocks of 2 tokens or more"):
+        with pytest.raises(SelfspecError, match="expected blocks of 2 tokens or more"):
             JacobiDrafter(**wrong)

@@ -82,5 +82,5 @@ def test_nothing_hangs_below_an_end(runtime):
 
 def test_sizes_out_of_range():
     for wrong in ({"window": 0}, {"ngram": 1}, {"guesses": 0}, {"window": 33, "ngram": 3}):
-        with pytest.raises(SelfspecError, match="want a window of at least 1 token"):
+        with pytest.raises(SelfspecError, match="expected a window of at least 1 token"):
             LookaheadDrafter(**wrong)

@@ -64,5 +64,5 @@ def test_a_seed_starts_from_an_empty_table(runtime):
 
 def test_candidates_out_of_range():
     for wrong in (0, 99):
-        with pytest.raises(SelfspecError, match=f"candidates {wrong}: want 1"):
+        with pytest.raises(SelfspecError, match=f"candidates {wrong}: expected 1"):
             RecycleDrafter(FixedK(2), candidates=wrong)

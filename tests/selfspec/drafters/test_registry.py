@@ -13,17 +13,17 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
 from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter, PlainDrafter, make_drafter, register
 from selfspec.drafters import registry as makers
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.costs import CostModel
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.identity import Identity
-from selfspec.facts.skip import SkipSet
-from selfspec.facts.work import GUESS, draft_pass
-from selfspec.profile import draft as kinds
-from selfspec.profile.draft import DraftSpec, GuessesSpec, LayerSkipSpec, PlainSpec, ProposerSpec
+from selfspec.profile import draft_spec as kinds
+from selfspec.profile.draft_spec import DraftSpec, GuessesSpec, LayerSkipSpec, PlainSpec, ProposerSpec
 from selfspec.profile.reading import parse_profile, profile_schema, profile_text
 from selfspec.profile.schema import Profile
 from selfspec.speculation.drafts import Draft
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.costs import CostModel
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.draft_work import GUESS, draft_pass
+from selfspec.types.identity import Identity
+from selfspec.types.skip import SkipSet
 
 PROMPT = [3, 1, 4]
 
@@ -50,7 +50,7 @@ class EchoDrafter(PlainDrafter):
 
 def make_echo(runtime, spec, profile):
     if spec.times > 8:
-        raise SelfspecError(f"times {spec.times}: want 8 at most")
+        raise SelfspecError(f"times {spec.times}: expected 8 at most")
     return EchoDrafter(spec.times)
 
 
@@ -77,7 +77,7 @@ def test_a_kind_of_ones_own_is_read_checked_and_written(echo):
         ("{kind: echo, times: '3'}", "p: draft.times: .* integer, got '3'"),
         (
             "{kind: other}",
-            "p: draft.kind: 'other' is not known; known: plain, layer-skip, .*, head, merged, model, echo",
+            "p: draft.kind: 'other' is not known; known: plain, layer-skip, .*, head, model, merged, echo",
         ),
     ):
         with pytest.raises(SelfspecError, match=why):
@@ -97,7 +97,7 @@ def test_it_drafts(echo, llm):
     out = wrapped.generate(PROMPT, max_new_tokens=12, drafter=wrapped.drafts_with(wrapped.profile))
     assert [done.drafted for done in out.stats.log][:2] == [3, 3]
     assert out.tokens == llm.generate(PROMPT, max_new_tokens=12, drafter=PlainDrafter()).tokens
-    with pytest.raises(SelfspecError, match="times 9: want 8 at most"):
+    with pytest.raises(SelfspecError, match="times 9: expected 8 at most"):
         selfspec.wrap(llm.model, llm.tokenizer, profile=parsed("{kind: echo, times: 9}"))
 
 
@@ -117,7 +117,7 @@ def test_a_kind_is_registered_once(echo):
     class Unsaid(DraftSpec):
         pass
 
-    with pytest.raises(SelfspecError, match="kind 'echo' of drafts is .*EchoSpec; want another name"):
+    with pytest.raises(SelfspecError, match="kind 'echo' of drafts is .*EchoSpec; expected another name"):
         register(Another, make_echo)
     with pytest.raises(SelfspecError, match="Unsaid: its kind is not said"):
         register(Unsaid, make_echo)
@@ -143,13 +143,13 @@ def test_guesses_below_a_path_and_alone(llm):
     made = make_drafter(llm.runtime, low)
     assert isinstance(made, LayerSkipDrafter)
     assert made.ahead.prices == (1.0, 1.5, 2.5)
-    assert low.outlook.draft == pytest.approx(0.75 * 33 / 40)
-    assert low.outlook.price(((draft_pass(2), 3), (GUESS, 4))) == pytest.approx(3 * 1.5 * 33 / 40)
+    assert low.payoff.draft == pytest.approx(0.75 * 33 / 40)
+    assert low.payoff.price(((draft_pass(2), 3), (GUESS, 4))) == pytest.approx(3 * 1.5 * 33 / 40)
     alone = parsed("{kind: guesses}")
     again = parsed("{kind: recycle, candidates: 2}")
     assert (alone.drafts, alone.unaided) == (True, alone)
     assert isinstance(make_drafter(llm.runtime, alone), FreeDrafter)
-    assert make_drafter(llm.runtime, alone.model_copy(update={"costs": costs})).controller.outlook.draft == 0
+    assert make_drafter(llm.runtime, alone.model_copy(update={"costs": costs})).controller.payoff.draft == 0
     text = llm.generate(PROMPT * 5, max_new_tokens=24, drafter=PlainDrafter()).tokens
     assert make_drafter(llm.runtime, again).candidates == 2
     assert alone.draft.said == "drafts guesses by lookup"
@@ -162,7 +162,7 @@ def test_guesses_below_a_path_and_alone(llm):
     [
         ("{kind: guesses, controller: {name: magic}}", "magic"),
         ("{kind: guesses, proposers: []}", "proposers"),
-        ("{kind: guesses, proposers: [{kind: store}]}", "proposer 'store': want the path of its file"),
+        ("{kind: guesses, proposers: [{kind: store}]}", "proposer 'store': expected the path of its file"),
         ("{kind: guesses, proposers: [{kind: lookup, path: x}]}", "proposer 'lookup': takes no path"),
         ("{kind: guesses, proposers: [{kind: store, path: gone.store}]}", "gone.store: no such file"),
         ("{kind: layer-skip, proposers: []}", "proposers"),

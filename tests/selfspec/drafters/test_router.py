@@ -8,17 +8,17 @@ from toys import always_wrong, oracle
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.drafters import Guard, LayerSkipDrafter, Route, Router, make_drafter
-from selfspec.facts.acceptance import Outlook
-from selfspec.facts.work import steps_of
 from selfspec.llm.llm import LLM
 from selfspec.profile.reading import parse_profile, profile_text
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.sampling import Sampler
+from selfspec.types.acceptance import PayoffModel
+from selfspec.types.draft_work import steps_of
 
 VOCABULARY, PROMPT = 11, [1, 4, 2, 9]
-CHEAP = Outlook(0.0, wider=(0.0,))
+CHEAP = PayoffModel(0.0, wider=(0.0,))
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +86,16 @@ def test_what_is_dear_counts_for_less(runtime):
             return [type(d)(d.tokens, d.parents, d.q, d.q_row, work=steps_of(len(d))) for d in drafts]
 
     dear, cheap = Dear(oracle(PROMPT, text)), Counted(oracle(PROMPT, text))
-    decode(runtime, Router([Route(dear, Outlook(1.0, wider=(1.0,)), 2.0), Route(cheap, CHEAP, 1.9)]), 20)
+    decode(runtime, Router([Route(dear, PayoffModel(1.0, wider=(1.0,)), 2.0), Route(cheap, CHEAP, 1.9)]), 20)
     assert cheap.begun > 15
 
 
 def test_the_dearest_work_is_that_of_any(both):
     wrong, right = both
-    wrong.dearest, right.dearest = (lambda limit: steps_of(1)), (lambda limit: steps_of(2))
-    assert Router([Route(wrong, Outlook(0.9, wider=(0.9,))), Route(right, Outlook(0.2, wider=(0.2,)))]).dearest(
-        Limit(5)
-    ) == steps_of(1)
+    wrong.max_work, right.max_work = (lambda limit: steps_of(1)), (lambda limit: steps_of(2))
+    assert Router(
+        [Route(wrong, PayoffModel(0.9, wider=(0.9,))), Route(right, PayoffModel(0.2, wider=(0.2,)))]
+    ).max_work(Limit(5)) == steps_of(1)
     with pytest.raises(ValueError, match="at least one"):
         Router([])
 
@@ -136,7 +136,10 @@ def test_a_profile_holds_several_ways_to_draft():
     ("also", "said"),
     [
         ("[{model: {layers: 5}}]", "also.0: is of another model: layers"),
-        ("[{model: {layers: 4}, also: [{model: {layers: 4}}]}]", "also.0: want a profile without parts and without"),
+        (
+            "[{model: {layers: 4}, also: [{model: {layers: 4}}]}]",
+            "also.0: expected a profile without parts and without",
+        ),
         ("[{model: {layers: 4}, draft: {kind: layer-skip, skip: {mlp: [4]}}}]", "layer 4"),
         ("[3]", "also.0: "),
         ("x", "also: "),

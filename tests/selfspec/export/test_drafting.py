@@ -7,20 +7,20 @@ import torch
 from models import CONFIGS, small, tiny
 from pruned import pruned
 from selfspec.search.replay import Replay
-from selfspec.search.target_text import Text
+from selfspec.search.target_text import TargetText
 from selfspec.search.trace import walk
 from transformers import AutoModelForCausalLM
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
-from selfspec.export.drafts import fixed
-from selfspec.export.engine import Offer, Written
+from selfspec.export.draft_export import fixed
 from selfspec.export.expected import by_profile, check_tokens, rehearsed
+from selfspec.export.exporter import Offer, Written
 from selfspec.export.weights import kept, model_of, save, weights_of
-from selfspec.facts.draft_path import FULL, DraftPath
 from selfspec.llm.llm import wrap
-from selfspec.profile.draft import GuessesSpec, LayerSkipSpec, ProposerSpec, Skip
+from selfspec.profile.draft_spec import GuessesSpec, LayerSkipSpec, ProposerSpec, Skip
 from selfspec.profile.schema import Prediction, Profile
+from selfspec.types.draft_path import FULL, DraftPath
 
 PATH = DraftPath.skipping(attention=[0, 2, 3], mlp=[1, 2])
 TOKENS = torch.tensor([[1, 4, 2, 9, 3, 7, 5, 5]])
@@ -73,7 +73,7 @@ def test_nothing_left_is_refused():
 def text_of(model, new=24):
     with torch.no_grad():
         ids = model.generate(TOKENS, max_new_tokens=new, do_sample=False, eos_token_id=-1)[0].tolist()
-    return Text(tuple(ids), TOKENS.shape[1], new)
+    return TargetText(tuple(ids), TOKENS.shape[1], new)
 
 
 def test_replayed_it_drafts_what_the_path_drafts_on_its_own_keys():

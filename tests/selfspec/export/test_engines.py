@@ -14,20 +14,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import selfspec
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
+from selfspec.draft_modules.heads import part_of
+from selfspec.draft_modules.module_files import write_part
+from selfspec.draft_modules.published_heads import read_published
 from selfspec.export.exporting import ENGINES, export
-from selfspec.export.heads import head_files
-from selfspec.parts.files import write_part
-from selfspec.parts.heads import part_of
-from selfspec.parts.published import read_published
-from selfspec.profile.draft import GuessesSpec, LayerSkipSpec, PlainSpec, ProposerSpec, RecycleSpec, Skip
-from selfspec.profile.draft_chosen import ClaspSpec, SwiftSpec
-from selfspec.profile.draft_free import InputSpec, JacobiSpec, LookaheadSpec
-from selfspec.profile.draft_head import HeadSpec
-from selfspec.profile.draft_merged import MergedSpec
-from selfspec.profile.draft_model import ModelSpec
-from selfspec.profile.parts import Part, sha256_of
+from selfspec.export.head_export import head_files
+from selfspec.profile.adaptive_path_spec import ClaspSpec, SwiftSpec
+from selfspec.profile.draft_spec import GuessesSpec, LayerSkipSpec, PlainSpec, ProposerSpec, RecycleSpec, Skip
+from selfspec.profile.free_draft_specs import InputSpec, JacobiSpec, LookaheadSpec
+from selfspec.profile.head_spec import HeadSpec
+from selfspec.profile.model_spec import ModelSpec
+from selfspec.profile.module_files_spec import ModuleFile, sha256_of
 from selfspec.profile.reading import read_profile, write_profile
 from selfspec.profile.schema import Profile
+from selfspec.profile.tree_merge_spec import MergedSpec
 
 WHOLE = LayerSkipSpec(skip=Skip(attention=list(range(4, 14)), mlp=list(range(4, 14))))
 HALF = LayerSkipSpec(skip=Skip(attention=[3, 5]))
@@ -48,7 +48,7 @@ def run(plain, tmp_path):
         profile = Profile(model=plain.identity, draft=draft)
         if parts is not None:
             write_part(tmp_path / "part.safetensors", parts)
-            held = {draft.part: Part(file="part.safetensors", sha256=sha256_of(tmp_path / "part.safetensors"))}
+            held = {draft.part: ModuleFile(file="part.safetensors", sha256=sha256_of(tmp_path / "part.safetensors"))}
             write_profile(profile.model_copy(update={"parts": held}), tmp_path / "profile.yaml")
             profile = read_profile(tmp_path / "profile.yaml")
         return export(plain, profile, engine, tmp_path / engine, **{"tokens": 3, **more})
@@ -112,7 +112,7 @@ def test_tensorrt_llm_yaml(run):
 
 
 def test_llama_cpp_commands_and_types(run):
-    from selfspec.model.gguf_header import read_header
+    from selfspec.models.gguf_header import read_header
 
     done = run("llama.cpp", FEW)
     files = f"-m {done.out / 'target.gguf'} -md {done.out / 'draft.gguf'}"
@@ -133,7 +133,7 @@ def test_llama_cpp_commands_and_types(run):
 
 
 def test_what_llama_cpp_bypasses_by_half_takes_no_room(run):
-    from selfspec.model.gguf_header import read_header
+    from selfspec.models.gguf_header import read_header
 
     draft = LayerSkipSpec(skip=Skip(attention=[1, 2], mlp=[1]), int8=Skip(mlp=[0]))
     done = run("llama.cpp", draft)
@@ -182,7 +182,7 @@ def test_another_model(run, engine):
     draft = done.out / ("draft.gguf" if engine == "llama.cpp" else "draft")
     assert draft.exists()
     if engine == "llama.cpp":
-        from selfspec.model.gguf_header import read_header
+        from selfspec.models.gguf_header import read_header
 
         assert read_header(draft).tensors["token_embd.weight"].type == 8
     else:
@@ -340,7 +340,7 @@ def test_several_ways_to_draft_are_refused(plain, tmp_path):
 def test_a_head_among_several_cannot_travel(plain, tmp_path):
     """generate.py holds a profile, not the parts beside it."""
     write_part(tmp_path / "part.safetensors", random_part(plain.runtime, WORDS, "medusa"))
-    held = {"medusa": Part(file="part.safetensors", sha256=sha256_of(tmp_path / "part.safetensors"))}
+    held = {"medusa": ModuleFile(file="part.safetensors", sha256=sha256_of(tmp_path / "part.safetensors"))}
     draft = MergedSpec(drafters=[GuessesSpec(), HeadSpec(part="medusa")])
     write_profile(Profile(model=plain.identity, draft=draft, parts=held), tmp_path / "profile.yaml")
     with pytest.raises(SelfspecError, match=r"cannot travel in generate\.py"):

@@ -9,12 +9,12 @@ import torch
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
-from selfspec.export.engine import Written
+from selfspec.export.exporter import Written
 from selfspec.export.exporting import ENGINES, check, export, find_engine
 from selfspec.export.folder import filling
-from selfspec.export.lost import lost_everywhere
+from selfspec.export.limitations import lost_everywhere
 from selfspec.export.weights import weights_of
-from selfspec.profile.draft import Below, GuessesSpec, LayerSkipSpec, ProposerSpec, Skip
+from selfspec.profile.draft_spec import Below, GuessesSpec, LayerSkipSpec, ProposerSpec, Skip
 from selfspec.profile.schema import Profile, SearchRecord
 
 WHOLE = LayerSkipSpec(skip=Skip(attention=list(range(4, 12)), mlp=list(range(4, 12))), candidates=2)
@@ -101,7 +101,7 @@ def test_a_failed_export_leaves_nothing(plain, profile, tmp_path, monkeypatch):
 def test_a_folder_is_written_over_only_if_told(plain, profile, tmp_path):
     out = tmp_path / "out"
     export(plain, profile, "sglang", out)
-    with pytest.raises(SelfspecError, match="is not empty; want another folder, or --force"):
+    with pytest.raises(SelfspecError, match="is not empty; expected another folder, or --force"):
         export(plain, profile, "tensorrt-llm", out)
     (out / "mine").write_text("mine")
     export(plain, profile, "tensorrt-llm", out, force=True)
@@ -118,13 +118,13 @@ def test_an_empty_folder_will_do(tmp_path):
 
 def test_what_is_wrong_is_told_before_anything_is_done(profile, tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(SelfspecError, match="--to exllama: want one of vllm, sglang, llama.cpp, tensorrt-llm, hf"):
+    with pytest.raises(SelfspecError, match="--to exllama: expected one of vllm, sglang, llama.cpp, tensorrt-llm, hf"):
         find_engine("exllama")
-    with pytest.raises(SelfspecError, match="is a file; want a folder"):
+    with pytest.raises(SelfspecError, match="is a file; expected a folder"):
         check("vllm", profile, tmp_path / "file")
     with pytest.raises(SelfspecError, match="does not exist; make it first"):
         check("vllm", profile, tmp_path / "gone" / "out")
-    with pytest.raises(SelfspecError, match="--type q3: want one of"):
+    with pytest.raises(SelfspecError, match="--type q3: expected one of"):
         check("vllm", profile, tmp_path / "out", type_name="q3")
 
 

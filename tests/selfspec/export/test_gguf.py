@@ -14,10 +14,10 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.export.gguf_files import check_type, rounded, type_of, write_model
-from selfspec.export.gguf_words import words_of, words_of_file
+from selfspec.export.gguf_tokenizer import words_of, words_of_file
 from selfspec.export.weights import model_of, weights_of
-from selfspec.model.gguf_header import read_header
-from selfspec.model.loading import load_model, load_tokenizer
+from selfspec.models.gguf_header import read_header
+from selfspec.models.loading import load_model, load_tokenizer
 
 VOCABULARY = 300
 TOKENS = torch.tensor([[5, 17, 200, 240, 5, 17, 91, 2]])
@@ -182,7 +182,7 @@ def test_the_template_and_further_ends_are_told():
 def test_types():
     check_type("q8_0")
     check_type(None)
-    with pytest.raises(SelfspecError, match="--type q9: want one of f32, f16, bf16, q8_0"):
+    with pytest.raises(SelfspecError, match="--type q9: expected one of f32, f16, bf16, q8_0"):
         check_type("q9")
     assert type_of(None, torch.bfloat16).name == "BF16"
     assert type_of(None, torch.float64).name == "F32"

@@ -22,13 +22,13 @@ import selfspec
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import parse_controller
 from selfspec.drafters import make_drafter
-from selfspec.facts.draft_path import as_path
-from selfspec.facts.skip import SkipSet
 from selfspec.integrations.custom_generate import hf
 from selfspec.llm.llm import LLM
-from selfspec.model.loading import load_model
-from selfspec.profile.draft import LayerSkipSpec
+from selfspec.models.loading import load_model
+from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
+from selfspec.types.draft_path import as_path
+from selfspec.types.skip import SkipSet
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8], [9, 7, 9, 3, 2, 3]]
 PAD, NEW = 0, 14

@@ -12,16 +12,16 @@ from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK, StaticThreshold
 from selfspec.drafters import FreeDrafter, LayerSkipDrafter, ModelDrafter, PlainDrafter, RecycleDrafter
-from selfspec.facts.events import Origin
-from selfspec.facts.skip import SkipSet
 from selfspec.llm.batch import Batch
+from selfspec.llm.batch_memory import runtime_for, slot_bytes
 from selfspec.llm.options import Options
-from selfspec.llm.pool import runtime_for, slot_bytes
-from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
-from selfspec.proposers.ahead import Ahead
+from selfspec.proposers.chain import ProposerChain
 from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import Runtime
+from selfspec.types.events import Origin
+from selfspec.types.skip import SkipSet
 
 SKIP = SkipSet((3, 5), (7,))
 PROMPTS = [prompt[-160:] for prompt in builtin.prompts("heldout")[:5]]
@@ -30,7 +30,7 @@ MAKERS = {
     "plain": lambda runtime: PlainDrafter(),
     "path": lambda runtime: LayerSkipDrafter(runtime, SKIP, FixedK(3)),
     "path and guesses": lambda runtime: LayerSkipDrafter(
-        runtime, SKIP, StaticThreshold(0.2, 4), candidates=2, ahead=Ahead([Lookup()], (1.0, 1.1, 1.2))
+        runtime, SKIP, StaticThreshold(0.2, 4), candidates=2, ahead=ProposerChain([Lookup()], (1.0, 1.1, 1.2))
     ),
     "lookup": lambda runtime: FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),
     "recycle": lambda runtime: RecycleDrafter(StaticThreshold(0.1, 5), candidates=3),
@@ -198,7 +198,7 @@ def test_what_can_never_be_held_is_refused(llm):
         assert batch.idle
     with pytest.raises(SelfspecError, match="give more memory"):
         Batch(llm, rows=4, memory=memory / 10)
-    with pytest.raises(SelfspecError, match="rows 0: want at least 1"):
+    with pytest.raises(SelfspecError, match="rows 0: expected at least 1"):
         Batch(llm, rows=0)
     with pytest.raises(SelfspecError, match="memory -1 GiB"):
         runtime_for(llm.runtime, rows=1, memory=-1)

@@ -11,14 +11,14 @@ from layouts import needs_native
 import selfspec
 from selfspec import builtin
 from selfspec.controllers import FixedK
-from selfspec.decoding.memory import Blocked
 from selfspec.drafters import LayerSkipDrafter, ModelDrafter
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.skip import SkipSet
+from selfspec.engine.block_scheduler import PagedAllocator
 from selfspec.llm.batch import Batch
+from selfspec.llm.batch_memory import slot_bytes
 from selfspec.llm.options import Options
-from selfspec.llm.pool import slot_bytes
 from selfspec.runtime.paged import BLOCK
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.skip import SkipSet
 
 pytestmark = needs_native
 
@@ -45,7 +45,7 @@ def memory_of(llm, blocks):
 def test_each_gives_what_it_gives_alone(llm, how, blocks):
     memory = None if blocks is None else memory_of(llm, blocks)
     with Batch(llm, rows=4, memory=memory, make=path) as batch:
-        assert isinstance(batch._engine.memory, Blocked)
+        assert isinstance(batch._engine.memory, PagedAllocator)
         requests = [batch.add(prompt, how) for prompt in PROMPTS]
         while not batch.idle:
             batch.step()

@@ -12,12 +12,12 @@ from models import CONFIGS, tiny
 import selfspec
 from selfspec.basics.errors import BusyError, SelfspecError
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.identity import Identity
-from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.identity import Identity
 
 PROMPT = "import os\n\ndef main(args):\n    "
 SKIP = selfspec.SkipSet((3, 5, 9), (7, 11))
@@ -203,13 +203,13 @@ def test_the_readers_time_is_not_the_generations(llm, monkeypatch):
         ([True], {}, "got list"),
         (["a"], {}, "whole numbers"),
         ("\ud800", {}, "not valid Unicode"),
-        (PROMPT, {"max_new_tokens": 3.5}, "max_new_tokens 3.5: want a whole number"),
+        (PROMPT, {"max_new_tokens": 3.5}, "max_new_tokens 3.5: expected a whole number"),
         (PROMPT, {"stop": ["\ud800"]}, "a stop string is empty or no text"),
         ("", {}, "the prompt is empty"),
         ([], {}, "the prompt is empty"),
         ([4096], {}, "token id 4096 is not in the model's vocabulary of 4096"),
         ([-1], {}, "token id -1"),
-        (PROMPT, {"max_new_tokens": 0}, "max_new_tokens 0: want a whole number of at least 1"),
+        (PROMPT, {"max_new_tokens": 0}, "max_new_tokens 0: expected a whole number of at least 1"),
         (PROMPT, {"max_new_tokens": 1020}, r"\(1024 positions\): at most 1014 new tokens fit"),
         ([5] * 1024, {"max_new_tokens": 1}, "no new token fits"),
         (PROMPT, {"temperature": -0.5}, "temperature -0.5"),
@@ -306,7 +306,7 @@ def test_folders_that_are_no_models(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SelfspecError, match="cannot be loaded"):
         selfspec.load(str(tmp_path))
-    with pytest.raises(SelfspecError, match="is a file, and no GGUF file; want a folder"):
+    with pytest.raises(SelfspecError, match="is a file, and no GGUF file; expected a folder"):
         selfspec.load(str(tmp_path / "config.json"))
 
 

@@ -7,7 +7,7 @@ from chats import with_template
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.llm.messages import check_system, checked, message, render
-from selfspec.llm.prompts import encode
+from selfspec.llm.prompt_encoding import encode
 
 USER = {"role": "user", "content": "Hello."}
 ANSWER = {"role": "assistant", "content": ""}
@@ -22,22 +22,22 @@ def test_what_is_right_stays_as_it_is():
 @pytest.mark.parametrize(
     ("messages", "told"),
     [
-        ("Hello.", "messages: want a list of {'role': ..., 'content': ...}; got str"),
-        (USER, "messages: want a list of {'role': ..., 'content': ...}; got dict"),
-        (None, "messages: want a list of {'role': ..., 'content': ...}; got NoneType"),
-        ([], "messages: the list is empty; want at least one message of the user"),
-        (["Hello."], "message 1: want {'role': ..., 'content': ...}; got 'Hello.'"),
-        ([USER, {"content": "x"}], "message 2 has no role; want {'role': ..., 'content': ...}"),
-        ([{"role": "user"}], "message 1 has no content; want {'role': ..., 'content': ...}"),
-        ([{**USER, "name": "me"}], "message 1: 'name' is not known; want role and content, and nothing else"),
+        ("Hello.", "messages: expected a list of {'role': ..., 'content': ...}; got str"),
+        (USER, "messages: expected a list of {'role': ..., 'content': ...}; got dict"),
+        (None, "messages: expected a list of {'role': ..., 'content': ...}; got NoneType"),
+        ([], "messages: the list is empty; expected at least one message of the user"),
+        (["Hello."], "message 1: expected {'role': ..., 'content': ...}; got 'Hello.'"),
+        ([USER, {"content": "x"}], "message 2 has no role; expected {'role': ..., 'content': ...}"),
+        ([{"role": "user"}], "message 1 has no content; expected {'role': ..., 'content': ...}"),
+        ([{**USER, "name": "me"}], "message 1: 'name' is not known; expected role and content, and nothing else"),
         ([USER, {**USER, "role": "tool"}], "message 2: role 'tool' is not known; known: system, user, assistant"),
         ([{**USER, "role": ["user"]}], "message 1: role ['user'] is not known; known: system, user, assistant"),
         ([{**USER, "content": [{"type": "text"}]}], "message 1: a chat message is a text; got list"),
         ([{**USER, "content": None}], "message 1: a chat message is a text; got NoneType"),
         ([{**USER, "content": "\ud800"}], "message 1: the user's message is not valid Unicode text; give UTF-8"),
         ([{**USER, "content": ""}], "message 1: the user's message is empty; give at least one character"),
-        ([USER, ANSWER], "the last message is of the assistant; want one of the user, to be answered"),
-        ([{"role": "system", "content": "x"}], "the last message is of the system; want one of the user, to be"),
+        ([USER, ANSWER], "the last message is of the assistant; expected one of the user, to be answered"),
+        ([{"role": "system", "content": "x"}], "the last message is of the system; expected one of the user, to be"),
     ],
     ids=str,
 )

@@ -16,11 +16,11 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.drafters import PlainDrafter
-from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
-from selfspec.llm.plan import plan
-from selfspec.model.loading import read_generation_config
+from selfspec.llm.sampling_plan import plan
+from selfspec.models.loading import read_generation_config
+from selfspec.types.skip import SkipSet
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 NEW = 12
@@ -216,7 +216,7 @@ def test_stop_strings_end_the_text(llm):
 
 def test_time_runs_out(llm, monkeypatch):
     ticks = iter(range(10**6))
-    monkeypatch.setattr("selfspec.llm.plan.time.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("selfspec.llm.sampling_plan.time.perf_counter", lambda: float(next(ticks)))
     config = GenerationConfig(max_time=12.0, max_new_tokens=60, eos_token_id=None)
     assert 1 <= len(llm.generate(PROMPT, config, drafter=PlainDrafter()).tokens) < 15
 
@@ -239,7 +239,7 @@ def test_our_own_processors_take_their_kinds_place(llm):
         ({"watermarking_config": SynthIDTextWatermarkingConfig(5, [1, 2])}, "SynthIDTextWatermarkingConfig keeps a"),
         ({"max_length": 8}, "max_length 8 leaves no room after a prompt of 8 tokens"),
         ({"max_new_tokens": 121}, "outgrow"),
-        ({"do_sample": "maybe"}, "do_sample maybe: want true or false"),
+        ({"do_sample": "maybe"}, "do_sample maybe: expected true or false"),
         ({"num_beams": "many"}, "num_beams many is not served"),
         ({"do_sample": True, "min_p": 7.0}, "generation config: `min_p` has to be"),
         ({"do_sample": True, "temperature": -1.0}, "generation config: .*temperature"),
@@ -259,20 +259,20 @@ def test_what_cannot_be_had_is_refused(llm, config, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"config": {"top_k": 3}}, "want a transformers GenerationConfig, got dict"),
+        ({"config": {"top_k": 3}}, "expected a transformers GenerationConfig, got dict"),
         ({"settings": {"minp": 0.1}}, "GenerationConfig has no field 'minp'; did you mean min_p?"),
         ({"settings": {"_original_object_hash": 1}}, "no field"),
         ({"rule": "other"}, "verification rule 'other' is not known"),
         ({"rule": "token"}, "does not fit temperature 0"),
-        ({"rule": "greedy", "temperature": 1.0}, "does not fit sampling; want match"),
-        ({"temperature": -1.0}, "temperature -1.0: want 0"),
-        ({"max_new_tokens": 0}, "max_new_tokens 0: want"),
-        ({"max_new_tokens": True}, "max_new_tokens True: want"),
-        ({"seed": -3, "temperature": 1.0}, "seed -3: want"),
+        ({"rule": "greedy", "temperature": 1.0}, "does not fit sampling; expected match"),
+        ({"temperature": -1.0}, "temperature -1.0: expected 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens 0: expected"),
+        ({"max_new_tokens": True}, "max_new_tokens True: expected"),
+        ({"seed": -3, "temperature": 1.0}, "seed -3: expected"),
         ({"temperature": 0.8, "settings": {"do_sample": False}}, "0.8 and do_sample False contradict each other"),
-        ({"settings": {"temperature": float("nan")}}, "temperature nan: want a number"),
-        ({"settings": {"min_p": "abc"}}, "min_p abc: want a number"),
-        ({"settings": {"min_p": float("nan"), "do_sample": True}}, "min_p nan: want a number"),
+        ({"settings": {"temperature": float("nan")}}, "temperature nan: expected a number"),
+        ({"settings": {"min_p": "abc"}}, "min_p abc: expected a number"),
+        ({"settings": {"min_p": float("nan"), "do_sample": True}}, "min_p nan: expected a number"),
         ({"settings": {"eos_token_id": -5}}, "eos_token_id: token -5 is not in the vocabulary"),
         ({"stop": ["a", ""]}, "stop string is empty"),
     ],

@@ -9,14 +9,14 @@ import selfspec
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import StaticThreshold
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.facts.confidence import Confidence
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.skip import SkipSet
 from selfspec.llm.llm import LLM
 from selfspec.measure.audit import audit, first_difference
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.rules import RULES, Verdict
 from selfspec.speculation.sampling import Sampler
+from selfspec.types.confidence import Confidence
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.skip import SkipSet
 
 PROMPT = [3, 1, 4, 1, 5]
 

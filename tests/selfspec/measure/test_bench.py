@@ -7,23 +7,23 @@ import torch
 from layouts import CHOOSABLE, HAS_ONEDNN, fastest, seconds_by_rows
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.costs import CostModel
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.identity import Identity
-from selfspec.facts.skip import SkipSet
-from selfspec.facts.stats import Round, Stats, acceptance_by_position
-from selfspec.facts.work import steps_of
 from selfspec.measure import bench, cost_fitting
-from selfspec.measure.bench import Benchmark, Task, Watch
+from selfspec.measure.bench import BenchCallbacks, Benchmark, BenchTask
 from selfspec.measure.bench_methods import METHODS, check_methods, draft_model, find_method, weights_of
-from selfspec.measure.memory import held_beside
-from selfspec.measure.subjects import load_subjects
+from selfspec.measure.extra_memory import held_beside
+from selfspec.measure.model_copies import load_subjects
 from selfspec.measure.summary import expected, summary, theory
 from selfspec.measure.timing import Runs
-from selfspec.profile.draft import LayerSkipSpec, parse_draft
-from selfspec.profile.draft_model import ModelSpec
+from selfspec.profile.draft_spec import LayerSkipSpec, parse_draft
+from selfspec.profile.model_spec import ModelSpec
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
+from selfspec.types.costs import CostModel
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.draft_work import steps_of
+from selfspec.types.identity import Identity
+from selfspec.types.skip import SkipSet
+from selfspec.types.stats import Round, Stats, acceptance_by_position
 
 COSTS = CostModel(context=9, base=0.4, attention=0, mlp=0, widths=[1, 2, 3], verify=[0.9, 1.0, 1.1], round=0.1)
 
@@ -148,7 +148,7 @@ def test_a_method_that_is_slower_is_dropped_early():
         )
 
     def hopeless(patience, **speeds):
-        task = Task(("plain",), ["x"] * 9, 4, 1, Profile(model=Identity(layers=2)), patience=patience)
+        task = BenchTask(("plain",), ["x"] * 9, 4, 1, Profile(model=Identity(layers=2)), patience=patience)
         return Benchmark(None, task)._hopeless(runs(plain=[10] * len(speeds["slow"]), **speeds))
 
     assert hopeless(3, slow=[8, 9, 8], fast=[11, 9, 12]) == {"slow"}
@@ -171,16 +171,18 @@ ALONE = 0.25
 def found(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SELFSPEC_CACHE", str(tmp_path_factory.mktemp("told")))
-        patch.setattr("selfspec.model.layout.measure_layouts", lambda model: fastest(*request.param))
+        patch.setattr("selfspec.models.layout.measure_layouts", lambda model: fastest(*request.param))
         patch.setattr(bench, "measure_path_costs", lambda *_, **__: TOLD)
         patch.setattr(bench, "forward_seconds", lambda *_, **__: ALONE)
         patch.setattr(cost_fitting, "forward_seconds", lambda *_, **__: ALONE)
         patch.setattr(bench, "read_bandwidth", lambda size, device: 2.0 * size)
         subjects = load_subjects("builtin", ["plain", "skip", "hf"], widened=2, device="cpu", dtype="auto")
         profile = Profile(model=subjects.identity, draft=LayerSkipSpec.of(SkipSet((3,), (5,))))
-        task = Task(("plain", "skip", "hf"), ["def f(x):\n", "class A:\n"], NEW_TOKENS, 1, profile)
+        task = BenchTask(("plain", "skip", "hf"), ["def f(x):\n", "class A:\n"], NEW_TOKENS, 1, profile)
         told = []
-        watch = Watch(told.append, lambda seconds, runs: told.append((seconds, runs)), lambda: told.append("run"))
+        watch = BenchCallbacks(
+            told.append, lambda seconds, runs: told.append((seconds, runs)), lambda: told.append("run")
+        )
         benchmark = Benchmark(subjects, task, lambda *_: (2.0, 3.0), watch)
         return subjects, benchmark.conditions(), benchmark.at(0.0), told
 
@@ -196,7 +198,7 @@ def test_each_method_has_the_layout_that_serves_it(found, request):
 @pytest.mark.parametrize(("by_rows", "by_columns"), [(2.0, 1.0), (1.0, 2.0)])
 def test_speedups_are_over_the_fastest_plain_decoding(monkeypatch, by_rows, by_columns):
     """Whichever weights were thought to suit it: here `rows`, and `columns` drafting."""
-    monkeypatch.setattr("selfspec.measure.subjects.layout_times", lambda model: fastest("rows", "columns"))
+    monkeypatch.setattr("selfspec.measure.model_copies.layout_times", lambda model: fastest("rows", "columns"))
     monkeypatch.setattr("selfspec.measure.cost_fitting.forward_seconds", seconds_by_rows(by_rows, by_columns))
     subjects = load_subjects("builtin", ["plain", "skip"], device="cpu", dtype="auto")
     assert subjects.layouts == {"plain": "columns" if by_columns < by_rows else "rows", "skip": "columns"}

@@ -6,17 +6,17 @@ import pytest
 from layouts import fastest
 
 from selfspec.cli.bench_by_task import by_task_notes, by_task_tables, texts_line
-from selfspec.facts.skip import SkipSet
-from selfspec.facts.stats import Stats
 from selfspec.measure import agreement
 from selfspec.measure.agreement import counted, verdict
 from selfspec.measure.audit import Difference
-from selfspec.measure.bench import Benchmark, Task
-from selfspec.measure.subjects import load_subjects
+from selfspec.measure.bench import Benchmark, BenchTask
+from selfspec.measure.model_copies import load_subjects
 from selfspec.measure.summary import by_task
 from selfspec.measure.timing import Runs
-from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
+from selfspec.types.skip import SkipSet
+from selfspec.types.stats import Stats
 
 
 def runs(*tokens_rounds_seconds):
@@ -111,13 +111,13 @@ def measured(tmp_path_factory):
     """A small benchmark with tasks, greedy and sampled."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SELFSPEC_CACHE", str(tmp_path_factory.mktemp("told")))
-        patch.setattr("selfspec.model.layout.measure_layouts", lambda model: fastest("rows"))
+        patch.setattr("selfspec.models.layout.measure_layouts", lambda model: fastest("rows"))
         patch.setattr("selfspec.measure.cost_fitting.LONGER", 1)
         methods = ("plain", "skip", "hf-prompt-lookup")
         subjects = load_subjects("builtin", methods, device="cpu", dtype="float64")
         profile = Profile(model=subjects.identity, draft=LayerSkipSpec.of(SkipSet((3,), (5,))))
         prompts = ["def f(x):\n", "class A:\n", "import os\n", "x = 1\n"]
-        bench = Benchmark(subjects, Task(methods, prompts, 6, 1, profile, ("def", "class", "def", "class")))
+        bench = Benchmark(subjects, BenchTask(methods, prompts, 6, 1, profile, ("def", "class", "def", "class")))
         return {temperature: bench.at(temperature) for temperature in (0.0, 0.8)}
 
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.facts.identity import Identity
 from selfspec.measure.comparing import (
     applicable,
     by_turns,
@@ -18,10 +17,11 @@ from selfspec.measure.comparing import (
     preparation,
     recommend,
 )
-from selfspec.profile.draft import LayerSkipSpec, ProposerSpec, Skip
-from selfspec.profile.draft_model import ModelSpec
+from selfspec.profile.draft_spec import LayerSkipSpec, ProposerSpec, Skip
+from selfspec.profile.model_spec import ModelSpec
 from selfspec.profile.reading import read_profile, write_profile
 from selfspec.profile.schema import Profile, SearchRecord
+from selfspec.types.identity import Identity
 
 MODEL = Identity(layers=4)
 PATH = LayerSkipSpec(skip=Skip(attention=[1]), proposers=[ProposerSpec()])

@@ -9,15 +9,15 @@ import random
 import pytest
 from models import small
 
-from selfspec.facts.draft_path import FULL
-from selfspec.facts.skip import SkipSet
-from selfspec.llm import rounds
+from selfspec.llm import round_timer
 from selfspec.llm.llm import LLM
 from selfspec.measure import cost_fitting as costing
 from selfspec.measure.cost_fitting import measure_costs
 from selfspec.measure.cost_sweeps import EFFORTS, GOOD, LENGTHS, LONG, effort_within, quiet
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
+from selfspec.types.draft_path import FULL
+from selfspec.types.skip import SkipSet
 
 BASE, ATTENTION, MLP, ROW, LOOP = 5.0, 2.0, 1.0, 3.0, 0.5
 
@@ -116,7 +116,7 @@ def test_a_model_of_one_layer_has_no_other_skip_set_to_test_the_fit_on():
 
 def test_disturbances_do_not_count(model, clock, monkeypatch):
     """A machine that is three times slower in every third draft is measured for longer, and found out all the same."""
-    draw, tick = random.Random(0), rounds.Probe.propose
+    draw, tick = random.Random(0), round_timer.Probe.propose
     turns = itertools.count()
 
     def disturbed(self, seqs, limits):
@@ -128,7 +128,7 @@ def test_disturbances_do_not_count(model, clock, monkeypatch):
             self.seconds += slow
         return drafts
 
-    monkeypatch.setattr(rounds.Probe, "propose", disturbed)
+    monkeypatch.setattr(round_timer.Probe, "propose", disturbed)
     costs = measure_costs(Runtime(model), context=40, seconds=2e5)
     assert (costs.attention, costs.mlp) == pytest.approx((ATTENTION, MLP), rel=0.15)
     assert costs.draft(SkipSet((1, 2), (3,)), 6) == pytest.approx(BASE + 4 * ATTENTION + 5 * MLP, rel=0.1)
@@ -136,14 +136,14 @@ def test_disturbances_do_not_count(model, clock, monkeypatch):
 
 def test_verifying_more_rows_never_costs_less_than_one(model, clock, monkeypatch):
     """Where something else used the machine during plain steps, and only then, they seem to cost more beside a pass."""
-    tick = rounds.Probe.propose
+    tick = round_timer.Probe.propose
 
     def disturbed(self, seqs, limits):
         drafts = tick(self, seqs, limits)
         clock[0] += 0 if self.length else 100.0
         return drafts
 
-    monkeypatch.setattr(rounds.Probe, "propose", disturbed)
+    monkeypatch.setattr(round_timer.Probe, "propose", disturbed)
     costs = measure_costs(Runtime(model), context=40, seconds=0.0)
     assert costs.round == pytest.approx(100 + LOOP)
     assert costs.verify == pytest.approx([BASE + 6 * (ATTENTION + MLP)] * len(costs.widths))
@@ -151,14 +151,14 @@ def test_verifying_more_rows_never_costs_less_than_one(model, clock, monkeypatch
 
 def test_verifying_more_rows_never_costs_less_than_fewer(model, clock, monkeypatch):
     """Where something else used the machine during rounds of 12 rows, and only then: 16 share it."""
-    tick = rounds.Probe.propose
+    tick = round_timer.Probe.propose
 
     def disturbed(self, seqs, limits):
         drafts = tick(self, seqs, limits)
         clock[0] += 100.0 if self.length == 11 else 0
         return drafts
 
-    monkeypatch.setattr(rounds.Probe, "propose", disturbed)
+    monkeypatch.setattr(round_timer.Probe, "propose", disturbed)
     costs = measure_costs(Runtime(model), context=40, seconds=0.0)
     plain = BASE + 6 * (ATTENTION + MLP)
     assert costs.widths[-3:] == [8, 12, 16]

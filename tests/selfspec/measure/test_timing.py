@@ -8,11 +8,11 @@ import torch
 import selfspec
 from selfspec.basics.machine import machine
 from selfspec.drafters import PlainDrafter
-from selfspec.facts.skip import SkipSet
-from selfspec.facts.stats import Stats
 from selfspec.llm.options import Options
-from selfspec.measure.beside import compare
+from selfspec.measure.side_by_side import compare
 from selfspec.measure.timing import interleave, interval, measure, method, same_length
+from selfspec.types.skip import SkipSet
+from selfspec.types.stats import Stats
 
 
 def test_interleaving_and_ratios():

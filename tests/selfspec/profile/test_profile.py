@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.confidence import Confidence
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.draft_path import FULL, MODES, DraftPath
-from selfspec.facts.identity import Identity
-from selfspec.facts.skip import SkipSet
-from selfspec.profile.draft import LayerSkipSpec, PlainSpec, Skip
-from selfspec.profile.parts import Part
+from selfspec.profile.draft_spec import LayerSkipSpec, PlainSpec, Skip
+from selfspec.profile.module_files_spec import ModuleFile
 from selfspec.profile.reading import parse_profile, profile_schema, profile_text, read_profile, write_profile
 from selfspec.profile.schema import Calibration, Profile, Published, SearchRecord
 from selfspec.profile.shipped import find_profile_file, shipped_profiles
+from selfspec.types.confidence import Confidence
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.draft_path import FULL, MODES, DraftPath
+from selfspec.types.identity import Identity
+from selfspec.types.skip import SkipSet
 
 indices = st.lists(st.integers(0, 9), unique=True).map(sorted)
 names = st.text(st.characters(blacklist_categories=["Cs"]), min_size=1, max_size=20)
@@ -51,7 +51,7 @@ in_modes = st.builds(
     confidence=st.none() | confidences,
 )
 parts = st.builds(
-    Part,
+    ModuleFile,
     file=st.from_regex(r"[a-z0-9 ]{1,8}(/[a-z]{1,4})?\.safetensors", fullmatch=True),
     sha256=st.from_regex("[0-9a-f]{64}", fullmatch=True),
 )
@@ -259,13 +259,13 @@ def _one_line_or_valid(text):
 
 
 V2 = "model: {layers: 4}\nversion: 2\n"
-KINDS = "plain, layer-skip, guesses, recycle, swift, clasp, input, jacobi, lookahead, head, merged, model"
+KINDS = "plain, layer-skip, guesses, recycle, swift, clasp, input, jacobi, lookahead, head, model, merged"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "want a profile .* got nothing"),
+        ("", "expected a profile .* got nothing"),
         ("- 1", "got a list"),
         ("model: {layers: 4}\nlayers: 3", "unknown key 'layers'"),
         ("model: {layers: 4, width: 3}", "unknown key 'model.width'"),
@@ -275,8 +275,8 @@ KINDS = "plain, layer-skip, guesses, recycle, swift, clasp, input, jacobi, looka
         ("model: {layers: 4}\nskip: {mlp: [1, 1]}", "skip.mlp: layer 1 is listed twice"),
         ("model: {layers: 4}\nskip: {mlp: [-1]}", "skip.mlp.0: .* greater than or equal to 0, got -1"),
         ("model: {layers: 4}\nskip: {mlp: ['1']}", "skip.mlp.0: .* integer, got '1'"),
-        ("model: {layers: 4}\nversion: 3", "p.yaml: version: want 1 or 2, got 3"),
-        ("model: {layers: 4}\nversion: true", "version: want 1 or 2, got True"),
+        ("model: {layers: 4}\nversion: 3", "p.yaml: version: expected 1 or 2, got 3"),
+        ("model: {layers: 4}\nversion: true", "version: expected 1 or 2, got True"),
         ("model: {layers: 4}\nsiblings: 0", "p.yaml: siblings: .* greater than or equal to 1, got 0"),
         (f"{V2}skip: {{}}", "'skip' is version 1's; in version 2 it is draft.skip"),
         (f"{V2}siblings: 2\ndraft: {{kind: plain}}", "'siblings' is version 1's; in version 2 it is draft.candidates"),
@@ -297,7 +297,7 @@ KINDS = "plain, layer-skip, guesses, recycle, swift, clasp, input, jacobi, looka
         ),
         (
             f"{V2}draft: plain",
-            rf"draft: want a mapping with 'kind' \({KINDS}\), got",
+            rf"draft: expected a mapping with 'kind' \({KINDS}\), got",
         ),
         (f"{V2}draft: {{kind: plain, skip: {{}}}}", "unknown key 'draft.skip'"),
         (f"{V2}draft: {{kind: layer-skip, siblings: 2}}", "unknown key 'draft.siblings'"),

@@ -9,11 +9,11 @@ from models import CONFIGS, chunked, exact_norms, tiny, tokens_for
 from torch import nn
 
 from selfspec.basics.errors import BusyError, SelfspecError
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.skip import SkipSet
-from selfspec.model.low_precision import fake
-from selfspec.model.norms import Norms
+from selfspec.models.low_precision import fake
+from selfspec.models.norms import Norms
 from selfspec.runtime.forward import Runtime
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.skip import SkipSet
 
 N = 40  # past the 32 original positions of the scaled ropes
 
@@ -315,7 +315,7 @@ def test_a_runtime_beside_another_shares_what_is_compiled_and_has_a_cache_of_its
     with runtime.session(16):
         runtime.forward(tokens[:1], 0)
         held = runtime.cache, runtime.cache.keys[0].clone()
-        other = runtime.beside(rows=3)
+        other = runtime.with_new_cache(rows=3)
         assert other.rows == 3
         assert other.compile(named) is path
         with other.session(300):  # while the first is held
@@ -331,7 +331,7 @@ def test_that_weights_are_brought_into_few_bits_is_said_where_it_takes_long(monk
     runtime = Runtime(tiny(CONFIGS["llama"], dtype=torch.float32), kernel=fake)
     every = tuple(range(runtime.layers))
     path = DraftPath(int8=SkipSet(every, every))
-    monkeypatch.setattr("selfspec.runtime.paths._LONG", runtime.extra_bytes(path) - 1)
+    monkeypatch.setattr("selfspec.runtime.compiled_path._LONG", runtime.extra_bytes(path) - 1)
     kept = runtime.compile(path)
     assert [record.message for record in caplog.records] == ["bringing weights into few bits, 0.0 GB of them ..."]
     caplog.clear()

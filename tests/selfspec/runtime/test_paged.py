@@ -17,13 +17,13 @@ from natives import LAYERS, MODELS, WORDS, N, bits, model_of, random_tree, token
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
 from selfspec.drafters import ClaspDrafter, LayerSkipDrafter, ModelDrafter, PlainDrafter, RecycleDrafter
-from selfspec.facts.draft_path import FULL, DraftPath
-from selfspec.facts.limits import WIDEST_DRAFT
-from selfspec.model.kernels import native
+from selfspec.models.kernels import native
 from selfspec.runtime.forward import Runtime
 from selfspec.runtime.paged import BLOCK
 from selfspec.speculation.drafts import Draft
-from selfspec.speculation.passes import Placed
+from selfspec.speculation.tree_batch import Placed
+from selfspec.types.draft_path import FULL, DraftPath
+from selfspec.types.limits import WIDEST_DRAFT
 
 pytestmark = needs_native
 
@@ -38,7 +38,7 @@ def both(name):
     """The same model over rows and over blocks."""
     if name not in made:
         rows = Runtime(model_of(name, max_position_embeddings=1024), rows=ROWS, kernel=native)
-        made[name] = rows, rows.beside(rows=ROWS, blocks=BLOCKS)
+        made[name] = rows, rows.with_new_cache(rows=ROWS, blocks=BLOCKS)
     return made[name]
 
 
@@ -168,7 +168,7 @@ def test_how_many_slots_there_are():
     """A row may have the model's context and a draft, or all blocks; within a session, only those of its table."""
     rows, pool = both("llama")
     assert pool.cache.slots == BLOCKS * BLOCK
-    many = rows.beside(rows=2, blocks=40)
+    many = rows.with_new_cache(rows=2, blocks=40)
     assert many.cache.slots == 1024 + WIDEST_DRAFT
     s = rows.skeleton.sizes
     assert pool.cache.bytes == 2 * LAYERS * BLOCKS * BLOCK * s.kv_heads * s.head_dim * 4
@@ -181,7 +181,7 @@ def test_how_many_slots_there_are():
             lambda: pool.forward(tokens_for(0, 1), BLOCK, rows=slice(0, 1)),
             lambda: pool.over([Placed(0, 1, BLOCK)]),
         ):
-            with pytest.raises(RuntimeError, match="positions and slots go from 0 to 63; want no 64"):
+            with pytest.raises(RuntimeError, match="positions and slots go from 0 to 63; expected no 64"):
                 wrong()
         for table in ([3, BLOCKS], [-1]):
             pool.cache.tables[0][:] = table
@@ -194,9 +194,9 @@ def test_what_cannot_be_had():
     with pytest.raises(SelfspecError, match="native passes alone read a cache in blocks"):
         Runtime(small(), blocks=4)
     with pytest.raises(SelfspecError, match="native passes alone read a cache in blocks"):
-        Runtime(model_of("llama", "rows")).beside(blocks=4)
-    with pytest.raises(SelfspecError, match="3 tables of 16 blocks; want 2 tables"):
-        rows.beside(rows=2, pool=pool.cache.pool)
+        Runtime(model_of("llama", "rows")).with_new_cache(blocks=4)
+    with pytest.raises(SelfspecError, match="3 tables of 16 blocks; expected 2 tables"):
+        rows.with_new_cache(rows=2, pool=pool.cache.pool)
     with pool.session(10):
         pool.cache.tables[0][:] = [3]
         for wrong in (

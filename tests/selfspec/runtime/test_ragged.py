@@ -17,16 +17,16 @@ from natives import LAYERS, MODELS, WORDS, N, bits, model_of, random_tree, token
 from trained import random_trained
 
 from selfspec.controllers import FixedK
-from selfspec.decoding.engine import Engine
 from selfspec.drafters import FreeDrafter, LayerSkipDrafter, ModelDrafter, PlainDrafter, RecycleDrafter
-from selfspec.facts.draft_path import FULL, DraftPath
-from selfspec.model.kernels import native
+from selfspec.engine.engine import Engine
+from selfspec.models.kernels import native
 from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafts import Draft
-from selfspec.speculation.passes import Placed
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
+from selfspec.speculation.tree_batch import Placed
+from selfspec.types.draft_path import FULL, DraftPath
 
 pytestmark = needs_native
 
@@ -87,14 +87,14 @@ def assert_same(ours, theirs):
 @given(seed=SEEDS, several=st.sampled_from([1, 2, 3]), most=st.sampled_from([3, 40]))
 def test_each_draft_gives_the_bits_that_it_gives_alone(name, path, seed, several, most):
     runtime, placed = runtime_of(name), placed_of(random.Random(seed), most)
-    way = runtime.compile(PATHS[path](seed))
+    compiled = runtime.compile(PATHS[path](seed))
     with runtime.session(N):
         fill(runtime)
-        alone = [runtime.over([one], path=way, hidden=(1, LAYERS))[0] for one in placed]
+        alone = [runtime.over([one], path=compiled, hidden=(1, LAYERS))[0] for one in placed]
         kept = [written(runtime, one) for one in placed]
         fill(runtime)
         with threads(several):
-            together = runtime.over(placed, path=way, hidden=(1, LAYERS))
+            together = runtime.over(placed, path=compiled, hidden=(1, LAYERS))
         assert all(bits(written(runtime, one), mine) for one, mine in zip(placed, kept, strict=True))
     for ours, theirs, one in zip(together, alone, placed, strict=True):
         assert ours.logits.shape[:2] == (1, 1 + len(one.draft))
@@ -106,15 +106,15 @@ def test_each_draft_gives_the_bits_that_it_gives_alone(name, path, seed, several
 def test_a_wide_chain_gives_the_bits_of_one_token_at_a_time(name, path):
     """More rows than a tile has lines, in full and in few bits: also along a row that others stand beside."""
     runtime = runtime_of(name)
-    way, tokens = runtime.compile(PATHS[path](0)), tokens_for(7, 70)
+    compiled, tokens = runtime.compile(PATHS[path](0)), tokens_for(7, 70)
     chain = Placed(2, int(tokens[0, 0]), 0, Draft.chain(tokens[0, 1:].tolist()))
     with runtime.session(N):
         rows = slice(1, 2)
-        steps = [runtime.forward(tokens[:, i : i + 1], i, rows=rows, path=way) for i in range(70)]
-        assert way.native is None or way.head_alike is not None
+        steps = [runtime.forward(tokens[:, i : i + 1], i, rows=rows, path=compiled) for i in range(70)]
+        assert compiled.native is None or compiled.batch_invariant_head is not None
         for beside in ([], [Placed(0, 5, 0)]):
-            step = runtime.over([*beside, chain], path=way)[-1]
-            if way.native is not None:
+            step = runtime.over([*beside, chain], path=compiled)[-1]
+            if compiled.native is not None:
                 assert torch.equal(step.logits, torch.cat([one.logits for one in steps], 1))
 
 
@@ -176,7 +176,7 @@ def test_operation_by_operation_it_is_the_same_interface(layout):
 )
 def test_places_that_there_are_not_are_refused(wrong):
     runtime = runtime_of("llama")
-    with runtime.session(N), pytest.raises(RuntimeError, match="positions and slots go from 0 to 127; want no"):
+    with runtime.session(N), pytest.raises(RuntimeError, match="positions and slots go from 0 to 127; expected no"):
         runtime.over([Placed(1, 1, 3), wrong])
 
 

@@ -8,10 +8,10 @@ from layouts import needs_native
 from models import SIZES, tiny
 from transformers import MistralConfig, Phi3Config
 
-from selfspec.model.layout import lay_out_
+from selfspec.models.layout import lay_out_
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.forward import Runtime
-from selfspec.runtime.passes import NativePass
+from selfspec.runtime.native_bindings import NativePass
 
 WINDOW, N = 24, 48
 WHOLE = {**SIZES, "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96}  # heads of 16

@@ -6,9 +6,9 @@ import pytest
 from batches import ToyBatch, continued
 from servers import served, until
 
-from selfspec.facts.events import Origin
 from selfspec.server.page import page
 from selfspec.show.markup import LOOKS
+from selfspec.types.events import Origin
 
 PROMPT = "def main(args):"
 DONE = "#send:not([disabled])"

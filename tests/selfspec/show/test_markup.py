@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spans import Read
 
-from selfspec.facts.events import Origin, Rejected, TokenEvent
-from selfspec.facts.stats import Stats
 from selfspec.show.markup import LOOKS, legend_html, tokens_html
+from selfspec.types.events import Origin, Rejected, TokenEvent
+from selfspec.types.stats import Stats
 
 
 def events(*texts, origin=Origin.PLAIN):

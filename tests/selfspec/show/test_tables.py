@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.identity import Identity
-from selfspec.facts.skip import SkipSet
-from selfspec.facts.stats import Round
-from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
 from selfspec.show.tables import bench_frame, bench_position_frame, position_frame, read_bench, skip_frame, source_frame
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.identity import Identity
+from selfspec.types.skip import SkipSet
+from selfspec.types.stats import Round
 
 REAL = Path(__file__).parents[2] / "scripts" / "bench.json"
 
@@ -119,7 +119,7 @@ def test_no_benchmark_at_all(tmp_path, text):
 
 
 def test_what_is_plotted_without_a_model_imports_no_torch():
-    code = "import selfspec.show.tables, sys\nfrom selfspec.show.plots import bench, profile, study"
+    code = "import selfspec.show.tables, sys\nfrom selfspec.show.plots import bench_plots, profile_plots, study_plots"
     assert (
         subprocess.run([sys.executable, "-c", f"{code}\nsys.exit('torch' in sys.modules)"], check=False).returncode == 0
     )

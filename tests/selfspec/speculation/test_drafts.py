@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
-from selfspec.speculation.step import Step
+from selfspec.speculation.forward_output import ForwardOutput
 
 TREE = Draft((5, 6, 7, 8), (-1, -1, 0, 2), None, (-1,) * 4, (0.9, 0.8, 0.7, 0.6))
 
@@ -34,8 +34,8 @@ def test_the_backbone_is_the_chain_of_first_children():
 
 def test_accepted_tokens_are_those_that_were_emitted():
     chain = Draft.chain([4, 5, 6])
-    assert Outcome(chain, (0, 1, 2), (4, 5, 6, 7), Step(None)).accepted == 3
-    assert Outcome(chain, (0, 1, 2), (4, 5), Step(None)).accepted == 2  # a stop string in between
+    assert Outcome(chain, (0, 1, 2), (4, 5, 6, 7), ForwardOutput(None)).accepted == 3
+    assert Outcome(chain, (0, 1, 2), (4, 5), ForwardOutput(None)).accepted == 2  # a stop string in between
 
 
 @pytest.mark.parametrize(

@@ -32,23 +32,23 @@ from selfspec.drafters import (
     SwiftDrafter,
     TranslatedDrafter,
 )
-from selfspec.drafters import merged as merging
-from selfspec.facts.acceptance import AcceptanceCurve, Outlook
-from selfspec.facts.confidence import Confidence
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.limits import MOST_ROWS
-from selfspec.facts.skip import SkipSet
-from selfspec.model.low_precision import fake
-from selfspec.proposers.ahead import Ahead
+from selfspec.drafters import tree_merge as merging
+from selfspec.models.low_precision import fake
+from selfspec.proposers.chain import ProposerChain
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation import rules as verify
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.rules import Verdict
+from selfspec.types.acceptance import AcceptanceCurve, PayoffModel
+from selfspec.types.confidence import Confidence
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.limits import MOST_ROWS
+from selfspec.types.skip import SkipSet
 
 VOCABULARY, PROMPT = 3, [0, 2, 1]
 EXACT, SEEN = 1e-9, 1e-3
 # By which how many candidates stand beside a token, and whether another is drafted, depends on its confidence.
-UNSURE = Outlook(
+UNSURE = PayoffModel(
     0.2,
     tuple(1 + 0.5 * rows for rows in range(MOST_ROWS + 1)),
     AcceptanceCurve(accepted=[0.6, 1.0], following=[0.6, 1.0], candidates=[[0.9, 0.0], [0.8, 0.0]]),
@@ -57,7 +57,7 @@ LOW = DraftPath(SkipSet((0,)), None, SkipSet((1,), (0, 1)), head="int8")
 TRAINED = DraftPath(SkipSet((1,), (1,)), None, SkipSet((0,), (0,)), head="int8")
 FEW_WORDS = DraftPath(LOW.skip, (0, 2), LOW.int8, head="int8")
 BY_GAP = Confidence(bias=-0.5, probability=0.3, gap=0.7)
-GUESSES = Ahead([Adding(VOCABULARY)], (1.0, 1.0, 1.0))  # as many as there may be
+GUESSES = ProposerChain([Adding(VOCABULARY)], (1.0, 1.0, 1.0))  # as many as there may be
 
 
 class Beside(Staged):
@@ -124,14 +124,14 @@ DRAFTERS = {
         runtime, SkipSet((0,), (0,)), AdaptiveThreshold(threshold=0.5, step=1.0, k_max=2)
     ),
     "layer skip, rate": lambda runtime: LayerSkipDrafter(
-        runtime, SkipSet((1,), (1,)), RateOptimal(floor=0.0, k_max=2, outlook=UNSURE), candidates=3
+        runtime, SkipSet((1,), (1,)), RateOptimal(floor=0.0, k_max=2, payoff=UNSURE), candidates=3
     ),
     "few bits, by gap": lambda runtime: LayerSkipDrafter(runtime, LOW, StaticThreshold(0.4, 3), confidence=BY_GAP),
     "trained path": lambda runtime: LayerSkipDrafter(
         runtime, learnt(runtime, TRAINED, size=1.0), StaticThreshold(0.3, 3)
     ),
     "few bits, candidates": lambda runtime: LayerSkipDrafter(
-        runtime, LOW, RateOptimal(floor=0.0, k_max=2, outlook=UNSURE), candidates=3, confidence=BY_GAP
+        runtime, LOW, RateOptimal(floor=0.0, k_max=2, payoff=UNSURE), candidates=3, confidence=BY_GAP
     ),
     "few bits, draft vocabulary": lambda runtime: LayerSkipDrafter(runtime, FEW_WORDS, FixedK(2)),
     "guesses": lambda runtime: LayerSkipDrafter(runtime, SkipSet((0,), (1,)), StaticThreshold(0.3, 3), ahead=GUESSES),
@@ -304,7 +304,7 @@ class Merging(RandomTree):
     """A deterministic proposal, which is removed from q before a second candidate is drawn from it."""
 
     def draft(self, seq):
-        if seq.room < 2:
+        if seq.remaining < 2:
             return Draft()
         guess = sum(seq.tokens) % VOCABULARY
         q = self.q(seq.tokens)
@@ -316,7 +316,7 @@ class Deduplicating(RandomTree):
     """A deterministic proposal, and a drawn candidate that is left out where it is the same token."""
 
     def draft(self, seq):
-        if seq.room < 2:
+        if seq.remaining < 2:
             return Draft()
         guess = sum(seq.tokens) % VOCABULARY
         q = self.q(seq.tokens)

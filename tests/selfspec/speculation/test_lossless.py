@@ -12,14 +12,14 @@ from lowering import random_path
 from selfspec.controllers import CONTROLLERS
 from selfspec.drafters import PlainDrafter
 from selfspec.drafters.registry import make_layer_skip
-from selfspec.facts.confidence import Confidence
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.skip import SkipSet
 from selfspec.measure.audit import first_difference
-from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
+from selfspec.types.confidence import Confidence
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.skip import SkipSet
 
 PROMPTS, TOKENS = some(20, 6), 32
 FEW = some(8, 3)  # prompts for each of many skip sets and controllers

@@ -14,8 +14,8 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.drafters import (
     PlainDrafter,
 )
-from selfspec.drafters.chains import _drawn
-from selfspec.model.low_precision import fake
+from selfspec.drafters.autoregressive import _drawn
+from selfspec.models.low_precision import fake
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sampling import Sampler
@@ -38,7 +38,7 @@ class Garbage(Toy):
         for _ in range(self.number(7)):
             parent = self.number(len(tokens) + 1) - 1
             depth = 1 if parent < 0 else depths[parent] + 1
-            if depth < seq.room and (parent < 0 or tokens[parent] not in seq.ends):
+            if depth < seq.remaining and (parent < 0 or tokens[parent] not in seq.ends):
                 tokens.append(self.number(VOCABULARY))
                 parents.append(parent)
                 depths.append(depth)

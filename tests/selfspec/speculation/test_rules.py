@@ -173,11 +173,11 @@ def test_rules_are_found_and_refused():
     assert find_rule("match", Sampler(temperature=1.0, tied=True)) is match
     with pytest.raises(SelfspecError, match="'other' is not known; known: greedy, match, block, token"):
         find_rule("other", Sampler())
-    with pytest.raises(SelfspecError, match="'token' does not fit temperature 0; want greedy"):
+    with pytest.raises(SelfspecError, match="'token' does not fit temperature 0; expected greedy"):
         find_rule("token", Sampler())
-    with pytest.raises(SelfspecError, match="'greedy' does not fit sampling; want match or block or token"):
+    with pytest.raises(SelfspecError, match="'greedy' does not fit sampling; expected match or block or token"):
         find_rule("greedy", Sampler(temperature=1.0))
-    with pytest.raises(SelfspecError, match="'block' does not fit sampling with tied noise; want match"):
+    with pytest.raises(SelfspecError, match="'block' does not fit sampling with tied noise; expected match"):
         find_rule("block", Sampler(temperature=1.0, seed=1))
 
 

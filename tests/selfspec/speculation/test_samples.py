@@ -9,11 +9,11 @@ from toys import RandomTree
 
 from selfspec.controllers import StaticThreshold
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.facts.confidence import Confidence
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.skip import SkipSet
-from selfspec.model.low_precision import fake
+from selfspec.models.low_precision import fake
 from selfspec.runtime.forward import Runtime
+from selfspec.types.confidence import Confidence
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.skip import SkipSet
 
 pytestmark = pytest.mark.long("statistics of what enumeration proves")
 

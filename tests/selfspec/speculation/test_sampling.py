@@ -11,9 +11,9 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor,
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.facts.skip import SkipSet
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
+from selfspec.types.skip import SkipSet
 
 
 def hf_distribution(model, tokens, **options):
@@ -126,14 +126,14 @@ def test_float64_scores_stay_float64_and_half_becomes_float32():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -1}, "temperature -1: want 0"),
-        ({"temperature": 1e-38}, "temperature 1e-38: want 0 .*, or 1e-05 or more"),
-        ({"seed": -1}, "seed -1: want a whole number of at least 0"),
+        ({"temperature": -1}, "temperature -1: expected 0"),
+        ({"temperature": 1e-38}, "temperature 1e-38: expected 0 .*, or 1e-05 or more"),
+        ({"seed": -1}, "seed -1: expected a whole number of at least 0"),
         ({"temperature": float("nan")}, "temperature nan"),
         ({"temperature": float("inf")}, "temperature inf"),
-        ({"top_k": 0}, "top_k 0: want at least 1"),
-        ({"top_p": 0.0}, "top_p 0.0: want more than 0"),
-        ({"top_p": 1.1}, "top_p 1.1: want"),
+        ({"top_k": 0}, "top_k 0: expected at least 1"),
+        ({"top_p": 0.0}, "top_p 0.0: expected more than 0"),
+        ({"top_p": 1.1}, "top_p 1.1: expected"),
     ],
 )
 def test_wrong_values_are_refused(options, message):

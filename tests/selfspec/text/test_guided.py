@@ -14,9 +14,9 @@ from wants import needs
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.facts.skip import SkipSet
-from selfspec.facts.stats import Stats
 from selfspec.text.guided import Guide
+from selfspec.types.skip import SkipSet
+from selfspec.types.stats import Stats
 
 pytestmark = needs("llguidance", "llguidance")
 REGEX = r" *[a-z_]+\((self|cls)(, [a-z_]+)*\):\n"
@@ -140,8 +140,8 @@ def test_masks_are_a_function_of_the_prefix(llm):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "want one of them"),
-        ({"regex": "a", "json_schema": {}}, "want one of them"),
+        ({}, "expected one of them"),
+        ({"regex": "a", "json_schema": {}}, "expected one of them"),
         ({"regex": "a("}, r"^regular expression 'a\(': unclosed group$"),
         ({"json_schema": "{"}, "JSON schema"),
         ({"json_schema": {"type": "thing"}}, "JSON schema"),

@@ -52,9 +52,9 @@ def test_a_home_folder_is_found(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (["a"], "line 2: want an object with 'category' and 'turns'"),
-        ({"turns": ["x"]}, "line 2: 'category' is missing; want one of Spec-Bench's: writing,"),
-        ({"category": "cooking", "turns": ["x"]}, "line 2: 'category' is 'cooking'; want one of"),
+        (["a"], "line 2: expected an object with 'category' and 'turns'"),
+        ({"turns": ["x"]}, "line 2: 'category' is missing; expected one of Spec-Bench's: writing,"),
+        ({"category": "cooking", "turns": ["x"]}, "line 2: 'category' is 'cooking'; expected one of"),
         ({"category": ["qa"], "turns": ["x"]}, "line 2: 'category' is"),
         ({"category": "qa"}, "line 2: 'turns' must be a list of texts"),
         ({"category": "qa", "turns": "x"}, "line 2: 'turns' must be a list of texts"),
@@ -73,9 +73,9 @@ def test_a_wrong_line_is_told(tmp_path, row, message):
 def test_wrong_files(tmp_path):
     with pytest.raises(SelfspecError, match=r"no\.jsonl: no such file"):
         read_prompts(f"spec-bench:{tmp_path}/no.jsonl")
-    with pytest.raises(SelfspecError, match="is a folder; want a file"):
+    with pytest.raises(SelfspecError, match="is a folder; expected a file"):
         read_prompts(f"spec-bench:{tmp_path}")
-    with pytest.raises(SelfspecError, match="spec-bench: names no file; want spec-bench:PATH"):
+    with pytest.raises(SelfspecError, match="spec-bench: names no file; expected spec-bench:PATH"):
         read_prompts("spec-bench:")
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(SelfspecError, match="holds no questions"):

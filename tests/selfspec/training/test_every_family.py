@@ -11,16 +11,16 @@ from families import FAMILY_CONFIGS, NAMES
 from models import tiny
 from trained import random_trained
 
-from selfspec.facts.draft_path import DraftPath
-from selfspec.model.low_precision import fake
-from selfspec.model.trained import Trained
+from selfspec.models.low_precision import fake
+from selfspec.models.path_modules import Trained
 from selfspec.runtime.forward import Runtime
 from selfspec.training.bridges import fit_bridges
 from selfspec.training.distill import DistillLearner
 from selfspec.training.layerskip import LayerSkipLearner
 from selfspec.training.learner import NETS, Learner
 from selfspec.training.path_learner import PathLearner
-from selfspec.training.texts import Text, layers_of
+from selfspec.training.texts import TrainingText, layers_of
+from selfspec.types.draft_path import DraftPath
 
 PATH = DraftPath.of(("full", "skip", "int8", "full", "skip", "full"))  # attention, then MLPs: 1 is bypassed whole
 N = 16  # more than a window holds
@@ -49,7 +49,7 @@ def test_a_path_is_fitted_as_the_runtime_runs_it(name):
     trained = random_trained(runtime, PATH, rank=4)
     trained = Trained(trained.bridges, {at: update for at, update in trained.updates.items() if at in ((2, 0), (2, 1))})
     runtime.learn("both", trained)
-    way = runtime.compile(replace(PATH, trained="both"))
+    compiled = runtime.compile(replace(PATH, trained="both"))
     learner = PathLearner(runtime, PATH, trained, rank=2, loss="tv", seed=0)
     tokens = tokens_for()
     keys, stream = learner.net.model(tokens[None])
@@ -60,7 +60,7 @@ def test_a_path_is_fitted_as_the_runtime_runs_it(name):
             whole = runtime.forward(tokens[None, :start], 0)
             near(learner._logits(stream[0, :start]), whole.logits[0])
             for k in range(2):
-                step = runtime.forward(tokens[None, start + k : start + k + 1], start + k, path=way)
+                step = runtime.forward(tokens[None, start + k : start + k + 1], start + k, path=compiled)
                 near(steps[k][start + k], step.logits[0, 0])
 
 
@@ -72,22 +72,22 @@ def test_heads_learn_from_what_the_model_says(name):
     with runtime.session(N):
         step = runtime.forward(tokens[None], 0, hidden=layers)
     streams = torch.stack([step.hidden[layer][0] for layer in layers], 1).clone()
-    texts = [Text(tokens, streams, 2)]
+    texts = [TrainingText(tokens, streams, 2)]
     for kind in NETS:
         learner = Learner(runtime, kind, range(61), layers, seed=0)
         near(learner._last(streams[:, -1]), step.logits[0].clone())
         optimizer = torch.optim.Adam(learner.net.parameters(), lr=1e-4)
-        before = learner.loss([Text(tokens, streams[: N - learner.depth], 2)])
+        before = learner.loss([TrainingText(tokens, streams[: N - learner.depth], 2)])
         before.backward()
         optimizer.step()
-        assert float(learner.loss([Text(tokens, streams[: N - learner.depth], 2)])) < float(before)
+        assert float(learner.loss([TrainingText(tokens, streams[: N - learner.depth], 2)])) < float(before)
         assert len(learner.acceptance(texts)) == learner.places
 
 
 @every_family
 def test_bridges_come_near_what_they_stand_for(name):
     runtime = runtime_of(name)
-    texts = [Text(tokens_for(24, seed), torch.zeros(24, 1, 1), 2) for seed in range(8)]
+    texts = [TrainingText(tokens_for(24, seed), torch.zeros(24, 1, 1), 2) for seed in range(8)]
     found = fit_bridges(runtime, PATH, texts, texts)
     assert list(found.bridges) == [(1, 2)]
     assert all(t.isfinite().all() for t in (found.bridges[1, 2].onto, found.bridges[1, 2].bias))
@@ -96,7 +96,7 @@ def test_bridges_come_near_what_they_stand_for(name):
 @every_family
 def test_students_learn(name):
     runtime = Runtime(tiny(FAMILY_CONFIGS[name], dtype=torch.float32))
-    windows = [Text(tokens_for(), torch.zeros(N, 1, 1), 2)]
+    windows = [TrainingText(tokens_for(), torch.zeros(N, 1, 1), 2)]
     for learner in (
         DistillLearner(runtime, student=None, layers=2, loss="tv", seed=0),
         LayerSkipLearner(runtime, layers=2, loss="tv", seed=0),

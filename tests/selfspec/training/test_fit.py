@@ -7,18 +7,18 @@ import torch
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
-from selfspec.parts.files import read_part
-from selfspec.parts.kinds import make_head
+from selfspec.draft_modules.module_files import read_part
+from selfspec.draft_modules.registry import make_head
 from selfspec.profile.reading import read_profile
 from selfspec.profile.shipped import find_profile_file
-from selfspec.training.fit import Silent, fit
+from selfspec.training.fit import SilentTraining, fit
 from selfspec.training.options import KINDS, OF_PATHS, TrainOptions
 
 FEW = {"max_new_tokens": 24, "vocabulary": 512, "rows": 8, "texts": 20}
 PROMPT = "def read_text(path: Path) -> str:\n"
 
 
-class Cut(Silent):
+class Cut(SilentTraining):
     """Interrupts the fit at a step."""
 
     def __init__(self, at, by):
@@ -121,10 +121,10 @@ def test_a_part_that_was_changed_is_refused(fitted, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"minutes": 0}, "minutes 0: want more than 0"),
-        ({"vocabulary": 3}, "vocabulary 3: want at least 16"),
-        ({"steps": 0}, "steps 0: want at least 1"),
-        ({"texts": 1}, "texts 1: want at least 2"),
+        ({"minutes": 0}, "minutes 0: expected more than 0"),
+        ({"vocabulary": 3}, "vocabulary 3: expected at least 16"),
+        ({"steps": 0}, "steps 0: expected at least 1"),
+        ({"texts": 1}, "texts 1: expected at least 2"),
     ],
 )
 def test_values_out_of_range(options, said):

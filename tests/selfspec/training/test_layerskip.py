@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 import selfspec
 from selfspec.basics.errors import SelfspecError
 from selfspec.drafters import PlainDrafter
-from selfspec.facts.draft_path import DraftPath
 from selfspec.runtime.forward import Runtime
 from selfspec.training.fit import fit
 from selfspec.training.layerskip import LayerSkipLearner, dropped, early_exit, perplexity, weights
 from selfspec.training.making import folder_of
 from selfspec.training.options import TrainOptions
-from selfspec.training.texts import Text, Texts
+from selfspec.training.texts import TextStore, TrainingText
+from selfspec.types.draft_path import DraftPath
 
 FEW = {"max_new_tokens": 24, "rows": 8, "texts": 34, "steps": 24, "layers": 4}
 
@@ -75,7 +75,7 @@ def test_the_loss_is_of_the_last_exit_the_drafts_and_those_by_turns(runtime):
     """At the beginning the last layer's is nothing: the distributions are the model's own."""
     learner = LayerSkipLearner(runtime, layers=runtime.layers, loss="forward-kl", seed=0)
     learner._chances = [0.0] * runtime.layers
-    windows = [Text(ids, torch.zeros(0), 0) for ids in IDS]
+    windows = [TrainingText(ids, torch.zeros(0), 0) for ids in IDS]
     learner._steps = runtime.layers - 1  # whose turn it is: none but the last
     assert learner.loss(windows).item() == pytest.approx(0, abs=1e-5)
     learner.exit = 1
@@ -89,7 +89,7 @@ def test_the_loss_is_of_the_last_exit_the_drafts_and_those_by_turns(runtime):
 
 def test_perplexity_of_answers():
     model = tiny(CONFIGS["llama"])
-    text = Text(torch.tensor([3, 1, 4, 1, 5]), torch.zeros(0), 2)
+    text = TrainingText(torch.tensor([3, 1, 4, 1, 5]), torch.zeros(0), 2)
     log_p = model(text.tokens[None]).logits[0].float().log_softmax(-1)
     expected = math.exp(-sum(log_p[i - 1, int(text.tokens[i])].item() for i in (2, 3, 4)) / 3)
     assert perplexity(model, [text]) == pytest.approx(expected)
@@ -138,7 +138,7 @@ def test_it_is_no_profile_of_the_model_it_began_as(fitted):
 @pytest.mark.long("training")
 def test_its_early_layers_have_learnt_to_draft(llm, held_out, fitted):
     learner = LayerSkipLearner(llm.runtime, layers=4, loss="forward-kl", seed=0)
-    made = Texts(folder_of(llm, held_out, False, TrainOptions(**FEW)))
+    made = TextStore(folder_of(llm, held_out, False, TrainOptions(**FEW)))
     texts = [made.read(number) for number in made.numbers(held_out=False)]
     before = learner.acceptance(texts)
     learner.student.load_state_dict(AutoModelForCausalLM.from_pretrained(fitted.part).state_dict())

@@ -6,11 +6,11 @@ import pytest
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.controller import ControllerSpec
-from selfspec.facts.draft_path import DraftPath
-from selfspec.profile.draft import LayerSkipSpec
+from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.reading import read_profile
 from selfspec.training.refine import Refiner
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.draft_path import DraftPath
 
 PROMPT = "def read_text(path: Path) -> str:\n"
 

@@ -9,8 +9,8 @@ from models import plain, small
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.runtime.forward import Runtime
-from selfspec.training.prompts import Beginning, Turns, beginnings, made_up
-from selfspec.training.texts import Texts, layers_of, make
+from selfspec.training.texts import TextStore, layers_of, make
+from selfspec.training.training_prompts import Beginning, UserTurns, beginnings, made_up
 
 VOCABULARY = 11
 PROMPTS = [[1, 4, 9], [7], [3, 3, 0, 5]]
@@ -22,7 +22,7 @@ def runtime():
 
 
 def made(runtime, folder, *, most, go_on=lambda: True, rows=3):
-    texts = Texts(folder)
+    texts = TextStore(folder)
     begin = (Beginning(tuple(PROMPTS[n % 3])) for n in range(10**6))
     make(runtime, texts, begin, room=8, most=most, go_on=go_on, rows=rows)
     return texts
@@ -71,15 +71,15 @@ def test_what_was_made_is_made_once(runtime, tmp_path):
 
 def test_so_many_are_the_first_ones_whatever_else_is_there(runtime, tmp_path):
     made(runtime, tmp_path, most=12)
-    assert sorted(Texts(tmp_path, 5).index) == list(range(5))
-    assert len(Texts(tmp_path)) == 12
+    assert sorted(TextStore(tmp_path, 5).index) == list(range(5))
+    assert len(TextStore(tmp_path)) == 12
 
 
 def test_a_torn_file_is_left_out(runtime, tmp_path):
     made(runtime, tmp_path, most=3)
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:40])
-    assert not len(Texts(tmp_path))
+    assert not len(TextStore(tmp_path))
     assert len(made(runtime, tmp_path, most=3)) == 3
 
 
@@ -107,7 +107,7 @@ def test_a_template_that_ends_turns_otherwise_is_not_followed(llm):
 
 
 def test_a_turn_is_ended_by_the_template():
-    turns = Turns(Beginning((1, 2), (9, 4, 5)), 0.0)
+    turns = UserTurns(Beginning((1, 2), (9, 4, 5)), 0.0)
     scores = torch.tensor([[0.0, 3.0, 1.0, 0, 0, 0, 0, 0, 0, 0, 0]])
 
     def best(said):

@@ -10,8 +10,8 @@ import torch
 from measuring import Part, queued, synchronise
 from subjects import as_on_cuda, load_builtin
 
+from selfspec.runtime.cuda_graphs import CudaRecorder
 from selfspec.runtime.forward import Runtime
-from selfspec.runtime.graphs import CudaRecorder
 
 part = Part("capture")
 device = part.device

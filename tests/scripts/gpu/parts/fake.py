@@ -16,9 +16,9 @@ from tape import Unreplayed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from selfspec.model.kernels import ON_CUDA
-from selfspec.model.layout import join_all_
-from selfspec.model.low_precision import Rounded
+from selfspec.models.kernels import ON_CUDA
+from selfspec.models.layout import join_all_
+from selfspec.models.low_precision import QuantizedWeight
 from selfspec.runtime.forward import Runtime
 
 part = Part("fake")
@@ -32,7 +32,7 @@ config = LlamaConfig(
 )  # fmt: skip
 
 
-def kernel(weight: Rounded, dtype: torch.dtype):
+def kernel(weight: QuantizedWeight, dtype: torch.dtype):
     return ON_CUDA[8 if weight.zero is None else 4][name if weight.zero is None else "weights only"](weight, dtype)
 
 
@@ -53,7 +53,7 @@ STAND_INS = {
     "whole_of": lambda parts: torch.cat(list(parts)),
     "_fingerprint": lambda parts: None,
 }
-take_pretended(*[module for name, module in sys.modules.items() if name.startswith("selfspec.model")])
+take_pretended(*[module for name, module in sys.modules.items() if name.startswith("selfspec.models")])
 
 for dtype in (torch.bfloat16, torch.float16):
     for name in ON_CUDA[8]:

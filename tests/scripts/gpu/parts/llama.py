@@ -16,14 +16,14 @@ from subjects import as_on_cuda, parameters, paths, size_cache
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from selfspec.controllers import FixedK
-from selfspec.decoding.loop import decode
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.facts.draft_path import FULL
-from selfspec.model.layout import join_all_
+from selfspec.engine.loop import decode
+from selfspec.models.layout import join_all_
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
+from selfspec.types.draft_path import FULL
 
 part = Part("llama")
 device = part.device

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from measuring import Part, read_bandwidth, replayed
 from subjects import as_on_cuda
 
-from selfspec.model.kernels import BY_DEVICE
-from selfspec.model.low_precision import rounded
+from selfspec.models.kernels import BY_DEVICE
+from selfspec.models.low_precision import quantize
 
 part = Part("products")
 as_on_cuda(part)
@@ -38,7 +38,7 @@ def products(weight: torch.Tensor):
     """Yield the name, the bytes and a maker of each product of a weight; each call of a maker holds a copy."""
     yield "bfloat16", weight.nbytes, lambda: in_bfloat16(weight)
     for bits in (8, 4):
-        held = rounded(weight, bits)
+        held = quantize(weight, bits)
         for name, kernel in BY_DEVICE[device.type][bits].items():
             size = weight.numel() * bits // 8
             yield (

@@ -12,7 +12,7 @@ from measuring import Part
 
 part = Part("tests")
 root = Path(__file__).resolve().parents[4]
-FILES = ("tests/selfspec/model/test_kernels.py", "tests/selfspec/runtime/test_graphs.py")
+FILES = ("tests/selfspec/models/test_kernels.py", "tests/selfspec/runtime/test_cuda_graphs.py")
 with tempfile.TemporaryDirectory() as folder:
     report = Path(folder) / "report.xml"
     chosen = ["-k", "float8 or shapes or tie or hooks or rounding_up"] if part.toy else ["-m", "gpu"]

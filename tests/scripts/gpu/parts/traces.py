@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from selfspec import builtin
 from selfspec.controllers import FixedK
-from selfspec.decoding.loop import decode
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.engine.loop import decode
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 

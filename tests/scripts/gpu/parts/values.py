@@ -9,8 +9,8 @@ import torch
 from measuring import Part
 from subjects import as_on_cuda
 
-from selfspec.model.kernels import BY_DEVICE
-from selfspec.model.low_precision import rounded
+from selfspec.models.kernels import BY_DEVICE
+from selfspec.models.low_precision import quantize
 
 part = Part("values")
 as_on_cuda(part)
@@ -25,7 +25,7 @@ for out, into in SHAPES:
     for bits in (8, 4):
         if bits == 4 and into % 32:
             continue
-        held = rounded(weight, bits)
+        held = quantize(weight, bits)
         exact = held.weight(torch.float64)
         for name, kernel in BY_DEVICE[device.type][bits].items():
             products[f"int{bits}, {name}"] = (lambda k=kernel, h=held: k(h, part.dtype), exact)

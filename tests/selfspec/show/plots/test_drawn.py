@@ -11,17 +11,17 @@ import pytest
 from matplotlib.collections import PathCollection, QuadMesh
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.facts.acceptance import AcceptanceCurve
-from selfspec.facts.draft_path import DraftPath
-from selfspec.facts.identity import Identity
-from selfspec.facts.skip import SkipSet
-from selfspec.profile.draft import LayerSkipSpec, Skip
+from selfspec.profile.draft_spec import LayerSkipSpec, Skip
 from selfspec.profile.schema import Profile
-from selfspec.show.plots.bench import acceptance_by_position, bench_bars, tokens_by_source
-from selfspec.show.plots.profile import acceptance_by_confidence, skip_map
-from selfspec.show.plots.study import pareto, progress, sensitivity, speedup_against_skipped
+from selfspec.show.plots.bench_plots import acceptance_by_position, bench_bars, tokens_by_source
+from selfspec.show.plots.profile_plots import acceptance_by_confidence, skip_map
+from selfspec.show.plots.study_plots import pareto, progress, sensitivity, speedup_against_skipped
 from selfspec.show.plots.style import save, svg
 from selfspec.show.plots.training import acceptance_by_place, learning_curves
+from selfspec.types.acceptance import AcceptanceCurve
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.identity import Identity
+from selfspec.types.skip import SkipSet
 
 TRIALS = pd.DataFrame(
     {
@@ -272,7 +272,7 @@ def test_files_are_as_their_name_says_and_the_same_again(tmp_path, name, begins)
 
 def test_a_file_that_cannot_be_drawn_over_stays(tmp_path):
     (tmp_path / "a.txt").write_text("mine")
-    with pytest.raises(SelfspecError, match=r"want a name that ends with \.png, \.svg or \.pdf"):
+    with pytest.raises(SelfspecError, match=r"expected a name that ends with \.png, \.svg or \.pdf"):
         save(skip_map(profile()), tmp_path / "a.txt")
     assert (tmp_path / "a.txt").read_text() == "mine"
 

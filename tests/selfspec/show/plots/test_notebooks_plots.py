@@ -5,8 +5,8 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from selfspec.facts.acceptance import AcceptanceCurve
-from selfspec.show.plots import controllers, searching, sweep
+from selfspec.show.plots import controllers, searching, sweep_plots
+from selfspec.types.acceptance import AcceptanceCurve
 
 SWEEP = pd.DataFrame(
     {
@@ -35,7 +35,7 @@ def lines(axes):
 
 def test_speedups_are_drawn_by_temperature_with_what_was_measured():
     both = pd.concat([SWEEP, SWEEP.assign(temperature=0.8)])
-    figure = sweep.speedup_curves(both)
+    figure = sweep_plots.speedup_curves(both)
     left, right = figure.axes
     assert (left.get_title(loc="left"), right.get_title(loc="left")) == ("temperature 0.0", "temperature 0.8")
     assert left.get_ylabel() == "speedup over plain decoding"
@@ -49,7 +49,7 @@ def test_speedups_are_drawn_by_temperature_with_what_was_measured():
 
 
 def test_only_the_families_asked_for():
-    figure = sweep.speedup_curves(SWEEP, families=("random sets",))
+    figure = sweep_plots.speedup_curves(SWEEP, families=("random sets",))
     assert "chosen profile" not in texts(figure)
 
 

@@ -1,0 +1,77 @@
+"""The acceptance curve of a trace: how often drafted tokens were the text's own, by their confidence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import isotonic_regression
+
+from selfspec.types.acceptance import AcceptanceCurve
+
+from .trace import Trace
+
+KNOTS, ROWS = 12, 16  # at most so many knots, of at least so many drafted tokens each
+DIGITS = 4
+
+Floats = NDArray[np.float64]
+
+
+class Drafted(NamedTuple):
+    """A drafted token within the text whose draft was the text's own up to it.
+
+    `accepted`: whether it was the text's, too. `rank`: which candidate was, where it was not (1 for the second; 0: it
+    was itself, or none that was looked at). `following`: whether the token drafted after it was the text's (-1: there
+    is none). `place`: in its draft, from 1.
+    """
+
+    confidence: float
+    accepted: bool
+    rank: int
+    following: int
+    place: int
+
+
+def fit_curve(traces: Sequence[Trace], candidates: int) -> AcceptanceCurve:
+    """The curve of a trace, by isotonic regression, with `candidates` for each place, the drafted token counted.
+
+    Only drafted tokens count whose draft was the text's own up to them. Without any it is the default curve, a guess.
+    """
+    seen = sorted(token for trace in traces for token in drafted(trace))
+    if not seen:
+        return AcceptanceCurve()
+    c, hit, rank, following, _ = (np.array(values, dtype=float) for values in zip(*seen, strict=True))
+    parts = np.array_split(np.arange(len(c)), max(1, min(KNOTS, len(c) // ROWS)))
+    knots = np.array([c[part].mean() for part in parts]).round(DIGITS)
+    knots, first = np.unique(knots, return_index=True)
+    if len(knots) < 2:
+        knots = np.array([0.0, 1.0])
+    going = (hit > 0) & (following >= 0)  # what came after a token that was right
+
+    def at_knots(of: Floats, values: Floats, *, rising: bool) -> list[float]:
+        if not len(of):
+            return [0.5] * len(knots)
+        distinct, which, counts = np.unique(of, return_inverse=True, return_counts=True)
+        shares = np.bincount(which, weights=values) / counts
+        smooth = np.interp(c, distinct, isotonic_regression(shares, weights=counts, increasing=rising).x)
+        means = [float(smooth[part].mean()) for part in parts]
+        chosen = [means[i] for i in first] if len(first) == len(knots) else [means[0]] * len(knots)
+        return [round(min(max(value, 0.0), 1.0), DIGITS) for value in chosen]
+
+    return AcceptanceCurve(
+        confidence=knots.tolist(),
+        accepted=at_knots(c, hit, rising=True),
+        following=at_knots(c[going], following[going], rising=True),
+        candidates=[at_knots(c, (rank == r).astype(float), rising=False) for r in range(1, candidates)],
+    )
+
+
+def drafted(trace: Trace) -> Iterator[Drafted]:
+    """The drafted tokens of every start that tell how often drafts are right."""
+    for start, (confidences, run, rank) in enumerate(zip(trace.confidences, trace.runs, trace.ranks, strict=True)):
+        within = min(len(confidences), trace.tokens - start)
+        for i in range(min(run + 1, within)):
+            after = int(i + 1 < run) if i + 1 < within else -1
+            yield Drafted(confidences[i], i < run, rank if i == run else 0, after, i + 1)

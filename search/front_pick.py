@@ -1,0 +1,98 @@
+"""Picking from a study's trials: those that none beats in acceptance, draft cost and memory; the best within both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.profile.schema import Calibration, Prediction, Profile, SearchRecord
+from selfspec.types.bits import extra_share
+from selfspec.types.identity import Identity
+
+from .finalists import drafting_as
+from .ledger import Entry, Ledger
+
+
+def pareto(entries: Sequence[Entry], memory: Callable[[Entry], float | None] = lambda entry: None) -> list[Entry]:
+    """The trials that none beats in acceptance, draft cost and `memory`, rising in draft cost; no pruned ones.
+
+    Of several that are equal in all, the first. Memory that is not known counts as none.
+    """
+    known = [e for e in entries if e.draft_cost is not None and not e.score.pruned]
+    ranked = sorted(((e.draft_cost or 0.0, memory(e) or 0.0, -e.score.acceptance_rate, i) for i, e in enumerate(known)))
+    front: list[tuple[float, float, float, int]] = []
+    for cost, held, wrong, i in ranked:  # none that comes later costs less
+        if not any(other[1] <= held and other[2] <= wrong for other in front):
+            front.append((cost, held, wrong, i))
+    return [known[i] for *_, i in front]
+
+
+def memory_of(ledger: Ledger) -> Callable[[Entry], float | None]:
+    """What a trial's path holds beside the model, as `extra_share` has it."""
+    model = Identity.model_validate(ledger.settings["model"])
+    dtype = str(ledger.settings.get("dtype", "")).removeprefix("torch.")
+    return lambda entry: extra_share(entry.score.path, model, dtype=dtype)
+
+
+def best_within(ledger: Ledger, max_draft_cost: float | None = None, max_memory: float | None = None) -> Entry:
+    """The fastest trial by prediction, its draft step no dearer than that share of a plain one.
+
+    `max_memory`: what it may hold beside the model, as a share of the model's bytes. Raises `SelfspecError` where there
+    is none.
+    """
+    known = [e for e in ledger.entries if not e.score.pruned]
+    if max_memory is not None:
+        held = memory_of(ledger)
+        shares = [held(e) or 0.0 for e in known]
+        known = [e for e, share in zip(known, shares, strict=True) if share <= max_memory]
+        if shares and not known:
+            raise SelfspecError(
+                f"{ledger.place}: no trial holds {max_memory:g} of the model's bytes or less; "
+                f"the smallest holds {min(shares):.3f}"
+            )
+    if max_draft_cost is not None:
+        costs = [e.draft_cost for e in known if e.draft_cost is not None]
+        known = [e for e in known if e.draft_cost is not None and e.draft_cost <= max_draft_cost]
+        if costs and not known:
+            raise SelfspecError(
+                f"{ledger.place}: no trial's draft step costs {max_draft_cost:g} of a plain one or less; "
+                f"the cheapest costs {min(costs):.3f}"
+            )
+    if not known:
+        raise SelfspecError(f"{ledger.place}: holds no trials that could be picked from")
+    return max(known, key=lambda e: e.score.tokens_per_second)
+
+
+def as_profile(ledger: Ledger, entry: Entry) -> Profile:
+    """The profile of a trial, as the search would write it, but not measured."""
+    said, texts, score = ledger.settings, ledger.texts, entry.score
+    calibration = None if texts is None else texts.calibration
+    if calibration is None:
+        calibration = Calibration.model_validate(said["calibration text"])
+    searched = SearchRecord(
+        strategy=said["strategy"],
+        objective=said["objective"],
+        trials=len(ledger.scores),
+        seed=said["seed"],
+        seconds=round(sum(e.seconds for e in ledger.entries), 1),
+        max_new_tokens=said["max_new_tokens"] if texts is None else texts.max_new_tokens,
+        temperature=said["temperature"],
+        kv=said["kv"],
+    )
+    base = Profile(
+        model=Identity.model_validate({**said["model"], "name": said["name"]}),
+        calibration=calibration,
+        search=searched,
+        costs=ledger.costs,
+        note=f"picked from {ledger.place}; not measured",
+    )
+    predicted = None
+    if entry.draft_cost is not None:
+        predicted = Prediction(
+            speedup=round(score.speedup, 3),
+            tokens_per_second=round(score.tokens_per_second, 2),
+            acceptance_rate=round(score.acceptance_rate, 4),
+            tokens_per_round=round(score.tokens_per_round, 3),
+            draft_cost=round(entry.draft_cost, 4),
+        )
+    return drafting_as(base, score, ledger.confidence).model_copy(update={"predicted": predicted})

@@ -1,0 +1,50 @@
+"""What guesses spare the drafts of a trace: the passes that real decoding would draft them in.
+
+Guesses follow from the text alone, so every place of it is guessed from as decoding would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from selfspec.proposers.chain import ProposerChain
+from selfspec.types.costs import CostModel
+
+from .replay import Replay
+from .target_text import TargetText
+from .trace import Trace
+
+
+def with_guesses(replay: Replay, traces: Sequence[Trace], ahead: ProposerChain) -> list[Trace]:
+    """The traces, told of the passes that draft from every start, and of the guesses that may be taken as they are.
+
+    As they are where nothing guesses.
+    """
+    if not ahead.proposers:
+        return [*traces]
+    return [_with_guesses(t, trace, ahead, replay.ends) for t, trace in zip(replay.texts, traces, strict=True)]
+
+
+def _with_guesses(text: TargetText, trace: Trace, ahead: ProposerChain, ends: Collection[int]) -> Trace:
+    reading, passes, free = ahead.reading(), [], []
+    for start, drafted in enumerate(trace.drafted):
+        at, room = text.prompt + start, trace.room - start - 1
+        reading.read(text.tokens[:at])
+        passes.append(reading.passes(drafted, room))
+        guess = reading.free(room, ends)
+        same = [a == b for a, b in zip(guess.tokens, text.tokens[at:], strict=False)]
+        free.append((guess.chances, same.index(False) if False in same else len(same)))
+    return replace(trace, passes=passes, free=free)
+
+
+def spared(traces: Sequence[Trace], costs: CostModel) -> float:
+    """The share of a draft step that guesses spare each drafted token, over all drafts as far as they are right."""
+    price = costs.passes(1.0)
+    tokens = seconds = 0.0
+    for trace in traces:
+        for drafted, run, passes in zip(trace.drafted, trace.runs, trace.passes, strict=bool(trace.passes)):
+            taken = min(run + 1, len(drafted))
+            tokens += taken
+            seconds += sum(price[width - 1] for at, width in passes if at < taken)
+    return max(1 - seconds / tokens, 0.0) if tokens else 0.0

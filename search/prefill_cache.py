@@ -1,0 +1,63 @@
+"""Texts in a replay's cache, one a row: their tokens, and the keys and values that drafts read of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.sampling import Sampler
+from selfspec.types.draft_path import FULL, DraftPath
+
+from .target_text import TargetText
+
+
+class PrefilledTexts:
+    """`tokens` `[texts, longest]`, padded, and `lengths` `[texts, 1]`; the slot of a token's keys is its position.
+
+    The keys are those that the model makes along the path last given to `hold`; before that there are none.
+    """
+
+    def __init__(self, runtime: Runtime, texts: Sequence[TargetText]) -> None:
+        self._runtime, self._texts = runtime, texts
+        self.longest = max(len(text.tokens) for text in texts)
+        self.tokens = torch.zeros((len(texts), self.longest), dtype=torch.long)
+        for row, text in enumerate(texts):
+            self.tokens[row, : len(text.tokens)] = torch.tensor(text.tokens)
+        self.tokens = self.tokens.to(runtime.device)
+        self.lengths = torch.tensor([len(text.tokens) for text in texts], device=runtime.device)[:, None]
+        self._held: DraftPath | None = None
+
+    def hold(self, path: DraftPath) -> None:
+        """Fill the cache by a causal pass over each text along `path`, unless it is so filled."""
+        if path == self._held:
+            return
+        self.forget()
+        compiled = self._runtime.compile(path)
+        for row, text in enumerate(self._texts):
+            own, end = slice(row, row + 1), len(text.tokens) - 1  # nothing sees the last token's keys
+            if end:
+                self._runtime.forward(self.tokens[own, :end], 0, path=compiled, rows=own, logits=None)
+        self._held = path
+
+    def forget(self) -> None:
+        """The cached keys are overwritten, or will be: the next `hold` makes them again."""
+        self._held = None
+
+    def targets(self, sampler: Sampler) -> Tensor | None:
+        """The whole model's distribution at each start `[starts, V]`, None if there are none; its keys stay cached."""
+        self.forget()
+        found = []
+        for row, text in enumerate(self._texts):
+            own, first = slice(row, row + 1), text.prompt - 1  # the first start
+            if first:
+                self._runtime.forward(self.tokens[own, :first], 0, rows=own, logits=None)
+            if text.new:
+                step = self._runtime.forward(self.tokens[own, first : len(text.tokens) - 1], first, rows=own)
+                assert step.logits is not None
+                prefixes = (text.tokens[:end] for end in range(text.prompt, len(text.tokens)))
+                found.append(sampler.probs(sampler.scores(step.logits[0], prefixes)))
+        self._held = FULL
+        return torch.cat(found) if found else None

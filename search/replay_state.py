@@ -1,0 +1,70 @@
+"""The drafts that a replay is working on, and what it records of each.
+
+A start is a place of a text from which a draft is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfspec.types.confidence import Confidence
+
+from .seeded_noise import Ties
+
+
+@dataclass(slots=True)
+class ReplayState:
+    """Drafts under way: `[B, n]`, padded; `ids` numbers the starts of all texts."""
+
+    ids: Tensor
+    start: Tensor  # position of the last committed token
+    token: Tensor  # fed next
+    matched: Tensor  # all drafted so far are the text's own
+    weight: Tensor  # P of rule `block`
+    real: Tensor  # not padding
+    own: Tensor  # [B, n, scratch]: scratch slots that hold this draft's keys
+    drafted: Tensor  # [B, n, depth]
+
+    def pick(self, index: Tensor, real: Tensor) -> None:
+        """Keep the rows `index` `[B, m]`."""
+        for name in ("ids", "start", "token", "matched", "weight"):
+            setattr(self, name, getattr(self, name).gather(1, index))
+        self.real = real
+        for name in ("own", "drafted"):
+            t = getattr(self, name)
+            setattr(self, name, t.gather(1, index.unsqueeze(-1).expand(-1, -1, t.shape[-1])))
+
+
+class Record:
+    """What is recorded of the draft from every start: `[starts, depth]` and `[starts]`."""
+
+    def __init__(self, starts: int, depth: int) -> None:
+        self.token = torch.zeros((starts, depth), dtype=torch.long)
+        self.confidence = torch.zeros((starts, depth), dtype=torch.float64)
+        self.depth = torch.zeros(starts, dtype=torch.long)
+        self.run = torch.zeros(starts, dtype=torch.long)
+        self.rank = torch.zeros(starts, dtype=torch.long)
+        self.unfinished = torch.zeros(starts, dtype=torch.bool)
+
+
+def confident(told: Confidence, probability: Tensor, apart: Tensor | None) -> Tensor:
+    """What `Confidence.of` gives for tokens of these probabilities `[B, n]`, whose gaps are `apart`, where it asks."""
+    if told.plain:
+        return probability
+    each = zip(
+        probability.flatten().tolist(),
+        (torch.zeros_like(probability) if apart is None else apart).flatten().tolist(),
+        strict=True,
+    )
+    found = torch.tensor([told.of(p, g) for p, g in each], dtype=torch.float64, device=probability.device)
+    return found.view(probability.shape)
+
+
+def with_ties(q: Tensor, place: Tensor, tied: Sequence[Ties]) -> Tensor:
+    """What the token of each row maximises `[B, n, V]`: q over the noise that is tied to its text and place."""
+    noise = [ties.at(p, q) for ties, of in zip(tied, place.tolist(), strict=True) for p in of]
+    return q / torch.stack(noise).view(q.shape)

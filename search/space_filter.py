@@ -1,0 +1,118 @@
+"""Which modes sub-layers and the head can have on this machine, and what memory they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from selfspec.basics.checked_model import Count, Data
+from selfspec.basics.errors import SelfspecError
+from selfspec.llm.llm import LLM
+from selfspec.runtime.forward import Runtime
+from selfspec.types.costs import CostModel
+from selfspec.types.draft_path import LOW, DraftPath, Mode
+from selfspec.types.skip import SkipSet
+
+from .objective import Objective, Score
+from .space import BYPASSING, Space
+
+SHARES = {4: 0.3, 2: 0.55}  # of the model's bytes that weights in few bits may take, by the bytes of its numbers
+
+
+class Choices(Data):
+    """What a space was narrowed to: the modes of sub-layers and of the head, and those that stay as they are."""
+
+    modes: list[Mode]
+    head: list[Mode]
+    attention: list[Count] = []
+    mlp: list[Count] = []
+
+    def of(self, space: Space) -> Space:
+        """The space with these choices."""
+        fixed = SkipSet(tuple(self.attention), tuple(self.mlp))
+        return replace(space, modes=tuple(self.modes), head=tuple(self.head), fixed=fixed)
+
+
+def possible(llm: LLM, modes: Sequence[Mode], *, memory: float) -> Choices:
+    """What the model itself allows: few bits where weights are at hand, and may be held twice (`memory` is above 0)."""
+    runtime = llm.runtime
+    layers = range(runtime.layers)
+    low = [mode for mode in LOW if mode in modes and memory > 0]
+
+    def without(part: str, mode: Mode) -> list[int]:
+        return [i for i in layers if runtime.held(part, i, mode) is None]
+
+    low = [mode for mode in low if len(without("attention", mode)) + len(without("mlp", mode)) < 2 * len(layers)]
+    head: list[Mode] = ["full", *(mode for mode in low[:1] if runtime.held("head", 0, mode) is not None)]
+    return Choices(
+        modes=[mode for mode in modes if mode in (*BYPASSING, *low)],
+        head=head,
+        attention=sorted({i for mode in low for i in without("attention", mode)}),
+        mlp=sorted({i for mode in low for i in without("mlp", mode)}),
+    )
+
+
+def paying(choices: Choices, costs: CostModel) -> Choices:
+    """Those of them that are cheaper than running in full."""
+    slow = {mode for mode in LOW if mode in choices.modes and not costs.cheaper_in(mode)}
+    found = choices.model_copy(
+        update={
+            "modes": [mode for mode in choices.modes if mode not in slow],
+            "head": [mode for mode in choices.head if mode not in slow],
+        }
+    )
+    if found.modes == ["full"] and len(found.head) < 2:
+        raise SelfspecError(
+            f"modes: {', '.join(slow)} is no cheaper than running in full here; expected skip among them"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """What weights in few bits take beside the model, and may take: shares of the model's bytes."""
+
+    runtime: Runtime
+    own: int
+    limit: float
+
+    @classmethod
+    def of(cls, llm: LLM, limit: float | None) -> MemoryBudget:
+        """Of a model; without a limit, 0.3 for float32, and 0.55 for types of half its size."""
+        size = llm.runtime.dtype.itemsize
+        return cls(llm.runtime, llm.weight_bytes, SHARES.get(size, 0.3) if limit is None else limit)
+
+    def share(self, path: DraftPath) -> float:
+        """What a path takes."""
+        return self.runtime.extra_bytes(path) / self.own
+
+    def excess(self, path: DraftPath) -> float:
+        """By how much a path takes more than it may; 0 or less where it does not."""
+        return self.share(path) - self.limit if path.low_precision else 0.0
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """An objective within the space and its bound on the draft's cost."""
+
+    worth: Objective
+    costs: CostModel | None
+    space: Space
+    max_draft_cost: float | None
+    memory: MemoryBudget
+
+    def score(self, path: DraftPath) -> Score | None:
+        """The worth of a path; None for one whose draft is too dear, or takes too much memory."""
+        if self.excess(path) > 0:
+            return None
+        return self.worth.score(path)
+
+    def excess(self, path: DraftPath) -> float:
+        """By how much it is dearer than allowed: a share of a plain step, or of the model's memory."""
+        cost = self.draft_cost(path)
+        over = 0.0 if self.max_draft_cost is None or cost is None else cost - self.max_draft_cost
+        return max(over, self.memory.excess(path))
+
+    def draft_cost(self, path: DraftPath) -> float | None:
+        """A draft step as a share of a plain one; None where no cost model is known."""
+        return None if self.costs is None else self.costs.draft_share(path, self.space.layers)

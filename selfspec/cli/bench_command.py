@@ -1,0 +1,299 @@
+"""`selfspec bench`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import check_writable, write_text
+from selfspec.cli.bench_by_task import by_task_notes, by_task_tables, texts_line
+from selfspec.cli.common import (
+    Drafting,
+    checked_profile,
+    chosen,
+    drafted_with,
+    print_json,
+    progress,
+    quiet,
+    set_threads,
+    stderr,
+    stdout,
+)
+from selfspec.cli.options import BenchCommand
+from selfspec.measure.bench_methods import any_drafts, check_methods, draft_model, is_profile
+from selfspec.models.loading import check_at_hand, read_identity
+from selfspec.profile.schema import Profile
+from selfspec.types.bits import BitsRead
+from selfspec.types.identity import Identity
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from selfspec.llm.llm import LLM
+    from selfspec.measure.bench import BenchCallbacks, BenchTask, Oracle
+    from selfspec.measure.model_copies import Subjects
+    from selfspec.types.costs import CostModel
+
+PROMPTS, TOKENS, ROUNDS = (12, 6), (96, 64), (5, 3)  # as it is, widened
+
+
+def run(options: BenchCommand) -> int:
+    """Check everything that can be checked before the model is loaded, then measure. 130 after an interrupt."""
+    quiet()
+    name, profile, spec = chosen(options.drafting)
+    methods = tuple(part.strip() for part in options.methods.split(","))
+    temperatures = read_temperatures(options.temperature)
+    if options.out is not None:
+        check_writable(options.out)
+        options.data.check_not_written(options.out, f"--out {options.out}")
+    wide = options.widen > 1
+    if wide and options.where.device_map is not None:
+        raise SelfspecError("--widen and --device-map: a widened model is made on one device; expected one of them")
+    read = options.data.read(held_out=True)
+    limit = options.limit or (PROMPTS[wide] if read is None or options.data.preset else len(read.texts))
+    set_threads(options.where.threads)
+
+    from selfspec.llm.prompt_encoding import check_chat
+    from selfspec.measure.bench import BenchTask
+    from selfspec.measure.model_copies import load_subjects
+    from selfspec.speculation.sampling import check_sampling
+
+    check_methods(methods)
+    check_named(methods)
+    drafts = any_drafts(methods)
+    for temperature in temperatures:
+        check_sampling(temperature, None, None)
+    if drafts:
+        drafted_with(read_identity(name), profile, options.drafting.profile, spec)
+    if options.data.chat:
+        check_chat(name)
+
+    def drafting_of(identity: Identity) -> Drafting:
+        if not drafts:
+            return Drafting(Profile(model=identity), "not drafting")
+        return drafted_with(identity, profile, options.drafting.profile, spec, options.drafting.store)
+
+    subjects = load_subjects(
+        name,
+        methods,
+        widened=options.widen,
+        device=options.where.place,
+        dtype=options.where.dtype,
+        few_bits=lambda identity: drafting_of(identity).profile.path.low_precision,
+    )
+    drafting = drafting_of(subjects.identity)
+    tokens = options.max_new_tokens or TOKENS[wide]
+    given = options.data.given(subjects.plain, read, limit=limit, max_new_tokens=tokens, last=read is None)
+    rounds = options.rounds or ROUNDS[wide]
+    task = BenchTask(methods, given.prompts, tokens, rounds, drafting.profile, given.tasks)
+    told = {"source": drafting.source, "prompt_source": given.source, "chat": given.chat}
+    found, interrupted = measured(subjects, task, temperatures, told, out=options.out, oracle=_oracle)
+    if options.json:
+        print_json(found)
+    else:
+        _report(found, stdout())
+    return 130 if interrupted else 0
+
+
+def measured(
+    subjects: Subjects,
+    task: BenchTask,
+    temperatures: list[float],
+    told: Mapping[str, Any],
+    *,
+    out: Path | None = None,
+    oracle: Oracle | None = None,
+) -> tuple[dict[str, Any], bool]:
+    """What was measured, kept in `out` after each temperature, and whether an interrupt ended it before the last."""
+    from selfspec.measure.bench import Benchmark
+
+    with _Progress(stderr(), len(temperatures)) as shown:
+        bench = Benchmark(subjects, task, oracle, shown.watch())
+        found: dict[str, Any] = {**bench.conditions(), **told, "temperatures": []}
+        try:
+            for temperature in temperatures:
+                shown.temperature = temperature
+                found["temperatures"].append(bench.at(temperature))
+                if out is not None:
+                    write_text(out, json.dumps(found, indent=1) + "\n")
+        except KeyboardInterrupt:
+            if not found["temperatures"]:
+                raise
+            return found, True
+    return found, False
+
+
+def check_named(methods: Sequence[str]) -> None:
+    """Check the draft models and the profiles that are methods. Raises `SelfspecError`."""
+    for name in methods:
+        if model := draft_model(name):
+            check_at_hand(model)
+        elif is_profile(name):
+            checked_profile(name)
+
+
+def read_temperatures(text: str) -> list[float]:
+    """Temperatures separated by commas. Raises `SelfspecError`."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise SelfspecError(f"--temperature {text}: expected numbers separated by commas, such as 0,0.8") from None
+
+
+def _oracle(llm: LLM, task: BenchTask, costs: CostModel, temperature: float) -> tuple[float, float]:
+    from selfspec.search.continuations import DecodingSettings
+    from selfspec.search.oracle import oracle
+
+    bound = oracle(llm, task.profile, costs, task.prompts, DecodingSettings(task.max_new_tokens, temperature))
+    return bound.speedup, bound.tokens_per_round
+
+
+class _Progress:
+    """What is being done, how long it will take, and a bar of the runs."""
+
+    def __init__(self, console: Console, temperatures: int) -> None:
+        self._console, self._temperatures = console, temperatures
+        self._bar = progress(console)
+        self._task = self._bar.add_task("", total=None)
+        self.temperature: float | None = None
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.remove_task(self._task)
+        self._bar.stop()
+
+    def watch(self) -> BenchCallbacks:
+        """For the benchmark to tell."""
+        from selfspec.measure.bench import BenchCallbacks
+
+        return BenchCallbacks(self._stage, self._estimate, lambda: self._bar.advance(self._task))
+
+    def _stage(self, name: str) -> None:
+        self._bar.remove_task(self._task)
+        self._task = self._bar.add_task(name, total=None)
+
+    def _estimate(self, seconds: float, runs: int) -> None:
+        where = "" if self.temperature is None else f"temperature {self.temperature:g}: "
+        times = f", for each of {self._temperatures} temperatures" if self._temperatures > 1 else ""
+        self._console.print(f"{where}{runs} runs will take about {_duration(seconds)}{times}")
+        self._bar.remove_task(self._task)
+        self._task = self._bar.add_task("running", total=runs)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def _report(found: dict[str, Any], console: Console) -> None:
+    wide = f" widened {found['widened']} times" if found["widened"] > 1 else ""
+    threads = "1 thread" if found["threads"] == 1 else f"{found['threads']} threads"
+    bits = found["bits_per_weight"]
+    read = f"; {BitsRead(**bits).said}" if bits is not None and bits["draft"] < bits["plain"] else ""
+    bypassed = f"{found['skipped']} of {found['sub_layers']} sub-layers bypassed"
+    lines = [
+        f"{found['model']}{wide}; {found['machine']}; {threads}; {found['dtype']}; {found['prompts']} prompts x "
+        f"{found['max_new_tokens']} tokens x {found['rounds']} rounds",
+        f"prompts: {found['prompt_source']}{', as chat messages' * found['chat']}",
+        f"skip: {bypassed} ({found['source']}){read}" if found["skipped"] else f"skip: {found['source']}{read}",
+        f"weights: {size(found['weight_bytes'])}, {found['layouts']['plain']} for plain decoding, "
+        f"{found['layouts']['skip']} for drafting ({size(found['extra_bytes'])} more)",
+    ]
+    for name, passes in found["passes"].items():
+        layout = found["layouts"].get(name, "as loaded")
+        ratios = " ".join(f"{seconds / passes['1']:.2f}" for seconds in passes.values())
+        lines.append(f"pass over {', '.join(passes)} rows, {layout}: {passes['1'] * 1e3:.3g} ms x {ratios}")
+    for line in lines:
+        console.print(line, soft_wrap=True, markup=False)
+    for at in found["temperatures"]:
+        console.print()
+        for table in _tables(at):
+            console.print(table)
+        for line in _notes(found, at):
+            console.print(line, soft_wrap=True, markup=False)
+        for table in by_task_tables(at):
+            console.print()
+            console.print(table)
+        for line in by_task_notes(at):
+            console.print(line, soft_wrap=True, markup=False)
+
+
+def _tables(at: dict[str, Any]) -> list[Table]:
+    """The methods at one temperature: their speeds, and their latencies and memory; each fits 80 columns."""
+    bases = list(next(iter(at["methods"].values()))["ratio"])
+    speeds = method_table(
+        f"temperature {at['temperature']:g}", "tok/s", *(f"/ {base}" for base in bases), "tok/pass", "accept"
+    )
+    others = method_table(None, "first token", "next, p50", "next, p95", "memory")
+    for name, m in at["methods"].items():
+        speeds.add_row(
+            name,
+            f"{m['tokens_per_second']:.4g}",
+            *("1" if base == name else ratio(m["ratio"][base]) for base in bases),
+            f"{m['tokens_per_round']:.2f}",
+            "-" if m["acceptance_rate"] is None else f"{m['acceptance_rate']:.0%}",
+        )
+        first, following = m["first_token_seconds"], m["inter_token_seconds"]
+        others.add_row(name, _ms(first["p50"]), _ms(following["p50"]), _ms(following["p95"]), size(m["memory_bytes"]))
+    return [speeds, others]
+
+
+def method_table(title: str | None, *columns: str) -> Table:
+    """A table with a row for each method."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _notes(found: dict[str, Any], at: dict[str, Any]) -> list[str]:
+    lines = ["memory: weights, and keys and values for the longest text; on a GPU also what torch took beside them"]
+    if at["process_peak_bytes"] is not None:
+        lines[0] += f"; this process, all methods together, held {size(at['process_peak_bytes'])} at most"
+    if at["plain_of_roofline"] is not None:
+        lines.append(
+            f"roofline of plain decoding: {size(found['bytes_read'])} at {at['read_bandwidth'] / 1e9:.1f} GB/s are "
+            f"{at['read_bandwidth'] / found['bytes_read']:.4g} tok/s; a plain step takes {at['plain_of_roofline']:.0%} "
+            "of its time to read the weights"
+        )
+    if skip := at.get("skip"):
+        places = " ".join(f"{share:.0%}" for share in at["methods"]["skip"]["acceptance_by_position"])
+        v = " ".join(f"v({w}) {value:.2f}" for w, value in skip["v"].items())
+        accepted = at["methods"]["skip"]["accepted_per_round"]
+        lines.append(f"skip: {accepted:.2f} drafted tokens accepted a pass; by place: {places}")
+        lines.append(
+            f"of a plain step: draft step c {skip['c']:.2f}; verification {v}; beside them {skip['round']:.2f}"
+        )
+        by = " by rule token" if at["temperature"] else ""
+        bound = f"; oracle bound{by} {skip['oracle']['speedup']:.2f}" if "oracle" in skip else ""
+        lines.append(
+            f"speedup over plain by theory (i.i.d.) {skip['theory']:.2f}, by the costs of its rounds "
+            f"{skip['costs_of_its_rounds']:.2f}{bound}"
+        )
+    return [*lines, *texts_line(at)]
+
+
+def ratio(r: Mapping[str, float]) -> str:
+    """A median and the ends of its interval."""
+    return f"{r['median']:.2f} {r['low']:.2f}-{r['high']:.2f}"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.3g} ms"
+
+
+def size(size: float) -> str:
+    """Bytes in words."""
+    for unit in ("B", "kB", "MB"):
+        if abs(size) < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"

@@ -1,0 +1,181 @@
+"""What `generate` and `chat` share: options, checked before anything is loaded, and the model that they decode with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import read_text
+from selfspec.cli.common import SEARCH_HINT, checked_profile, model_for, set_threads, stderr
+from selfspec.cli.options import DecodingOptions
+from selfspec.controllers import parse_controller
+from selfspec.models.loading import check_at_hand
+from selfspec.profile.method_profiles import check_method
+from selfspec.profile.schema import Profile
+from selfspec.text.prompt import is_unicode
+from selfspec.types.methods import draft_model_of
+
+if TYPE_CHECKING:
+    from selfspec.llm.llm import LLM
+    from selfspec.llm.options import Options
+    from selfspec.speculation.drafter import Drafter
+    from selfspec.text.prompt import Prompt
+    from selfspec.types.controller import ControllerSpec
+
+OWN_CONFIG = "model"  # --generation-config: the checkpoint's own
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingRequest:
+    """What was asked for, checked as far as that goes without the model."""
+
+    given: DecodingOptions
+    model: str
+    profile: str | Profile
+    controller: ControllerSpec | None
+    schema: str | None
+
+    def check(self) -> Options:
+        """The options of decoding, but for what needs the model; raises `SelfspecError` for any that none could use."""
+        given = self.given
+        set_threads(given.where.threads)
+
+        from selfspec.models.loading import read_generation_config
+        from selfspec.text.guided import check_guide
+
+        named = given.generation_config
+        how = replace(
+            given.how,
+            config=None if named is None or named == OWN_CONFIG else read_generation_config(Path(named)),
+            stop=tuple(given.stop or ()),
+            settings=dict(_setting(text) for text in given.settings or ()),
+        )
+        how.check()
+        if self._guided:
+            try:
+                check_guide(regex=given.regex, json_schema=self.schema)
+            except SelfspecError as error:
+                of = "" if given.json_schema is None or given.regex is not None else f"{given.json_schema}: "
+                raise SelfspecError(f"{of}{error}") from None
+        return how
+
+    def check_chat(self, *, chat: bool, system: str | None) -> None:
+        """Raise `SelfspecError` where the model is none for chats, and for a system message that cannot be had."""
+        from selfspec.llm.messages import message
+        from selfspec.llm.prompt_encoding import check_chat
+
+        if system is not None:
+            message("system", system)
+        if chat:
+            check_chat(self.model, system=system is not None)
+
+    def load(self) -> LLM:
+        """The model with its profile."""
+        from selfspec.llm.llm import load
+
+        given = self.given
+        return load(
+            self.model,
+            profile=self.profile,
+            device=given.where.place,
+            dtype=given.where.dtype,
+            store=given.store,
+            answers=given.answers,
+            method=given.method,
+            tensor_parallel=given.where.tensor_parallel,
+        )
+
+    def follow(self) -> None:
+        """In a process that shares the model with the first: its part, until that ends. Only the first comes back."""
+        if self.given.where.follows:
+            set_threads(self.given.where.threads)
+            self.load()
+
+    def load_plain(self, *, layout: str = "auto") -> LLM:
+        """The model without a profile; its weights, unless it is said how, as suits plain decoding."""
+        from selfspec.llm.llm import load
+
+        where = self.given.where
+        return load(self.model, profile="none", device=where.place, dtype=where.dtype, layout=layout)
+
+    def complete(self, llm: LLM, how: Options) -> Options:
+        """`how` with what needs the model."""
+        if self.given.generation_config == OWN_CONFIG:
+            how = replace(how, config=llm.model.generation_config)
+        if self._guided:
+            how = replace(how, guide=llm.guide(regex=self.given.regex, json_schema=self.schema))
+        return how
+
+    def hint(self, llm: LLM, prompt: Prompt, how: Options) -> None:
+        """Name options that have no effect, and say how to find a profile where there is none.
+
+        Raises `SelfspecError` for options that do not fit the model and the prompt.
+        """
+        given = {"--seed": how.seed, "--top-k": how.top_k, "--top-p": how.top_p}
+        idle = [name for name, value in given.items() if value is not None]
+        if llm.plan(prompt, how).sampler.greedy and idle:
+            _say(f"{', '.join(idle)}: no effect on greedy decoding; --temperature above 0 samples")
+        if llm.profile is None and self.profile == "auto":
+            _say(SEARCH_HINT.format(model=self.model))
+
+    def drafter(self, llm: LLM) -> Drafter:
+        """The profile's drafter, perhaps with another controller."""
+        if self.controller is None:
+            return llm.drafter
+        if llm.profile is None or not llm.profile.drafts:
+            _say("--controller has no effect: without a profile that drafts, nothing is drafted")
+            return llm.drafter
+        return llm.guarded(llm.profile.controlled_by(self.controller))
+
+    @property
+    def _guided(self) -> bool:
+        return self.given.regex is not None or self.schema is not None
+
+
+def decoding(given: DecodingOptions) -> DecodingRequest:
+    """What can be checked at once. Raises `SelfspecError`."""
+    profile: str | Profile = given.profile
+    if given.profile not in ("auto", "none"):
+        profile = checked_profile(given.profile)
+    model = model_for(given.model, profile if isinstance(profile, Profile) else None)
+    controller = None if given.controller is None else parse_controller(given.controller)
+    if given.method is not None:
+        check_method(given.method)
+        if (smaller := draft_model_of(given.method)) is not None:
+            check_at_hand(smaller)
+    _check_stops(given.stop or ())
+    schema = None if given.json_schema is None else read_text(given.json_schema)
+    return DecodingRequest(given, model, profile, controller, schema)
+
+
+def _check_stops(stops: Sequence[str]) -> None:
+    for stop in stops:
+        if not stop or not is_unicode(stop):
+            raise SelfspecError(
+                f"--stop: the text is {'no valid Unicode' if stop else 'empty'}; expected at least one character"
+            )
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    parsed: Any = None
+    try:
+        parsed = json.loads(value)  # which, unlike YAML, reads 3e-4 as a number
+    except ValueError:
+        try:
+            parsed = yaml.safe_load(value)
+        except (yaml.YAMLError, ValueError, OverflowError, RecursionError):
+            equals = ""
+    if not equals or not name.strip():
+        raise SelfspecError(f"--set {text}: expected NAME=VALUE, such as min_p=0.05")
+    return name.strip(), parsed
+
+
+def _say(text: str) -> None:
+    stderr().print(text, markup=False, soft_wrap=True)

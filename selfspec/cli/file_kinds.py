@@ -1,0 +1,62 @@
+"""What a file is, by what it holds: a profile, a search's trials, a benchmark, a training; and opening a study."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import kind, read_text
+
+if TYPE_CHECKING:
+    from selfspec.search.ledger import Ledger
+
+What = Literal["profile", "study", "bench", "training"]
+
+
+def recognise(source: str, storage: str | None) -> What:
+    """What `source` is: a study where a `storage` is named; else by the file's content, or a shipped profile's name.
+
+    That the content is right is for whoever reads it. Raises `SelfspecError` for a file that is none of them.
+    """
+    if storage is not None:
+        return "study"
+    found_there = kind(Path(source)) if source else "missing"
+    if found_there == "missing":
+        return "profile"  # a shipped one's name, or nothing, as who reads it will say
+    if found_there == "folder":
+        return "training"
+    text = read_text(Path(source)).lstrip()
+    first = _json(text.partition("\n")[0])
+    if isinstance(first, dict) and "op_code" in first:
+        return "study"
+    if isinstance(found := _json(text), dict) and "model" in found:
+        return "bench" if "temperatures" in found else "training" if "history" in found else "profile"
+    if found is None and text and text[0] not in '{["':
+        return "profile"
+    raise SelfspecError(
+        f"{source}: expected a profile, a search's file of trials, or what selfspec bench or train wrote"
+    )
+
+
+def open_study(study: str, storage: str | None) -> Ledger:
+    """A study by its file of trials, or by its name in a storage. Raises `SelfspecError` where there is none."""
+    from selfspec.search.ledger import Ledger
+    from selfspec.search.storage import place
+
+    if storage is None:
+        if not study or kind(Path(study)) != "file":
+            raise SelfspecError(f"{study}: no such file; expected a file of trials, or --storage and a study's name")
+        return Ledger(Path(study), None)
+    where = place(storage)
+    if isinstance(where, Path) and kind(where) != "file":
+        raise SelfspecError(f"--storage {storage}: no such file; expected a file of trials, or a database's URL")
+    return Ledger(where, study)
+
+
+def _json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,184 @@
+"""`selfspec profile list`, `show`, `validate`, `import` and `schema`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from selfspec.basics.errors import SelfspecError, short
+from selfspec.basics.files import check_writable, files_in
+from selfspec.cli.common import checked_profile, print_json, printable, quiet, skip_map, stderr, stdout
+from selfspec.cli.profile_text import facts, label, source, standing
+from selfspec.models.loading import check_model_name, read_identity, stored_config
+from selfspec.profile.published_skip_sets import check_format, published_profile, read_published
+from selfspec.profile.reading import profile_schema, profile_text, write_profile
+from selfspec.profile.schema import Profile, Published
+from selfspec.profile.shipped import shipped_profiles
+from selfspec.types.identity import Identity
+
+
+def show(file: str) -> None:
+    """Print a profile for people."""
+    profile = checked_profile(file)
+    console = stdout()
+    if profile.path.cheaper:
+        console.print(skip_map(profile))
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for key, lines in facts(profile).items():
+        for head, line in zip((label(key), *[""] * len(lines)), lines, strict=False):
+            table.add_row(printable(head), Text(printable(line)))
+    console.print(table)
+
+
+def validate(file: str, model: str | None) -> None:
+    """Check a profile, and with `model` that it fits that model's configuration."""
+    quiet()
+    profile = checked_profile(file)
+    if model is not None:
+        check_model_name(model)
+        if difference := profile.model.mismatch(read_identity(model)):
+            raise SelfspecError(f"{file}: is of another model than {model}: {difference}")
+    fits = f", fits {model}" if model else ""
+    only = f", {standing(profile)}" if profile.published and not profile.measured else ""
+    stdout().print(f"{file}: valid, {profile.draft.said}{fits}{only}", markup=False, soft_wrap=True)
+
+
+def list_profiles(folder: Path | None, *, as_json: bool) -> None:
+    """Print what profiles there are; in a folder, a file that is none is named on standard error."""
+    profiles = shipped_profiles() if folder is None else _profiles_in(folder)
+    if as_json:
+        print_json({"profiles": [_summary(name, profile) for name, profile in profiles.items()]})
+    else:
+        stdout().print(_table(profiles))
+
+
+def join(files: Sequence[str], out: Path) -> None:
+    """Write one profile of several. Raises `SelfspecError`."""
+    quiet()
+    if len(files) < 2:
+        raise SelfspecError(f"{files[0]} alone is one profile already; expected two or more")
+    check_writable(out)
+    first, *others = (checked_profile(file) for file in files)
+    for file, profile in zip(files, (first, *others), strict=True):
+        if difference := first.model.mismatch(profile.model):
+            raise SelfspecError(f"{file}: is of another model than {files[0]}: {difference}")
+        if profile.parts:
+            raise SelfspecError(f"{file}: has trained parts, which lie beside it; it cannot be joined")
+    write_profile(first.joined_with(others), out)
+    said = "; ".join(profile.draft.said for profile in (first, *others))
+    stderr().print(f"saved {out}: {len(files)} ways to draft ({said})", markup=False, soft_wrap=True)
+
+
+def schema() -> None:
+    """Print the JSON schema of a profile."""
+    sys.stdout.write(json.dumps(profile_schema(), indent=2) + "\n")
+
+
+def import_profile(
+    file: Path, *, format_name: str, model: str, key: str | None, layers: int | None, out: Path | None
+) -> None:
+    """Make a profile of a published skip set: on standard output, or at `out`. Raises `SelfspecError`."""
+    quiet()
+    check_format(format_name)
+    check_model_name(model)
+    if out is not None:
+        check_writable(out)
+        if out.resolve() == file.resolve():
+            raise SelfspecError(f"--out {out} would write over the file that is read; expected another place")
+    key, skip = read_published(file, key, format_name=format_name)
+    identity = _identity(model, layers)
+    try:
+        profile = published_profile(skip, identity, Published(file=file.name, key=key))
+    except SelfspecError as error:
+        raise SelfspecError(f"{file}: {short(key)}: {error}") from None
+    if out is None:
+        sys.stdout.write(profile_text(profile))
+        return
+    write_profile(profile, out)
+    saved = f"saved {out}: {len(skip)} of {2 * identity.layers} sub-layers bypassed, {standing(profile)}"
+    stderr().print(saved, markup=False, soft_wrap=True)
+
+
+def _identity(model: str, layers: int | None) -> Identity:
+    """Which model is meant: by its configuration where that is on this machine, else by name and layers."""
+    folder = stored_config(model)
+    if folder is None:
+        if layers is None:
+            raise SelfspecError(f"model {model} is not on this machine; say with --layers how many layers it has")
+        return Identity(layers=layers, name=model)
+    identity = read_identity(folder).model_copy(update={"name": model})
+    if layers not in (None, identity.layers):
+        raise SelfspecError(f"--layers {layers}: model {model} has {identity.layers}; leave the option out")
+    return identity
+
+
+def _profiles_in(folder: Path) -> dict[str, Profile]:
+    found, wrong = {}, []
+    for file in files_in(folder):
+        if file.suffix in (".yaml", ".yml"):
+            try:
+                found[file.name] = checked_profile(str(file))
+            except SelfspecError as error:
+                wrong.append(printable(str(error)))
+    if not found:
+        raise SelfspecError(f"{folder} holds no profile: {wrong[0] if wrong else 'no .yaml files'}")
+    for why in wrong:
+        stderr().print(f"left out: {why}", markup=False, soft_wrap=True)
+    return found
+
+
+def _table(profiles: Mapping[str, Profile]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("name\n  model", overflow="fold")
+    table.add_column("layers", justify="right")
+    table.add_column("skipped", justify="right")
+    table.add_column("measured speedup\nsource", overflow="fold")
+    for name, profile in profiles.items():
+        measured = [f"{m.speedup:g}x, temperature {m.temperature:g}" for m in profile.measured] or [standing(profile)]
+        table.add_row(
+            Text(printable(name) + "\n  " + printable(profile.model.name or "any of this size")),
+            str(profile.model.layers),
+            _skipped(profile),
+            Text("\n".join(map(printable, filter(None, [*measured, source(profile)])))),
+        )
+    table.caption = "skipped: attention + MLP sub-layers"
+    if any(profile.path.low_precision for profile in profiles.values()):
+        table.caption += "; below it, how many run in few bits"
+    table.caption_justify = "left"
+    return table
+
+
+def _skipped(profile: Profile) -> str:
+    """How many attentions and MLPs are bypassed; below it, how many sub-layers are in few bits, and the head."""
+    path = profile.path
+    if profile.drafts and not path.cheaper:
+        return profile.draft.kind
+    lines = [f"{len(path.skip.attention)} + {len(path.skip.mlp)}"]
+    lines += [f"{len(of)} {mode}" for mode, of in path.few]
+    return "\n".join(lines if path.head == "full" else [*lines, f"head {path.head}"])
+
+
+def _summary(name: str, profile: Profile) -> dict[str, Any]:
+    skip, model, read = profile.skip_set, profile.model, profile.bits_read
+    modes = profile.path.modes(model.layers)
+    return {
+        "name": name,
+        "model": model.name,
+        "layers": model.layers,
+        "draft": profile.draft.kind,
+        "skipped": {"attention": len(skip.attention), "mlp": len(skip.mlp)},
+        "modes": {"attention": modes[: model.layers], "mlp": modes[model.layers :], "head": profile.path.head},
+        "bits_per_weight": None if read is None else read.draft,
+        "standing": standing(profile),
+        "measured": [
+            {"temperature": m.temperature, "speedup": m.speedup, "interval": m.interval} for m in profile.measured
+        ],
+        "source": source(profile),
+        "published": None if profile.published is None else profile.published.model_dump(exclude_none=True),
+    }

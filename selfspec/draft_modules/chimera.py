@@ -1,0 +1,80 @@
+"""Chimera (Zeng et al. 2402.15758): a trigram encoder, and a layer over its codes and the model's streams.
+
+The code of a token is of its embedding and those of the two before it. A pair has two entries in the layer: its stream,
+and its token's code, one position on; where the model has not been, what the layer gave for the pair before stands for
+the stream. Each place of a draft has a map of the model's last stream and of what the layer gives at its code.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selfspec.draft_modules.decoder_head import LayerShape, OwnLayer, layer_of
+from selfspec.draft_modules.heads import Head, normed
+
+REACH = 2  # tokens before its own that a code is of
+
+
+class _State(NamedTuple):
+    """The model's last stream, normed; the last tokens, embedded `[REACH, D]`; what the layer gave last `[1, D]`."""
+
+    stream: Tensor
+    tail: Tensor
+    left: Tensor
+
+
+class ChimeraHead(Head):
+    """Tensors: the layer's under `layer.`, `wide` and `narrow` of the encoder, and `maps.k.weight` `[D, 2 D]`."""
+
+    kind = "chimera"
+
+    def _begin(self, settings: Any, tensors: dict[str, Tensor]) -> None:
+        self._shape, self.places = LayerShape(**settings["shape"]), int(settings["places"])
+        self._norm = tensors["given_norm.weight"]
+        self._layer = OwnLayer(self.target, self._shape, layer_of(tensors, "layer."), self._make)
+        self._wide = self._make.of(tensors["wide.weight"], tensors["wide.bias"])
+        self._narrow = self._make.of(tensors["narrow.weight"])
+        self._maps = [self._make.of(tensors[f"maps.{k}.weight"]) for k in range(self.places)]
+        self._tails: dict[int, tuple[int, Tensor]] = {}  # by row: embeddings from which pair on
+
+    def reserve(self, slots: int) -> None:
+        """Hold so many pairs of each row, two entries each."""
+        self._layer.reserve(2 * slots)
+
+    def _read(self, row: int, start: int, tokens: Tensor, embedded: Tensor, streams: Tensor) -> tuple[Tensor, Any]:
+        begun, before = self._tails.get(row, (0, embedded[:0])) if start else (0, embedded[:0])
+        tail = before[max(start - REACH - begun, 0) : start - begun]
+        known = torch.cat((tail, embedded))
+        self._tails[row] = start - len(tail), known
+        padded = torch.cat((known[:1].expand(REACH - len(tail), -1), known))
+        stream = normed(streams, self._norm, self._shape.eps)
+        left = self._run(row, start, self._codes(padded), stream)[-1:]
+        state = _State(stream[-1:], padded[-REACH:], left)
+        return self._said(0, state), state
+
+    def _go_on(
+        self, row: int, start: int, place: int, tokens: Tensor, embedded: Tensor, state: _State
+    ) -> tuple[Tensor, Any]:
+        known = torch.cat((state.tail, embedded))
+        left = self._run(row, start + place - 1, self._codes(known), state.left)
+        state = _State(state.stream, known[-REACH:], left)
+        return self._said(place, state), state
+
+    def _codes(self, embedded: Tensor) -> Tensor:
+        """Of embeddings `[n + REACH, D]`, the codes of the last n."""
+        read = torch.cat([embedded[i : len(embedded) - REACH + i] for i in range(REACH + 1)], -1)
+        return self._narrow(read + F.silu(self._wide(read)))
+
+    def _run(self, row: int, start: int, codes: Tensor, streams: Tensor) -> Tensor:
+        n = len(codes)
+        entries = torch.stack((streams, codes), 1).flatten(0, 1)
+        at = torch.arange(start, start + n, device=codes.device).repeat_interleave(2)
+        at[1::2] += 1
+        return self._layer.run(row, 2 * start, entries, self._layer.normed("input_layernorm", entries), at)[1::2]
+
+    def _said(self, place: int, state: _State) -> Tensor:
+        return self._maps[place](torch.cat((state.stream, self._layer.last(state.left)), -1))

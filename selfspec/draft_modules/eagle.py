@@ -1,0 +1,36 @@
+"""An EAGLE head (Li et al. 2401.15077, 2503.01840): one decoder layer that goes on from the model's streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from selfspec.draft_modules.decoder_head import LayerShape, PairLayer, layer_of
+from selfspec.draft_modules.heads import Head
+
+
+class EagleHead(Head):
+    """One layer, which reads its own streams where the model has not been; the head over the vocabulary is the model's.
+
+    Its tensors: a `PairLayer`'s under `layer.`.
+    """
+
+    kind = "eagle"
+
+    def _begin(self, settings: Any, tensors: dict[str, Tensor]) -> None:
+        self._layer = PairLayer(self.target, LayerShape(**settings["shape"]), layer_of(tensors, "layer."), self._make)
+
+    def reserve(self, slots: int) -> None:
+        """Hold so many pairs of each row."""
+        self._layer.reserve(slots)
+
+    def _read(self, row: int, start: int, tokens: Tensor, embedded: Tensor, streams: Tensor) -> tuple[Tensor, Any]:
+        left = self._layer.read(row, start, embedded, streams, given=True)[-1:]
+        return self._layer.last(left), left
+
+    def _go_on(
+        self, row: int, start: int, place: int, tokens: Tensor, embedded: Tensor, state: Any
+    ) -> tuple[Tensor, Any]:
+        left = self._layer.read(row, start + place - 1, embedded, state, given=False)
+        return self._layer.last(left), left

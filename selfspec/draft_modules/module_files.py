@@ -1,0 +1,70 @@
+"""Files of trained parts: safetensors, with what the part is and which model it is for in their header."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import check_file, write_bytes
+from selfspec.types.identity import Identity
+
+_FORMAT = "selfspec part 1"
+
+
+@dataclass(frozen=True, slots=True)
+class PartFile:
+    """A part: its `kind`, its `settings` (whatever JSON can hold), its `tensors` by name, and the model it is for."""
+
+    kind: str
+    settings: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    model: Identity
+
+    def check(self, kind: str, model: Identity) -> None:
+        """Raise `SelfspecError` for another kind, and for another model."""
+        if self.kind != kind:
+            raise SelfspecError(f"the part is of kind '{self.kind}'; expected '{kind}'")
+        if difference := self.model.mismatch(model):
+            raise SelfspecError(f"the part is of another model: {difference}; train one with: selfspec train")
+        mine, theirs = self.model.fingerprint, model.fingerprint
+        if mine is not None and theirs is not None and mine != theirs:
+            raise SelfspecError(
+                f"the part is of other weights (fingerprint {mine}, the model's is {theirs}); "
+                "train one with: selfspec train"
+            )
+
+
+def write_part(path: Path, part: PartFile) -> None:
+    """Write a part whole or not at all. Raises `SelfspecError` where no file can be."""
+    header = {
+        "format": _FORMAT,
+        "kind": part.kind,
+        "settings": json.dumps(dict(part.settings)),
+        "model": part.model.model_dump_json(),
+    }
+    write_bytes(path, save({name: tensor.contiguous() for name, tensor in part.tensors.items()}, header))
+
+
+def read_part(path: Path) -> PartFile:
+    """Read a part. Raises `SelfspecError` for what is no file, or no part."""
+    check_file(path)
+    try:
+        with safe_open(path, "pt") as file:
+            header = file.metadata() or {}
+            if header.get("format") != _FORMAT:
+                raise SelfspecError(f"{path}: no trained part; expected a file that selfspec train wrote")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            model = Identity.model_validate_json(header["model"])
+            return PartFile(header["kind"], json.loads(header["settings"]), tensors, model)
+    except SelfspecError:
+        raise
+    except Exception as error:
+        raise SelfspecError(f"{path}: no trained part can be read from it ({error})") from None

@@ -1,0 +1,77 @@
+"""Parts that belong to draft paths, in files: bridges over bypassed layers, and changes to weights in few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.draft_modules.module_files import PartFile
+from selfspec.models.path_modules import Bridge, Trained, Update
+from selfspec.runtime.forward import Runtime
+
+PATH_KINDS = ("bridge", "adapter")
+
+
+def path_part(kind: str, settings: Mapping[str, Any], trained: Trained, runtime: Runtime) -> PartFile:
+    """What was trained, as a file holds it."""
+    tensors: dict[str, Tensor] = {}
+    for (first, end), bridge in trained.bridges.items():
+        named = {"into": bridge.into, "onto": bridge.onto, "bias": bridge.bias}
+        tensors |= {f"bridge.{first}.{end}.{name}": t for name, t in named.items() if t is not None}
+    for (layer, group), update in trained.updates.items():
+        tensors |= {f"update.{layer}.{group}.down": update.down, f"update.{layer}.{group}.up": update.up}
+    return PartFile(
+        kind, settings, {name: t.detach().float() for name, t in tensors.items()}, runtime.skeleton.identity
+    )
+
+
+def trained_of(runtime: Runtime, part: PartFile) -> Trained:
+    """What a part holds, for a model. Raises `SelfspecError` where it is of another kind or model, or does not fit."""
+    if part.kind not in PATH_KINDS:
+        raise SelfspecError(
+            f"the part is of kind '{part.kind}'; expected one of a draft path ({', '.join(PATH_KINDS)})"
+        )
+    part.check(part.kind, runtime.skeleton.identity)
+    found: dict[tuple[str, int, int], dict[str, Tensor]] = {}
+    for name, tensor in part.tensors.items():
+        of, first, second, what = _read(name)
+        found.setdefault((of, first, second), {})[what] = tensor.to(runtime.device)
+    hidden = runtime.skeleton.sizes.hidden
+    trained = Trained({}, {})
+    for (of, first, second), held in found.items():
+        if of == "bridge":
+            bridge = Bridge(held.get("into"), *(_needed(held, of, name) for name in ("onto", "bias")))
+            rank = hidden if bridge.into is None else len(bridge.into)
+            shapes = [(bridge.onto, (hidden, rank)), (bridge.bias, (hidden,))]
+            shapes += [] if bridge.into is None else [(bridge.into, (rank, hidden))]
+            fits = 0 <= first < second <= runtime.layers
+            trained = replace(trained, bridges={**trained.bridges, (first, second): bridge})
+        else:
+            update = Update(_needed(held, of, "down"), _needed(held, of, "up"))
+            sizes = runtime.skeleton.lowered.group_sizes(first, second)
+            fits = sizes is not None
+            rank, (out, into) = len(update.down), sizes or (0, 0)
+            shapes = [(update.down, (rank, into)), (update.up, (out, rank))]
+            trained = replace(trained, updates={**trained.updates, (first, second): update})
+        if not fits or any(tuple(t.shape) != shape for t, shape in shapes):
+            raise SelfspecError(
+                f"the part's {of} {first}.{second} does not fit the model; train one with: selfspec train"
+            )
+    return trained
+
+
+def _read(name: str) -> tuple[str, int, int, str]:
+    parts = name.split(".")
+    if len(parts) != 4 or parts[0] not in ("bridge", "update") or not (parts[1] + parts[2]).isdecimal():
+        raise SelfspecError(f"the part holds a tensor {name}; expected bridges and updates of draft paths")
+    return parts[0], int(parts[1]), int(parts[2]), parts[3]
+
+
+def _needed(held: Mapping[str, Tensor], of: str, name: str) -> Tensor:
+    if name not in held:
+        raise SelfspecError(f"the part has {'an' if of == 'update' else 'a'} {of} without its {name}")
+    return held[name]

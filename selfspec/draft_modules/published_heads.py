@@ -1,0 +1,297 @@
+"""Heads as their authors publish them, and engines have them, as parts: EAGLE, EAGLE-3, Medusa, Hydra, MLPSpeculator.
+
+What a file holds says what it is, more than its configuration does: names and shapes of tensors are what is read.
+Pickles are loaded as tensors only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import check_file, kind
+from selfspec.draft_modules.decoder_head import LayerShape
+from selfspec.draft_modules.engine_formats import authors_names, flat_config
+from selfspec.draft_modules.heads import part_of
+from selfspec.draft_modules.module_files import PartFile
+from selfspec.runtime.forward import Runtime
+
+FILES = (
+    "model.safetensors",
+    "pytorch_model.bin",
+    "medusa_lm_head.safetensors",
+    "medusa_lm_head.pt",
+    "hydra_lm_head.safetensors",
+    "hydra_lm_head.pt",
+)
+_PREFIXES = ("speculator.", "medusa_head.", "heads.")
+_NEEDLESS = re.compile(
+    r"(.*\.)?(embed_tokens\.weight|input_embed_fn\.weight|t2d|inv_freq)"
+)  # the model's own, or of it
+_LAYER = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
+_ROPES = ("default", "linear", "llama3")
+Tensors = dict[str, Tensor]
+
+
+def read_published(folder: Path, target: Runtime) -> PartFile:
+    """The head in a checkpoint's folder, for a model. Raises `SelfspecError` for what is not known, or not for it."""
+    if kind(folder) != "folder":
+        raise SelfspecError(f"{folder} is no folder; expected the one of a published head, with its config.json")
+    config, tensors = _config(folder), _tensors(folder)
+    for test, make in _KINDS:
+        if test(tensors):
+            try:
+                return make(config, tensors, target)
+            except KeyError as error:
+                raise SelfspecError(f"{folder}: the head has no tensor or setting {error}") from None
+    raise SelfspecError(
+        f"{folder}: its tensors ({', '.join(sorted(tensors)[:3])}, ..) are those of no head that is known; "
+        "known: EAGLE, EAGLE-3, Medusa, Hydra, MLPSpeculator"
+    )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    check_file(folder / "config.json")
+    try:
+        read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SelfspecError(f"{folder / 'config.json'}: no JSON can be read ({error})") from None
+    if not isinstance(read, dict):
+        raise SelfspecError(f"{folder / 'config.json'}: expected an object")
+    return flat_config(read)
+
+
+def _tensors(folder: Path) -> Tensors:
+    file = next((folder / name for name in FILES if kind(folder / name) == "file"), None)
+    if file is None:
+        raise SelfspecError(f"{folder} holds no weights of a head; expected one of {', '.join(FILES)}")
+    try:
+        read = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+    except Exception as error:  # torn, or a pickle that holds more than tensors
+        raise SelfspecError(f"{file}: no tensors can be read from it ({str(error).splitlines()[0]})") from None
+    tensors = {}
+    for name, tensor in read.items():
+        for prefix in _PREFIXES:
+            name = name.removeprefix(prefix)
+        tensors[name] = tensor
+    return authors_names(tensors)
+
+
+def _part(
+    kind_of: str,
+    settings: dict[str, Any],
+    found: Tensors,
+    left: Tensors,
+    target: Runtime,
+    words: list[int] | None = None,
+) -> PartFile:
+    """The part, unless tensors are left that it does not use."""
+    if unknown := [name for name in left if not _NEEDLESS.fullmatch(name)]:
+        raise SelfspecError(
+            f"the head has tensors that are not known of its kind ({kind_of}): {', '.join(sorted(unknown)[:3])}"
+        )
+    return part_of(kind_of, settings, found, words, target)
+
+
+def _last_norm(target: Runtime) -> Tensor:
+    return target.skeleton.gain
+
+
+def _check_width(found: int, target: Runtime) -> None:
+    want = target.skeleton.sizes.hidden
+    if found != want:
+        raise SelfspecError(f"the head is of a model of width {found}; this one's is {want}")
+
+
+def _layer(tensors: Tensors, prefix: str) -> Tensors:
+    """A decoder layer's matrices, and the biases of those that attention reads, taken out."""
+    found = {f"layer.{name.split('.')[1]}.weight": tensors.pop(f"{prefix}{name}.weight") for name in _LAYER}
+    for name in _LAYER[:3]:
+        if (bias := tensors.pop(f"{prefix}{name}.bias", None)) is not None:
+            found[f"layer.{name.split('.')[1]}.bias"] = bias
+    return found
+
+
+def _shape(config: Mapping[str, Any], found: Tensors) -> dict[str, Any]:
+    """A layer's settings: its sizes, and how rope is scaled.
+
+    Rope's frequencies are added to what was found where they are not those of a base alone.
+    """
+    hidden, heads = len(found["layer.down_proj.weight"]), int(config["num_attention_heads"])
+    head_dim = int(config.get("head_dim") or hidden // heads)
+    told = config.get("rope_parameters") or {}
+    theta = float(config.get("rope_theta") or told.get("rope_theta") or 10000.0)
+    scaling = {**told, **(config.get("rope_scaling") or {})}
+    rope = scaling.get("rope_type", scaling.get("type", "default"))
+    if rope not in _ROPES:
+        raise SelfspecError(f"the head's rope is of type '{rope}'; known: {', '.join(_ROPES)}")
+    shape = LayerShape(
+        hidden,
+        len(found["layer.up_proj.weight"]),
+        heads,
+        len(found["layer.k_proj.weight"]) // head_dim,
+        head_dim,
+        float(config.get("rms_norm_eps", 1e-6)),
+        theta,
+    )
+    if rope == "default":
+        return {"shape": asdict(shape)}
+    rotary = LlamaRotaryEmbedding(
+        LlamaConfig(
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            head_dim=head_dim,
+            max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
+            rope_parameters={**scaling, "rope_type": rope, "rope_theta": theta},
+        )
+    )
+    found["layer.inv_freq"] = rotary.inv_freq
+    return {"shape": asdict(shape), "rope": {**scaling, "rope_type": rope}}
+
+
+def _eagle(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
+    """EAGLE and EAGLE-2: the embedding and the model's normed stream; the model's own head."""
+    found = _layer(tensors, "layers.0.")
+    found["layer.post_attention_layernorm.weight"] = tensors.pop("layers.0.post_attention_layernorm.weight")
+    for name in ("fc.weight", "fc.bias", "layers.0.input_layernorm.weight"):
+        if name in tensors:
+            found[f"layer.{name.removeprefix('layers.0.')}"] = tensors.pop(name)
+    _check_width(len(found["layer.fc.weight"]), target)
+    shape = _shape(config, found)
+    found["layer.given_norm.weight"] = _last_norm(target)
+    return _part("eagle", {**shape, "layers": [target.layers]}, found, tensors, target)
+
+
+def _eagle_3(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
+    """EAGLE-3: streams of three layers, made one; attention reads it beside the embedding; a head of its own."""
+    for flag in ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm"):
+        if config.get(flag):
+            raise SelfspecError(f"the head is of a later form of EAGLE-3 ({flag}), which is not known")
+    prefix = "midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0."
+    found = _layer(tensors, prefix)
+    for mine, theirs in (
+        ("embed_norm", f"{prefix}input_layernorm"),
+        ("stream_norm", f"{prefix}hidden_norm"),
+        ("post_attention_layernorm", f"{prefix}post_attention_layernorm"),
+        ("fuse", "fc"),
+        ("norm", "norm"),
+    ):
+        found[f"layer.{mine}.weight"] = tensors.pop(f"{theirs}.weight")
+    fuse = found["layer.fuse.weight"]
+    _check_width(fuse.shape[1] // 3, target)
+    _check_width(len(fuse), target)
+    shape = _shape(config, found)
+    n = target.layers
+    told = config.get("eagle_aux_hidden_state_layer_ids")
+    layers = [2, n // 2, n - 3] if told is None else [int(layer) for layer in told]
+    if len(layers) != 3 or sorted(set(layers)) != layers or not 0 <= layers[0] <= layers[-1] <= n:
+        raise SelfspecError(
+            f"the head reads streams at layers {layers}; expected three different ones of the model's {n}"
+        )
+    found["head.weight"] = tensors.pop("lm_head.weight")
+    offsets = tensors.pop("d2t", None)
+    words = None if offsets is None else (torch.arange(len(offsets)) + offsets).tolist()
+    return _part("eagle", {**shape, "layers": layers}, found, tensors, target, words=words)
+
+
+def _numbers(tensors: Tensors, pattern: str) -> list[int]:
+    return sorted({int(match[1]) for name in tensors if (match := re.fullmatch(pattern, name))})
+
+
+def _of_steps(
+    kind_of: str,
+    net: dict[str, Any],
+    found: Tensors,
+    left: Tensors,
+    target: Runtime,
+    words: list[int] | None = None,
+) -> PartFile:
+    found["given_norm.weight"] = _last_norm(target)
+    settings = {"net": net, "eps": target.skeleton.sizes.eps, "layers": [target.layers]}
+    return _part(kind_of, settings, found, left, target, words)
+
+
+def _blocks(tensors: Tensors, prefix: str, target: Runtime) -> tuple[dict[str, int], Tensors]:
+    """How many heads of how many blocks there are, and the blocks' linears, taken out."""
+    hidden = len(tensors[f"{prefix}0.0.linear.weight"])
+    _check_width(hidden, target)
+    places = len(_numbers(tensors, rf"{re.escape(prefix)}(\d+)\.0\.linear\.weight"))
+    blocks = len(_numbers(tensors, rf"{re.escape(prefix)}0\.(\d+)\.linear\.weight"))
+    names = [f"{j}.{i}.linear.{name}" for j in range(places) for i in range(blocks) for name in ("weight", "bias")]
+    found = {f"heads.{name}": tensors.pop(f"{prefix}{name}") for name in names}
+    return {"hidden": hidden, "places": places, "blocks": blocks}, found
+
+
+def _medusa(_config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
+    """Blocks of each head, and its map to the vocabulary, where it has one of its own, or all have one (vLLM's)."""
+    net, found = _blocks(tensors, "", target)
+    words = tensors.pop("token_map", None)
+    for mine, theirs in [("head", "lm_head"), *((f"head.{j}", f"{j}.{net['blocks']}") for j in range(net["places"]))]:
+        if (own := tensors.pop(f"{theirs}.weight", None)) is not None:
+            found[f"{mine}.weight"] = own if words is None or len(own) == len(words) else own[words.long()]
+    return _of_steps("medusa", net, found, tensors, target, None if words is None else words.tolist())
+
+
+def _hydra(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
+    """Grounded heads of blocks, with maps to the vocabulary of their own."""
+    arch = config.get("hydra_head_arch", "mlp")
+    if arch != "mlp" or "hydra_mlp.0.0.res_connection.weight" not in tensors or config.get("hidden_state_offset"):
+        raise SelfspecError(
+            f"the head is of Hydra's form '{arch}'; known is 'mlp', grounded, with hidden_state_offset 0"
+        )
+    net, found = _blocks(tensors, "hydra_mlp.", target)
+    for j in range(net["places"]):
+        for name in ("weight", "bias"):
+            found[f"heads.{j}.0.short.{name}"] = tensors.pop(f"hydra_mlp.{j}.0.res_connection.{name}")
+        found[f"head.{j}.weight"] = tensors.pop(f"hydra_lm_head.{j}.weight")
+        if (bias := tensors.pop(f"hydra_lm_head.{j}.bias", None)) is not None:
+            found[f"head.{j}.bias"] = bias
+    return _of_steps("hydra", net, found, tensors, target)
+
+
+def _mlp(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
+    """A state, tables of embeddings, and heads; of tied ones, the file may hold the first alone."""
+    places, tied = int(config["n_predict"]), bool(config.get("tie_weights", False))
+    tables, inner = tensors["emb.0.weight"].shape
+    hidden = tensors["proj.0.weight"].shape[1]
+    _check_width(hidden, target)
+    found: Tensors = {}
+    left: Tensors = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(emb|proj|ln|head)\.(\d+)\.(weight|bias)", name)
+        if match is None:
+            left[name] = tensor
+        elif not tied or int(match[2]) <= int(match[1] == "proj"):  # of tied ones, there may be copies
+            found[name] = tensor
+    net = {"hidden": hidden, "places": places, "inner": inner, "tied": tied, "tables": tables}
+    return _of_steps("mlp", {**net, "scaled": bool(config.get("scale_input", False))}, found, left, target)
+
+
+def _has(*names: str) -> Callable[[Tensors], bool]:
+    return lambda tensors: all(name in tensors for name in names)
+
+
+def _reads_both(tensors: Tensors) -> bool:
+    weight = tensors.get("layers.0.self_attn.q_proj.weight", tensors.get("midlayer.self_attn.q_proj.weight"))
+    down = tensors.get("layers.0.mlp.down_proj.weight", tensors.get("midlayer.mlp.down_proj.weight"))
+    return weight is not None and down is not None and weight.shape[1] == 2 * len(down)
+
+
+_KINDS: tuple[tuple[Callable[[Tensors], bool], Callable[[dict[str, Any], Tensors, Runtime], PartFile]], ...] = (
+    (_has("0.0.linear.weight"), _medusa),
+    (_has("hydra_mlp.0.0.linear.weight"), _hydra),
+    (_has("emb.0.weight", "proj.0.weight"), _mlp),
+    (_reads_both, _eagle_3),
+    (_has("fc.weight", "layers.0.self_attn.q_proj.weight"), _eagle),
+)

@@ -1,0 +1,23 @@
+"""The kinds of trained heads. A new one is one class, and one line here."""
+
+from __future__ import annotations
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.draft_modules.chimera import ChimeraHead
+from selfspec.draft_modules.eagle import EagleHead
+from selfspec.draft_modules.heads import Head
+from selfspec.draft_modules.mlp_heads import HydraHead, MedusaHead, MlpHead
+from selfspec.draft_modules.module_files import PartFile
+from selfspec.draft_modules.mtp import MtpHead
+from selfspec.runtime.forward import Runtime
+
+HEADS: dict[str, type[Head]] = {
+    head.kind: head for head in (EagleHead, MedusaHead, HydraHead, MlpHead, MtpHead, ChimeraHead)
+}
+
+
+def make_head(target: Runtime, part: PartFile, *, low: bool = True) -> Head:
+    """The head that a part holds, at work for a model. Raises `SelfspecError` where it is none, or not for it."""
+    if part.kind not in HEADS:
+        raise SelfspecError(f"the part is of kind '{part.kind}'; expected a head ({', '.join(HEADS)})")
+    return HEADS[part.kind](target, part, low=low)

@@ -1,0 +1,310 @@
+"""Drafting along a path that is chosen as the text goes, for each text its own: SWIFT's way, and CLaSp's."""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.controllers import Controller
+from selfspec.drafters.autoregressive import Chain
+from selfspec.drafters.layer_skip import LayerSkipDrafter
+from selfspec.proposers.chain import ProposerChain
+from selfspec.runtime.compiled_path import CompiledPath
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafter import Limit
+from selfspec.speculation.drafts import Draft, Outcome
+from selfspec.speculation.forward_output import ForwardOutput
+from selfspec.speculation.sequence import SequenceState
+from selfspec.types.confidence import PROBABILITY, Confidence
+from selfspec.types.draft_path import as_path
+from selfspec.types.limits import WIDEST_DRAFT
+from selfspec.types.skip import SkipSet
+
+LONGEST = 8  # tokens of a draft that a set's promise counts with
+
+
+class ChosenDrafter(LayerSkipDrafter):
+    """Bypasses what is chosen for each text as it goes; `start` until then.
+
+    A choice reads the text and the whole model's streams alone, before anything is drawn, so that drafts stay drawn
+    from what they say. Raises as `LayerSkipDrafter` does.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        controller: Controller,
+        start: SkipSet,
+        *,
+        candidates: int = 1,
+        confidence: Confidence = PROBABILITY,
+        ahead: ProposerChain | None = None,
+    ) -> None:
+        super().__init__(runtime, start, controller, candidates=candidates, confidence=confidence, ahead=ahead)
+        self.start = start
+        self._first = self._compiled
+        self._ways: dict[SequenceState, CompiledPath] = {}
+
+    @abstractmethod
+    def _choose(self, seq: SequenceState) -> SkipSet | None:
+        """What the sequence's next drafts bypass; None: what its last ones did."""
+
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
+        """Drafts along each sequence's own path, those of one path in lockstep."""
+        for seq in seqs:
+            if (found := self._choose(seq)) is not None:
+                self._ways[seq] = self.runtime.compile(as_path(found))
+        return super().propose(seqs, limits)
+
+    def end(self, seq: SequenceState) -> None:
+        """Forget the sequence, and its path."""
+        super().end(seq)
+        self._ways.pop(seq, None)
+
+    def _pass(self, chains: Sequence[Chain]) -> None:
+        together: dict[CompiledPath, list[Chain]] = {}
+        for chain in chains:
+            together.setdefault(self._ways.get(chain.seq, self._first), []).append(chain)
+        for compiled, some in together.items():
+            self._compiled = compiled
+            super()._pass(some)
+
+
+def every_second(layers: int) -> SkipSet:
+    """Every second layer but the last, where SWIFT starts."""
+    second = tuple(range(1, layers - 1, 2))
+    return SkipSet(second, second)
+
+
+@dataclass(slots=True)
+class _Study:
+    """How far a text's search is: the best set so far, trials without a better one, rounds until the next."""
+
+    best: SkipSet
+    random: random.Random
+    idle: int = 0
+    wait: int = 0
+
+
+class SwiftDrafter(ChosenDrafter):
+    """Looks for a better set of sub-layers to bypass while it decodes (SWIFT, Xia et al. 2410.06916).
+
+    Every `every` rounds the best set so far and one that differs from it in a sub-layer or two are run over the text's
+    last `window` tokens, all at once, with the whole model's keys before each; the one whose best tokens are the text's
+    more often, for what it costs, is kept. First and last layer are never bypassed. After `patience` trials without a
+    better set a text's search is over. Texts without a seed begin with the best set of the one before.
+
+    Otherwise than published: what is kept is the set that promises most tokens a second, not the one of a fixed size
+    that is right most often; both are compared on the same text; nothing is global, and sampling is exact.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        controller: Controller,
+        *,
+        window: int = 32,
+        every: int = 8,
+        patience: int = 40,
+        candidates: int = 1,
+        confidence: Confidence = PROBABILITY,
+        ahead: ProposerChain | None = None,
+    ) -> None:
+        if not 1 <= window <= WIDEST_DRAFT:
+            raise SelfspecError(f"window {window}: expected 1 to {WIDEST_DRAFT} tokens")
+        start = every_second(runtime.layers)
+        super().__init__(runtime, controller, start, candidates=candidates, confidence=confidence, ahead=ahead)
+        self.window, self.every, self.patience = window, every, patience
+        self._known = start
+        self._studies: dict[SequenceState, _Study] = {}
+        inner = range(1, runtime.layers - 1)
+        self._parts = [(part, layer) for part in ("attention", "mlp") for layer in inner]
+        self._shares = _shares(runtime)
+
+    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
+        """A search of its own."""
+        super().begin(seq, prefill)
+        seeded = seq.sampler.seeded
+        self._studies[seq] = _Study(self.start if seeded else self._known, random.Random(0))
+        if not seeded and self._known != self.start:
+            self._ways[seq] = self.runtime.compile(as_path(self._known))
+
+    def end(self, seq: SequenceState) -> None:
+        """What was found serves the next text, where none has a seed."""
+        super().end(seq)
+        study = self._studies.pop(seq, None)
+        if study is not None and not seq.sampler.seeded:
+            self._known = study.best
+
+    def _choose(self, seq: SequenceState) -> SkipSet | None:
+        study = self._studies.get(seq)
+        if study is None:
+            return None
+        study.wait -= 1
+        if study.wait >= 0 or study.idle >= self.patience or not self._parts or len(seq.tokens) <= 2:
+            return None
+        study.wait = self.every - 1
+        other = self._neighbour(study)
+        best, mine = (self._promise(seq, skip) for skip in (study.best, other))
+        study.idle = 0 if mine > best else study.idle + 1
+        if mine <= best:
+            return None
+        study.best = other
+        return other
+
+    def _neighbour(self, study: _Study) -> SkipSet:
+        """The best set with one sub-layer more or less, or one for another."""
+        chosen = {("attention", i) for i in study.best.attention} | {("mlp", i) for i in study.best.mlp}
+        rest = [part for part in self._parts if part not in chosen]
+        inside = [part for part in self._parts if part in chosen]
+        kinds = [kind for kind, can in (("more", rest), ("less", inside), ("swap", rest and inside)) if can]
+        kind = study.random.choice(kinds)
+        if kind != "less":
+            chosen.add(study.random.choice(rest))
+        if kind != "more":
+            chosen.remove(study.random.choice(inside))
+        return SkipSet(
+            tuple(sorted(i for part, i in chosen if part == "attention")),
+            tuple(sorted(i for part, i in chosen if part == "mlp")),
+        )
+
+    def _promise(self, seq: SequenceState, skip: SkipSet) -> float:
+        """Tokens for the time of a plain step, by how often drafts would have been right at the text's end."""
+        right, tried = self._matches(seq, skip)
+        share, (attention, mlp) = (right + 1) / (tried + 2), self._shares
+        cost = 1 - (attention * len(skip.attention) + mlp * len(skip.mlp)) / self.runtime.layers
+        tokens, best = 1.0, 0.0
+        for length in range(1, LONGEST + 1):
+            tokens += share**length
+            best = max(best, tokens / (1 + length * cost))
+        return best
+
+    def _matches(self, seq: SequenceState, skip: SkipSet) -> tuple[int, int]:
+        """How many of the text's last tokens are a path's best, each after the whole model's keys; of how many."""
+        last = len(seq.tokens) - 1
+        width = min(self.window, last)
+        first, device = last - width, self.runtime.device
+        places = torch.arange(first, last, device=device).unsqueeze(0)
+        slots = torch.arange(last, last + width, device=device).unsqueeze(0)
+        mask = torch.zeros((1, width, last + width), dtype=torch.bool, device=device)
+        mask[0, :, :last] = torch.arange(last, device=device) < places[0].unsqueeze(1)
+        mask[0, :, last:] = torch.eye(width, dtype=torch.bool, device=device)
+        step = self.runtime.forward(
+            torch.tensor([seq.tokens[first:last]], device=device),
+            places,
+            path=self.runtime.compile(as_path(skip)),
+            slots=slots,
+            mask=mask,
+            rows=slice(seq.row, seq.row + 1),
+        )
+        assert step.logits is not None
+        told = torch.tensor(seq.tokens[first + 1 :], device=device)
+        return int((step.logits[0].argmax(-1) == told).sum()), width
+
+
+def _shares(runtime: Runtime) -> tuple[float, float]:
+    """Of a step's weights: those of all attentions, and of all MLPs."""
+    s = runtime.skeleton.sizes
+    attention = runtime.layers * s.hidden * s.head_dim * (2 * s.heads + 2 * s.kv_heads)
+    mlp = runtime.layers * 3 * s.hidden * s.intermediate
+    whole = attention + mlp + s.hidden * (runtime.skeleton.identity.vocabulary or 1)
+    return attention / whole, mlp / whole
+
+
+class ClaspDrafter(ChosenDrafter):
+    """Chooses the layers to bypass anew after every `every` rounds (CLaSp, Chen et al. 2505.24196).
+
+    A dynamic programme over the layers, in the place of the last token that was verified: of all ways to bypass `skip`
+    layers it keeps, layer by layer and for each number bypassed so far, the one whose stream is most alike (by cosine)
+    to the whole model's there. One pass, as wide as layers are bypassed, runs them all.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        controller: Controller,
+        *,
+        skip: int | None = None,
+        every: int = 16,
+        candidates: int = 1,
+        confidence: Confidence = PROBABILITY,
+        ahead: ProposerChain | None = None,
+    ) -> None:
+        layers = runtime.layers
+        skip = max(1, layers // 2) if skip is None else skip
+        if not 1 <= skip <= min(layers, WIDEST_DRAFT - 1):
+            raise SelfspecError(
+                f"skip {skip}: expected 1 to {min(layers, WIDEST_DRAFT - 1)} of the model's {layers} layers"
+            )
+        start = every_second(layers)
+        super().__init__(runtime, controller, start, candidates=candidates, confidence=confidence, ahead=ahead)
+        self.skip, self.every = skip, every
+        self.hidden = tuple(range(layers + 1))
+        self._seen: dict[SequenceState, list[Tensor]] = {}
+        self._rounds: dict[SequenceState, int] = {}
+
+    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
+        """Keep the whole model's streams of the last token that was verified, where they are to be used."""
+        super().observe(seq, outcome)
+        self._rounds[seq] = rounds = self._rounds.get(seq, -1) + 1
+        if rounds % self.every == 0 and seq.remaining:
+            row = [0, *(node + 1 for node in outcome.path)][: len(outcome.tokens)][-1]
+            self._seen[seq] = [outcome.step.hidden[layer][0, row].clone() for layer in self.hidden]
+
+    def end(self, seq: SequenceState) -> None:
+        """Forget the sequence."""
+        super().end(seq)
+        self._seen.pop(seq, None)
+        self._rounds.pop(seq, None)
+
+    def _choose(self, seq: SequenceState) -> SkipSet | None:
+        streams = self._seen.pop(seq, None)
+        if streams is None:
+            return None
+        layers = self._programme(seq, streams)
+        return SkipSet(layers, layers)
+
+    def _programme(self, seq: SequenceState, streams: Sequence[Tensor]) -> tuple[int, ...]:
+        """The layers to bypass; `streams` `[D]`: the whole model's, into each layer and out of the last."""
+        last, width = len(seq.tokens) - 1, self.skip + 1
+        place, device = last - 1, self.runtime.device
+        slots = torch.arange(last, last + width, device=device).unsqueeze(0)
+        mask = torch.zeros((1, width, last + width), dtype=torch.bool, device=device)
+        mask[0, :, :place] = True
+        mask[0, :, last:] = torch.eye(width, dtype=torch.bool, device=device)
+        rows = slice(seq.row, seq.row + 1)
+        places = torch.full_like(slots, place)
+        states = streams[0].expand(width, -1)  # by how many layers were bypassed
+        reached = torch.arange(width) == 0
+        taken: list[list[bool]] = []
+        for layer in range(self.runtime.layers):
+            ran = states.unsqueeze(0)
+            added = self.runtime.branch(layer, "attention", ran, places, slots=slots, mask=mask, rows=rows)
+            ran = ran + added.to(ran.device)
+            ran = (ran + self.runtime.branch(layer, "mlp", ran, places).to(ran.device))[0]
+            less = states.roll(1, 0)
+            goal = streams[layer + 1].to(ran.device)
+            with_it, without = (_alike(of, goal) for of in (ran, less))
+            before = reached.roll(1)
+            before[0] = False
+            bypass = before & (~reached | (without > with_it))
+            taken.append(bypass.tolist())
+            states = torch.where(bypass.to(ran.device).unsqueeze(1), less, ran)
+            reached = reached | before
+        left, bypassed = self.skip, list[int]()
+        for layer in reversed(range(self.runtime.layers)):
+            if taken[layer][left]:
+                bypassed.append(layer)
+                left -= 1
+        return tuple(reversed(bypassed))
+
+
+def _alike(streams: Tensor, goal: Tensor) -> Tensor:
+    """The cosine of each stream `[n, D]` with the goal `[D]`, on the CPU."""
+    return torch.cosine_similarity(streams.float(), goal.float().unsqueeze(0), dim=-1).cpu()

@@ -1,0 +1,245 @@
+"""Trained heads that draft from the model's streams (EAGLE, Medusa and others), alone or below a draft path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec.controllers import Controller
+from selfspec.draft_modules.heads import Head
+from selfspec.drafters.autoregressive import Chain, ChainDrafter
+from selfspec.proposers.base import Chances, Guess
+from selfspec.proposers.chain import ProposerChain
+from selfspec.speculation.drafter import Limit
+from selfspec.speculation.drafts import Outcome
+from selfspec.speculation.forward_output import ForwardOutput
+from selfspec.speculation.sampling import best_and_share
+from selfspec.speculation.sequence import SequenceState
+from selfspec.types.confidence import PROBABILITY, Confidence
+from selfspec.types.draft_work import Work, steps_of
+
+FIRST = tuple(0.05 + 0.09 * i for i in range(11))  # the chance of a guess, by its probability in tenths, at first
+USUAL = 1.3  # tokens in the time of a pass over one that guesses of the head are expected to bring, at first
+FADING = 0.9
+FORGETTING = 0.02
+LIKELY = 0.8  # the most that the next guess is hoped to be right before it is known
+
+
+@dataclass(slots=True)
+class _Pairs:
+    """One sequence's pairs of a token and the streams before it: the head has read `start` of them, not yet these.
+
+    `state`: what it goes on from after the last that it read. `chances`, `usual`: what guesses brought in this text.
+    """
+
+    start: int = 0
+    tokens: list[int] = field(default_factory=list)
+    streams: list[Tensor] = field(default_factory=list)
+    state: Any = None
+    chances: Chances = field(default_factory=lambda: Chances(FIRST))
+    usual: float = USUAL
+
+    def add(self, tokens: Sequence[int], streams: Tensor) -> None:
+        """Further pairs, `[n]` and `[n, D * layers]`."""
+        self.tokens += tokens
+        self.streams.append(streams)
+
+
+class HeadTexts:
+    """What a head is told of each sequence: the pairs of its committed tokens, with the model's own streams."""
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self._pairs: dict[SequenceState, _Pairs] = {}
+
+    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
+        """A sequence starts; `prefill` gave the streams at its prompt's tokens but the last."""
+        self.head.reserve(self.head.target.cache.slots)
+        pairs = self._pairs[seq] = _Pairs()
+        if prefill.hidden:
+            pairs.add(seq.tokens[1:], self.streams_of(prefill)[0])
+
+    def streams_of(self, step: ForwardOutput) -> Tensor:
+        """What the head reads of a step, `[B, n, D * layers]`."""
+        streams = [step.hidden[layer] for layer in self.head.layers]
+        return streams[0] if len(streams) == 1 else torch.cat(streams, -1)
+
+    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
+        """Tokens were committed, each below a row of the verification."""
+        rows = [0, *(node + 1 for node in outcome.path)][: len(outcome.tokens)]
+        self._pairs[seq].add(outcome.tokens, self.streams_of(outcome.step)[0, rows])
+
+    def end(self, seq: SequenceState) -> None:
+        """Forget the sequence."""
+        self._pairs.pop(seq, None)
+
+    def of(self, seq: SequenceState) -> _Pairs | None:
+        """A sequence's pairs; None for one that did not begin here."""
+        return self._pairs.get(seq)
+
+    def catch_up(self, seq: SequenceState, tokens: Sequence[int] = (), streams: Sequence[Tensor] = ()) -> Tensor | None:
+        """The words' logits after all of the sequence's pairs, and further ones of a draft; None where there are none.
+
+        Those of a draft are read again when they are committed.
+        """
+        pairs = self._pairs[seq]
+        read, told = [*pairs.tokens, *tokens], [*pairs.streams, *streams]
+        if not read:
+            return None
+        logits, pairs.state = self.head.read(
+            seq.row, pairs.start, torch.tensor(read, device=self.head.target.device), torch.cat(list(told))
+        )
+        pairs.start += len(pairs.tokens)
+        pairs.tokens, pairs.streams = [], []
+        return logits
+
+    def go_on(self, seq: SequenceState, token: int, place: int, *, drafted: int = 0) -> Tensor:
+        """The words' logits after a token that the head proposed as its `place`-th, from 1.
+
+        Before it stand the committed tokens, and `drafted` further ones that the head was told when it caught up.
+        """
+        pairs = self._pairs[seq]
+        logits, pairs.state = self.head.go_on(seq.row, pairs.start + drafted, place, token, pairs.state)
+        return logits
+
+
+class HeadDrafter(ChainDrafter):
+    """Drafts with a trained head, which reads streams that left the model's layers, and then what it made itself."""
+
+    partial = True
+
+    def __init__(
+        self,
+        head: Head,
+        controller: Controller,
+        *,
+        candidates: int = 1,
+        confidence: Confidence = PROBABILITY,
+        ahead: ProposerChain | None = None,
+    ) -> None:
+        super().__init__(controller, candidates=min(candidates, len(head.words)), confidence=confidence, ahead=ahead)
+        self.source = head.kind
+        self._deepest = min(self._deepest, head.places)
+        self.texts = HeadTexts(head)
+        self.hidden = head.layers
+
+    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
+        """The head is told of the prompt."""
+        super().begin(seq, prefill)
+        self.texts.begin(seq, prefill)
+
+    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
+        """The head is told of what was committed."""
+        super().observe(seq, outcome)
+        self.texts.observe(seq, outcome)
+
+    def end(self, seq: SequenceState) -> None:
+        """Forget the sequence."""
+        super().end(seq)
+        self.texts.end(seq)
+
+    def max_work(self, limit: Limit) -> Work:
+        """As many steps of the head as the draft may be deep."""
+        return steps_of(max(min(limit.depth, limit.nodes, self._deepest), 0))
+
+    def _pass(self, chains: Sequence[Chain]) -> None:
+        """One step of the head for each chain; the first reads what was committed since the last."""
+        for c in chains:
+            if not c.tokens:
+                logits = self.texts.catch_up(c.seq)
+            else:
+                logits = self.texts.go_on(c.seq, c.tokens[-1], len(c.tokens))
+            if logits is None:
+                c.play.wants = False
+                continue
+            c.passes.append(1)
+            c.logits = [self.texts.head.over_all(logits).unsqueeze(0)]
+
+
+class HeadBelow:
+    """Guesses by a head for the next pass of a draft path, which checks them beside the token that it must read.
+
+    `prices[i]`: what a pass of the path over i + 1 tokens takes, over one; `step`: what a step of the head takes.
+    """
+
+    def __init__(self, head: Head, prices: Sequence[float], step: float) -> None:
+        self.texts = HeadTexts(head)
+        self.prices, self.step = tuple(prices), step
+
+    def guess(self, chain: Chain, other: Guess, room: int) -> Guess:
+        """What the next pass is to check, `room` tokens at most; `other` where that promises more than the head did.
+
+        Guesses go on while that is expected to bring more tokens for the time.
+        """
+        seq = chain.seq
+        pairs = self.texts.of(seq)
+        room = min(room, len(self.prices) - 1, self.texts.head.places)
+        if pairs is None or room < 1:
+            return other
+        if self._rate(other) >= pairs.usual:
+            pairs.usual += FORGETTING * (USUAL - pairs.usual)  # so that the head is tried again
+            return other
+        drafted = len(chain.tokens)
+        logits = self.texts.catch_up(seq, chain.tokens, chain.streams)
+        if logits is None:
+            return other
+        chain.steps += 1
+        tokens, chances = list[int](), list[float]()
+        reach = expected = 1.0
+        time = self.prices[0] + self.step
+        while len(tokens) < room:
+            picked = self._pick(chain, tokens, logits)
+            if picked is None:
+                break
+            token, probability = picked
+            chance = pairs.chances(round(10 * probability))
+            more = self.prices[len(tokens) + 1] - self.prices[len(tokens)]
+            if reach * chance * time <= more * expected:
+                break
+            chain.told.append(round(10 * probability))
+            tokens.append(token)
+            chances.append(chance)
+            reach *= chance
+            expected, time = expected + reach, time + more
+            if len(tokens) == room or LIKELY * reach * time <= (self.step + more) * expected or token in seq.ends:
+                break
+            logits = self.texts.go_on(seq, token, len(tokens), drafted=drafted)
+            chain.steps += 1
+            time += self.step
+        pairs.usual = FADING * pairs.usual + (1 - FADING) * expected / time
+        return Guess(tokens, chances, self.texts.head.kind) if tokens else other
+
+    def _rate(self, guess: Guess) -> float:
+        tokens = reach = 1.0
+        for chance in guess.chances:
+            reach *= chance
+            tokens += reach
+        return tokens / self.prices[len(guess.chances)]
+
+    def _pick(self, chain: Chain, guessed: Sequence[int], logits: Tensor) -> tuple[int, float] | None:
+        """The token that the path is likeliest to draft, and its probability; None where none of the words is left."""
+        seq, head = chain.seq, self.texts.head
+        if not seq.sampler.processors:  # greedy, and nothing else
+            at, share = best_and_share(logits)
+            return head.known[at], share
+        logits, before = head.over_all(logits), [*chain.tokens, *guessed]
+        row = seq.sampler.scores(logits.unsqueeze(0), ([*seq.tokens, *before] for _ in range(1)))[0]
+        if not seq.sampler.tied:
+            token, share = best_and_share(row)
+            return (token, share) if share > 0 else None
+        taken = seq.sampler.take(row, len(seq.tokens) + len(before), with_p=True, sure=False)
+        return None if taken is None else (taken.token, taken.probability)
+
+    def learn(self, chain: Chain) -> None:
+        """What the last pass of a chain guessed was right, or was not."""
+        pairs = self.texts.of(chain.seq)
+        if pairs is None:
+            return
+        for strength, guessed, token in zip(chain.told, chain.checked, chain.tokens[chain.begun :], strict=False):
+            pairs.chances.see(strength, guessed == token)
+            if guessed != token:
+                break

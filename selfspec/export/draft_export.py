@@ -1,0 +1,109 @@
+"""What a profile drafts with, as engines tell it apart: n-grams, the model's sub-layers, another model, a head.
+
+Knows nothing of engines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.draft_modules.module_files import PartFile, read_part
+from selfspec.draft_modules.registry import HEADS
+from selfspec.profile.draft_spec import GuessesSpec, LayerSkipSpec, ProposerSpec
+from selfspec.profile.head_spec import HeadSpec
+from selfspec.profile.model_spec import ModelSpec
+from selfspec.profile.schema import Profile
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.draft_path import DraftPath
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """What followed before is guessed to follow again; `answers`: in earlier answers too."""
+
+    answers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sublayers:
+    """The model's own sub-layers along a path, from the whole vocabulary."""
+
+    path: DraftPath
+
+
+@dataclass(frozen=True, slots=True)
+class Another:
+    """Another model, by its description."""
+
+    spec: ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedHead:
+    """A trained head, and the most tokens that it drafts in a row."""
+
+    part: PartFile
+    places: int
+
+
+@dataclass(frozen=True, slots=True)
+class OnlyHere:
+    """What no engine has: its `kind` in profiles, and what an engine could run instead."""
+
+    kind: str
+    instead: str
+
+
+Drafts = Guesses | Sublayers | Another | TrainedHead | OnlyHere
+_LOOKUP = "guesses by lookup (draft: {kind: guesses})"
+_WHOLE = "a fixed set of whole layers, found by selfspec search --kv own"
+_INSTEAD = {
+    "recycle": _LOOKUP,
+    "input": _LOOKUP,
+    "jacobi": _LOOKUP,
+    "lookahead": _LOOKUP,
+    "swift": _WHOLE,
+    "clasp": _WHOLE,
+    "merged": "one of its drafters, in a profile of its own",
+}
+_FAR = 2**16  # tokens in a row: more than any engine drafts
+
+
+def drafts_of(profile: Profile) -> Drafts:
+    """What a profile drafts with. Raises `SelfspecError` for one that drafts nothing, or in several ways."""
+    if not profile.drafts:
+        raise SelfspecError("the profile drafts nothing, so there is nothing to export")
+    if profile.also:
+        raise SelfspecError("the profile holds several ways to draft; engines have one: export one of the profiles")
+    spec = profile.draft
+    if isinstance(spec, GuessesSpec):
+        return Guesses(any(of.kind == "answers" for of in spec.proposers))
+    if isinstance(spec, ModelSpec):
+        return Another(spec)
+    if isinstance(spec, HeadSpec):
+        part = read_part(profile.part_path(spec.part))
+        places = part.settings.get("net", part.settings).get("places", _FAR)
+        return TrainedHead(part, int(places)) if part.kind in HEADS else OnlyHere(part.kind, _LOOKUP)
+    if isinstance(spec, LayerSkipSpec):
+        if spec.trained is not None:
+            raise SelfspecError(
+                f"the profile's path has a trained part ({spec.trained}), which no engine runs; "
+                "export the profile that it was trained for"
+            )
+        return Sublayers(spec.model_copy(update={"vocabulary": None}).path)
+    return OnlyHere(spec.kind, _INSTEAD.get(spec.kind, _LOOKUP))
+
+
+def fixed(profile: Profile, tokens: int) -> Profile:
+    """The same drafting chains of so many tokens each, and nothing guessed beside, as engines do."""
+    spec = profile.draft
+    update: dict[str, object] = {"candidates": 1, "proposers": None, "confidence": None, "vocabulary": None}
+    if isinstance(spec, GuessesSpec):
+        kept = [of for of in spec.proposers if of.kind != "store"]
+        update = {"proposers": kept or [ProposerSpec()]}
+    known = type(spec).model_fields
+    bare = profile.model_copy(
+        update={"draft": spec.model_copy(update={name: value for name, value in update.items() if name in known})}
+    )
+    return bare.controlled_by(ControllerSpec(name="fixed", options={"k": tokens}))

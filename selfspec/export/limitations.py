@@ -1,0 +1,35 @@
+"""What every engine leaves out of a profile, in a line each. Knows nothing of torch."""
+
+from __future__ import annotations
+
+from selfspec.profile.draft_spec import GuessesSpec, LayerSkipSpec
+from selfspec.profile.schema import Profile
+
+
+def lost_everywhere(profile: Profile) -> list[str]:
+    """The controller, candidates, guesses and rule, as far as the profile has them."""
+    spec, lost = profile.draft, []
+    controller = getattr(spec, "controller", None)
+    if controller is not None and controller.name != "fixed":
+        lost.append(f"the controller ({controller.name}): every draft has the same number of tokens")
+    if (candidates := getattr(spec, "candidates", 1)) > 1:
+        lost.append(f"{candidates} candidates for each place: drafts are chains")
+    proposers = getattr(spec, "proposers", None) or ()
+    if proposers and not isinstance(spec, GuessesSpec):
+        kinds = ", ".join(of.kind for of in proposers)
+        lost.append(f"guesses ({kinds}), which spare draft steps: every token takes one")
+    elif stores := [of for of in proposers if of.kind == "store"]:
+        lost.append(f"{len(stores)} store(s) of texts: only prompt and output are looked up")
+    if isinstance(spec, LayerSkipSpec):
+        if spec.vocabulary is not None:
+            lost.append(f"the draft's vocabulary of {len(spec.vocabulary)} tokens: all tokens are drafted")
+        if spec.below is not None:
+            lost.append(f"the trained head below the path ({spec.below.part})")
+        shared = profile.search is not None and profile.search.kv == "shared" and bool(len(spec.path.skip))
+        found = (
+            " (the set was searched for on the model's; selfspec search --kv own finds one for engines)"
+            if shared
+            else ""
+        )
+        lost.append(f"the model's own keys: a draft model reads the prompt itself, and keeps keys of its own{found}")
+    return [*lost, "the verification rule, seeds and the guard: sampling and its seeds are the engine's own"]

@@ -1,0 +1,129 @@
+"""What rounds of several sequences take on this very runtime, by how many there are and how much they draft."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from selfspec.basics.machine import synchronise
+from selfspec.controllers import FixedK
+from selfspec.drafters import PlainDrafter
+from selfspec.drafters.autoregressive import ChainDrafter
+from selfspec.engine.engine import Engine
+from selfspec.proposers.chain import ProposerChain
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafter import Limit
+from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
+from selfspec.speculation.forward_output import ForwardOutput
+from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
+from selfspec.types.round_costs import LoadPrices
+
+KEYS = 8  # tokens of each prompt
+PLAN = (0, 0, 3, 0, 3, 1)  # tokens that are drafted in the rounds that count, after one that settles caches
+
+
+class _Timed(PlainDrafter):
+    """Drafts `length` tokens by a drafter, and times that."""
+
+    drafts = True
+
+    def __init__(self, drafter: ChainDrafter, runtime: Runtime) -> None:
+        self.drafter, self.runtime = drafter, runtime
+        self.hidden = drafter.hidden
+        self.length, self.seconds = 0, 0.0
+
+    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
+        self.drafter.begin(seq, prefill)
+
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
+        """Chains of `length` tokens, or less where the drafter ends them."""
+        start, drafts = time.perf_counter(), [NO_DRAFT] * len(seqs)
+        if self.length:
+            self.drafter.controller = FixedK(self.length)
+            drafts = self.drafter.propose(seqs, limits)
+        synchronise(self.runtime.device)
+        self.seconds = time.perf_counter() - start
+        return drafts
+
+    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
+        self.drafter.observe(seq, outcome)
+
+    def end(self, seq: SequenceState) -> None:
+        self.drafter.end(seq)
+
+
+class _Round(NamedTuple):
+    """One round: tokens that were verified, draft passes, their seconds, and those of the rest."""
+
+    verified: int
+    passes: int
+    drafting: float
+    rest: float
+
+
+def load_prices(runtime: Runtime, drafter: ChainDrafter | None) -> LoadPrices:
+    """Rounds timed with 1, 2, 4, .. sequences, as many as the runtime has rows: what their drafts and the rest took.
+
+    Without a drafter, or where the context leaves no room for drafts, those are taken to be as dear as full passes.
+    Raises `BusyError` while the runtime has a stream.
+    """
+    draw, most = random.Random(0), runtime.rows
+    counts = sorted({*(2**i for i in range(most.bit_length()) if 2**i <= most), most})
+    verify, draft = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
+    plan: tuple[int, ...] = PLAN if drafter is not None else (0, 0, 0)
+    if KEYS + len(plan) + 2 * sum(plan) + 2 > runtime.skeleton.context:
+        plan = (0,)
+    for count in counts:
+        with _alone(drafter):
+            for done in _rounds(runtime, drafter, count, plan, draw):
+                verify[done.verified].append(done.rest)
+                if done.passes:
+                    draft[count].append(done.drafting / done.passes)
+    # What was disturbed took too long, never too short.
+    full = {tokens: min(seconds) for tokens, seconds in verify.items()}
+    paths = {tokens: min(seconds) for tokens, seconds in draft.items()}
+    return LoadPrices.of(full, paths or full, most=max(full))
+
+
+@contextmanager
+def _alone(drafter: ChainDrafter | None) -> Iterator[None]:
+    """With nothing below the drafter, and nothing that it learns."""
+    if drafter is None:
+        yield
+        return
+    held = drafter.controller, drafter.ahead, drafter.load
+    try:
+        drafter.ahead, drafter.load = ProposerChain(), None
+        yield
+    finally:
+        drafter.controller, drafter.ahead, drafter.load = held
+
+
+def _rounds(
+    runtime: Runtime, drafter: ChainDrafter | None, count: int, plan: Sequence[int], draw: random.Random
+) -> list[_Round]:
+    """Rounds of so many sequences of random tokens, which draft as many as `plan` says."""
+    vocabulary = runtime.skeleton.identity.vocabulary or 2
+    room = len(plan) + 2 * sum(plan) + 2
+    probe = None if drafter is None else _Timed(drafter, runtime)
+    found = []
+    with Engine(runtime, probe or PlainDrafter()) as engine:
+        for number in range(count):
+            tokens = [draw.randrange(vocabulary) for _ in range(KEYS)]
+            engine.join(SequenceState(tokens, room, Sampler(temperature=1.0, seed=number)))
+        for i, length in enumerate((0, *plan)):
+            if probe is not None:
+                probe.length, probe.seconds = length, 0.0
+            start = time.perf_counter()
+            drafts = [outcome.draft for _, outcome in engine.step()]
+            synchronise(runtime.device)
+            took, drafting = time.perf_counter() - start, 0.0 if probe is None else probe.seconds
+            verified, passes = sum(1 + len(draft) for draft in drafts), max((d.depth for d in drafts), default=0)
+            if i and len(drafts) == count:
+                found.append(_Round(verified, passes, drafting, took - drafting))
+    return found

@@ -1,0 +1,130 @@
+"""What rounds take on this very runtime, for where it must be known and no clock may be asked: with a seed."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from selfspec.basics.files import cached_file, read_cached, write_cached
+from selfspec.basics.machine import machine
+from selfspec.controllers import FixedK
+from selfspec.drafters import LayerSkipDrafter
+from selfspec.llm.round_timer import timed_rounds
+from selfspec.models.families import is_lean, parts_of
+from selfspec.profile.schema import Profile
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.sampling import Sampler
+from selfspec.types.acceptance import PayoffModel
+from selfspec.types.draft_path import DraftPath
+
+KEYS = 32  # tokens of the prompt that is decoded
+PLAIN, LENGTHS = 4, (7, 1, 15, 3)  # plain rounds, then drafts of so many tokens
+SWEEPS, SECONDS = 3, 2.0  # of them at most, as long as they have not taken that long
+GRAIN = 20  # shares are rounded up to a 20th: measuring again is to give the same
+
+Shares = dict[str, dict[int, float]]
+"""What a `round` without its draft takes by rows verified, and a `draft` of one token: in plain rounds."""
+
+
+def local_payoff(runtime: Runtime, profile: Profile) -> PayoffModel | None:
+    """A profile's outlook, with rounds and draft steps as dear as they are on this runtime.
+
+    What a profile says was measured on some machine, with weights that lay as suited it. Rounds are timed here once for
+    each kind of model and path, and remembered, so that texts with a seed are the same from run to run. Raises
+    `BusyError` while the runtime has a stream. Where the context leaves no room to time them, the profile's own, and
+    None for one without costs.
+    """
+    told, path = profile.payoff, profile.path
+    file = _file(runtime, path)
+    known = _sound(read_cached(file))
+    if known is None:
+        known = measured(runtime, path)
+        if not known:
+            return told if profile.costs else None
+        write_cached(file, known)
+    rounds = tuple(_at(known["round"], rows) for rows in range(len(told.rounds)))
+    if not path.cheaper:
+        return replace(told, rounds=rounds)
+    one, wider = known["draft"][1], told.wider or (told.draft,)
+    return replace(told, rounds=rounds, draft=one, wider=tuple(one * share / wider[0] for share in wider))
+
+
+def measured(runtime: Runtime, path: DraftPath) -> Shares:
+    """Rounds timed in the decoding loop, by the median; empty where the context leaves no room for them.
+
+    Raises `BusyError` while the runtime has a stream.
+    """
+    draw, drafter = random.Random(0), LayerSkipDrafter(runtime, path, FixedK(1))
+    keys = min(KEYS, runtime.skeleton.context // 4)
+    room = runtime.skeleton.context - keys - 2
+    lengths = [*LENGTHS]
+    while lengths and PLAIN + sum(length + 1 for length in lengths) > room:
+        lengths.remove(max(lengths))
+    if not lengths:
+        return {}
+    plan = [0] * PLAIN + lengths
+    rest, drafts = defaultdict[int, list[float]](list), list[float]()
+    begun = time.perf_counter()
+    for _ in range(SWEEPS):
+        for sample in timed_rounds(runtime, keys, Sampler(temperature=1.0, seed=0), drafter, plan, draw):
+            rest[1 + sample.drafted].append(sample.rest + (0.0 if sample.drafted else sample.draft))
+            drafts += [sample.draft / sample.drafted] if sample.drafted else []
+        if time.perf_counter() - begun > SECONDS:
+            break
+    one = statistics.median(rest[1])
+    return {
+        "round": {rows: _rounded(statistics.median(seconds) / one) for rows, seconds in rest.items()},
+        "draft": {1: _rounded(statistics.median(drafts) / one)},
+    }
+
+
+def _rounded(share: float) -> float:
+    return math.ceil(round(share * GRAIN, 6)) / GRAIN
+
+
+def _at(shares: Mapping[int, float], rows: int) -> float:
+    """The share at so many rows: between what was timed, and beyond, a line."""
+    known = sorted(shares.items())
+    high = next((i for i in range(1, len(known)) if known[i][0] > rows), len(known) - 1)
+    (a, x), (b, y) = known[high - 1], known[high]
+    return max(x + (y - x) * (max(rows, a) - a) / (b - a), 1.0)
+
+
+def _file(runtime: Runtime, path: DraftPath) -> Path:
+    """Where the shares of this kind of model and path, with these threads, on this machine, are kept."""
+    groups = parts_of(runtime.model).layers[0].groups if is_lean(runtime.model) else ()
+    linears = [module for group in groups for module in group.modules]
+    lie = [type(m).__name__ + (str(m.weight.stride()) if isinstance(m, nn.Linear) else "") for m in linears]
+    settings = [os.environ.get(name) for name in ("THP_MEM_ALLOC_ENABLE", "ONEDNN_MAX_CPU_ISA")]
+    what = [
+        *settings,
+        machine(runtime.device),
+        torch.get_num_threads(),
+        torch.__version__,
+        str(runtime.dtype),
+        repr(runtime.skeleton.identity),
+        lie,
+        repr(path),
+    ]
+    return cached_file("costs", what)
+
+
+def _sound(data: Any) -> Shares | None:
+    """Shares read from JSON, whose keys are text; None where they are not what `measured` gives."""
+    try:
+        shares = {str(name): {int(rows): float(share) for rows, share in of.items()} for name, of in data.items()}
+    except (AttributeError, TypeError, ValueError):
+        return None
+    sound = set(shares) == {"round", "draft"} and {1, 2} <= set(shares["round"]) and 1 in shares["draft"]
+    return shares if sound and all(0 < x < math.inf for of in shares.values() for x in of.values()) else None

@@ -1,0 +1,82 @@
+"""Rounds timed in the decoding loop: of what is to be known of drafting on this machine, with what the loop costs."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from selfspec.basics.machine import synchronise
+from selfspec.controllers import FixedK
+from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.engine.loop import decode
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafter import Limit
+from selfspec.speculation.drafts import NO_DRAFT, Draft
+from selfspec.speculation.rules import find_rule
+from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
+from selfspec.types.draft_path import DraftPath
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSample:
+    """One round: how many tokens were drafted along which path, and the seconds of it."""
+
+    path: DraftPath
+    drafted: int
+    draft: float
+    rest: float  # other than drafting: verification and the loop
+
+
+class Probe(PlainDrafter):
+    """Drafts as it is told, and times itself."""
+
+    drafts = True
+
+    def __init__(self, drafter: LayerSkipDrafter) -> None:
+        self.drafter = drafter
+        self.length, self.seconds = 0, 0.0
+
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
+        """A chain of `length` tokens."""
+        start = time.perf_counter()
+        drafts = [NO_DRAFT] * len(seqs)
+        if self.length:
+            self.drafter.controller = FixedK(self.length)
+            drafts = self.drafter.propose(seqs, limits)
+        synchronise(self.drafter.runtime.device)
+        self.seconds = time.perf_counter() - start
+        return drafts
+
+
+def timed_rounds(
+    runtime: Runtime,
+    context: int,
+    sampler: Sampler,
+    drafter: LayerSkipDrafter,
+    plan: Sequence[int],
+    draw: random.Random,
+) -> list[RoundSample]:
+    """Decode a random prompt, drafting the numbers of tokens in `plan`; the round with the prompt's pass is left out.
+
+    Caches take several rounds to settle: on a CPU, a plain step after a wide pass was seen to take 1.6 times as long.
+    Raises `BusyError` while the runtime has a stream.
+    """
+    vocabulary = runtime.skeleton.identity.vocabulary or 2
+    room = runtime.skeleton.context - context
+    seq = SequenceState([draw.randrange(vocabulary) for _ in range(context)], room, sampler)
+    probe, samples = Probe(drafter), []
+    rounds = decode(runtime, probe, seq, rule=find_rule(None, sampler))
+    try:
+        for number, probe.length in enumerate([0, *plan]):
+            start = time.perf_counter()
+            next(rounds)
+            synchronise(runtime.device)
+            whole = time.perf_counter() - start
+            if number:
+                samples.append(RoundSample(drafter.path, probe.length, probe.seconds, whole - probe.seconds))
+    finally:
+        rounds.close()
+    return samples

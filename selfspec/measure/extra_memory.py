@@ -1,0 +1,29 @@
+"""What a drafter holds in memory beside the model that it drafts for."""
+
+from __future__ import annotations
+
+from selfspec.drafters import Guard, LayerSkipDrafter, MergedDrafter, ModelDrafter, Router, TranslatedDrafter
+from selfspec.drafters.head_drafter import HeadDrafter
+from selfspec.models.layout import weight_bytes
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.drafter import Drafter
+
+
+def held_beside(drafter: Drafter, runtime: Runtime) -> int:
+    """Bytes of weights in few bits, of trained parts, and of a draft model with its keys and values."""
+    match drafter:
+        case Guard():
+            return held_beside(drafter.drafter, runtime)
+        case Router():
+            return max(held_beside(route.drafter, runtime) for route in drafter.routes)
+        case MergedDrafter():
+            return sum(held_beside(one, runtime) for one in drafter.drafters)
+        case ModelDrafter() | TranslatedDrafter():
+            own = drafter.runtime
+            return weight_bytes(own.model) + own.cache.bytes + own.extra_bytes(drafter.path)
+        case LayerSkipDrafter():
+            head = 0 if drafter.below is None else drafter.below.texts.head.bytes
+            return runtime.extra_bytes(drafter.path) + head
+        case HeadDrafter():
+            return drafter.texts.head.bytes
+    return 0

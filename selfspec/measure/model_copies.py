@@ -1,0 +1,80 @@
+"""The copies of a model that methods are measured on: each on weights that lie as suits it best."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from selfspec.llm.llm import LLM, wrap
+from selfspec.measure.bench_methods import Weights, any_drafts, weights_of
+from selfspec.measure.cost_fitting import fastest_plain
+from selfspec.models.layout import choose, lay_out_, layout_times
+from selfspec.models.loading import DeviceMap, load_model
+from selfspec.models.widen import widen
+from selfspec.types.identity import Identity
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """The models of a benchmark: each method on weights that lie as suits it best, `transformers` on its own.
+
+    `plain` and `skip` share a model where their layouts agree. `identity` is the model's before it was widened.
+    """
+
+    plain: LLM
+    skip: LLM
+    hf: LLM | None
+    layouts: Mapping[str, str]
+    identity: Identity
+    widened: int
+
+    def on(self, weights: Weights) -> LLM:
+        """The model that methods on such weights run. Raises `ValueError` for one that was not loaded."""
+        llm = {"plain": self.plain, "skip": self.skip, "hf": self.hf}[weights]
+        if llm is None:
+            raise ValueError(f"no model was loaded for {weights}; name its methods to load_subjects")
+        return llm
+
+    @property
+    def models(self) -> dict[str, LLM]:
+        """Every model once."""
+        found = {"plain": self.plain, "skip": self.skip} | ({} if self.hf is None else {"hf": self.hf})
+        return {name: llm for name, llm in found.items() if name != "skip" or llm is not self.plain}
+
+
+def load_subjects(
+    name: str,
+    methods: Sequence[str],
+    *,
+    widened: int = 1,
+    device: str | DeviceMap,
+    dtype: str,
+    few_bits: bool | Callable[[Identity], bool] = False,
+) -> Subjects:
+    """Load, and perhaps widen, a model, as many times as the methods need. Raises `SelfspecError`.
+
+    `few_bits`: whether drafts run in few bits, which may depend on which model it is.
+    """
+    model, tokenizer = load_model(name, device=device, dtype=dtype)
+    identity = wrap(model, tokenizer, profile="none", name=name).identity
+    if widened > 1:
+        model = widen(model, widened)
+    low = few_bits(identity) if callable(few_bits) else few_bits
+    times = layout_times(model)
+    layouts = {"plain": choose(times, drafting=False), "skip": choose(times, drafting=True, few_bits=low)}
+    if not any_drafts(methods):
+        layouts["skip"] = layouts["plain"]
+
+    def ready(model: Any, layout: str | None) -> LLM:
+        if layout is not None:
+            lay_out_(model, layout)
+        return wrap(model, tokenizer, profile="none", name=name)
+
+    hf = ready(copy.deepcopy(model), None) if "hf" in weights_of(methods) else None
+    skip = None if layouts["skip"] == layouts["plain"] else ready(copy.deepcopy(model), layouts["skip"])
+    plain = ready(model, layouts["plain"])
+    if skip is not None and fastest_plain((plain, skip)) is skip:
+        plain, layouts["plain"] = skip, layouts["skip"]
+    return Subjects(plain, skip or plain, hf, layouts, identity, widened)

@@ -1,0 +1,73 @@
+"""The families of models that are served, by the `model_type` of their configuration.
+
+A family is one file here that says where its models keep their modules and how their sub-layers compute (`base`), and
+a line in `FAMILIES`. Models that share a skeleton, as Llama, Mistral and Qwen2 do, share the file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from selfspec.basics.errors import UnsupportedModelError
+from selfspec.models.families.base import Family, Parts
+from selfspec.models.families.cohere2 import Cohere2
+from selfspec.models.families.gemma import Gemma2, Gemma3
+from selfspec.models.families.glm4 import Glm4
+from selfspec.models.families.gpt_neox import GptNeoX
+from selfspec.models.families.gpt_oss import GptOss
+from selfspec.models.families.granite import Granite
+from selfspec.models.families.llama import Llama
+from selfspec.models.families.moe import Mixtral, Qwen3Moe
+from selfspec.models.families.olmo2 import Olmo2
+from selfspec.models.families.phi3 import Phi3
+from selfspec.models.families.qwen3 import Qwen3
+from selfspec.models.families.smollm3 import SmolLM3
+from selfspec.models.families.stablelm import StableLm
+from selfspec.models.families.starcoder2 import Starcoder2
+
+__all__ = ["FAMILIES", "Family", "Parts", "find_family", "is_lean", "parts_of"]
+
+FAMILIES: dict[str, Family] = {
+    "llama": Llama(),
+    "mistral": Llama(),
+    "qwen2": Llama(),
+    "qwen3": Qwen3(),
+    "smollm3": SmolLM3(),
+    "phi3": Phi3(),
+    "granite": Granite(),
+    "olmo2": Olmo2(),
+    "gemma2": Gemma2(),
+    "gemma3_text": Gemma3(),
+    "glm4": Glm4(),
+    "cohere2": Cohere2(),
+    "starcoder2": Starcoder2(),
+    "stablelm": StableLm(),
+    "gpt_neox": GptNeoX(),
+    "mixtral": Mixtral(),
+    "qwen3_moe": Qwen3Moe(),
+    "gpt_oss": GptOss(),
+}
+
+
+def find_family(config: Any, what: str) -> Family:
+    """The family that a configuration belongs to.
+
+    Raises `UnsupportedModelError` where none is served, which names the model as `what` and says what is.
+    """
+    name = getattr(config, "model_type", None)
+    if name not in FAMILIES:
+        raise UnsupportedModelError(
+            f"{what} (model_type {name!r}) is not supported; supported: causal language models of {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[name]
+
+
+def is_lean(model: Any) -> bool:
+    """Whether a loaded model is of one of these families, which the lean runtime runs."""
+    return getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
+
+
+def parts_of(model: Any) -> Parts:
+    """Where a loaded model keeps its modules. Raises `UnsupportedModelError` for a model that is not served."""
+    family = find_family(getattr(model, "config", None), type(model).__name__)
+    return family.parts(model.get_base_model() if hasattr(model, "get_base_model") else model)

@@ -1,0 +1,159 @@
+"""What several families' sub-layers are made of. Knows nothing of which family that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec.models.families.base import Attention, Block, GatedMlp, Mlp, Rotary, Workspace
+from selfspec.models.linears import Call, Into, Onto, linear
+from selfspec.models.norms import Norm
+
+
+def windows_of(config: Any, layers: int) -> list[int | None]:
+    """The window of each layer's attention: of those that are called sliding, or of all where none are called so."""
+    window = getattr(config, "sliding_window", None)
+    window = window if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    return [window if kind == "sliding_attention" else None for kind in kinds[:layers]]
+
+
+def not_turned(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """A `Rotary` that turns nothing."""
+    nothing = x.new_zeros((*positions.shape, 0))
+    return nothing, nothing
+
+
+def repeated_halves(rotary: Rotary) -> Rotary:
+    """Of cosines and sines for each pair, those for both halves of a head."""
+
+    def both(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = rotary(x, positions)
+        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+    return both
+
+
+def repeated_neighbours(rotary: Rotary) -> Rotary:
+    """Of cosines and sines for both halves of a head, those for pairs side by side."""
+
+    def beside(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, -1) for t in rotary(x, positions))
+        return cos, sin
+
+    return beside
+
+
+def normed_heads(into: Into, q_norm: Call, k_norm: Call, shape: tuple[int, int, int]) -> Into:
+    """`into`, with each query's and each key's head normed; `shape`: H, H_kv, d."""
+    heads, kv_heads, d = shape
+
+    def qkv(x: Tensor, out: Tensor) -> None:
+        into(x, out)
+        turning = out.view(len(out), -1, d)
+        q, k = turning.narrow(1, 0, heads), turning.narrow(1, heads, kv_heads)
+        q.copy_(q_norm(q))
+        k.copy_(k_norm(k))
+
+    return qkv
+
+
+def normed_projections(into: Into, q_norm: Call, k_norm: Call, shape: tuple[int, int, int]) -> Into:
+    """`into`, with all heads of the queries normed as one, and all of the keys."""
+    heads, kv_heads, d = shape
+
+    def qkv(x: Tensor, out: Tensor) -> None:
+        into(x, out)
+        q, k = out.narrow(1, 0, heads * d), out.narrow(1, heads * d, kv_heads * d)
+        q.copy_(q_norm(q))
+        k.copy_(k_norm(k))
+
+    return qkv
+
+
+def normed_onto(module: Any, norm: Call) -> Onto:
+    """What a linear gives is normed before it is added."""
+    call = linear(module)
+    return lambda base, x: base.add_(norm(call(x)))
+
+
+def scaled_onto(module: Any, factor: float) -> Onto:
+    """What a linear gives is multiplied before it is added."""
+    call = linear(module)
+    return lambda base, x: base.add_(call(x), alpha=factor)
+
+
+def as_it_is(x: Tensor, _longer: Tensor, _out: Tensor) -> Tensor:
+    """The `Norm` of a sub-layer that has none before it."""
+    return x
+
+
+def scaled(factor: float) -> Call:
+    """Logits, multiplied."""
+    return lambda logits: logits * factor
+
+
+def capped(limit: float) -> Call:
+    """Logits brought smoothly between plus and minus a limit; minus infinity stays."""
+
+    def cap(logits: Tensor) -> Tensor:
+        return torch.where(logits == -torch.inf, logits, torch.tanh(logits / limit) * limit)
+
+    return cap
+
+
+def capped_weights(limit: float) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """Softmax of scores that are brought smoothly between plus and minus a limit."""
+
+    def weights(scores: Tensor, mask: Tensor | None) -> Tensor:
+        scores = scores.div_(limit).tanh_().mul_(limit)
+        return softmax(scores if mask is None else scores.add_(mask))
+
+    return weights
+
+
+def softmax(scores: Tensor) -> Tensor:
+    """In float32 at least."""
+    half = scores.dtype in (torch.bfloat16, torch.float16)
+    return scores.softmax(-1, torch.float32).to(scores.dtype) if half else scores.softmax(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainMlp:
+    """down(act(up(x))) of the normed stream x."""
+
+    norm: Norm
+    up: Into
+    act: Call
+    down: Onto
+
+    def run(self, work: Workspace) -> None:
+        """Add that to the stream."""
+        self.up(self.norm(work.stream, work.longer, work.normed), work.activated)
+        self.down(work.stream, self.act(work.activated))
+
+
+class ParallelBlock(Block):
+    """Both sub-layers read the stream as it enters the layer, each by its own norm, which may be the same."""
+
+    def running(self, *, attention: bool, mlp: bool) -> tuple[Attention | None, Mlp | None]:
+        """Where both run, what the MLP reads is left in the workspace before attention adds to the stream."""
+        if not (attention and mlp):
+            return (self.attention if attention else None), (self.mlp if mlp else None)
+        assert isinstance(self.mlp, GatedMlp | PlainMlp)
+        first, second = self.attention.norm, self.mlp.norm
+
+        def of_both(x: Tensor, longer: Tensor, out: Tensor) -> Tensor:
+            read = first(x, longer, torch.empty_like(out))
+            out.copy_(read if second is first else second(x, longer, out))
+            return read
+
+        return replace(self.attention, norm=of_both), replace(self.mlp, norm=_left)
+
+
+def _left(_x: Tensor, _longer: Tensor, out: Tensor) -> Tensor:
+    return out

@@ -1,0 +1,97 @@
+"""A router and its experts in the place of an MLP: in full as the model's own module, or all of them in few bits.
+
+Knows nothing of which family that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from selfspec.models.families.base import Workspace
+from selfspec.models.linears import Call, is_plain, on_rows
+from selfspec.models.norms import Norm
+
+Weights = tuple[Tensor, Tensor | None]
+"""A weight `[out, in]` and a bias `[out]`."""
+
+
+class Experts:
+    """A router and its experts, run as the model's own module. Its mode is that of the experts together."""
+
+    def __init__(self, norm: Norm, module: Any) -> None:
+        self.norm, self._call = norm, on_rows(_first(module))
+
+    def run(self, work: Workspace) -> None:
+        """Add to the stream what the chosen experts make of it."""
+        work.stream.add_(self._call(self.norm(work.stream, work.longer, work.normed)))
+
+
+def _first(module: Any) -> Call:
+    """What a module gives, without what some give beside it."""
+
+    def call(x: Tensor) -> Tensor:
+        given = module(x)
+        first: Tensor = given[0] if isinstance(given, tuple) else given
+        return first
+
+    return call
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParts:
+    """Where an MLP keeps its router and its experts, whose weights stand in one tensor `[experts, ..]`.
+
+    `router` and methods are `base.ExpertWeights`'. `across`: whether weights are `[in, out]`.
+    """
+
+    router: Any
+    module: Any
+    across: bool = False
+
+    def readable(self) -> bool:
+        """Whether the weights are at hand, and all that experts multiply with."""
+        held = [getattr(self.module, name, None) for name in ("gate_up_proj", "down_proj")]
+        whole = all(type(t) is nn.Parameter and not t.is_meta and t.is_floating_point() and t.dim() == 3 for t in held)
+        return whole and is_plain(self.module) and is_plain(self.router)
+
+    def each(self) -> Iterator[tuple[Weights, Weights]]:
+        """Each expert's gate and up, as one, and its down."""
+        for number in range(len(self.module.gate_up_proj)):
+            yield self._of(number, "gate_up_proj"), self._of(number, "down_proj")
+
+    def _of(self, number: int, name: str) -> Weights:
+        weight, bias = getattr(self.module, name)[number].detach(), getattr(self.module, f"{name}_bias", None)
+        return weight.t() if self.across else weight, None if bias is None else bias[number].detach()
+
+    def mixed(self, gate_up: Tensor) -> Tensor:
+        """What an expert's down reads of its gate and up `[n, 2 * I]`."""
+        if (own := getattr(self.module, "_apply_gate", None)) is not None:
+            mixed: Tensor = own(gate_up)
+            return mixed
+        gate, up = gate_up.chunk(2, -1)
+        acted: Tensor = self.module.act_fn(gate)
+        return acted * up
+
+
+@dataclass(frozen=True, slots=True)
+class LowExperts:
+    """The same with products of its own for each expert: its gate and up, and its down."""
+
+    norm: Norm
+    router: Callable[[Tensor], Any]
+    mixed: Call
+    products: Sequence[tuple[Call, Call]]
+
+    def run(self, work: Workspace) -> None:
+        """Add to the stream what the chosen experts make of it."""
+        x = self.norm(work.stream, work.longer, work.normed)
+        _, weights, chosen = self.router(x)
+        for number in chosen.unique().tolist():
+            row, place = (chosen == number).nonzero(as_tuple=True)
+            into, onto = self.products[number]
+            made = onto(self.mixed(into(x[row]).to(x.dtype))) * weights[row, place].unsqueeze(1)
+            work.stream.index_add_(0, row, made.to(work.stream.dtype))

@@ -1,0 +1,96 @@
+"""Gemma 2 and 3: norms before and after each sub-layer, an embedding that multiplies, windows in most layers.
+
+Gemma 2 caps scores and logits, Gemma 3 norms the heads of queries and keys and has one rope for windows, one for all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+from selfspec.basics.errors import UnsupportedModelError
+from selfspec.models.families.base import Attention, AttentionSpec, GatedMlp, Layer, Mlp, Parts, Rope, Rotary
+from selfspec.models.families.common import capped, capped_weights, normed_onto, windows_of
+from selfspec.models.families.llama import Llama
+from selfspec.models.families.qwen3 import with_normed_heads
+from selfspec.models.linears import Call
+from selfspec.models.norms import Formula, Norms
+
+
+class Gemma2(Llama):
+    """The `Family` of models with the module tree of `Gemma2ForCausalLM`."""
+
+    formula: ClassVar[Formula] = Formula(plus=1.0, once=True)
+
+    def parts(self, model: Any) -> Parts:
+        """Raises `UnsupportedModelError` for a model that looks ahead."""
+        if getattr(model.config, "use_bidirectional_attention", None):
+            raise UnsupportedModelError(f"{type(model).__name__} with attention in both directions is not supported")
+        return super().parts(model)
+
+    def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:
+        """Scores are capped by hand."""
+        return [
+            replace(attention_spec, custom_attention=bool(_cap(config)))
+            for attention_spec in super().attention_specs(body, config)
+        ]
+
+    def logits(self, config: Any) -> Call | None:
+        """Capped."""
+        limit = config.final_logit_softcapping
+        return None if limit is None else capped(limit)
+
+    def layer(self, layer: Any, attention_spec: int) -> Layer:
+        """Its norms before sub-layers, then those after them."""
+        norms = (
+            layer.input_layernorm,
+            layer.pre_feedforward_layernorm,
+            layer.post_attention_layernorm,
+            layer.post_feedforward_layernorm,
+        )
+        return Layer(layer, self.groups(layer.self_attn, layer.mlp), norms, attention_spec)
+
+    def attention(self, layer: Layer, norms: Norms) -> Attention:
+        """Normed after it, scores capped."""
+        limit = _cap(layer.module.self_attn.config)
+        return replace(
+            super().attention(layer, norms),
+            add=normed_onto(layer.groups[1].module, norms.rows(layer.norms[2])),
+            plain=None,
+            weights=None if limit is None else capped_weights(limit),
+        )
+
+    def mlp(self, layer: Layer, norms: Norms) -> Mlp:
+        """Normed after it."""
+        return normed_after(super().mlp(layer, norms), layer, norms)
+
+
+class Gemma3(Gemma2):
+    """The `Family` of models with the module tree of `Gemma3ForCausalLM`, which reads texts alone."""
+
+    def rotary(self, body: Any, index: int) -> Rotary:
+        """That of its kind of layers."""
+        return partial(body.rotary_emb, layer_type=body.config.layer_types[index])
+
+    def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:
+        """A rope for each kind of layer."""
+        kinds = config.layer_types[: len(body.layers)]
+        ropes = {kind: Rope(self.rotary(body, kinds.index(kind))) for kind in dict.fromkeys(kinds)}
+        windows = windows_of(config, len(body.layers))
+        return [AttentionSpec(ropes[kind], window) for kind, window in zip(kinds, windows, strict=True)]
+
+    def attention(self, layer: Layer, norms: Norms) -> Attention:
+        """With norms of heads; its scores are never capped, whatever the configuration says."""
+        return replace(with_normed_heads(super().attention(layer, norms), layer, norms), weights=None)
+
+
+def normed_after(mlp: Mlp, layer: Layer, norms: Norms) -> GatedMlp:
+    """An MLP whose output is normed, by the layer's last norm."""
+    assert isinstance(mlp, GatedMlp)
+    return replace(mlp, down=normed_onto(layer.groups[3].module, norms.rows(layer.norms[3])), plain=None)
+
+
+def _cap(config: Any) -> float | None:
+    limit: float | None = config.attn_logit_softcapping
+    return limit

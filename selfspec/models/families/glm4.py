@@ -1,0 +1,47 @@
+"""GLM-4: norms before and after each sub-layer, a fused MLP, rope over neighbours in a part of each head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from selfspec.models.families.base import Attention, AttentionSpec, Layer, Mlp, Rope
+from selfspec.models.families.common import normed_onto, repeated_neighbours, windows_of
+from selfspec.models.families.gemma import normed_after
+from selfspec.models.families.llama import Llama
+from selfspec.models.families.phi3 import fused_mlp
+from selfspec.models.linears import Group
+from selfspec.models.norms import Norms
+
+
+class Glm4(Llama):
+    """The `Family` of models with the module tree of `Glm4ForCausalLM`."""
+
+    def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:
+        """Pairs stand side by side."""
+        rope = Rope(repeated_neighbours(body.rotary_emb), neighbours=True)
+        return [AttentionSpec(rope, window) for window in windows_of(config, len(body.layers))]
+
+    def layer(self, layer: Any, attention_spec: int) -> Layer:
+        """Its norms before sub-layers, then those after them."""
+        norms = (
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+            layer.post_self_attn_layernorm,
+            layer.post_mlp_layernorm,
+        )
+        return Layer(layer, self.groups(layer.self_attn, layer.mlp), norms, attention_spec)
+
+    def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
+        """Gate and up are one linear."""
+        qkv, o, _, down = super().groups(attention, mlp)
+        return qkv, o, Group(mlp, ("gate_up_proj",)), down
+
+    def attention(self, layer: Layer, norms: Norms) -> Attention:
+        """Normed after it."""
+        add = normed_onto(layer.groups[1].module, norms.rows(layer.norms[2]))
+        return replace(super().attention(layer, norms), add=add, plain=None)
+
+    def mlp(self, layer: Layer, norms: Norms) -> Mlp:
+        """Normed after it."""
+        return normed_after(fused_mlp(layer, norms), layer, norms)

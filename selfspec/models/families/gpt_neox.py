@@ -1,0 +1,81 @@
+"""GPT-NeoX (Pythia): parallel sub-layers with a LayerNorm each, one linear for each head's query, key and value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from selfspec.basics.errors import UnsupportedModelError
+from selfspec.models.dispatch import device_of
+from selfspec.models.families.base import Attention, AttentionSpec, Block, Layer, Mlp, Parts, Rope
+from selfspec.models.families.cohere2 import parallel
+from selfspec.models.families.llama import Llama
+from selfspec.models.families.starcoder2 import plain_mlp
+from selfspec.models.linears import Group, Into, linear, linear_onto
+from selfspec.models.norms import Norms
+
+
+class GptNeoX(Llama):
+    """The `Family` of models with the module tree of `GPTNeoXForCausalLM`."""
+
+    def parts(self, model: Any) -> Parts:
+        """Where a model keeps its modules, under names of its own."""
+        name = type(model).__name__
+        if not hasattr(model, "lm_head"):
+            raise UnsupportedModelError(f"{name} has no language-model head; expected a causal language model")
+        body = model.gpt_neox
+        if not len(body.layers):
+            raise UnsupportedModelError(f"{name} has no layers")
+        attention = body.layers[0].attention
+        return Parts(
+            embedding=body.embed_in,
+            layers=tuple(replace(self.layer(layer, 0), rotary=body.rotary_emb) for layer in body.layers),
+            norm=body.final_layer_norm,
+            head=Group(model, ("lm_head",)),
+            attention_specs=(AttentionSpec(Rope(body.rotary_emb)),),
+            head_dim=attention.head_size,
+            scaling=attention.scaling,
+            eps=body.final_layer_norm.eps,
+        )
+
+    def layer(self, layer: Any, attention_spec: int) -> Layer:
+        """Where a layer keeps its modules."""
+        norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        return Layer(layer, self.groups(layer.attention, layer.mlp), norms, attention_spec, ("attention", "mlp"))
+
+    def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
+        """Four linears, one after the other."""
+        return (
+            Group(attention, ("query_key_value",)),
+            Group(attention, ("dense",), writes=True),
+            Group(mlp, ("dense_h_to_4h",)),
+            Group(mlp, ("dense_4h_to_h",), writes=True),
+        )
+
+    def attention(self, layer: Layer, norms: Norms) -> Attention:
+        """Queries, keys and values are brought side by side."""
+        qkv, o = layer.groups[:2]
+        norm = norms.read(layer.norms[0], device_of(layer.norms[0]))
+        return Attention(norm, _apart(qkv.module, layer.module.attention.head_size), linear_onto(o.module))
+
+    def mlp(self, layer: Layer, norms: Norms) -> Mlp:
+        """No gate."""
+        return plain_mlp(layer, norms, layer.module.mlp.act)
+
+    def block(self, layer: Layer, norms: Norms) -> Block:
+        """Parallel, or one after the other."""
+        block = super().block(layer, norms)
+        return parallel(block) if layer.module.use_parallel_residual else block
+
+
+def _apart(module: Any, d: int) -> Into:
+    """A linear that gives query, key and value of one head after the other: all queries, all keys, all values."""
+    call = linear(module)
+
+    def qkv(x: Tensor, out: Tensor) -> None:
+        by_head = call(x).view(len(x), -1, 3, d)
+        out.view(len(x), 3, -1, d).copy_(by_head.transpose(1, 2))
+
+    return qkv

@@ -1,0 +1,52 @@
+"""GPT-OSS: experts with biases, windows in some layers, and sinks: scores of no value beside those of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from selfspec.models.families.base import Attention, AttentionSpec, Layer, Rope, Weights
+from selfspec.models.families.common import repeated_halves, softmax, windows_of
+from selfspec.models.families.experts import ExpertParts
+from selfspec.models.families.llama import Llama
+from selfspec.models.families.moe import Mixtral
+from selfspec.models.norms import Formula, Norms
+
+
+class GptOss(Mixtral):
+    """The `Family` of models with the module tree of `GptOssForCausalLM`."""
+
+    formula: ClassVar[Formula] = Formula(once=True)
+
+    def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:
+        """Scores are weighted beside sinks."""
+        rope = Rope(repeated_halves(body.rotary_emb))
+        return [AttentionSpec(rope, window, custom_attention=True) for window in windows_of(config, len(body.layers))]
+
+    def layer(self, layer: Any, attention_spec: int) -> Layer:
+        """Its MLP gives the router's scores beside."""
+        experts = ExpertParts(layer.mlp.router, layer.mlp.experts, across=True)
+        return replace(Llama.layer(self, layer, attention_spec), experts=experts, beside=True)
+
+    def attention(self, layer: Layer, norms: Norms) -> Attention:
+        """With a sink for each head."""
+        sinks = layer.module.self_attn.sinks
+        kv_heads = layer.module.self_attn.config.num_key_value_heads
+        return replace(super().attention(layer, norms), plain=None, weights=_beside(sinks.detach(), kv_heads))
+
+
+def _beside(sinks: Tensor, kv_heads: int) -> Weights:
+    """Softmax of scores and of each query head's sink, of which the sink's share is left out."""
+    by_head = sinks.view(1, kv_heads, -1, 1)  # [1, H_kv, G, 1]
+
+    def weights(scores: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None:
+            scores = scores.add_(mask)
+        rows, (group, width) = scores.shape[0] // kv_heads, (by_head.shape[2], scores.shape[1])
+        of_rows = by_head.expand(rows, -1, -1, width // group).reshape(-1, width, 1)
+        return softmax(torch.cat((scores, of_rows.to(scores)), -1))[..., :-1]
+
+    return weights

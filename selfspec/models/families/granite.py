@@ -1,0 +1,36 @@
+"""Granite: the Llama skeleton, with multipliers of the embedding, of what sub-layers add, of scores and of logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from selfspec.models.families.base import Attention, GatedMlp, Layer, Mlp, Parts
+from selfspec.models.families.common import scaled, scaled_onto
+from selfspec.models.families.llama import Llama
+from selfspec.models.linears import Call
+from selfspec.models.norms import Norms
+
+
+class Granite(Llama):
+    """The `Family` of models with the module tree of `GraniteForCausalLM`. Attention's multiplier is its scaling."""
+
+    def parts(self, model: Any) -> Parts:
+        """With the embedding's multiplier."""
+        return replace(super().parts(model), embedded=float(model.config.embedding_multiplier))
+
+    def logits(self, config: Any) -> Call | None:
+        """Divided."""
+        return scaled(1 / config.logits_scaling)
+
+    def attention(self, layer: Layer, norms: Norms) -> Attention:
+        """With its multiplier."""
+        add = scaled_onto(layer.groups[1].module, layer.module.residual_multiplier)
+        return replace(super().attention(layer, norms), add=add, plain=None)
+
+    def mlp(self, layer: Layer, norms: Norms) -> Mlp:
+        """With its multiplier."""
+        mlp = super().mlp(layer, norms)
+        assert isinstance(mlp, GatedMlp)
+        down = scaled_onto(layer.groups[3].module, layer.module.residual_multiplier)
+        return replace(mlp, down=down, plain=None)

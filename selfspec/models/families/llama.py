@@ -1,0 +1,135 @@
+"""The Llama skeleton, which Llama 2 and 3.x, Mistral and Qwen2 share, and from which other families differ in parts.
+
+RMSNorm before each sub-layer, separate projections (Qwen2's with biases), rope over whole heads, a gated MLP; windows
+in some layers or all. Knows nothing of caches, prompts and drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import SiLUActivation
+
+from selfspec.basics.errors import UnsupportedModelError
+from selfspec.models.dispatch import device_of
+from selfspec.models.families.base import Attention, AttentionSpec, Block, GatedMlp, Layer, Mlp, Parts, Rope, Rotary
+from selfspec.models.families.common import windows_of
+from selfspec.models.linears import Call, Group, embedding, is_plain, linear, linear_onto, linear_over, side_by_side
+from selfspec.models.norms import LLAMAS, Formula, Norms
+
+
+class Llama:
+    """The `Family` of models with the module tree of `LlamaForCausalLM`."""
+
+    formula: ClassVar[Formula] = LLAMAS
+
+    def parts(self, model: Any) -> Parts:
+        """Where a model keeps its modules."""
+        name = type(model).__name__
+        if not hasattr(model, "lm_head"):
+            raise UnsupportedModelError(f"{name} has no language-model head; expected a causal language model")
+        body = model.model
+        if not len(body.layers):
+            raise UnsupportedModelError(f"{name} has no layers")
+        of_layers = self.attention_specs(body, model.config)
+        attention_specs = tuple(dict.fromkeys(of_layers))
+        first = body.layers[0]
+        return Parts(
+            embedding=body.embed_tokens,
+            layers=tuple(
+                replace(self.layer(layer, attention_specs.index(attention_spec)), rotary=self.rotary(body, i))
+                for i, (layer, attention_spec) in enumerate(zip(body.layers, of_layers, strict=True))
+            ),
+            norm=body.norm,
+            head=Group(model, ("lm_head",)),
+            attention_specs=attention_specs,
+            head_dim=first.self_attn.head_dim,
+            scaling=first.self_attn.scaling,
+            eps=getattr(body.norm, "variance_epsilon", None) or body.norm.eps,
+            formula=self.formula,
+            logits=self.logits(model.config),
+        )
+
+    def rotary(self, body: Any, index: int) -> Rotary:
+        """What a layer is given cosines and sines by."""
+        rotary: Rotary = body.rotary_emb
+        return rotary
+
+    def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:
+        """What each layer's attention sees."""
+        rope = Rope(body.rotary_emb)
+        return [AttentionSpec(rope, window) for window in windows_of(config, len(body.layers))]
+
+    def logits(self, config: Any) -> Call | None:
+        """What becomes of the head's products."""
+        return None
+
+    def layer(self, layer: Any, attention_spec: int) -> Layer:
+        """Where one decoder layer keeps its modules."""
+        norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        return Layer(layer, self.groups(layer.self_attn, layer.mlp), norms, attention_spec)
+
+    def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
+        """The linears of a layer's attention and MLP."""
+        return (
+            Group(attention, ("q_proj", "k_proj", "v_proj")),
+            Group(attention, ("o_proj",), writes=True),
+            Group(mlp, ("gate_proj", "up_proj")),
+            Group(mlp, ("down_proj",), writes=True),
+        )
+
+    def block(self, layer: Layer, norms: Norms) -> Block:
+        """How a layer computes."""
+        return Block(self.attention(layer, norms), self.mlp(layer, norms), device_of(layer.norms[0]))
+
+    def attention(self, layer: Layer, norms: Norms) -> Attention:
+        """How its attention does."""
+        qkv, o = layer.groups[:2]
+        return Attention(
+            norm=norms.read(layer.norms[0], device_of(layer.norms[0])),
+            qkv=side_by_side(qkv.modules),
+            add=linear_onto(o.module),
+            plain=(qkv.modules, o.modules),
+            attention_spec=layer.attention_spec,
+        )
+
+    def mlp(self, layer: Layer, norms: Norms) -> Mlp:
+        """How its MLP does."""
+        gate_up, down = layer.groups[2:]
+        act, silu = activation(layer.module.mlp.act_fn)
+        return GatedMlp(
+            norm=norms.read(layer.norms[1], device_of(layer.norms[0])),
+            gate_up=side_by_side(gate_up.modules),
+            act=act,
+            down=linear_onto(down.module),
+            plain=(gate_up.modules, down.modules) if silu else None,
+        )
+
+    def embed(self, parts: Parts) -> Call:
+        """The embedding, multiplied where the family says so."""
+        call, factor = embedding(parts.embedding), parts.embedded
+        return call if factor == 1.0 else lambda ids: call(ids) * factor
+
+    def head(self, parts: Parts) -> Call:
+        """The head, and what becomes of its products."""
+        return _then(linear(parts.head.module), parts.logits)
+
+    def head_over(self, parts: Parts, tokens: Sequence[int]) -> Call | None:
+        """The head's rows for `tokens`."""
+        call = linear_over(parts.head.module, tokens)
+        return None if call is None else _then(call, parts.logits)
+
+
+def activation(module: Any) -> tuple[Call, bool]:
+    """An activation, and whether it is SiLU, which then works in place."""
+    silu = type(module) in (nn.SiLU, SiLUActivation) and is_plain(module)
+    return (partial(F.silu, inplace=True) if silu else module), silu
+
+
+def _then(first: Call, second: Call | None) -> Call:
+    return first if second is None else lambda x: second(first(x))

@@ -1,0 +1,42 @@
+"""OLMo 2: queries and keys are normed, and what a sub-layer gives; what it reads is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from selfspec.models.families.base import Attention, GatedMlp, Layer, Mlp
+from selfspec.models.families.common import as_it_is, normed_onto, normed_projections
+from selfspec.models.families.llama import Llama
+from selfspec.models.families.qwen3 import shape_of
+from selfspec.models.norms import Formula, Norms
+
+
+class Olmo2(Llama):
+    """The `Family` of models with the module tree of `Olmo2ForCausalLM`; OLMo 3's has windows beside."""
+
+    formula: ClassVar[Formula] = Formula(once=True)
+
+    def layer(self, layer: Any, attention_spec: int) -> Layer:
+        """Its norms come after what they norm."""
+        norms = (layer.post_attention_layernorm, layer.post_feedforward_layernorm)
+        return Layer(layer, self.groups(layer.self_attn, layer.mlp), norms, attention_spec)
+
+    def attention(self, layer: Layer, norms: Norms) -> Attention:
+        """All heads of queries are normed as one, and all of keys."""
+        attention, module = super().attention(layer, norms), layer.module.self_attn
+        q_norm, k_norm = norms.rows(module.q_norm), norms.rows(module.k_norm)
+        return replace(
+            attention,
+            norm=as_it_is,
+            qkv=normed_projections(attention.qkv, q_norm, k_norm, shape_of(module)),
+            add=normed_onto(layer.groups[1].module, norms.rows(layer.norms[0])),
+            plain=None,
+        )
+
+    def mlp(self, layer: Layer, norms: Norms) -> Mlp:
+        """Normed after it."""
+        mlp = super().mlp(layer, norms)
+        assert isinstance(mlp, GatedMlp)
+        down = normed_onto(layer.groups[3].module, norms.rows(layer.norms[1]))
+        return replace(mlp, norm=as_it_is, down=down, plain=None)

@@ -1,0 +1,32 @@
+"""Qwen3: the Llama skeleton, with the heads of queries and keys normed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from selfspec.models.families.base import Attention, Layer
+from selfspec.models.families.common import normed_heads
+from selfspec.models.families.llama import Llama
+from selfspec.models.norms import Norms
+
+
+class Qwen3(Llama):
+    """The `Family` of models with the module tree of `Qwen3ForCausalLM`."""
+
+    def attention(self, layer: Layer, norms: Norms) -> Attention:
+        """With norms of heads."""
+        return with_normed_heads(super().attention(layer, norms), layer, norms)
+
+
+def with_normed_heads(attention: Attention, layer: Layer, norms: Norms) -> Attention:
+    """With the norms that attention calls `q_norm` and `k_norm`, of heads."""
+    module = layer.module.self_attn
+    q_norm, k_norm = norms.rows(module.q_norm), norms.rows(module.k_norm)
+    return replace(attention, qkv=normed_heads(attention.qkv, q_norm, k_norm, shape_of(module)), plain=None)
+
+
+def shape_of(attention: Any) -> tuple[int, int, int]:
+    """Query heads, key heads, and the size of one."""
+    d = attention.head_dim
+    return attention.q_proj.out_features // d, attention.k_proj.out_features // d, d

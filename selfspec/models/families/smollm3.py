@@ -1,0 +1,22 @@
+"""SmolLM3: the Llama skeleton, where some layers have no rope."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from selfspec.models.families.base import AttentionSpec, Rope
+from selfspec.models.families.common import not_turned, windows_of
+from selfspec.models.families.llama import Llama
+
+
+class SmolLM3(Llama):
+    """The `Family` of models with the module tree of `SmolLM3ForCausalLM`."""
+
+    def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:
+        """Rope where attention says that it uses it."""
+        turned, unturned = Rope(body.rotary_emb), Rope(not_turned)
+        windows = windows_of(config, len(body.layers))
+        return [
+            AttentionSpec(turned if layer.self_attn.use_rope else unturned, window)
+            for layer, window in zip(body.layers, windows, strict=True)
+        ]

@@ -1,0 +1,48 @@
+"""StableLM: the Llama skeleton with LayerNorm and rope over a part of each head; some norm heads, or are parallel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from selfspec.models.families.base import Attention, Block, Layer
+from selfspec.models.families.cohere2 import parallel
+from selfspec.models.families.common import normed_heads
+from selfspec.models.families.llama import Llama
+from selfspec.models.families.qwen3 import shape_of
+from selfspec.models.linears import Call
+from selfspec.models.norms import Norms
+
+
+class StableLm(Llama):
+    """The `Family` of models with the module tree of `StableLmForCausalLM`."""
+
+    def layer(self, layer: Any, attention_spec: int) -> Layer:
+        """Where sub-layers are parallel, one norm serves both."""
+        norms = (layer.input_layernorm, layer.post_attention_layernorm or layer.input_layernorm)
+        return Layer(layer, self.groups(layer.self_attn, layer.mlp), norms, attention_spec)
+
+    def attention(self, layer: Layer, norms: Norms) -> Attention:
+        """With norms of heads, each head by its own, where there are some."""
+        attention, module = replace(super().attention(layer, norms), plain=None), layer.module.self_attn
+        if not module.qk_layernorm:
+            return attention
+        q_norm, k_norm = _by_head(module.q_layernorm), _by_head(module.k_layernorm)
+        return replace(attention, qkv=normed_heads(attention.qkv, q_norm, k_norm, shape_of(module)))
+
+    def block(self, layer: Layer, norms: Norms) -> Block:
+        """Parallel, or one after the other."""
+        block = super().block(layer, norms)
+        return parallel(block) if layer.module.use_parallel_residual else block
+
+
+def _by_head(module: Any) -> Call:
+    """A module that reads `[B, H, n, d]`, of `[N, H, d]`."""
+
+    def norm(x: Tensor) -> Tensor:
+        normed: Tensor = module(x.transpose(0, 1).unsqueeze(0))
+        return normed.squeeze(0).transpose(0, 1)
+
+    return norm

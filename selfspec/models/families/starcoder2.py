@@ -1,0 +1,35 @@
+"""Starcoder 2: the Llama skeleton with LayerNorm, biases everywhere, and an MLP without a gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from selfspec.models.dispatch import device_of
+from selfspec.models.families.base import Layer, Mlp
+from selfspec.models.families.common import PlainMlp
+from selfspec.models.families.llama import Llama, activation
+from selfspec.models.linears import Group, linear_onto, side_by_side
+from selfspec.models.norms import Norms
+
+
+class Starcoder2(Llama):
+    """The `Family` of models with the module tree of `Starcoder2ForCausalLM`."""
+
+    def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
+        """The MLP's are two."""
+        return (*super().groups(attention, mlp)[:2], Group(mlp, ("c_fc",)), Group(mlp, ("c_proj",), writes=True))
+
+    def mlp(self, layer: Layer, norms: Norms) -> Mlp:
+        """No gate."""
+        return plain_mlp(layer, norms, layer.module.mlp.act)
+
+
+def plain_mlp(layer: Layer, norms: Norms, act: Any) -> PlainMlp:
+    """An MLP of two linears, `act` between them."""
+    up, down = layer.groups[2:]
+    return PlainMlp(
+        norm=norms.read(layer.norms[1], device_of(layer.norms[0])),
+        up=side_by_side(up.modules),
+        act=activation(act)[0],
+        down=linear_onto(down.module),
+    )

@@ -1,0 +1,238 @@
+"""GGUF files as models: dequantised through `transformers`, and kept as a folder that `from_pretrained` maps.
+
+What `transformers` leaves out of such a file is added here: how rope is scaled, and every token that ends an answer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from selfspec.basics.errors import SelfspecError, reason
+from selfspec.basics.files import cache_folder
+from selfspec.models.gguf_header import Header, read_header
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
+
+ARCHITECTURES = ("llama", "qwen2")  # Mistral's files say llama
+KEEP = "SELFSPEC_GGUF_COPIES"  # set to 0: no dequantised weights are kept
+_VERSION = 1  # of what is kept
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_log = logging.getLogger("selfspec")
+
+
+def check_gguf(path: Path) -> Header:
+    """The header of a GGUF file that can be a model here. Raises `SelfspecError`; cheap."""
+    header = read_header(path)
+    parts = header.metadata.get("split.count", 1)
+    if parts != 1:
+        raise SelfspecError(
+            f"{path}: one of {parts} parts of a split model; join them first: llama-gguf-split --merge FIRST OUT"
+        )
+    if header.architecture not in ARCHITECTURES:
+        raise SelfspecError(
+            f"{path}: a model of architecture '{header.architecture}'; served from GGUF files: "
+            f"{', '.join(ARCHITECTURES)} (Mistral's files say llama)"
+        )
+    if header.of("expert_count"):
+        raise SelfspecError(f"{path}: a mixture of experts, which is not served from GGUF files")
+    if "tokenizer.ggml.tokens" not in header.metadata:
+        raise SelfspecError(f"{path}: holds no tokenizer; expected a model's file")
+    _rope(path, header)
+    return header
+
+
+def description(path: Path) -> Path:
+    """The folder with configuration, tokenizer and generation configuration of a GGUF file, made when first needed.
+
+    Raises `SelfspecError` where they cannot be read from the file.
+    """
+    folder = _folder(path)
+    if not (folder / "config.json").is_file():
+        header = check_gguf(path)
+        try:
+            with _making(folder) as made:
+                _describe(path, header, made)
+        except Exception as error:  # a broken file can raise anything
+            raise SelfspecError(f"{path}: cannot be used as a model: {reason(error)}") from error
+    return folder
+
+
+def _describe(path: Path, header: Header, folder: Path) -> None:
+    from transformers import AutoTokenizer, GenerationConfig
+
+    AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name).save_pretrained(folder)
+    config = _config(path, header)
+    keys = (f"tokenizer.ggml.{name}" for name in _ENDS)
+    ends = sorted({header.metadata[key] for key in keys if key in header.metadata})
+    GenerationConfig(
+        bos_token_id=config.bos_token_id, eos_token_id=ends or None, pad_token_id=config.pad_token_id
+    ).save_pretrained(folder)
+    config.save_pretrained(folder)
+
+
+def weights(path: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """What `from_pretrained` is to be told of where a GGUF file's weights are: its first argument, and others by name.
+
+    They lie dequantised in the cache folder, written when first asked for; where they cannot, or where the variable
+    `SELFSPEC_GGUF_COPIES` is 0, they are dequantised anew.
+    """
+    import torch
+
+    stored = torch.float32 if dtype == torch.float64 else dtype  # what is dequantised is exact in float32
+    folder = description(path) / str(stored).removeprefix("torch.")
+    if (folder / "config.json").is_file():
+        return {"pretrained_model_name_or_path": str(folder)}
+    if os.environ.get(KEEP) != "0" and folder.is_relative_to(cache_folder()):
+        try:
+            _copy(path, folder, stored)
+        except OSError as error:
+            _log.warning("%s: dequantised weights cannot be kept (%s)", path.name, error.strerror or error)
+        else:
+            return {"pretrained_model_name_or_path": str(folder)}
+    return _from_file(path)
+
+
+def own_dtype(path: Path) -> torch.dtype:
+    """What its weights are best held in on an accelerator: as in the file, or bfloat16 where they are quantised."""
+    import torch
+    from gguf import GGMLQuantizationType as Type
+
+    types = {tensor.type for tensor in read_header(path).tensors.values() if len(tensor.shape) > 1}
+    known = {Type.F32: torch.float32, Type.F16: torch.float16}
+    return known.get(Type(types.pop()), torch.bfloat16) if len(types) == 1 else torch.bfloat16
+
+
+def _copy(path: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Dequantise a file's weights into a folder, and say so."""
+    from transformers import AutoModelForCausalLM
+
+    _log.warning("%s: dequantising it to %s, once ...", path.name, str(dtype).removeprefix("torch."))
+    with _making(folder) as made, quietly():
+        model = AutoModelForCausalLM.from_pretrained(**_from_file(path), dtype=dtype, trust_remote_code=False)
+        model.hf_quantizer = None  # its weights are plain now; saving is refused otherwise
+        model.config = _config(path, check_gguf(path))
+        model.save_pretrained(made)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    _log.warning("%s: kept %.0f MB in %s, for the next time (%s=0 keeps nothing)", path.name, size / 1e6, folder, KEEP)
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    import transformers
+
+    plain = {}
+    if hasattr(transformers, "GgufConfig"):  # newer ones may keep weights packed where they have a kernel for them
+        plain["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    config = _config(path, check_gguf(path))
+    return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "config": config} | plain
+
+
+def _config(path: Path, header: Header) -> PretrainedConfig:
+    """The file's configuration as `transformers` reads it, with rope as the file has it."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
+    rope = _rope(path, header)
+    if rope:
+        config.rope_parameters = {**config.rope_parameters, **rope}
+    return config
+
+
+def _rope(path: Path, header: Header) -> dict[str, Any]:
+    """How rope's frequencies are scaled, as a configuration says it; nothing where they are not."""
+    kind, factor = header.of("rope.scaling.type"), header.of("rope.scaling.factor")
+    if "rope_freqs.weight" in header.tensors:
+        return _llama3(path, header)
+    if kind in (None, "none"):
+        return {}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    original = header.of("rope.scaling.original_context_length")
+    if kind == "yarn" and original:
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    raise SelfspecError(f"{path}: rope scaled by '{kind}', which is not served from GGUF files")
+
+
+def _llama3(path: Path, header: Header) -> dict[str, Any]:
+    """Llama 3.1's scaling, of which the file holds only what each frequency is divided by, `[d / 2]`."""
+    import numpy as np
+
+    tensor = header.tensors["rope_freqs.weight"]
+    divisors = np.fromfile(path, dtype="<f4", count=tensor.shape[0], offset=tensor.start)
+    if tensor.type == 0 and np.all(divisors == 1):
+        return {}
+    base = header.of("rope.freq_base") or 10_000.0
+    lengths = 2 * np.pi * base ** (np.arange(len(divisors)) / len(divisors))  # of the waves, in positions
+    factor = float(np.round(divisors.max(), 3))
+    original, high, low = (
+        _LLAMA3[name] for name in ("original_max_position_embeddings", "high_freq_factor", "low_freq_factor")
+    )
+    share = np.clip((original / lengths - low) / (high - low), 0, 1)  # of the frequency as it was
+    if tensor.type != 0 or not np.allclose(divisors, 1 / ((1 - share) / factor + share), rtol=1e-3):
+        raise SelfspecError(f"{path}: rope frequencies of its own kind, which are not served; known: Llama 3.1's")
+    return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+
+
+def _folder(path: Path) -> Path:
+    """Where what is made of this file, as it is now, is kept."""
+    path = path.resolve()
+    stat = path.stat()
+    what = json.dumps([_VERSION, str(path), stat.st_size, stat.st_mtime_ns])
+    return _root() / f"{path.stem}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+
+
+def _root() -> Path:
+    """Where what is made of all files is kept; where nothing can be, a folder that ends with the process."""
+    folder = cache_folder() / "gguf"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return _lost()
+
+
+@functools.cache
+def _lost() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="selfspec-gguf-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@contextlib.contextmanager
+def _making(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `folder` whole or not at all."""
+    made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    try:
+        yield made
+        if folder.is_dir():  # the description, or what another process has made meanwhile
+            for file in made.iterdir():
+                os.replace(file, folder / file.name)
+        else:
+            made.rename(folder)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Progress bars on a terminal only."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        yield

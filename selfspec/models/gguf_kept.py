@@ -1,0 +1,170 @@
+"""GGUF files as models whose weights stay as the file holds them: read once, never dequantised as a whole.
+
+Types in blocks of 32 with scales of float16 are kept (`TYPES`); weights of other types are dequantised. Knows nothing
+of products, caches and drafts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.models.families import parts_of
+from selfspec.models.gguf import check_gguf, description
+from selfspec.models.gguf_header import Tensor as Described
+from selfspec.models.gguf_linear import BLOCK, BlockEmbedding, BlockLinear, GGUFWeight, block_product, together
+from selfspec.models.linears import Group
+from selfspec.models.native import nativise_
+from selfspec.models.native_library import available
+
+TYPES = ("Q4_0", "Q4_1", "Q8_0")
+_log = logging.getLogger("selfspec")
+
+
+def kept_model(path: Path) -> Any:
+    """The model of a GGUF file, in float32 but for the weights that stay as they are there. Raises `SelfspecError`."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(str(description(path)), trust_remote_code=False)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    file, parts = _File(path, config), parts_of(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    embedding = names[id(parts.embedding)]
+    if (blocks := file.blocks(embedding)) is not None:
+        owner, _, name = embedding.rpartition(".")
+        setattr(model.get_submodule(owner), name, BlockEmbedding(blocks))
+    file.share(names[id(parts.head.module)], embedding, blocks)
+    for group in (*parts.groups(), parts.head):
+        _keep(group, [names[id(module)] for module in group.modules], file)
+    made: dict[str, nn.Parameter] = {}  # by the tensor's name: what a head shares with the embedding is held once
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if parameter.is_meta:
+            owner, _, last = name.rpartition(".")
+            if (of := file.name_of(name)) not in made:
+                made[of] = nn.Parameter(file.dequantised(name), requires_grad=False)
+            setattr(model.get_submodule(owner), last, made[of])
+    for group in (*parts.groups(), parts.head) if available() else ():
+        if all(type(module) is nn.Linear for module in group.modules):
+            nativise_(group)
+    file.report()
+    return model
+
+
+def _keep(group: Group, names: Sequence[str], file: _File) -> None:
+    """Replace a group's linears by those that keep the file's weights: together where all are of the same bits."""
+    modules, found = group.modules, [file.blocks(name) for name in names]
+    bits = {None if blocks is None else blocks.bits for blocks in found}
+    if len(modules) > 1 and (len(bits) > 1 or len({module.bias is None for module in modules}) > 1):
+        for name, module_name in zip(group.names, names, strict=True):
+            _keep(Group(group.parent, (name,)), [module_name], file)
+        return
+    kept = [blocks for blocks in found if blocks is not None]
+    if not kept:
+        return
+    biases = [file.dequantised(f"{n}.bias") for n, m in zip(names, modules, strict=True) if m.bias is not None]
+    whole, start = block_product(together(kept), torch.cat(biases) if biases else None), 0
+    for name, module in zip(group.names, modules, strict=True):
+        setattr(group.parent, name, BlockLinear(whole, start, module))
+        start += module.out_features
+
+
+class _File:
+    """A GGUF file's tensors by the names that `transformers` has for them."""
+
+    def __init__(self, path: Path, config: Any) -> None:
+        import gguf
+
+        self._gguf, self._path, self._config = gguf, path, config
+        self._header = check_gguf(path)
+        arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == self._header.architecture)
+        self._names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+        self._data = np.memmap(path, np.uint8, "r")
+        self._kept: dict[str, GGUFWeight] = {}
+        self._same: dict[str, str] = {}
+        self._others: Counter[str] = Counter()
+
+    def share(self, head: str, embedding: str, blocks: GGUFWeight | None) -> None:
+        """Let the head have the embedding's weight where the file has none of its own."""
+        if self._described(f"{head}.weight") is None:
+            self._same[f"{head}.weight"] = f"{embedding}.weight"
+            if blocks is not None:
+                self._kept[head] = blocks
+
+    def blocks(self, module: str) -> GGUFWeight | None:
+        """The weight of a linear or an embedding; None where it is of a type that is not kept."""
+        if module in self._kept:
+            return self._kept[module]
+        tensor = self._found(self.name_of(f"{module}.weight"))
+        into, out = tensor.shape
+        kind = self._gguf.GGMLQuantizationType(tensor.type).name
+        if kind not in TYPES or into % BLOCK:
+            return None
+        raw = self._rows(tensor).reshape(out, into // BLOCK, -1)
+        numbers = 2 if kind == "Q4_1" else 1
+        grid = torch.from_numpy(np.ascontiguousarray(raw[..., : 2 * numbers]).view(np.float16))
+        values = torch.from_numpy(np.ascontiguousarray(raw[..., 2 * numbers :])).view(out, -1)
+        if kind == "Q4_0":  # (value - 8) * scale
+            grid = torch.cat([grid, -8 * grid], -1)
+        found = GGUFWeight(4, values, grid) if kind != "Q8_0" else GGUFWeight(8, values.view(torch.int8), grid)
+        order = self._order(module, out)
+        return found if order is None else found.rows(order)
+
+    def name_of(self, name: str) -> str:
+        """The parameter that the file has for one."""
+        return self._same.get(name, name)
+
+    def dequantised(self, name: str) -> Tensor:
+        """A parameter in float32, whatever its type. Raises `SelfspecError` where there is none."""
+        tensor = self._found(self.name_of(name))
+        kind = self._gguf.GGMLQuantizationType(tensor.type)
+        if len(tensor.shape) > 1:
+            self._others[kind.name] += 1
+        values = np.array(self._gguf.quants.dequantize(self._rows(tensor), kind), dtype=np.float32)
+        found = torch.from_numpy(values).view(*reversed(tensor.shape))
+        order = self._order(name.rpartition(".")[0], len(found))
+        return found if order is None else found[order]
+
+    def report(self) -> None:
+        """Say which weights are not kept."""
+        if self._others:
+            kinds = ", ".join(f"{n} of type {kind}" for kind, n in sorted(self._others.items()))
+            _log.warning(
+                "%s: dequantised to float32: %s; kept as in the file: %s", self._path.name, kinds, ", ".join(TYPES)
+            )
+
+    def _order(self, module: str, out: int) -> Tensor | None:
+        """Which row comes where: llama's queries and keys lie in the file with the two of a pair side by side."""
+        last = module.rpartition(".")[2]
+        if self._header.architecture != "llama" or last not in ("q_proj", "k_proj"):
+            return None
+        heads = self._config.num_attention_heads if last == "q_proj" else self._config.num_key_value_heads
+        return torch.arange(out).view(heads, -1, 2).transpose(1, 2).reshape(-1)
+
+    def _found(self, name: str) -> Described:
+        tensor = self._described(name)
+        if tensor is None:
+            raise SelfspecError(f"{self._path}: holds no tensor for {name}")
+        return tensor
+
+    def _described(self, name: str) -> Described | None:
+        module, _, suffix = name.rpartition(".")
+        known = self._names.get_name(module)
+        return None if known is None else self._header.tensors.get(f"{known}.{suffix}")
+
+    def _rows(self, tensor: Described) -> Any:
+        """A tensor's bytes `[out, bytes]`."""
+        values, size = self._gguf.GGML_QUANT_SIZES[self._gguf.GGMLQuantizationType(tensor.type)]
+        into, *more = tensor.shape
+        out = int(np.prod(more))
+        row = into // values * size
+        return self._data[tensor.start : tensor.start + out * row].reshape(out, row)

@@ -1,0 +1,253 @@
+"""What multiplies weights in few bits on this machine: selfspec's own products or torch's, whichever is fastest.
+
+Which is fastest depends on the processor: a product may run on a kernel made for it, or on a reference that is slower
+than float32. So they are timed on a weight like the model's, once for each kind of model, and the choice is remembered.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import cached_file, read_cached, write_cached
+from selfspec.basics.machine import machine
+from selfspec.models.linears import Call
+from selfspec.models.low_precision import Bits, Kernel, QuantizedWeight, fake, quantize
+from selfspec.models.native import IN_A_PASS, NativeProduct
+from selfspec.models.native_library import available
+
+_OUTPUTS, _VALUES = 4096, 2**26  # of a weight to time on: outputs at least, and values at most that are more than those
+_REPEATS = 5
+_COPIES, _CACHES = 24, 2**26  # of it, at most; and bytes that no cache holds, as a step reads each weight once
+_ENLARGED = 2.0**20
+_WIDE = 24  # rows from which on a product with weights that are held in bfloat16 is faster than one in few bits
+COARSER = 1.1  # times the time: float8 is five times as far off the model's weights, and drafts are accepted less often
+_ERROR = 0.05  # of a product's size, that a kernel's may be off the rounded weight's own
+
+
+def weights_only(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
+    """8-bit weights and bfloat16 rows.
+
+    torch's product reads inputs 32 at a time, beyond the end where they are no multiple of that.
+    """
+    into = weight.values.shape[1]
+    more = -into % 32
+    values, scale = F.pad(weight.values, (0, more)) if more else weight.values, weight.scale.flatten()
+
+    def product(x: Tensor) -> Tensor:
+        return torch._weight_int8pack_mm(F.pad(x, (0, more)) if more else x, values, scale)
+
+    return _wide_too(product, into)
+
+
+def both_in_8_bits(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
+    """8-bit weights, and each row brought to 8 bits by its own largest value on the way.
+
+    torch's product for one row is the faster, and scales all rows as one; several rows are scaled here, each by itself,
+    for a product that costs little more for each further row. What that needs is packed when several rows first come.
+    torch takes rows whose values are all below 2^-6 for coarser than they are, so the one row comes enlarged.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is to drop its tensors of quantised type
+        scales, zeros = weight.scale.flatten().double() / _ENLARGED, torch.zeros(len(weight.scale), dtype=torch.long)
+        held = torch._make_per_channel_quantized_tensor(weight.values, scales, zeros, 0)
+        packed, scale = torch.ops.quantized.linear_prepack(held, None), weight.scale
+        alone = torch.ops.quantized.linear_dynamic.default
+    several: list[Call] = []
+
+    def product(x: Tensor) -> Any:
+        if len(x) == 1:
+            return alone(x.float() * _ENLARGED, packed)
+        if not several:
+            several.append(_by_rows(torch.ops.quantized.linear_unpack(packed)[0].int_repr(), scale))
+        return several[0](x)
+
+    return product
+
+
+def _by_rows(values: Tensor, scale: Tensor) -> Call:
+    """Products of rows that are scaled one by one."""
+    packed = torch.ops.onednn.qlinear_prepack(values, None)
+    scales, zeros = scale.flatten().float(), torch.zeros(len(scale), dtype=torch.int32)
+    product = torch.ops.onednn.qlinear_pointwise.default
+
+    def several(x: Tensor) -> Any:
+        x = x.float()
+        size = x.abs().amax(1, keepdim=True).clamp_(min=1e-30).div_(127)
+        steps = torch.div(x, size).add_(128).round_().to(torch.uint8)
+        return product(steps, 1.0, 128, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], "").mul_(size)
+
+    return several
+
+
+def four_bits(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
+    """4-bit weights in groups, and bfloat16 rows. torch wants outputs by 16."""
+    assert weight.zero is not None
+    out, into = weight.values.shape
+    values = F.pad(weight.values, (0, 0, 0, -out % 16))
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.int(), 1)
+    both = F.pad(torch.stack([weight.scale, weight.zero], -1), (0, 0, 0, 0, 0, -out % 16)).transpose(0, 1).contiguous()
+    product, group = torch.ops.aten._weight_int4pack_mm_for_cpu.default, into // weight.scale.shape[1]
+    return _wide_too(lambda x: product(x, packed, group, both).narrow(1, 0, out), into)
+
+
+def four_bits_on_cuda(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
+    """The same on CUDA (compute capability 8.0 and above), where torch wants outputs by 8 and inputs by 32."""
+    assert weight.zero is not None
+    out, into = weight.values.shape
+    more = -out % 8
+    values = F.pad(weight.values, (0, 0, 0, more)).to(torch.uint8)
+    tiles = next(n for n in (8, 4, 2) if into % (16 * n) == 0)
+    packed = torch.ops.aten._convert_weight_to_int4pack(values[:, ::2] << 4 | values[:, 1::2], tiles)
+    both = F.pad(torch.stack([weight.scale, weight.zero], -1), (0, 0, 0, 0, 0, more)).transpose(0, 1).contiguous()
+    product, group = torch.ops.aten._weight_int4pack_mm.default, into // weight.scale.shape[1]
+    return _wide_too(lambda x: product(x, packed, group, both).narrow(1, 0, out), into)
+
+
+def float8(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
+    """8-bit floating-point weights and rows (e4m3), each output and each row with a scale of its own.
+
+    On CUDA from compute capability 8.9 on. torch wants outputs and inputs by 16.
+    """
+    out, into = weight.values.shape
+    whole = F.pad(weight.weight(torch.float32), (0, -into % 16, 0, -out % 16))
+    values, scale = _in_float8(whole)
+    across, scales = values.t(), scale.t().contiguous()
+
+    def product(x: Tensor) -> Tensor:
+        rows, size = _in_float8(F.pad(x.float(), (0, -into % 16)))
+        found = torch._scaled_mm(rows, across, scale_a=size, scale_b=scales, out_dtype=torch.bfloat16)
+        return found.narrow(1, 0, out)
+
+    return product
+
+
+def _in_float8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows `[n, d]` in 8 bits, and what they are multiples of `[n, 1]`."""
+    size = rows.abs().amax(1, keepdim=True).clamp(min=1e-30) / torch.finfo(torch.float8_e4m3fn).max
+    return (rows / size).to(torch.float8_e4m3fn), size
+
+
+def _wide_too(product: Call, into: int) -> Call:
+    """A product of bfloat16 rows in few bits; of many rows, as a replay has, with what it makes of the weights.
+
+    Those are held, in bfloat16, from the first such rows on.
+    """
+    held: list[Tensor] = []
+
+    def either(x: Tensor) -> Tensor:
+        x = x.to(torch.bfloat16)
+        if len(x) < _WIDE:
+            return product(x)
+        if not held:
+            eye = torch.eye(into, dtype=torch.bfloat16, device=x.device)
+            held.append(torch.cat([product(rows) for rows in torch.split(eye, 64)]))  # the weight, transposed
+        return x @ held[0]
+
+    return either
+
+
+def native(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
+    """Selfspec's own: 8-bit or 4-bit weights and float32 rows."""
+    return NativeProduct(weight)
+
+
+# Without dot products of 8 bits, sums of products are held in 16 bits on the way, which do not hold them.
+_DOT_PRODUCTS = {"both in 8 bits": both_in_8_bits} if torch.cpu._is_vnni_supported() else {}
+KERNELS: Mapping[Bits, Mapping[str, Kernel]] = {
+    8: {"native": native, "weights only": weights_only, **_DOT_PRODUCTS},
+    4: {"native": native, "weights only": four_bits},
+}
+ON_CUDA: Mapping[Bits, Mapping[str, Kernel]] = {
+    8: {"weights only": weights_only, "float8": float8},
+    4: {"weights only": four_bits_on_cuda},
+}
+BY_DEVICE = {"cpu": KERNELS, "cuda": ON_CUDA}  # by kind of device
+
+
+def kernel_for(weight: Tensor, bits: Bits) -> Kernel:
+    """The fastest for products of one row with weights like this one.
+
+    `fake` where there is none, as on any device but the CPU and CUDA: drafts in few bits are no faster there than in
+    full, and take the memory of weights in full.
+    """
+    if weight.device.type not in BY_DEVICE:
+        return fake
+    kernels, path = BY_DEVICE[weight.device.type][bits], _path(weight, bits)
+    known = read_cached(path)
+    if isinstance(known, str) and known in (*kernels, "fake"):
+        return kernels.get(known, fake)
+    times = kernel_times(weight, bits)
+    for name, factor in (("native", IN_A_PASS), ("float8", COARSER)):
+        if name in times:
+            times[name] *= factor
+    best = min(times, key=lambda name: times[name]) if times else "fake"
+    write_cached(path, best)
+    return kernels.get(best, fake)
+
+
+@torch.inference_mode()
+def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, float]:
+    """Seconds of a product of `rows` rows with a weight like this one, by kernel.
+
+    Weights come from memory, as in a step, where those of the model do not fit into caches. Kernels that fail, or are
+    wrong, with one row or with several, are left out.
+    """
+    generator = torch.Generator().manual_seed(0)
+    into = weight.shape[1]
+    out = max(min(len(weight), _VALUES // into), _OUTPUTS)
+    like = torch.randn(out, into, generator=generator).to(weight)
+    several = torch.randn(max(rows, 3), into, generator=generator).to(weight)
+    x = several[:rows]
+    held = quantize(like, bits)
+    exact = several.float() @ held.weight(torch.float32).t()
+    copies = [held, *(_copy(held) for _ in range(min(_COPIES, _CACHES // (held.values.numel() * bits // 8)) - 1))]
+    calls: dict[str, list[Call]] = {}
+    for name, kernel in BY_DEVICE[weight.device.type][bits].items():
+        try:
+            call = kernel(held, weight.dtype)
+            if _near(call(several), exact) and _near(call(several[:1]), exact[:1]):
+                calls[name] = [call, *(kernel(copy, weight.dtype) for copy in copies[1:])]
+        except (RuntimeError, AttributeError, NotImplementedError, SelfspecError):
+            continue
+    times = dict.fromkeys(calls, float("inf"))
+    for _ in range(_REPEATS):
+        for name, products in calls.items():
+            begun = time.perf_counter()
+            for call in products:
+                call(x)
+            if weight.is_cuda:
+                torch.cuda.synchronize(weight.device)
+            times[name] = min(times[name], (time.perf_counter() - begun) / len(products))
+    return times
+
+
+def _copy(held: QuantizedWeight) -> QuantizedWeight:
+    """The same elsewhere in memory."""
+    return replace(held, values=held.values.clone())
+
+
+def _near(ours: Tensor, exact: Tensor) -> bool:
+    return float((ours.float() - exact).norm()) < _ERROR * float(exact.norm())
+
+
+def _path(weight: Tensor, bits: Bits) -> Path:
+    what: Sequence[object] = [
+        machine(weight.device),
+        torch.get_num_threads(),
+        torch.__version__,
+        bits,
+        available(),
+        list(weight.shape),
+        str(weight.dtype),
+    ]
+    return cached_file("kernels", what)

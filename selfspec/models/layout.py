@@ -1,0 +1,337 @@
+"""In which order the weights of a model that selfspec loaded lie in memory (their *layout*).
+
+A plain decoding step multiplies every weight with one row, a verification with a few. Which layout makes that fastest
+depends on the processor and the sizes, so it is measured on the model's own weights, once for each kind of model, and
+remembered.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import cached_file, read_cached, write_cached
+from selfspec.basics.machine import machine
+from selfspec.models.families import Parts, is_lean, parts_of
+from selfspec.models.gguf_linear import BlockEmbedding, BlockLinear
+from selfspec.models.linears import Group, is_exact, join_, linear, side_by_side
+from selfspec.models.native import IN_A_PASS, ROWS, nativise_
+from selfspec.models.native_library import available, library
+from selfspec.models.onednn_linear import PackedLinear, pack_
+from selfspec.models.shards import own_weight
+
+LAYOUTS = ("rows", "columns", "onednn", "native")
+WIDTHS = (1, 2, 3, 4, 8, 128)  # rows that are timed: a decoding step, verifications, a prompt
+_SAMPLE = 512 * 2**20  # bytes of weights that are timed, where the model has as many: more than processors cache
+_BUDGET = 1.5  # seconds of timing; every layout is timed at least twice
+_ERROR = 8  # times the error of the products by `rows` that those of another layout may have
+MUCH = 2.0  # times longer than can be: such times are not remembered
+_CLEARLY = 0.97  # of what `rows` costs: another layout that costs less is taken
+_NO_DEARER = 1.03  # of what plain decoding's layout needs for one row: a layout for drafting needs no more
+_STEP = 0.35  # what a draft step costs, in passes of the whole model over one row
+# Rounds to choose a layout for: draft steps, rows verified, tokens emitted on average. A drafted token is accepted 6
+# times of 10; where more rows than drafted tokens and the last committed one are verified, they are further candidates.
+_ROUNDS = ((1, 2, 1.65), (1, 3, 1.78), (2, 4, 2.13), (3, 8, 2.6))
+# The same where drafts run in few bits: they are right 95 times of 100, and cost the same in every layout.
+_LOW_STEP, _LOW_ROUNDS = 0.45, ((3, 4, 3.7), (7, 8, 6.6))
+
+_LAY: dict[str, Callable[[Group], None]] = {
+    "rows": join_,
+    "columns": partial(join_, columns=True),
+    "onednn": pack_,
+    "native": nativise_,
+}
+
+Times = dict[str, dict[int, float]]
+"""Seconds by layout and by number of rows."""
+
+
+def check_layout(layout: str) -> None:
+    """Raise `SelfspecError` when `layout` is not the name of a layout."""
+    if layout not in ("auto", *LAYOUTS):
+        raise SelfspecError(f"layout '{layout}' is not known; known: auto, {', '.join(LAYOUTS)}")
+
+
+def lay_out_(model: Any, layout: str = "auto", *, drafting: bool = False, few_bits: bool = False) -> str:
+    """Change the layout of the weights of a model's linears in place, and return the one that they have now.
+
+    `rows`: by rows, as they were loaded, those of linears that read the same input side by side in one tensor.
+    `columns`: the same by columns. `onednn`: packed (`PackedLinear`), for float32 and bfloat16 on a CPU only; no other
+    copy is kept, except that a head that is also the embedding is then held twice. `native`: by rows, for products and
+    passes of selfspec's own (`native.py`); for the same dtypes, with a C++ compiler. `auto`: the layout that was
+    measured to be fastest on this machine, with `drafting` for drafting and verifying, with `few_bits` where drafts run
+    in few bits, else for plain decoding. Raises `SelfspecError` for an unknown layout, one that this model cannot have,
+    and a model that is not served.
+    """
+    check_layout(layout)
+    if not is_lean(model):  # it runs itself, on weights as they are
+        if layout not in ("auto", "rows"):
+            raise SelfspecError(f"layout '{layout}' is not for {type(model).__name__}; expected auto or rows")
+        return "rows"
+    if layout == "auto":
+        layout = choose(layout_times(model), drafting=drafting, few_bits=few_bits)
+    if layout in ("rows", "columns"):
+        join_all_(model, columns=layout == "columns")
+        return layout
+    parts = parts_of(model)
+    if layout == "onednn" and not _packable(parts):
+        raise SelfspecError(
+            "layout 'onednn' is for float32 and bfloat16 weights on a CPU with oneDNN; expected auto, rows or columns"
+        )
+    if layout == "native":
+        library()
+        if not _plain(parts):
+            raise SelfspecError(
+                "layout 'native' is for float32 and bfloat16 weights on a CPU; expected auto, rows or columns"
+            )
+    for group in (*parts.groups(), parts.head):
+        _LAY[layout](group)
+    return layout
+
+
+def join_all_(model: Any, *, columns: bool = False) -> None:
+    """Lay the parameters of linears that read the same input side by side (`join_`) throughout a model, in place.
+
+    With `columns`, all linears' weights are stored by columns, and still written to files by rows. A head that is also
+    the embedding is stored so, too: an embedding reads one row a token, a head all of them.
+    """
+    parts = parts_of(model)
+    for group in parts.groups():
+        join_(group, columns=columns)
+    if columns:
+        join_(parts.head, columns=True)
+        model.register_state_dict_post_hook(_by_rows)
+
+
+def _by_rows(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: dict[str, Any]) -> None:
+    """Store every weight of a state dictionary by rows, as files hold it; one that has two names stays one."""
+    stored: dict[int, Tensor] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and not value.is_contiguous():
+            state[name] = stored.setdefault(value.data_ptr(), value.contiguous())
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of all parameters and packed weights; memory that several share counts once, meta tensors not at all."""
+    storages = [own_weight(p).untyped_storage() for p in model.parameters() if not p.is_meta]
+    held: dict[int, int] = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    packed = {id(m.packed): m.packed for m in model.modules() if isinstance(m, PackedLinear)}
+    blocks = [m.blocks for m in model.modules() if isinstance(m, (BlockLinear, BlockEmbedding))]
+    kept = {b.values.data_ptr(): b for b in blocks}
+    return sum([*held.values(), *(p.bytes for p in packed.values()), *(b.bytes for b in kept.values())])
+
+
+def _plain(parts: Parts) -> bool:
+    """Whether all weights are a CPU's, all of float32 or all of bfloat16."""
+    modules = [module for group in (parts.head, *parts.groups()) for module in group.modules]
+    if not all(map(is_exact, modules)) or (dtype := modules[0].weight.dtype) not in (torch.float32, torch.bfloat16):
+        return False
+    return all(m.weight.device.type == "cpu" and m.weight.dtype == dtype for m in modules)
+
+
+def _packable(parts: Parts) -> bool:
+    if not _plain(parts):
+        return False
+    dtype = parts.head.module.weight.dtype
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
+
+
+def layout_times(model: Any) -> Times:
+    """`measure_layouts`, or what it gave before for this kind of model; empty where only `rows` can be had."""
+    if not is_lean(model):
+        return {}
+    parts = parts_of(model)
+    if not _plain(parts) or not (available() or _packable(parts)):
+        return {}
+    path = _path(parts)
+    times = _sound(read_cached(path))
+    if times is None:
+        times = measure_layouts(model)
+        if times and not _disturbed(times):
+            write_cached(path, times)
+    return times
+
+
+def choose(times: Times, *, drafting: bool, few_bits: bool = False) -> str:
+    """The fastest layout by `times` for a prompt of 128 tokens and 64 new ones; `rows` unless another clearly is.
+
+    Plain decoding takes 64 passes over one row. Drafting is taken to go in those of `_ROUNDS` that cost least a token,
+    and never gets a layout in which one row takes longer than in plain decoding's: where drafts are wrong, decoding
+    would be slower than plain decoding, whatever is drafted. Drafts in few bits hardly ever are, so that with
+    `few_bits` verifying counts.
+    """
+    if not times:
+        return "rows"
+
+    def plain(layout: str) -> float:
+        return times[layout][128] + 64 * times[layout][1]
+
+    def drafted(layout: str) -> float:
+        t = times[layout]
+        return t[128] + 64 * min((steps * _STEP * t[1] + t[rows]) / tokens for steps, rows, tokens in _ROUNDS)
+
+    def drafted_in_few_bits(layout: str) -> float:
+        t = times[layout]
+        return t[128] + 64 * min((steps * _LOW_STEP * alone + t[rows]) / tokens for steps, rows, tokens in _LOW_ROUNDS)
+
+    if not drafting:
+        return _clearest(plain, times)
+    alone = times[_clearest(plain, times)][1]
+    if few_bits:
+        return _clearest(drafted_in_few_bits, times)
+    return _clearest(drafted, {name: t for name, t in times.items() if t[1] <= _NO_DEARER * alone})
+
+
+def _clearest(cost: Callable[[str], float], times: Times) -> str:
+    """The cheapest layout; `rows`, if it is there, unless another is clearly cheaper."""
+    best = min(times, key=cost)
+    return best if "rows" not in times or cost(best) < _CLEARLY * cost("rows") else "rows"
+
+
+@torch.inference_mode()
+def measure_layouts(model: Any) -> Times:
+    """Seconds that the linears of some of the model's layers (`_SAMPLE`) take, by layout and number of rows.
+
+    A layout that cannot be had, or whose products are wrong, is left out; empty where not even `rows` can be timed.
+    Native products count as they take in a pass (`IN_A_PASS`).
+    """
+    layers: list[tuple[Group, ...]] = []
+    held = 0
+    for layer in parts_of(model).layers:
+        if held < _SAMPLE:
+            layers.append(layer.groups)
+            held += sum(p.numel() * p.element_size() for p in layer.module.parameters())
+    tried = {layout: products for layout in LAYOUTS if (products := _products(layers, layout))}
+    if "rows" not in tried:
+        return {}
+    first = len(layers[0])
+    by_rows = tried["rows"][:first]
+    wrong = [name for name in tried if name != "rows" and not _right(tried[name][:first], by_rows)]
+    for layout in wrong:
+        del tried[layout]
+    times: Times = {layout: dict.fromkeys(WIDTHS, float("inf")) for layout in tried}
+    start, sweeps = time.perf_counter(), 0
+    while sweeps < 2 or (sweeps < 8 and time.perf_counter() - start < _BUDGET):
+        for width in WIDTHS:
+            for layout, products in tried.items():
+                for seconds in _timed(products, width), _timed(products, width):  # the second with warm caches
+                    times[layout][width] = min(times[layout][width], seconds)
+        sweeps += 1
+    for width in WIDTHS if "native" in times else ():
+        times["native"][width] *= IN_A_PASS if width <= ROWS else 1.0
+    return times
+
+
+def _disturbed(times: Times) -> bool:
+    """Whether something else used the machine: a product over w rows took far longer than w over one, or one than w."""
+    decoding = WIDTHS[:-1]
+    return any(t[w] > MUCH * w * t[1] or t[1] > MUCH * t[w] for t in times.values() for w in decoding)
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """The product of `modules` that read the same input: `run(x)` of `x` `[n, in]`; `x` has rows for all `WIDTHS`."""
+
+    x: Tensor
+    run: Callable[[Tensor], Tensor]
+    modules: Sequence[Any]
+
+
+def _timed(products: Sequence[_Product], width: int) -> float:
+    start = time.perf_counter()
+    for product in products:
+        product.run(product.x[:width])
+    return time.perf_counter() - start
+
+
+def _products(layers: Sequence[Sequence[Group]], layout: str) -> list[_Product]:
+    """The products of copies of the layers' linears in a layout, in order; none where that is not to be had."""
+    try:
+        groups = [_copy(group) for layer in layers for group in layer]
+        for group in groups:
+            _LAY[layout](group)
+        products = [_product(group.modules) for group in groups]
+        for product in products[: len(layers[0])]:
+            product.run(product.x)
+    except (RuntimeError, AttributeError, SelfspecError):
+        return []
+    return products
+
+
+def _product(modules: Sequence[Any]) -> _Product:
+    x = torch.randn(max(WIDTHS), modules[0].in_features, generator=torch.Generator().manual_seed(0))
+    x = x.to(modules[0].weight.dtype)
+    if len(modules) == 1:
+        return _Product(x, linear(modules[0]), modules)
+    into, out = side_by_side(modules), x.new_empty(len(x), sum(m.out_features for m in modules))
+
+    def run(x: Tensor) -> Tensor:
+        into(x, out[: len(x)])
+        return out[: len(x)]
+
+    return _Product(x, run, modules)
+
+
+def _right(products: Sequence[_Product], by_rows: Sequence[_Product]) -> bool:
+    """Whether no product's largest error is above `_ERROR` times that of the same product `by_rows`."""
+    for mine, theirs in zip(products, by_rows, strict=True):
+        weight = torch.cat([m.weight for m in theirs.modules]).double()
+        bias = [m.bias for m in theirs.modules if m.bias is not None]
+        exact = mine.x.double() @ weight.t() + (torch.cat(bias).double() if bias else 0)
+        errors = [float((product.run(product.x).double() - exact).abs().max()) for product in (mine, theirs)]
+        if not errors[0] <= _ERROR * errors[1]:
+            return False
+    return True
+
+
+def _copy(group: Group) -> Group:
+    """The same linears as modules of their own, over the same weights."""
+    copies = {name: _linear_like(module) for name, module in zip(group.names, group.modules, strict=True)}
+    return Group(SimpleNamespace(**copies), group.names)
+
+
+def _linear_like(module: Any) -> nn.Linear:
+    new = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+    new.weight = nn.Parameter(module.weight.detach(), requires_grad=False)
+    if module.bias is not None:
+        new.bias = nn.Parameter(module.bias.detach(), requires_grad=False)
+    return new
+
+
+def _path(parts: Parts) -> Path:
+    """Where the times for this kind of model, with these threads, on this machine, are kept."""
+    shapes = [tuple(module.weight.shape) for group in parts.layers[0].groups for module in group.modules]
+    settings = [os.environ.get(name) for name in ("THP_MEM_ALLOC_ENABLE", "ONEDNN_MAX_CPU_ISA")]
+    what = [
+        *settings,
+        machine(torch.device("cpu")),
+        torch.get_num_threads(),
+        torch.__version__,
+        available(),
+        len(parts.layers),
+        shapes,
+        str(parts.head.module.weight.dtype),
+    ]
+    return cached_file("layouts", what)
+
+
+def _sound(data: Any) -> Times | None:
+    """Times read from JSON, whose keys are text; None where they are not what `measure_layouts` gives."""
+    try:
+        times = {str(layout): {int(w): float(t) for w, t in row.items()} for layout, row in data.items()}
+    except (AttributeError, TypeError, ValueError):
+        return None
+    sound = "rows" in times and all(layout in LAYOUTS and set(row) == set(WIDTHS) for layout, row in times.items())
+    return times if sound and all(0 < t < float("inf") for row in times.values() for t in row.values()) else None

@@ -1,0 +1,342 @@
+"""Finding and loading models: built in, a folder, an adapter, a GGUF file, a hub id, all through `from_pretrained`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from selfspec import builtin
+from selfspec.basics.errors import SelfspecError, reason
+from selfspec.basics.files import kind
+from selfspec.basics.hub import unreachable
+from selfspec.models.adapters import base_of, is_adapter, merged
+from selfspec.models.gguf import check_gguf, description, own_dtype, weights
+from selfspec.models.gguf_header import is_gguf
+from selfspec.models.pypi_models import PACKAGED, packaged_file
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import GenerationConfig
+
+    from selfspec.types.identity import Identity
+
+PLACINGS = ("auto", "balanced", "balanced_low_0", "sequential")
+_MEMORY = re.compile(r"[0-9]+(\.[0-9]+)?[KMGT]i?B")
+DTYPES = ("auto", "float32", "float64", "bfloat16", "float16", "file")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMap:
+    """Devices for a model larger than one of them, as `transformers`' `from_pretrained` takes them.
+
+    `places`: one of `PLACINGS`, or a device for each module by name. `max_memory`: by device (a GPU's number, or cpu),
+    bytes or a text such as 20GiB; what fits nowhere stays on disk, in the checkpoint or in `offload_folder`, and is
+    read whenever it is used. Raises `SelfspecError`.
+    """
+
+    places: str | Mapping[str, int | str] = "auto"
+    max_memory: Mapping[int | str, int | str] | None = None
+    offload_folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.places, str) and self.places not in PLACINGS:
+            raise SelfspecError(f"device map '{self.places}' is not known; known: {', '.join(PLACINGS)}")
+        for device, memory in (self.max_memory or {}).items():
+            known = device == "cpu" or (isinstance(device, int) and device >= 0)
+            size = memory > 0 if isinstance(memory, int) else _MEMORY.fullmatch(memory) is not None
+            if not known or not size:
+                raise SelfspecError(
+                    f"max memory {device}={memory}: expected a GPU's number or cpu, and a size such as 20GiB"
+                )
+        if self.offload_folder is not None and kind(self.offload_folder) not in ("folder", "missing"):
+            raise SelfspecError(f"offload folder {self.offload_folder} is a file; expected a folder")
+
+    def options(self) -> dict[str, Any]:
+        """As `from_pretrained` takes it."""
+        named = {"device_map": self.places, "max_memory": self.max_memory, "offload_folder": self.offload_folder}
+        return {name: dict(v) if isinstance(v, Mapping) else v for name, v in named.items() if v is not None}
+
+
+def parse_devices(
+    device: str, device_map: str | None, max_memory: str | None, offload_folder: Path | None
+) -> str | DeviceMap:
+    """What the options of a command come to: `max_memory` as in 0=20GiB,cpu=60GiB. Raises `SelfspecError`."""
+    if device_map is None:
+        for name, value in (("--max-memory", max_memory), ("--offload-folder", offload_folder)):
+            if value is not None:
+                raise SelfspecError(f"{name} is for models spread over devices; expected --device-map auto too")
+        return device
+    if device != "auto":
+        raise SelfspecError(f"--device {device} and --device-map: expected one of them")
+    memory: dict[int | str, int | str] = {}
+    for part in [] if max_memory is None else " ".join(max_memory.split()).split(","):
+        place, _, size = (text.strip() for text in part.partition("="))
+        key = int(place) if re.fullmatch("[0-9]{1,4}", place) else place
+        if key in memory:
+            raise SelfspecError(f"max memory: {place} is given twice")
+        memory[key] = size
+    return DeviceMap(device_map, memory or None, offload_folder)
+
+
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file that a model's name means: its path, or one in an installed package; None for any other model.
+
+    Raises `SelfspecError` where it is named but not there.
+    """
+    if name in PACKAGED and kind(Path(name)) == "missing":
+        return packaged_file(name)
+    path = Path(name)
+    there = kind(path) if name else "missing"
+    if there == "file" and (path.suffix == ".gguf" or is_gguf(path)):
+        return path
+    if there == "missing" and path.suffix == ".gguf":
+        raise SelfspecError(f"model {name}: no such file")
+    return None
+
+
+def check_model_name(name: str) -> None:
+    """Raise `SelfspecError` when `name` can be no model: cheap, before anything heavy is imported."""
+    if name == builtin.NAME:
+        return
+    want = f"expected a folder, a GGUF file, a hub id, {', '.join(PACKAGED)}, or '{builtin.NAME}'"
+    if not name:
+        raise SelfspecError(f"the model's name is empty; {want}")
+    if (file := gguf_file(name)) is not None:
+        check_gguf(file)
+        return
+    path = Path(name)
+    there = kind(path)
+    if there == "folder":
+        if (base := _base(name)) != name:
+            try:
+                check_model_name(base)
+            except SelfspecError as error:
+                raise SelfspecError(f"{name} is a PEFT adapter: its {error}") from None
+        elif kind(path / "config.json") != "file":
+            raise SelfspecError(
+                f"model {name}: the folder has no config.json; expected a model saved by save_pretrained"
+            )
+    elif there != "missing":
+        raise SelfspecError(f"model {name} is a file, and no GGUF file; {want}")
+    elif not _HUB_ID.fullmatch(name):
+        raise SelfspecError(f"model {name}: no such folder; {want}")
+
+
+def check_at_hand(name: str) -> None:
+    """Raise `SelfspecError` for what can be no model, and for a hub id without a copy here where no hub answers."""
+    check_model_name(name)
+    base = _base(name)
+    here = base == builtin.NAME or gguf_file(base) is not None or kind(Path(base)) == "folder"
+    if not here and stored_config(base) is None and (why := unreachable()) is not None:
+        named = name if base == name else f"{base}, which the adapter {name} changes,"
+        raise SelfspecError(f"model {named} cannot be loaded: there is no such folder; {why}")
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise `SelfspecError` when `dtype` is not one of `DTYPES`."""
+    if dtype not in DTYPES:
+        raise SelfspecError(f"dtype '{dtype}' is not known; known: {', '.join(DTYPES)}")
+
+
+def load_model(
+    name: str, *, device: str | DeviceMap = "auto", dtype: str = "auto", parallel: bool = False
+) -> tuple[Any, Any]:
+    """Model and tokenizer by name, through `from_pretrained`.
+
+    `device` `auto` is CUDA where there is one, else the CPU; a `DeviceMap` spreads the model over several. `dtype`
+    `auto` is the checkpoint's own on an accelerator, and float32 on the CPU, where half precision is slower; `file`
+    keeps the weights of a GGUF file as they are there, and is float32 in all else. `parallel`: shared by the processes
+    of `torchrun`. Raises `SelfspecError` when they cannot be loaded, with the reason.
+    """
+    check_model_name(name)
+    check_dtype(dtype)
+    spread = device.options() if isinstance(device, DeviceMap) else {}
+    if parallel:
+        spread = _shared(name, check_parallel(device))
+    where = _device("auto" if isinstance(device, DeviceMap) else device)
+    kept = dtype == "file"
+    if kept:
+        _check_kept(name, where, spread=bool(spread))
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers.utils import logging
+
+    source, file, held = _readable(name), gguf_file(_base(name)), _dtype(dtype, where)
+    shown = logging.is_progress_bar_enabled()
+    if Path(source).is_dir():
+        logging.disable_progress_bar()  # nothing is downloaded
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(_tokenizer_source(name), trust_remote_code=False)
+        if file is not None:
+            held = own_dtype(file) if held == "auto" else held
+        if kept and file is not None:
+            from selfspec.models.gguf_kept import kept_model
+
+            model, missing = kept_model(file), []
+        else:
+            lies = {"pretrained_model_name_or_path": source} if file is None else weights(file, held)
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                dtype=held, output_loading_info=True, trust_remote_code=False, **lies, **spread
+            )
+            missing = sorted(loaded["missing_keys"])
+        if _base(name) != name:
+            model = merged(model, Path(name))
+        model = model.eval() if spread else model.eval().to(where)
+        if file is not None:  # which may name more end tokens than its configuration can
+            model.generation_config = GenerationConfig.from_pretrained(source)
+    except Exception as error:  # a broken checkpoint can raise anything
+        raise SelfspecError(f"model {name} cannot be loaded: {reason(error)}") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    if missing:
+        raise SelfspecError(f"model {name} cannot be loaded: {len(missing)} weights are missing, such as {missing[0]}")
+    return model, tokenizer
+
+
+def check_parallel(device: str | DeviceMap) -> int:
+    """How many processes `torchrun` has started, to share a model. Raises `SelfspecError` where it has not."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise SelfspecError(
+            "tensor parallel wants a process for each device, as in: "
+            "torchrun --nproc-per-node 2 -m selfspec generate --tensor-parallel ..."
+        )
+    if device != "auto":
+        raise SelfspecError("tensor parallel gives each process a device of its own; leave device and device map out")
+    return int(os.environ["WORLD_SIZE"])
+
+
+def _shared(name: str, among: int) -> dict[str, Any]:
+    """What `from_pretrained` is to be told where so many processes share the model. Raises `SelfspecError`."""
+    from selfspec.models.shards import parallel_options
+
+    if gguf_file(_base(name)) is not None or _base(name) != name:
+        raise SelfspecError(f"tensor parallel reads folders and hub ids; {name} is a GGUF file or an adapter")
+    return parallel_options(read_identity(name), among)
+
+
+def _check_kept(name: str, device: torch.device, *, spread: bool) -> None:
+    """Raise `SelfspecError` where weights cannot be kept as in the file."""
+    if gguf_file(name) is None:
+        raise SelfspecError(
+            f"dtype 'file' keeps a GGUF file's weights as they are, and model {name} is none; expected auto"
+        )
+    if spread or device.type != "cpu":
+        raise SelfspecError(
+            "dtype 'file': weights kept as in the file are multiplied on the CPU; expected --device cpu"
+        )
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model by name. Raises `SelfspecError` with the reason."""
+    from transformers import AutoTokenizer
+
+    try:
+        check_at_hand(name)
+        return AutoTokenizer.from_pretrained(_tokenizer_source(name), trust_remote_code=False)
+    except Exception as error:  # a broken checkpoint can raise anything
+        raise SelfspecError(f"its tokenizer cannot be loaded: {reason(error)}") from error
+
+
+def read_identity(name: str) -> Identity:
+    """What a model's configuration says of it, without its weights. Raises `SelfspecError`."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from selfspec.models.families import FAMILIES, find_family
+    from selfspec.models.skeleton import read_identity as read
+
+    try:
+        config = AutoConfig.from_pretrained(_readable(name), trust_remote_code=False)
+        if config.model_type not in (*FAMILIES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+            find_family(config, name)
+        return read(config)
+    except SelfspecError:
+        raise
+    except Exception as error:  # a broken configuration can raise anything
+        raise SelfspecError(f"model {name} cannot be read: {reason(error)}") from error
+
+
+def stored_config(name: str) -> str | None:
+    """The folder on this machine that holds a model's config.json, found without a network; None where there is none.
+
+    Raises `SelfspecError` when `name` can be no model.
+    """
+    check_model_name(name)
+    source = _source(name)
+    if kind(Path(source)) == "folder":
+        return source
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        file = try_to_load_from_cache(source, "config.json")
+    except HFValidationError:
+        raise SelfspecError(f"model {name}: no such folder, and no hub id is written so") from None
+    return str(Path(file).parent) if isinstance(file, str) else None
+
+
+def read_generation_config(path: Path) -> GenerationConfig:
+    """A `generation_config.json`, named or in the folder named. Raises `SelfspecError`."""
+    from transformers import GenerationConfig
+
+    file = path / "generation_config.json" if kind(path) == "folder" else path
+    if kind(file) != "file":
+        raise SelfspecError(f"generation config {file}: no such file")
+    try:
+        return GenerationConfig.from_pretrained(str(file.parent), config_file_name=file.name)
+    except Exception as error:  # a broken file can raise anything
+        raise SelfspecError(f"generation config {file} cannot be read: {reason(error)}") from error
+
+
+def _base(name: str) -> str:
+    """The model whose weights an adapter changes; any other model itself. Raises as `base_of` does."""
+    return base_of(Path(name)) if is_adapter(Path(name)) else name
+
+
+def _tokenizer_source(name: str) -> str:
+    """An adapter's own folder where it was saved with a tokenizer, else `_source`."""
+    return name if is_adapter(Path(name)) and kind(Path(name) / "tokenizer_config.json") == "file" else _source(name)
+
+
+def _source(name: str) -> str:
+    """What `from_pretrained` reads a model's configuration from."""
+    name = _base(name)
+    if name == builtin.NAME:
+        return str(builtin.model_folder())
+    return name if (file := gguf_file(name)) is None else str(description(file))
+
+
+def _readable(name: str) -> str:
+    """`_source`, once `check_at_hand` has found nothing wrong. Raises as that does."""
+    check_at_hand(name)
+    return _source(name)
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError, ValueError, TypeError) as error:
+        raise SelfspecError(f"device '{name}' cannot be used: {reason(error)}") from None
+    if device.type == "meta":
+        raise SelfspecError("device 'meta' cannot be used: it holds no values; expected cpu or cuda")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> Any:
+    import torch
+
+    if name == "file":
+        return torch.float32
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    return getattr(torch, name)

@@ -1,0 +1,260 @@
+"""selfspec's own products for processors: `native.cpp`, as torch's tensors and modules meet it.
+
+Products of up to `ROWS` rows with float32, bfloat16, 8-bit and 4-bit weights, which read each weight once for all of
+them. A row gives the same bits alone and among others. Without a compiler, torch's products are what there is. Knows
+nothing of families and caches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_double, c_int64, c_void_p
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selfspec.models.linears import Call, Group, PartLinear, Wrapped, is_exact, is_plain, join_, whole_of
+from selfspec.models.low_precision import QuantizedWeight
+from selfspec.models.native_library import library
+
+ROWS = 16  # up to which these products are taken
+# What native products count, of what they take called one by one: in a pass of theirs there is nothing in between,
+# where a pass of others takes a fifth more than its products on a model of 135M parameters, and more on smaller ones.
+IN_A_PASS = 0.7
+KINDS = {torch.float32: 0, torch.bfloat16: 1}
+_INT8, _INT4 = 2, 3
+
+
+class Weight(ctypes.Structure):
+    """A weight, and what it is scaled by, as `native.cpp` reads it."""
+
+    _fields_: ClassVar = [
+        *((name, c_int64) for name in ("kind", "out", "in", "group", "bias_kind")),
+        *((name, c_void_p) for name in ("values", "scale", "bias")),
+    ]
+
+
+class LayerStruct(ctypes.Structure):
+    """A layer; pointers, none where a sub-layer is bypassed."""
+
+    _fields_: ClassVar = [
+        (name, c_void_p) for name in ("before_attention", "qkv", "o", "before_mlp", "gate_up", "down")
+    ]
+
+
+class PassStruct(ctypes.Structure):
+    """The layers that a pass goes through."""
+
+    _fields_: ClassVar = [
+        *((name, c_int64) for name in ("kind", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
+        ("eps", c_double),
+        ("scaling", c_double),
+        ("layer", POINTER(LayerStruct)),
+        ("norm", c_void_p),
+    ]
+
+
+class Segment(ctypes.Structure):
+    """The tokens of a pass that are of one sequence."""
+
+    _fields_: ClassVar = [
+        *((name, c_int64) for name in ("n", "seen", "first")),
+        *((name, c_void_p) for name in ("blocks", "mask")),
+    ]
+
+
+class SlotsStruct(ctypes.Structure):
+    """Where a pass's tokens stand in the cache."""
+
+    _fields_: ClassVar = [
+        *((name, c_int64) for name in ("n", "seen", "stride", "each_layer", "segments")),
+        *((name, c_void_p) for name in ("segment", "positions", "slots", "cos", "sin", "keys", "values")),
+        ("keeps", c_int64),
+        ("keep", c_void_p),
+        ("kept", c_void_p),
+    ]
+
+
+def torch_has_bfloat16() -> bool:
+    """Whether torch has fast products of bfloat16 here; elsewhere they were seen to take 4 times what float32 does."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class NativeProduct:
+    """Multiplies rows `[N, in]` with a weight `[out, in]`: float32 or bfloat16, stored by rows, or in few bits.
+
+    Of linears that read the same input, it is the `Product` of them all. Sums are float32. More than `ROWS` rows are
+    torch's to multiply, unless the processor has tiles or long vectors (AVX-512) that do it faster; with a weight in
+    few bits, with what it stands for, held in bfloat16 from the first such rows on. Where torch has no fast products of
+    bfloat16, they are multiplied as few are (`alike`), and so they are with a weight in bfloat16. Raises
+    `SelfspecError` without compiled functions.
+    """
+
+    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> None:
+        self._of = weight
+        self._wide: Tensor | None = None  # transposed, for many rows
+        scale = None
+        if isinstance(weight, QuantizedWeight):
+            values, scale, zero = weight.values, weight.scale.contiguous(), weight.zero
+            (self.out, self.into), group = values.shape, 0
+            kind = _INT8 if zero is None else _INT4
+            if zero is not None:
+                group = (values.shape[1] // scale.shape[1]).bit_length() - 1
+                scale = torch.stack([scale, zero], -1)
+                halves = values.view(self.out, -1, 2, 16)
+                values = halves[:, :, 0] | (halves[:, :, 1] << 4)
+                self._of = replace(weight, values=values, scale=scale[..., 0], zero=scale[..., 1])
+        else:
+            values, kind, group = weight, KINDS[weight.dtype], 0
+            self.out, self.into = weight.shape
+        self._describe(kind, group, values.contiguous(), scale, bias)
+
+    def _describe(self, kind: int, group: int, values: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
+        """As `native.cpp` reads it."""
+        self._multiply, self._multiply_many = library().selfspec_multiply, library().selfspec_multiply_many
+        self.values = values
+        self.bias = bias if bias is None or bias.dtype in KINDS else bias.float()
+        self._held = (self.values, scale, self.bias)
+        pointers = [None if t is None else t.data_ptr() for t in self._held]
+        bias_kind = 0 if self.bias is None else KINDS[self.bias.dtype]
+        self.described = Weight(kind, self.out, self.into, group, bias_kind, *pointers)
+        self.address = ctypes.addressof(self.described)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product, of the dtype of `x`."""
+        return self._of_many(x) if len(x) > ROWS else self.batch_invariant(x)
+
+    def batch_invariant(self, x: Tensor) -> Tensor:
+        """The product of any number of rows, each with the bits that it has alone."""
+        out = torch.empty(len(x), self.out)
+        self._run(x, out, add=False)
+        return out.to(x.dtype)
+
+    def write(self, x: Tensor, out: Tensor) -> None:
+        """The product, written to `out` `[N, out]`."""
+        if len(x) > ROWS or out.dtype != torch.float32:
+            out.copy_(self(x))
+        else:
+            self._run(x, out, add=False)
+
+    def add(self, base: Tensor, x: Tensor) -> None:
+        """The product, added to `base` `[N, out]`."""
+        if len(x) > ROWS or base.dtype != torch.float32:
+            base.add_(self(x))
+        else:
+            self._run(x, base, add=True)
+
+    def _run(self, x: Tensor, out: Tensor, *, add: bool) -> None:
+        if x.dtype != torch.float32 or x.stride(1) != 1:
+            x = x.float().contiguous()
+        self._multiply(
+            self.address, x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0), len(x), add, torch.get_num_threads()
+        )
+
+    def _of_many(self, x: Tensor) -> Tensor:
+        if self.values.dtype == x.dtype == torch.float32 and x.stride(1) == 1:
+            out = torch.empty(len(x), self.out)
+            at = x.data_ptr(), x.stride(0), out.data_ptr(), self.out, len(x)
+            if self._multiply_many(self.address, *at, torch.get_num_threads()):
+                return out if self.bias is None else out.add_(self.bias)
+        if self.values.dtype != torch.float32 and not torch_has_bfloat16():
+            return self.batch_invariant(x)
+        if self._wide is None:
+            weight = self._given()
+            self._wide = (weight.weight(torch.bfloat16) if isinstance(weight, QuantizedWeight) else weight).t()
+        out = x.to(self._wide.dtype) @ self._wide
+        return (out if self.bias is None else out + self.bias).to(x.dtype)
+
+    def _given(self) -> Tensor | QuantizedWeight:
+        """The weight that it was made of; in 4 bits, unpacked."""
+        if isinstance(self._of, Tensor) or self._of.bits == 8:
+            return self._of
+        halves = self.values.view(self.out, -1, 1, 16)
+        return replace(self._of, values=torch.cat([halves & 15, (halves >> 4) & 15], 2).view(self.out, self.into))
+
+    @property
+    def product(self) -> NativeProduct:
+        """Itself."""
+        return self
+
+    def with_bias(self, bias: Tensor) -> NativeProduct:
+        """The same with a bias `[out]`."""
+        return NativeProduct(self._given(), bias)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NativeProduct:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NativeProduct, (self._given(), self.bias)
+
+
+class NativeLinear(PartLinear):
+    """Takes the place of an `nn.Linear`, whose parameters it keeps, where the runtime multiplies natively.
+
+    Called by others it computes as before; so it does, everywhere, once its weight has been moved or cast.
+    """
+
+    whole: NativeProduct
+    readable: ClassVar[bool] = True
+
+    def __init__(self, whole: NativeProduct, start: int, linear: nn.Linear) -> None:
+        super().__init__(whole, start, linear)
+        self.weight, self.bias = linear.weight, linear.bias
+
+    @property
+    def current(self) -> bool:
+        """Whether its weight and bias still are parts of `whole`'s."""
+        return self._is_part(self.weight, self.whole.values) and self._is_part(self.bias, self.whole.bias)
+
+    def _is_part(self, mine: Tensor | None, whole: Tensor | None) -> bool:
+        if mine is None or whole is None:
+            return mine is whole
+        at = whole.data_ptr() + self.start * whole.stride(0) * whole.element_size()
+        return mine.dtype == whole.dtype and mine.data_ptr() == at
+
+    def over(self, outputs: Tensor) -> Call | None:
+        """The product with a copy of the weight's rows `outputs`, while the weight is what it was."""
+        if not self.current or not is_plain(self):
+            return None
+        bias = None if self.bias is None else self.bias.detach().index_select(0, outputs)
+        return NativeProduct(self.weight.detach().index_select(0, outputs), bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product with `x` `[.., in]`."""
+        return F.linear(x, self.weight, self.bias)
+
+
+def batch_invariant(call: Call) -> Call | None:
+    """The same product of any number of rows, each with the bits that it has alone; None where it is not native."""
+    if isinstance(call, NativeProduct):
+        return call.batch_invariant
+    if isinstance(call, Wrapped) and (inner := batch_invariant(call.call)) is not None:
+        return replace(call, call=inner)
+    return None
+
+
+@torch.no_grad()
+def nativise_(group: Group) -> None:
+    """Lay a group's exact linears side by side by rows, and replace them by `NativeLinear`.
+
+    Where only some have a bias, each is by itself.
+    """
+    for module in group.modules if all(map(is_exact, group.modules)) else ():
+        module.weight.data = module.weight.data.contiguous()
+    join_(group)
+    modules = group.modules
+    weight = whole_of([module.weight.detach() for module in modules])
+    if weight is None or any((module.bias is None) != (modules[0].bias is None) for module in modules):
+        for name in group.names if len(modules) > 1 else ():
+            nativise_(Group(group.parent, (name,)))
+        return
+    bias = None if modules[0].bias is None else whole_of([module.bias.detach() for module in modules])
+    whole, start = NativeProduct(weight, bias), 0
+    for name, module in zip(group.names, modules, strict=True):
+        setattr(group.parent, name, NativeLinear(whole, start, module))
+        start += module.out_features

@@ -1,0 +1,154 @@
+"""A model's sub-layers and head in few bits, made out of its own modules, which stay as they are.
+
+Knows nothing of caches, prompts and drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from selfspec.models.dispatch import device_of
+from selfspec.models.families.base import Attention, ExpertWeights, Family, Layer, Mlp, Parts, SubLayer
+from selfspec.models.families.experts import Experts, LowExperts
+from selfspec.models.kernels import kernel_for
+from selfspec.models.linears import Call, Group, Moved
+from selfspec.models.low_precision import (
+    Bits,
+    FusedQuantizedLinear,
+    Kernel,
+    bytes_of,
+    groups_of,
+    quantize_group,
+    roundable,
+)
+from selfspec.models.norms import Norms
+from selfspec.models.path_modules import Bridge, BridgeModule, Trained, Update
+from selfspec.models.shards import summed
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedSublayers:
+    """Makes them. `kernel`: what multiplies; None: what is fastest on this machine."""
+
+    family: Family
+    parts: Parts
+    norms: Norms
+    kernel: Kernel | None = None
+    chosen: dict[tuple[int, int, Bits], Kernel] = field(default_factory=dict, repr=False)  # by inputs, outputs, bits
+
+    def bytes(self, index: int, part: SubLayer, bits: Bits) -> int | None:
+        """Memory that a layer's attention or MLP would take; None where it cannot be had in so many bits."""
+        layer = self.parts.layers[index]
+        if part == "mlp" and layer.experts is not None:
+            return _bytes_of_experts(layer.experts, bits)
+        return _bytes(layer.groups_of(part), bits)
+
+    def group_sizes(self, index: int, number: int) -> tuple[int, int] | None:
+        """Outputs and inputs of a group of linears of a layer, by its number in it; None where there is none."""
+        groups = self.parts.layers[index].groups if 0 <= index < len(self.parts.layers) else ()
+        if not 0 <= number < len(groups):
+            return None
+        modules = groups[number].modules
+        return sum(module.out_features for module in modules), modules[0].in_features
+
+    def head_bytes(self, bits: Bits) -> int | None:
+        """Memory that the head would take; None where it cannot be had."""
+        return _bytes((self.parts.head,), bits)
+
+    def sublayer(
+        self, index: int, part: SubLayer, bits: Bits, trained: Trained | None = None
+    ) -> tuple[Attention | Mlp, int] | None:
+        """A layer's attention or MLP, and the memory that it takes; None where it cannot be had in so many bits.
+
+        With the updates of `trained`, where there are some of it.
+        """
+        layer = self.parts.layers[index]
+        if part == "mlp" and layer.experts is not None:
+            return self._experts(layer, layer.experts, bits)
+        own = layer.groups_of(part)
+        if _bytes(own, bits) is None:
+            return None
+        first = layer.groups.index(own[0])
+        updates = {} if trained is None else trained.updates
+        made, held = self._made(own, bits, [updates.get((index, first + number)) for number in range(len(own))])
+        for group in made:
+            _ = group.modules[0].whole.product  # rounded now, and not in the first pass
+        made = [summed(group) for group in made]
+        others = layer.groups_of("mlp" if part == "attention" else "attention")
+        groups = (*made, *others) if part == "attention" else (*others, *made)
+        block = self.family.block(replace(layer, groups=groups), self.norms)
+        return (block.attention if part == "attention" else block.mlp), held
+
+    def _experts(self, layer: Layer, experts: ExpertWeights, bits: Bits) -> tuple[LowExperts, int] | None:
+        """All experts of a layer; the router stays as it is."""
+        held = _bytes_of_experts(experts, bits)
+        if held is None:
+            return None
+        mlp = self.family.block(layer, self.norms).mlp
+        assert isinstance(mlp, Experts)
+        products = [tuple(self._product(*of, bits) for of in pair) for pair in experts.each()]
+        return LowExperts(mlp.norm, experts.router, experts.mixed, [(into, onto) for into, onto in products]), held
+
+    def _product(self, weight: Tensor, bias: Tensor | None, bits: Bits) -> Call:
+        return FusedQuantizedLinear(weight, bias, bits, self._kernel(weight, bits)).product
+
+    def head(self, bits: Bits, tokens: Sequence[int] | None) -> tuple[Call, int] | None:
+        """The head, over some tokens only where they are named, and its memory; None where it cannot be had."""
+        if _bytes((self.parts.head,), bits) is None:
+            return None
+        (head,), held = self._made((self.parts.head,), bits)
+        parts = replace(self.parts, head=head)
+        if tokens is not None:
+            call = self.family.head_over(parts, tokens)
+            return None if call is None else (call, bytes_of(bits, len(tokens), head.module.in_features))
+        return Moved(self.family.head(parts), device_of(self.parts.head.module)), held
+
+    def crossing(self, bridge: Bridge) -> tuple[BridgeModule, int]:
+        """A bridge in 8 bits, as whatever runs beside it, and its memory."""
+
+        def product(weight: Tensor, bias: Tensor | None) -> FusedQuantizedLinear:
+            weight = weight.to(self.parts.norm.weight).contiguous()
+            return FusedQuantizedLinear(weight, bias if bias is None else bias.to(weight), 8, self._kernel(weight, 8))
+
+        onto = product(bridge.onto, bridge.bias)
+        into = None if bridge.into is None else product(bridge.into, None)
+        return BridgeModule(None if into is None else into.product, onto.product), onto.bytes + (
+            0 if into is None else into.bytes
+        )
+
+    def _kernel(self, weight: Tensor, bits: Bits) -> Kernel:
+        """What multiplies weights like this one: timed once for each kind."""
+        kind = (weight.shape[1], len(weight), bits)
+        kernel = self.kernel or self.chosen.get(kind)
+        if kernel is None:
+            kernel = self.chosen[kind] = kernel_for(weight, bits)
+        return kernel
+
+    def _made(
+        self, groups: Sequence[Group], bits: Bits, updates: Sequence[Update | None] = ()
+    ) -> tuple[list[Group], int]:
+        kernel = self._kernel(groups[0].modules[0].weight, bits)
+        changes = [None if update is None else update.up @ update.down for update in updates] or [None] * len(groups)
+        made = [quantize_group(group, bits, kernel, change) for group, change in zip(groups, changes, strict=True)]
+        return [group for group, _ in made], sum(held for _, held in made)
+
+
+def _bytes_of_experts(experts: ExpertWeights, bits: Bits) -> int | None:
+    if not experts.readable():
+        return None
+    shapes = [tuple(weight.shape) for pair in experts.each() for weight, _ in pair]
+    fits = all(bits == 8 or groups_of(into) for _, into in shapes)
+    return sum(bytes_of(bits, out, into) for out, into in shapes) if fits else None
+
+
+def _bytes(groups: Sequence[Group], bits: Bits) -> int | None:
+    modules = [module for group in groups for module in group.modules]
+    if not modules or not roundable(modules, bits):
+        return None
+    return sum(
+        bytes_of(bits, sum(module.out_features for module in group.modules), group.modules[0].in_features)
+        for group in groups
+    )

@@ -1,0 +1,216 @@
+"""What the runtime needs of a `transformers` model of any family: its modules as callables, its sizes and limits.
+
+They are read and checked once. What is not supported is refused by name. Knows nothing of caches, prompts and drafts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec.basics.errors import UnsupportedModelError
+from selfspec.models.dispatch import check_hooks, check_places, containers, device_of, is_dense, weight_of
+from selfspec.models.families import Parts, find_family, is_lean
+from selfspec.models.families.base import AttentionSpec, Block
+from selfspec.models.linears import Call, Moved
+from selfspec.models.low_precision import Kernel
+from selfspec.models.norms import Norm, Norms
+from selfspec.models.quantized_sublayers import QuantizedSublayers
+from selfspec.models.shards import is_sharded, local_parts, local_sizes, whole_weight
+from selfspec.models.sizes import Sizes
+from selfspec.types.identity import Identity
+
+ROPES = ("default", "linear", "llama3", "yarn")
+# These recompute their frequencies from each call's longest position: fixed only up to the original length.
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+ENDLESS = 2**20  # positions of a model that does not say how many it has
+ORIGINAL = "original_max_position_embeddings"
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A model as the runtime sees it.
+
+    `embed` turns token ids `[B, n]` into the residual stream `[B, n, D]`, `blocks` are its layers, `norm` and `head`
+    make logits of its rows, `head_over` makes a head that computes some tokens' logits only, if its weight is at hand.
+    `attention_specs` are what attention sees, `scaling` multiplies the products of queries and keys. `context` is the
+    number of positions that can be served, `limit` says why. `ends` are the tokens after which nothing is emitted.
+    `device` is where tokens come in and logits go out. `norms` keeps the stream's norms up to date. `lowered` makes
+    sub-layers and the head in few bits.
+    """
+
+    embed: Call
+    blocks: tuple[Block, ...]
+    norm: Norm
+    head: Call
+    head_over: Callable[[Sequence[int]], Call | None]
+    attention_specs: tuple[AttentionSpec, ...]
+    scaling: float
+    identity: Identity
+    sizes: Sizes
+    context: int
+    limit: str
+    ends: frozenset[int]
+    device: torch.device
+    norms: Norms
+    lowered: QuantizedSublayers
+
+    @property
+    def parts(self) -> Parts:
+        """Where the model keeps its modules."""
+        return self.lowered.parts
+
+    @property
+    def gain(self) -> Tensor:
+        """What the last norm multiplies with `[D]`."""
+        return self.norms.gain(self.parts.norm)
+
+    def refresh(self) -> None:
+        """Take over norms' weights that have been changed in place."""
+        self.norms.refresh()
+
+
+def read_skeleton(model: Any, *, kernel: Kernel | None = None) -> Skeleton:
+    """Read a loaded `transformers` causal language model; `kernel` is `QuantizedSublayers`'s.
+
+    Raises `UnsupportedModelError`, naming what is not supported and what is.
+    """
+    config = getattr(model, "config", None)
+    if hasattr(model, "get_base_model"):  # PEFT: its adapters are in the modules that are called
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} with learnt prompts is not supported; merge or remove it"
+            )
+        model = model.get_base_model()
+    family = find_family(config, type(model).__name__)
+    assert config is not None
+    context, limit = context_of(config)
+    parts = family.parts(model)
+    inside = containers(model, parts.called())
+    check_hooks(inside)
+    check_places(model, [layer.module for layer in parts.layers], inside)
+    sizes = _sizes(model, parts)
+    norms = Norms(parts.eps, sizes.dtype, parts.formula)
+    blocks = tuple(family.block(layer, norms) for layer in parts.layers)
+    last = blocks[-1].device
+    return Skeleton(
+        embed=family.embed(parts),
+        blocks=blocks,
+        norm=norms.read(parts.norm, last),
+        head=_brought(family.head(parts), parts, last),
+        head_over=partial(family.head_over, parts),
+        attention_specs=parts.attention_specs,
+        scaling=parts.scaling,
+        identity=read_identity(config).model_copy(update={"fingerprint": _fingerprint(parts)}),
+        sizes=sizes,
+        context=context,
+        limit=limit,
+        ends=ends_of(model),
+        device=device_of(parts.embedding),
+        norms=norms,
+        lowered=QuantizedSublayers(family, local_parts(model, parts), norms, kernel),
+    )
+
+
+def identity_of(model: Any) -> Identity:
+    """Which model this is; with a fingerprint of its weights where it is of a family that is served by name."""
+    return read_skeleton(model).identity if is_lean(model) else read_identity(model.config)
+
+
+def read_identity(config: Any) -> Identity:
+    """What a configuration says of which model it is; the weights' fingerprint is left out."""
+    return Identity(
+        name=getattr(config, "_name_or_path", None) or None,
+        model_type=config.model_type,
+        layers=config.num_hidden_layers,
+        hidden=getattr(config, "hidden_size", None),
+        heads=getattr(config, "num_attention_heads", None),
+        kv_heads=_kv_heads(config),
+        intermediate=getattr(config, "intermediate_size", None),
+        vocabulary=config.vocab_size,
+    )
+
+
+def _sizes(model: Any, parts: Parts) -> Sizes:
+    config = model.config
+    sizes = Sizes(
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        heads=config.num_attention_heads,
+        kv_heads=_kv_heads(config),
+        head_dim=parts.head_dim,
+        eps=parts.eps,
+        dtype=parts.embedding.weight.dtype,
+    )
+    return local_sizes(model, parts, sizes) if is_sharded(model) else sizes
+
+
+def _kv_heads(config: Any) -> int:
+    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads
+
+
+def _brought(head: Call, parts: Parts, stream: torch.device) -> Call:
+    """The head as a callable on what the last norm gives of a stream on the device `stream`."""
+    device = device_of(parts.head.module)
+    if device == stream == device_of(parts.norm):
+        return head
+    return Moved(head, device)
+
+
+def context_of(config: Any) -> tuple[int, str]:
+    """Positions that can be served, and the reason for the limit."""
+    context, limit = int(getattr(config, "max_position_embeddings", None) or ENDLESS), "the model's context"
+    for rope in _ropes(config):
+        kind = rope.get("rope_type", "default")
+        if kind in LENGTH_DEPENDENT_ROPES:
+            held = (rope, vars(config))
+            original = next((of[ORIGINAL] for of in held if of.get(ORIGINAL)), context)
+            if original < context:
+                context, limit = int(original), f"the original length of '{kind}' rope, beyond which keys would change"
+        elif kind not in ROPES:
+            supported = ", ".join((*ROPES, *LENGTH_DEPENDENT_ROPES))
+            raise UnsupportedModelError(f"rope type '{kind}' is not supported; supported: {supported}")
+    return context, limit
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """What a configuration says of rope: for all layers, or for each kind of them."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [of for of in rope.values() if isinstance(of, dict)]
+    return kinds or [rope]
+
+
+def ends_of(model: Any) -> frozenset[int]:
+    """The tokens after which nothing is emitted."""
+    generation = getattr(model, "generation_config", None)
+    end = getattr(generation, "eos_token_id", None)
+    return end_tokens(model.config.eos_token_id if end is None else end)
+
+
+def end_tokens(ids: int | Iterable[int] | None) -> frozenset[int]:
+    """The set of end tokens that a configuration writes as one, several, or none."""
+    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _fingerprint(parts: Parts) -> str | None:
+    """A hash of 64 values from each of three layers' first norm and last linear, rounded to bfloat16.
+
+    None when a weight is quantised. Equal for a bfloat16 checkpoint loaded in any wider dtype.
+    """
+    layers = parts.layers
+    digest = hashlib.sha256()
+    for layer in (layers[0], layers[len(layers) // 2], layers[-1]):
+        for module in (layer.norms[0], layer.groups[-1].modules[-1]):
+            weight = None if getattr(module, "bits", None) else weight_of(module)
+            if weight is None or not is_dense(weight) or not weight.is_floating_point():
+                return None
+            values = whole_weight(weight).detach().flatten()[:64].to("cpu", torch.bfloat16).view(torch.int16)
+            digest.update(values.numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,109 @@
+"""A causal language model of any family, by the structure of its modules: layers with an attention and an MLP part.
+
+Knows nothing of how they compute.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.basics.errors import UnsupportedModelError
+from selfspec.models.dispatch import device_of
+from selfspec.models.families import FAMILIES
+from selfspec.models.sizes import Sizes
+from selfspec.models.skeleton import context_of, ends_of, read_identity
+from selfspec.types.identity import Identity
+
+_ATTENTION = re.compile(r"(self_?)?att(entio)?n|self_attention")
+_MLP = re.compile(r"mlp|ffn?|feed_?forward|moe|block_sparse_moe|sparse_moe_block")
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A model's decoder layers, and the attention and the MLP module of each."""
+
+    layers: tuple[nn.Module, ...]
+    attention: tuple[nn.Module, ...]
+    mlp: tuple[nn.Module, ...]
+
+
+def find_structure(model: Any) -> Structure:
+    """Where a model keeps them. Raises `UnsupportedModelError` where they are not to be found."""
+    count = getattr(getattr(model, "config", None), "num_hidden_layers", None)
+    for _, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            layers = tuple(module)
+            attention, mlp = (tuple(_child(layer, name) for layer in layers) for name in (_ATTENTION, _MLP))
+            if None not in attention and None not in mlp:
+                return Structure(layers, attention, mlp)  # type: ignore[arg-type]
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    raise UnsupportedModelError(
+        f"{type(model).__name__} (model_type {kind!r}) is not supported: it has no layers with an attention and an MLP "
+        f"part that could be found; supported are {', '.join(FAMILIES)}, and models that have such layers"
+    )
+
+
+def _child(layer: nn.Module, name: re.Pattern[str]) -> nn.Module | None:
+    return next((child for own, child in layer.named_children() if name.fullmatch(own)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a `Skeleton` says of a model whose layers are run by the model itself; the rest is refused by name."""
+
+    embed: Callable[[Tensor], Tensor]
+    identity: Identity
+    sizes: Sizes
+    context: int
+    limit: str
+    ends: frozenset[int]
+    device: torch.device
+    name: str
+
+    def refresh(self) -> None:
+        """Nothing is held of the model."""
+
+    def head_over(self, tokens: Sequence[int]) -> None:
+        """None: the model's own head computes all logits."""
+
+    @property
+    def parts(self) -> Any:
+        """Raises `UnsupportedModelError`."""
+        raise UnsupportedModelError(
+            f"{self.name} is run by its own forward, out of reach of trained parts; they are for {', '.join(FAMILIES)}"
+        )
+
+    @property
+    def lowered(self) -> Any:
+        """Raises `UnsupportedModelError`."""
+        return self.parts
+
+    @property
+    def gain(self) -> Any:
+        """Raises `UnsupportedModelError`."""
+        return self.parts
+
+
+def read_outline(model: Any, kv_heads: int, head_dim: int) -> Outline:
+    """Of a model whose keys are `[B, kv_heads, n, head_dim]`."""
+    config, embedding = model.config, model.get_input_embeddings()
+    context, limit = context_of(config)
+    identity = read_identity(config)
+    hidden = embedding.weight.shape[1] if identity.hidden is None else identity.hidden
+    sizes = hidden, identity.intermediate or 4 * hidden, identity.heads or kv_heads, kv_heads, head_dim
+    return Outline(
+        embed=embedding,
+        identity=identity,
+        sizes=Sizes(*sizes, 1e-6, embedding.weight.dtype),
+        context=context,
+        limit=limit,
+        ends=ends_of(model),
+        device=device_of(embedding),
+        name=f"{type(model).__name__} (model_type {config.model_type!r})",
+    )

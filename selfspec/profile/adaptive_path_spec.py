@@ -1,0 +1,78 @@
+"""Draft paths that are chosen as a text goes, as a profile describes them. Knows nothing of torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.profile.draft_spec import DraftSpec, Proposers, Step, kinds_of, register_spec
+from selfspec.types.confidence import Confidence
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.identity import Identity
+from selfspec.types.limits import WIDEST_DRAFT
+
+
+class _ChosenSpec(DraftSpec):
+    step: Step = Field(0.6, description="What a draft step takes at first, in plain decoding steps.")
+    confidence: Confidence | None = Field(
+        None, description="What says how likely a drafted token is right; its probability when left out."
+    )
+    controller: ControllerSpec = Field(ControllerSpec(name="rate"), description="What ends drafts.")
+    candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(1, description="For each place at most.")
+    proposers: Proposers | None = Field(
+        None, description="What guesses tokens that one of its steps checks together; nothing when left out."
+    )
+
+    @property
+    def step_share(self) -> float | None:
+        """What is told."""
+        return self.step
+
+    @property
+    def _guesses(self) -> str:
+        return f"; guesses by {kinds_of(self.proposers)}" if self.proposers else ""
+
+
+class SwiftSpec(_ChosenSpec):
+    """What is bypassed is searched for while decoding (SWIFT, 2410.06916).
+
+    Every `every` rounds another set is held against the best so far over the text's last `window` tokens, until
+    `patience` of them were none better.
+    """
+
+    kind: Literal["swift"] = "swift"
+    window: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(32, description="Tokens that sets are compared on.")
+    every: Annotated[int, Field(ge=1)] = Field(8, description="Rounds between trials.")
+    patience: Annotated[int, Field(ge=0)] = Field(40, description="Trials without a better set that end a search.")
+
+    @property
+    def said(self) -> str:
+        """How it chooses."""
+        return f"looks for what to bypass while decoding (SWIFT){self._guesses}"
+
+
+class ClaspSpec(_ChosenSpec):
+    """`skip_layers` layers are bypassed, chosen by a programme after every `every` rounds (CLaSp, 2505.24196)."""
+
+    kind: Literal["clasp"] = "clasp"
+    skip_layers: Annotated[int, Field(ge=1, lt=WIDEST_DRAFT)] | None = Field(
+        None, description="Layers that are bypassed; half of the model's when left out."
+    )
+    every: Annotated[int, Field(ge=1)] = Field(16, description="Rounds between choices.")
+
+    @property
+    def said(self) -> str:
+        """How many it bypasses."""
+        layers = "half of the layers" if self.skip_layers is None else f"{self.skip_layers} layers"
+        return f"bypasses {layers}, chosen anew as the text goes (CLaSp){self._guesses}"
+
+    def check(self, model: Identity) -> None:
+        """Raise `SelfspecError` for more layers than the model has."""
+        if self.skip_layers is not None and self.skip_layers > model.layers:
+            raise SelfspecError(f"draft.skip_layers: {self.skip_layers} layers; the model has {model.layers}")
+
+
+for _kind in (SwiftSpec, ClaspSpec):
+    register_spec(_kind)

@@ -1,0 +1,75 @@
+"""Drafts that the model's own passes, or the prompt, give for nothing, as a profile describes them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.profile.draft_spec import DraftSpec, register_spec
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.limits import WIDEST_DRAFT
+
+
+class _FreeSpec(DraftSpec):
+    @property
+    def step_share(self) -> float | None:
+        """Nothing."""
+        return 0.0
+
+
+class InputSpec(_FreeSpec):
+    """The rest of the prompt is drafted, anchored again where the answer has left it (input-guided, 2205.10350)."""
+
+    kind: Literal["input"] = "input"
+    controller: ControllerSpec = Field(ControllerSpec(name="rate"), description="What ends drafts.")
+
+    @property
+    def said(self) -> str:
+        """What is copied."""
+        return "drafts the rest of the prompt"
+
+
+class JacobiSpec(_FreeSpec):
+    """Blocks of the answer are guessed at once and mended by every pass (2305.10427).
+
+    `method`: `jacobi` has one block, the rest of the answer; `gauss-seidel` blocks of `block` tokens; `hybrid` too,
+    for the first `parallel` tokens, then one token at a time. `start`: what unknown places hold at first.
+    """
+
+    kind: Literal["jacobi"] = "jacobi"
+    method: Literal["jacobi", "gauss-seidel", "hybrid"] = Field("gauss-seidel", description="What a block is.")
+    block: Annotated[int, Field(ge=2, le=WIDEST_DRAFT)] = Field(8, description="Tokens of a block.")
+    parallel: Annotated[int, Field(ge=1)] = Field(64, description="Tokens that `hybrid` decodes in blocks.")
+    start: Literal["padding", "prompt", "before"] = Field("before", description="What unknown places hold at first.")
+
+    @property
+    def said(self) -> str:
+        """Which of the three it is."""
+        size = "" if self.method == "jacobi" else f", blocks of {self.block}"
+        return f"decodes in parallel by {self.method}{size}"
+
+
+class LookaheadSpec(_FreeSpec):
+    """N-grams of the model's own trajectories, made and verified in one pass (lookahead decoding, 2402.02057)."""
+
+    kind: Literal["lookahead"] = "lookahead"
+    window: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(7, description="Columns of the window.")
+    ngram: Annotated[int, Field(ge=2, le=WIDEST_DRAFT)] = Field(4, description="Tokens of an n-gram.")
+    guesses: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(7, description="N-grams verified at once at most.")
+
+    @model_validator(mode="after")
+    def _held_by_a_verification(self) -> Self:
+        if (rows := self.window * (self.ngram - 1)) > WIDEST_DRAFT:
+            raise SelfspecError(f"window x (ngram - 1) is {rows}; a verification holds {WIDEST_DRAFT}")
+        return self
+
+    @property
+    def said(self) -> str:
+        """Its sizes."""
+        return f"looks ahead: window {self.window}, n-grams of {self.ngram}"
+
+
+for _kind in (InputSpec, JacobiSpec, LookaheadSpec):
+    register_spec(_kind)

@@ -1,0 +1,49 @@
+"""Ways of decoding by their names, each as a profile. Knows nothing of torch."""
+
+from __future__ import annotations
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.profile.draft_spec import DraftSpec, GuessesSpec, LayerSkipSpec, ProposerSpec, Skip, parse_draft
+from selfspec.profile.model_spec import ModelSpec
+from selfspec.profile.schema import Profile
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.identity import Identity
+from selfspec.types.methods import EARLY_EXIT, FREE, NAMED, OWN, STAGED, draft_model_of
+
+
+def check_method(name: str) -> None:
+    """Raise `SelfspecError` for a name that is none of our ways of decoding."""
+    if name not in OWN and draft_model_of(name) is None:
+        more = ", ".join(f"{kind}NAME" for kind in NAMED)
+        raise SelfspecError(f"method '{name}' is not known; known: {', '.join(OWN)}, {more}")
+
+
+def by_method(name: str, profile: Profile | None, model: Identity) -> Profile:
+    """What drafts by a method, at the costs of `profile` where there is one.
+
+    `plain`: nothing; `skip`: as the profile has it; `path`: its draft path without guesses; `early-exit`: the model's
+    first half; `model:NAME`: a smaller model; `staged:NAME`: one that checks what lookup guesses (Spector and Re
+    2308.04623); else what the name says, `lookup` with the profile's proposers. Raises
+    `SelfspecError` for an unknown name, and for `skip` and `path` without a profile that drafts.
+    """
+    check_method(name)
+    if name == "plain":
+        return Profile(model=model)
+    if (draft := _draft(name, profile, model)) is not None:
+        return (profile or Profile(model=model)).model_copy(update={"draft": draft, "acceptance": None, "also": []})
+    if profile is None or not profile.drafts:
+        raise SelfspecError(f"method '{name}' needs a profile that drafts; name one, or search one: selfspec search")
+    return profile if name == "skip" else profile.unaided
+
+
+def _draft(name: str, profile: Profile | None, model: Identity) -> DraftSpec | None:
+    """What a method drafts that needs no profile; none for one that does."""
+    if (smaller := draft_model_of(name)) is not None:
+        return ModelSpec(model=smaller, proposers=[ProposerSpec()] if name.startswith(STAGED) else None)
+    if name == EARLY_EXIT:
+        rest = list(range(max(1, model.layers // 2), model.layers))
+        return LayerSkipSpec(skip=Skip(attention=rest, mlp=rest), controller=ControllerSpec(name="rate"))
+    if name not in FREE:
+        return None
+    own = getattr(profile.draft, "proposers", None) if profile is not None else None
+    return GuessesSpec(proposers=own) if name == "lookup" and own else parse_draft(FREE[name])

@@ -1,0 +1,55 @@
+"""A draft model, as a profile describes it. Knows nothing of torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from selfspec.profile.draft_spec import DraftSpec, Proposers, Step, kinds_of, register_spec
+from selfspec.types.confidence import Confidence
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.limits import WIDEST_DRAFT
+
+
+class ModelSpec(DraftSpec):
+    """A smaller model drafts (2211.17192, 2302.01318), of another tokenizer too (2502.05202).
+
+    `bits`: in how many it drafts. `step`: what a step of it takes, in plain decoding steps.
+    """
+
+    kind: Literal["model"] = "model"
+    model: Annotated[str, Field(min_length=1, description="A folder, beside the profile or not, a file, or a hub id.")]
+    dtype: str = Field("auto", description="Of its weights, as --dtype says it.")
+    device: str = Field("auto", description="Where it runs; where the model does when left out.")
+    bits: Literal["int8", "int4"] | None = Field(None, description="Its weights in few bits, if not in full.")
+    step: Step = Field(0.3, description="What a step of it takes, in plain decoding steps.")
+    confidence: Confidence | None = Field(
+        None, description="What says how likely a drafted token is right; its probability when left out."
+    )
+    controller: ControllerSpec = Field(ControllerSpec(name="rate"), description="What ends drafts.")
+    candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(1, description="For each place at most.")
+    proposers: Proposers | None = Field(
+        None, description="What guesses tokens that one of its steps checks together; nothing when left out."
+    )
+
+    @property
+    def said(self) -> str:
+        """Which model drafts, and what guesses."""
+        few = f" in {self.bits.removeprefix('int')} bits" if self.bits else ""
+        return f"drafts by the model {self.model}{few}" + (
+            f"; guesses by {kinds_of(self.proposers)}" if self.proposers else ""
+        )
+
+    @property
+    def beside(self) -> bool:
+        """The draft model's folder."""
+        return True
+
+    @property
+    def step_share(self) -> float | None:
+        """Of the draft model."""
+        return self.step
+
+
+register_spec(ModelSpec)

@@ -1,0 +1,69 @@
+"""Trained weights beside a profile: which files they are, and that they are those. Knows nothing of torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from selfspec.basics.checked_model import Data
+from selfspec.basics.errors import SelfspecError, short
+from selfspec.basics.files import check_file, kind, write_bytes
+
+SUFFIX = ".safetensors"
+
+
+class ModuleFile(Data):
+    """A file of trained weights, by its place beside the profile and the SHA-256 of what it holds."""
+
+    file: str = Field(description="Relative to the profile's own folder; a .safetensors file, without '..'.")
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] = Field(description="Of the file, in hexadecimal.")
+
+    @model_validator(mode="after")
+    def _beside_the_profile(self) -> Self:
+        windows = PureWindowsPath(self.file)  # which knows both separators, and drives
+        if windows.anchor or PurePosixPath(self.file).is_absolute() or ".." in windows.parts:
+            raise SelfspecError(
+                f"parts: {short(self.file)} is not beside the profile; expected a path from its folder, without '..'"
+            )
+        if windows.suffix != SUFFIX or "\0" in self.file:
+            raise SelfspecError(f"parts: {short(self.file)} is no {SUFFIX} file; expected one")
+        return self
+
+
+def sha256_of(file: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal. Raises `SelfspecError` where it is missing or cannot be read."""
+    check_file(file)
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
+        raise SelfspecError(f"{file}: cannot be read ({error.strerror or error})") from None
+
+
+def bring_parts(parts: Mapping[str, ModuleFile], source: Path, folder: Path) -> None:
+    """Copy the parts that are missing in `folder` from another. Raises `SelfspecError` where they cannot be."""
+    for part in parts.values():
+        if kind(folder / part.file) == "missing":
+            check_file(source / part.file)
+            try:
+                write_bytes(folder / part.file, (source / part.file).read_bytes())
+            except OSError as error:
+                raise SelfspecError(f"{source / part.file}: cannot be read ({error.strerror or error})") from None
+
+
+def check_parts(parts: Mapping[str, ModuleFile], folder: Path) -> None:
+    """Raise `SelfspecError` unless each part is a file in `folder` that holds what its SHA-256 says."""
+    for name, part in parts.items():
+        try:
+            found = sha256_of(folder / part.file)
+        except SelfspecError as error:
+            raise SelfspecError(f"part {short(name)}: {error}") from None
+        if found != part.sha256:
+            raise SelfspecError(
+                f"part {short(name)}: {folder / part.file} is another file than the profile was made with: "
+                f"its sha256 begins with {found[:12]}, not {part.sha256[:12]}"
+            )

@@ -1,0 +1,28 @@
+"""What a runtime keeps beside the model: its cache. Knows nothing of passes."""
+
+from __future__ import annotations
+
+from selfspec.models.skeleton import Skeleton
+from selfspec.runtime.cache import Cache
+from selfspec.runtime.paged import BlockTables, PagedCache
+from selfspec.types.limits import WIDEST_DRAFT
+
+
+def cache_of(
+    skeleton: Skeleton, *, rows: int, slots: int, turned: bool, placed: bool, pool: BlockTables | None
+) -> Cache | PagedCache:
+    """`slots` for each row; or a pool, of which a row has at most what the model's context and a draft take."""
+    s = skeleton.sizes
+    if pool is not None:
+        return PagedCache(s, len(skeleton.blocks), pool, rows=rows, slots=skeleton.context + WIDEST_DRAFT)
+    return Cache(
+        rows=rows,
+        kv_heads=s.kv_heads,
+        group=s.heads // s.kv_heads,
+        slots=slots,
+        head_dim=s.head_dim,
+        dtype=s.dtype,
+        devices=[block.device for block in skeleton.blocks],
+        turned=turned,
+        placed=placed,
+    )

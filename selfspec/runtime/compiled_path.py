@@ -1,0 +1,198 @@
+"""Draft paths compiled against one model. Knows nothing of caches and passes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.models.families.base import Attention, Mlp, SubLayer
+from selfspec.models.linears import Call
+from selfspec.models.low_precision import Bits
+from selfspec.models.native import batch_invariant
+from selfspec.models.path_modules import Run, Trained
+from selfspec.models.skeleton import Skeleton
+from selfspec.runtime.native_bindings import NativePass, native_pass
+from selfspec.types.draft_path import DraftPath, Mode
+
+BITS: dict[Mode, Bits] = {"int8": 8, "int4": 4}
+_LONG = 2**28  # bytes of weights in few bits that take long enough to make to say so
+_log = logging.getLogger("selfspec")
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class _Made:
+    """A sub-layer or a head that holds weights of its own, the bytes of them, and whether they are in few bits."""
+
+    runs: Any
+    bytes: int
+    lower: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class CompiledPath:
+    """A draft path of one model: for each layer its number, its device, and its attention and MLP; None: bypassed.
+
+    `bytes`: memory held beside the model. `in_full`: what could not be had in few bits, and runs in full (attention or
+    mlp with the layer's number, head). `native`: the blocks and the last norm as one call, where that is to be had;
+    `batch_invariant_head`: the head over any number of rows, each with the bits that it has alone, likewise.
+    """
+
+    blocks: tuple[tuple[int, torch.device, Attention | None, Mlp | None], ...]
+    head: Call
+    bytes: int = 0
+    in_full: tuple[str, ...] = ()
+    native: NativePass | None = None
+    batch_invariant_head: Call | None = None
+    held: tuple[_Made, ...] = field(default=(), repr=False)
+
+
+class Paths:
+    """The compiled paths of one model, and what they hold of its weights, each made once and kept while it is used."""
+
+    def __init__(self, skeleton: Skeleton, scaling: float) -> None:
+        """`scaling` multiplies queries after rope, in native passes."""
+        self._skeleton, self._scaling = skeleton, scaling
+        self._paths: WeakValueDictionary[DraftPath, CompiledPath] = WeakValueDictionary()
+        self._trained: dict[str, Trained] = {}
+        self._made: WeakValueDictionary[Hashable, _Made] = WeakValueDictionary()
+
+    def get(self, path: DraftPath) -> CompiledPath:
+        """A path, compiled. Raises `SelfspecError` as `Runtime.compile` does."""
+        found = self._paths.get(path)
+        if found is None:
+            found = self._paths[path] = self._compiled(path)
+        return found
+
+    def learn(self, name: str, trained: Trained) -> None:
+        """Let paths name what was trained; the same name may come again with the same."""
+        self._trained.setdefault(name, trained)
+
+    def forget(self, name: str) -> None:
+        """Let go of what was learnt under a name; compiled paths keep what they hold of it."""
+        self._trained.pop(name, None)
+
+    def held(self, part: str, index: int, mode: Mode) -> int | None:
+        """Bytes that a layer's attention or MLP, or the head, takes in a mode; None where it cannot be had."""
+        if mode not in BITS:
+            return 0
+        lowered = self._skeleton.lowered
+        if part == "head":
+            return lowered.head_bytes(BITS[mode])
+        return lowered.bytes(index, "attention" if part == "attention" else "mlp", BITS[mode])
+
+    def bytes(self, path: DraftPath) -> int:
+        """Memory that a path takes beside the model once it is compiled."""
+        total = sum(self.held(*part) or 0 for part in self._parts(path))
+        sizes, words = self._skeleton.sizes, self._skeleton.identity.vocabulary or 1
+        head = self.held("head", 0, path.head) if path.head in BITS else None
+        if path.vocabulary is None:
+            return total + (head or 0)
+        return total + round(
+            path.share(words) * (words * sizes.hidden * sizes.dtype.itemsize if head is None else head)
+        )
+
+    @torch.no_grad()
+    def _compiled(self, path: DraftPath) -> CompiledPath:
+        blocks, layers = self._skeleton.blocks, len(self._skeleton.blocks)
+        modes = path.modes(layers)
+        trained = self._trained_of(path)
+        held: list[_Made] = []
+        in_full: list[str] = []
+        low = [(part, i, mode) for part, i, mode in self._parts(path) if mode in BITS]
+        fresh = sum(self.held(*one) or 0 for one in low if (one[1], one[0], BITS[one[2]]) not in self._made)
+        if fresh > _LONG:
+            _log.warning("bringing weights into few bits, %.1f GB of them ...", fresh / 1e9)
+
+        def lowered(i: int, part: SubLayer, mode: Mode) -> Any:
+            if mode not in BITS:
+                return None
+            made = self._sublayer(i, part, BITS[mode], path.trained, trained)
+            if made is None:
+                in_full.append(f"{part} {i}")
+                return None
+            held.append(made)
+            return made.runs
+
+        runs = []
+        for i, block in enumerate(blocks):
+            of_attention, of_mlp = modes[i], modes[layers + i]
+            block = block.with_(lowered(i, "attention", of_attention), lowered(i, "mlp", of_mlp))
+            runs.append((i, block.device, *block.running(attention=of_attention != "skip", mlp=of_mlp != "skip")))
+        for first, end in path.runs(layers):
+            if (crossing := self._crossing((first, end), path.trained, trained)) is not None:
+                held.append(crossing)
+                runs[end - 1] = (end - 1, blocks[end - 1].device, None, crossing.runs)
+        head = self._head(path.vocabulary, path.head)
+        if path.head in BITS and (head is None or not head.lower):
+            in_full.append("head")
+        if head is not None:
+            held.append(head)
+        runs_head = self._skeleton.head if head is None else head.runs
+        attention_specs = self._skeleton.attention_specs
+        # A native pass sees all that is before a token: windows are kept out of it by its caller.
+        turns_as_llama = (
+            len({attention_spec.rope for attention_spec in attention_specs}) == 1
+            and not attention_specs[0].rope.neighbours
+        )
+        native = native_pass(self._skeleton.sizes, self._scaling, runs, self._skeleton.norm) if turns_as_llama else None
+        of_any = None if native is None else batch_invariant(runs_head)
+        size = sum(m.bytes for m in held)
+        return CompiledPath(tuple(runs), runs_head, size, tuple(in_full), native, of_any, tuple(held))
+
+    def _parts(self, path: DraftPath) -> list[tuple[SubLayer, int, Mode]]:
+        """Every sub-layer, its layer's number, and its mode."""
+        layers = len(self._skeleton.blocks)
+        modes = path.modes(layers)
+        attention: list[tuple[SubLayer, int, Mode]] = [("attention", i, modes[i]) for i in range(layers)]
+        return attention + [("mlp", i, modes[layers + i]) for i in range(layers)]
+
+    def _trained_of(self, path: DraftPath) -> Trained | None:
+        if path.trained is not None and path.trained not in self._trained:
+            raise SelfspecError(f"the draft path names trained weights, {path.trained}, that are not at hand")
+        return None if path.trained is None else self._trained[path.trained]
+
+    def _sublayer(
+        self, index: int, part: SubLayer, bits: Bits, name: str | None, trained: Trained | None
+    ) -> _Made | None:
+        key: tuple[Hashable, ...] = (index, part, bits)
+        if trained is not None and any(layer == index for layer, _ in trained.updates):
+            key = (*key, name)
+        return self._once(key, lambda: self._skeleton.lowered.sublayer(index, part, bits, trained))
+
+    def _crossing(self, run: Run, name: str | None, trained: Trained | None) -> _Made | None:
+        """The bridge over a run, where there is one."""
+        if trained is None or (bridge := trained.bridges.get(run)) is None:
+            return None
+        return self._once(("bridge", run, name), lambda: self._skeleton.lowered.crossing(bridge))
+
+    def _head(self, tokens: tuple[int, ...] | None, mode: Mode) -> _Made | None:
+        """A head, over these tokens only where they are named; None: the model's own."""
+        vocabulary = self._skeleton.identity.vocabulary or 0
+        if tokens is not None and max(tokens) >= vocabulary:
+            raise SelfspecError(f"a draft vocabulary is of one or more different tokens from 0 to {vocabulary - 1}")
+        made = None
+        if bits := BITS.get(mode):
+            made = self._once(("head", tokens, bits), lambda: self._skeleton.lowered.head(bits, tokens))
+        if made is not None or tokens is None:
+            return made
+        made = self._once(("head", tokens), lambda: self._head_over(tokens), lower=False)
+        if made is None:
+            raise SelfspecError("a draft vocabulary needs the head's own weight; draft with the whole head")
+        return made
+
+    def _head_over(self, tokens: tuple[int, ...]) -> tuple[Call, int] | None:
+        head, sizes = self._skeleton.head_over(tokens), self._skeleton.sizes
+        return None if head is None else (head, len(tokens) * sizes.hidden * sizes.dtype.itemsize)
+
+    def _once(self, key: Hashable, make: Callable[[], tuple[Any, int] | None], *, lower: bool = True) -> _Made | None:
+        """What `make` gives, made once and kept while it is used; None where it gives none."""
+        made = self._made.get(key)
+        if made is None and (found := make()) is not None:
+            made = self._made[key] = _Made(*found, lower)
+        return made

@@ -1,0 +1,245 @@
+"""Narrow passes as graphs: recorded once for each path and shape, and replayed as one launch.
+
+A pass over a few tokens is hundreds of small operations, and launching them takes an accelerator's host longer than
+they take themselves. Here tokens, places and masks are tensors of fixed shape, which a pass only fills; how much of the
+cache is seen is rounded up, and masked. Nothing in a pass reads a value back. Knows nothing of drafts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.basics.errors import reason
+from selfspec.models.linears import is_plain
+from selfspec.models.shards import is_sharded
+from selfspec.models.skeleton import Skeleton
+from selfspec.runtime.attention_inputs import PassInputs
+from selfspec.runtime.compiled_path import CompiledPath
+from selfspec.runtime.eager_runner import EagerRunner
+from selfspec.runtime.workspace import Scratch
+from selfspec.speculation.forward_output import ForwardOutput
+
+SWITCH = "SELFSPEC_GRAPHS"  # an environment variable: 0 for none
+ROWS = 64  # of a pass, at most: a wider one takes longer than its launches
+SHAPES = 512  # recorded for a path, at most
+_SEEN = 256  # slots: what is seen is rounded up to so many, or to a quarter of the power of two below it
+_log = logging.getLogger("selfspec")
+
+Replay = Callable[[], object]
+
+
+class Recorder(Protocol):
+    """What records and replays the work of a device."""
+
+    def pool(self) -> Any:
+        """Memory that recordings of one cache share, of which one runs at a time."""
+
+    def record(self, body: Callable[[], ForwardOutput], pool: Any) -> tuple[ForwardOutput, Replay]:
+        """What `body` gives, and what fills its tensors anew.
+
+        Raises `RuntimeError` where the work cannot be recorded, as it reads values, say.
+        """
+
+
+class CudaRecorder:
+    """CUDA graphs on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def pool(self) -> Any:
+        """A pool of graphs."""
+        with torch.cuda.device(self._device):
+            return torch.cuda.graph_pool_handle()
+
+    def record(self, body: Callable[[], ForwardOutput], pool: Any) -> tuple[ForwardOutput, Replay]:
+        """Capture it, once what it calls has prepared itself. What other threads do meanwhile is theirs."""
+        with torch.cuda.device(self._device):
+            side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            graph = torch.cuda.CUDAGraph()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                body()
+            before = torch.cuda.current_stream()
+            before.wait_stream(side)
+            try:
+                with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                    step = body()
+            except BaseException:
+                torch.cuda.set_stream(before)  # a capture that cannot end leaves its own stream the current one
+                raise
+        return step, graph.replay
+
+
+def recorder_for(model: Any, skeleton: Skeleton) -> Recorder | None:
+    """What records this model's passes: CUDA graphs where the whole of it is on one CUDA device, else None."""
+    device = skeleton.device
+    places = {device, *(block.device for block in skeleton.blocks)}
+    off = os.environ.get(SWITCH, "").strip().lower() in ("0", "off", "false", "no")
+    return None if off or device.type != "cuda" or len(places) > 1 or is_sharded(model) else CudaRecorder(device)
+
+
+def has_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether someone looks on at what modules do, or brings their weights: a recording would not ask them again."""
+    return not all(map(is_plain, modules))
+
+
+class GraphKey(NamedTuple):
+    """What a recording is for: tokens, slots that are seen, cache rows, what it gives, and how many masks it reads.
+
+    Without any, tokens stand in a run of slots at their own positions, and see the slots up to their own.
+    """
+
+    batch: int
+    n: int
+    kv_len: int
+    rows: tuple[int | None, int | None]
+    masks: int
+    logits: Literal["all", "last"]
+    hidden: tuple[int, ...]
+
+
+class _Inputs:
+    """What a recording reads, and a pass fills."""
+
+    def __init__(self, shape: GraphKey, device: torch.device) -> None:
+        def empty(rows: int) -> Tensor:
+            return torch.zeros(rows, shape.n, dtype=torch.long, device=device)
+
+        self.ids, self.positions = empty(shape.batch), empty(shape.batch)
+        self.slots = empty(shape.batch) if shape.masks else self.positions
+        seen = (shape.masks, shape.n, shape.kv_len)
+        self.mask = torch.zeros(seen, dtype=torch.bool, device=device) if shape.masks else None
+
+    def fill(self, tokens: Tensor, of: PassInputs, numbers: Tensor) -> None:
+        """Put a pass's in; `numbers` are those of slots and positions."""
+
+        def put(into: Tensor, at: int | Tensor) -> None:
+            into.copy_(numbers[at : at + of.n] if isinstance(at, int) else at)
+
+        self.ids.copy_(tokens)
+        put(self.positions, of.positions)
+        if self.mask is not None and of.mask is not None:
+            put(self.slots, of.slots)
+            seen = of.mask.shape[-1]
+            self.mask[..., :seen].copy_(of.mask)
+            self.mask[..., seen:].zero_()
+
+
+class _Graph(NamedTuple):
+    """A recording: what it reads, what it computes in, what it gives, and how it is run."""
+
+    inputs: _Inputs
+    scratch: Scratch
+    step: ForwardOutput
+    replay: Replay
+
+
+class Refused:
+    """The paths of one model that cannot be recorded; the first time it is said why."""
+
+    def __init__(self) -> None:
+        self._paths: WeakSet[CompiledPath] = WeakSet()
+        self._said = False
+
+    def __contains__(self, compiled: CompiledPath) -> bool:
+        return compiled in self._paths
+
+    def add(self, compiled: CompiledPath, error: Exception) -> None:
+        """Another one."""
+        self._paths.add(compiled)
+        if not self._said:
+            _log.warning("passes cannot be recorded, and run operation by operation (%s)", reason(error))
+        self._said = True
+
+
+class Graphs:
+    """The recordings of one cache. A shape is recorded when it comes for the second time, but for prompts' passes."""
+
+    def __init__(self, passes: EagerRunner, recorder: Recorder, refused: Refused, positions: int) -> None:
+        """`positions`: as many as rope has tables for."""
+        self._passes, self._recorder, self._pool, self._refused = passes, recorder, recorder.pool(), refused
+        self._slots, self._device = passes.cache.slots, passes.skeleton.device
+        self._end = min(positions, self._slots)
+        self._numbers = torch.arange(self._slots, device=self._device)
+        self._made: WeakKeyDictionary[CompiledPath, dict[GraphKey, _Graph | None]] = WeakKeyDictionary()
+
+    def forward(
+        self,
+        compiled: CompiledPath,
+        tokens: Tensor,
+        of: PassInputs,
+        *,
+        logits: Literal["all", "last"] | None,
+        hidden: Sequence[int],
+    ) -> ForwardOutput | None:
+        """`EagerRunner.forward` from a recording; None where there is none, and that is to be called."""
+        shape = self._shape(of, logits, hidden)
+        if shape is None or compiled in self._refused:
+            return None
+        made = self._made.setdefault(compiled, {})
+        if shape not in made:
+            if len(made) < SHAPES:
+                made[shape] = None
+            return None
+        graph = made[shape]
+        inputs = _Inputs(shape, self._device) if graph is None else graph.inputs
+        inputs.fill(tokens, of, self._numbers)
+        if graph is None:
+            graph = made[shape] = self._recorded(compiled, shape, inputs, of.rows)
+            if graph is None:
+                return None
+        graph.replay()
+        step = graph.step  # which the next replay overwrites
+        assert step.logits is not None
+        return ForwardOutput(step.logits.clone(), {layer: stream.clone() for layer, stream in step.hidden.items()})
+
+    def _shape(self, of: PassInputs, logits: Literal["all", "last"] | None, hidden: Sequence[int]) -> GraphKey | None:
+        """What a recording of a pass would be for; None where none is made."""
+        batch, n, positions, slots, mask, rows = of
+        ends = [at + n for at in (positions, slots) if isinstance(at, int)]
+        if logits is None or batch * n > ROWS or max(ends, default=0) > self._end:
+            return None
+        if mask is not None:
+            seen, masks = mask.shape[-1], len(mask)
+        elif isinstance(slots, int) and isinstance(positions, int) and slots == positions:
+            seen, masks = slots + n, 0
+        else:
+            return None
+        if seen > self._slots:
+            return None
+        return GraphKey(
+            batch, n, min(rounded_up(seen), self._slots), (rows.start, rows.stop), masks, logits, tuple(hidden)
+        )
+
+    def _recorded(self, compiled: CompiledPath, shape: GraphKey, inputs: _Inputs, rows: slice) -> _Graph | None:
+        """The recording of a pass whose inputs are filled in; None, and a word, where there can be none."""
+        scratch = Scratch(self._passes.skeleton.sizes, shape.batch, shape.n, self._device)
+        numbers = self._numbers[: shape.kv_len]
+
+        def body() -> ForwardOutput:
+            mask = numbers <= inputs.slots[:1].unsqueeze(-1) if inputs.mask is None else inputs.mask
+            of = PassInputs(shape.batch, shape.n, inputs.positions, inputs.slots, mask, rows)
+            return self._passes.forward(
+                compiled, inputs.ids, of, logits=shape.logits, hidden=shape.hidden, scratch=scratch
+            )
+
+        try:
+            return _Graph(inputs, scratch, *self._recorder.record(body, self._pool))
+        except RuntimeError as error:
+            self._made.pop(compiled, None)
+            self._refused.add(compiled, error)
+            return None
+
+
+def rounded_up(slots: int) -> int:
+    """Slots that a recording sees for so many: by 256, or by a quarter of the power of two below."""
+    step = max(_SEEN, 1 << max(slots.bit_length() - 3, 0))
+    return -(-slots // step) * step

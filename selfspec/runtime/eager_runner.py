@@ -1,0 +1,151 @@
+"""Passes operation by operation: the residual loop, the cache and the attention call, for any path on any device.
+
+Knows nothing of native passes and of the cache's life.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selfspec.models.families.base import Attention, AttentionSpec
+from selfspec.models.skeleton import Skeleton
+from selfspec.runtime.attention_inputs import AttentionInputs, PassInputs, move, place
+from selfspec.runtime.cache import Cache
+from selfspec.runtime.compiled_path import CompiledPath
+from selfspec.runtime.masks import Masks
+from selfspec.runtime.rotary import RotaryTable
+from selfspec.runtime.workspace import Scratch, Scratches
+from selfspec.speculation.forward_output import ForwardOutput
+
+_NARROW = 16  # rows up to which a CPU's small products beat its fused attention and elementwise rope
+
+
+class EagerRunner:
+    """Passes over one cache. `attention_specs` are the model's, each with its rope as tables; `scaling` is of scores.
+
+    `direct`: narrow passes are computed by small products, which rounds otherwise.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        cache: Cache,
+        attention_specs: Sequence[tuple[AttentionSpec, RotaryTable]],
+        masks: Masks,
+        *,
+        scaling: float,
+        direct: bool,
+    ) -> None:
+        self.skeleton, self.cache = skeleton, cache
+        self._attention_specs, self._masks, self._scaling, self._direct = attention_specs, masks, scaling, direct
+        self._scratches = Scratches(skeleton.sizes)
+
+    def forward(
+        self,
+        compiled: CompiledPath,
+        tokens: Tensor,
+        of: PassInputs,
+        *,
+        logits: Literal["all", "last"] | None,
+        hidden: Sequence[int] = (),
+        between: Sequence[int] = (),
+        scratch: Scratch | None = None,
+    ) -> ForwardOutput:
+        """`Runtime.forward` over tokens `[B, n]`; `scratch`, on the first layer's device, is what to compute in."""
+        batch, n = tokens.shape
+        places = self._places(of)
+        scratch = scratch or self._scratches.get(batch, n, self.skeleton.device)
+        scratch.stream.copy_(self.skeleton.embed(tokens).flatten(0, 1))
+        layers = len(self.skeleton.blocks)
+        streams, halves = dict[int, Tensor](), dict[int, Tensor]()
+        for index, device, attention, mlp in compiled.blocks:
+            if index in hidden:
+                streams[index] = scratch.kept()
+            if scratch.device != device:
+                scratch, places = self._scratches.moved(scratch, device), [move(place, device) for place in places]
+            if attention is not None:
+                self._attention(attention, index, scratch, places[attention.attention_spec])
+            if index in between:
+                halves[index] = scratch.kept()
+            if mlp is not None:
+                mlp.run(scratch)
+        if layers in hidden:
+            streams[layers] = scratch.kept()
+        if logits is None:
+            return ForwardOutput(None, streams, halves)
+        rows = slice(None) if logits == "all" or n == 1 else slice(n - 1, None, n)
+        normed = self.skeleton.norm(scratch.stream[rows], scratch.longer[rows], scratch.normed[rows])
+        out = compiled.head(normed)
+        return ForwardOutput(out.to(self.skeleton.device).view(batch, -1, out.shape[-1]), streams, halves)
+
+    def branch(self, index: int, part: Literal["attention", "mlp"], x: Tensor, of: PassInputs) -> Tensor:
+        """`Runtime.branch`."""
+        block = self.skeleton.blocks[index]
+        scratch = self._scratches.get(of.batch, of.n, block.device)
+        x = x.to(block.device).flatten(0, 1)
+        scratch.stream.copy_(x)
+        if part == "mlp":
+            block.mlp.run(scratch)
+        else:
+            at = move(self._places(of)[block.attention.attention_spec], block.device)
+            self._attention(block.attention, index, scratch, at)
+        return (scratch.stream - x).view(of.batch, of.n, -1)
+
+    def _places(self, of: PassInputs) -> list[AttentionInputs]:
+        """Where a pass's tokens stand, for each of the model's sights."""
+        narrow = self._direct and of.batch * of.n <= _NARROW
+        return [
+            place(*attention_spec, self.cache, self._masks, of, narrow=narrow)
+            for attention_spec in self._attention_specs
+        ]
+
+    def _attention(self, attention: Attention, index: int, scratch: Scratch, place: AttentionInputs) -> None:
+        """Add what a layer's attention gives to the stream, and write its keys and values."""
+        attention.qkv(attention.norm(scratch.stream, scratch.longer, scratch.normed), scratch.qkv)
+        if isinstance(place.turn, Tensor):
+            if scratch.alone is not None:
+                torch.mm(scratch.alone[0], place.turn, out=scratch.alone[1])
+            else:
+                torch.bmm(scratch.qk, place.turn, out=scratch.turned)
+        else:
+            cos, sin = place.turn
+            if place.partner is None:
+                swapped = scratch.qk.roll(self.skeleton.sizes.head_dim // 2, -1)
+            else:
+                swapped = scratch.qk.index_select(-1, place.partner)
+            torch.mul(scratch.qk, cos, out=scratch.turned).addcmul_(swapped, sin)
+        if isinstance(place.to, Tensor):
+            self.cache.scatter(index, scratch.k, scratch.v, place.to, place.rows)
+        else:
+            place.to[0][index].copy_(scratch.k_to_write)
+            place.to[1][index].copy_(scratch.v_to_write)
+        scratch.gather_q()
+        if place.direct:
+            q, keys = scratch.q_rows, place.keys[index]
+            if attention.weights is not None:
+                weights = attention.weights(torch.bmm(q, keys).mul_(self._scaling), place.mask)
+            elif place.mask is None:
+                weights = torch.bmm(q, keys).softmax(-1)
+            else:
+                weights = torch.baddbmm(place.mask, q, keys).softmax(-1)
+            out = torch.bmm(weights, place.values[index], out=scratch.out)
+        else:
+            keys = place.keys[index]
+            if keys.stride(-1) != 1:  # as no fused attention takes them
+                keys = keys[:, :1].contiguous().expand_as(keys)
+            out = F.scaled_dot_product_attention(
+                scratch.q,
+                keys,
+                place.values[index],
+                attn_mask=place.mask,
+                is_causal=place.causal,
+                scale=self._scaling,
+            )
+        if out is not scratch.out:
+            scratch.take(out)
+        attention.add(scratch.stream, scratch.mixed)

@@ -1,0 +1,18 @@
+"""The runtime that serves a model: the lean one for the families that it knows, else the model's own forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from selfspec.models.families import is_lean
+from selfspec.models.shards import is_sharded
+from selfspec.runtime.forward import Runtime
+from selfspec.runtime.hf_runtime import GenericRuntime
+from selfspec.runtime.worker_group import runtime_over
+
+
+def open_runtime(model: Any, *, rows: int = 1) -> Runtime:
+    """One for `model`, which processes may share. Raises `UnsupportedModelError` for one that neither serves."""
+    if is_sharded(model):
+        return runtime_over(model)
+    return Runtime(model, rows=rows) if is_lean(model) else GenericRuntime(model, rows=rows)

@@ -1,0 +1,308 @@
+"""A runtime for any causal model of `transformers` whose layers have an attention and an MLP part: its own forward.
+
+Keys and values are kept as the lean runtime keeps them, so that drafts are placed, checked and committed the same way;
+the model reads and writes them through a cache of `transformers`. A sub-layer is bypassed by an instance's forward that
+gives nothing, put there for one pass. No class is patched.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from selfspec.basics.errors import SelfspecError, UnsupportedModelError
+from selfspec.models.dispatch import device_of
+from selfspec.models.families.common import windows_of
+from selfspec.models.path_modules import Trained
+from selfspec.models.structure import find_structure, read_outline
+from selfspec.runtime.cache import ALL_ROWS, Cache
+from selfspec.runtime.compiled_path import BITS, CompiledPath
+from selfspec.runtime.forward import Runtime
+from selfspec.runtime.hf_cache_view import HFCacheView, ViewedPass
+from selfspec.runtime.module_hooks import bypassing, first_of, watched
+from selfspec.runtime.paged import BlockTables
+from selfspec.speculation.forward_output import ForwardOutput
+from selfspec.types.draft_path import FULL, DraftPath, Mode
+from selfspec.types.skip import NOTHING_SKIPPED, SkipSet
+
+_GROWTH = 256
+_PROBE = (1, 2, 3, 2, 1, 4)  # tokens that every vocabulary has
+_CLOSE = {torch.float64: 1e-5, torch.float32: 1e-3}  # of the largest logit; half precision: 0.1
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class GenericPath(CompiledPath):
+    """A draft path of a model that runs itself: what it bypasses, and the tokens `[n]` it drafts, if not all."""
+
+    skip: SkipSet = NOTHING_SKIPPED
+    words: Tensor | None = None
+
+
+class GenericRuntime(Runtime):
+    """One model, run by its own forward.
+
+    `trees`: whether it takes masks as it is given them, which is tried; otherwise drafts are chains, and sequences
+    decode alone. Nothing is had in few bits. Raises `UnsupportedModelError` for a model whose parts cannot be found,
+    or whose logits through this cache are not its own.
+    """
+
+    learns = native = False
+    _native = _reach = _recorder = _graphs = None
+    _watched = False
+
+    def __init__(self, model: Any, *, rows: int = 1) -> None:
+        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._structure = find_structure(self.model)
+        if self.model.get_output_embeddings() is None:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} has no language-model head; expected a causal language model"
+            )
+        self.layers = len(self._structure.layers)
+        self._takes = inspect.signature(self.model.forward).parameters
+        self._given: dict[nn.Module, int | None] = {}  # how many things a sub-layer gives; None: a tensor alone
+        kv_heads, head_dim = self._shapes()
+        self.skeleton = read_outline(self.model, kv_heads, head_dim)  # type: ignore[assignment]
+        self.device, self.dtype = self.skeleton.device, self.skeleton.sizes.dtype
+        self._windows = windows_of(self.model.config, self.layers)
+        self._full = self._whole = self.compile(FULL)
+        self._begin(2)
+        self.trees = self._checked()
+        if rows > 1 and not self.trees:
+            raise UnsupportedModelError(f"{self._name} decodes one sequence at a time")
+        self._begin(rows)
+
+    def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Runtime:
+        """As `Runtime.beside`. Raises `UnsupportedModelError` for several sequences where it decodes one at a time."""
+        if rows > 1 and not self.trees:
+            raise UnsupportedModelError(f"{self._name} decodes one sequence at a time")
+        return super().with_new_cache(rows=rows, blocks=blocks, pool=pool)
+
+    @property
+    def _name(self) -> str:
+        return f"{type(self.model).__name__} (model_type {self.model.config.model_type!r})"
+
+    # -- what is known of the model ----------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _shapes(self) -> tuple[int, int]:
+        """Heads and size of keys, and what each sub-layer gives, by a first pass."""
+        device = device_of(self.model.get_input_embeddings())
+        held = DynamicCache()
+        parts = (*self._structure.attention, *self._structure.mlp)
+        hooks = [part.register_forward_hook(self._note) for part in parts]
+        try:
+            self.model(torch.tensor([_PROBE], device=device), past_key_values=held, use_cache=True)
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise UnsupportedModelError(f"{self._name} is not supported: it takes no cache of keys ({error})") from None
+        finally:
+            for hook in hooks:
+                hook.remove()
+        tensors = [t for layer in held.layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+        shapes = {None if t is None else tuple(t.shape) for t in tensors}
+        shape = shapes.pop() if len(shapes) == 1 and len(held.layers) == self.layers else None
+        if shape is None or len(shape) != 4 or shape[2] != len(_PROBE) or len(self._given) != len(parts):
+            raise UnsupportedModelError(
+                f"{self._name} is not supported: its layers do not each keep keys and values of one shape"
+            )
+        return shape[1], shape[3]
+
+    def _note(self, module: nn.Module, _given: Any, out: Any) -> None:
+        self._given[module] = len(out) if isinstance(out, tuple) else None
+
+    @torch.inference_mode()
+    def _checked(self) -> bool:
+        """Whether masks and several sequences are served. Raises `UnsupportedModelError` where not even chains are."""
+        tokens = torch.tensor([_PROBE], device=self.device)
+        n = tokens.shape[1]
+        theirs = self.model(tokens, use_cache=False).logits
+
+        def close(ours: Tensor | None, wanted: Tensor) -> bool:
+            error = _CLOSE.get(self.dtype, 0.1) * float(theirs.abs().max())
+            return ours is not None and float((ours - wanted).abs().max()) <= error
+
+        with self.session(n + 2):
+            ours = [self.forward(tokens[:, a:b], a, rows=slice(0, 1)).logits for a, b in ((0, 3), (3, 4), (4, n))]
+            if not close(torch.cat([t for t in ours if t is not None], 1), theirs):
+                raise UnsupportedModelError(f"{self._name} is not supported: its logits differ where keys are kept")
+            if "position_ids" not in self._takes:
+                return False
+            try:
+                # The last token but one again, beside another, at slots that are not their positions; twice.
+                at = torch.tensor([[n - 2, n - 2]] * 2, device=self.device)
+                mask = torch.ones(2, 2, n, dtype=torch.bool, device=self.device).tril(n - 2)
+                mask[:, 1, n - 2] = False
+                both = torch.tensor([[3, _PROBE[n - 2]]] * 2, device=self.device)
+                self.forward(tokens.repeat(2, 1), 0, logits=None)
+                step = self.forward(both, at, slots=n - 2, mask=mask)
+                assert step.logits is not None
+                return close(step.logits[:, 1], theirs[:, n - 2].repeat(2, 1))
+            except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
+                return False
+
+    # -- the cache's life --------------------------------------------------------------------------------------
+
+    def _begin(self, rows: int, pool: BlockTables | None = None) -> None:
+        if pool is not None:
+            raise SelfspecError("native passes alone read a cache in blocks, and this model runs itself")
+        self.rows, self.pool = rows, None
+        self._lock = threading.Lock()
+        self._allocate(0)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _allocate(self, slots: int) -> None:
+        self.__dict__.pop("cache", None)
+        sizes = self.skeleton.sizes
+        self.cache = Cache(
+            rows=self.rows,
+            kv_heads=sizes.kv_heads,
+            group=1,
+            slots=-(-slots // _GROWTH) * _GROWTH,
+            head_dim=sizes.head_dim,
+            dtype=sizes.dtype,
+            devices=[device_of(layer) for layer in self._structure.layers],
+            placed=any(window is not None for window in self._windows),
+        )
+
+    # -- draft paths -------------------------------------------------------------------------------------------
+
+    def compile(self, path: DraftPath) -> GenericPath:
+        """As `Runtime.compile`. What is asked for in few bits runs in full."""
+        path.check(self.layers)
+        if path.trained is not None:
+            raise SelfspecError(f"the draft path names trained weights, {path.trained}, that are not at hand")
+        vocabulary, words = self.skeleton.identity.vocabulary or 0, None
+        if path.vocabulary is not None:
+            if max(path.vocabulary) >= vocabulary:
+                raise SelfspecError(f"a draft vocabulary is of one or more different tokens from 0 to {vocabulary - 1}")
+            words = torch.tensor(path.vocabulary, device=self.skeleton.device)
+        parts = [f"{part} {i}" for part in ("attention", "mlp") for i in range(self.layers)]
+        low = [part for part, mode in zip(parts, path.modes(self.layers), strict=True) if mode in BITS]
+        low += ["head"] if path.head in BITS else []
+        return GenericPath((), _as_it_is, in_full=tuple(low), skip=path.skip, words=words)
+
+    def extra_bytes(self, path: DraftPath) -> int:
+        """Nothing."""
+        return 0
+
+    def held(self, part: str, index: int, mode: Mode) -> int | None:
+        """Nothing in full, and nothing is to be had in few bits."""
+        return None if mode in BITS else 0
+
+    def learn(self, name: str, trained: Trained) -> None:
+        """Raises `UnsupportedModelError`."""
+        _ = self.skeleton.parts
+
+    def forget(self, name: str) -> None:
+        """Nothing was learnt."""
+
+    # -- the one forward ---------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: int | Tensor,
+        *,
+        path: CompiledPath | None = None,
+        slots: int | Tensor | None = None,
+        mask: Tensor | None = None,
+        rows: slice = ALL_ROWS,
+        logits: Literal["all", "last"] | None = "all",
+        hidden: Sequence[int] = (),
+        between: Sequence[int] = (),
+    ) -> ForwardOutput:
+        """As `Runtime.forward`. Streams `between` are those that attention's output is added to, and that output."""
+        batch, n = tokens.shape
+        slots = positions if slots is None else slots
+        if mask is None and isinstance(slots, Tensor):
+            mask = torch.arange(int(slots.max()) + 1, device=slots.device) <= slots.unsqueeze(-1)
+        cache = self._rectangle
+        if cache.positions is not None:
+            cache.place(positions, slots, n, rows)
+        seen = mask.shape[-1] if mask is not None else int(slots) + n
+        given: dict[str, Any] = {"past_key_values": HFCacheView(ViewedPass(cache, slots, n, seen, rows), self.layers)}
+        if mask is not None:
+            given["attention_mask"] = self._masks_of(mask, positions, n, seen, rows)
+        if "position_ids" in self._takes:
+            at = torch.arange(positions, positions + n, device=self.device) if isinstance(positions, int) else positions
+            given["position_ids"] = at.expand(batch, n)
+        if logits != "all" and "logits_to_keep" in self._takes:
+            given["logits_to_keep"] = 1
+        compiled = path if isinstance(path, GenericPath) else self._whole
+        with bypassing(self._bypassed(compiled.skip)), watched(self._structure, hidden, between) as (streams, halves):
+            out = self.model(tokens, use_cache=True, return_dict=True, **given).logits
+        if logits is None:
+            return ForwardOutput(None, streams, halves)
+        out = out if logits == "all" else out[:, -1:]
+        if compiled.words is not None:
+            out = torch.full_like(out, -torch.inf).index_copy_(-1, compiled.words, out.index_select(-1, compiled.words))
+        return ForwardOutput(out, streams, halves)
+
+    def branch(
+        self,
+        index: int,
+        part: Literal["attention", "mlp"],
+        x: Tensor,
+        positions: int | Tensor,
+        *,
+        slots: int | Tensor | None = None,
+        mask: Tensor | None = None,
+        rows: slice = ALL_ROWS,
+    ) -> Tensor:
+        """As `Runtime.branch`: the model is run with everything else bypassed, and `x` put into that layer."""
+        every = range(self.layers)
+        others = SkipSet(
+            tuple(i for i in every if (i, "attention") != (index, part)),
+            tuple(i for i in every if (i, "mlp") != (index, part)),
+        )
+        alone = GenericPath((), _as_it_is, skip=others)
+        left: list[Tensor] = []
+
+        def put(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+
+        def took(_module: nn.Module, _args: Any, out: Any) -> None:
+            left.append(first_of(out))
+
+        layer, tokens = self._structure.layers[index], torch.zeros(x.shape[:2], dtype=torch.long, device=self.device)
+        hooks = [layer.register_forward_pre_hook(put, with_kwargs=True), layer.register_forward_hook(took)]
+        try:
+            self.forward(tokens, positions, path=alone, slots=slots, mask=mask, rows=rows, logits=None)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return left[0] - x
+
+    def _bypassed(self, skip: SkipSet) -> list[tuple[nn.Module, int | None]]:
+        """These sub-layers, and what each gives."""
+        of = self._structure
+        parts = [*(of.attention[i] for i in skip.attention), *(of.mlp[i] for i in skip.mlp)]
+        return [(part, self._given[part]) for part in parts]
+
+    def _masks_of(self, mask: Tensor, positions: int | Tensor, n: int, seen: int, rows: slice) -> Any:
+        """Additive masks `[B, 1, n, S]`: one, or one for each kind of layers, as the model takes them."""
+
+        def additive(shown: Tensor) -> Tensor:
+            zeros = torch.zeros(shown.shape, dtype=self.dtype, device=shown.device)
+            return zeros.masked_fill_(~shown, torch.finfo(self.dtype).min).unsqueeze(1)
+
+        windows = set(self._windows)
+        window = max((w for w in windows if w is not None), default=None)
+        if window is None:
+            return additive(mask)
+        near = additive(mask & self._rectangle.near(window, positions, n, seen, rows))
+        if getattr(self.model.config, "layer_types", None) is None:
+            return near
+        return {"full_attention": additive(mask), "sliding_attention": near}
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x

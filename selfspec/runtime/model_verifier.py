@@ -1,0 +1,44 @@
+"""The whole model as a checker. Knows nothing of drafters and of the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.checker import Scored
+from selfspec.speculation.drafts import Draft
+from selfspec.speculation.forward_output import ForwardOutput
+from selfspec.speculation.sequence import SequenceState
+from selfspec.speculation.tree_batch import Placed
+
+
+class ModelChecker:
+    """Checks drafts with the whole model, on the rows of its cache, of which each sequence has one."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    @property
+    def trees(self) -> bool:
+        """Whether the runtime can check trees."""
+        return self.runtime.trees
+
+    def score(
+        self, seqs: Sequence[SequenceState], drafts: Sequence[Draft], *, hidden: Sequence[int] = ()
+    ) -> list[Scored]:
+        """One full pass over all drafts, each below its sequence's last token."""
+        placed = [
+            Placed(seq.row, seq.tokens[-1], len(seq.tokens) - 1, draft) for seq, draft in zip(seqs, drafts, strict=True)
+        ]
+        steps = self.runtime.over(placed, hidden=hidden)
+        return [self._scored(*one) for one in zip(seqs, drafts, steps, strict=True)]
+
+    @staticmethod
+    def _scored(seq: SequenceState, draft: Draft, step: ForwardOutput) -> Scored:
+        assert step.logits is not None
+        return Scored(seq.sampler.scores(step.logits[0], draft.prefixes(seq.tokens)), step)
+
+    def keep(self, seqs: Sequence[SequenceState], paths: Sequence[tuple[int, ...]]) -> None:
+        """Move the keys of each path together, and advance each row's length."""
+        for seq, path in zip(seqs, paths, strict=True):
+            self.runtime.cache.commit(seq.row, path)

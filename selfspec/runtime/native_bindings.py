@@ -1,0 +1,198 @@
+"""Whole passes in one native call, for layers that are nothing but what `native.cpp` computes.
+
+What is multiplied is then all that a step costs: a pass of many small operations spends as long between them. All is
+computed in float32 but for the cache, which is the model's. Knows nothing of how drafts come about.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec.models.families.base import Attention, Mlp
+from selfspec.models.linears import whole_parts
+from selfspec.models.native import KINDS, ROWS, LayerStruct, NativeProduct, PassStruct, Segment, SlotsStruct
+from selfspec.models.native_library import library
+from selfspec.models.norms import Norm, RoundedNorm, ScaledNorm
+from selfspec.models.path_modules import BridgeModule
+from selfspec.models.sizes import Sizes
+from selfspec.runtime.cache import Cache
+from selfspec.runtime.paged import PagedCache
+from selfspec.speculation.tree_batch import Placed, above
+
+__all__ = ["ROWS", "NativeBatch", "NativePass", "native_pass"]
+_LONGEST_VECTOR = 16  # float32 values: what sizes are multiples of
+
+
+class NativePass:
+    """The layers of one path, and the last norm, as one call; see `native_pass`."""
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        scaling: float,
+        layers: Sequence[LayerStruct],
+        norm: ScaledNorm | RoundedNorm,
+        held: Sequence[Any],
+    ) -> None:
+        self._held = (norm, *held)  # what `layers` point to
+        described = (LayerStruct * len(layers))(*layers)
+        s = sizes
+        sized = (KINDS[s.dtype], len(layers), s.hidden, s.heads, s.kv_heads, s.head_dim, s.intermediate, s.eps)
+        self._described = PassStruct(*sized, scaling, described, norm.weight.data_ptr())
+        self._at = ctypes.addressof(self._described)
+        self._functions = library()
+
+    def run(
+        self, stream: Tensor, spot: NativeBatch, keep: Sequence[int] = (), normed: bool = True
+    ) -> tuple[Tensor | None, Sequence[Tensor]]:
+        """What the last norm makes of the stream `[n, D]`, float32, which is changed in place; None unless `normed`.
+
+        With it the streams that enter the layers `keep`.
+        """
+        functions, place, threads = self._functions, ctypes.addressof(spot.place), torch.get_num_threads()
+        out = torch.empty_like(stream) if normed else None
+        kept: list[Tensor] = []
+        spot.place.keeps = len(keep)
+        if keep:
+            layers, whole = torch.tensor(keep), stream.new_empty((len(keep), *stream.shape))
+            spot.place.keep, spot.place.kept = layers.data_ptr(), whole.data_ptr()
+            kept = list(whole)
+        scratch = torch.empty(functions.selfspec_scratch(self._at, place, threads))
+        to = None if out is None else out.data_ptr()
+        functions.selfspec_pass(self._at, place, stream.data_ptr(), to, scratch.data_ptr(), threads)
+        return out, kept
+
+
+class NativeBatch:
+    """Where a pass's tokens stand in a cache of turned keys, as a native pass reads it.
+
+    Made once for a cache; `cos` and `sin` are `[positions, 1, d]`.
+    """
+
+    def __init__(self, cache: Cache | PagedCache, cos: Tensor, sin: Tensor) -> None:
+        keys, values = cache.keys[0], cache.values[0]
+        self._cache = cache
+        self._tables = cos, sin = cos.float().contiguous(), sin.float().contiguous()
+        self._numbers = torch.arange(max(cache.slots, values.shape[2]))
+        each = (cache.values[1].data_ptr() - values.data_ptr()) // values.element_size() if len(cache.values) > 1 else 0
+        memory = {"cos": cos.data_ptr(), "sin": sin.data_ptr(), "keys": keys.data_ptr(), "values": values.data_ptr()}
+        self._segment = Segment()
+        self._alone, self._several = (SlotsStruct(stride=values.shape[2], each_layer=each, **memory) for _ in range(2))
+        self._alone.segments, self._alone.segment = 1, ctypes.addressof(self._segment)
+        self.place = self._alone
+        self._held: Any = ()  # what the place points to
+
+    def _checked(self, at: int | Tensor, n: int, end: int) -> tuple[Tensor, int]:
+        """Positions or slots as the native pass reads them, and the last. `RuntimeError` for what is not there."""
+        first, last = (at, at + n - 1) if isinstance(at, int) else (int(at.min()), int(at.max()))
+        if first < 0 or last >= end:
+            raise _beyond(first if first < 0 else last, end)
+        return (self._numbers[at : at + n] if isinstance(at, int) else at.long().contiguous()), last
+
+    def alone(self, n: int, positions: int | Tensor, slots: int | Tensor, mask: Tensor | None, row: int) -> NativeBatch:
+        """Of `n` tokens of a row; `mask` is additive, `[1, 1, n, seen]`; other arguments as in `Runtime.forward`."""
+        self.place, segment = self._alone, self._segment
+        place = self.place
+        segment.blocks, end = self._cache.blocks_of(row)
+        at, _ = self._checked(positions, n, len(self._tables[0]))
+        to, last = self._checked(slots, n, end)
+        if mask is not None:
+            mask = mask[..., :end].float().contiguous()
+        self._held = (at, to, mask)
+        segment.n = place.n = n
+        segment.seen = place.seen = last + 1 if mask is None else mask.shape[-1]
+        segment.mask = None if mask is None else mask.data_ptr()
+        place.positions, place.slots = at.data_ptr(), to.data_ptr()
+        return self
+
+    def several(self, placed: Sequence[Placed]) -> NativeBatch:
+        """Of drafts, each with its root first. `RuntimeError` for what is not there."""
+        positions, slots, masks = array("q"), array("q"), list[Tensor]()
+        self.place, segments = self._several, (Segment * len(placed))()
+        place, last = self.place, len(self._tables[0])
+        place.seen = 0
+        for segment, (row, _, start, draft) in zip(segments, placed, strict=True):
+            segment.blocks, end = self._cache.blocks_of(row)
+            segment.n, segment.seen = 1 + len(draft), start + 1 + len(draft)
+            places = range(start, segment.seen)
+            slots.extend(places)
+            if draft.is_chain:
+                deepest = segment.seen - 1
+                positions.extend(places)
+            else:
+                deepest = start + draft.depth
+                positions.append(start)
+                positions.extend(start + depth for depth in draft.depths)
+                masks.append(torch.zeros(above(draft).shape).masked_fill_(~above(draft), -torch.inf))
+                segment.first, segment.mask = start + 1, masks[-1].data_ptr()
+            if start < 0 or segment.seen > end or deepest >= last:
+                raise _beyond(start if start < 0 else segment.seen - 1, min(end, last))
+            place.seen = max(place.seen, segment.seen)
+        self._held = (positions, slots, masks, segments)
+        place.n, place.segments, place.segment = len(slots), len(placed), ctypes.addressof(segments)
+        place.positions, place.slots = positions.buffer_info()[0], slots.buffer_info()[0]
+        return self
+
+
+def _beyond(place: int, end: int) -> RuntimeError:
+    return RuntimeError(f"positions and slots go from 0 to {end - 1}; expected no {place}")
+
+
+def native_pass(
+    sizes: Sizes,
+    scaling: float,
+    blocks: Sequence[tuple[int, torch.device, Attention | None, Mlp | None]],
+    norm: Norm,
+) -> NativePass | None:
+    """The blocks of a path as one native pass; None unless every one of them is native and plain.
+
+    That is: float32 or bfloat16 on a CPU, RMSNorm, products that are native, rope over whole heads, a gated MLP with
+    SiLU. `scaling` multiplies queries after rope.
+    """
+    plain = all(size % _LONGEST_VECTOR == 0 for size in (sizes.hidden, sizes.head_dim, sizes.intermediate))
+    if sizes.dtype not in KINDS or not plain or not isinstance(norm, (ScaledNorm, RoundedNorm)):
+        return None
+    layers: list[LayerStruct] = []
+    held: list[Any] = []
+    for _, device, attention, mlp in blocks:
+        if device.type != "cpu":
+            return None
+        layer = LayerStruct()
+        if isinstance(mlp, BridgeModule):
+            into, onto, mlp = mlp.into, mlp.onto, None
+            if not isinstance(onto, NativeProduct) or not isinstance(into, NativeProduct | None):
+                return None
+            if onto.into % _LONGEST_VECTOR:
+                return None
+            held += [into, onto]
+            layer.gate_up, layer.down = None if into is None else into.address, onto.address
+        for part, names in ((attention, ("before_attention", "qkv", "o")), (mlp, ("before_mlp", "gate_up", "down"))):
+            if part is None:
+                continue
+            found = _made_of(part)
+            if found is None:
+                return None
+            held += found
+            before, *products = found
+            setattr(layer, names[0], before.weight.data_ptr())
+            for name, product in zip(names[1:], products, strict=True):
+                setattr(layer, name, product.address)
+        layers.append(layer)
+    return NativePass(sizes, scaling, layers, norm, held) if held else None
+
+
+def _made_of(part: Any) -> tuple[ScaledNorm | RoundedNorm, NativeProduct, NativeProduct] | None:
+    """A sub-layer's norm, its products that read the stream, and that which writes to it, where they are native."""
+    plain = getattr(part, "plain", None)
+    if plain is None or not isinstance(part.norm, (ScaledNorm, RoundedNorm)):
+        return None
+    into, onto = (None if (whole := whole_parts(modules)) is None else whole.product for modules in plain)
+    if not isinstance(into, NativeProduct) or not isinstance(onto, NativeProduct):
+        return None
+    return part.norm, into, onto

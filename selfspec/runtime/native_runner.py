@@ -1,0 +1,97 @@
+"""Passes that are one native call: over tokens of one row, or over drafts of several. Knows nothing of other passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from selfspec.models.skeleton import Skeleton
+from selfspec.runtime.cache import Cache
+from selfspec.runtime.compiled_path import CompiledPath
+from selfspec.runtime.native_bindings import ROWS, NativeBatch
+from selfspec.runtime.paged import PagedCache
+from selfspec.speculation.forward_output import ForwardOutput, joined
+from selfspec.speculation.tree_batch import Placed
+
+CHUNK = 128  # tokens of one call: what they are computed in stays small, and each weight serves many
+
+
+class NativeRunner:
+    """Passes over one cache of turned keys, along paths that are native."""
+
+    def __init__(self, skeleton: Skeleton, cache: Cache | PagedCache, cos: Tensor, sin: Tensor) -> None:
+        self._embed, self._dtype, self._layers = skeleton.embed, skeleton.sizes.dtype, len(skeleton.blocks)
+        self._spot = NativeBatch(cache, cos, sin)
+
+    def forward(
+        self,
+        compiled: CompiledPath,
+        tokens: Tensor,
+        positions: int | Tensor,
+        slots: int | Tensor,
+        mask: Tensor | None,
+        row: int,
+        *,
+        logits: Literal["all", "last"] | None,
+        hidden: Sequence[int],
+    ) -> ForwardOutput:
+        """`Runtime.forward` over tokens `[1, n]` of a row; `mask` is additive, `[1, 1, n, S]`."""
+        n = tokens.shape[1]
+        if n > CHUNK and mask is None and isinstance(positions, int) and isinstance(slots, int):
+            steps = []
+            for at in range(0, n, CHUNK):
+                some, wanted = tokens[:, at : at + CHUNK], None if logits == "last" and at + CHUNK < n else logits
+                steps.append(
+                    self.forward(compiled, some, positions + at, slots + at, None, row, logits=wanted, hidden=hidden)
+                )
+            return joined(steps)
+        spot = self._spot.alone(n, positions, slots, mask, row)
+        normed, streams = self._run(compiled, tokens, spot, hidden, logits is not None)
+        kept = {layer: stream.unsqueeze(0) for layer, stream in streams.items()}
+        if normed is None:
+            return ForwardOutput(None, kept)
+        head = compiled.head if n <= ROWS or compiled.batch_invariant_head is None else compiled.batch_invariant_head
+        return ForwardOutput(head(normed[0 if logits == "all" else n - 1 :]).unsqueeze(0), kept)
+
+    def over(
+        self, compiled: CompiledPath, placed: Sequence[Placed], *, hidden: Sequence[int], logits: bool
+    ) -> list[ForwardOutput]:
+        """`Runtime.over`: each token gives the bits that it gives alone."""
+        ids: list[int] = []
+        for one in placed:
+            ids += (one.root, *one.draft.tokens)
+        row, _, start, draft = placed[0]
+        if len(placed) == 1 and draft.is_chain:
+            spot = self._spot.alone(len(ids), start, start, None, row)
+        else:
+            spot = self._spot.several(placed)
+        normed, streams = self._run(compiled, torch.tensor([ids]), spot, hidden, logits)
+        ends = list(accumulate(1 + len(one.draft) for one in placed))
+        spans = [slice(*span) for span in pairwise((0, *ends))]
+        out: Sequence[Tensor | None] = [None] * len(placed)
+        if normed is not None and compiled.batch_invariant_head is not None:
+            every = compiled.batch_invariant_head(normed)
+            out = [every[span].unsqueeze(0) for span in spans]
+        elif normed is not None:
+            out = [compiled.head(normed[span]).unsqueeze(0) for span in spans]
+        return [
+            ForwardOutput(rows, {layer: stream[span].unsqueeze(0) for layer, stream in streams.items()})
+            for rows, span in zip(out, spans, strict=True)
+        ]
+
+    def _run(
+        self, compiled: CompiledPath, tokens: Tensor, spot: NativeBatch, hidden: Sequence[int], logits: bool
+    ) -> tuple[Tensor | None, dict[int, Tensor]]:
+        """What the head reads `[n, D]` of tokens `[1, n]`, where it is to, and the streams at the layers `hidden`."""
+        assert compiled.native is not None
+        stream = self._embed(tokens)[0].float()
+        inner = [layer for layer in hidden if layer < self._layers]
+        normed, kept = compiled.native.run(stream, spot, inner, logits)
+        streams = {layer: one.to(self._dtype) for layer, one in zip(inner, kept, strict=True)}
+        if self._layers in hidden:
+            streams[self._layers] = stream.to(self._dtype)
+        return None if normed is None else normed.to(self._dtype), streams

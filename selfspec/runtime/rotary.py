@@ -1,0 +1,61 @@
+"""A model's rope as tables, and what turns queries and keys by them. Knows nothing of caches and passes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.models.families.base import AttentionSpec, Rope
+from selfspec.models.skeleton import Skeleton
+
+
+class RotaryTable:
+    """Cosines and sines `[positions, 1, d]` of one rope, both scaled: x turned is x * cos + x[`partner`] * sin.
+
+    `partner` `[d]` is what each dimension is paired with; None: that half of them apart. `keep` is the identity
+    `[d, d]`, of the dtype and on the device that passes begin with.
+    """
+
+    def __init__(self, rope: Rope, positions: int, keep: Tensor, scale: float) -> None:
+        d = len(keep)
+        at = torch.arange(max(positions, 1), device=keep.device)[None]
+        cos, sin = (t[0].to(keep) for t in rope.rotary(keep, at))  # which may be on another device
+        turned = cos.shape[-1]
+        if turned > d or turned % 2:
+            raise SelfspecError(f"rope covers {turned} of {d} dimensions; expected an even number of them")
+        partner = torch.arange(d, device=keep.device)
+        if rope.neighbours:
+            partner[:turned] = partner[:turned] ^ 1
+        else:
+            partner[:turned] = partner[:turned].roll(turned // 2)
+        sign = (partner > torch.arange(d, device=keep.device)).to(keep) * -2 + 1  # the first of a pair takes -x2
+        rest = d - turned
+        self.cos = F.pad(cos, (0, rest), value=1.0).unsqueeze(1) * scale
+        self.sin = (F.pad(sin, (0, rest)) * sign).unsqueeze(1) * scale
+        self.partner = partner if rope.neighbours or rest else None
+        self._keep, self._swap = keep, keep[partner]
+
+    def of(self, positions: int | Tensor, batch: int, n: int, *, matrix: bool) -> Tensor | tuple[Tensor, Tensor]:
+        """What turns the tokens at `positions`, see `Place.turn`; as matrices where `matrix` is asked for."""
+        if isinstance(positions, int):
+            cos, sin = self.cos.narrow(0, positions, n), self.sin.narrow(0, positions, n)
+            if batch > 1:
+                cos, sin = cos.repeat(batch, 1, 1), sin.repeat(batch, 1, 1)
+        else:
+            cos, sin = self.cos[positions].flatten(0, 1), self.sin[positions].flatten(0, 1)  # [N, 1, d]
+        if not matrix:
+            return cos, sin
+        turn = torch.mul(self._keep, cos).addcmul_(self._swap, sin)
+        return turn[0] if len(turn) == 1 else turn
+
+
+def rotary_tables(skeleton: Skeleton, positions: int, scale: float) -> list[tuple[AttentionSpec, RotaryTable]]:
+    """The model's sights, each with its rope as tables."""
+    keep = torch.eye(skeleton.sizes.head_dim, dtype=skeleton.sizes.dtype, device=skeleton.device)
+    ropes = {
+        attention_spec.rope: RotaryTable(attention_spec.rope, positions, keep, scale)
+        for attention_spec in skeleton.attention_specs
+    }
+    return [(attention_spec, ropes[attention_spec.rope]) for attention_spec in skeleton.attention_specs]

@@ -1,0 +1,43 @@
+"""Messages of a request as a chat template takes them: roles and texts. Knows nothing of models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from selfspec.server.errors import wrong
+from selfspec.text.prompt import Message
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_READ = ("role", "content", "name")  # a name is not told to the model
+_NOTHING: tuple[Any, ...] = (None, [], "", {})
+
+
+def read_messages(messages: list[Any]) -> list[Message]:
+    """The messages, contents in parts joined. Raises `ApiError` that names the message."""
+    if not messages:
+        raise wrong("messages: the list is empty; expected at least one message of the user", "messages")
+    return [_message(one, f"messages[{number}]") for number, one in enumerate(messages)]
+
+
+def _message(one: Any, where: str) -> Message:
+    if not isinstance(one, Mapping):
+        raise wrong(f"{where}: expected an object with role and content", where)
+    role = one.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise wrong(f"{where}.role: expected one of {', '.join(_ROLES)}", f"{where}.role")
+    for name, value in one.items():
+        if name not in _READ and value not in _NOTHING:
+            raise wrong(f"{where}.{name[:60]}: is not served", f"{where}.{name[:60]}")
+    return {"role": _ROLES[role], "content": _content(one.get("content"), f"{where}.content")}
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise wrong(f"{where}: expected a text, or parts of type 'text'", where)
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise wrong(f"{where}: expected parts of type 'text', each with its text; no other kind is served", where)
+    return "".join(part["text"] for part in content)

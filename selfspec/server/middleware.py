@@ -1,0 +1,85 @@
+"""What every request passes: an id, the key, one line in the log. Knows nothing of models."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from selfspec.server.errors import ApiError
+
+NOTES = "selfspec.notes"  # of a request's scope: what its line in the log says besides
+_POLLED = ("/health", "/metrics")  # which would fill the log
+Log = Callable[[dict[str, Any]], None]
+
+
+def log_line(entry: dict[str, Any]) -> None:
+    """One JSON line on standard error; whoever read it may have gone."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        sys.stderr.flush()
+
+
+def refusal(error: ApiError) -> JSONResponse:
+    """An error as an answer."""
+    return JSONResponse(error.as_dict(), error.status, error.headers)
+
+
+class AuthMiddleware:
+    """Around the whole app. `log` is told each request's line, but of those that machines ask again and again."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str | None, log: Log) -> None:
+        self._app, self._log = app, log
+        self._key = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        name, start = uuid4().hex, time.perf_counter()
+        notes: dict[str, Any] = {"id": name}
+        scope[NOTES] = notes
+        told = {"status": 499}  # the client was gone before there was an answer
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                told["status"] = notes.pop("status", message["status"])
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
+            await send(message)
+
+        app = self._app if self._known(scope) else refusal(_NO_KEY)
+        try:
+            await app(scope, receive, sending)
+        except Exception:
+            told["status"] = 500
+            raise
+        finally:
+            if scope["path"] not in _POLLED:
+                at = datetime.now(UTC).isoformat(timespec="milliseconds")
+                asked = {"method": scope["method"], "path": scope["path"], "status": told["status"]}
+                self._log({"at": at, **notes, **asked, "seconds": round(time.perf_counter() - start, 4)})
+        return None
+
+    def _known(self, scope: Scope) -> bool:
+        """Whether a request may pass; compared in a time that says nothing of the key."""
+        if self._key is None or not scope["path"].startswith("/v1"):
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(given, self._key)
+
+
+_NO_KEY = ApiError(
+    401,
+    "expected the server's key, as 'Authorization: Bearer KEY'",
+    code="invalid_api_key",
+    headers={"WWW-Authenticate": "Bearer"},
+)

@@ -1,0 +1,176 @@
+"""What a request asks of the model: prompts as token ids, how to decode each text. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.server.chat_requests import read_messages
+from selfspec.server.errors import ApiError, wrong
+from selfspec.server.penalties import Penalties
+from selfspec.server.request_schemas import BaseRequest, ChatBody, CompletionBody
+from selfspec.server.settings import Settings
+
+if TYPE_CHECKING:
+    from selfspec.llm.llm import LLM
+    from selfspec.llm.options import Options
+    from selfspec.text.guided import Guide
+    from selfspec.text.prompt import Prompt
+
+_GUIDES = 32  # schemas whose guides are kept
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """One text that is asked for: what it continues, and how."""
+
+    prompt: tuple[int, ...]
+    options: Options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A request, as far as the pool and the answers need it.
+
+    `texts`: n for each prompt, in order. `shown`: what comes before each in the answer (`echo`). `prompt_tokens`: those
+    of each prompt once. `top`: as `Batch.add` takes it. `sources`: tell where each piece came from.
+    """
+
+    model: str
+    texts: tuple[TextRequest, ...]
+    shown: tuple[str, ...]
+    prompt_tokens: int
+    top: int | None = None
+    stream: bool = False
+    usage: bool = False
+    sources: bool = False
+
+
+class RequestParser:
+    """Reads requests for one model. Its methods can take a while, for long prompts; one thread at a time."""
+
+    def __init__(self, llm: LLM, settings: Settings) -> None:
+        self._llm, self._settings = llm, settings
+        self._guides: OrderedDict[str, Guide] = OrderedDict()
+
+    @property
+    def context(self) -> int:
+        """Positions of the model."""
+        return int(self._llm.runtime.skeleton.context)
+
+    @property
+    def chats(self) -> bool:
+        """Whether the model's tokenizer has a chat template."""
+        return bool(getattr(self._llm.tokenizer, "chat_template", None))
+
+    def check_model(self, name: str) -> None:
+        """Raise `ApiError` for another model than the one that is served."""
+        if name not in self._settings.names:
+            served = ", ".join(self._settings.names)
+            raise ApiError(
+                404, f"the model '{name[:200]}' does not exist; served: {served}", param="model", code="model_not_found"
+            )
+
+    def chat(self, body: ChatBody) -> Ask:
+        """What a chat asks. Raises `ApiError`."""
+        messages = read_messages(body.messages)
+        return self._ask(body, body.top, [("messages", self._encode(messages, "messages"))], echo=False)
+
+    def completion(self, body: CompletionBody) -> Ask:
+        """What a completion asks. Raises `ApiError`."""
+        prompts = [("prompt", self._encode(prompt, "prompt")) for prompt in body.prompts]
+        return self._ask(body, body.top, prompts, echo=body.echo)
+
+    def _ask(self, body: BaseRequest, top: int | None, prompts: Sequence[tuple[str, list[int]]], *, echo: bool) -> Ask:
+        if body.stream_options is not None and not body.stream:
+            raise wrong("stream_options come with stream: true", "stream_options")
+        how = replace(self._options(body), adapter=body.model if body.model in self._llm.adapters.names else None)
+        texts, shown = [], []
+        for param, ids in prompts:
+            planned = self._fitted(body, how, ids, param)
+            before = str(self._llm.tokenizer.decode(ids, skip_special_tokens=True)) if echo else ""
+            prompt = tuple(ids)
+            for number in range(body.n):
+                seed = None if body.seed is None else body.seed + number
+                texts.append(TextRequest(prompt, replace(planned, seed=seed)))
+                shown.append(before)
+        told = body.stream_options
+        return Ask(
+            model=body.model,
+            texts=tuple(texts),
+            shown=tuple(shown),
+            prompt_tokens=sum(len(ids) for _, ids in prompts),
+            top=top,
+            stream=body.stream,
+            usage=told is not None and told.include_usage,
+            sources=told is not None and told.selfspec,
+        )
+
+    def _encode(self, prompt: Prompt, param: str) -> list[int]:
+        try:
+            return list(self._llm.encode(prompt))
+        except SelfspecError as error:
+            raise wrong(str(error), param) from None
+
+    def _options(self, body: BaseRequest) -> Options:
+        """How to decode, but for what depends on the prompt."""
+        from selfspec.llm.options import Options
+
+        given: dict[str, Any] = {}
+        if body.min_p:
+            given["min_p"] = body.min_p
+        if body.repetition_penalty != 1:
+            given["repetition_penalty"] = body.repetition_penalty
+        if body.logit_bias:
+            vocabulary = self._llm.runtime.skeleton.identity.vocabulary or 0
+            if unknown := next((token for token in body.biases if not 0 <= token < vocabulary), None):
+                raise wrong(f"token {str(unknown)[:20]} is not in the vocabulary of {vocabulary}", "logit_bias")
+            given["sequence_bias"] = [[[token], bias] for token, bias in body.biases.items()]
+        schema = None if body.response_format is None else body.response_format.schema_text
+        sampled = body.temperature > 0
+        return Options(
+            temperature=body.temperature,
+            top_k=body.top_k if body.top_k > 0 and sampled else None,
+            top_p=body.top_p if body.top_p < 1 and sampled else None,
+            stop=body.stops,
+            guide=None if schema is None else self._guide(schema),
+            settings=given,
+        )
+
+    def _fitted(self, body: BaseRequest, how: Options, ids: Sequence[int], param: str) -> Options:
+        """`how` for one prompt. Raises `ApiError` for what cannot be done."""
+        most, left = self._settings.max_tokens, self.context - len(ids)
+        if most is not None and body.limit is not None and body.limit > most:
+            raise wrong(f"expected at most {most} new tokens, got {body.limit}", "max_tokens")
+        if left < 1:
+            too_long = f"the prompt's {len(ids)} tokens leave no room in the context of {self.context}"
+            raise wrong(too_long, param, "context_length_exceeded")
+        new = body.limit if body.limit is not None else min(left, most or left)
+        if new > left:
+            said = f"the prompt's {len(ids)} tokens and {new} new ones outgrow the context of {self.context}"
+            raise wrong(f"{said}; at most {left} fit", "max_tokens", "context_length_exceeded")
+        penalties = []
+        if body.presence_penalty or body.frequency_penalty:
+            penalties.append(Penalties(len(ids), presence=body.presence_penalty, frequency=body.frequency_penalty))
+        planned = replace(how, max_new_tokens=new, logits_processor=penalties)
+        try:
+            self._llm.plan(ids, replace(planned, seed=body.seed))
+        except SelfspecError as error:
+            raise wrong(str(error)) from None
+        return planned
+
+    def _guide(self, schema: dict[str, Any]) -> Guide:
+        key = json.dumps(schema)
+        if key not in self._guides:
+            try:
+                self._guides[key] = self._llm.guide(json_schema=schema)
+            except SelfspecError as error:
+                raise wrong(str(error), "response_format") from None
+            if len(self._guides) > _GUIDES:
+                self._guides.popitem(last=False)
+        self._guides.move_to_end(key)
+        return self._guides[key]

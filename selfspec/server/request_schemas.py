@@ -1,0 +1,222 @@
+"""Bodies of requests, checked field by field: what is served, what is harmless, and what is refused by name.
+
+Knows nothing of models; errors are `ApiError`s that name the field.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from selfspec.server.errors import ApiError, wrong
+
+HARMLESS = frozenset(  # what changes no text: taken, and not read
+    (
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    )
+)
+REFUSED = {  # what would change the text, or what comes beside it; where it asks for nothing, it may stand
+    "tools": "tools are not served",
+    "tool_choice": "tools are not served",
+    "functions": "functions are not served",
+    "function_call": "functions are not served",
+    "audio": "audio is not served",
+    "web_search_options": "web search is not served",
+    "reasoning_effort": "efforts of reasoning are not served",
+    "verbosity": "verbosity is not served",
+    "suffix": "text is only continued; inserting before a suffix is not served",
+    "use_beam_search": "beam search is not served",
+}
+_NOTHING: tuple[Any, ...] = (None, "", "none", "auto", [], {}, False)
+MOST_STOPS = 16
+MOST_CHOICES = 128
+
+Body = TypeVar("Body", bound="BaseRequest")
+
+
+class Strict(BaseModel):
+    """Fields of the very types that are named, and no others."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(Strict):
+    """What a stream tells besides text. `selfspec`: where each piece came from, and what drafts brought."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    selfspec: bool = False
+
+
+class JsonSchema(Strict):
+    """A schema by name, as the API has it; it is followed to the letter, `strict` or not."""
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """What the text must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def schema_text(self) -> dict[str, Any] | None:
+        """The JSON schema of the text; None: any text. Raises `ApiError`."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise wrong("a json_schema comes with type 'json_schema', and only with it", "response_format")
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
+class BaseRequest(Strict):
+    """What both endpoints take. Fields that are null are as if they were left out."""
+
+    model: str
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    stop: Any = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings. Raises `ApiError`."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
+            raise wrong("expected a text, or a list of texts, none of them empty", "stop")
+        if len(stops) > MOST_STOPS:
+            raise wrong(f"expected at most {MOST_STOPS} texts, got {len(stops)}", "stop")
+        return tuple(stops)
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """What is added to the logits of which tokens. Raises `ApiError`."""
+        try:
+            return {int(token): bias for token, bias in self.logit_bias.items()}
+        except ValueError:
+            raise wrong("expected numbers by token ids", "logit_bias") from None
+
+    @property
+    def limit(self) -> int | None:
+        """The most new tokens that were asked for."""
+        return self.max_tokens
+
+
+class ChatBody(BaseRequest):
+    """What `/v1/chat/completions` takes."""
+
+    messages: list[Any]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    modalities: list[Literal["text"]] = ["text"]
+
+    @property
+    def limit(self) -> int | None:
+        """The most new tokens that were asked for, by the newer name or the older. Raises `ApiError`."""
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise wrong("max_tokens and max_completion_tokens contradict each other; give one", "max_completion_tokens")
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def top(self) -> int | None:
+        """How many tokens' log probabilities are told beside each one's own; None: none at all. Raises `ApiError`."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise wrong("top_logprobs are told only with logprobs: true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionBody(BaseRequest):
+    """What `/v1/completions` takes."""
+
+    prompt: Any
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool = False
+    best_of: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def top(self) -> int | None:
+        """As `ChatBody.top`. Raises `ApiError` for what is not served."""
+        if self.best_of is not None and self.best_of != self.n:
+            raise wrong("best_of other than n is not served; ask for n and choose", "best_of")
+        if self.echo and self.logprobs is not None:
+            raise wrong("log probabilities of the prompt are not served; expected echo or logprobs", "logprobs")
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, a text or token ids. Raises `ApiError`."""
+        given = self.prompt
+        if isinstance(given, str) or (isinstance(given, list) and given and all(map(_is_whole, given))):
+            return [given]
+        if isinstance(given, list) and given and all(map(_is_prompt, given)):
+            return given
+        raise wrong("expected a text, token ids, or a list of either, none of them empty", "prompt")
+
+
+def read_body(kind: type[Body], raw: bytes) -> Body:
+    """The body of a request. Raises `ApiError` that names what is wrong, and where."""
+    try:
+        data = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise wrong(f"the body is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise wrong(f"the body is not a JSON object, but {_named(data)}")
+    for name, why in REFUSED.items():
+        if name in data and data.pop(name) not in _NOTHING:
+            raise wrong(f"{name}: {why}", name, "unsupported_parameter")
+    kept = {name: value for name, value in data.items() if value is not None and name not in HARMLESS}
+    try:
+        return kind.model_validate(kept)
+    except ValidationError as error:
+        raise _told(error) from None
+
+
+def _told(error: ValidationError) -> ApiError:
+    """The first thing that is wrong, in a line."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(map(str, first["loc"]))[:200]
+    match first["type"]:
+        case "extra_forbidden":
+            return wrong(f"{where}: no such field is known", where, "unknown_parameter")
+        case "missing":
+            return wrong(f"{where} is missing", where, "missing_required_parameter")
+    return wrong(f"{where}: {first['msg']}", where)
+
+
+def _named(value: object) -> str:
+    names = {str: "a text", list: "a list", bool: "true or false", int: "a number", float: "a number"}
+    return names.get(type(value), "null")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_prompt(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and bool(value) and all(map(_is_whole, value)))

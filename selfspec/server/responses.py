@@ -1,0 +1,183 @@
+"""A call's answer while it is made: whole, or piece by piece as events. Knows nothing of bodies and of models."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from selfspec.server.errors import ApiError
+from selfspec.server.middleware import NOTES, refusal
+from selfspec.server.request_state import Call, TextUpdate, Why
+from selfspec.server.response_schemas import ResponseSchema, Spell, cut_short, finish_reason, sources, usage
+from selfspec.server.worker_pool import WorkerPool
+
+if TYPE_CHECKING:
+    from selfspec.llm.request import TokenLogprobs
+
+_EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+GONE = ApiError(499, "the client went away")
+_CUT = {
+    Why.GONE: GONE,
+    Why.TIME: ApiError(504, "the time of a request was up before its text began", code="timeout"),
+    Why.SHUTDOWN: ApiError(503, "the server is ending", headers={"Retry-After": "10"}),
+}
+
+
+class Answer(Response):
+    """Answers one call that the pool has. A client that goes away, and time that is up, end the call.
+
+    `spell`: the bytes of a token. `ended` is told the call when all is over.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        pool: WorkerPool,
+        shape: ResponseSchema,
+        *,
+        spell: Spell,
+        timeout: float,
+        ended: Callable[[Call], None],
+    ) -> None:
+        super().__init__()
+        self._call, self._pool, self._shape, self._spell = call, pool, shape, spell
+        self._timeout, self._ended = timeout, ended
+        self._made = int(time.time())
+        self._begun = [False] * len(call.jobs)
+        self._written = [len(shown) for shown in call.ask.shown]  # characters of each text
+        self._name = ""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        notes = scope.get(NOTES, {})
+        self._name = f"{self._shape.prefix}{notes.get('id', '')}"
+        try:
+            async with self._watched(receive):
+                if self._call.ask.stream:
+                    await self._stream(scope, receive, send)
+                else:
+                    await (await self._whole())(scope, receive, send)
+        finally:
+            self._ended(self._call)
+            notes.update(_noted(self._call))
+
+    @contextlib.asynccontextmanager
+    async def _watched(self, receive: Receive) -> AsyncIterator[None]:
+        call, pool = self._call, self._pool
+        left = max(0.0, self._timeout - call.times.seconds)
+        timer = asyncio.get_running_loop().call_later(left, pool.cancel, call, Why.TIME)
+        watch = asyncio.create_task(_when_gone(receive, lambda: pool.cancel(call, Why.GONE)))
+        try:
+            yield
+        finally:
+            timer.cancel()
+            watch.cancel()
+            if not call.ended:
+                pool.cancel(call, Why.GONE)
+
+    async def _whole(self) -> Response:
+        call, shape = self._call, self._shape
+        texts = list(call.ask.shown)
+        told: list[list[TokenLogprobs]] = [[] for _ in call.jobs]
+        async for update in call.updates():
+            texts[update.index] += update.text
+            told[update.index] += update.logprobs
+        if (problem := _problem(call.latest)) is not None:
+            return refusal(problem)
+        choices = []
+        for update, text, logprobs in zip(call.latest, texts, told, strict=True):
+            offset = self._written[update.index]
+            found = None if call.ask.top is None else shape.logprobs(logprobs, self._spell, offset)
+            choices.append(shape.choice(update.index, text, found, finish_reason(update)))
+        return JSONResponse(self._framed(shape.whole, choices) | {"usage": usage(call)})
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The status waits for the first token, so that what is wrong before it still has one of its own."""
+        updates = self._call.updates()
+        first = await anext(updates)
+        if (problem := _problem([first])) is not None:
+            return await refusal(problem)(scope, receive, send)
+        headers = [(name.encode(), value.encode()) for name, value in _EVENTS.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for event in self._events(first, updates):
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        return await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self, first: TextUpdate, rest: AsyncIterator[TextUpdate]) -> AsyncIterator[bytes]:
+        yield _event(self._piece(first))
+        async for update in rest:
+            if update.error is not None:
+                yield _event(update.error.as_dict())
+                break
+            if update.text or update.logprobs or update.ended or update.spans:
+                yield _event(self._piece(update))
+        if self._call.ask.usage:
+            yield _event(self._framed(self._shape.piece, []) | {"usage": usage(self._call)})
+        yield b"data: [DONE]\n\n"
+
+    def _piece(self, update: TextUpdate) -> dict[str, Any]:
+        call, index = self._call, update.index
+        begun, self._begun[index] = self._begun[index], True
+        text = update.text if begun else call.ask.shown[index] + update.text
+        offset = self._written[index]
+        logprobs = None
+        if call.ask.top is not None and update.logprobs:
+            logprobs = self._shape.logprobs(update.logprobs, self._spell, offset)
+            self._written[index] += sum(len(self._spell(one.token).decode(errors="ignore")) for one in update.logprobs)
+        choice = self._shape.delta(index, text or None, logprobs, finish_reason(update), first=not begun)
+        framed = self._framed(self._shape.piece, [choice])
+        if call.ask.usage:
+            framed["usage"] = None
+        if call.ask.sources:
+            framed["selfspec"] = sources(call, update)
+        return framed
+
+    def _framed(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        model = self._call.ask.model
+        return {"id": self._name, "object": kind, "created": self._made, "model": model, "choices": choices}
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def _when_gone(receive: Receive, act: Callable[[], None]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    act()
+
+
+def _problem(updates: list[TextUpdate]) -> ApiError | None:
+    """Why there is no text to answer with; None where there is."""
+    for update in updates:
+        if update.error is not None:
+            return update.error
+        if update.why is Why.GONE:
+            return GONE
+    cut = next((update.why for update in updates if update.why is not None), None)
+    return _CUT[cut] if cut is not None and all(map(cut_short, updates)) else None
+
+
+def _noted(call: Call) -> dict[str, Any]:
+    """What the log says of a call."""
+    times, seconds, tokens = call.times, call.times.seconds, call.total("tokens")
+    finishes = [str(finish or Why.GONE) for finish in call.finishes]
+    return {
+        "model": call.ask.model,
+        "stream": call.ask.stream,
+        "prompt_tokens": call.ask.prompt_tokens,
+        "tokens": tokens,
+        "drafted": call.total("drafted"),
+        "accepted": call.total("accepted"),
+        "finish": finishes[0] if len(finishes) == 1 else finishes,
+        "queue_seconds": None if times.admitted is None else round(times.admitted - times.arrived, 4),
+        "first_token_seconds": None if times.first is None else round(times.first - times.arrived, 4),
+        "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
+    }

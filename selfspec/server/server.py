@@ -1,0 +1,125 @@
+"""The server on its socket, from the first request to the last. Knows nothing of models and of what requests ask."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from types import FrameType
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.server.app import make_app
+from selfspec.server.request_state import Why
+from selfspec.server.service import Service
+
+LAST = 5  # seconds for answers to reach their clients when all texts have ended
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at a place, not listening yet. Raises `SelfspecError` where that cannot be."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise SelfspecError(f"--host {host}: cannot be served at ({getattr(error, 'strerror', error)})") from None
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        found.close()
+        raise SelfspecError(f"{host}:{port} cannot be served at ({error.strerror}); expected another --port") from None
+    return found
+
+
+def url(at: socket.socket) -> str:
+    """Where a bound socket is reached."""
+    host, port = at.getsockname()[:2]
+    return f"http://[{host}]:{port}" if at.family == socket.AF_INET6 else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """Serves until it is told to end: then nothing new begins, and what runs has its grace; told again, at once."""
+
+    def __init__(self, service: Service) -> None:
+        config = uvicorn.Config(
+            make_app(service),
+            http=_impatient(service.settings.reading),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level=logging.ERROR,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=LAST,
+        )
+        super().__init__(config)
+        self._service = service
+        self._end: float | None = None  # by when what runs must have ended
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal to end."""
+        self.end(at_once=self._end is not None)
+
+    def end(self, *, at_once: bool = False) -> None:
+        """Begin to end."""
+        self._end = time.monotonic() + (0 if at_once else self._service.settings.grace)
+        self._service.draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second."""
+        if self._end is not None and (self._service.idle or time.monotonic() >= self._end):
+            self._service.pool.cancel_all(Why.SHUTDOWN)
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def serve(service: Service, at: socket.socket) -> None:
+    """Serve, with a service that has been entered, until SIGINT or SIGTERM."""
+    asyncio.run(Server(service).serve(sockets=[at]))
+
+
+def _impatient(seconds: float) -> type[H11Protocol]:
+    """The protocol of uvicorn, which closes a connection on which a request's head does not come in time."""
+
+    class Impatient(H11Protocol):
+        _head: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            if self._head is not None:
+                self._head.cancel()
+
+        def send_400_response(self, msg: str) -> None:
+            """What came is no HTTP: say so where nothing has been said; whoever makes an answer stops."""
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                super().send_400_response(msg)
+            else:
+                self.transport.close()
+            if self.cycle is not None:
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+
+        def _watch(self) -> None:
+            between = self.cycle is None or self.cycle.response_complete
+            if between and self._head is None:
+                self._head = self.loop.call_later(seconds, self.transport.close)
+            elif not between and self._head is not None:
+                self._head.cancel()
+                self._head = None
+
+    return Impatient

@@ -1,0 +1,139 @@
+"""One batch and the texts in it, on one thread. Knows nothing of queues and of HTTP."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.server.errors import ApiError, wrong
+from selfspec.server.request_state import Call, TextJob, TextUpdate, Why
+
+if TYPE_CHECKING:
+    from selfspec.llm.batch import Batch
+    from selfspec.llm.request import Request
+
+_LOGGER = logging.getLogger("selfspec.server")
+
+
+class Replica:
+    """Decodes with one batch, on one thread; the others only look at it.
+
+    `device`: on which the model is. `jobs`: texts that have a row or are about to; `free` and `places`: of the batch's
+    memory, after the last step.
+    """
+
+    def __init__(self, batch: Batch, device: str = "cpu") -> None:
+        self.batch = batch
+        self._device = device
+        self.jobs: list[TextJob] = []
+        self.free, self.places = batch.free, batch.places
+
+    def __enter__(self) -> Replica:
+        if self._device.startswith("cuda"):
+            import torch
+
+            torch.cuda.set_device(torch.device(self._device))  # each thread has a current one of its own
+        self.batch.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.batch.__exit__(kind, error, at)
+
+    @property
+    def load(self) -> int:
+        """Texts that it decodes."""
+        return len(self.jobs)
+
+    def jobs_of(self, call: Call) -> list[TextJob]:
+        """Those of a call."""
+        return [job for job in tuple(self.jobs) if job.call is call]
+
+    def turn(self, taken: Sequence[TextJob], cancelled: Sequence[tuple[TextJob, Why]]) -> None:
+        """One turn: who goes, who comes, and one step of all. What fails ends the texts that it concerns."""
+        for job, why in cancelled:
+            if job in self.jobs:  # it may have ended by itself
+                self._end(job, why)
+        for job in taken:
+            self._add(job)
+        try:
+            if self.jobs:
+                self._pass_on(self.batch.step())
+        except Exception:
+            _LOGGER.exception("decoding failed; %d texts are given up", len(self.jobs))
+            for job in list(self.jobs):
+                self._end(job, Why.FAILED, ApiError(500, "decoding failed; the server's log says how"))
+        self.free, self.places = self.batch.free, self.batch.places
+
+    def _add(self, job: TextJob) -> None:
+        ask, times = job.call.ask, job.call.times
+        times.admitted = times.admitted or time.perf_counter()
+        try:
+            job.request = self.batch.add(list(job.text.prompt), job.text.options, top=ask.top)
+        except SelfspecError as error:
+            self._leave(job, TextUpdate(job.index, ended=True, error=wrong(str(error))))
+        except Exception:
+            _LOGGER.exception("a text could not be taken up")
+            failed = ApiError(500, "the text could not be taken up; the server's log says why")
+            self._leave(job, TextUpdate(job.index, ended=True, error=failed))
+
+    def _end(self, job: TextJob, why: Why, error: ApiError | None = None) -> None:
+        """End a text from outside."""
+        if job.request is None:
+            return self._leave(job, TextUpdate(job.index, ended=True, why=why, error=error))
+        try:
+            self.batch.cancel(job.request)
+            update = _news(job, job.request, why=why, error=error)
+        except Exception:
+            _LOGGER.exception("a text could not be ended")
+            update = TextUpdate(
+                job.index, ended=True, why=why, error=error or ApiError(500, "the text could not be ended")
+            )
+        return self._leave(job, update)
+
+    def _leave(self, job: TextJob, update: TextUpdate) -> None:
+        self.jobs.remove(job)
+        job.begun = True
+        job.call.tell(update)
+
+    def _pass_on(self, touched: Sequence[Request]) -> None:
+        by_request = {id(job.request): job for job in self.jobs}
+        for request in touched:
+            job = by_request.get(id(request))
+            if job is None:
+                continue
+            update = _news(job, request)
+            job.begun = True
+            if update.ended:
+                self.jobs.remove(job)
+            job.call.tell(update)
+
+
+def _news(job: TextJob, request: Request, *, why: Why | None = None, error: ApiError | None = None) -> TextUpdate:
+    """What is new of a text since it was last asked."""
+    sources = job.call.ask.sources
+    spans = tuple(request.spans()) if sources else ()
+    text = "".join(piece for _, piece in spans) if sources else request.take()
+    logprobs = tuple(request.logprobs[job.told :])
+    job.told += len(logprobs)
+    if request.error is not None:
+        error = ApiError(500, f"decoding failed: {request.error}")
+    stats = request.stats
+    return TextUpdate(
+        job.index,
+        text,
+        spans,
+        logprobs,
+        tokens=len(request.tokens),
+        drafted=stats.drafted,
+        accepted=stats.accepted,
+        rounds=stats.rounds,
+        kept=stats.kept,
+        ended=request.done or why is not None or error is not None,
+        finish=request.finish,
+        why=why,
+        error=error,
+    )

@@ -1,0 +1,154 @@
+"""One queue, and a thread for each replica that takes from it. Knows nothing of HTTP, and of what a text is."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+
+from selfspec.server.errors import ApiError, wrong
+from selfspec.server.request_state import Call, TextJob, TextUpdate, Why
+from selfspec.server.worker import Replica
+
+MOST_SECONDS = 60  # that a client is told to wait
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a replica is to do before its next step."""
+
+    taken: list[TextJob]
+    cancelled: list[tuple[TextJob, Why]]
+
+
+class WorkerPool:
+    """Texts wait in one line; each replica takes as many as it has rows, the one with the fewest first.
+
+    A context manager: when it is entered, all replicas are ready, and what one fails with is raised; leaving it ends
+    the threads, and what still runs.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], *, rows: int, queue: int) -> None:
+        self._changed = threading.Condition()
+        self._line: deque[TextJob] = deque()
+        self._queue, self._rows = queue, rows
+        self._closing = False
+        self.replicas = list(replicas)
+        self._cancels: dict[Replica, list[tuple[TextJob, Why]]] = {replica: [] for replica in self.replicas}
+        self._ready: list[Future[None]] = [Future() for _ in self.replicas]
+        self._threads = [
+            threading.Thread(target=self._serve, args=told, name="replica", daemon=True)
+            for told in zip(self.replicas, self._ready, strict=True)
+        ]
+
+    def __enter__(self) -> WorkerPool:
+        for thread in self._threads:
+            thread.start()
+        try:
+            for ready in self._ready:
+                ready.result()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def waiting(self) -> int:
+        """Texts that wait for a row."""
+        return len(self._line)
+
+    @property
+    def running(self) -> int:
+        """Texts that have a row, or wait inside a replica for memory."""
+        return sum(replica.load for replica in self.replicas)
+
+    @property
+    def alive(self) -> bool:
+        """Whether any thread decodes."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def submit(self, call: Call, *, retry_after: float = 1.0) -> None:
+        """Let a call's texts wait in line. Raises `ApiError` where there is no room for them."""
+        most = self._queue + self._rows * len(self.replicas)
+        if len(call.jobs) > most:
+            raise wrong(f"a request has at most {most} texts here (n for each prompt); got {len(call.jobs)}", "n")
+        with self._changed:
+            if self._closing or not self.alive:
+                raise ApiError(503, "the server is ending", headers={"Retry-After": "10"})
+            if self.running + len(self._line) + len(call.jobs) > most:
+                seconds = min(MOST_SECONDS, max(1, round(retry_after)))
+                said = f"{self.running} texts are running and {len(self._line)} wait, which is all; try again later"
+                raise ApiError(429, said, code="queue_full", headers={"Retry-After": str(seconds)})
+            self._line.extend(call.jobs)
+            self._changed.notify_all()
+
+    def cancel(self, call: Call, why: Why) -> None:
+        """End what has not ended of a call; its rows are free before the next step."""
+        with self._changed:
+            waiting = [job for job in call.jobs if job in self._line]
+            for job in waiting:
+                self._line.remove(job)
+            for replica, cancels in self._cancels.items():
+                cancels.extend((job, why) for job in replica.jobs_of(call))
+            self._changed.notify_all()
+        call.tell(*(TextUpdate(job.index, ended=True, why=why) for job in waiting))
+
+    def cancel_all(self, why: Why) -> None:
+        """End everything."""
+        with self._changed:
+            calls = {job.call for job in self._line} | {job.call for one in self.replicas for job in tuple(one.jobs)}
+        for call in calls:
+            self.cancel(call, why)
+
+    def _serve(self, replica: Replica, ready: Future[None]) -> None:
+        """A replica's thread."""
+        with ExitStack() as held:
+            try:
+                held.enter_context(replica)
+            except BaseException as error:
+                return ready.set_exception(error)
+            ready.set_result(None)
+            while (work := self._work(replica)) is not None:
+                replica.turn(work.taken, work.cancelled)
+                if self._line:
+                    with self._changed:  # a text may have begun that others wait for
+                        self._changed.notify_all()
+            return replica.turn((), [(job, Why.SHUTDOWN) for job in replica.jobs])
+
+    def _work(self, replica: Replica) -> Work | None:
+        """Wait for what a replica is to do; None: to end."""
+        with self._changed:
+            cancels = self._cancels[replica]
+            while not (self._closing or cancels or replica.load or self._next()):
+                self._changed.wait()
+            if self._closing:
+                return None
+            taken = []
+            while replica.load < self._rows and replica.load <= min(self._loads()) and (job := self._next()):
+                self._line.remove(job)
+                taken.append(job)
+                replica.jobs.append(job)
+            self._cancels[replica] = []
+            return Work(taken, cancels)
+
+    def _next(self) -> TextJob | None:
+        """The first in line that need not wait for another's prompt."""
+        return next((job for job in self._line if job.first is None or job.first.begun), None)
+
+    def _loads(self) -> Iterable[int]:
+        living = zip(self.replicas, self._threads, strict=True)
+        return [replica.load for replica, thread in living if thread.is_alive()]

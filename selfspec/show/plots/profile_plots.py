@@ -1,0 +1,85 @@
+"""Plots of a profile: how sub-layers run while drafting, and how often its drafts were right by their confidence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import PercentFormatter
+from numpy.typing import NDArray
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.profile.schema import Profile
+from selfspec.show.plots.grid import Grid
+from selfspec.show.plots.style import BLUE, DASHES, MARKS, SERIES, SKY, WIDTH, styled, subplots
+from selfspec.types.draft_path import MODES, SIGNS, WORDS, DraftPath, Mode
+
+COLOURS: dict[Mode, str] = {"full": BLUE, "int8": SKY, "int4": "#F0E442", "skip": "#FFFFFF"}  # ever lighter in print
+_SAID: dict[Mode, str] = {"full": "in full", "int8": "8: in 8 bits", "int4": "4: in 4 bits", "skip": "bypassed"}
+_FURTHER = 4  # candidates whose chances are drawn
+_LEGIBLE = 0.09  # inches of a cell that a sign fits into
+
+
+def skip_map(profile: Profile, *, width: float = WIDTH) -> Figure:
+    """A grid of layers: attention above, MLP below; the less of a sub-layer a draft step reads, the lighter it is.
+
+    What runs in 8 or 4 bits says so by a digit, where there is room.
+    """
+    layers, path = profile.model.layers, profile.path
+    modes = np.array([MODES.index(mode) for mode in path.modes(layers)]).reshape(2, layers)
+    with styled():
+        grid = Grid(("attention", "mlp"), layers, width=width)
+        grid.cells(modes / (len(MODES) - 1), cmap=ListedColormap([*COLOURS.values()]), vmin=0, vmax=1)
+        if grid.cell >= _LEGIBLE:
+            _signs(grid, modes)
+        handles = _legend(path, {MODES[mode] for mode in modes.flat})
+        grid.figure.legend(handles=handles, loc="outside upper left", ncols=max(2, int(width / 1.4)), fontsize=8.5)
+    return grid.figure
+
+
+def _signs(grid: Grid, modes: NDArray[Any]) -> None:
+    size = min(8.5, grid.cell * 60)
+    for axes, (first, last) in zip(grid.axes, grid.blocks(), strict=True):
+        for row, layer in np.argwhere(np.isin(modes[:, first:last], [MODES.index("int8"), MODES.index("int4")])):
+            sign = SIGNS[MODES[modes[row, first + layer]]]
+            axes.text(first + layer, row, sign, ha="center", va="center_baseline", fontsize=size)
+
+
+def _legend(path: DraftPath, used: set[Mode]) -> list[Patch]:
+    """What each colour means: of a path that only bypasses, always both."""
+    words: dict[Mode, str] = {"full": "runs", "skip": "bypassed while drafting"}
+    head: dict[Mode, str] = {}
+    if path.low_precision:
+        words = {mode: said for mode, said in _SAID.items() if mode in used}
+        head = {path.head: f"the head: {WORDS[path.head]}"}
+    told = [*words.items(), *head.items()]
+    return [Patch(fc=COLOURS[mode], ec="#888888", label=said) for mode, said in told]
+
+
+def acceptance_by_confidence(profile: Profile, *, width: float = WIDTH) -> Figure:
+    """The profile's acceptance curve: of a drafted token, of the one after it, of other candidates for its place.
+
+    Raises `SelfspecError` where the profile has none.
+    """
+    curve = profile.acceptance
+    if curve is None:
+        raise SelfspecError(
+            "the profile holds no acceptance curve; one that selfspec search found with candidates does"
+        )
+    lines = {"the drafted token is right": curve.accepted, "then the next one is right, too": curve.following}
+    for rank, chances in enumerate(curve.candidates[:_FURTHER], 2):
+        lines[f"candidate {rank} is right in its stead"] = chances
+    with styled():
+        figure, (axes,) = subplots(width=width)
+        for (label, chances), colour, mark, dash in zip(lines.items(), SERIES, MARKS, DASHES, strict=False):
+            axes.plot(curve.confidence, chances, color=colour, marker=mark, ls=dash, label=label)
+        axes.set_xlim(0, 1)
+        axes.set_ylim(0, 1.03)
+        axes.set_xlabel("confidence: the draft's probability of the token that it drafts")
+        axes.set_ylabel("share of drafted places")
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8.5)
+    return figure

@@ -1,0 +1,83 @@
+"""How drafts of several sequences are laid out for one pass. Knows nothing of models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from selfspec.speculation.drafts import NO_DRAFT, Draft
+
+
+class Placed(NamedTuple):
+    """A draft below the token `root`, which stands at position and slot `start` of cache row `row`."""
+
+    row: int
+    root: int
+    start: int
+    draft: Draft = NO_DRAFT
+
+
+class TreeBatch(NamedTuple):
+    """Tokens `[B, n]` of one pass, with positions, slots, mask `[B, n, S]` and cache rows as `forward` takes them.
+
+    A draft's root comes first, then its tokens in order. `at[i]`: the row b of the i-th draft.
+    """
+
+    tokens: Tensor
+    positions: int | Tensor
+    slots: int | Tensor
+    mask: Tensor | None
+    rows: slice
+    at: tuple[int, ...]
+
+
+def lay_out(placed: Sequence[Placed], *, spare: int, device: torch.device) -> TreeBatch:
+    """The pass over these drafts: token i of a draft stands at slot `start + 1 + i`, at the position of its depth.
+
+    Each token sees all slots before its root, its root, the tokens above it and itself. Shorter drafts, and cache rows
+    in between that have none, are padded: padding is written to the slot `spare`, which nothing sees.
+    """
+    if len(placed) == 1:
+        return _alone(placed[0], device)
+    first = min(one.row for one in placed)
+    shape = (max(one.row for one in placed) + 1 - first, 1 + max(len(one.draft) for one in placed))
+    tokens = torch.zeros(shape, dtype=torch.long)
+    positions, slots = tokens.clone(), torch.full(shape, spare)
+    mask = torch.zeros((*shape, max(one.start + 1 + len(one.draft) for one in placed)), dtype=torch.bool)
+    mask[:, :, 0] = True  # so that padding sees something
+    for one in placed:
+        b, n, start = one.row - first, 1 + len(one.draft), one.start
+        tokens[b, :n] = torch.tensor([one.root, *one.draft.tokens])
+        positions[b, :n] = torch.tensor([start, *(start + depth for depth in one.draft.depths)])
+        slots[b, :n] = torch.arange(start, start + n)
+        mask[b, :n, : start + 1] = True
+        mask[b, :n, start + 1 : start + n] = above(one.draft)
+    rows = slice(first, first + shape[0])
+    at = tuple(one.row - first for one in placed)
+    return TreeBatch(tokens.to(device), positions.to(device), slots.to(device), mask.to(device), rows, at)
+
+
+def _alone(one: Placed, device: torch.device) -> TreeBatch:
+    """A chain stands in a run of slots, and needs no mask."""
+    row, root, start, draft = one
+    tokens = torch.tensor([[root, *draft.tokens]], device=device)
+    rows = slice(row, row + 1)
+    if draft.is_chain:
+        return TreeBatch(tokens, start, start, None, rows, (0,))
+    positions = torch.tensor([[start, *(start + depth for depth in draft.depths)]], device=device)
+    mask = torch.ones((1, 1 + len(draft), start + 1 + len(draft)), dtype=torch.bool)
+    mask[0, :, start + 1 :] = above(draft)
+    return TreeBatch(tokens, positions, start, mask.to(device), rows, (0,))
+
+
+def above(draft: Draft) -> Tensor:
+    """For the root, then each token: which tokens of the draft it sees `[1 + m, m]`: those above it, and itself."""
+    above = [[False] * len(draft)]
+    for node, parent in enumerate(draft.parents):
+        seen = list(above[parent + 1])
+        seen[node] = True
+        above.append(seen)
+    return torch.tensor(above, dtype=torch.bool).view(1 + len(draft), len(draft))

@@ -1,0 +1,179 @@
+"""Prompts read by the `datasets` library: parquet files, folders of texts, and well-known sets of the hub.
+
+At most the first `ROWS` rows are read, as they come, without a copy in a cache; rows without text are passed over.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shlex
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from selfspec.basics.errors import SelfspecError, reason
+from selfspec.basics.files import check_file, read_text
+from selfspec.basics.hub import unreachable
+from selfspec.text.prompt_template import PromptTemplate
+
+ROWS = 4096
+BATCH = 512  # rows in memory, where a parquet file may hold a million together
+RETRIES = 3  # of a read that breaks off
+SUFFIXES = (".txt", ".md", ".rst", ".tex", ".py", ".js", ".ts", ".java", ".c", ".h", ".cpp", ".go", ".rs")
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A set of the hub: where it lies, and how its rows become prompts.
+
+    Searches draw from `split`; audits and benchmarks from `held_out`, which is another one where the set has two.
+    """
+
+    repository: str
+    config: str | None
+    split: str
+    held_out: str
+    shape: PromptTemplate
+    revision: str | None = None
+
+    @property
+    def address(self) -> str:
+        """Where a person finds it."""
+        revision = f"/tree/{quote(self.revision, safe='')}" if self.revision else ""
+        return f"https://huggingface.co/datasets/{self.repository}{revision}"
+
+
+PRESETS = {
+    "cnn_dailymail": Preset(
+        "abisee/cnn_dailymail", "3.0.0", "train", "test", PromptTemplate("article", "Article: {article}\nSummary:")
+    ),
+    "xsum": Preset(
+        "EdinburghNLP/xsum",
+        None,
+        "train",
+        "test",
+        PromptTemplate("document", "Article: {document}\nSummary in one sentence:"),
+        revision="refs/convert/parquet",  # the main one is a script, which `datasets` no longer runs
+    ),
+    "gsm8k": Preset(
+        "openai/gsm8k", "main", "train", "test", PromptTemplate("question", "Question: {question}\nAnswer:")
+    ),
+    "humaneval": Preset("openai/openai_humaneval", None, "test", "test", PromptTemplate("prompt")),
+    "mt_bench": Preset("HuggingFaceH4/mt_bench_prompts", None, "train", "train", PromptTemplate("prompt")),
+}
+
+
+def read_parquet(path: Path, shape: PromptTemplate) -> list[str]:
+    """The prompts of a parquet file's first rows. Raises `SelfspecError` naming the file."""
+    check_file(path)
+    try:
+        with _settings():
+            return _prompts(_stream("parquet", [path], batch_size=BATCH), shape, str(path))
+    except SelfspecError:
+        raise
+    except Exception as error:  # a broken file can raise anything
+        raise SelfspecError(f"{path}: not a parquet file that can be read ({reason(error)})") from None
+
+
+def read_folder(path: Path, shape: PromptTemplate) -> list[str]:
+    """The text files of a folder, each a prompt. Raises `SelfspecError` naming the folder or the file that is wrong."""
+    files = text_files(path)[:ROWS]
+    if not files:
+        raise SelfspecError(f"{path}: holds no prompts; expected text files ({' '.join(SUFFIXES)})")
+    try:
+        with _settings():
+            rows = _stream("text", files, sample_by="document", encoding="utf-8-sig")
+            return _prompts(rows, shape, str(path), columns=["text"])
+    except SelfspecError:
+        raise
+    except Exception as error:
+        for file in files:
+            read_text(file)  # which says what is wrong with it
+        raise SelfspecError(f"{path}: cannot be read ({reason(error)})") from None
+
+
+def text_files(folder: Path) -> list[Path]:
+    """The files that count as texts, those of folders within too, in the order of their names; no hidden ones."""
+
+    def wrong(error: OSError) -> None:
+        raise SelfspecError(f"{error.filename}: cannot be read ({error.strerror})")
+
+    found = []
+    for at, folders, names in os.walk(folder, onerror=wrong):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(at, n) for n in names if n.lower().endswith(SUFFIXES) and not n.startswith(".")]
+    return sorted(path for path in found if path.is_file())
+
+
+def read_preset(name: str, shape: PromptTemplate, *, held_out: bool) -> list[str]:
+    """Prompts of a set of the hub, or of its copy in the cache of `datasets`.
+
+    Raises `SelfspecError`, within a minute, where there is neither, saying what to download and how to give it.
+    """
+    from datasets import load_dataset
+
+    preset = PRESETS[name]
+    split = preset.held_out if held_out else preset.split
+    missing = unreachable()
+    try:
+        with _settings(
+            HF_HUB_OFFLINE=missing is not None, STREAMING_READ_MAX_RETRIES=RETRIES, STREAMING_OPEN_MAX_RETRIES=RETRIES
+        ):
+            rows = load_dataset(preset.repository, preset.config, split=split, revision=preset.revision, streaming=True)
+            return _prompts(rows, shape, name)
+    except SelfspecError:
+        raise
+    except Exception as error:  # a network can fail in any way
+        where = f"its split {split}" + (f" of config {preset.config}" if preset.config else "")
+        given = [] if shape.column is None else ["--column", shape.column]
+        given += [] if shape.template is None else ["--template", shape.template.replace("\n", "\\n")]
+        said = Exception(str(error).rpartition(" either: ")[2])  # before it: a folder that nobody asked for
+        raise SelfspecError(
+            f"{name}: {missing or reason(said)}; download a parquet file of {where} from {preset.address} "
+            f"and give it: {'--prompts' if held_out else '--data'} FILE.parquet {shlex.join(given)}"
+        ) from None
+
+
+def _stream(kind: str, files: Iterable[Path], **options: Any) -> Any:
+    from datasets import load_dataset
+
+    names = [glob.escape(str(file.absolute())) for file in files]  # or brackets in a name would match other names
+    return load_dataset(kind, data_files={"train": names}, split="train", streaming=True, **options)
+
+
+def _prompts(rows: Any, shape: PromptTemplate, where: str, columns: list[str] | None = None) -> list[str]:
+    """The prompts of the first rows of a streamed dataset. Raises `SelfspecError` when there is none."""
+    names = columns or rows.column_names or list(next(iter(rows), {}))
+    if not names:
+        raise SelfspecError(f"{where}: holds no prompts")
+    try:
+        wanted = shape.columns(names)
+    except SelfspecError as error:
+        raise SelfspecError(f"{where}: {error}") from None
+    read = rows.select_columns(list(wanted)).take(ROWS)
+    found = [text for row in read if (text := shape.text(row)) is not None]
+    if not found:
+        raise SelfspecError(f"{where}: holds no prompts; expected rows whose {shape}")
+    return found
+
+
+@contextmanager
+def _settings(**values: Any) -> Iterator[None]:
+    """`datasets` without log lines of its own and with these values in its `config`; afterwards as it was."""
+    from datasets import config
+    from datasets.utils import logging
+
+    before, verbosity = {name: getattr(config, name) for name in values}, logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    for name, value in values.items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+        logging.set_verbosity(verbosity)

@@ -1,0 +1,105 @@
+"""How a row of data becomes a prompt: the text of one column, or a template over several."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.text.prompt import is_chat, is_unicode
+
+USUAL = ("prompt", "text", "messages")  # columns, the first that is there
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTemplate:
+    r"""The text of `column`, by default the first that is there of `USUAL`, or `template` with those it names.
+
+    A template is a text with columns in braces, such as `"Question: {question}\nAnswer:"`; `{{` and `}}` are braces.
+    With both, the template must name the column. A list of texts, as of a conversation's turns, stands for its first,
+    and one of messages, `{"role": ..., "content": ...}`, for the user's first.
+    Raises `SelfspecError` for a template that is wrong.
+    """
+
+    column: str | None = None
+    template: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.column == "":
+            raise SelfspecError("the column's name is empty")
+        if self.template is None:
+            return
+        if not is_unicode(self.template):
+            raise SelfspecError("the template is not valid Unicode text; give UTF-8")
+        names = _names(self.template)
+        if not names:
+            raise SelfspecError(
+                f"template {self.template!r}: names no column; expected one in braces, such as {{text}}"
+            )
+        if self.column is not None and self.column not in names:
+            raise SelfspecError(
+                f"template {self.template!r}: does not name the column '{self.column}' that was asked for"
+            )
+
+    def columns(self, there: Collection[str]) -> tuple[str, ...]:
+        """The columns that are read. Raises `SelfspecError` when one is not `there`."""
+        found = tuple(name for name in USUAL if name in there)[:1]
+        wanted = found if self.template is None and self.column is None else self._columns({})
+        missing = [name for name in wanted if name not in there]
+        if missing or not wanted:
+            *most, last = (f"'{name}'" for name in missing[:1] or USUAL)
+            named = " or ".join(filter(None, (", ".join(most), last)))
+            raise SelfspecError(f"no column {named} (there are: {', '.join(list(there)[:20])}); name another")
+        return wanted
+
+    def text(self, row: Mapping[str, Any]) -> str | None:
+        """The prompt of a row; None where a text is missing, empty or something else."""
+        texts = {name: _text(row.get(name), numbers=self.template is not None) for name in self._columns(row)}
+        if None in texts.values():
+            return None
+        if self.template is None:
+            return next(iter(texts.values()))
+        parts = Formatter().parse(self.template)
+        return "".join(before + (texts[name] or "" if name is not None else "") for before, name, *_ in parts)
+
+    def __str__(self) -> str:
+        """What must be true of a row, for an error: a row whose ..."""
+        if self.template is not None:
+            named = " and ".join(f"'{name}'" for name in self._columns({}))
+            return f"{named} are there, texts that are not empty or numbers"
+        named = "'prompt' (or 'text')" if self.column is None else f"'{self.column}'"
+        return f"{named} is a text that is not empty"
+
+    def _columns(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+        if self.template is not None:
+            return _names(self.template)
+        return (self.column or next((name for name in USUAL if name in row), USUAL[0]),)
+
+
+def _names(template: str) -> tuple[str, ...]:
+    """The columns that a template names, each once. Raises `SelfspecError` for anything but plain names in braces."""
+    try:
+        parts = list(Formatter().parse(template))
+    except ValueError as error:
+        raise SelfspecError(f"template {template!r}: {error}; {{{{ and }}}} stand for braces") from None
+    names = dict.fromkeys(name for _, name, *_ in parts if name is not None)
+    for _, name, details, conversion in parts:
+        if name is not None and (not name or details or conversion or set(name) & set(".[]{}")):
+            raise SelfspecError(
+                f"template {template!r}: expected nothing but the name of a column in braces, such as {{text}}"
+            )
+    return tuple(names)
+
+
+def _text(value: Any, *, numbers: bool) -> str | None:
+    if is_chat(value):
+        value = next(
+            (one.get("content") for one in value if isinstance(one, Mapping) and one.get("role") == "user"), None
+        )
+    elif isinstance(value, list) and value:
+        value = value[0]
+    if numbers and isinstance(value, (int, float)):
+        return str(value)
+    return value if isinstance(value, str) and value.strip() else None

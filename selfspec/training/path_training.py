@@ -1,0 +1,111 @@
+"""Fitting what belongs to a draft path: the path as a profile has it, bridges over it, and the profile that results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.draft_modules.module_files import PartFile, read_part
+from selfspec.draft_modules.path_files import path_part, trained_of
+from selfspec.drafters.registry import draft_path
+from selfspec.llm.llm import LLM
+from selfspec.models.path_modules import Trained
+from selfspec.profile.draft_spec import LayerSkipSpec
+from selfspec.profile.module_files_spec import ModuleFile, sha256_of
+from selfspec.profile.reading import write_profile
+from selfspec.profile.schema import Profile
+from selfspec.runtime.forward import Runtime
+from selfspec.training.bridges import agreement, fit_bridges
+from selfspec.training.making import TrainingCallbacks
+from selfspec.training.options import Kind, TrainOptions
+from selfspec.training.state import Progress
+from selfspec.training.texts import TrainingText
+from selfspec.types.draft_path import DraftPath
+
+RANK = 16  # of an adapter's changes, where none is named
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPath:
+    """A profile that drafts along a path, the path, and what was trained for it already."""
+
+    profile: Profile
+    path: DraftPath
+    trained: Trained
+
+    @classmethod
+    def of(cls, runtime: Runtime, profile: Profile | None, kind: Kind) -> OwnPath:
+        """Raises `SelfspecError` where the profile drafts along no path, or what it names is not at hand."""
+        if profile is None or not isinstance(profile.draft, LayerSkipSpec) or not profile.drafts:
+            raise SelfspecError(f"a part of kind '{kind}' belongs to a draft path; expected a profile that has one")
+        spec = profile.draft
+        path = draft_path(runtime, spec, profile)
+        if kind == "bridge" and not path.runs(runtime.layers):
+            raise SelfspecError(
+                "the profile's path bypasses no whole layer, which bridges are over; expected one that does"
+            )
+        had = Trained() if spec.trained is None else trained_of(runtime, read_part(profile.part_path(spec.trained)))
+        return cls(profile, path, had)
+
+    def story(self) -> dict[str, Any]:
+        """What a part for it is fitted to, as a checkpoint tells it."""
+        return {"path": self.profile.draft.model_dump(mode="json", include={"skip", "int8", "int4", "head", "trained"})}
+
+    def with_part(self, file: Path) -> Profile:
+        """The profile with a part in the place of what was trained; it has its head below only if that lies beside."""
+        assert isinstance(self.profile.draft, LayerSkipSpec)
+        name, below = file.stem, self.profile.draft.below
+        if below is not None and self.profile.part_path(below.part).parent.resolve() != file.parent.resolve():
+            below = None  # a profile's parts lie beside it
+        kept = {} if below is None else {below.part: self.profile.parts[below.part]}
+        return self.profile.model_copy(
+            update={
+                "draft": self.profile.draft.model_copy(update={"trained": name, "below": below, "spared": None}),
+                "parts": {**kept, name: ModuleFile(file=file.name, sha256=sha256_of(file))},
+                "measured": [],
+                "predicted": None,
+                "also": [],
+            }
+        )
+
+
+def bridged(
+    llm: LLM,
+    own: OwnPath,
+    texts: Sequence[TrainingText],
+    unseen: Sequence[TrainingText],
+    options: TrainOptions,
+    watch: TrainingCallbacks,
+) -> tuple[PartFile, Progress]:
+    """Bridges over everything that the path bypasses whole, in the place of those that it has."""
+    begun, runs = time.perf_counter(), own.path.runs(llm.runtime.layers)
+    watch.stage("fitting", len(runs))
+    trained = fit_bridges(
+        llm.runtime,
+        own.path,
+        texts,
+        unseen,
+        began=Trained(updates=own.trained.updates),
+        rank=options.rank,
+        told=lambda done: watch.step(done, f"{done} of {len(runs)} bridges"),
+    )
+    settings = {"rank": options.rank}
+    return path_part("bridge", settings, trained, llm.runtime), Progress(seconds=time.perf_counter() - begun)
+
+
+def write_path_profile(
+    llm: LLM, file: Path, part: PartFile, own: OwnPath, unseen: Sequence[TrainingText]
+) -> tuple[Path, dict[str, Any]]:
+    """Write a part's profile beside it, and tell how the path agrees with the model, before and after.
+
+    `right`: at how many held-out places of answers its best token is the model's; `shared`: how much of probability.
+    """
+    path = replace(own.path, trained=sha256_of(file))
+    llm.runtime.learn(path.trained or "", trained_of(llm.runtime, part))
+    before, after = (agreement(llm.runtime, of, unseen) for of in (own.path, path))
+    write_profile(own.with_part(file), file.with_suffix(".yaml"))
+    return file.with_suffix(".yaml"), {"right": [before[0], after[0]], "shared": [before[1], after[1]]}

@@ -1,0 +1,94 @@
+"""What the texts to learn from begin with: given prompts, or a user's turn that the model makes up itself.
+
+An instruct model that reads its chat template up to where the user speaks goes on as a user would (Magpie, Xu et al.
+2406.08464); a model without a template goes on from nothing at all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from selfspec.basics.errors import SelfspecError
+
+USERS_TURN = 96  # tokens of a user's turn that is made up, at most
+_MARK = "selfspec-user-turn"
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Token ids that a text begins with; `turn`: what ends the user's turn that is to be made up first, if one is."""
+
+    tokens: tuple[int, ...]
+    turn: tuple[int, ...] = ()
+
+
+def made_up(tokenizer: Any, ends: frozenset[int], start: int | None) -> Beginning:
+    """The beginning of every text of a model that makes up its own prompts.
+
+    `ends`: its end tokens; `start`: the token that texts begin with. Raises `SelfspecError` where there is neither a
+    chat template that goes from the user's turn to the answer by an end token, nor any token to begin with.
+    """
+    if getattr(tokenizer, "chat_template", None):
+        message = [{"role": "user", "content": _MARK}]
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        before, found, after = text.partition(_MARK)
+        if found:
+            opening, turn = (tuple(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in (before, after))
+            if turn and turn[0] in ends:
+                return Beginning(opening, turn)
+    first = start if start is not None else next(iter(sorted(ends)), None)
+    if first is None:
+        raise SelfspecError("the model has no chat template and no token to begin with; give prompts with --data")
+    return Beginning((first,))
+
+
+class UserTurns(LogitsProcessor):  # type: ignore[misc]
+    """The user's turn at temperature 1, then the template's `turn`, then the answer, greedy or at `temperature`."""
+
+    def __init__(self, beginning: Beginning, temperature: float) -> None:
+        self.beginning, self.temperature = beginning, temperature
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """`[1, V]` scores after `[1, n]` tokens."""
+        said = input_ids[0, len(self.beginning.tokens) :].tolist()
+        turn = self.beginning.turn
+        if turn:
+            end = said.index(turn[0]) if turn[0] in said else len(said)
+            if end == len(said):
+                return scores if end < USERS_TURN else _only(scores, turn[0])
+            given = len(said) - end
+            if given < len(turn):
+                return _only(scores, turn[given])
+        if self.temperature == 0:
+            return _only(scores, int(scores.argmax()))
+        return scores / self.temperature
+
+    def answering(self, said: Sequence[int]) -> bool:
+        """Whether the tokens after the beginning reach into the answer."""
+        turn = self.beginning.turn
+        return not turn or (turn[0] in said and len(said) - list(said).index(turn[0]) >= len(turn))
+
+
+def _only(scores: Tensor, token: int) -> Tensor:
+    forced = torch.full_like(scores, -torch.inf)
+    forced[0, token] = 0.0
+    return forced
+
+
+def beginnings(given: Sequence[Sequence[int]] | None, own: Beginning | None, *, seed: int) -> Iterator[Beginning]:
+    """What texts begin with, without end: given prompts (token ids), by `seed` and round and round, or `own`."""
+    draw = random.Random(seed)
+    while True:
+        if given is None:
+            assert own is not None
+            yield own
+            continue
+        for number in draw.sample(range(len(given)), len(given)):
+            yield Beginning(tuple(given[number]))

@@ -1,0 +1,133 @@
+"""How often drafted tokens are right, by their confidence: plain data, for profiles and controllers.
+
+`selfspec.search` fits it to a trace. Knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from selfspec.basics.checked_model import Data
+from selfspec.basics.errors import SelfspecError
+from selfspec.types.costs import WIDER, CostModel
+from selfspec.types.draft_path import DraftPath, as_path
+from selfspec.types.draft_work import DRAFT_STEP, GUESS, HEAD_STEP, DraftCall, Work
+from selfspec.types.limits import MOST_ROWS
+from selfspec.types.skip import SkipSet
+
+Chance = Annotated[float, Field(ge=0, le=1)]
+Chances = Annotated[list[Chance], Field(min_length=2)]
+
+
+def _also_as_version_1_named_it(schema: dict[str, Any]) -> None:
+    """Tell the JSON schema of the name that files of version 1 use."""
+    named = schema["properties"]["candidates"]
+    schema["properties"]["beside"] = {**named, "deprecated": True, "description": "`candidates`, in version 1."}
+
+
+class AcceptanceCurve(Data):
+    """How often a drafted token is right, by its confidence c, where all tokens before it in its draft are right.
+
+    Each list holds a value for each `confidence`, in rising order; between two of them the curve is a line.
+
+    `accepted`: the chance that the token is accepted. `following`: that the token drafted after it is, if it is
+    accepted itself. `candidates[0]`: that not it but the second candidate for its place is the right token,
+    `candidates[1]` the third, and so on; the drafted token is the first.
+    """
+
+    model_config = ConfigDict(json_schema_extra=_also_as_version_1_named_it)
+
+    confidence: Chances = [0.0, 1.0]
+    accepted: Chances = [0.0, 1.0]
+    following: Chances = [0.5, 0.9]
+    candidates: list[Chances] = [[0.3, 0.0], [0.1, 0.0]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_version_1_named_it(cls, data: Any) -> Any:
+        """What was saved with `candidates` under its earlier name `beside`."""
+        if isinstance(data, Mapping) and "beside" in data and "candidates" not in data:
+            return {"candidates" if key == "beside" else key: value for key, value in data.items()}
+        return data
+
+    @model_validator(mode="after")
+    def _same_knots(self) -> Self:
+        n = len(self.confidence)
+        if any(a >= b for a, b in zip(self.confidence, self.confidence[1:], strict=False)):
+            raise SelfspecError("acceptance.confidence: expected rising numbers from 0 to 1")
+        candidates = ((f"candidates.{r}", values) for r, values in enumerate(self.candidates))
+        for name, values in (("accepted", self.accepted), ("following", self.following), *candidates):
+            if len(values) != n:
+                raise SelfspecError(f"acceptance.{name}: {len(values)} chances for {n} confidences; expected as many")
+        return self
+
+    def place(self, confidence: float) -> tuple[int, float]:
+        """Where a confidence lies: the number of the knot before it, and its way to the next knot, 0 to 1."""
+        knots = self.confidence
+        i = min(max(bisect_right(knots, confidence) - 1, 0), len(knots) - 2)
+        return i, min(max((confidence - knots[i]) / (knots[i + 1] - knots[i]), 0.0), 1.0)
+
+
+def between(values: Sequence[float], place: tuple[int, float]) -> float:
+    """The value at a `place` of a curve whose knots have these values."""
+    i, share = place
+    return values[i] + share * (values[i + 1] - values[i])
+
+
+@dataclass(frozen=True, slots=True)
+class PayoffModel:
+    """What drafting costs and brings, as a rate-optimal controller is to know it: times in plain decoding steps.
+
+    `draft`: of one drafted token; `rounds[w]`: of a round whose verification has w rows, its draft steps left out
+    (`rounds[0]` is never read); `curve`: how often drafted tokens are right; `wider`: of a draft step over one token,
+    over two, and so on, where that is not one for each drafted token; `head`: of a step of a head below a draft path.
+    """
+
+    draft: float = 0.5
+    rounds: tuple[float, ...] = tuple(1 + 0.05 * (rows - 1) for rows in range(MOST_ROWS + 1))
+    curve: AcceptanceCurve = field(default_factory=AcceptanceCurve)
+    wider: tuple[float, ...] = ()
+    head: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        costs: CostModel,
+        path: DraftPath | SkipSet,
+        layers: int,
+        curve: AcceptanceCurve,
+        *,
+        vocabulary: float = 1.0,
+        spared: float = 0.0,
+    ) -> PayoffModel:
+        """Of drafting along a path, by a cost model.
+
+        `vocabulary`: the share of all tokens that may be drafted; `spared`: of a draft step, by guesses that its passes
+        check.
+        """
+        rounds = ((costs.round + costs.verification(rows)) / costs.plain for rows in range(MOST_ROWS + 1))
+        draft = costs.draft(path, layers, vocabulary=vocabulary) / costs.plain
+        return cls((1 - spared) * draft, tuple(rounds), curve, costs.passes(draft))
+
+    def price(self, work: Work) -> float:
+        """Plain decoding steps that this work takes; a part that nobody has priced counts as one for each call."""
+        return sum(calls * self._price(part) for part, calls in work)
+
+    def _price(self, part: DraftCall) -> float:
+        if part in (GUESS, HEAD_STEP):
+            return self.head if part == HEAD_STEP else 0.0
+        known = self.wider or (self.draft,)
+        return known[part.rows - 1] if part.name == DRAFT_STEP.name and part.rows <= len(known) else 1.0
+
+
+def guess(path: DraftPath | SkipSet, layers: int, curve: AcceptanceCurve | None = None) -> PayoffModel:
+    """An outlook where nothing was measured: a draft step takes as long as what it reads of the weights suggests."""
+    shares = {"full": 1.0, "int8": 0.4, "int4": 0.3, "skip": 0.0}
+    modes = as_path(path).modes(layers)
+    draft = 0.1 + 0.9 * sum(shares[mode] for mode in modes) / len(modes)
+    return PayoffModel(draft, curve=curve or AcceptanceCurve(), wider=(draft, *(draft * share for share in WIDER)))

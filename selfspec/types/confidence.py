@@ -1,0 +1,60 @@
+"""How sure a draft may be of the token that it has just drafted: plain data, for profiles, drafters and the search.
+
+`selfspec.search` fits it to a trace. Knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+from pydantic import Field
+
+from selfspec.basics.checked_model import Data
+
+CLOSEST, SUREST = 1e-6, 1e-9  # a gap, and a distance of a probability from 0 and 1, that count as no smaller
+Weight = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Confidence(Data):
+    """The chance that a drafted token is right, by what the draft's own distribution says of it.
+
+        1 / (1 + exp(-(bias + probability * log(p / (1 - p)) + gap * log(g))))
+
+    p: the token's probability; g: the gap between the two best logits, as processors and temperature leave them (under
+    rule `match`, between the two best sums of log p and noise). Left out, it is p itself.
+
+    Where drafts are nearly the whole model, they are wrong only where the model itself hardly prefers one token to
+    another: the gap tells that, and a low probability does not.
+    """
+
+    bias: Weight = 0.0
+    probability: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    gap: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is the probability itself."""
+        return self.bias == 0 and self.probability == 1 and self.gap == 0
+
+    @property
+    def reads(self) -> str:
+        """What it is told by: probability, gap, both, or nothing, where it is the same for all tokens."""
+        if not self.probability:
+            return "gap" if self.gap else "nothing"
+        return "both" if self.gap else "probability"
+
+    def of(self, probability: float, gap: float) -> float:
+        """The confidence in a token of this probability, with this gap."""
+        if self.plain:
+            return probability
+        x = self.bias
+        if self.probability:
+            p = min(max(probability, SUREST), 1 - SUREST)
+            x += self.probability * math.log(p / (1 - p))
+        if self.gap:
+            x += self.gap * math.log(max(gap, CLOSEST))
+        return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+
+
+PROBABILITY = Confidence()

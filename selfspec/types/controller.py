@@ -1,0 +1,20 @@
+"""A controller as a profile names it: plain data; `controllers` makes it and checks its options."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from selfspec.basics.checked_model import Data
+
+Option = Annotated[int, Field(ge=-(10**9), le=10**9)] | Annotated[float, Field(allow_inf_nan=False)]
+
+
+class ControllerSpec(Data):
+    """When drafting stops: a controller by its registered name; the registry in `controllers` checks the options."""
+
+    name: str = Field(description="fixed, static, adaptive or rate.")
+    options: dict[str, Option] = Field(
+        {}, description="Its options, such as threshold or k_max; defaults for the rest."
+    )

@@ -1,0 +1,134 @@
+"""Draft paths: how the model runs while it drafts. Plain data; `runtime` compiles it against a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.types.skip import NOTHING_SKIPPED, SkipSet
+
+Mode = Literal["full", "int8", "int4", "skip"]
+"""How one sub-layer runs while drafting: as it is, with its weights in 8 or 4 bits, or not at all."""
+
+HeadMode = Literal["full", "int8", "int4"]
+LowMode = Literal["int8", "int4"]
+"""The modes of few bits."""
+
+MODES: tuple[Mode, ...] = get_args(Mode)  # each reads fewer bytes than the one before it
+LOW: tuple[LowMode, ...] = get_args(LowMode)
+SIGNS: dict[Mode, str] = {"full": "#", "int8": "8", "int4": "4", "skip": "."}  # in skip maps
+WORDS: dict[Mode, str] = {"full": "in full", "int8": "in 8 bits", "int4": "in 4 bits", "skip": "bypassed"}
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPath:
+    """How each sub-layer and the head run while drafting; what is not named here runs in full.
+
+    `skip`: the sub-layers that are bypassed. `int8` and `int4`: those that run with their weights in so many bits.
+    `head`: the mode of the head. `vocabulary`: the only tokens whose logits it computes; None: all. `trained`: the name
+    of what training adds to it, as a runtime has learnt it (`Runtime.learn`); None: nothing. Raises `SelfspecError` for
+    a sub-layer of two modes, a head that is bypassed, and a vocabulary that is empty, or has a token twice or below 0.
+    """
+
+    skip: SkipSet = NOTHING_SKIPPED
+    vocabulary: tuple[int, ...] | None = None
+    int8: SkipSet = NOTHING_SKIPPED
+    int4: SkipSet = NOTHING_SKIPPED
+    head: HeadMode = "full"
+    trained: str | None = None
+
+    def __post_init__(self) -> None:
+        tokens = self.vocabulary
+        if tokens is not None and (not tokens or len(set(tokens)) < len(tokens) or min(tokens) < 0):
+            raise SelfspecError("a draft vocabulary is of one or more different tokens from 0")
+        if self.head not in MODES[:-1]:
+            raise SelfspecError(f"head '{self.head}': expected {', '.join(MODES[:-1])}")
+        if not self.low_precision:
+            return
+        for part in ("attention", "mlp"):
+            seen: dict[int, str] = {}
+            for mode in ("skip", "int8", "int4"):
+                for layer in getattr(getattr(self, mode), part):
+                    if layer in seen:
+                        raise SelfspecError(
+                            f"{part} of layer {layer} is both {seen[layer]} and {mode}; expected one of them"
+                        )
+                    seen[layer] = mode
+
+    @classmethod
+    def skipping(cls, attention: Sequence[int] = (), mlp: Sequence[int] = ()) -> DraftPath:
+        """One that bypasses these layers' attention and MLPs, and runs the rest in full."""
+        return cls(SkipSet(tuple(attention), tuple(mlp)))
+
+    @classmethod
+    def of(
+        cls, modes: Sequence[Mode], *, head: HeadMode = "full", vocabulary: tuple[int, ...] | None = None
+    ) -> DraftPath:
+        """Of `2 * layers` modes: attention of layers 0.., then MLP of layers 0.. (`modes` turned round)."""
+        sets = {mode: SkipSet.from_bits([m == mode for m in modes]) for mode in ("skip", "int8", "int4")}
+        return cls(sets["skip"], vocabulary, sets["int8"], sets["int4"], head)
+
+    def modes(self, layers: int) -> tuple[Mode, ...]:
+        """As `2 * layers` modes: attention of layers 0.., then MLP of layers 0... Raises `SelfspecError` as `check`."""
+        if not self.low_precision:
+            return tuple("skip" if bit else "full" for bit in self.skip.bits(layers))
+        each = zip(self.skip.bits(layers), self.int8.bits(layers), self.int4.bits(layers), strict=True)
+        return tuple("skip" if s else "int8" if b8 else "int4" if b4 else "full" for s, b8, b4 in each)
+
+    def check(self, layers: int) -> None:
+        """Raise `SelfspecError` for a layer that a model of `layers` layers does not have."""
+        self.skip.check(layers)
+        self.int8.check(layers, mode="int8")
+        self.int4.check(layers, mode="int4")
+
+    def share(self, words: int | None) -> float:
+        """The share of a vocabulary of `words` tokens that the head is over; all of it where that is not known."""
+        return 1.0 if self.vocabulary is None or not words else len(self.vocabulary) / words
+
+    def runs(self, layers: int) -> list[tuple[int, int]]:
+        """Layers next to each other that are bypassed whole, each run from its first to before its end."""
+        whole = set(self.skip.attention) & set(self.skip.mlp)
+        firsts = [i for i in range(layers) if i in whole and i - 1 not in whole]
+        return [(i, next(j for j in range(i, layers + 1) if j not in whole)) for i in firsts]
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether anything runs in few bits."""
+        return bool(len(self.int8) or len(self.int4) or self.head != "full")
+
+    @property
+    def few(self) -> tuple[tuple[Mode, SkipSet], ...]:
+        """The modes of few bits, each with the sub-layers that run so; those of none are left out."""
+        sets: tuple[tuple[Mode, SkipSet], ...] = (("int8", self.int8), ("int4", self.int4))
+        return tuple((mode, of) for mode, of in sets if len(of))
+
+    @property
+    def cheaper(self) -> bool:
+        """Whether any sub-layer, or the head, does not run in full: otherwise drafts cost what decoding does."""
+        return self.low_precision or len(self.skip) > 0
+
+    def rows(self, layers: int) -> tuple[str, str]:
+        """The skip map: a string for attention and one for MLP, a sign of `SIGNS` for each layer."""
+        signs = "".join(SIGNS[mode] for mode in self.modes(layers))
+        return signs[:layers], signs[layers:]
+
+    @property
+    def said(self) -> str:
+        """What is not in full, in a few words."""
+        parts = [f"{len(of)} {WORDS[mode]}" for mode, of in (*self.few, ("skip", self.skip)) if len(of)]
+        if parts:
+            first, _, rest = parts[0].partition(" ")
+            parts[0] = f"{first} sub-layer{'s' if first != '1' else ''} {rest}"
+        if self.head != "full":
+            parts.append(f"the head {WORDS[self.head]}")
+        return ", ".join(parts) or "everything in full"
+
+
+FULL = DraftPath()
+
+
+def as_path(path: DraftPath | SkipSet) -> DraftPath:
+    """A draft path; that of a skip set runs the rest in full."""
+    return DraftPath(path) if isinstance(path, SkipSet) else path

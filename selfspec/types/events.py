@@ -1,0 +1,146 @@
+"""Where each token of a generation came from: plain data, made from its rounds. Knows no torch and no tokenizer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from selfspec.types.draft_work import GUESSED
+from selfspec.types.stats import Round
+
+T = TypeVar("T")
+
+
+class Origin(StrEnum):
+    """Where an emitted token came from."""
+
+    PLAIN = "plain"
+    ACCEPTED_DRAFT = "accepted draft"
+    ACCEPTED_CANDIDATE = "accepted candidate"
+    ACCEPTED_GUESS = "accepted guess"
+    CORRECTED = "corrected"
+    BONUS = "bonus"
+
+    @property
+    def meaning(self) -> str:
+        """In words, for legends."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    Origin.PLAIN: "the model's own, nothing was drafted",
+    Origin.ACCEPTED_DRAFT: "drafted, and accepted",
+    Origin.ACCEPTED_CANDIDATE: "another candidate, and accepted",
+    Origin.ACCEPTED_GUESS: "what followed before, and accepted",
+    Origin.CORRECTED: "the model's own, for a rejected one",
+    Origin.BONUS: "the model's own, after a whole draft",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A drafted token that was rejected. `confidence` as in `TokenEvent`."""
+
+    token: int
+    text: str
+    confidence: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One emitted token, and where it came from.
+
+    `text`: what it added to the generation's text: '' for special tokens, for all but the last of the tokens that share
+    a character, and from a stop string on. `round`: from 1. `place`: of a drafted token, how deep in its draft, from 1.
+    `confidence`: the draft's probability of it; None where it was not drafted, and for a place's other candidates, of
+    which none is known. `probability`: the model's own, the softmax of its raw logits, temperature and processors left
+    out; None unless `probabilities` were asked for. `rejected`: what was drafted at this place and rejected before this
+    token was taken: the chain's token first, then the other candidates. `source`: what came up with it, by name: the
+    draft path, or a proposer, also where the path then drafted what that had guessed; None where it was not drafted.
+    """
+
+    token: int
+    text: str
+    origin: Origin
+    round: int
+    place: int | None = None
+    confidence: float | None = None
+    probability: float | None = None
+    rejected: tuple[Rejected, ...] = ()
+    source: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return {**asdict(self), "origin": str(self.origin), "rejected": [asdict(one) for one in self.rejected]}
+
+
+def origins(done: Round) -> list[Origin]:
+    """The origin of each token that a round emitted, in order."""
+    if not done.proposed:
+        return [Origin.PLAIN] * done.tokens
+    first: dict[int, int] = {}  # of the nodes below each node
+    for node, parent in enumerate(done.parents):
+        first.setdefault(parent, node)
+    drafted = Origin.ACCEPTED_GUESS if done.work == GUESSED else Origin.ACCEPTED_DRAFT
+    found = [drafted if first[done.parents[node]] == node else Origin.ACCEPTED_CANDIDATE for node in done.path]
+    found.append(Origin.CORRECTED if _last(done.path) in first else Origin.BONUS)
+    return found[: done.tokens]
+
+
+def token_events(
+    tokens: Sequence[int], texts: Sequence[str], rounds: Iterable[Round], text_of: Callable[[int, int], str]
+) -> tuple[TokenEvent, ...]:
+    """The events of emitted `tokens`, whose `texts` make the whole text, by the `rounds` that emitted them.
+
+    `text_of(i, token)`: the text that `token` would have added as the i-th emitted one.
+    """
+    events: list[TokenEvent] = []
+    for number, done in enumerate(rounds, 1):
+        for i, origin in enumerate(origins(done)):
+            at = len(events)
+            if at == len(tokens):
+                return tuple(events)
+            node = done.path[i] if i < len(done.path) else None
+            rejected = (
+                Rejected(done.proposed[other], text_of(at, done.proposed[other]), _at(done.confidence, other))
+                for other in _rejected(done, i)
+            )
+            events.append(
+                TokenEvent(
+                    tokens[at],
+                    texts[at],
+                    origin,
+                    number,
+                    place=None if node is None else i + 1,
+                    confidence=None if node is None else _at(done.confidence, node),
+                    probability=_at(done.probabilities, i),
+                    rejected=tuple(rejected),
+                    source=None if node is None else _at(done.sources, node),
+                )
+            )
+    return tuple(events)
+
+
+def counts(events: Iterable[TokenEvent]) -> dict[Origin, int]:
+    """How many tokens came from where, in the order of `Origin`; only what occurred."""
+    counted = Counter(event.origin for event in events)
+    return {origin: counted[origin] for origin in Origin if counted[origin]}
+
+
+def _rejected(done: Round, i: int) -> list[int]:
+    """The nodes that were rejected before the i-th token that a round emitted was taken."""
+    above = _last(done.path[:i])
+    candidates = [node for node, parent in enumerate(done.parents) if parent == above]
+    return candidates[: candidates.index(done.path[i])] if i < len(done.path) else candidates
+
+
+def _last(path: Sequence[int]) -> int:
+    """The node at the end of a path; -1: the root."""
+    return path[-1] if path else -1
+
+
+def _at(values: Sequence[T], i: int) -> T | None:
+    return values[i] if i < len(values) else None

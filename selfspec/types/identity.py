@@ -1,0 +1,38 @@
+"""Which model something is for: the sizes of its architecture, and a fingerprint of its weights."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from selfspec.basics.checked_model import Data, Positive
+from selfspec.types.limits import MOST_LAYERS
+
+Layers = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
+
+
+class Identity(Data):
+    """Which model a profile is for. What is present must agree with the model; `layers` is required."""
+
+    layers: Layers = Field(description="How many decoder layers the model has.")
+    name: str | None = Field(None, description="A folder, a GGUF file, a hub id, or builtin; loaded without --model.")
+    model_type: str | None = Field(None, description="The family, as the model's config.json names it.")
+    hidden: Positive | None = Field(None, description="Width of the residual stream.")
+    heads: Positive | None = Field(None, description="Attention heads.")
+    kv_heads: Positive | None = Field(None, description="Heads of keys and values.")
+    intermediate: Positive | None = Field(None, description="Width of the MLP.")
+    vocabulary: Positive | None = Field(None, description="Tokens that the model knows.")
+    fingerprint: str | None = Field(None, description="Of the weights; written by the search.")
+
+    def mismatch(self, other: Identity) -> str | None:
+        """What of the architecture differs from `other`, as text; None when all that is present agrees."""
+        for field in ("model_type", "layers", "hidden", "heads", "kv_heads", "intermediate", "vocabulary"):
+            mine, theirs = getattr(self, field), getattr(other, field)
+            if mine is not None and theirs is not None and mine != theirs:
+                return f"{field} {mine} in the profile, {theirs} in the model"
+        return None
+
+    def other_weights(self, other: Identity) -> bool:
+        """Whether both carry a fingerprint of their weights, and the two differ."""
+        return None not in (self.fingerprint, other.fingerprint) and self.fingerprint != other.fingerprint

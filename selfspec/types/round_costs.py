@@ -1,0 +1,62 @@
+"""What passes over several sequences take, by how many tokens are in them: plain numbers, measured where they count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from selfspec.basics.errors import SelfspecError
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPrices:
+    """Seconds of passes over 0, 1, 2, .. tokens in all, of as many sequences as share them.
+
+    `verify[n]`: of a full pass over n tokens, with what a round takes beside it; `draft[n]`: of one along the draft
+    path. Beyond the last, they rise as over the upper half. Raises `SelfspecError` for fewer than three of either.
+    """
+
+    verify: tuple[float, ...]
+    draft: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if min(len(self.verify), len(self.draft)) < 3:
+            raise SelfspecError("prices of passes: expected those over no, one and two tokens at least")
+
+    @classmethod
+    def of(cls, verify: Mapping[int, float], draft: Mapping[int, float], *, most: int) -> LoadPrices:
+        """From what was timed at some numbers of tokens: between two of them a line, never falling; up to `most`."""
+        return cls(_filled(verify, most), _filled(draft, most))
+
+    def verified(self, tokens: int) -> float:
+        """Seconds of a full pass."""
+        return _at(self.verify, tokens)
+
+    def wider(self, tokens: int, more: int) -> float:
+        """Seconds that so many more tokens add to a full pass."""
+        return self.verified(tokens + more) - self.verified(tokens)
+
+    def drafted(self, tokens: int) -> float:
+        """Seconds of a pass along the draft path."""
+        return _at(self.draft, tokens)
+
+
+def _filled(timed: Mapping[int, float], most: int) -> tuple[float, ...]:
+    known = sorted(timed.items())
+    for i in range(len(known) - 2, -1, -1):  # what was disturbed took too long, never too short
+        known[i] = known[i][0], min(known[i][1], known[i + 1][1])
+    found = [0.0]
+    for tokens in range(1, max(most, 2) + 1):
+        high = next((i for i, (n, _) in enumerate(known) if n >= tokens), len(known) - 1)
+        (a, x), (b, y) = known[max(high - 1, 0)], known[max(high, 1) if len(known) > 1 else high]
+        seconds = y if a == b else x + (y - x) * (tokens - a) / (b - a)
+        found.append(seconds)
+    return tuple(found)
+
+
+def _at(seconds: tuple[float, ...], tokens: int) -> float:
+    last = len(seconds) - 1
+    if tokens <= last:
+        return seconds[tokens]
+    half = last // 2
+    return seconds[last] + (tokens - last) * (seconds[last] - seconds[half]) / (last - half)

@@ -1,0 +1,76 @@
+"""Skip sets: which attention and MLP sub-layers are bypassed while drafting. Knows nothing of torch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from selfspec.basics.errors import SelfspecError
+
+
+@dataclass(frozen=True, slots=True)
+class SkipSet:
+    """Sub-layers to bypass, by layer index counted from 0, attention and MLP apart.
+
+    Indices are kept sorted. Raises `SelfspecError` for a negative, repeated or non-integer index.
+    """
+
+    attention: tuple[int, ...] = ()
+    mlp: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for part in ("attention", "mlp"):
+            given = getattr(self, part)
+            indices = tuple(given) if isinstance(given, Iterable) else (given,)
+            for index in indices:
+                if isinstance(index, bool) or not hasattr(index, "__index__") or operator.index(index) < 0:
+                    raise SelfspecError(f"skip.{part}: {index!r} is no layer index; expected integers from 0")
+            indices = tuple(operator.index(index) for index in indices)
+            if len(set(indices)) != len(indices):
+                again = next(i for i in indices if indices.count(i) > 1)
+                raise SelfspecError(f"skip.{part}: layer {again} is listed twice; list each layer once")
+            object.__setattr__(self, part, tuple(sorted(indices)))
+
+    def __len__(self) -> int:
+        """Number of bypassed sub-layers."""
+        return len(self.attention) + len(self.mlp)
+
+    def check(self, layers: int, *, mode: str = "skip") -> None:
+        """Raise `SelfspecError` if an index does not exist in a model of `layers` layers; `mode`: what they are for."""
+        for part, indices in (("attention", self.attention), ("mlp", self.mlp)):
+            if indices and indices[-1] >= layers:
+                raise SelfspecError(
+                    f"{mode}.{part}: layer {indices[-1]} does not exist; the model has {layers} layers, "
+                    f"so 0 to {layers - 1} can be {'skipped' if mode == 'skip' else f'in {mode}'}"
+                )
+
+    def bits(self, layers: int) -> tuple[bool, ...]:
+        """As `2 * layers` booleans: attention of layers 0.., then MLP of layers 0.. (true: bypassed)."""
+        self.check(layers)
+        attention, mlp = set(self.attention), set(self.mlp)
+        return (*(i in attention for i in range(layers)), *(i in mlp for i in range(layers)))
+
+    @classmethod
+    def from_bits(cls, bits: Sequence[bool | int]) -> SkipSet:
+        """The inverse of `bits`. Raises `SelfspecError` for an odd number of bits."""
+        if len(bits) % 2:
+            raise SelfspecError(f"a skip set has two bits a layer; got {len(bits)} bits")
+        layers = len(bits) // 2
+        return cls(_where(bits[:layers]), _where(bits[layers:]))
+
+    def rows(self, layers: int) -> tuple[str, str]:
+        """The skip map: a string for attention and one for MLP, `#` where a sub-layer runs, `.` where not."""
+        bits = self.bits(layers)
+        return _map(bits[:layers]), _map(bits[layers:])
+
+
+def _where(bits: Iterable[bool | int]) -> tuple[int, ...]:
+    return tuple(i for i, bit in enumerate(bits) if bit)
+
+
+def _map(bits: Iterable[bool]) -> str:
+    return "".join("." if bit else "#" for bit in bits)
+
+
+NOTHING_SKIPPED = SkipSet()

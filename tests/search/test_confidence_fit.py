@@ -1,0 +1,104 @@
+"""What says best how likely a drafted token is right, on made-up figures and on a model's own drafts."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from models import plain, small
+from selfspec.search.confidence_fit import FEWEST, GAP, chosen, features, fit_confidence, log_loss
+from selfspec.search.replay import Replay
+from selfspec.search.target_text import TargetText
+
+from selfspec.controllers import FixedK
+from selfspec.runtime.forward import Runtime
+from selfspec.types.confidence import PROBABILITY
+from selfspec.types.draft_path import DraftPath
+
+SKIP = DraftPath.skipping((1,), (2,))
+
+
+def drawn(kind, n=4000, seed=0):
+    """Log-odds and log gaps, one of which, or both, decide whether a token is right."""
+    random = np.random.default_rng(seed)
+    odds, gap = random.normal(1, 2, n), random.normal(0, 1.5, n)
+    real = {"probability": 0.8 * odds, "gap": 1 + 1.5 * gap, "both": 0.8 * odds + 1.2 * gap, "neither": np.ones(n)}[
+        kind
+    ]
+    return odds, gap, random.random(n) < 1 / (1 + np.exp(-real))
+
+
+@pytest.mark.parametrize("kind", ["probability", "gap", "both"])
+def test_what_decides_is_found(kind):
+    found = chosen(*drawn(kind))
+    assert found.reads == kind
+    weights = {"probability": (0.8, 0), "gap": (0, 1.5), "both": (0.8, 1.2)}[kind]
+    assert (found.probability, found.gap) == pytest.approx(weights, abs=0.15)
+
+
+def test_it_is_the_share_of_being_right():
+    odds, gap, right = drawn("gap")
+    found = chosen(odds, gap, right)
+    told = np.array([found.of(1 / (1 + math.exp(-o)), math.exp(g)) for o, g in zip(odds, gap, strict=True)])
+    for low in (0.2, 0.5, 0.8):
+        part = (told >= low) & (told < low + 0.15)
+        assert right[part].mean() == pytest.approx(told[part].mean(), abs=0.06)
+
+
+def test_without_enough_to_tell_it_is_the_probability():
+    odds, gap, right = drawn("gap", FEWEST - 1)
+    assert chosen(odds, gap, right) == PROBABILITY
+
+
+def test_where_nothing_tells_it_is_the_share_of_all_that_are_right():
+    """A token of low probability is as likely right as any other, and no threshold may end drafts after it."""
+    odds, gap, right = drawn("gap")
+    few = np.ones_like(right)
+    few[:5] = False
+    for wrong, why in ((few, "hardly any is wrong"), (~right, "what is surer is not right less often")):
+        found = chosen(odds if wrong is few else gap, gap, wrong)
+        assert found.reads == "nothing", why
+        assert found.of(1e-6, 1e-6) == found.of(0.99, 9.0) == pytest.approx(wrong.mean(), abs=1e-3)
+
+
+def test_log_loss():
+    assert log_loss(np.zeros(4), np.array([True, False, True, True])) == pytest.approx(math.log(2))
+    assert log_loss(np.array([20.0, -20.0]), np.array([True, False])) == pytest.approx(0, abs=1e-8)
+
+
+@pytest.fixture(scope="module")
+def replay():
+    model = small(vocabulary=64)
+    texts = [TargetText((*p, *plain(Runtime(model), p, 40)), len(p), 40) for p in ([1, 2, 3], [4, 5], [7], [3, 3, 9])]
+    with Replay(model, texts, depth=3) as replay:
+        yield replay
+
+
+def test_features_are_the_drafts_own(replay):
+    """Of each text's first start: the probability of the likeliest token, and its distance from the next."""
+    traces = {}
+    for told in (PROBABILITY, GAP):
+        replay.confidence = told
+        traces[told] = replay.trace(SKIP, [FixedK(1)])
+    replay.confidence = PROBABILITY
+    odds, gap, right = features(traces[PROBABILITY], traces[GAP])
+    assert len(odds) == len(gap) == len(right) == sum(len(trace.runs) - 1 for trace in traces[GAP])
+    model = replay._runtime.model
+    text, runtime = replay.texts[0], Runtime(model)
+    with runtime.session(len(text.tokens)):
+        ids = torch.tensor([text.tokens[: text.prompt]])
+        runtime.forward(ids[:, :-1], 0, logits=None)
+        last = runtime.forward(ids[:, -1:], text.prompt - 1, path=runtime.compile(SKIP)).logits[0, 0]
+    best, second = last.topk(2).values.tolist()
+    probability = float(last.softmax(-1).max())
+    assert gap[0] == pytest.approx(math.log(best - second), abs=1e-6)
+    assert odds[0] == pytest.approx(math.log(probability / (1 - probability)), abs=1e-6)
+    assert right[0] == (int(last.argmax()) == text.tokens[text.prompt])
+
+
+def test_a_replay_tells_the_probability_again_afterwards(replay):
+    found = fit_confidence(replay, SKIP, draft=2, share=0.5)
+    assert replay.confidence == PROBABILITY
+    assert found == fit_confidence(replay, SKIP, draft=2, share=0.5)

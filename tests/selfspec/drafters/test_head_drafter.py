@@ -1,0 +1,43 @@
+"""A head below a draft path, where what it knows is not to be said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from heads import random_head
+from models import run, small
+from transformers import SuppressTokensLogitsProcessor
+
+from selfspec.controllers import FixedK
+from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.drafters.head_drafter import HeadBelow
+from selfspec.models.low_precision import fake
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.sampling import Sampler, best_and_share
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.skip import SkipSet
+
+VOCABULARY, KNOWN, PROMPT = 11, list(range(8)), [1, 4, 2]
+PATH = DraftPath(SkipSet((1,), (0,)), int8=SkipSet((0, 2), (1, 2)), head="int8")
+HOWS = {"greedy": {}, "match": {"temperature": 1.2, "seed": 3}, "drawn": {"temperature": 1.2, "seed": 3, "tied": False}}
+
+
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+def test_it_guesses_nothing_where_processors_leave_none_of_its_words(how):
+    runtime = Runtime(small(VOCABULARY, seed=2), kernel=fake)
+    below = HeadBelow(random_head(runtime, KNOWN), (1.0,) * 5, 0.01)
+
+    def decoded(drafter):
+        processors = [SuppressTokensLogitsProcessor(KNOWN, device="cpu")]
+        return run(runtime, drafter, PROMPT, 12, sampler=Sampler(**how, processors=processors))
+
+    tokens, outcomes = decoded(LayerSkipDrafter(runtime, PATH, FixedK(5), below=below))
+    assert set(tokens).isdisjoint(KNOWN)
+    assert {source for outcome in outcomes for source in outcome.draft.sources} == {"draft path"}
+    if how.get("tied", True):
+        assert tokens == decoded(PlainDrafter())[0]
+
+
+def test_no_share_where_nothing_is_finite():
+    _, share = best_and_share(torch.full((4,), -torch.inf))
+    assert not share > 0

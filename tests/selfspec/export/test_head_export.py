@@ -1,0 +1,211 @@
+"""Trained heads as engines have them: written, read back as published heads are, and the same drafts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from heads import random_part
+from models import small
+from safetensors.torch import load_file
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.draft_modules.heads import part_of
+from selfspec.draft_modules.module_files import PartFile
+from selfspec.draft_modules.published_heads import read_published
+from selfspec.draft_modules.registry import make_head
+from selfspec.export.head_export import form_of, head_files
+from selfspec.export.vllm import save_head
+from selfspec.runtime.forward import Runtime
+
+V, D, WIDE, LAYERS, HEAD = 24, 16, 40, 8, 8
+SHAPE = {"hidden": D, "intermediate": WIDE, "heads": 2, "kv_heads": 1, "head_dim": HEAD, "eps": 1e-5, "theta": 5e5}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    return Runtime(small(V, LAYERS, seed=2))
+
+
+def random(*shape):
+    return (0.3 * torch.randn(shape)).bfloat16()
+
+
+def layer(inputs, *norms):
+    sizes = {
+        "q_proj": (2 * HEAD, inputs),
+        "k_proj": (HEAD, inputs),
+        "v_proj": (HEAD, inputs),
+        "o_proj": (D, 2 * HEAD),
+        "gate_proj": (WIDE, D),
+        "up_proj": (WIDE, D),
+        "down_proj": (D, WIDE),
+    }
+    held = {f"layer.{name}.weight": random(*size) for name, size in sizes.items()}
+    return held | {f"layer.{name}.weight": 1 + random(D).float() for name in ("post_attention_layernorm", *norms)}
+
+
+def eagle(runtime, *, bias=False):
+    tensors = layer(D) | {"layer.fc.weight": random(D, 2 * D)}
+    tensors |= {"layer.fc.bias": random(D)} if bias else {}
+    tensors["layer.given_norm.weight"] = runtime.model.model.norm.weight
+    return part_of("eagle", {"shape": SHAPE, "layers": [LAYERS]}, tensors, None, runtime)
+
+
+def eagle_3(runtime, words=(0, 3, 4, 9, 10, 17, 20, 23), layers=(2, 4, 5)):
+    tensors = layer(2 * D, "embed_norm", "stream_norm", "norm") | {"layer.fuse.weight": random(D, 3 * D)}
+    tensors["head.weight"] = random(len(words), D)
+    return part_of("eagle", {"shape": SHAPE, "layers": list(layers)}, tensors, words, runtime)
+
+
+def mlp(runtime, *, tied=False, scaled=False):
+    """As published: with tables and heads of its own."""
+    net = {"hidden": D, "places": 3, "inner": 12, "tied": tied, "tables": V, "scaled": scaled}
+    places = 1 if tied else 3
+    tensors = {f"proj.{k}.weight": random(12, 12 if k else D) for k in range(2 if tied else 3)}
+    for k in range(places):
+        tensors |= {f"emb.{k}.weight": random(V, 12), f"head.{k}.weight": random(V, 12)}
+        tensors |= {f"ln.{k}.weight": 1 + random(12).float(), f"ln.{k}.bias": random(12).float()}
+    tensors["given_norm.weight"] = runtime.model.model.norm.weight
+    return part_of("mlp", {"net": net, "eps": 1e-6, "layers": [LAYERS]}, tensors, None, runtime)
+
+
+def with_rope(part):
+    """The same, its rope scaled as Llama 3.1's, by the way through its published form."""
+    return PartFile(part.kind, {**part.settings, "rope": LLAMA3}, part.tensors, part.model)
+
+
+PARTS = {
+    "eagle": (eagle, "eagle"),
+    "eagle with a bias": (lambda runtime: eagle(runtime, bias=True), "eagle"),
+    "eagle-3": (eagle_3, "eagle3"),
+    "eagle-3 over all tokens": (lambda runtime: eagle_3(runtime, range(V)), "eagle3"),
+    "medusa as trained": (lambda runtime: random_part(runtime, [1, 2, 5, 9, 11], "medusa"), "medusa"),
+    "medusa over all tokens": (lambda runtime: random_part(runtime, range(V), "medusa"), "medusa"),
+    "mlp as published": (mlp, "mlp_speculator"),
+    "mlp, tied and scaled": (lambda runtime: mlp(runtime, tied=True, scaled=True), "mlp_speculator"),
+}
+
+
+def drafts(runtime, part, *, low=False):
+    """Logits over all tokens after pairs, and after what the head goes on with."""
+    head = make_head(runtime, part, low=low)
+    head.reserve(32)
+    torch.manual_seed(5)
+    tokens, streams = torch.randint(0, V, (9,)), torch.randn(9, D * len(head.layers), dtype=torch.float64)
+    logits, state = head.read(0, 0, tokens[:6], streams[:6])
+    found = [head.over_all(logits)]
+    for place in (1, 2):
+        logits, state = head.go_on(0, 6, place, int(tokens[5 + place]), state)
+        found.append(head.over_all(logits))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_written_and_read_again_it_drafts_the_same(runtime, tmp_path, name):
+    torch.manual_seed(0)
+    make, form = PARTS[name]
+    part = make(runtime)
+    files = head_files(part, runtime)
+    assert (files.form, form_of(part)) == (form, form)
+    save_head(tmp_path / "head", dict(files.config), dict(files.tensors))
+    again = read_published(tmp_path / "head", runtime)
+    head, read = make_head(runtime, part), make_head(runtime, again)
+    assert read.layers == head.layers
+    assert read.words.tolist() == head.words.tolist()
+    # the model's own head is written in 16 bits
+    torch.testing.assert_close(drafts(runtime, again), drafts(runtime, part), atol=0.05, rtol=0.01)
+    if "trained" not in name and "medusa" not in name:
+        assert torch.equal(drafts(runtime, again), drafts(runtime, part))
+
+
+def test_mlp_as_trained_reads_the_models_embeddings(runtime, tmp_path):
+    """vLLM's has tables of its own: the map of the model's embeddings is worked out for every token."""
+    part = random_part(runtime, range(V), "mlp")
+    files = head_files(part, runtime)
+    assert files.tensors["emb.1.weight"].shape == (V, D)
+    assert files.config | {"torch_dtype": ""} == {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "vocab_size": V,
+        "emb_dim": D,
+        "inner_dim": D,
+        "n_predict": 4,
+        "n_candidates": 4,
+        "top_k_tokens_per_head": [1, 1, 1, 1],
+        "tie_weights": False,
+        "scale_input": False,
+        "torch_dtype": "",
+    }
+    save_head(tmp_path / "head", dict(files.config), dict(files.tensors))
+    mine, again = drafts(runtime, part), drafts(runtime, read_published(tmp_path / "head", runtime))
+    assert (mine.argmax(-1) == again.argmax(-1)).all()
+    torch.testing.assert_close(again, mine, atol=0.2, rtol=0.02)
+    few = head_files(random_part(runtime, range(16), "mlp"), runtime)
+    assert few.lost == ("the head's vocabulary of 16 tokens: MLPSpeculator's is the model's",)
+
+
+def test_rope_is_told_as_it_was(runtime, tmp_path):
+    torch.manual_seed(0)
+    files = head_files(eagle_3(runtime), runtime)
+    assert files.config["rope_theta"] == 5e5
+    config = {**files.config, "rope_scaling": LLAMA3}
+    save_head(tmp_path / "head", config, dict(files.tensors))
+    part = read_published(tmp_path / "head", runtime)
+    assert "layer.inv_freq" in part.tensors
+    assert head_files(part, runtime).config["rope_scaling"] == LLAMA3
+    older = PartFile(part.kind, {"shape": SHAPE, "layers": [2, 4, 5]}, part.tensors, part.model)
+    with pytest.raises(SelfspecError, match="does not say; convert it again"):
+        head_files(older, runtime)
+
+
+def test_vllms_names(runtime):
+    """As vllm/model_executor/models/medusa.py and llama_eagle3.py load them."""
+    files = head_files(random_part(runtime, [1, 2, 5], "medusa"), runtime)
+    assert {"blocks.3.layers.0.weight", "blocks.3.layers.0.bias", "lm_head.weight", "token_map"} <= set(files.tensors)
+    assert files.config["truncated_vocab_size"] == 3
+    assert files.config["original_lm_head"]
+    assert files.config["medusa_fc_bias"]
+    torch.manual_seed(0)
+    three = head_files(eagle_3(runtime), runtime)
+    assert {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", "layers.0.hidden_norm.weight"} <= set(
+        three.tensors
+    )
+    assert (three.tensors["d2t"] + torch.arange(8)).tolist() == [0, 3, 4, 9, 10, 17, 20, 23]
+    assert three.tensors["t2d"].nonzero().flatten().tolist() == [0, 3, 4, 9, 10, 17, 20, 23]
+    assert three.config["draft_vocab_size"] == 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("eagle", "an EAGLE head as selfspec train fits it"),
+        ("hydra", "heads of kind 'hydra' are run by no engine"),
+        ("mtp", "heads of kind 'mtp' are run by no engine"),
+        ("chimera", "heads of kind 'chimera' are run by no engine"),
+    ],
+)
+def test_what_no_engine_runs_is_refused_with_what_one_could(runtime, kind, said):
+    with pytest.raises(SelfspecError, match=said) as refused:
+        head_files(random_part(runtime, range(V), kind), runtime)
+    assert "they could run instead: selfspec train medusa" in str(refused.value)
+
+
+def test_another_models_head_is_refused(runtime):
+    with pytest.raises(SelfspecError, match="of other weights|of another model"):
+        head_files(random_part(Runtime(small(V, LAYERS, seed=3)), range(V), "medusa"), runtime)
+
+
+def test_files_say_what_they_are(runtime, tmp_path):
+    files = head_files(random_part(runtime, range(V), "medusa"), runtime)
+    save_head(tmp_path / "head", dict(files.config), dict(files.tensors))
+    assert json.loads((tmp_path / "head/config.json").read_text())["model_type"] == "medusa"
+    assert set(load_file(tmp_path / "head/model.safetensors")) == set(files.tensors)

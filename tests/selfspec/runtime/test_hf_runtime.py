@@ -1,0 +1,222 @@
+"""Models that the lean runtime does not know, run by their own forward behind the same interface."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from families import FAMILY_CONFIGS, WINDOW
+from models import SIZES, plain, run, tiny
+from selfspec.search.replay import Replay
+from selfspec.search.target_text import TargetText
+from toys import RandomTree
+from transformers import (
+    BloomConfig,
+    CohereConfig,
+    FalconConfig,
+    GemmaConfig,
+    GPT2Config,
+    GPTJConfig,
+    MambaConfig,
+    MptConfig,
+    Olmo3Config,
+    OPTConfig,
+    PhiConfig,
+    Qwen2MoeConfig,
+)
+
+import selfspec
+from selfspec.basics.errors import SelfspecError, UnsupportedModelError
+from selfspec.controllers import FixedK, StaticThreshold
+from selfspec.drafters import FreeDrafter, LayerSkipDrafter, LookaheadDrafter
+from selfspec.engine.engine import Engine
+from selfspec.models.layout import lay_out_
+from selfspec.proposers.lookup import Lookup
+from selfspec.runtime.factory import open_runtime
+from selfspec.runtime.forward import Runtime
+from selfspec.runtime.hf_runtime import GenericRuntime
+from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
+from selfspec.types.draft_path import DraftPath
+from selfspec.types.skip import SkipSet
+
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SMALL = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+CONFIGS = {
+    "gpt2": GPT2Config(**SMALL, n_inner=48),
+    "gptj": GPTJConfig(**SMALL, rotary_dim=4),
+    "falcon": FalconConfig(**SMALL),
+    "phi": PhiConfig(**SIZES),
+    "gemma": GemmaConfig(**SIZES, head_dim=8),
+    "cohere": CohereConfig(**SIZES),
+    "olmo3": Olmo3Config(**SIZES, sliding_window=WINDOW, layer_types=ALTERNATING),
+    "qwen2_moe": Qwen2MoeConfig(**SIZES, **EXPERTS, experts_implementation="eager"),
+    "bloom": BloomConfig(**SMALL),
+    "mpt": MptConfig(**SMALL, d_model=32, n_heads=4, n_layers=4),
+}
+CHAINS = ("bloom", "mpt")  # which take no masks that say what each token sees
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+SKIPS = [SkipSet((0,), (0,)), SkipSet((1, 3), (2,)), SkipSet((0, 1, 2, 3), (0, 1, 2, 3))]
+every = pytest.mark.parametrize("name", CONFIGS)
+with_trees = pytest.mark.parametrize("name", [name for name in CONFIGS if name not in CHAINS])
+
+
+@functools.cache
+def runtime_of(name):
+    return open_runtime(tiny(CONFIGS[name], dtype=torch.float32))
+
+
+def close(ours, theirs):
+    scale = theirs.abs().max()
+    torch.testing.assert_close(ours / scale, theirs / scale, atol=2e-5, rtol=0)
+
+
+def tokens_for(n=24):
+    return torch.randint(61, (1, n), generator=torch.Generator().manual_seed(1))
+
+
+@every
+@torch.no_grad()
+def test_it_is_the_models_own_forward(name):
+    runtime = runtime_of(name)
+    assert isinstance(runtime, GenericRuntime)
+    assert runtime.trees == (name not in CHAINS)
+    theirs = runtime.model(tokens_for(), use_cache=False).logits
+    with runtime.session(24):
+        ours = [runtime.forward(tokens_for()[:, a:b], a).logits for a, b in ((0, 10), (10, 11), (11, 24))]
+    close(torch.cat(ours, 1), theirs)
+    text = runtime.model.generate(torch.tensor([PROMPT]), max_new_tokens=16, do_sample=False)[0, len(PROMPT) :]
+    assert plain(runtime, PROMPT, 16) == text.tolist()
+
+
+@every
+def test_drafts_are_checked(name):
+    runtime = runtime_of(name)
+    text = plain(runtime, PROMPT, 16)
+    for skip in SKIPS:
+        drafter = LayerSkipDrafter(runtime, DraftPath(skip, tuple(range(40))), StaticThreshold(0.1, 4), candidates=2)
+        assert run(runtime, drafter, PROMPT, 16)[0] == text
+    for drafter in (FreeDrafter([Lookup()], StaticThreshold(0.0, 5)), LookaheadDrafter(window=3, ngram=3, guesses=2)):
+        assert run(runtime, drafter, PROMPT, 16)[0] == text
+    assert run(runtime, RandomTree(61, (2, 1, 1)), PROMPT, 16)[0] == text  # the backbone alone where there are no trees
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere2", "gpt_neox", "gpt_oss", "qwen3_moe"])
+@torch.no_grad()
+def test_it_bypasses_as_the_lean_runtime_does(name):
+    """And gives the same streams, trees and branches."""
+    model = tiny(FAMILY_CONFIGS[name], dtype=torch.float32)
+    own, lean = GenericRuntime(model), Runtime(model)
+    path, tokens = DraftPath(SkipSet((0, 2), (1,))), tokens_for(20)
+    given = []
+    for runtime in (own, lean):
+        with runtime.session(30):
+            runtime.forward(tokens, 0, logits=None)
+            mask = torch.ones(1, 3, 23, dtype=torch.bool).tril(20)
+            mask[0, 2, 21] = False
+            at = torch.tensor([[20, 21, 21]])
+            step = runtime.forward(
+                torch.tensor([[5, 6, 7]]), at, slots=20, mask=mask, path=runtime.compile(path), hidden=(0, 1, 3)
+            )
+            x = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0))
+            branches = [runtime.branch(1, part, x, at, slots=20, mask=mask) for part in ("attention", "mlp")]
+        given.append([step.logits, *step.hidden.values(), *branches])
+    for ours, theirs in zip(*given, strict=True):
+        close(ours, theirs)
+
+
+@with_trees
+def test_sequences_together_give_what_they_give_alone(name):
+    runtime = runtime_of(name)
+    prompts = [PROMPT, [7, 2, 60]]
+    seqs = [SequenceState(list(prompt), 10, Sampler()) for prompt in prompts]
+    together = runtime.with_new_cache(rows=2)
+    with Engine(together, LayerSkipDrafter(together, SKIPS[1], FixedK(3))) as engine:
+        for seq in seqs:
+            engine.join(seq)
+        while engine.running:
+            engine.step()
+    assert [seq.tokens[len(p) :] for seq, p in zip(seqs, prompts, strict=True)] == [
+        plain(runtime, p, 10) for p in prompts
+    ]
+
+
+def test_one_sequence_at_a_time_where_masks_are_not_taken():
+    with pytest.raises(UnsupportedModelError, match=r"Bloom.*decodes one sequence at a time"):
+        runtime_of("bloom").with_new_cache(rows=2)
+
+
+@every
+def test_nothing_stays_on_the_model(name):
+    """Not even where a pass breaks."""
+    runtime = runtime_of(name)
+    path = runtime.compile(DraftPath(SKIPS[2]))
+    broken = torch.tensor([[10**6]])
+    with runtime.session(8):
+        runtime.forward(tokens_for(4), 0, path=path, hidden=(0, runtime.layers), between=(1,) if name == "gpt2" else ())
+        with pytest.raises((IndexError, RuntimeError)):
+            runtime.forward(broken, 4, path=path, hidden=(0,))
+    for module in runtime.model.modules():
+        assert "forward" not in module.__dict__
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    assert plain(runtime, PROMPT, 4) == plain(open_runtime(runtime.model), PROMPT, 4)
+
+
+def test_few_bits_run_in_full_and_trained_parts_are_refused():
+    runtime = runtime_of("gpt2")
+    path = DraftPath(SkipSet((1,), ()), int8=SkipSet((0,), (2,)), head="int4")
+    assert runtime.compile(path).in_full == ("attention 0", "mlp 2", "head")
+    assert runtime.held("mlp", 0, "int8") is None
+    assert runtime.extra_bytes(path) == 0
+    with pytest.raises(UnsupportedModelError, match=r"model_type 'gpt2'.* out of reach of trained parts; .* llama"):
+        runtime.learn("bridge", SimpleNamespace())
+    assert lay_out_(runtime.model, "auto") == "rows"
+    with pytest.raises(SelfspecError, match="layout 'columns' is not for GPT2LMHeadModel; expected auto or rows"):
+        lay_out_(runtime.model, "columns")
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (OPTConfig(**SMALL, ffn_dim=48), "an attention and an MLP part that could be found; supported are llama, .*"),
+        (MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2), "supported are llama"),
+    ],
+    ids=["opt", "mamba"],
+)
+def test_what_has_no_such_parts_is_refused_by_name(config, why):
+    with pytest.raises(UnsupportedModelError, match=f"'{config.model_type}'.* is not supported: .*{why}"):
+        open_runtime(tiny(config, dtype=torch.float32))
+
+
+@with_trees
+def test_texts_are_replayed(name):
+    """As the search does: what a replay says that a draft would be is what is drafted."""
+    runtime = runtime_of(name)
+    tokens = [*PROMPT, *plain(runtime, PROMPT, 10)]
+    drafter = LayerSkipDrafter(runtime, SKIPS[1], FixedK(3))
+    _, outcomes = run(runtime, drafter, PROMPT, 10)
+    with Replay(runtime.model, [TargetText(tuple(tokens), len(PROMPT), 10)], depth=4, like=runtime) as replay:
+        streams = replay.streams(4)
+        added = streams.branch(1, "mlp", streams.between[1])
+        if name in ("gemma", "olmo", "gpt2"):  # norms before sub-layers, one after the other
+            close(streams.between[1] + added, streams.entering[2])
+        (trace,) = replay.trace(SKIPS[1], [FixedK(3)])
+        at = 0
+        for outcome in outcomes:
+            assert min(trace.runs[at], len(outcome.draft)) == len(outcome.path)
+            at += len(outcome.tokens)
+
+
+def test_it_is_served_from_python(llm):
+    wrapped = selfspec.wrap(runtime_of("gpt2").model, llm.tokenizer, profile="none")
+    assert isinstance(wrapped.runtime, GenericRuntime)
+    text = plain(runtime_of("gpt2"), PROMPT, 8)
+    assert wrapped.generate(PROMPT, max_new_tokens=8).tokens == text
+    drafter = wrapped.layer_skip(SKIPS[1], "fixed:k=3")
+    out = wrapped.generate(PROMPT, max_new_tokens=8, drafter=drafter)
+    assert out.tokens == text
+    assert out.stats.drafted > 0

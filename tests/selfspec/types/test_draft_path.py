@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.profile.draft_spec import LayerSkipSpec
+from selfspec.types.confidence import Confidence
+from selfspec.types.draft_path import FULL, MODES, SIGNS, DraftPath, as_path
+from selfspec.types.skip import SkipSet
+
+modes = st.lists(st.sampled_from(MODES), max_size=24).filter(lambda chosen: len(chosen) % 2 == 0)
+vocabularies = st.none() | st.lists(st.integers(0, 99), min_size=1, max_size=5, unique=True).map(tuple)
+paths = st.builds(
+    lambda chosen, head, words: (DraftPath.of(chosen, head=head, vocabulary=words), chosen),
+    modes,
+    st.sampled_from(MODES[:-1]),
+    vocabularies,
+)
+
+
+@given(paths)
+def test_modes_and_back(made):
+    path, chosen = made
+    layers = len(chosen) // 2
+    assert path.modes(layers) == tuple(chosen)
+    assert DraftPath.of(path.modes(layers), head=path.head, vocabulary=path.vocabulary) == path
+    assert path.low_precision == ("int8" in chosen or "int4" in chosen or path.head != "full")
+    assert path.cheaper == (path.low_precision or "skip" in chosen)
+    assert "".join(path.rows(layers)) == "".join(SIGNS[mode] for mode in chosen)
+
+
+@given(paths, st.none() | st.just(Confidence(gap=1.5)))
+def test_a_profile_says_it_and_gives_it_back(made, confidence):
+    path, _ = made
+    spec = LayerSkipSpec.of(path, confidence=confidence)
+    again = LayerSkipSpec.model_validate_json(spec.model_dump_json(exclude_none=True))
+    assert again == spec
+    assert (again.path, again.confidence, again.drafts) == (path, confidence, path.cheaper)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (FULL, "everything in full"),
+        (DraftPath.skipping((1,)), "1 sub-layer bypassed"),
+        (DraftPath(SkipSet((1,)), int8=SkipSet((0, 2)), int4=SkipSet((), (1,)), head="int4"),
+         "2 sub-layers in 8 bits, 1 in 4 bits, 1 bypassed, the head in 4 bits"),
+        (DraftPath(head="int8"), "the head in 8 bits"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_said(path, said):
+    assert path.said == said
+
+
+def test_what_is_no_path():
+    for first, second in (("skip", "int8"), ("skip", "int4"), ("int8", "int4")):
+        with pytest.raises(SelfspecError, match=f"attention of layer 2 is both {first} and {second}"):
+            DraftPath(**{first: SkipSet((1, 2)), second: SkipSet((2,))})
+        with pytest.raises(SelfspecError, match=f"mlp of layer 0 is both {first} and {second}"):
+            _ = LayerSkipSpec.model_validate({first: {"mlp": [0]}, second: {"mlp": [0]}}).path
+    with pytest.raises(SelfspecError, match="head 'skip': expected full, int8, int4"):
+        DraftPath(head="skip")
+    with pytest.raises(SelfspecError, match=r"int4\.mlp: layer 3 does not exist"):
+        DraftPath(int4=SkipSet((), (3,))).check(3)
+    with pytest.raises(SelfspecError, match=r"int8\.attention"):
+        _ = LayerSkipSpec.model_validate({"int8": {"attention": [1, 1]}}).path
+
+
+def test_a_skip_set_is_a_path_too():
+    assert as_path(SkipSet((1,), (2,))) == DraftPath.skipping((1,), (2,))
+    assert as_path(FULL) is FULL
