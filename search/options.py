@@ -11,9 +11,8 @@ from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from selfspec.basics.errors import SelfspecError
+from selfspec.basics.option import Option
 from selfspec.llm.options import TopK, TopP
 from selfspec.types.draft_path import MODES, Mode
 
@@ -98,137 +97,129 @@ class SearchOptions:
     _: KW_ONLY
     source: str = "prompts"
     chat: bool = False
-    trials: Annotated[int, typer.Option(min=1, metavar="N", help="Skip sets to try.")] = 40
+    trials: Annotated[int, Option(min=1, metavar="N", help="Skip sets to try.")] = 40
     minutes: Annotated[
-        float | None, typer.Option(min=0, metavar="X", help="Take no longer, from loading to the profile.")
+        float | None, Option(min=0, metavar="X", help="Take no longer, from loading to the profile.")
     ] = None
     count: Annotated[
-        int, typer.Option("--prompts", min=1, metavar="N", help="Prompts to search on, drawn by the seed.")
+        int, Option(flags=("--prompts",), min=1, metavar="N", help="Prompts to search on, drawn by the seed.")
     ] = 8
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens that continue each prompt.")] = 64
-    temperature: Annotated[float, typer.Option(min=0, metavar="X", help="As the model will be used; 0 is greedy.")] = (
-        0.0
-    )
+    max_new_tokens: Annotated[int, Option(min=1, metavar="N", help="Tokens that continue each prompt.")] = 64
+    temperature: Annotated[float, Option(min=0, metavar="X", help="As the model will be used; 0 is greedy.")] = 0.0
     top_k: TopK = None
     top_p: TopP = None
     logits_processor: "Sequence[LogitsProcessor]" = ()
     rule: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="How sampled drafts will be verified: block (default), match (with seeds), token.",
-            rich_help_panel=_DRAFTS,
+            panel=_DRAFTS,
         ),
     ] = None
     controller: Annotated[
         "ControllerSpec | str | None",
-        typer.Option(
-            help="When to stop drafting, such as fixed:k=4; tuned with the set when left out.", rich_help_panel=_DRAFTS
-        ),
+        Option(help="When to stop drafting, such as fixed:k=4; tuned with the set when left out.", panel=_DRAFTS),
     ] = None
     kv: Annotated[
         str,
-        typer.Option(
+        Option(
             help="Drafts read the target's cache (shared), or have their own, as an exported draft model (own).",
-            rich_help_panel=_DRAFTS,
+            panel=_DRAFTS,
         ),
     ] = "shared"
     keep: Annotated[
         str | Sequence[int],
-        typer.Option(metavar="LAYERS", help="Layers that are never skipped, such as 0,15.", rich_help_panel=_SETS),
+        Option(metavar="LAYERS", help="Layers that are never skipped, such as 0,15.", panel=_SETS),
     ] = ()
     modes: Annotated[
         str | Sequence[str] | None,
-        typer.Option(
+        Option(
             metavar="MODES",
             help="How sub-layers may draft, of full, int8, int4 and skip (all); full,skip is Draft & Verify.",
-            rich_help_panel=_SETS,
+            panel=_SETS,
         ),
     ] = None
     extra_memory: Annotated[
         float | None,
-        typer.Option(
+        Option(
             min=0,
             metavar="X",
             help="Weights in few bits may take so much more, of the model's bytes; .3 in float32, else .55.",
-            rich_help_panel=_SETS,
+            panel=_SETS,
         ),
     ] = None
     drafters: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="NAMES",
             help="What may guess tokens that one draft step checks together: lookup, or none.",
-            rich_help_panel=_DRAFTS,
+            panel=_DRAFTS,
         ),
     ] = "lookup"
     store: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Texts to guess from, too: what index made.", rich_help_panel=_DRAFTS),
+        Option(metavar="FILE", help="Texts to guess from, too: what index made.", panel=_DRAFTS),
     ] = None
-    granularity: Annotated[
-        str, typer.Option(help="sublayer (attention and MLP apart) or layer.", rich_help_panel=_SETS)
-    ] = "sublayer"
+    granularity: Annotated[str, Option(help="sublayer (attention and MLP apart) or layer.", panel=_SETS)] = "sublayer"
     max_draft_cost: Annotated[
         float | None,
-        typer.Option(
+        Option(
             metavar="X",
             help="The most that a draft step may cost, as a share of a plain step.",
-            rich_help_panel=_SETS,
+            panel=_SETS,
         ),
     ] = None
     keep_best: Annotated[
         bool,
-        typer.Option("--keep-best", help="Save the best set even if plain decoding is faster.", rich_help_panel=_SETS),
+        Option(flags=("--keep-best",), help="Save the best set even if plain decoding is faster.", panel=_SETS),
     ] = False
     strategy: Annotated[
         str,
-        typer.Option(
-            help="climb, tpe, dp, greedy, cmaes, gp, skopt (the paper's kind), or random.", rich_help_panel=_METHOD
-        ),
+        Option(help="climb, tpe, dp, greedy, cmaes, gp, skopt (the paper's kind), or random.", panel=_METHOD),
     ] = "climb"
     context: Annotated[
         int | None,
-        typer.Option(
+        Option(
             min=1,
             metavar="N",
             help="Measure costs over so many keys; the prompts' length when left out.",
-            rich_help_panel=_METHOD,
+            panel=_METHOD,
         ),
     ] = None
     seed: Annotated[
         int,
-        typer.Option(
+        Option(
             min=0,
             max=2**32 - 1,
             metavar="N",
             help="Seed of the draw and of the strategy.",
-            rich_help_panel=_METHOD,
+            panel=_METHOD,
         ),
     ] = 0
     objective: Annotated[
         str,
-        typer.Option(
+        Option(
             help="replay: predicted, without decoding. wallclock: every trial decodes, as the paper does.",
-            rich_help_panel=_PAPER,
+            panel=_PAPER,
         ),
     ] = "replay"
     warm: Annotated[
         bool,
-        typer.Option(
-            "--warm-starts/--no-warm-starts",
+        Option(
+            flags=("--warm-starts/--no-warm-starts",),
             help="Try a few likely sets first; the paper does not.",
-            rich_help_panel=_PAPER,
+            panel=_PAPER,
         ),
     ] = True
     storage: Annotated[
         str | Path | None,
-        typer.Option(
+        Option(
             help="memory, a file, or a database's URL, which several workers may share; OUT.trials.jsonl, until the "
             "profile is saved, when left out.",
-            rich_help_panel=_KEPT,
+            panel=_KEPT,
         ),
     ] = None
-    study: Annotated[str, typer.Option(help="The study's name in the storage.", rich_help_panel=_KEPT)] = STUDY
+    study: Annotated[str, Option(help="The study's name in the storage.", panel=_KEPT)] = STUDY
     watch: "SearchCallbacks | None" = None
     budget: "Budget | None" = None
     plain_llm: "Callable[[], LLM] | None" = None

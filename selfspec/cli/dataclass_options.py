@@ -12,6 +12,8 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import typer
 from typer.models import ParameterInfo
 
+from selfspec.basics.option import Option
+
 Given = TypeVar("Given")
 _READ = (bool, int, float, str, Path, list[str])  # what typer makes of text; any other type is given as text
 
@@ -19,7 +21,7 @@ _READ = (bool, int, float, str, Path, list[str])  # what typer makes of text; an
 def flat(command: Callable[[Given], int | None]) -> Callable[..., None]:
     """`command` as typer takes it: with an option for each field, instead of the class that it is called with.
 
-    A field is an option (or an argument) if its annotation says so, as in `Annotated[int, typer.Option(help=...)]`; a
+    A field is an option (or an argument) if its annotation says so, as in `Annotated[int, Option(help=...)]`; a
     field that is a dataclass stands for its own fields; any other is none of the command line. Annotations must be
     there as values. Options that are left out keep their fields' defaults. What `command` returns is the exit code.
     """
@@ -58,9 +60,23 @@ def _made(kind: type[Given], given: Mapping[str, Any]) -> Given:
 
 
 def _option(field: Field[Any]) -> ParameterInfo | None:
-    """How a field is given on the command line; None where it is not."""
+    """Return how a field is given on the command line, or None where the command line does not have it."""
     marks = get_args(field.type)[1:] if get_origin(field.type) is Annotated else ()
-    return next((mark for mark in marks if isinstance(mark, ParameterInfo)), None)
+    mark = next((mark for mark in marks if isinstance(mark, (ParameterInfo, Option))), None)
+    return _typer_option(mark) if isinstance(mark, Option) else mark
+
+
+def _typer_option(option: Option) -> ParameterInfo:
+    """Return typer's form of an option that a room below the command line describes."""
+    made: ParameterInfo = typer.Option(
+        *option.flags,
+        help=option.help,
+        metavar=option.metavar,
+        min=option.min,
+        max=option.max,
+        rich_help_panel=option.panel,
+    )
+    return made
 
 
 def _read_as(kind: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import parse_controller
@@ -44,36 +44,19 @@ from selfspec.types.draft_path import DraftPath, as_path
 from selfspec.types.identity import Identity
 from selfspec.types.skip import SkipSet
 
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessor
+
 
 def _generate(llm: LLM, prompt: Prompt, options: GenerateOptions) -> Generation:
-    """Continue `prompt` (text or token ids), greedily unless told otherwise.
-
-    `config`: a `transformers` `GenerationConfig`, with the meaning it has in `transformers`' generate; what it
-    leaves open comes from the model's own `generation_config` (`llm.model.generation_config` itself will do),
-    then from `transformers`' defaults, such as top-k 50. The other options go before it. Without a config,
-    `temperature` is 0, which is greedy, `top_k` and `top_p` are off, and nothing but the end tokens is taken from
-    the checkpoint, whose end tokens also serve where a config names none. At most `max_new_tokens` come, 128 where
-    nothing says how many.
-
-    With a `seed`, sampling is repeatable, and with rule `match` the text is the same with and without drafting. The
-    text ends before the first of the `stop` strings, which are looked for in the new text, special tokens left out.
-    `logits_processor`: further `transformers` processors, each a function of the tokens so far, which sees the
-    right ones at every drafted position. `guide`: a grammar for the text, from `self.guide`. `rule`: how drafts are
-    verified, one of `rules.RULES`; by default greedy, match with a seed, else block. `settings`: any other fields of a
-    `GenerationConfig`. `drafter` replaces the
-    profile's; `PlainDrafter()` decodes plainly. With `probabilities`, the generation's events hold the model's own
-    of each token, before temperature and processors.
-
-    Raises `SelfspecError` for a wrong option, or when prompt and output outgrow the context; `BusyError` while
-    a stream of this model has not ended.
-    """
+    """Continue `prompt` as `LLM.generate` does, with its options in one object."""
     return llm.run(prompt, options, drafter=options.drafter, probabilities=options.probabilities)
 
 
 def _stream(llm: LLM, prompt: Prompt, options: GenerateOptions) -> Stream:
-    """Like `generate`, but returns at once; iterate over the pieces of text as they come.
+    """Return at once a `Stream` of pieces of text, with the arguments of `generate`.
 
-    The first token comes as soon as plain decoding's, as the first round drafts nothing. With a seed and rule
+    The first round drafts nothing, so that the first token comes as soon as plain decoding's. With a seed and rule
     `token` or `block`, which draw in the order of the rounds, the text is therefore not `generate`'s.
     """
     return llm.start(prompt, options, drafter=options.drafter, probabilities=options.probabilities)
@@ -202,7 +185,64 @@ class LLM:
         """
         return Guide(self.tokenizer, ends=self.runtime.skeleton.ends, regex=regex, json_schema=json_schema)
 
-    generate = takes(GenerateOptions, _generate)
+    def generate(
+        self,
+        prompt: Prompt,
+        config: GenerationConfig | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        logits_processor: Sequence[LogitsProcessor] = (),
+        guide: Guide | None = None,
+        rule: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
+        drafter: Drafter | None = None,
+        probabilities: bool = False,
+    ) -> Generation:
+        """Continue `prompt` (text or token ids), greedily by default.
+
+        `config` is a `transformers` `GenerationConfig`, with the meaning that it has in `transformers`' generate. A
+        field that it leaves open comes from the model's own `generation_config` (`llm.model.generation_config` itself
+        may be passed), then from `transformers`' defaults, such as top-k 50. The other arguments override it. Without a
+        config, `temperature` is 0 (greedy), `top_k` and `top_p` are off, and the checkpoint gives the end tokens
+        alone; its end tokens also serve a config that names none. At most `max_new_tokens` tokens are generated, 128
+        by default.
+
+        With a `seed`, sampling is repeatable; under rule `match` the text is the same with and without drafting. The
+        text ends before the first of the `stop` strings, which are searched for in the new text without its special
+        tokens. `logits_processor`: further `transformers` processors, each a function of the tokens before a position;
+        drafted positions get the right ones. `guide`: a grammar for the text, from `self.guide`. `rule`: the
+        verification rule, one of `rules.RULES`; by default greedy, match with a seed, else block. `settings`: other
+        fields of a `GenerationConfig`. `adapter`: the name of one of the model's adapters, or `base`. `drafter`
+        replaces the profile's; `PlainDrafter()` decodes plainly. With `probabilities`, the generation's events hold
+        the target's probability of each token, before temperature and processors.
+
+        Raises `SelfspecError` for a wrong argument, and when prompt and output outgrow the context; `BusyError` while
+        a stream of this model has not ended.
+        """
+        options = GenerateOptions(
+            config,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop=stop,
+            logits_processor=logits_processor,
+            guide=guide,
+            rule=rule,
+            settings=settings or {},
+            adapter=adapter,
+            drafter=drafter,
+            probabilities=probabilities,
+        )
+        return _generate(self, prompt, options)
+
     stream = takes(GenerateOptions, _stream)
     chat = takes(GenerateOptions, _chat)
     chat_stream = takes(GenerateOptions, _chat_stream)

@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from selfspec.basics.errors import SelfspecError
+from selfspec.basics.option import Option
 from selfspec.text.prompt import is_unicode
 
 if TYPE_CHECKING:
@@ -25,14 +24,14 @@ DEFAULT_NEW_TOKENS = 128
 _SAMPLING = "Sampling"
 TopK = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="Draw from the N most probable tokens alone.", rich_help_panel=_SAMPLING),
+    Option(min=1, metavar="N", help="Draw from the N most probable tokens alone.", panel=_SAMPLING),
 ]
 TopP = Annotated[
     float | None,
-    typer.Option(
+    Option(
         metavar="X",
         help="Draw from the most probable tokens that make up X of all probability.",
-        rich_help_panel=_SAMPLING,
+        panel=_SAMPLING,
     ),
 ]
 
@@ -50,20 +49,18 @@ class Options:
     config: "GenerationConfig | None" = None
     _: KW_ONLY
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="128 where nothing says how many; in a chat 1024.")
+        int | None, Option(min=1, metavar="N", help="128 where nothing says how many; in a chat 1024.")
     ] = None
-    temperature: Annotated[
-        float | None, typer.Option(min=0, metavar="X", help="0, the default, is greedy decoding.")
-    ] = None
+    temperature: Annotated[float | None, Option(min=0, metavar="X", help="0, the default, is greedy decoding.")] = None
     top_k: TopK = None
     top_p: TopP = None
     seed: Annotated[
         int | None,
-        typer.Option(
+        Option(
             min=0,
             metavar="N",
             help="Makes sampling repeatable, and the same with and without drafting.",
-            rich_help_panel=_SAMPLING,
+            panel=_SAMPLING,
         ),
     ] = None
     stop: str | Sequence[str] = ()
@@ -71,9 +68,9 @@ class Options:
     guide: "Guide | None" = None
     rule: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="How drafts are verified: greedy; match (default with a seed), block (default), token.",
-            rich_help_panel="Drafting",
+            panel="Drafting",
         ),
     ] = None
     settings: Mapping[str, Any] = field(default_factory=dict)

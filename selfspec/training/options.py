@@ -7,9 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-import typer
-
 from selfspec.basics.errors import SelfspecError
+from selfspec.basics.option import Option
 
 Kind = Literal["eagle", "medusa", "hydra", "mlp", "mtp", "chimera", "bridge", "adapter", "distill", "layerskip"]
 Loss = Literal["forward-kl", "reverse-kl", "tv"]
@@ -31,26 +30,26 @@ class TrainOptions:
     value out of range.
     """
 
-    minutes: Annotated[float, typer.Option(help="For all of it; with --texts, for fitting alone.")] = 20.0
-    max_new_tokens: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens of each answer to learn from.")] = 128
-    vocabulary: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens that a head may draft.")] = 8192
+    minutes: Annotated[float, Option(help="For all of it; with --texts, for fitting alone.")] = 20.0
+    max_new_tokens: Annotated[int, Option(min=16, metavar="N", help="Tokens of each answer to learn from.")] = 128
+    vocabulary: Annotated[int, Option(min=16, metavar="N", help="Tokens that a head may draft.")] = 8192
     rank: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Of bridges and adapters; bridges are whole when left out.")
+        int | None, Option(min=1, metavar="N", help="Of bridges and adapters; bridges are whole when left out.")
     ] = None
-    loss: Annotated[Loss, typer.Option(help="Of adapters, distill and layerskip.")] = "forward-kl"
+    loss: Annotated[Loss, Option(help="Of adapters, distill and layerskip.")] = "forward-kl"
     student: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Of distill; some of the model's own layers when left out.")
+        str | None, Option(metavar="MODEL", help="Of distill; some of the model's own layers when left out.")
     ] = None
     layers: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="That distill keeps, or after which layerskip exits; a fifth."),
+        Option(min=1, metavar="N", help="That distill keeps, or after which layerskip exits; a fifth."),
     ] = None
     texts: Annotated[
-        int | None, typer.Option(min=FEWEST, metavar="N", help="Texts to learn from, whatever time they take.")
+        int | None, Option(min=FEWEST, metavar="N", help="Texts to learn from, whatever time they take.")
     ] = None
-    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps of fitting, likewise.")] = None
-    rows: Annotated[int, typer.Option(min=1, metavar="N", help="Texts that are decoded together.")] = 128
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts, texts and fitting.")] = 0
+    steps: Annotated[int | None, Option(min=1, metavar="N", help="Steps of fitting, likewise.")] = None
+    rows: Annotated[int, Option(min=1, metavar="N", help="Texts that are decoded together.")] = 128
+    seed: Annotated[int, Option(min=0, help="Of prompts, texts and fitting.")] = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.minutes < math.inf:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -133,3 +134,8 @@ def test_every_package_is_in_the_wheel():
     named = {tool["package-dir"].get(name, name.replace(".", "/")) for name in tool["packages"]}
     tree = {path.parent.relative_to(ROOT) for top in ("selfspec", "search") for path in (ROOT / top).rglob("*.py")}
     assert {str(folder) for folder in tree} == named - {"profiles"}
+
+
+def test_the_command_line_library_is_known_to_the_command_line_alone():
+    knowing = {name for name, path in MODULES.items() if re.search(r"^\s*(import|from) typer\b", path.read_text(), re.M)}
+    assert {room(name) for name in knowing} == {"cli"}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import subprocess
 import sys
 import threading
@@ -12,6 +13,8 @@ from models import CONFIGS, tiny
 import selfspec
 from selfspec.basics.errors import BusyError, SelfspecError
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
+from selfspec.llm.llm import LLM
+from selfspec.llm.options import GenerateOptions
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
@@ -359,3 +362,13 @@ def test_threads_with_models_of_their_own_do_not_disturb_each_other(llm):
     for thread in threads:
         thread.join()
     assert all(found[i] == [expected[i]] * 5 for i in range(3))
+
+
+def test_generate_shows_every_option_that_there_is():
+    """Written out for editors; in the order of `GenerateOptions`, with its defaults."""
+    first, prompt, *shown = inspect.signature(LLM.generate).parameters.values()
+    assert (first.name, prompt.name) == ("self", "prompt")
+    options = list(inspect.signature(GenerateOptions).parameters.values())
+    assert [(p.name, p.kind) for p in shown] == [(p.name, p.kind) for p in options]
+    named = [p for p in options if p.name != "settings"]
+    assert [p.default for p in shown if p.name != "settings"] == [p.default for p in named]
