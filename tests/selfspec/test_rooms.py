@@ -139,3 +139,16 @@ def test_every_package_is_in_the_wheel():
 def test_the_command_line_library_is_known_to_the_command_line_alone():
     knowing = {name for name, path in MODULES.items() if re.search(r"^\s*(import|from) typer\b", path.read_text(), re.M)}
     assert {room(name) for name in knowing} == {"cli"}
+
+
+def test_the_picture_of_the_rooms_is_true():
+    script = ROOT / "tests" / "scripts" / "rooms_picture.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_map_names_files_that_are_there():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`((?:selfspec|search|tests)/[\w/.]*)`", text)
+    assert len(named) > 40
+    assert [name for name in named if not (ROOT / name).exists()] == []
