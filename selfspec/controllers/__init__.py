@@ -1,8 +1,8 @@
-"""Controllers: when has the draft's confidence dropped so far that the model should verify?
+"""Controllers: decide when drafting stops and the target verifies, by the draft's confidence.
 
-A controller sees the confidence of each drafted token and, after verification, how many were accepted. It may end
-a draft after any token, but never withhold the token it was just shown: that would change the distribution of
-what is emitted. `DraftLoop` is one draft that a controller plays. Pure Python: knows nothing of models and tensors.
+A controller sees the confidence of each drafted token and, after verification, the number of accepted tokens. It may
+end a draft after any token, but must never withhold the token it was just shown: that would change the distribution of
+the emitted tokens. `DraftLoop` is one draft under a controller. Pure Python.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CONTROLLERS = {kind.name: kind for kind in KINDS}
 
 
 def make_controller(spec: ControllerSpec, payoff: PayoffModel | None = None) -> Controller:
-    """The controller that `spec` names, told `payoff` if it asks for one; without, it starts from a guess.
+    """Make the controller that `spec` names; without `payoff` a rate-optimal one starts from default costs.
 
     Raises `SelfspecError` for an unknown name or option, or a bad value.
     """
@@ -56,7 +56,7 @@ def make_controller(spec: ControllerSpec, payoff: PayoffModel | None = None) -> 
 
 
 def parse_controller(text: str) -> ControllerSpec:
-    """A controller from text such as `fixed`, `fixed:k=6` or `adaptive:threshold=0.5,k_max=8`.
+    """Parse a controller from text such as `fixed`, `fixed:k=6` or `adaptive:threshold=0.5,k_max=8`.
 
     Raises `SelfspecError` for anything that `make_controller` would refuse.
     """

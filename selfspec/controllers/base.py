@@ -1,4 +1,4 @@
-"""What every controller is, and how one is made of its options."""
+"""The base class of controllers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from selfspec.types.limits import WIDEST_DRAFT
 
 @dataclass
 class Controller(ABC):
-    """Decides after each drafted token whether another is drafted, and how many candidates each place then has.
+    """The policy that decides after each drafted token whether to draft another, and how many candidates to verify.
 
-    What it decides follows from the confidences alone (the draft's probabilities of the tokens that it drafted) and
-    from what it observed before, so a replay decides as real decoding does. A controller is the state that one
-    sequence carries: `start` gives a sequence one of its own. Its options are its dataclass fields, but for those with
-    `metadata={"option": False}`. `asks_payoff`: whether it decides by an `PayoffModel`, to be `told` before it is used.
+    Decisions depend only on the confidences (the draft's probabilities of its drafted tokens) and on earlier
+    observations, so a replay decides as real decoding does. A controller holds the state of one sequence; `start` makes
+    a fresh one for another. Its options are its dataclass fields, except fields with `metadata={"option": False}`.
+    `asks_payoff`: whether it decides by a `PayoffModel`, set with `told` before use.
     """
 
     name: ClassVar[str]
@@ -29,59 +29,59 @@ class Controller(ABC):
 
     @abstractmethod
     def go_on(self, confidences: Sequence[float]) -> bool:
-        """Whether to draft another token after those with these confidences (one at least)."""
+        """Return whether to draft another token, by the confidences of the drafted tokens (at least one)."""
 
     @abstractmethod
     def lowest(self, drafted: int) -> float:
-        """The least confidence of the `drafted`-th token at which it may ever go on; infinite where it never does."""
+        """Return the least confidence of the `drafted`-th token at which it may ever go on; infinity if never."""
 
     def hope(self, confidences: Sequence[float], first: float) -> tuple[float, float]:
-        """The chance that the next token would be accepted, and that one is where the one before it was.
+        """Return two chances: that the next token is accepted, and that a token is if the one before it was.
 
-        `first`: that of a draft's first token, as it was lately; here, of every token where the one before it is right.
+        `first`: the recent acceptance rate of a draft's first token. By default that rate applies to every token.
         """
         return first ** (len(confidences) + 1), first
 
     def candidates(self, confidences: Sequence[float], most: int) -> Sequence[int]:
-        """How many candidates each place is to have, the drafted token counted: 1 to `most` each; here, `most`."""
+        """Return the number of candidates of each position, drafted token included; default `most` each."""
         return [most] * len(confidences)
 
     def free(self, chances: Sequence[float]) -> int:
-        """How many tokens of a guess that costs nothing are worth verifying as they are; 0 (here): draft instead.
+        """Return how many lookup tokens to verify without drafting; 0 (the default): draft instead.
 
-        `chances`: of each token, that it is right where those before it are.
+        `chances`: for each token, the chance that it is right if all before it are.
         """
         return 0
 
     def observe(  # noqa: B027 (a controller need not learn)
         self, confidences: Sequence[float], accepted: int, *, candidates: int | None = None, other: bool = False
     ) -> None:
-        """Learn from a verified draft; here, nothing.
+        """Learn from a verified draft; by default nothing.
 
-        `confidences`: of the drafted tokens, of which the first `accepted` were accepted. `candidates`: how many were
-        verified at all places together (None: the drafted tokens alone). `other`: whether at the first place whose
-        drafted token was wrong another candidate was accepted.
+        `confidences`: the confidences of the drafted tokens, of which the first `accepted` were accepted. `candidates`:
+        how many tokens were verified at all positions together (None: the drafted tokens alone). `other`: whether
+        another candidate was accepted at the first position whose drafted token was rejected.
         """
 
     def told(self, payoff: PayoffModel, *, rate: float | None = None) -> Self:
-        """A controller that rests on `payoff`, and starts at `rate` if given; itself where it asks for none."""
+        """Return a controller that uses `payoff`, starting at `rate` if set; itself if it uses no payoff model."""
         return self
 
     def learnt(self) -> PayoffModel | None:
-        """The outlook it rests on, with what it has observed; None where it asks for none."""
+        """Return its payoff model, updated by what it observed; None if it uses none."""
         return None
 
     def start(self) -> Self:
-        """A copy in the state that this controller was made in."""
+        """Return a copy in the state that this controller was created in."""
         return dataclasses.replace(self)
 
     def spec(self) -> ControllerSpec:
-        """Name and options as they now stand (a learnt threshold included), for `make_controller`."""
+        """Return its name and current options (a learnt threshold included), for `make_controller`."""
         return ControllerSpec(name=self.name, options={name: getattr(self, name) for name in self.known()})
 
     @classmethod
     def known(cls) -> list[str]:
-        """The names of its options."""
+        """Return the names of its options."""
         return [f.name for f in dataclasses.fields(cls) if f.init and f.metadata.get("option", True)]
 
     def _count(self, option: str) -> None:

@@ -1,6 +1,6 @@
-"""How much several sequences draft together: what each may hope for, against what passes over so many tokens take.
+"""Draft lengths for a batch of sequences: the expected gain of each draft against the cost of wider passes.
 
-Pure Python: knows nothing of models and tensors.
+Pure Python.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from operator import mul
 
 from selfspec.types.round_costs import LoadPrices
 
-FURTHER = (1, 2, 4, 8)  # tokens that are looked ahead, as dear rows may be followed by cheap ones
-FIRST, KNOWN = 0.7, 8.0  # the chance of a draft's first token where nothing else is known, and what that counts for
-MEMORY = 0.98  # what was seen in a round counts for as much of it in the next one
-MARGIN = 1.2  # times what it takes is what drafting must bring: where it hardly matters, nothing is drafted
-PRICED, OFF = 4.0, 2.0  # full passes that prices count for at the start; times a price that a round may be off it
-GUESSES = 16.0  # guessed tokens that count as right as often as their chances told, at the start
-STEPS_KNOWN = 64.0  # plain rounds that a speed of 1 counts for at the start
+FURTHER = (1, 2, 4, 8)  # look-ahead in tokens, as an expensive row may be followed by cheap ones
+FIRST, KNOWN = 0.7, 8.0  # prior acceptance rate of a draft's first token, and its weight in drafts
+MEMORY = 0.98  # decay per round of what was observed
+MARGIN = 1.2  # drafting must bring this multiple of its cost, so that marginal gains are not pursued
+PRICED, OFF = 4.0, 2.0  # prior weight of the costs, in full passes; bound of a round's deviation, in expected costs
+GUESSES = 16.0  # prior weight of the lookup tokens' own chances, in tokens
+STEPS_KNOWN = 64.0  # prior weight of a speed of 1, in plain rounds
 
 
 class _Times:
-    """What was found lately, times what was expected: by the sums of both, as a little of either is mostly chance.
+    """The recent ratio of observed to expected amounts, taken over sums because single rounds are noisy.
 
-    `known`: how much of it counts as found as it was expected, at the start.
+    `known`: the prior weight, in units of the expected amount, of a ratio of 1.
     """
 
     def __init__(self, known: float) -> None:
@@ -35,43 +35,43 @@ class _Times:
         return (self._known + self._found) / (self._known + self._expected)
 
     def see(self, expected: float, found: float) -> None:
-        """Another round, which may be off what was expected by so much and no more."""
+        """Add a round; its deviation from the expected amount is clipped to `OFF` times that amount."""
         self._expected = MEMORY * self._expected + expected
         self._found = MEMORY * self._found + min(max(found, (1 - OFF) * expected), (1 + OFF) * expected)
 
 
 class BatchDraftScheduler:
-    """Decides for all sequences of a round together which of them draft another token, by Dinkelbach's way (`rate`).
+    """The scheduler of which sequences of a batch draft another token, by Dinkelbach's method (as in `rate`).
 
-    Whatever takes t seconds is worth it where it is expected to bring more than `rate` * t tokens, `rate` being the
-    tokens a second that decoding brings with as many sequences: plainly, or with drafts where those have brought more.
-    A draft of k sequences that goes on for j tokens takes j draft passes over k tokens and k * j more tokens to verify;
-    it brings each sequence's chance that its next token is accepted, times 1 + l + .. + l^(j-1), l the chance that a
-    token is right where the one before it is. Those with most hope draft, as many as bring most.
+    Work that takes t seconds is worth it if its expected tokens exceed `rate` * t, where `rate` is the tokens per
+    second of decoding as many sequences: plainly, or with drafts if drafts have brought more. Drafting j more tokens
+    for k sequences takes j draft passes over k tokens, and k * j more tokens to verify. It brings each sequence's
+    chance that its next token is accepted, times 1 + l + .. + l^(j-1), l the chance that a token is right if the one
+    before it is. The sequences with the highest chances draft, as many as maximise the gain.
 
-    A token is drafted, or not, before it is drawn, by what all sequences drew before: so sampling stays exact. What
-    plain rounds take, draft passes, and verifying more than a plain round, is corrected by what rounds `took`: prices
-    are of short texts. So is what guesses bring, by what they brought. `first`: the chance that a draft's first token
-    is accepted, as long as little was drafted.
+    The decision to draft a token is made before it is drawn, from what all sequences drew before, so sampling stays
+    exact. The `prices` were measured on short texts, so the cost of plain rounds, of draft passes and of verifying more
+    tokens is corrected by what rounds `took`; the chances of lookup tokens are corrected likewise. `first`: the initial
+    chance that a draft's first token is accepted.
     """
 
     def __init__(self, prices: LoadPrices, *, first: float = FIRST) -> None:
         self.prices = prices
         self._known = first
-        self._speeds: dict[int, tuple[float, float]] = {}  # by sequences: plain rounds' time, and tokens of each
-        self._tried = self._right = 0.0  # drafts, and those whose first token was accepted
+        self._speeds: dict[int, tuple[float, float]] = {}  # by batch size: time in plain rounds, tokens of each
+        self._tried = self._right = 0.0  # number of drafts, and of drafts whose first token was accepted
         self._rows, self._all, self._emitted, self._nodes, self._drafting = 0, 0, 0, 0, 0.0
-        self.later = first  # the chance that a token is right where the one before it is, as drafts told last
+        self.later = first  # the latest chance that a token is right if the one before it is
         known = PRICED * prices.verified(1)
-        # What plain rounds, draft passes and verifying more than a plain round take, times what they are priced at.
+        # Observed over expected time of plain rounds, of draft passes, and of verifying more than a plain round does.
         self._plain, self._passes, self._verifying = _Times(known), _Times(known), _Times(known)
-        self._plain_of: dict[int, _Times] = {}  # the first of these by the number of sequences
-        # Likewise, seconds that verifying took beyond that, and for how many tokens: where a plain pass was timed too
-        # dear, a wider one is priced at nothing more, which no factor corrects.
+        self._plain_of: dict[int, _Times] = {}  # `_plain` by number of sequences
+        # By number of sequences: seconds of verifying beyond its corrected cost, and the tokens verified. If a plain
+        # pass was measured too slow, a wider one seems to cost nothing more, and no factor corrects a cost of 0.
         self._beyond: dict[int, tuple[float, float]] = {}
-        self._guesses = _Times(GUESSES)  # guessed tokens that are accepted, times as many as their chances told
-        self._spent = 0.0  # seconds of this round's draft passes, by the clock
-        self._hoped = self._got = 0.0  # guessed tokens of this round that were expected to be accepted, and that were
+        self._guesses = _Times(GUESSES)  # accepted lookup tokens over the number expected from their chances
+        self._spent = 0.0  # measured seconds of this round's draft passes
+        self._hoped = self._got = 0.0  # lookup tokens of this round: expected and actual number accepted
 
     @property
     def first(self) -> float:
@@ -80,15 +80,15 @@ class BatchDraftScheduler:
 
     @property
     def rate(self) -> float:
-        """Tokens a second with as many sequences as there are, those that are still read counted in.
+        """Tokens per second at the current number of sequences, including sequences in prefill.
 
-        What is not drafted now is decoded beside those soon, where it costs less.
+        A token that is not drafted now is soon decoded beside the sequences now in prefill, where it costs less.
         """
         time, tokens = self._speeds.get(self._all, (1.0, 1.0))
         return max(tokens / time, 1.0) * self._all / self._usual(self._all)
 
     def begin(self, rows: int, reading: int = 0) -> None:
-        """A round of so many sequences begins, beside others that are read; what the one before it brought is known."""
+        """Begin a round of `rows` sequences, with `reading` in prefill; account for the round before."""
         if self._emitted:
             usual = self._usual(self._rows)
             more = self._passes.now * self._drafting + self._wider(self._rows, self._nodes)
@@ -102,10 +102,10 @@ class BatchDraftScheduler:
         self._all = rows + reading
 
     def going(self, hopes: Sequence[float], later: float, *, verified: int, most: int) -> list[int]:
-        """Which sequences draft another token, by number, those with most hope first.
+        """Return the indices of the sequences that draft another token, highest chance first.
 
-        `hopes[i]`: the chance that the next token of the i-th would be accepted; `later`: that a token is where the one
-        before it is. `verified`: tokens that are to be verified already; `most`: that any may still draft.
+        `hopes[i]`: the chance that the next token of sequence i is accepted; `later`: that a token is if the one before
+        it was. `verified`: tokens to be verified already; `most`: the most tokens that any sequence may still draft.
         """
         self.later = later
         order = sorted(range(len(hopes)), key=lambda i: -hopes[i])
@@ -122,10 +122,11 @@ class BatchDraftScheduler:
         return order[:taken]
 
     def free(self, chances: Sequence[Sequence[float]], *, instead: bool = False) -> list[int]:
-        """How many tokens of each sequence's guess are verified, where guesses take nothing but that.
+        """Return how many lookup tokens of each sequence to verify; verification is their only cost.
 
-        `chances[i]`: of each token of the i-th guess, that it is right where those before it are. `instead`: of drafts,
-        so that a guess must bring as much for the round's time as rounds have brought lately.
+        `chances[i]`: for each lookup token of sequence i, the chance that it is right if all before it are. `instead`:
+        they replace drafts, so a sequence's lookup tokens must exceed the tokens per second that drafts promise or
+        rounds bring.
         """
         verified, trust = len(chances), self._guesses.now
         reached = [(trust * reach, i) for i, of in enumerate(chances) for reach in accumulate(of, mul)]
@@ -148,15 +149,15 @@ class BatchDraftScheduler:
         return found
 
     def took(self, seconds: float) -> None:
-        """The round, of which all was seen, took so long."""
+        """Record the round's duration in seconds, after `see` for each of its sequences."""
         rows = self._rows
         if not (self._nodes or self._drafting):
             for times in self._plain, self._plain_of.setdefault(rows, _Times(0.0)):
                 times.see(self.prices.verified(rows), seconds)
-            if rows in self._beyond:  # so that what a disturbed round told is tried again
+            if rows in self._beyond:  # decays, so that one disturbed round does not rule drafting out for good
                 beyond, tokens = self._beyond[rows]
                 self._beyond[rows] = MEMORY * beyond, tokens
-        elif rows > 1:  # alone, a sequence's own controller decides and tells no passes
+        elif rows > 1:  # a single sequence's own controller decides, and reports no draft passes
             self._passes.see(self._drafting, self._spent)
             expected, usual = self.prices.wider(rows, self._nodes), self._usual(rows)
             found = seconds - self._spent - usual
@@ -166,20 +167,20 @@ class BatchDraftScheduler:
             self._beyond[rows] = MEMORY * beyond + left, MEMORY * tokens + self._nodes
 
     def _usual(self, rows: int) -> float:
-        """Seconds of a plain round of so many sequences."""
+        """Return the expected seconds of a plain round of `rows` sequences."""
         return self._plain_of.get(rows, self._plain).now * self.prices.verified(rows)
 
     def _drafted(self, tokens: int) -> float:
-        """Seconds of a pass along the draft path over so many tokens."""
+        """Return the expected seconds of a draft-path pass over `tokens` tokens."""
         return self._passes.now * self.prices.drafted(tokens)
 
     def _wider(self, verified: int, more: int) -> float:
-        """Seconds that verifying so many more tokens adds to a pass."""
+        """Return the expected seconds that verifying `more` further tokens adds to a pass."""
         beyond, tokens = self._beyond.get(self._rows, (0.0, 1.0))
         return max(self._verifying.now * self.prices.wider(verified, more) + more * beyond / tokens, 0.0)
 
     def _promised(self) -> float:
-        """Tokens a second that drafts promise where all go on for the best number of tokens, or that rounds bring."""
+        """Return the tokens per second of the best common draft length, or `rate` if that is more."""
         rows, later = self._rows, self.later
         found, brings = self.rate, 1.0
         for n in range(1, FURTHER[-1] + 1):
@@ -189,15 +190,16 @@ class BatchDraftScheduler:
         return found
 
     def passed(self, tokens: int, seconds: float = 0.0) -> None:
-        """A pass along the draft path was made over so many tokens; all that it brought took so long."""
+        """Record a draft-path pass over `tokens` tokens; `seconds` includes all the work around it."""
         self._drafting += self.prices.drafted(tokens)
         self._spent += seconds
 
     def see(self, drafted: int, accepted: int, emitted: int, *, nodes: int) -> None:
-        """What became of a sequence's draft in this round: of `drafted` tokens, one after the other, some accepted.
+        """Record the result of a sequence's draft in this round.
 
-        `drafted` is 0 of what was guessed; `nodes`: drafted or guessed tokens that were verified, all candidates
-        counted; `emitted`: tokens that came of it in all.
+        `drafted`: tokens drafted one after the other, 0 for lookup tokens; `accepted` of them were accepted. `nodes`:
+        drafted or lookup tokens that were verified, all candidates counted. `emitted`: all tokens that the sequence
+        emitted.
         """
         self._emitted += emitted
         self._nodes += nodes

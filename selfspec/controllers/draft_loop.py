@@ -1,6 +1,6 @@
-"""One draft as a controller plays it: the same rules for real drafting and for the search's replay.
+"""One draft under a controller: the same rules for real drafting and for the search's replay.
 
-Pure Python: knows nothing of models and tensors.
+Pure Python.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from .base import Controller
 
 
 class DraftLoop:
-    """A draft under way, token by token; what it decides follows from the confidences and the controller alone.
+    """A draft in progress, token by token; its decisions depend on the confidences and the controller alone.
 
-    Whoever drafts does so while it `wants` another token, shows each one's confidence to `see`, and asks at the end
-    for the `candidates`. `depth`: the most tokens that may be drafted one after the other. `together`: it wants another
-    wherever the controller ever might, as what several sequences draft is decided together (`BatchDraftScheduler`).
+    The drafter drafts while the loop `wants` another token, passes each token's confidence to `see`, and asks for the
+    `candidates` at the end. `depth`: the longest draft length. `together`: the loop wants another token whenever the
+    controller ever might, because a `BatchDraftScheduler` decides for the batch.
     """
 
     __slots__ = ("_controller", "_depth", "_together", "confidences", "wants")
@@ -29,7 +29,7 @@ class DraftLoop:
         self.wants = depth > 0
 
     def see(self, confidence: float, *, last: bool = False) -> bool:
-        """A token was drafted; whether another is wanted. `last`: nothing can follow it (end of sequence)."""
+        """Record a drafted token; return whether another is wanted. `last`: it ends the sequence."""
         self.confidences.append(confidence)
         self.wants = not last and len(self.confidences) < self._depth and self._goes_on(confidence)
         return self.wants
@@ -40,14 +40,14 @@ class DraftLoop:
         return self._controller.go_on(self.confidences)
 
     def hope(self, first: float) -> tuple[float, float]:
-        """The chances that the next token would be accepted, and one after that; `first`: of a draft's first token."""
+        """Return the controller's `hope`; `first`: the recent acceptance rate of a draft's first token."""
         return self._controller.hope(self.confidences, first)
 
     def candidates(self, most: int, *, nodes: int) -> Sequence[int]:
-        """How many candidates the place of each drafted token has, the drafted one counted: 1 to `most` each.
+        """Return the number of candidates of each drafted position, drafted token included: 1 to `most`.
 
-        Together they are at most `nodes`, or the drafted tokens alone where those are more: the last places give up
-        theirs first.
+        Their sum is at most `nodes`, or the number of drafted tokens if that is more. The last positions lose
+        candidates first.
         """
         drafted = len(self.confidences)
         if most <= 1 or not drafted:

@@ -1,6 +1,6 @@
-"""The rate-optimal controller: drafts on, and adds candidates, while that is to raise the tokens per second.
+"""The rate-optimal controller: drafts on, and adds candidates, while that raises the expected tokens per second.
 
-Pure Python: knows nothing of models and tensors.
+Pure Python.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from selfspec.types.limits import MOST_ROWS
 
 from .base import Controller
 
-STEPS_KNOWN = 200.0  # `rate` counts at the start as if it were known from so many plain decoding steps' time
+STEPS_KNOWN = 200.0  # prior weight of the initial `rate`, in plain decode steps
 
 
 class _Learnt:
-    """The chances at an acceptance curve's knots, corrected by what verification shows.
+    """The chances at an acceptance curve's knots, corrected by verification results.
 
-    What is seen at a confidence between two knots counts at both, the more the nearer. The curve's own value counts
-    for `strength` observations, and each observation for `memory` times as much when the next one comes.
+    An observation between two knots counts at both, weighted by nearness. The curve's own value counts for `strength`
+    observations. An observation's weight decays by `memory` with each later one.
     """
 
     def __init__(self, base: Sequence[float], strength: float, memory: float) -> None:
@@ -46,27 +46,29 @@ class _Learnt:
 
 @dataclass
 class RateOptimal(Controller):
-    """Maximises the tokens per second: more is drafted where the tokens expected of it are worth their time.
+    """The controller that maximises tokens per second: it drafts more if the expected tokens are worth their time.
 
-    Dinkelbach's way (1967): whatever takes t plain decoding steps' time is worth it where it is expected to bring more
-    than `rate` * t tokens, `rate` being the tokens that decoding brings in the time of a plain step.
+    Dinkelbach's method (1967): work that takes the time of t plain decode steps is worth it if its expected tokens
+    exceed `rate` * t, where `rate` is the tokens that decoding emits in the time of a plain step.
 
-    Another token: P, the chance that all tokens drafted so far are accepted, is the product of the outlook's curve
+    Another token: P, the chance that all tokens drafted so far are accepted, is the product of the payoff model's curve
     `accepted` at their confidences. The next token is then accepted with chance P * following(c), c the confidence of
-    the last one, and each later one with chance l if the one before it is, l the mean of `following`. So j more tokens
-    bring P * following(c) * (1 + l + ... + l^(j-1)), and take j draft steps and j more rows to verify. Any j may be
-    the one that pays, as the time of a verification rises in steps: a dear row may be followed by cheap ones.
+    the last one. Each later token is accepted with chance l if the one before it is, l the mean of `following`. So j
+    more tokens bring P * following(c) * (1 + l + ... + l^(j-1)), and take j draft steps and j more rows to verify. Any
+    j may be the best, as the cost of a verification pass rises in steps: an expensive row may be followed by cheap
+    ones.
 
-    Candidates: where all tokens before a place are accepted with chance P, its second candidate brings
-    P * candidates[0](c) tokens, the third P * candidates[1](c), and so on. The likeliest of all places are taken, as
-    many as bring most after `rate` times the time of their rows is taken off.
+    Candidates: if all tokens before a position are accepted with chance P, its second candidate brings P *
+    candidates[0](c) tokens, the third P * candidates[1](c), and so on. The likeliest candidates of all positions are
+    taken, as many as maximise the gain after subtracting `rate` times the time of their rows.
 
-    Free guesses: n tokens that cost nothing, with chances c_1, c_2, .., bring 1 + c_1 + c_1 c_2 + .. and take a round
-    of n + 1 rows. Where the best n brings more than `rate` times that round, they are verified, and nothing is drafted.
+    Lookup tokens: n tokens without a drafting cost, with chances c_1, c_2, .., bring 1 + c_1 + c_1 c_2 + .. and take a
+    round of n + 1 rows. If the best n brings more than `rate` times that round, n tokens are verified and nothing is
+    drafted.
 
-    `rate` is 1 at least, and is updated by what rounds bring. It never goes on below the confidence `floor`, nor
-    beyond `k_max` tokens. `strength`: how many observations the outlook's curve counts for; `memory`: what an
-    observation still counts for when the next is made.
+    `rate` is at least 1, and is updated by each round's tokens. Drafting never goes on below the confidence `floor`,
+    nor beyond `k_max` tokens. `strength`: how many observations the payoff model's curve counts for; `memory`: the
+    decay of an observation's weight with each later one.
     """
 
     name: ClassVar[str] = "rate"
@@ -92,29 +94,29 @@ class RateOptimal(Controller):
         self._prices = _prices(self.payoff, self.k_max)
 
     def go_on(self, confidences: Sequence[float]) -> bool:
-        """Whether some number of further tokens is expected to be worth its time."""
+        """Return whether some number of further tokens is expected to be worth its time."""
         n, last = len(confidences), confidences[-1]
         if n >= self.k_max or last < self.floor:
             return False
         return self._next_accepted(confidences) > self.rate * self._prices[n]
 
     def _next_accepted(self, confidences: Sequence[float]) -> float:
-        """The chance that the token after those with these confidences is accepted, and all of them."""
+        """Return the chance that all tokens with these confidences and the next one are accepted."""
         chance = between(self._following.values, self._curve.place(confidences[-1]))
         for confidence in confidences:
             chance *= between(self._accepted.values, self._curve.place(confidence))
         return chance
 
     def hope(self, confidences: Sequence[float], first: float) -> tuple[float, float]:
-        """By the curve, but for the first token."""
+        """Return the chances by the acceptance curve; `first` for a draft's first token."""
         following = self._following.values
         later = min(sum(following) / len(following), 1.0)
         return self._next_accepted(confidences) if confidences else first, later
 
     def candidates(self, confidences: Sequence[float], most: int) -> Sequence[int]:
-        """The numbers, 1 to `most` at each place, that together are expected to bring most for their time."""
+        """Return the numbers of candidates, 1 to `most` each, that together gain most for their time."""
         counts = [1] * len(confidences)
-        further: list[tuple[float, int]] = []  # of each candidate but the drafted ones: its chance, and its place
+        further: list[tuple[float, int]] = []  # further candidates: chance of acceptance, and index of the position
         before = 1.0
         for i, confidence in enumerate(confidences):
             place, chance = self._curve.place(confidence), 1.0
@@ -135,7 +137,7 @@ class RateOptimal(Controller):
         return counts
 
     def free(self, chances: Sequence[float]) -> int:
-        """The number that is expected to bring most beyond what drafting brings in the time; 0 where none does."""
+        """Return the number that gains most over decoding at `rate`; 0 if none gains."""
         best, taken = 0.0, 0
         tokens = reach = 1.0
         for n, chance in enumerate(chances, start=1):
@@ -147,13 +149,13 @@ class RateOptimal(Controller):
         return taken
 
     def lowest(self, drafted: int) -> float:
-        """The floor."""
+        """Return the floor, or infinity once `k_max` tokens are drafted."""
         return self.floor if drafted < self.k_max else math.inf
 
     def observe(
         self, confidences: Sequence[float], accepted: int, *, candidates: int | None = None, other: bool = False
     ) -> None:
-        """Correct the curve where it was tried, and the rate by the tokens and the expected time of the round."""
+        """Update the curve at the verified confidences, and the rate by the round's tokens and expected time."""
         drafted = len(confidences)
         if not drafted:
             return
@@ -171,25 +173,25 @@ class RateOptimal(Controller):
         self.rate = max(1.0, self._tokens / self._time)
 
     def told(self, payoff: PayoffModel, *, rate: float | None = None) -> Self:
-        """A controller with these options that rests on `payoff`, and starts at `rate` if given."""
+        """Return a controller with these options that uses `payoff`, starting at `rate` if set."""
         return dataclasses.replace(self, payoff=payoff, rate=self.rate if rate is None else rate)
 
     def learnt(self) -> PayoffModel:
-        """The outlook, its curve corrected by what was observed."""
+        """Return the payoff model with its curve corrected by observations."""
         seen = {"accepted": list(self._accepted.values), "following": list(self._following.values)}
         return dataclasses.replace(self.payoff, curve=self._curve.model_copy(update=seen))
 
     def start(self) -> Self:
-        """A copy that has observed nothing."""
+        """Return a copy without observations."""
         return dataclasses.replace(self, rate=self._first_rate)
 
 
 def _prices(payoff: PayoffModel, k_max: int) -> list[float]:
-    """After n drafted tokens, n from 0: what going on takes for each token it brings, were the next one sure.
+    """Return, for n = 0, 1, .. drafted tokens, the cost per token of going on if the next token were sure to be right.
 
-    In plain decoding steps. Drafting j more tokens takes j draft steps and a verification of j more rows; if the first
-    of them is right they bring 1 + l + ... + l^(j-1) tokens, l the mean chance that a token is right where the one
-    before it is. The price is that of the best j.
+    In plain decode steps. Drafting j more tokens takes j draft steps and a verification of j more rows. If the first of
+    the j is right, they bring 1 + l + ... + l^(j-1) tokens, l the mean chance that a token is right if the one before
+    it is. The cost is that of the best j.
     """
     following = payoff.curve.following
     later = min(sum(following) / len(following), 1.0)

@@ -1,4 +1,4 @@
-"""The controllers that stop by number or by threshold. Pure Python: know nothing of models and tensors."""
+"""The controllers that stop at a fixed draft length or at a confidence threshold. Pure Python."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class FixedK(Controller):
         self._count("k")
 
     def go_on(self, confidences: Sequence[float]) -> bool:
-        """Whether fewer than `k` are drafted."""
+        """Return whether fewer than `k` tokens are drafted."""
         return len(confidences) < self.k
 
     def lowest(self, drafted: int) -> float:
-        """Any confidence will do."""
+        """Return 0, as any confidence suffices, or infinity once `k` tokens are drafted."""
         return 0.0 if drafted < self.k else math.inf
 
 
@@ -45,11 +45,11 @@ class StaticThreshold(Controller):
         self._count("k_max")
 
     def go_on(self, confidences: Sequence[float]) -> bool:
-        """Whether the last token was confident enough."""
+        """Return whether the last confidence reaches the threshold."""
         return len(confidences) < self.k_max and confidences[-1] >= self.threshold
 
     def lowest(self, drafted: int) -> float:
-        """The threshold."""
+        """Return the threshold, or infinity once `k_max` tokens are drafted."""
         return self.threshold if drafted < self.k_max else math.inf
 
 
@@ -63,7 +63,7 @@ class AdaptiveThreshold(Controller):
         threshold' = threshold + step  if m < target  else  threshold - step
         threshold <- inertia * threshold + (1 - inertia) * threshold'
 
-    Other than published: m starts from the first observation, not from 0; the threshold stays within `floor` and
+    Differences from the paper: m starts from the first observation, not from 0; the threshold stays between `floor` and
     `ceiling`; the step is ten times as large, so that the rounds of one prompt can move it; a draft of `k_max` tokens
     counts like any other; and a round that drafted nothing changes nothing.
     """
@@ -90,11 +90,11 @@ class AdaptiveThreshold(Controller):
         self._start = self.threshold
 
     def go_on(self, confidences: Sequence[float]) -> bool:
-        """Whether the last token was confident enough for the threshold as it now stands."""
+        """Return whether the last confidence reaches the current threshold."""
         return len(confidences) < self.k_max and confidences[-1] >= self.threshold
 
     def lowest(self, drafted: int) -> float:
-        """The floor, below which the threshold never falls."""
+        """Return the floor of the threshold, or infinity once `k_max` tokens are drafted."""
         return self.floor if drafted < self.k_max else math.inf
 
     def observe(
@@ -111,5 +111,5 @@ class AdaptiveThreshold(Controller):
         self.threshold = min(max(threshold, self.floor), self.ceiling)
 
     def start(self) -> Self:
-        """A copy whose threshold is where this one's began."""
+        """Return a copy with this controller's initial threshold."""
         return dataclasses.replace(self, threshold=self._start)

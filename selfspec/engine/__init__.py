@@ -1,4 +1,4 @@
-"""The loop: sequences join, take rounds, leave. Knows nothing of files, tokenizers and profiles."""
+"""The engine: sequences join, take rounds together (continuous batching), and leave."""
 
 from selfspec.engine.engine import Engine
 from selfspec.engine.loop import decode

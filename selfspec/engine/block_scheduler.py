@@ -1,4 +1,4 @@
-"""Who has which room in the cache: contiguous rows, or blocks of one pool. Knows nothing of drafts and rounds."""
+"""Allocation of the KV cache to sequences: contiguous rows, or blocks of one pool (paged)."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ from selfspec.runtime.paged import BLOCK, PagedCache
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.limits import WIDEST_DRAFT
 
-WORTH_COPYING = 16  # slots: what is shared beyond what a row holds already, for less it is not copied
+WORTH_COPYING = 16  # slots: the least gain in shared prefix for which another row's slots are copied
 
 
 class CacheAllocator(Protocol):
-    """Gives sequences cache rows, and their rows room for keys and values."""
+    """The allocator of cache rows to sequences, and of slots for keys and values to rows."""
 
     @property
     def places(self) -> int:
-        """Token places in all."""
+        """Cache slots in all."""
 
     @property
     def free(self) -> int:
-        """Token places that nobody holds."""
+        """Cache slots that no sequence occupies."""
 
     @property
     def longest(self) -> int:
-        """The most tokens that one sequence may come to, prompt and new ones, without more memory than there is."""
+        """The most tokens of one sequence, prompt and new ones, that fit without allocating more memory."""
 
     def claim(self, seq: SequenceState, *, reuse: bool) -> bool:
-        """Give a sequence a row (`seq.row`), with room for its tokens; False where there is none now.
+        """Give a sequence a row (`seq.row`) with slots for its tokens; return False if none is free now.
 
-        With `reuse` it keeps what the cache has of its beginning, `seq.kept` tokens. Raises `SelfspecError` where there
-        never is.
+        With `reuse` the sequence keeps the cached part of its prefix, `seq.num_cached` tokens. Raises `SelfspecError`
+        if it can never fit.
         """
 
     def grow(self, seq: SequenceState, slots: int) -> bool:
-        """See to it that the sequence has so many slots; False where there are not as many now."""
+        """Ensure that the sequence has at least `slots` slots; return False if too few are free now."""
 
     def room(self, seq: SequenceState) -> int:
-        """Slots that the sequence has."""
+        """Return the number of slots of the sequence."""
 
     def committed(self, seq: SequenceState) -> None:
-        """Keys of more of its tokens are in the cache now."""
+        """Note that keys and values of more of the sequence's tokens are in the cache."""
 
     def release(self, seq: SequenceState) -> None:
-        """The sequence leaves; what the cache has of it may serve another's beginning."""
+        """Free the sequence's slots; its cached prefix may be reused by another sequence."""
 
 
 def memory_of(runtime: Runtime) -> CacheAllocator:
-    """As the runtime's cache is made."""
+    """Return the allocator for the runtime's kind of cache."""
     cache = runtime.cache
     return PagedAllocator(runtime, cache) if isinstance(cache, PagedCache) else ContiguousAllocator(runtime)
 
 
 class ContiguousAllocator:
-    """Contiguous rows of one length, which grows as sequences ask for more where the cache may grow."""
+    """Contiguous rows of one length; all grow when a sequence needs more and the cache can be enlarged."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -70,18 +70,18 @@ class ContiguousAllocator:
 
     @property
     def free(self) -> int:
-        """Slots of rows that nobody has."""
+        """Slots of the free rows."""
         return (self.runtime.rows - len(self._taken)) * self.runtime.cache.slots
 
     @property
     def longest(self) -> int:
-        """A row's, but for what is drafted."""
+        """The length of a row, less the slots reserved for a draft."""
         return self.runtime.cache.slots - WIDEST_DRAFT
 
     def claim(self, seq: SequenceState, *, reuse: bool) -> bool:
-        """The free row that keeps most and loses least, and forgets what it holds beyond what is kept.
+        """Claim the free row that reuses most and discards least, and rewind it to the reused prefix.
 
-        What another row has of its beginning beyond that is copied from there.
+        A longer cached prefix in another row is copied from that row.
         """
         free = [row for row in range(self.runtime.rows) if row not in self._taken]
         if not free:
@@ -97,28 +97,28 @@ class ContiguousAllocator:
             seq.num_cached = shared[best]
         cache.rewind(seq.row, seq.num_cached)
         if reuse:
-            cache.tokens[seq.row] = seq.tokens  # the very list, which rounds lengthen
+            cache.tokens[seq.row] = seq.tokens  # the same list object, which rounds extend
         self._taken.add(seq.row)
         return True
 
     def grow(self, seq: SequenceState, slots: int) -> bool:
-        """A row has room for all that its sequence may ever need."""
+        """Return True: `claim` reserved slots for the longest the sequence may become."""
         return True
 
     def room(self, seq: SequenceState) -> int:
-        """The row's."""
+        """Return the length of a row."""
         return self.runtime.cache.slots
 
     def committed(self, seq: SequenceState) -> None:
-        """The row's length says so."""
+        """Do nothing: the row's length in the cache already covers these tokens."""
 
     def release(self, seq: SequenceState) -> None:
-        """Its row is free; its keys stay until another needs it."""
+        """Free the row; its keys and values stay until another sequence claims it."""
         self._taken.discard(seq.row)
 
 
 class PagedAllocator:
-    """Blocks of one pool: a sequence has as many as it needs now, and shares those of a common beginning."""
+    """Blocks of one pool: a sequence has the blocks it needs now, and shares those of a common prefix."""
 
     def __init__(self, runtime: Runtime, cache: PagedCache) -> None:
         self.runtime, self._cache = runtime, cache
@@ -132,18 +132,18 @@ class PagedAllocator:
 
     @property
     def free(self) -> int:
-        """Slots of blocks that no sequence has, whether they still hold a beginning or not."""
+        """Slots of blocks that no sequence occupies, including blocks that still cache a prefix."""
         return self._blocks.free * self._blocks.size
 
     @property
     def longest(self) -> int:
-        """All blocks', or a row's."""
+        """The slots of all blocks, or of one row if that is less."""
         return min(self.places, self._cache.slots)
 
     def claim(self, seq: SequenceState, *, reuse: bool) -> bool:
-        """A free row, blocks that hold its beginning already, and others for the rest of its tokens.
+        """Claim a free row, the blocks that cache the sequence's prefix, and new blocks for its other tokens.
 
-        One block for each sequence that runs must stay free, so that who comes does not drive others out.
+        One block for each running sequence must stay free, so that a new sequence does not cause preemption.
         """
         cache, size = self._cache, self._blocks.size
         free = next((row for row in range(self.runtime.rows) if row not in self._rows.values()), None)
@@ -166,7 +166,7 @@ class PagedAllocator:
         return True
 
     def grow(self, seq: SequenceState, slots: int) -> bool:
-        """More blocks, all that are missing or none."""
+        """Allocate the missing blocks: all of them, or none."""
         table = self._cache.tables[seq.row]
         missing = -(-slots // self._blocks.size) - len(table)
         if missing > self._blocks.free:
@@ -175,16 +175,16 @@ class PagedAllocator:
         return True
 
     def room(self, seq: SequenceState) -> int:
-        """That of the blocks it has."""
+        """Return the slots of the sequence's blocks."""
         return len(self._cache.tables[seq.row]) * self._blocks.size
 
     def committed(self, seq: SequenceState) -> None:
-        """Blocks that are full may now be shared."""
+        """Make the blocks that are now full available for sharing."""
         cache = self._cache
         self._blocks.filled(seq, seq.tokens, cache.tables[seq.row], cache.length[seq.row])
 
     def release(self, seq: SequenceState) -> None:
-        """Its blocks are free, but for those that others share."""
+        """Free the blocks, except those shared with other sequences."""
         row = self._rows.pop(seq)
         self._blocks.give_back(self._cache.tables[row])
         self._blocks.end(seq)

@@ -1,7 +1,7 @@
-"""Blocks of a pool: who holds them, and which tokens' keys those hold that may be shared. Pure Python.
+"""The block pool: which sequences use a block, and which cached prefix it can share. Pure Python.
 
-As in vLLM's automatic prefix caching (Kwon et al. 2309.06180): a block that is full is known by a digest of all tokens
-up to its end, and stays known after the last sequence has left it until it is needed for something else.
+As in vLLM's automatic prefix caching (Kwon et al. 2309.06180): a full block is identified by a digest of all tokens up
+to its end. It stays cached after its last sequence has left, until it is needed for other tokens.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ _START = b""
 
 
 class BlockPool:
-    """`total` blocks of `size` slots. A block is held by as many sequences as its count says; 0: it is free."""
+    """`total` blocks of `size` slots with reference counts: the number of sequences that use a block; 0: free."""
 
     def __init__(self, total: int, size: int) -> None:
         self.total, self.size = total, size
         self._count = [0] * total
-        self._blank = list(range(total - 1, -1, -1))  # free, and known for nothing
-        self._kept: OrderedDict[int, None] = OrderedDict()  # free, but known, who has waited longest first
+        self._blank = list(range(total - 1, -1, -1))  # free and not cached
+        self._kept: OrderedDict[int, None] = OrderedDict()  # free but cached, least recently used first
         self._block: dict[bytes, int] = {}  # by digest
         self._digest: dict[int, bytes] = {}  # by block
-        self._ends: dict[Hashable, list[bytes]] = {}  # of each sequence: the digests of its full blocks
+        self._ends: dict[Hashable, list[bytes]] = {}  # by sequence: the digests of its full blocks
 
     @property
     def free(self) -> int:
-        """Blocks that no sequence holds."""
+        """The number of blocks that no sequence uses."""
         return len(self._blank) + len(self._kept)
 
     def free_beside(self, known: Iterable[int]) -> int:
-        """Those that are free and not among `known`."""
+        """Return the number of free blocks that are not among `known`."""
         return self.free - sum(not self._count[block] for block in known)
 
     def known(self, tokens: Sequence[int]) -> list[int]:
-        """The blocks that hold the keys of what `tokens` begin with, whole blocks alone."""
+        """Return the full blocks that cache the longest prefix of `tokens`."""
         found = list[int]()
         for digest in self._digests(tokens, _START):
             block = self._block.get(digest)
@@ -48,7 +48,7 @@ class BlockPool:
         return found
 
     def share(self, blocks: Sequence[int]) -> list[int]:
-        """One more holds each of these."""
+        """Increment the reference count of each block."""
         for block in blocks:
             if not self._count[block]:
                 del self._kept[block]
@@ -56,7 +56,7 @@ class BlockPool:
         return list(blocks)
 
     def take(self, number: int) -> list[int]:
-        """So many blocks that were free; blank ones first. Raises `SelfspecError` where there are not as many."""
+        """Allocate `number` free blocks, uncached ones first. Raises `SelfspecError` if fewer are free."""
         if number > self.free:
             raise SelfspecError(f"{number} blocks of the pool are needed, {self.free} are free")
         taken = list[int]()
@@ -71,7 +71,7 @@ class BlockPool:
         return taken
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """One less holds each of these. The last of a text are forgotten first, as others share beginnings."""
+        """Decrement the reference counts; a text's last blocks are evicted first, as prefixes are shared."""
         for block in reversed(blocks):
             self._count[block] -= 1
             if not self._count[block]:
@@ -81,16 +81,16 @@ class BlockPool:
                     self._blank.append(block)
 
     def begin(self, holder: Hashable, shared: int) -> None:
-        """Of this sequence so many full blocks were known already."""
+        """Register a sequence whose first `shared` full blocks were cached already."""
         self._ends[holder] = [_START] * shared
 
     def filled(self, holder: Hashable, tokens: Sequence[int], table: Sequence[int], length: int) -> None:
-        """The keys of the first `length` tokens are there: blocks that have become full are known from now on."""
+        """Index the blocks that became full, now that the keys of the first `length` tokens are cached."""
         ends = self._ends[holder]
         full = length // self.size
         if full <= len(ends):
             return
-        if ends and not ends[-1]:  # what was shared, looked up when first needed
+        if ends and not ends[-1]:  # the digests of shared blocks are looked up when first needed
             ends[:] = [self._digest[block] for block in table[: len(ends)]]
         before = ends[-1] if ends else _START
         new = tokens[len(ends) * self.size : full * self.size]
@@ -101,11 +101,11 @@ class BlockPool:
                 self._block[digest], self._digest[block] = block, digest
 
     def end(self, holder: Hashable) -> None:
-        """The sequence has left."""
+        """Unregister the sequence."""
         del self._ends[holder]
 
     def _digests(self, tokens: Sequence[int], digest: bytes) -> Iterable[bytes]:
-        """Of each whole block of `tokens`, which come after what `digest` is of."""
+        """Yield the digest of each full block of `tokens`, chained to `digest` of the tokens before."""
         at = iter(tokens)
         for _ in range(len(tokens) // self.size):
             text = ",".join(map(str, islice(at, self.size)))

@@ -24,22 +24,22 @@ from selfspec.types.limits import WIDEST_DRAFT
 
 @dataclass(slots=True)
 class _Reading:
-    """Of a sequence whose prompt is being read: the passes over it so far, and whether its first round is plain."""
+    """The prefill of one sequence: its passes so far, and whether the first round is a plain decode step."""
 
     first_plain: bool
     passes: list[ForwardOutput] = field(default_factory=list)
 
 
 class Engine:
-    """Decodes sequences together on one runtime, which it holds while it is entered; a context manager.
+    """Continuous batching of sequences on one runtime; a context manager that locks the runtime while entered.
 
-    With `reuse` a sequence that joins reads only what follows of the beginning that it shares with what the cache
-    holds: of a sequence of this engine, or of one before it that reused. An engine that does not reuse forgets all.
+    With `reuse` a joining sequence prefills only what follows its longest cached prefix. That prefix may come from a
+    sequence of this engine, or from an earlier engine with `reuse`. An engine without `reuse` clears the cache.
 
-    Each sequence has a cache row of its own and gives the tokens that it would give alone. Where the cache is a pool
-    of blocks, who joined last is driven out when others need its blocks: it is in `evicted` then, and goes on where it
-    was once it has joined again. Raises `BusyError`, when entered, while the runtime has a stream. An exception in a
-    round leaves the runtime usable; the engine is then to be closed, which ends what is still in it.
+    Each sequence has a cache row of its own and emits the tokens that it would emit alone. If the cache is a pool of
+    blocks, the most recently admitted sequence is preempted when blocks run out. It is then in `evicted`, and continues
+    where it was once it has joined again. Entering raises `BusyError` while the runtime has a stream. An exception in a
+    round leaves the runtime usable; the engine must then be closed, which ends its remaining sequences.
     """
 
     def __init__(self, runtime: Runtime, drafter: Drafter, *, reuse: bool = False) -> None:
@@ -47,11 +47,11 @@ class Engine:
         self.drafter = drafter
         self.reuse = reuse
         self.memory = memory_of(runtime)
-        self.evicted: list[SequenceState] = []  # for whoever drives the engine to take from
+        self.evicted: list[SequenceState] = []  # preempted sequences, for the caller to collect
         self._checker = ModelChecker(runtime)
         self._reading: dict[SequenceState, _Reading] = {}
         self._running: list[SequenceState] = []
-        self._undrafted: set[SequenceState] = set()  # whose first round is to be plain
+        self._undrafted: set[SequenceState] = set()  # sequences whose first round drafts nothing
         self._held = ExitStack()
 
     def __enter__(self) -> Self:
@@ -61,41 +61,44 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for seq in (*self._running, *self._reading):
             self._held.callback(self.leave, seq)
-        self._held.close()  # the runtime last, whatever a drafter raises
+        self._held.close()  # releases the runtime last, even if a drafter raises
 
     @property
     def running(self) -> Sequence[SequenceState]:
-        """The sequences that take rounds: they have joined and not left."""
+        """The sequences that take rounds: prefilled, and not yet left."""
         return tuple(self._running)
 
     @property
     def reading(self) -> Sequence[SequenceState]:
-        """Those that were admitted and whose prompts are not read yet."""
+        """The admitted sequences whose prefill is not finished."""
         return tuple(self._reading)
 
     def join(self, seq: SequenceState, *, first_plain: bool = False) -> None:
-        """Give a sequence a cache row, and read its prompt but the last token, which its first round reads.
+        """Admit a sequence and prefill its prompt without the last token, which its first round reads.
 
-        With `first_plain` its first round drafts nothing, so that its first token comes as soon as plain decoding's.
-        Raises `SelfspecError` when all rows are taken, and when no cache for its length can be had.
+        With `first_plain` its first round drafts nothing, so that TTFT equals plain decoding's. Raises `SelfspecError`
+        if no row is free, or no cache can be allocated for its length.
         """
         if not self.admit(seq, first_plain=first_plain):
             raise SelfspecError(f"all {self.runtime.rows} rows of the cache are taken; let a sequence leave first")
         self.read(seq)
 
     def admit(self, seq: SequenceState, *, first_plain: bool = False) -> bool:
-        """Give a sequence a cache row and room for its tokens; False where there is none now. `read` reads its prompt.
+        """Give a sequence a cache row and slots for its tokens; return False if none is free now. `read` prefills.
 
-        Raises `SelfspecError` when no cache for its length can ever be had.
+        Raises `SelfspecError` if no cache can ever be allocated for its length.
         """
-        # A drafter that reads the prompt's streams needs all of them.
+        # A drafter that reads the prompt's residual streams needs those of all its tokens.
         if not self.memory.claim(seq, reuse=self.reuse and not self.drafter.hidden):
             return False
         self._reading[seq] = _Reading(first_plain)
         return True
 
     def read(self, seq: SequenceState, most: int | None = None) -> int:
-        """Read at most so many tokens of an admitted sequence's prompt; how many are left. It then takes rounds."""
+        """Prefill at most `most` tokens of an admitted sequence; return how many are left.
+
+        The sequence takes rounds once none is left.
+        """
         reading, cache = self._reading[seq], self.runtime.cache
         start, last = cache.length[seq.row], len(seq.tokens) - 1
         end = last if most is None else min(start + most, last)
@@ -116,7 +119,7 @@ class Engine:
         return last - end
 
     def leave(self, seq: SequenceState) -> None:
-        """End a sequence now; its tokens stay as they are. One that has ended has left already."""
+        """End a sequence now; its tokens stay as they are. A sequence that ended by itself has left already."""
         begun = seq not in self._reading
         if begun:
             self._running.remove(seq)
@@ -128,7 +131,7 @@ class Engine:
             self.drafter.end(seq)
 
     def step(self) -> list[tuple[SequenceState, Outcome]]:
-        """One round of every sequence that has room; those that end in it leave."""
+        """Run one round of every sequence that may still emit; sequences that end in it leave."""
         limits = self._limits()
         seqs = list(limits)
         if not seqs:
@@ -142,9 +145,10 @@ class Engine:
         return list(zip(seqs, outcomes, strict=True))
 
     def _limits(self) -> dict[SequenceState, Limit]:
-        """How much each may draft in this round, by its own room and the cache's.
+        """Return each sequence's draft limit in this round, by its remaining tokens and its cache slots.
 
-        Who came first is served first: for a token that must be written, who joined last is driven out.
+        Sequences are served in order of admission. If a sequence lacks a slot for a committed token, the most recently
+        admitted one is preempted.
         """
         limits: dict[SequenceState, Limit] = {}
         for seq in self.running:
@@ -162,6 +166,6 @@ class Engine:
         return limits
 
     def _evict(self, seq: SequenceState) -> None:
-        """Take all that it has; it is to join again."""
+        """Preempt a sequence: free all its resources; it must join again."""
         self.leave(seq)
         self.evicted.append(seq)

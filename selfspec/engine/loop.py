@@ -1,4 +1,4 @@
-"""Decoding one sequence: an engine of one, as a generator."""
+"""Decoding of a single sequence as a generator."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def decode(
 ) -> Generator[Outcome]:
     """Decode one sequence, a round at a time; each yielded `Outcome` holds the tokens that the round emitted.
 
-    Ends at an end-of-sequence token, when `seq.room` is used up, or when `stop`, called once for each emitted
-    token in order, says so; nothing is emitted after that. `rule` and `stop` replace the sequence's own. With
-    `first_plain` the first round drafts nothing, so that the first token comes as soon as plain decoding's. With
-    `reuse` only what follows of the beginning that it shares with the last sequence that reused is read. Raises
-    `BusyError` when the runtime has a stream.
+    Ends at an end-of-sequence token, when `seq.remaining` is 0, or when `stop` returns True; no token is emitted after
+    that. `stop` is called once for each emitted token in order. `rule` and `stop` replace the sequence's own. With
+    `first_plain` the first round drafts nothing, so that TTFT equals plain decoding's. With `reuse` only what follows
+    the longest cached prefix is prefilled; the prefix comes from the last sequence with `reuse`. Raises `BusyError`
+    while the runtime has a stream.
     """
     seq.rule, seq.stop = rule or seq.rule, stop or seq.stop
     with Engine(runtime, drafter, reuse=reuse) as engine:

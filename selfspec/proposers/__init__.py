@@ -1,1 +1,1 @@
-"""Proposers: how a text may go on, told from texts alone. Pure Python; knows nothing of models and drafts."""
+"""Proposers: lookup tokens, continuations of a text found in texts alone. Pure Python."""

@@ -1,4 +1,4 @@
-"""What every proposer is, and how sure of its guesses one may be."""
+"""The interface of proposers, and their acceptance statistics."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
-MEMORY = 0.98  # what a guess still counts for when the next one is made
-STRENGTH = 8.0  # guesses that the first chances count for
+MEMORY = 0.98  # decay of an observation's weight with each later one
+STRENGTH = 8.0  # prior weight of the first chances, in observations
 
 
 class Guess(NamedTuple):
-    """How a text may go on: tokens, and for each the chance that it is right where those before it are.
+    """Lookup tokens: a likely continuation of a text, with each token's chance to be right if all before it are.
 
     `source`: the name of the proposer, which `ProposerChain` fills in.
     """
@@ -21,7 +21,7 @@ class Guess(NamedTuple):
     source: str = ""
 
     def cut(self, most: int, source: str | None = None) -> Guess:
-        """At most `most` tokens of it; of `source`, where that is said."""
+        """Return its first `most` tokens; with `source` replaced if that is not None."""
         return Guess(self.tokens[:most], self.chances[:most], self.source if source is None else source)
 
 
@@ -29,37 +29,37 @@ NO_GUESS = Guess()
 
 
 class ProposerReader(Protocol):
-    """What a proposer knows of one text, token by token. What it guesses follows from the text alone."""
+    """A proposer's state for one text, read token by token; lookup tokens depend on the text alone."""
 
     def append(self, token: int) -> None:
-        """The text has another token."""
+        """Append a token to the text."""
 
     def guess(self, drafted: Sequence[int], most: int) -> Guess:
-        """At most `most` tokens that may follow the text and the tokens `drafted` after it."""
+        """Return at most `most` lookup tokens that may follow the text and then the tokens `drafted`."""
 
 
 class Proposer(Protocol):
-    """Guesses how texts go on, at next to no cost."""
+    """A source of lookup tokens, at almost no cost."""
 
     @property
     def name(self) -> str:
-        """Of what it guesses, in figures."""
+        """The name of the source of its lookup tokens, in statistics."""
 
     def reader(self) -> ProposerReader:
-        """One for a text that has no token yet."""
+        """Return a reader for an empty text."""
 
 
 @runtime_checkable
 class LearningProposer(Proposer, Protocol):
-    """A proposer that what was decoded is told to. It guesses nothing of texts with a seed, and learns none of them."""
+    """A proposer that learns from decoded texts; texts with a seed neither use it nor teach it."""
 
     def learn(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """A text has ended."""
+        """Learn from a finished text."""
 
 
 @dataclass(slots=True)
 class Chances:
-    """How often guesses were right, for each strength from 0 to the last; `first`: before any was made."""
+    """Acceptance rates of lookup tokens, by match strength from 0 to the last; `first`: the prior rates."""
 
     first: Sequence[float]
     _seen: list[float] = field(init=False)
@@ -70,12 +70,12 @@ class Chances:
         self._right = [STRENGTH * chance for chance in self.first]
 
     def see(self, strength: int, right: bool) -> None:
-        """A guess of that strength was right, or was not."""
+        """Record whether a lookup token of this strength was right."""
         at = min(strength, len(self.first) - 1)
         self._seen[at] = MEMORY * self._seen[at] + 1
         self._right[at] = MEMORY * self._right[at] + right
 
     def __call__(self, strength: int) -> float:
-        """The chance that a guess of that strength is right."""
+        """Return the chance that a lookup token of this strength is right."""
         at = min(strength, len(self.first) - 1)
         return self._right[at] / self._seen[at]

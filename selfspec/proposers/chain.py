@@ -1,7 +1,7 @@
-"""Guesses below a draft path: tokens that its next pass checks beside the one that it must read (staged speculation).
+"""Lookup tokens below a draft path: its next pass checks them beside the token it must read (staged speculation).
 
-Spector and Re 2308.04623. What the path drafts does not change: a drawn token that equals the guess lets the draft go
-on from logits that are there already. Pure Python.
+Spector and Re 2308.04623. The path's drafts do not change: if a drawn token equals the lookup token, the draft goes on
+from logits that are computed already. Pure Python.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from operator import mul
 
 from selfspec.proposers.base import NO_GUESS, Guess, LearningProposer, Proposer, ProposerReader
 
-FREE = 15  # tokens of a guess that is verified as it is: a wider pass may cost far more than these
+FREE = 15  # most lookup tokens verified without a draft step: a wider pass may cost far more
 
 
 class ProposerChain:
-    """Several proposers' guesses, as many as are expected to pay.
+    """Several proposers, whose lookup tokens are checked as far as they are expected to pay.
 
-    `prices[i]`: what a pass of the path over i + 1 tokens takes; none is wider.
+    `prices[i]`: the cost of a pass of the draft path over i + 1 tokens; no pass is wider than `prices`.
     """
 
     def __init__(self, proposers: Sequence[Proposer] = (), prices: Sequence[float] = (1.0,)) -> None:
@@ -26,9 +26,9 @@ class ProposerChain:
         self.prices = tuple(prices)
 
     def reading(self, *, prompt: int = 0, seeded: bool = False) -> ProposerState:
-        """Of a text that has no token yet, of which so many are to be the prompt's.
+        """Return the state of an empty text, whose first `prompt` tokens will be the prompt.
 
-        With a seed, nothing that earlier texts taught counts, and nothing is learnt.
+        If `seeded`, proposers that learn from earlier texts are not used, and learn nothing.
         """
         learners = [proposer for proposer in self.proposers if isinstance(proposer, LearningProposer)]
         able = [proposer for proposer in self.proposers if not (seeded and proposer in learners)]
@@ -37,7 +37,7 @@ class ProposerChain:
 
 
 class ProposerState:
-    """One text, as all proposers of an `ProposerChain` read it."""
+    """The state of one text for all proposers of a `ProposerChain`."""
 
     def __init__(
         self,
@@ -51,19 +51,19 @@ class ProposerState:
         self._told = 0
 
     def read(self, text: Sequence[int]) -> None:
-        """The text has grown to this."""
+        """Read the tokens by which the text has grown."""
         for _, reader in self._readers:
             for token in text[self._told :]:
                 reader.append(token)
         self._told = len(text)
 
     def ended(self, text: Sequence[int]) -> None:
-        """The text is whole."""
+        """Teach the finished text to the proposers that learn."""
         for learner in self._learners:
             learner.learn(text[: self._prompt], text[self._prompt :])
 
     def free(self, most: int, ends: Collection[int]) -> Guess:
-        """How the text may go on, up to one of `ends`: the guess that promises most right tokens.
+        """Return the lookup tokens with the most expected right tokens, up to the first of `ends`.
 
         At most `most` tokens, and never more than `FREE`.
         """
@@ -77,9 +77,10 @@ class ProposerState:
         return found
 
     def guess(self, drafted: Sequence[int], most: int) -> Guess:
-        """What the next pass is to check, `most` tokens at most, after the text and the tokens `drafted` after it.
+        """Return at most `most` lookup tokens after the text and then `drafted`, for the draft path's next pass.
 
-        Of the proposer, and cut, so that most tokens are expected for the pass's time: one and those that are right.
+        The proposer and the length maximise the expected tokens of the pass, one plus the right lookup tokens, over its
+        cost.
         """
         prices = self._ahead.prices
         most = min(most, len(prices) - 1)
@@ -95,9 +96,9 @@ class ProposerState:
         return found
 
     def passes(self, drafted: Sequence[int], room: int) -> list[tuple[int, int]]:
-        """The passes that draft these tokens after the text: the number of the token each begins with, and its width.
+        """Return the draft-path passes that draft these tokens: the index of each one's first token, and its width.
 
-        `room`: the most tokens that the draft might have.
+        `room`: the largest draft length allowed.
         """
         found, i = list[tuple[int, int]](), 0
         while i < len(drafted):

@@ -1,6 +1,6 @@
-"""Earlier answers (SuffixDecoding, Oliaro et al. 2411.04975): a text goes on as one of them did.
+"""Lookup in earlier answers (SuffixDecoding, Oliaro et al. 2411.04975).
 
-They outlive the process. Pure Python; one suffix automaton for all of them.
+The answers are kept in a file and outlive the process. Pure Python; one suffix automaton holds all answers.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from selfspec.proposers.lookup import FIRST
 from selfspec.proposers.suffix_automaton import NO_MATCH, SuffixAutomaton
 
 _log = logging.getLogger("selfspec")
-BEFORE = 16  # tokens of the prompt's end that are kept with its answer, so that its beginning can be guessed
-_APART = -1  # in the place of a token, between two answers
+BEFORE = 16  # last tokens of the prompt kept with the answer, so that the answer's beginning can be looked up
+_APART = -1  # separator token between two answers
 _FORMAT = "selfspec answers 1"
 
 
 class Answers:
-    """Answers in a file, a JSON list of token ids in each line; `vocabulary`: of the model.
+    """Earlier answers in a file, a JSON list of token ids on each line; `vocabulary`: the model's vocabulary size.
 
-    A line that is torn is left out. What is learnt is appended at once. Raises `SelfspecError` for a file that holds
-    none, or those of another vocabulary, and where no file can be.
+    A torn line is skipped. A learnt answer is appended at once. Raises `SelfspecError` for a file of another kind, for
+    answers of another vocabulary, and if no file can be created there.
     """
 
     name = "answers"
@@ -49,7 +49,7 @@ class Answers:
                 self._hold(text)
 
     def _read(self, line: str) -> list[int]:
-        """The tokens of a line; none of one that is torn."""
+        """Return the tokens of a line; none if the line is torn or invalid."""
         try:
             text = json.loads(line)
         except ValueError:
@@ -58,7 +58,7 @@ class Answers:
         return text if whole else []
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
-        """Every answer."""
+        """Yield the tokens of each answer."""
         text: list[int] = []
         for token in self.texts.tokens:
             if token != _APART:
@@ -68,7 +68,7 @@ class Answers:
                 text = []
 
     def learn(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Keep an answer, from the end of its prompt on; warn where the file does not take it."""
+        """Keep an answer with the end of its prompt; warn if the file cannot be written."""
         if not answer:
             return
         text = [*prompt[-BEFORE:], *answer]
@@ -77,7 +77,7 @@ class Answers:
             with self.path.open("a") as file:
                 if not file.tell():
                     file.write(json.dumps(header))
-                file.write(f"\n{json.dumps(text, separators=(',', ':'))}")  # a torn line before stays alone
+                file.write(f"\n{json.dumps(text, separators=(',', ':'))}")  # the leading newline isolates a torn line
         except OSError as error:
             _log.warning("%s: answers are not kept (%s)", self.path, error.strerror)
         self._hold(text)
@@ -87,12 +87,12 @@ class Answers:
             self.texts.append(token)
 
     def reader(self) -> AnswersReader:
-        """One for a text that has no token yet."""
+        """Return a reader for an empty text."""
         return AnswersReader(self.texts)
 
 
 def check_answers(path: str | Path) -> None:
-    """Raise `SelfspecError` for a file that holds no earlier answers, and where none can be made."""
+    """Raise `SelfspecError` for a file without earlier answers, or if no file can be created there."""
     path = Path(path)
     if kind(path) == "missing":
         check_writable(path)
@@ -101,7 +101,7 @@ def check_answers(path: str | Path) -> None:
 
 
 def keeps_answers(path: str | Path) -> bool:
-    """Whether a file holds earlier answers."""
+    """Return whether a file holds earlier answers."""
     path = Path(path)
     if not path.is_file():
         return False
@@ -110,7 +110,7 @@ def keeps_answers(path: str | Path) -> bool:
 
 
 def _vocabulary(line: str) -> int | None:
-    """What the first line of a file of answers says; None of another file's."""
+    """Return the vocabulary size in the first line of an answers file; None for any other file."""
     try:
         told = json.loads(line)
         return int(told["vocabulary"]) if told["format"] == _FORMAT else None
@@ -119,7 +119,7 @@ def _vocabulary(line: str) -> int | None:
 
 
 class AnswersReader:
-    """One text, and how often what followed its end in an earlier answer followed it, too."""
+    """The longest match of one text's suffix in earlier answers, and how often the continuations were right."""
 
     def __init__(self, texts: SuffixAutomaton) -> None:
         self._texts = texts
@@ -127,13 +127,13 @@ class AnswersReader:
         self._chances = Chances(FIRST)
 
     def append(self, token: int) -> None:
-        """See whether it was right, then read the token."""
+        """Record whether the lookup token was right, then append the token."""
         if self._match.length and (followed := self._texts.after(self._match, (), 1)):
             self._chances.see(self._match.length, followed == [token])
         self._match = self._texts.then(self._match, token)
 
     def guess(self, drafted: Sequence[int], most: int) -> Guess:
-        """What followed the longest end of the text in the latest answer that it stands in, to that answer's end."""
+        """Return what followed the longest matching suffix in the latest answer with it, up to that answer's end."""
         match = self._match
         for token in drafted:
             match = self._texts.then(match, token)

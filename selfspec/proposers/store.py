@@ -1,8 +1,8 @@
-"""A store of texts: how they went on wherever the end of another text stands in them (REST, He et al. 2311.08252).
+"""A retrieval store: continuations of the text's longest suffix in stored texts (REST, He et al. 2311.08252).
 
-A suffix array (Manber and Myers 1993) over all of them, in one file that is mapped into memory: opened at once, however
-large, and read where it is searched. Next tokens are voted on by all places that match longest, as in infini-gram
-(Liu et al. 2401.17377). Needs neither torch nor, but for building, numpy.
+A suffix array (Manber and Myers 1993) over all texts, in one memory-mapped file: it opens at once at any size, and only
+the searched parts are read. All longest matches vote on the next tokens, as in infini-gram (Liu et al. 2401.17377).
+Does not need torch, and needs numpy only for building.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_file, write_bytes
 from selfspec.proposers.base import NO_GUESS, Chances, Guess
 
-REACH = 16  # tokens of a match at most
-VOTES = 16  # places that say how a match went on, at most
-_APART = 2**32 - 1  # in the place of a token, between two texts
+REACH = 16  # longest match, in tokens
+VOTES = 16  # most matches that vote on a continuation
+_APART = 2**32 - 1  # separator token between two texts
 _FORMAT = "selfspec store 1"
-_SIZE = struct.Struct("<Q")  # of a safetensors file's header
+_SIZE = struct.Struct("<Q")  # length of a safetensors file's header
 _PLACE = struct.Struct("<I")
 
 
 class Found(NamedTuple):
-    """The longest match of a text's end: its tokens, and the places in the order of the array, from first to last."""
+    """The longest match of a text's suffix: its length in tokens, and its entries `first:last` in the suffix array."""
 
     length: int
     first: int
@@ -37,11 +37,11 @@ class Found(NamedTuple):
 
 
 class Store:
-    """Texts that can be searched. `vocabulary`: of the model that they were made for; `tokens` of all of them.
+    """A searchable store of texts; `vocabulary`: the vocabulary size of its model; `tokens`: its number of tokens.
 
-    The file is one of safetensors, with all tokens from the last to the first, 4 bytes each, the largest first, and
-    their places, sorted by the up to `REACH` tokens before each; so what ends a text is what begins its place. Raises
-    `SelfspecError` for a file that is none.
+    The file is a safetensors file. It holds all tokens in reverse order as 4-byte big-endian integers, and the tokens'
+    offsets sorted by up to `REACH` tokens that end there. A suffix of a text is therefore a prefix of an entry. Raises
+    `SelfspecError` for any other file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -68,7 +68,7 @@ class Store:
         self._order, self.tokens = start + order, (over - order) // _PLACE.size
 
     def check(self, vocabulary: int | None) -> None:
-        """Raise `SelfspecError` where a model's vocabulary is another one; None is not known."""
+        """Raise `SelfspecError` if a model's vocabulary size differs; None: unknown."""
         if vocabulary and vocabulary != self.vocabulary:
             raise SelfspecError(
                 f"{self.path}: its tokens are of a vocabulary of {self.vocabulary}, the model's has {vocabulary}; "
@@ -76,7 +76,7 @@ class Store:
             )
 
     def find(self, text: Sequence[int]) -> Found:
-        """The longest end of a text that stands in the store, of `REACH` tokens at most; its length is 0 for none."""
+        """Return the longest suffix of `text` in the store, of at most `REACH` tokens; its length is 0 if none is."""
         key = _key(text[-REACH:])
         at = self._bisect(key, 0, self.tokens)
         length = max((_common(key, self._at(i, len(key))) for i in (at - 1, at) if 0 <= i < self.tokens), default=0)
@@ -86,7 +86,7 @@ class Store:
         return Found(length, self._bisect(head, 0, at), self._bisect(head, at, self.tokens, after=True))
 
     def after(self, found: Found, most: int) -> list[tuple[int, ...]]:
-        """What followed at up to `VOTES` of the places, evenly taken, `most` tokens at most, to the end of the text."""
+        """Return at most `most` tokens after up to `VOTES` evenly spaced matches, each to the end of its text."""
         count = found.last - found.first
         taken = range(count) if count <= VOTES else (i * count // VOTES for i in range(VOTES))
         return [self._following(found.first + i, most) for i in taken]
@@ -104,7 +104,7 @@ class Store:
         return self._map[read : min(read + size, self._end)]
 
     def _bisect(self, key: bytes, low: int, high: int, *, after: bool = False) -> int:
-        """The first place whose text is not below a key; or, `after`, is above what begins with it."""
+        """Return the first entry that is not below `key`; or, if `after`, the first past all that begin with it."""
         data, order, tokens, size, end = self._map, self._order, self._tokens, len(key), self._end
         unpack = _PLACE.unpack_from
         while low < high:
@@ -118,7 +118,7 @@ class Store:
         return low
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
-        """Every text."""
+        """Yield the tokens of each text."""
         numbers = struct.unpack(f">{(self._end - self._tokens) // 4}I", self._map[self._tokens : self._end])[::-1]
         for between, text in groupby(numbers, _APART.__eq__):
             if not between:
@@ -126,9 +126,9 @@ class Store:
 
 
 def write_store(path: str | Path, texts: Iterable[Sequence[int]], *, vocabulary: int) -> int:
-    """Write a store of texts, given as token ids; the number of their tokens.
+    """Write a store of texts, given as token ids; return the number of their tokens.
 
-    Raises `SelfspecError` where there is none, for one that the vocabulary does not have, and for 2^32 or more.
+    Raises `SelfspecError` if there are no tokens, for a token outside the vocabulary, and for 2^32 tokens or more.
     """
     import numpy as np
     from safetensors.numpy import save
@@ -154,7 +154,7 @@ def write_store(path: str | Path, texts: Iterable[Sequence[int]], *, vocabulary:
 
 
 def _sorted(tokens: Any) -> Any:
-    """Places `[n]` of tokens `[n]`, sorted by the `REACH` tokens from each on, by doubling what is compared."""
+    """Return the suffix array `[n]` of tokens `[n]`, by `REACH` tokens from each offset on, by prefix doubling."""
     import numpy as np
 
     rank = np.unique(tokens, return_inverse=True)[1].astype(np.uint64) + np.uint64(1)
@@ -175,15 +175,15 @@ def _key(text: Sequence[int]) -> bytes:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Tokens that both begin with."""
+    """Return the number of tokens in the common prefix."""
     for i in range(0, min(len(one), len(other)), 4):
         if one[i : i + 4] != other[i : i + 4]:
             return i // 4
     return min(len(one), len(other)) // 4
 
 
-# Of a match's length, 8 at most, the chance where half of its places or fewer agree, where more do or there is but one,
-# and where all of several do: of SmolLM2's answers to questions, in a store of its answers to others.
+# Prior chances by match length, up to 8: if at most half of the matches agree; if more do, or only one match exists;
+# if all of several agree. Measured on SmolLM2's answers to questions, with a store of its answers to other questions.
 _BY_LENGTH = (
     (0.0, 0.0, 0.0),
     (0.08, 0.1, 0.13),
@@ -196,11 +196,11 @@ _BY_LENGTH = (
     (0.2, 0.5, 0.9),
 )
 FIRST = tuple(chance for agreed in _BY_LENGTH for chance in agreed)
-LEARNT = 4  # every so many tokens of a text are looked at to learn how often guesses are right
+LEARNT = 4  # tokens between two observations of whether lookup tokens are right
 
 
 class StoreReader:
-    """One text, and how often what followed its end in the store followed it, too."""
+    """The end of one text, and how often the store's continuations were right."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -209,7 +209,7 @@ class StoreReader:
         self._chances = Chances(FIRST)
 
     def append(self, token: int) -> None:
-        """See, now and then, whether it was right, then read the token."""
+        """Record for some tokens whether the lookup token was right, then append the token."""
         self._read += 1
         if self._read % LEARNT == 0:
             for guessed, strength in self._guesses((), 1):
@@ -217,12 +217,12 @@ class StoreReader:
         self._end = [*self._end[1 - REACH :], token]
 
     def guess(self, drafted: Sequence[int], most: int) -> Guess:
-        """What most places went on with, token for token, of those that went on as guessed so far."""
+        """Return the majority continuation, token by token; only matches that agree so far vote."""
         found = self._guesses(drafted, most)
         return Guess([token for token, _ in found], [self._chances(how) for _, how in found]) if found else NO_GUESS
 
     def _guesses(self, drafted: Sequence[int], most: int) -> list[tuple[int, int]]:
-        """Each with how strong it is."""
+        """Return the lookup tokens, each with its match strength."""
         end = [*self._end, *drafted]
         if not end or most < 1:
             return []
@@ -242,7 +242,7 @@ class StoreReader:
 
 
 class Stored:
-    """What followed in a store."""
+    """Lookup in a retrieval store."""
 
     name = "store"
 
@@ -250,5 +250,5 @@ class Stored:
         self.store = store
 
     def reader(self) -> StoreReader:
-        """One for a text that has no token yet."""
+        """Return a reader for an empty text."""
         return StoreReader(self.store)

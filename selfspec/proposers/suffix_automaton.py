@@ -1,4 +1,4 @@
-"""A suffix automaton that grows with its text: where the longest repeated suffix stood before, in constant time.
+"""An online suffix automaton: finds the earlier occurrence of the longest repeated suffix in constant time.
 
 Blumer et al. 1985; matches as in SAM-Decoding (Hu et al. 2411.10666). Pure Python.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Match(NamedTuple):
-    """What stands in the text and ends in some token: its state, and its length in tokens (0: nothing does)."""
+    """A matched substring of the text: its automaton state, and its length in tokens (0: no match)."""
 
     state: int
     length: int
@@ -20,7 +20,7 @@ NO_MATCH = Match(0, 0)
 
 
 class SuffixAutomaton:
-    """All substrings of a text, each state those that end at the same places. Appending takes constant time, amortised.
+    """All substrings of a text; a state groups substrings with equal end positions. Appending is amortised O(1).
 
     A text of n tokens has at most 2n states; `tokens` is the text.
     """
@@ -28,11 +28,11 @@ class SuffixAutomaton:
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens: list[int] = []
         self._next: list[dict[int, int]] = [{}]
-        self._link = [-1]  # the state of the longest suffix that ends at other places, too
-        self._length = [0]  # of a state's longest substring
-        self._first = [0]  # where its substrings first end: the number of tokens up to there
-        self._latest = [0]  # where they were last found to end, before the text's last token
-        self._last = 0  # the state of the whole text
+        self._link = [-1]  # suffix links: the longest suffix in another state
+        self._length = [0]  # length of a state's longest substring
+        self._first = [0]  # first end position of its substrings: the number of tokens up to there
+        self._latest = [0]  # latest known end position of its substrings before the text's last token
+        self._last = 0  # state of the whole text
         for token in tokens:
             self.append(token)
 
@@ -41,11 +41,11 @@ class SuffixAutomaton:
 
     @property
     def states(self) -> int:
-        """How many there are."""
+        """The number of states."""
         return len(self._link)
 
     def append(self, token: int) -> None:
-        """Add a token to the text."""
+        """Append a token to the text."""
         following, link, length = self._next, self._link, self._length
         if self._last:
             self._latest[link[self._last]] = len(self.tokens)
@@ -69,7 +69,7 @@ class SuffixAutomaton:
         return len(self._link) - 1
 
     def _split(self, state: int, token: int, found: int) -> int:
-        """A state of its own for the shorter ones of `found`'s substrings, which end at more places from now on."""
+        """Clone `found` for its shorter substrings, which end at more positions from now on."""
         copy = self._new(dict(self._next[found]), self._length[state] + 1, self._link[found], self._first[found])
         self._latest[copy] = self._latest[found]
         self._link[found] = copy
@@ -79,12 +79,12 @@ class SuffixAutomaton:
         return copy
 
     def suffix(self) -> Match:
-        """The text's longest suffix that stands elsewhere in it."""
+        """Return the text's longest suffix that also occurs elsewhere in it."""
         state = max(self._link[self._last], 0)
         return Match(state, self._length[state])
 
     def then(self, match: Match, token: int) -> Match:
-        """The longest suffix of a match and a token after it that stands in the text."""
+        """Return the longest suffix of a match and the token after it that occurs in the text."""
         state, length = match
         while token not in self._next[state]:
             state = self._link[state]
@@ -94,9 +94,10 @@ class SuffixAutomaton:
         return Match(self._next[state][token], length + 1)
 
     def after(self, match: Match, drafted: Sequence[int], most: int) -> list[int]:
-        """At most `most` tokens that once followed a match, which ends the text and the tokens `drafted` after it.
+        """Return at most `most` tokens that followed the latest known earlier occurrence of a match.
 
-        The latest place that is known counts. What follows up to the end repeats what is drafted, and then itself.
+        The match is a suffix of the text and the tokens `drafted` after it. A continuation that reaches the end of the
+        text goes on with `drafted`, then repeats itself.
         """
         state, n = match.state, len(self.tokens)
         while state and self._first[state] >= n:
@@ -110,6 +111,6 @@ class SuffixAutomaton:
         return found
 
     def others(self, match: Match) -> list[int]:
-        """All tokens that once followed a match, those that did so latest first."""
+        """Return all tokens that ever followed a match, the most recent first."""
         following = self._next[match.state]
         return sorted(following, key=lambda token: -self._latest[following[token]])

@@ -1,4 +1,4 @@
-"""Drafts, sampling, verification rules, one round. Knows nothing of models and caches: it sees them as a checker."""
+"""Drafts, sampling, verification rules and one speculative round; the target is seen only as a `Checker`."""
 
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState

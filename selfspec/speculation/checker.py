@@ -1,4 +1,4 @@
-"""The interface of checkers: whatever can say what it would have emitted in place of a draft."""
+"""The interface of checkers, which score drafts in a verification pass."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from selfspec.speculation.sequence import SequenceState
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A draft's rows (the root's, then each token's): processed scores `[1 + m, V]`, and the pass they are from."""
+    """A draft's processed scores `[1 + m, V]` (the root's row, then each token's), and the output of the pass."""
 
     scores: Tensor
     step: ForwardOutput
 
 
 class Checker(Protocol):
-    """The whole model, a draft path of it, or another model: drafts are judged by what it would have emitted."""
+    """The verifier of drafts: the whole model, a draft path of it, or another model."""
 
     @property
     def trees(self) -> bool:
-        """Whether it can check trees; else only chains."""
+        """Whether it can verify token trees; otherwise only chains."""
 
     def score(
         self, seqs: Sequence[SequenceState], drafts: Sequence[Draft], *, hidden: Sequence[int] = ()
     ) -> list[Scored]:
-        """One pass over all rows of all drafts; scores are processed as plain decoding of each sequence would.
+        """Score all drafts in one verification pass, processed as in plain decoding of each sequence.
 
-        `hidden`: the layers whose streams are returned.
+        `hidden`: the layers whose residual streams are returned.
         """
 
     def keep(self, seqs: Sequence[SequenceState], paths: Sequence[tuple[int, ...]]) -> None:
-        """Keep each draft's root and the nodes on its path, and forget the rest."""
+        """Keep the keys and values of each draft's root and of the nodes on its path; discard the others."""

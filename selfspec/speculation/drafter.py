@@ -13,42 +13,43 @@ from selfspec.types.limits import WIDEST_DRAFT
 
 
 class Limit(NamedTuple):
-    """How large a draft may be: tokens on its longest path, and tokens in all."""
+    """The largest draft allowed: tokens on its longest path, and tokens in all."""
 
     depth: int
     nodes: int = WIDEST_DRAFT
 
 
 class Drafter(Protocol):
-    """Proposes tokens for sequences, round by round.
+    """The source of drafts for sequences, round by round.
 
-    Nothing hangs below an end-of-sequence token. In sampling, what is drafted may depend on what was drawn before,
-    never on the drawn token itself. All randomness comes from each sequence's own sampler, and what is drafted for a
-    sequence does not depend on the sequences beside it.
+    No token is drafted below an end-of-sequence token. When sampling, the choice to draft a token may depend on earlier
+    draws, never on the draw of that token itself. All randomness comes from each sequence's own sampler, and the draft
+    of a sequence does not depend on the rest of the batch.
     """
 
     @property
     def hidden(self) -> Sequence[int]:
-        """Layers whose streams the full passes should return in `Step.hidden`."""
+        """Layers whose residual streams the full passes return in `ForwardOutput.hidden`."""
 
     @property
     def drafts(self) -> bool:
-        """Whether it ever proposes anything."""
+        """Whether it ever proposes tokens."""
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """A sequence starts; `prefill` is the full pass over its prompt but the last token (no logits).
+        """Start a sequence; `prefill` is the full pass over its prompt without the last token (no logits).
 
-        Without `hidden`, it may be a pass over less, where the cache holds the keys of the prompt's beginning.
+        If `hidden` is empty, `prefill` may cover less than that: the KV cache may hold the beginning of the prompt
+        already.
         """
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """One draft for each sequence, within its limit; an empty one makes its round a plain decoding step."""
+        """Return one draft for each sequence, within its limit; an empty draft makes a plain decode step."""
 
     def max_work(self, limit: Limit) -> Work:
-        """The most work that a draft within the limit can take."""
+        """Return the most work that a draft within the limit can take."""
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """A round of `seq` was verified; `seq.tokens` already holds what was emitted."""
+        """Learn from a verified round of `seq`; `seq.tokens` already includes the emitted tokens."""
 
     def end(self, seq: SequenceState) -> None:
-        """The sequence is over, however it ended; called once for each `begin`."""
+        """End the sequence, for whatever reason; called once for each `begin`."""

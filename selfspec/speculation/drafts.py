@@ -1,4 +1,4 @@
-"""What travels between drafters, checkers and rules: drafts (chains and trees) and outcomes."""
+"""The data that drafters, checkers and rules exchange: drafts (chains and token trees) and outcomes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from selfspec.types.draft_work import NO_WORK, Work
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens: a tree whose root is the last committed token; a chain has one candidate for each place.
+    """A token tree of proposed tokens, whose root is the last committed token.
 
-    `tokens[i]` hangs below `parents[i]` (-1: the root; parents come first); tokens with one parent are the candidates
-    for one place. `q_row[i]` names the row of `q` `[m, V]` it was drawn from; -1: chosen deterministically. Candidates
-    from one row were drawn in order, without replacement; candidates are verified in order, and deterministic ones
-    come first. `confidence[i]`, of the first nodes at least, is optional. `work`: what making the draft took;
-    `sources`: what came up with each token, by name, none where it is not told.
+    `tokens[i]` is a child of `parents[i]` (-1: the root; parents come first). Tokens with one parent are the candidates
+    for one position; a chain has one candidate for each. `q_row[i]` is the row of `q` `[m, V]` that token i was drawn
+    from; -1: it was chosen deterministically. Candidates from one row were drawn in order, without replacement.
+    Candidates are verified in order, and deterministic ones come first. `confidence[i]` is optional, and may cover the
+    first nodes only. `work`: the calls that made the draft; `sources`: the name of each token's source, empty where
+    unknown.
     """
 
     tokens: tuple[int, ...] = ()
@@ -52,15 +53,16 @@ class Draft:
         work: Work = NO_WORK,
         sources: Sequence[str] = (),
     ) -> Draft:
-        """A chain: with `q` `[n, V]`, token i was drawn from row i; without, chosen deterministically."""
+        """Make a chain; token i was drawn from row i of `q` `[n, V]`, or deterministically if `q` is None."""
         n = len(tokens)
         rows = tuple(range(n)) if q is not None else (-1,) * n
         return cls(tuple(tokens), tuple(range(-1, n - 1)), q, rows, tuple(confidence), work, tuple(sources))
 
     def with_candidates(self, others: Sequence[Sequence[int]], *, source: str = "") -> Draft:
-        """This chain with further candidates `others[i]` for the place of its token i, drawn or chosen as it was.
+        """Return this chain with further candidates `others[i]` for the position of its token i.
 
-        The chain's tokens stay the first nodes. `source`: of the candidates, where the chain's are told.
+        The candidates were drawn or chosen as token i was. The chain's tokens stay the first nodes. `source`: the
+        source of the candidates, used if the chain has sources.
         """
         added = [(i, token) for i, tokens in enumerate(others) for token in tokens]
         return Draft(
@@ -78,12 +80,12 @@ class Draft:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether each place has one candidate."""
+        """Whether each position has one candidate."""
         return self.parents == tuple(range(-1, len(self) - 1))
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Distance of each token from the root, 1 for its children."""
+        """Distance of each token from the root, 1 for the root's children."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
@@ -91,7 +93,7 @@ class Draft:
 
     @property
     def depth(self) -> int:
-        """Draft steps: the length of the longest path."""
+        """Draft length: the number of tokens on the longest path."""
         return max(self.depths, default=0)
 
     @cached_property
@@ -103,7 +105,7 @@ class Draft:
         return tuple(tuple(nodes) for nodes in children)
 
     def path_to(self, node: int) -> tuple[int, ...]:
-        """The nodes from the root's child down to `node`; empty for -1."""
+        """Return the nodes from the root's child down to `node`; empty for -1."""
         path: list[int] = []
         while node >= 0:
             path.append(node)
@@ -111,12 +113,12 @@ class Draft:
         return tuple(reversed(path))
 
     def prefixes(self, committed: Sequence[int]) -> Iterator[list[int]]:
-        """For each row (the root, then each token): all tokens up to and including it."""
+        """Yield for each row (the root, then each token) all tokens up to and including its own."""
         for node in range(-1, len(self)):
             yield [*committed, *(self.tokens[i] for i in self.path_to(node))]
 
     def backbone(self) -> Draft:
-        """The chain of first children alone, for a runtime without trees."""
+        """Return the chain of first children alone, for a runtime that cannot verify token trees."""
         if self.is_chain:
             return self
         kept: list[int] = []
@@ -136,7 +138,7 @@ class Draft:
         )
 
     def first(self, count: int) -> Draft:
-        """Of a chain, so many tokens at most."""
+        """Return the first `count` tokens of a chain, or all of them if there are fewer."""
         if count >= len(self):
             return self
         of = slice(count)
@@ -155,10 +157,10 @@ NO_DRAFT = Draft()
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What verification made of a draft: the accepted nodes in order, and the tokens emitted (accepted and next).
+    """The result of verifying a draft: the accepted nodes in order, and the tokens emitted (accepted and next).
 
-    `step` holds the logits and hidden rows of all of the pass (the root's row, then each token's), rejected ones
-    too. `p` `[1 + m, V]`: the checker's probabilities in these rows; None in greedy decoding.
+    `step` holds the logits and hidden states of the whole verification pass (the root's row, then each token's),
+    including rejected tokens. `p` `[1 + m, V]`: the target's probabilities in these rows; None in greedy decoding.
     """
 
     draft: Draft
@@ -169,16 +171,16 @@ class Outcome:
 
     @property
     def laws(self) -> Tensor | None:
-        """The laws `[len(path) + 1, V]` that the path's tokens and the next one follow: p, before any residual."""
+        """The target distributions `[len(path) + 1, V]` of the path's tokens and the next one, before any residual."""
         return None if self.p is None else self.p[[0, *(node + 1 for node in self.path)]]
 
     @property
     def accepted(self) -> int:
-        """Drafted tokens that were emitted."""
+        """The number of drafted tokens that were emitted."""
         return min(len(self.path), len(self.tokens))
 
     def probabilities(self) -> tuple[float, ...]:
-        """The model's own of each emitted token: the softmax of the raw logits, temperature and processors left out."""
+        """Return the target's probability of each emitted token: the softmax of its raw logits."""
         assert self.step.logits is not None
         rows = [0, *(node + 1 for node in self.path)][: len(self.tokens)]
         logits = self.step.logits[0, rows]

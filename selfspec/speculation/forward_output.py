@@ -1,4 +1,4 @@
-"""What one forward gives. Knows nothing of models."""
+"""The output of one forward pass."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """What one forward gives: `logits` `[B, n or 1, V]` or None, and `hidden` by layer, `[B, n, D]`.
+    """Output of a forward pass: `logits` `[B, n or 1, V]` or None, and `hidden` by layer, `[B, n, D]`.
 
-    `hidden[l]` is the residual stream that enters layer l; `hidden[L]` the one that leaves the last layer, before
-    the final norm. `between[l]` is the stream of layer l between its attention and its MLP, `[B, n, D]`.
+    `hidden[l]` is the residual stream that enters layer l; `hidden[L]` the one that leaves the last layer, before the
+    final norm. `between[l]` is the residual stream of layer l between its attention and its MLP, `[B, n, D]`.
     """
 
     logits: Tensor | None
@@ -22,14 +22,14 @@ class ForwardOutput:
     between: dict[int, Tensor] = field(default_factory=dict)
 
     def part(self, at: int, n: int) -> ForwardOutput:
-        """The first n tokens of one row, `[1, n, ..]`."""
+        """Return the output for the first n tokens of batch row `at`, `[1, n, ..]`."""
         of = (slice(at, at + 1), slice(n))
         hidden, between = ({layer: s[of] for layer, s in streams.items()} for streams in (self.hidden, self.between))
         return ForwardOutput(None if self.logits is None else self.logits[of], hidden, between)
 
 
 def joined(steps: Sequence[ForwardOutput]) -> ForwardOutput:
-    """The passes over tokens that follow each other as one; logits are those of the passes that have them."""
+    """Join passes over consecutive tokens into one; passes without logits add none."""
     if len(steps) < 2:
         return steps[0] if steps else ForwardOutput(None)
     logits = [step.logits for step in steps if step.logits is not None]

@@ -1,6 +1,6 @@
-"""Numbers read from tensors.
+"""Reads of tensor values on the host.
 
-Each reading waits until an accelerator has done all that it was told, so several numbers are read in one.
+Each read waits until an accelerator has finished all queued work, so several values are read in one transfer.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 def waits(tensor: Tensor) -> bool:
-    """Whether reading a tensor waits for a device."""
+    """Return whether reading a tensor waits for a device."""
     return tensor.device.type != "cpu"
 
 
 def lists(tensors: Sequence[Tensor]) -> list[list[float]]:
-    """The numbers of tensors `[n]` of one device, exact in float64, in one reading where that waits."""
+    """Return the values of tensors `[n]` of one device, exact in float64; in one transfer if reading waits."""
     if not waits(tensors[0]):
         return [t.tolist() for t in tensors]
     whole: list[float] = torch.cat([t.double() for t in tensors]).tolist()

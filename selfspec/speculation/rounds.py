@@ -1,4 +1,4 @@
-"""One round: draft, check, verify, keep, learn. Plain decoding is the drafter that proposes nothing."""
+"""One round: draft, verify, update the KV cache, learn. Plain decoding is a drafter that proposes nothing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from selfspec.speculation.sequence import SequenceState
 def one_round(
     checker: Checker, drafter: Drafter, seqs: Sequence[SequenceState], limits: Sequence[Limit]
 ) -> list[Outcome]:
-    """One round of every sequence, each of which has room; the drafts within `limits`, none for a depth of 0.
+    """Run one round for sequences that may all emit; drafts stay within `limits`, and depth 0 means no draft.
 
-    Raises `SelfspecError` for a draft beyond its limit, and what drafters, processors and rules raise; nothing has been
-    kept or emitted then.
+    Raises `SelfspecError` for a draft beyond its limit, and whatever drafters, processors and rules raise. No token has
+    been cached or emitted in that case.
     """
     drafts = [draft if checker.trees else draft.backbone() for draft in _proposed(drafter, seqs, limits)]
     scored = checker.score(seqs, drafts, hidden=drafter.hidden)
@@ -35,7 +35,7 @@ def one_round(
 
 
 def _proposed(drafter: Drafter, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-    """A draft for each sequence, from one call of the drafter for all that may draft."""
+    """Return a draft for each sequence, from one call of the drafter for all that may draft."""
     may = [i for i, limit in enumerate(limits) if limit.depth > 0]
     drafts = [NO_DRAFT] * len(seqs)
     if may:

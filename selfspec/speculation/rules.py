@@ -1,7 +1,7 @@
-"""Verification rules: which drafted tokens the whole model would have emitted, and what comes next.
+"""Verification rules: which drafted tokens are accepted, and which token comes next.
 
-A rule takes a draft, the whole model's processed scores for the root and each token `[1 + m, V]`, the sampler,
-and the absolute position of the first drafted token. Knows nothing of models, caches and drafters.
+A rule takes a draft, the target's processed scores for the root and each token `[1 + m, V]`, the sampler, and the
+sequence position of the first drafted token.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from selfspec.speculation.sampling import NO_TOKEN, Sampler
 
 
 class Verdict(NamedTuple):
-    """What a rule makes of a draft: the accepted nodes in order, the next token, and p.
+    """The result of a rule: the accepted nodes in order, the next token, and p.
 
-    `p` `[1 + m, V]`: the checker's probabilities in the rows of the root and of each token, before any residual was
-    taken; None where they were not needed.
+    `p` `[1 + m, V]`: the target's probabilities in the rows of the root and of each token, before any residual was
+    taken; None if the rule did not need them.
     """
 
     path: tuple[int, ...]
@@ -35,22 +35,22 @@ class Rule(Protocol):
     """A verification rule."""
 
     def __call__(self, draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verdict:
-        """The accepted path and the next token."""
+        """Return the accepted path and the next token."""
 
 
 def greedy(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verdict:
-    """Keep the deepest path of tokens that are each the whole model's own argmax."""
+    """Accept the deepest path whose every token is the target's argmax."""
     del sampler, position
     values, best = lists(scores.max(-1))
     return _follow(draft, [int(t) if v > -math.inf else -1 for t, v in zip(best, values, strict=True)])
 
 
 def match(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verdict:
-    """Keep the deepest path of tokens that are each what the whole model draws with the noise of their places.
+    """Accept the deepest path whose every token is the one the target draws with its position's noise.
 
-    So the text is plain decoding's with the same seed, whatever was drafted. A draft made with the same noise is
-    accepted with probability (1 - TV) / (1 + TV) at least, TV the total variation between p and q
-    (Daliri et al. 2408.07978).
+    The text then equals plain decoding with the same seed, for any draft. A draft made with the same noise is accepted
+    with probability at least (1 - TV) / (1 + TV), TV the total variation distance between p and q (Daliri et al.
+    2408.07978).
     """
     depths = (0, *draft.depths)
     p = sampler.probs(scores)
@@ -58,9 +58,9 @@ def match(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verd
 
 
 def _follow(draft: Draft, wanted: Sequence[int], p: Tensor | None = None) -> Verdict:
-    """The deepest path of tokens that are each the one `wanted` after the row before, and the one wanted after it.
+    """Return the deepest path whose every token is the `wanted` one of the row before, and the token after it.
 
-    Raises `SelfspecError` where that is -1, none.
+    Raises `SelfspecError` if that token is -1 (none can be chosen).
     """
     deepest, matches = -1, [True]  # matches[0]: the root
     for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
@@ -73,10 +73,11 @@ def _follow(draft: Draft, wanted: Sequence[int], p: Tensor | None = None) -> Ver
 
 
 def token(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verdict:
-    """Token rejection (Leviathan et al. 2211.17192, Chen et al. 2302.01318), with further candidates by recursion.
+    """Token-level rejection sampling (Leviathan et al. 2211.17192, Chen et al. 2302.01318), for candidates recursively.
 
-    A token x drawn from q is accepted with probability min(1, r(x) / q(x)), r starting as the target's p; a
-    rejected one leaves r = norm((r - q)+) and q without x for the next candidate. What is emitted follows p exactly.
+    A token x drawn from q is accepted with probability min(1, r(x) / q(x)), where r is the target's p at first. A
+    rejected token leaves the residual distribution r = norm((r - q)+), and q without x, for the next candidate. Emitted
+    tokens follow p exactly.
     """
 
     def judge(spine: Sequence[int], p: Tensor, ratios: Sequence[float]) -> tuple[int, Tensor]:
@@ -91,15 +92,15 @@ def token(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verd
 
 
 def block(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verdict:
-    """Block verification (Sun et al. 2403.10444): a chain is judged as a whole, never worse than token by token.
+    """Block verification (Sun et al. 2403.10444): judge a chain as a whole, never worse than token by token.
 
         P_0 = 1;  P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i))
         R_i = sum over x of (P_i p_{i+1}(x) - q_{i+1}(x))+      h_i = R_i / (R_i + 1 - P_i), the last one P_i
 
-    The last i whose own coin of chance h_i falls is how many tokens are kept; the next one follows
-    r = norm((P_i p_{i+1} - q_{i+1})+), or p after the whole chain. In a tree the chains of first children are
-    blocks; where one breaks, the further candidates there are proposals for r, by recursion as in `token`, and below an
-    accepted one a fresh block begins.
+    The number of accepted tokens is the last i whose own coin of probability h_i succeeds. The next token is drawn from
+    the residual r = norm((P_i p_{i+1} - q_{i+1})+), or from p after the whole chain. In a tree, the chains of first
+    children are the blocks. Where a block ends early, the further candidates are proposals for r, recursively as in
+    `token`; a fresh block begins below an accepted one.
     """
 
     def judge(spine: Sequence[int], p: Tensor, ratios: Sequence[float]) -> tuple[int, Tensor]:
@@ -121,17 +122,17 @@ def _verify(
     position: int,
     judge: Callable[[Sequence[int], Tensor, Sequence[float]], tuple[int, Tensor]],
 ) -> Verdict:
-    """Walk down the draft: chains of first children are judged, and where one breaks its other candidates are tried.
+    """Verify the draft top-down: judge each chain of first children, then try other candidates where it breaks.
 
-    `judge(spine, p, ratios)` is given such a chain, p `[1 + len(spine), V]` of the rows from the one above it on, and
-    p / q of its tokens; it says how many are kept, and the law `[V]` of the token after them.
+    `judge(spine, p, ratios)` takes such a chain, p `[1 + len(spine), V]` of the rows from its parent on, and p / q of
+    its tokens. It returns the number of accepted tokens and the distribution `[V]` of the token after them.
     """
     p = sampler.probs(scores)
     p_of, q_of = _chances(draft, p)
     path: list[int] = []
     row, law = 0, p[0]
     while draft.children[row]:
-        spine, rows = [], [row]  # first children, and the rows that predict them
+        spine, rows = [], [row]  # the chain of first children, and the rows that predict them
         while draft.children[rows[-1]]:
             spine.append(draft.children[rows[-1]][0])
             rows.append(spine[-1] + 1)
@@ -149,7 +150,7 @@ def _verify(
 
 
 def _kept(weights: Sequence[float], left: Sequence[float], sampler: Sampler) -> int:
-    """How many tokens of a block are kept: the last whose coin falls."""
+    """Return how many tokens of a block are accepted: the last whose coin succeeds."""
     for i in range(len(left), 0, -1):
         if i == len(left):
             chance = weights[i]
@@ -162,7 +163,7 @@ def _kept(weights: Sequence[float], left: Sequence[float], sampler: Sampler) -> 
 
 
 def _candidates(draft: Draft, row: int, residual: Tensor, sampler: Sampler, *, otherwise: Tensor) -> tuple[int, Tensor]:
-    """The accepted one of the candidates after the first, or -1; and what is left of `residual` `[V]`."""
+    """Return the accepted candidate after the first, or -1; and the residual `[V]` that remains."""
     children = draft.children[row]
     for place in range(1, len(children)):
         node = children[place]
@@ -175,12 +176,12 @@ def _candidates(draft: Draft, row: int, residual: Tensor, sampler: Sampler, *, o
 
 
 def _ratio(p: float, q: float) -> float:
-    """The ratio p / q; where rounding left q nothing, what p asks for; nothing where p is not a number."""
+    """Return p / q; if rounding left q = 0, 1 where p > 0 and 0 elsewhere; 0 if p is not a number."""
     return (p / q if p >= 0 else 0.0) if q > 0 else float(p > 0)
 
 
 def _chances(draft: Draft, p: Tensor) -> tuple[list[float], list[float]]:
-    """P and q of each token under its row, nothing removed; q is 1 where it was chosen deterministically."""
+    """Return p and q of each token in its parent's row, before any removal; q is 1 for a deterministic token."""
     if not len(draft):
         return [], []
     tokens = torch.tensor(draft.tokens, device=p.device)
@@ -193,7 +194,7 @@ def _chances(draft: Draft, p: Tensor) -> tuple[list[float], list[float]]:
 
 
 def _proposal(draft: Draft, node: int, before: tuple[int, ...], like: Tensor) -> Tensor:
-    """The distribution `[V]` that `node` was drawn from, the candidates `before` it from the same row removed."""
+    """Return the proposal `[V]` that `node` was drawn from, without the candidates `before` it from the same row."""
     row = draft.q_row[node]
     if row < 0 or draft.q is None:
         q = torch.zeros_like(like)
@@ -209,7 +210,7 @@ def _proposal(draft: Draft, node: int, before: tuple[int, ...], like: Tensor) ->
 
 
 def _residual(r: Tensor, q: Tensor, *, otherwise: Tensor) -> Tensor:
-    """norm((r - q)+); `otherwise` when nothing finite is left, which only rounding can bring about."""
+    """Return norm((r - q)+), or `otherwise` if rounding left no finite positive mass."""
     return _normalised((r - q).clamp(min=0), otherwise=otherwise)
 
 
@@ -222,10 +223,10 @@ RULES: dict[str, Rule] = {"greedy": greedy, "match": match, "block": block, "tok
 
 
 def find_rule(name: str | None, sampler: Sampler) -> Rule:
-    """A rule by name, or the default: `greedy` without sampling, `match` with tied noise, else `block`.
+    """Return a rule by name, or the default: `greedy` without sampling, `match` with tied noise, else `block`.
 
-    Raises `SelfspecError` for an unknown name, and for a rule that does not fit the sampler: `match` needs noise that
-    is tied to places, which would correlate the coins and draws of `token` and `block`.
+    Raises `SelfspecError` for an unknown name, and for a rule that does not fit the sampler: `match` needs noise tied
+    to sequence positions, which would correlate the coins and draws of `token` and `block`.
     """
     fits = ["greedy"] if sampler.greedy else ["match"] if sampler.tied else ["block", "token"]
     name = fits[0] if name is None else name
@@ -239,6 +240,6 @@ def find_rule(name: str | None, sampler: Sampler) -> Rule:
 
 
 def check_rule(name: str) -> None:
-    """Raise `SelfspecError` when there is no rule of that name."""
+    """Raise `SelfspecError` for an unknown rule name."""
     if name not in RULES:
         raise SelfspecError(f"verification rule '{name}' is not known; known: {', '.join(RULES)}")

@@ -1,7 +1,6 @@
-"""From logits to tokens, as plain decoding would: `transformers`' own logits processors, and all randomness.
+"""Token selection: `transformers`' own logits processors as in plain decoding, and all randomness.
 
-Every random number of a generation, drafters' and verifiers' too, passes through a `Sampler`. Knows nothing of
-models, caches and drafts.
+Every random number of a generation passes through a `Sampler`, including those of drafters and verification.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from transformers.generation import logits_process as hf
 from selfspec.basics.errors import SelfspecError
 from selfspec.speculation.host_sync import lists, waits
 
-LOWEST_TEMPERATURE = 1e-5  # below, float32 scores overflow, and it is greedy decoding anyway
-_REMEMBERED = 24  # places whose noise is kept: what most drafts have; any other is drawn again, the same
+LOWEST_TEMPERATURE = 1e-5  # below it float32 scores overflow, and sampling is greedy decoding anyway
+_REMEMBERED = 24  # positions whose noise is cached, enough for most drafts; other noise is regenerated identically
 
-# These read the scores alone, so all rows of a pass can go through them at once.
+# These processors read the scores alone, so all rows of a pass are processed at once.
 _PREFIX_FREE = {
     hf.TemperatureLogitsWarper,
     hf.TopKLogitsWarper,
@@ -39,7 +38,7 @@ _PREFIX_FREE = {
 
 
 def reads_prefix(processor: hf.LogitsProcessor) -> bool:
-    """Whether a processor may read more than the scores: the tokens before, or which of several sequences it is."""
+    """Return whether a processor may read more than the scores: preceding tokens, or the row index in a batch."""
     return type(processor) not in _PREFIX_FREE
 
 
@@ -50,15 +49,15 @@ NO_TOKEN = (
 
 
 class Sampler:
-    """How one sequence's tokens are chosen.
+    """The sampler of one sequence.
 
     `temperature` 0 is greedy decoding. `top_k` and `top_p` are off when None and apply to sampling only, as in
     `transformers`. `processors` are further `transformers` logits processors, applied first, greedy or not.
 
-    `tied`: every draw for an absolute position uses the same noise, which seed and position alone decide, so that
-    drafter and whole model draw the same token where they agree, and the text does not depend on what was drafted.
-    Otherwise all draws and coins follow one stream. Left out: tied when there is a seed. Raises `SelfspecError` for a
-    value out of range.
+    `tied`: every draw for a sequence position uses the same noise, determined by the seed and the position alone. Draft
+    and target then draw the same token where their distributions agree, and the text does not depend on the drafts.
+    Untied, all draws and coins come from one random stream. Default: tied if there is a seed. Raises `SelfspecError`
+    for a value out of range.
     """
 
     def __init__(
@@ -93,10 +92,10 @@ class Sampler:
         self._at_once = self.processors[len(self._by_row) :]
 
     def scores(self, logits: Tensor, prefixes: Iterable[Sequence[int]]) -> Tensor:
-        """Processed scores `[n, V]` of `logits` `[n, V]`, at least float32.
+        """Return the processed scores `[n, V]` of `logits` `[n, V]`, at least float32.
 
-        `prefixes` gives, row by row, the tokens before the one that the row predicts; it is read only when a
-        processor depends on them.
+        `prefixes` yields, for each row, the tokens before the one that the row predicts. It is read only if a processor
+        depends on the prefix.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
         if self._by_row:
@@ -115,18 +114,18 @@ class Sampler:
         return scores
 
     def merits(self, scores: Tensor, position: int) -> Tensor:
-        """What the token for `position` maximises `[V]`: processed scores `[V]`, or log p + g with tied noise."""
+        """Return the scores `[V]` that the token for `position` maximises: `scores`, or log p + g with tied noise."""
         if self.greedy:
             return scores
         assert self.tied
         return scores.log_softmax(-1) - self._noise_at(position, scores).log()
 
     def probs(self, scores: Tensor) -> Tensor:
-        """Probabilities `[.., V]` of processed scores."""
+        """Return the probabilities `[.., V]` of processed scores."""
         return scores.softmax(-1)
 
     def draw(self, p: Tensor, position: int) -> int:
-        """A token drawn from `p` `[V]` (non-negative, any sum) for absolute position `position`."""
+        """Draw a token from `p` `[V]` (non-negative, any sum) for sequence position `position`."""
         if self.tied:
             (drawn,) = self.draws(p.unsqueeze(0), [position])
             if drawn < 0:
@@ -136,15 +135,15 @@ class Sampler:
         return _checked(index, total, p)
 
     def _drawn(self, p: Tensor) -> list[Tensor]:
-        """Where a random number falls on the sums of `p` `[V]`, and the whole sum, `[1]` each."""
+        """Return the index of a token drawn from `p` `[V]` by its cumulative sums, and the total, `[1]` each."""
         cumulative = p.cumsum(0, dtype=torch.float64)
         total = cumulative[-1:]
         return [torch.searchsorted(cumulative, total * self._random.random(), right=True), total]
 
     def draws(self, p: Tensor, positions: Sequence[int]) -> list[int]:
-        """One token for each row of `p` `[n, V]`, with the noise that is tied to each row's position; -1: none can be.
+        """Draw one token for each row of `p` `[n, V]` with the noise tied to its position; -1 if none can be drawn.
 
-        argmax(log p + g) with Gumbel noise g, written as a race: argmax(p / e) with exponential e = exp(-g).
+        Gumbel-max, argmax(log p + g), computed as argmax(p / e) with exponential noise e = exp(-g).
         """
         assert self.tied
         noise = torch.stack([self._noise_at(position, p) for position in positions])
@@ -152,7 +151,7 @@ class Sampler:
         return [int(t) if 0 < value < math.inf else -1 for t, value in zip(tokens, best, strict=True)]
 
     def _noise_at(self, position: int, p: Tensor) -> Tensor:
-        """Exponential noise `[V]`: a counter-based generator's, so that no two places share any of it."""
+        """Return exponential noise `[V]` of a counter-based generator; no two positions share any of it."""
         noise = self._noise.get(position)
         if noise is None:
             noise = self._noise[position] = tied_noise(self._key, position, p)
@@ -170,15 +169,16 @@ class Sampler:
         with_gap: bool = False,
         sure: bool = True,
     ) -> Taken | None:
-        """The token of processed scores `[V]` that a drafter takes for `position`; None where they leave none.
+        """Take the token for `position` from a draft's processed scores `[V]`; None if processors mask every token.
 
-        `p`: their probabilities, where they are known already. The gap is of scores, or with tied noise of log p + g.
-        `sure`: but for processors, some score is finite. All that is read is read at once.
+        `p`: the probabilities of the scores, if already computed. The gap is that of the scores, or of log p + g with
+        tied noise. `sure`: the caller guarantees a finite score unless a processor that reads the prefix masks every
+        token. All values are read from the device at once.
         """
         if p is None and (with_p or not self.greedy):
             p = self.probs(scores)
-        sure = sure and not self._by_row  # without some that read the prefix, processors leave a token
-        race = p / self._noise_at(position, p) if self.tied and p is not None else None  # as `draws` has it
+        sure = sure and not self._by_row  # only prefix-reading processors can mask every token
+        race = p / self._noise_at(position, p) if self.tied and p is not None else None  # as in `draws`
         if waits(scores):
             return self._taken(scores, p, race, with_p, with_gap, sure)
         if not sure and not float(scores.max()) > -math.inf:
@@ -200,7 +200,7 @@ class Sampler:
     def _taken(
         self, scores: Tensor, p: Tensor | None, race: Tensor | None, with_p: bool, with_gap: bool, sure: bool
     ) -> Taken | None:
-        """`take` where reading waits for a device."""
+        """`take` for a device whose reads wait: all values come in one transfer."""
         best, at = scores.max(0, keepdim=True)
         worth = torch.ones_like(best)
         if race is not None:
@@ -219,12 +219,12 @@ class Sampler:
         return Taken(_checked(token, value, scores if p is None else p), probability, *told)
 
     def coin(self, probability: float) -> bool:
-        """True with this probability."""
+        """Return True with this probability."""
         return self._random.random() < probability
 
 
 class Taken(NamedTuple):
-    """A token that a drafter takes, its probability, and its gap to the next best; 0 where they are not asked for."""
+    """A token taken by a drafter, its probability, and its gap to the runner-up; 0 where not requested."""
 
     token: int
     probability: float = 0.0
@@ -232,14 +232,17 @@ class Taken(NamedTuple):
 
 
 def _checked(token: float, worth: float, p: Tensor) -> int:
-    """A token whose merit, or the sum of all whose merits, is `worth`; where rounding went beyond `p`, the last."""
+    """Return `token` as an int, or the last token with p > 0 if rounding put it beyond `p`.
+
+    Raises `SelfspecError` unless `worth`, the token's score or the total mass, is positive and finite.
+    """
     if not 0 < worth < math.inf:
         raise SelfspecError(NO_TOKEN)
     return int(token) if token < len(p) else int(p.nonzero()[-1])
 
 
 def best_and_share(logits: Tensor) -> tuple[int, float]:
-    """The index of the largest of logits `[V]`, and its probability; not a number where none is finite."""
+    """Return the argmax of logits `[V]` and its probability; the probability is NaN if no logit is finite."""
     if not waits(logits):
         at = best_of(logits)
         return at, float((logits - logits[at]).exp().sum().reciprocal())
@@ -249,31 +252,31 @@ def best_and_share(logits: Tensor) -> tuple[int, float]:
 
 
 def best_of(merits: Tensor) -> int:
-    """The index of the largest of `merits` `[V]`; on a CPU by numpy, which takes a twentieth of torch's time."""
+    """Return the argmax of `merits` `[V]`; numpy takes a twentieth of torch's time for it on a CPU."""
     return int((merits if waits(merits) else merits.numpy()).argmax())
 
 
 def gaps(merits: Tensor) -> Tensor:
-    """By how much the best of `merits` `[.., V]` is above the next best `[..]`; infinite where it is alone."""
+    """Return the difference of the two largest of `merits` `[.., V]` as `[..]`; infinite if only one is finite."""
     best, at = merits.max(-1, keepdim=True)
     return (best - merits.scatter(-1, at, -torch.inf).amax(-1, keepdim=True)).squeeze(-1)
 
 
 def gap(merits: Tensor, token: int) -> float:
-    """That of one row `[V]` whose best is known: `token`'s."""
+    """Return the difference of `merits` `[V]` at `token`, the known argmax, and its largest other value."""
     others = merits.index_fill(0, torch.tensor(token, device=merits.device), -torch.inf)
     return float(merits[token] - others.max())
 
 
 def tied_noise(seed: int, position: int, like: Tensor) -> Tensor:
-    """The exponential noise `[V]` that a seed ties to an absolute position, for a vocabulary as `like`'s `[.., V]`."""
+    """Return the exponential noise `[V]` tied to a seed and a position; V and device are those of `like` `[.., V]`."""
     generator = np.random.Generator(np.random.Philox(key=seed % 2**128, counter=position << 64))
     drawn = np.maximum(generator.standard_exponential(like.shape[-1]), np.finfo(np.float64).tiny)
     return torch.from_numpy(drawn).to(like.device)
 
 
 def whole(value: object, name: str, *, least: int) -> int:
-    """A whole number of any kind. Raises `SelfspecError` naming it."""
+    """Return `value` as an integer of at least `least`. Raises `SelfspecError` with its name otherwise."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:

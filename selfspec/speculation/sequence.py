@@ -1,4 +1,4 @@
-"""One sequence while it is decoded. Knows nothing of models, caches and drafters."""
+"""The state of one sequence during decoding."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from selfspec.speculation.sampling import Sampler
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """One sequence while it is decoded. Only a round changes it; drafters and caches key their own state by it.
+    """The state of one sequence during decoding; only a round changes it. Drafters and caches key their state by it.
 
-    `tokens`: prompt and emitted tokens. `room`: tokens it may still emit; 0 once it has ended. `row`: its cache row,
-    which the engine allots. `kept`: how many of its tokens had their keys there when it joined. `ends`: end-of-sequence
-    tokens. `rule`: how its drafts are verified; when left out, the one that fits its sampler. `stop`: told each emitted
-    token in order, it says whether the sequence ends there.
+    `tokens`: prompt and emitted tokens. `remaining`: tokens it may still emit; 0 once it has ended. `row`: its KV cache
+    row, allotted by the engine. `num_cached`: tokens whose keys and values were cached when it joined. `ends`:
+    end-of-sequence tokens. `rule`: its verification rule; by default the one that fits its sampler. `stop`: called with
+    each emitted token in order; returns whether the sequence ends there.
     """
 
     tokens: list[int]
@@ -29,13 +29,13 @@ class SequenceState:
     stop: Callable[[int], bool] | None = None
 
     def verification_rule(self) -> Rule:
-        """`rule`, or the one that fits the sampler."""
+        """Return `rule`, or the default for the sampler."""
         if self.rule is None:
             self.rule = find_rule(None, self.sampler)
         return self.rule
 
     def emit(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Append `tokens` up to and including the first that ends the sequence; what was appended."""
+        """Append `tokens` up to and including the first that ends the sequence; return the appended ones."""
         emitted: list[int] = []
         for token in tokens[: self.remaining]:
             emitted.append(token)

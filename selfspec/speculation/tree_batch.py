@@ -1,4 +1,4 @@
-"""How drafts of several sequences are laid out for one pass. Knows nothing of models."""
+"""The layout of several sequences' drafts in one batch, with tree attention masks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from selfspec.speculation.drafts import NO_DRAFT, Draft
 
 
 class Placed(NamedTuple):
-    """A draft below the token `root`, which stands at position and slot `start` of cache row `row`."""
+    """A draft below the token `root`, which has sequence position and cache slot `start` in cache row `row`."""
 
     row: int
     root: int
@@ -23,7 +23,7 @@ class Placed(NamedTuple):
 class TreeBatch(NamedTuple):
     """Tokens `[B, n]` of one pass, with positions, slots, mask `[B, n, S]` and cache rows as `forward` takes them.
 
-    A draft's root comes first, then its tokens in order. `at[i]`: the row b of the i-th draft.
+    A draft's root comes first, then its tokens in order. `at[i]`: the batch row b of the i-th draft.
     """
 
     tokens: Tensor
@@ -35,10 +35,10 @@ class TreeBatch(NamedTuple):
 
 
 def lay_out(placed: Sequence[Placed], *, spare: int, device: torch.device) -> TreeBatch:
-    """The pass over these drafts: token i of a draft stands at slot `start + 1 + i`, at the position of its depth.
+    """Return the batch of these drafts; token i of a draft has slot `start + 1 + i` and the position of its depth.
 
-    Each token sees all slots before its root, its root, the tokens above it and itself. Shorter drafts, and cache rows
-    in between that have none, are padded: padding is written to the slot `spare`, which nothing sees.
+    Each token attends to all slots before its root, its root, its ancestors and itself. Shorter drafts, and cache rows
+    in between without a draft, are padded. Padding is written to the slot `spare`, which no mask shows.
     """
     if len(placed) == 1:
         return _alone(placed[0], device)
@@ -47,7 +47,7 @@ def lay_out(placed: Sequence[Placed], *, spare: int, device: torch.device) -> Tr
     tokens = torch.zeros(shape, dtype=torch.long)
     positions, slots = tokens.clone(), torch.full(shape, spare)
     mask = torch.zeros((*shape, max(one.start + 1 + len(one.draft) for one in placed)), dtype=torch.bool)
-    mask[:, :, 0] = True  # so that padding sees something
+    mask[:, :, 0] = True  # so that padding attends to some slot
     for one in placed:
         b, n, start = one.row - first, 1 + len(one.draft), one.start
         tokens[b, :n] = torch.tensor([one.root, *one.draft.tokens])
@@ -61,7 +61,7 @@ def lay_out(placed: Sequence[Placed], *, spare: int, device: torch.device) -> Tr
 
 
 def _alone(one: Placed, device: torch.device) -> TreeBatch:
-    """A chain stands in a run of slots, and needs no mask."""
+    """Return the batch of a single draft; its slots are consecutive, and a chain needs no mask."""
     row, root, start, draft = one
     tokens = torch.tensor([[root, *draft.tokens]], device=device)
     rows = slice(row, row + 1)
@@ -74,7 +74,7 @@ def _alone(one: Placed, device: torch.device) -> TreeBatch:
 
 
 def above(draft: Draft) -> Tensor:
-    """For the root, then each token: which tokens of the draft it sees `[1 + m, m]`: those above it, and itself."""
+    """Return the tree attention mask `[1 + m, m]` of the root and each token: its ancestors and itself."""
     above = [[False] * len(draft)]
     for node, parent in enumerate(draft.parents):
         seen = list(above[parent + 1])

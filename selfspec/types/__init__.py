@@ -1,1 +1,1 @@
-"""Plain numbers that rooms hand to each other: draft paths, costs, acceptance, counts. Knows nothing of torch."""
+"""Plain data shared by the packages: draft paths, costs, acceptance, counts. Does not import torch."""

@@ -1,6 +1,6 @@
-"""How often drafted tokens are right, by their confidence: plain data, for profiles and controllers.
+"""Acceptance rates of drafted tokens by confidence: plain data, for profiles and controllers.
 
-`selfspec.search` fits it to a trace. Knows nothing of torch.
+`selfspec.search` fits them to a trace. Does not import torch.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ Chances = Annotated[list[Chance], Field(min_length=2)]
 
 
 def _also_as_version_1_named_it(schema: dict[str, Any]) -> None:
-    """Tell the JSON schema of the name that files of version 1 use."""
+    """Add the field name that version 1 files use to the JSON schema."""
     named = schema["properties"]["candidates"]
     schema["properties"]["beside"] = {**named, "deprecated": True, "description": "`candidates`, in version 1."}
 
 
 class AcceptanceCurve(Data):
-    """How often a drafted token is right, by its confidence c, where all tokens before it in its draft are right.
+    """The acceptance rate of a drafted token by its confidence c, given that all tokens before it are accepted.
 
-    Each list holds a value for each `confidence`, in rising order; between two of them the curve is a line.
+    Each list holds a value for each `confidence`, in rising order; the curve is linear in between.
 
-    `accepted`: the chance that the token is accepted. `following`: that the token drafted after it is, if it is
-    accepted itself. `candidates[0]`: that not it but the second candidate for its place is the right token,
-    `candidates[1]` the third, and so on; the drafted token is the first.
+    `accepted`: the chance that the token is accepted. `following`: the chance that the token drafted after it is
+    accepted, if it is accepted itself. `candidates[0]`: the chance that the second candidate for its position is right
+    instead, `candidates[1]` the third, and so on; the drafted token is the first candidate.
     """
 
     model_config = ConfigDict(json_schema_extra=_also_as_version_1_named_it)
@@ -50,7 +50,7 @@ class AcceptanceCurve(Data):
     @model_validator(mode="before")
     @classmethod
     def _as_version_1_named_it(cls, data: Any) -> Any:
-        """What was saved with `candidates` under its earlier name `beside`."""
+        """Rename `beside`, the version 1 name of `candidates`."""
         if isinstance(data, Mapping) and "beside" in data and "candidates" not in data:
             return {"candidates" if key == "beside" else key: value for key, value in data.items()}
         return data
@@ -67,25 +67,26 @@ class AcceptanceCurve(Data):
         return self
 
     def place(self, confidence: float) -> tuple[int, float]:
-        """Where a confidence lies: the number of the knot before it, and its way to the next knot, 0 to 1."""
+        """Return the place of a confidence: the knot before it, and the fraction of the way to the next, 0 to 1."""
         knots = self.confidence
         i = min(max(bisect_right(knots, confidence) - 1, 0), len(knots) - 2)
         return i, min(max((confidence - knots[i]) / (knots[i + 1] - knots[i]), 0.0), 1.0)
 
 
 def between(values: Sequence[float], place: tuple[int, float]) -> float:
-    """The value at a `place` of a curve whose knots have these values."""
+    """Return the value at a `place` of a curve with these values at its knots."""
     i, share = place
     return values[i] + share * (values[i + 1] - values[i])
 
 
 @dataclass(frozen=True, slots=True)
 class PayoffModel:
-    """What drafting costs and brings, as a rate-optimal controller is to know it: times in plain decoding steps.
+    """The costs and gains of drafting, for a rate-optimal controller; times are in plain decode steps.
 
-    `draft`: of one drafted token; `rounds[w]`: of a round whose verification has w rows, its draft steps left out
-    (`rounds[0]` is never read); `curve`: how often drafted tokens are right; `wider`: of a draft step over one token,
-    over two, and so on, where that is not one for each drafted token; `head`: of a step of a head below a draft path.
+    `draft`: the time of one drafted token. `rounds[w]`: the time of a round that verifies w rows, without its draft
+    steps (`rounds[0]` is never read). `curve`: the acceptance rates. `wider`: the times of a draft step over one token,
+    over two, and so on; empty if every draft step is over one token. `head`: the time of a step of a draft head below a
+    draft path.
     """
 
     draft: float = 0.5
@@ -105,17 +106,17 @@ class PayoffModel:
         vocabulary: float = 1.0,
         spared: float = 0.0,
     ) -> PayoffModel:
-        """Of drafting along a path, by a cost model.
+        """Make the payoff model of drafting along a path from a cost model.
 
-        `vocabulary`: the share of all tokens that may be drafted; `spared`: of a draft step, by guesses that its passes
-        check.
+        `vocabulary`: the share of all tokens that may be drafted. `spared`: the share of a draft step saved for each
+        drafted token by lookup tokens that the draft passes check.
         """
         rounds = ((costs.round + costs.verification(rows)) / costs.plain for rows in range(MOST_ROWS + 1))
         draft = costs.draft(path, layers, vocabulary=vocabulary) / costs.plain
         return cls((1 - spared) * draft, tuple(rounds), curve, costs.passes(draft))
 
     def price(self, work: Work) -> float:
-        """Plain decoding steps that this work takes; a part that nobody has priced counts as one for each call."""
+        """Return the cost of this work in plain decode steps; a call of unknown cost counts as one step."""
         return sum(calls * self._price(part) for part, calls in work)
 
     def _price(self, part: DraftCall) -> float:
@@ -126,7 +127,7 @@ class PayoffModel:
 
 
 def guess(path: DraftPath | SkipSet, layers: int, curve: AcceptanceCurve | None = None) -> PayoffModel:
-    """An outlook where nothing was measured: a draft step takes as long as what it reads of the weights suggests."""
+    """Return an unmeasured payoff model: a draft step's cost is estimated from the weights it reads."""
     shares = {"full": 1.0, "int8": 0.4, "int4": 0.3, "skip": 0.0}
     modes = as_path(path).modes(layers)
     draft = 0.1 + 0.9 * sum(shares[mode] for mode in modes) / len(modes)

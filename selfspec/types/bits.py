@@ -1,4 +1,4 @@
-"""How many bits of each weight a draft step reads, by its path and the model's sizes. Plain data, without torch."""
+"""Bits read per weight by a draft step, from its path and the model's sizes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from selfspec.types.draft_path import DraftPath, Mode
 from selfspec.types.identity import Identity
 
-READ: Mapping[Mode, float] = {"int8": 8.0, "int4": 4.5, "skip": 0.0}  # in 4 bits with a scale and a zero for 64 weights
+READ: Mapping[Mode, float] = {"int8": 8.0, "int4": 4.5, "skip": 0.0}  # int4: with scale and zero point per 64 weights
 DTYPES = {"float64": 64.0, "float32": 32.0, "bfloat16": 16.0, "float16": 16.0}
 
 
 @dataclass(frozen=True, slots=True)
 class BitsRead:
-    """Bits per weight that a draft step reads, and a plain step: means over all sub-layers and the head."""
+    """Bits read per weight by a draft step and by a plain step: means over all sub-layers and the head."""
 
     draft: float
     plain: float
 
     @property
     def said(self) -> str:
-        """In words."""
+        """A sentence for display."""
         return f"a draft step reads {self.draft:.3g} bits per weight, a plain step {self.plain:.3g}"
 
 
 def bits_read(path: DraftPath, model: Identity, *, dtype: str | None = None) -> BitsRead | None:
-    """What a draft step reads of a model in a dtype, such as `bfloat16`; without one, and for others, in 32 bits.
+    """Return the bits that a draft step reads of a model in `dtype`, such as `bfloat16`; other values mean 32 bits.
 
-    None where one of the model's sizes is not known. Raises `SelfspecError` for a layer that it does not have.
+    None if one of the model's sizes is unknown. Raises `SelfspecError` for a layer that the model does not have.
     """
     full = DTYPES.get(dtype or "", 32.0)
     draft = bits_per_weight(path, model, full=full)
@@ -36,20 +36,20 @@ def bits_read(path: DraftPath, model: Identity, *, dtype: str | None = None) -> 
 
 
 def bits_per_weight(path: DraftPath, model: Identity, *, full: float = 32.0) -> float | None:
-    """The mean bits that a draft step reads of the weights of all sub-layers and the head; `full`: of one in full.
+    """Return the mean bits read per weight of all sub-layers and the head; `full`: bits of a full-precision weight.
 
-    What is bypassed is not read; of the head only the path's vocabulary is. Norms and the embedding, of which a step
-    reads little, do not count. Heads are taken to be as wide as the residual stream divided by their number. None
-    where one of the model's sizes is not known. Raises `SelfspecError` for a layer that it does not have.
+    Skipped sub-layers are not read; of the head only the path's vocabulary is. Norms and the embedding are left out, as
+    a step reads little of them. The head dimension is assumed to be the residual width divided by the number of heads.
+    None if one of the model's sizes is unknown. Raises `SelfspecError` for a layer that the model does not have.
     """
     return _mean(path, model, full, path.share(model.vocabulary) * {"full": full, **READ}[path.head])
 
 
 def extra_share(path: DraftPath, model: Identity, *, dtype: str | None = None) -> float | None:
-    """What a path holds beside a model, as a share of the weights of all its sub-layers and its head in a dtype.
+    """Return a path's extra memory as a share of the weights of all the model's sub-layers and its head in `dtype`.
 
-    That is: weights in few bits, and the weights of a head over some tokens only. The dtype, what is taken for granted
-    and what is raised are as in `bits_read`.
+    Extra are the quantised weights, and the weights of a head over a reduced vocabulary. The dtype, the assumptions and
+    the errors are those of `bits_read`.
     """
     full = DTYPES.get(dtype or "", 32.0)
     held = full if path.vocabulary is not None and path.head == "full" else {"full": 0.0, **READ}[path.head]
@@ -58,7 +58,7 @@ def extra_share(path: DraftPath, model: Identity, *, dtype: str | None = None) -
 
 
 def _mean(path: DraftPath, model: Identity, full: float, head: float) -> float | None:
-    """Bits per weight where one in full counts `full`, the others as in `READ`, and the head's `head` each."""
+    """Return the mean bits per weight: `full` for full precision, `READ` for other modes, `head` in the head."""
     modes = path.modes(model.layers)
     sizes = _weights(model)
     if sizes is None:
@@ -72,9 +72,9 @@ def _mean(path: DraftPath, model: Identity, full: float, head: float) -> float |
 
 
 def _weights(model: Identity) -> tuple[int, int, int] | None:
-    """How many an attention, an MLP and the head have."""
+    """Return the number of weights of an attention sub-layer, of an MLP and of the head."""
     hidden, heads, inner, tokens = model.hidden, model.heads, model.intermediate, model.vocabulary
     if hidden is None or heads is None or model.kv_heads is None or inner is None or tokens is None:
         return None
-    keys = hidden * model.kv_heads // heads  # as wide are a layer's keys, and its values
+    keys = hidden * model.kv_heads // heads  # width of a layer's keys, and of its values
     return 2 * hidden * (hidden + keys), 3 * hidden * inner, tokens * hidden

@@ -1,6 +1,6 @@
-"""How sure a draft may be of the token that it has just drafted: plain data, for profiles, drafters and the search.
+"""The confidence of a drafted token: plain data, for profiles, drafters and the search.
 
-`selfspec.search` fits it to a trace. Knows nothing of torch.
+`selfspec.search` fits it to a trace. Does not import torch.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from pydantic import Field
 
 from selfspec.basics.checked_model import Data
 
-CLOSEST, SUREST = 1e-6, 1e-9  # a gap, and a distance of a probability from 0 and 1, that count as no smaller
+CLOSEST, SUREST = 1e-6, 1e-9  # lower bounds of a gap, and of a probability's distance from 0 and 1
 Weight = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Confidence(Data):
-    """The chance that a drafted token is right, by what the draft's own distribution says of it.
+    """The chance that a drafted token is right, from the draft's own distribution.
 
         1 / (1 + exp(-(bias + probability * log(p / (1 - p)) + gap * log(g))))
 
-    p: the token's probability; g: the gap between the two best logits, as processors and temperature leave them (under
-    rule `match`, between the two best sums of log p and noise). Left out, it is p itself.
+    p: the token's probability; g: the gap between the two best logits after processors and temperature (under rule
+    `match`, between the two best sums of log p and noise). By default the confidence is p itself.
 
-    Where drafts are nearly the whole model, they are wrong only where the model itself hardly prefers one token to
-    another: the gap tells that, and a low probability does not.
+    If the draft is nearly the whole model, it is wrong only where the model itself hardly prefers one token to another.
+    The gap shows that, and a low probability does not.
     """
 
     bias: Weight = 0.0
@@ -34,18 +34,18 @@ class Confidence(Data):
 
     @property
     def plain(self) -> bool:
-        """Whether it is the probability itself."""
+        """Whether the confidence is the probability itself."""
         return self.bias == 0 and self.probability == 1 and self.gap == 0
 
     @property
     def reads(self) -> str:
-        """What it is told by: probability, gap, both, or nothing, where it is the same for all tokens."""
+        """The inputs it depends on: probability, gap, both, or nothing (the same for all tokens)."""
         if not self.probability:
             return "gap" if self.gap else "nothing"
         return "both" if self.gap else "probability"
 
     def of(self, probability: float, gap: float) -> float:
-        """The confidence in a token of this probability, with this gap."""
+        """Return the confidence of a token with this probability and gap."""
         if self.plain:
             return probability
         x = self.bias

@@ -1,4 +1,4 @@
-"""A controller as a profile names it: plain data; `controllers` makes it and checks its options."""
+"""The specification of a controller in a profile: plain data; `controllers` makes it and checks its options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Option = Annotated[int, Field(ge=-(10**9), le=10**9)] | Annotated[float, Field(a
 
 
 class ControllerSpec(Data):
-    """When drafting stops: a controller by its registered name; the registry in `controllers` checks the options."""
+    """A controller by its registered name, with options that the registry in `controllers` checks."""
 
     name: str = Field(description="fixed, static, adaptive or rate.")
     options: dict[str, Option] = Field(

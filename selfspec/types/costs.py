@@ -1,6 +1,6 @@
-"""What drafting and verifying cost on one machine: plain data, for profiles, controllers and the search.
+"""The cost model of drafting and verification on one machine: plain data, for profiles, controllers and the search.
 
-`selfspec.measure.cost_fitting` measures it. Knows nothing of torch.
+`selfspec.measure.cost_fitting` fits it. Does not import torch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from selfspec.types.draft_path import DraftPath, LowMode, Mode, as_path
 from selfspec.types.draft_work import GUESS, DraftCall, Work, draft_pass
 from selfspec.types.skip import SkipSet
 
-WIDER = (1.12, 1.24, 1.36, 1.48, 1.6)  # what draft steps over 2, 3, .. tokens take where that was not measured
-CHEAPER = 0.9  # of what running in full costs: a mode that costs more is not worth trying
+WIDER = (1.12, 1.24, 1.36, 1.48, 1.6)  # default relative cost of draft steps over 2, 3, .. tokens
+CHEAPER = 0.9  # relative to full precision: a mode that costs more is not worth trying
 
 
 class Prices(Data):
-    """Seconds of an attention and an MLP sub-layer, and of the head, that run in few bits in a draft step."""
+    """Seconds of a quantised attention sub-layer, MLP sub-layer and head in a draft step."""
 
     attention: Seconds
     mlp: Seconds
@@ -32,14 +32,14 @@ class Prices(Data):
 class CostModel(Data):
     """Seconds, measured on one model, device and dtype with `context` keys in the cache.
 
-    A draft step takes `base`, and `attention` and `mlp` for each sub-layer of the kind that runs; each attention takes
-    `attention_per_key` more for every key in the cache beyond `context`, or less. A verification of `widths[i]` rows
-    takes `verify[i]`; for more than one row that includes the fixed cost of starting a draft. Every round takes `round`
-    on top. `prefill` is per prompt token; `head` is the part of a draft step that the head over the whole vocabulary
-    takes. `wider`: what a draft step over 2, 3, .. tokens takes, over one of one token. `low`: the prices of what runs
-    in few bits instead, by mode; modes that are not there are taken to cost what running in full does. `fastest`: of a
-    plain decoding step on weights that lie in memory as suits it, where those measured lie as suits drafting. `error`:
-    mean relative error of the draft step on paths that the fit did not see.
+    A draft step takes `base`, and `attention` and `mlp` for each such sub-layer that runs. Each attention takes
+    `attention_per_key` more for every cached key beyond `context`, or less for fewer. A verification pass of
+    `widths[i]` rows takes `verify[i]`; for more than one row that includes the fixed cost of starting a draft. Every
+    round takes `round` on top. `prefill` is per prompt token. `head` is the part of a draft step that the head over the
+    whole vocabulary takes. `wider`: the time of a draft step over 2, 3, .. tokens, relative to one over one token.
+    `low`: the costs of quantised sub-layers and head, by mode; a missing mode is assumed to cost as much as full
+    precision. `fastest`: the time of a plain decode step with the weight layout that suits it, if the measured layout
+    suits drafting. `error`: mean relative error of the draft step's cost on paths left out of the fit.
     """
 
     context: Positive
@@ -69,20 +69,20 @@ class CostModel(Data):
 
     @property
     def plain(self) -> float:
-        """Seconds of one plain decoding step."""
+        """Seconds of one plain decode step."""
         return self.round + self.verify[0]
 
     @property
     def baseline(self) -> float:
-        """Seconds of a plain decoding step where it is fastest: what speedups are over."""
+        """Seconds of the fastest plain decode step, the baseline of speedups."""
         return self.plain if self.fastest is None else self.fastest
 
     def draft(
         self, path: DraftPath | SkipSet, layers: int, *, keys: int | None = None, vocabulary: float = 1.0
     ) -> float:
-        """Seconds of one draft step of a model of `layers` layers along a path, over `keys` keys.
+        """Return the seconds of one draft step of a model of `layers` layers along a path, over `keys` cached keys.
 
-        `vocabulary`: the share of the vocabulary that its head is over.
+        `vocabulary`: the share of the vocabulary that its head covers.
         """
         path = as_path(path)
         further = 0 if keys is None else keys - self.context
@@ -96,7 +96,7 @@ class CostModel(Data):
         return max(seconds - self.head + vocabulary * head, 0.0)
 
     def cheaper_in(self, mode: Mode) -> bool:
-        """Whether sub-layers are cheaper in that mode than in full."""
+        """Return whether sub-layers are notably cheaper in that mode than in full (`CHEAPER`)."""
         mine, full = self._prices.get(mode, self._full), self._full
         return mine.attention + mine.mlp < CHEAPER * (full.attention + full.mlp)
 
@@ -110,22 +110,22 @@ class CostModel(Data):
         return {"full": self._full, **low}
 
     def draft_share(self, path: DraftPath | SkipSet, layers: int) -> float:
-        """A draft step as a share of a plain decoding step: the literature's c."""
+        """Return a draft step's cost relative to a plain decode step: the literature's c."""
         return self.draft(path, layers) / self.plain
 
     def passes(self, draft: float) -> tuple[float, ...]:
-        """Seconds of draft steps over one token, which takes `draft`, over two at once, and so on."""
+        """Return the seconds of draft steps over 1, 2, .. tokens at once, given `draft` for one token."""
         return (draft, *(draft * share for share in self.wider))
 
     def prices(self, draft: float) -> dict[DraftCall, float]:
-        """Seconds of one call of each part of a draft's work, where a draft step over one token takes `draft`."""
+        """Return the seconds of one call of each part of draft work, given `draft` for a step over one token."""
         steps = {draft_pass(rows): seconds for rows, seconds in enumerate(self.passes(draft), start=1)}
         return {GUESS: 0.0, **steps}
 
     def verification(self, rows: int) -> float:
-        """Seconds of a verification of `rows` rows: between measured widths, and beyond the last two, a line.
+        """Return the seconds of a verification pass of `rows` rows, linear between measured widths and beyond the last.
 
-        That beyond the last two never falls: where they do, they were disturbed.
+        The extrapolation beyond the last two widths never falls: a falling pair is a disturbed measurement.
         """
         if rows <= self.widths[0] or len(self.widths) == 1:
             return self.verify[0]
@@ -135,7 +135,7 @@ class CostModel(Data):
         return t_b + rise * (rows - b) / (b - a)
 
     def seconds(self, rounds: Mapping[tuple[Work, int], int], prices: Mapping[DraftCall, float]) -> float:
-        """Seconds of decoding in which `rounds[work, w]` rounds drafted with this work and verified w rows.
+        """Return the seconds of decoding, where `rounds[work, w]` rounds drafted with this work and verified w rows.
 
         `prices`: seconds of one call of each part of the work.
         """
@@ -146,7 +146,7 @@ class CostModel(Data):
 
 
 def _counts(path: DraftPath, mode: Mode, layers: int, priced: Collection[Mode]) -> tuple[int, int]:
-    """How many attention and MLP sub-layers run in a mode; those of modes without a price count as in full."""
+    """Return how many attention and MLP sub-layers run in a mode; modes without a cost count as full."""
     if mode != "full":
         of: SkipSet = getattr(path, mode)
         return len(of.attention), len(of.mlp)

@@ -1,4 +1,4 @@
-"""Draft paths: how the model runs while it drafts. Plain data; `runtime` compiles it against a model."""
+"""Draft paths: how the model runs while it drafts. Plain data; `runtime` compiles it for a model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.types.skip import NOTHING_SKIPPED, SkipSet
 
 Mode = Literal["full", "int8", "int4", "skip"]
-"""How one sub-layer runs while drafting: as it is, with its weights in 8 or 4 bits, or not at all."""
+"""How one sub-layer runs while drafting: in full, with int8 or int4 weights, or skipped."""
 
 HeadMode = Literal["full", "int8", "int4"]
 LowMode = Literal["int8", "int4"]
-"""The modes of few bits."""
+"""The quantised modes."""
 
 MODES: tuple[Mode, ...] = get_args(Mode)  # each reads fewer bytes than the one before it
 LOW: tuple[LowMode, ...] = get_args(LowMode)
@@ -24,12 +24,13 @@ WORDS: dict[Mode, str] = {"full": "in full", "int8": "in 8 bits", "int4": "in 4 
 
 @dataclass(frozen=True, slots=True)
 class DraftPath:
-    """How each sub-layer and the head run while drafting; what is not named here runs in full.
+    """A draft path: the mode of each sub-layer and of the head while drafting; sub-layers not listed run in full.
 
-    `skip`: the sub-layers that are bypassed. `int8` and `int4`: those that run with their weights in so many bits.
-    `head`: the mode of the head. `vocabulary`: the only tokens whose logits it computes; None: all. `trained`: the name
-    of what training adds to it, as a runtime has learnt it (`Runtime.learn`); None: nothing. Raises `SelfspecError` for
-    a sub-layer of two modes, a head that is bypassed, and a vocabulary that is empty, or has a token twice or below 0.
+    `skip`: the skip set, bypassed sub-layers. `int8` and `int4`: the sub-layers that run with int8 or int4 weights.
+    `head`: the mode of the head. `vocabulary`: the only tokens whose logits the head computes; None: all. `trained`:
+    the name of the trained additions, as registered with a runtime (`Runtime.learn`); None: none. Raises
+    `SelfspecError` for a sub-layer with two modes, a skipped head, and a vocabulary that is empty or has a repeated or
+    negative token.
     """
 
     skip: SkipSet = NOTHING_SKIPPED
@@ -59,19 +60,22 @@ class DraftPath:
 
     @classmethod
     def skipping(cls, attention: Sequence[int] = (), mlp: Sequence[int] = ()) -> DraftPath:
-        """One that bypasses these layers' attention and MLPs, and runs the rest in full."""
+        """Make a path that skips these layers' attention and MLP sub-layers, and runs the rest in full."""
         return cls(SkipSet(tuple(attention), tuple(mlp)))
 
     @classmethod
     def of(
         cls, modes: Sequence[Mode], *, head: HeadMode = "full", vocabulary: tuple[int, ...] | None = None
     ) -> DraftPath:
-        """Of `2 * layers` modes: attention of layers 0.., then MLP of layers 0.. (`modes` turned round)."""
+        """Make a path of `2 * layers` modes: attention of layers 0.., then MLP of layers 0.. (inverse of `modes`)."""
         sets = {mode: SkipSet.from_bits([m == mode for m in modes]) for mode in ("skip", "int8", "int4")}
         return cls(sets["skip"], vocabulary, sets["int8"], sets["int4"], head)
 
     def modes(self, layers: int) -> tuple[Mode, ...]:
-        """As `2 * layers` modes: attention of layers 0.., then MLP of layers 0... Raises `SelfspecError` as `check`."""
+        """Return `2 * layers` modes: attention of layers 0.., then MLP of layers 0...
+
+        Raises `SelfspecError` as `check` does.
+        """
         if not self.low_precision:
             return tuple("skip" if bit else "full" for bit in self.skip.bits(layers))
         each = zip(self.skip.bits(layers), self.int8.bits(layers), self.int4.bits(layers), strict=True)
@@ -84,39 +88,39 @@ class DraftPath:
         self.int4.check(layers, mode="int4")
 
     def share(self, words: int | None) -> float:
-        """The share of a vocabulary of `words` tokens that the head is over; all of it where that is not known."""
+        """Return the share of a vocabulary of `words` tokens that the head covers; 1 if its size is unknown."""
         return 1.0 if self.vocabulary is None or not words else len(self.vocabulary) / words
 
     def runs(self, layers: int) -> list[tuple[int, int]]:
-        """Layers next to each other that are bypassed whole, each run from its first to before its end."""
+        """Return the runs of adjacent layers that are skipped entirely, as (first, end) with end exclusive."""
         whole = set(self.skip.attention) & set(self.skip.mlp)
         firsts = [i for i in range(layers) if i in whole and i - 1 not in whole]
         return [(i, next(j for j in range(i, layers + 1) if j not in whole)) for i in firsts]
 
     @property
     def low_precision(self) -> bool:
-        """Whether anything runs in few bits."""
+        """Whether any sub-layer or the head is quantised."""
         return bool(len(self.int8) or len(self.int4) or self.head != "full")
 
     @property
     def few(self) -> tuple[tuple[Mode, SkipSet], ...]:
-        """The modes of few bits, each with the sub-layers that run so; those of none are left out."""
+        """The quantised modes that are in use, each with its sub-layers."""
         sets: tuple[tuple[Mode, SkipSet], ...] = (("int8", self.int8), ("int4", self.int4))
         return tuple((mode, of) for mode, of in sets if len(of))
 
     @property
     def cheaper(self) -> bool:
-        """Whether any sub-layer, or the head, does not run in full: otherwise drafts cost what decoding does."""
+        """Whether any sub-layer or the head does not run in full; otherwise a draft step costs a decode step."""
         return self.low_precision or len(self.skip) > 0
 
     def rows(self, layers: int) -> tuple[str, str]:
-        """The skip map: a string for attention and one for MLP, a sign of `SIGNS` for each layer."""
+        """Return the skip map: a string for attention and one for MLP, a sign of `SIGNS` for each layer."""
         signs = "".join(SIGNS[mode] for mode in self.modes(layers))
         return signs[:layers], signs[layers:]
 
     @property
     def said(self) -> str:
-        """What is not in full, in a few words."""
+        """A short description of what does not run in full."""
         parts = [f"{len(of)} {WORDS[mode]}" for mode, of in (*self.few, ("skip", self.skip)) if len(of)]
         if parts:
             first, _, rest = parts[0].partition(" ")
@@ -130,5 +134,5 @@ FULL = DraftPath()
 
 
 def as_path(path: DraftPath | SkipSet) -> DraftPath:
-    """A draft path; that of a skip set runs the rest in full."""
+    """Return a draft path; a skip set becomes one that runs the rest in full."""
     return DraftPath(path) if isinstance(path, SkipSet) else path

@@ -1,4 +1,4 @@
-"""What making a draft took: calls of priced parts. Plain data for drafters, the guard, statistics and cost models."""
+"""The work of making a draft: calls with known costs. Plain data for drafters, guard, statistics and cost models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class DraftCall(NamedTuple):
-    """One kind of call that drafts are made of: its name, and how many tokens of the sequence go through it at once."""
+    """One kind of call in drafting: its name, and how many tokens of the sequence it processes at once."""
 
     name: str
     rows: int = 1
@@ -17,32 +17,32 @@ class DraftCall(NamedTuple):
         return self.name if self.rows == 1 else f"{self.name} of {self.rows} rows"
 
 
-# What tokens came from; of what is guessed, the proposer's name.
+# Names of token sources; the source of lookup tokens is the proposer's name.
 DRAFT_PATH, DRAFT_MODEL, RECYCLED = "draft path", "draft model", "recycle"
 INPUT, JACOBI, LOOKAHEAD = "input", "jacobi", "lookahead"
 DRAFT_STEP = DraftCall("draft step")  # one token through a draft path
-HEAD_STEP = DraftCall("head step")  # of a trained head that guesses below a draft path
-GUESS = DraftCall("guess")  # what no model computes
-Work = tuple[tuple[DraftCall, int], ...]  # each part once, with how often it was called; () is free
+HEAD_STEP = DraftCall("head step")  # one step of a trained draft head below a draft path
+GUESS = DraftCall("guess")  # a lookup, without a model's pass
+Work = tuple[tuple[DraftCall, int], ...]  # each kind of call once, with its number of calls; () costs nothing
 NO_WORK: Work = ()
 GUESSED: Work = ((GUESS, 1),)
 
 
 def steps_of(drafted: int) -> Work:
-    """The work of a chain that a draft path drafts token by token."""
+    """Return the work of a chain drafted token by token along a draft path."""
     return ((DRAFT_STEP, drafted),) if drafted else NO_WORK
 
 
 def passes_of(widths: Iterable[int]) -> Work:
-    """The work of a draft path's passes over so many tokens each."""
+    """Return the work of draft-path passes of these widths in tokens."""
     return tuple((draft_pass(rows), calls) for rows, calls in sorted(Counter(widths).items()))
 
 
 def with_head_steps(work: Work, steps: int) -> Work:
-    """The same, and so many steps of a head below."""
+    """Return `work` with `steps` additional steps of a draft head below the path."""
     return (*work, (HEAD_STEP, steps)) if steps else work
 
 
 def draft_pass(rows: int) -> DraftCall:
-    """So many tokens through a draft path at once."""
+    """Return the call of one draft-path pass over `rows` tokens."""
     return DraftCall(DRAFT_STEP.name, rows)

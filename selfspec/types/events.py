@@ -1,4 +1,4 @@
-"""Where each token of a generation came from: plain data, made from its rounds. Knows no torch and no tokenizer."""
+"""The origin of each token of a generation: plain data, made from its rounds. Imports no torch and no tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Origin(StrEnum):
-    """Where an emitted token came from."""
+    """The origin of an emitted token."""
 
     PLAIN = "plain"
     ACCEPTED_DRAFT = "accepted draft"
@@ -26,7 +26,7 @@ class Origin(StrEnum):
 
     @property
     def meaning(self) -> str:
-        """In words, for legends."""
+        """A short explanation, for legends."""
         return _MEANINGS[self]
 
 
@@ -42,7 +42,7 @@ _MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A drafted token that was rejected. `confidence` as in `TokenEvent`."""
+    """A drafted token that was rejected; `confidence` as in `TokenEvent`."""
 
     token: int
     text: str
@@ -51,15 +51,15 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One emitted token, and where it came from.
+    """One emitted token and its origin.
 
     `text`: what it added to the generation's text: '' for special tokens, for all but the last of the tokens that share
-    a character, and from a stop string on. `round`: from 1. `place`: of a drafted token, how deep in its draft, from 1.
-    `confidence`: the draft's probability of it; None where it was not drafted, and for a place's other candidates, of
-    which none is known. `probability`: the model's own, the softmax of its raw logits, temperature and processors left
-    out; None unless `probabilities` were asked for. `rejected`: what was drafted at this place and rejected before this
-    token was taken: the chain's token first, then the other candidates. `source`: what came up with it, by name: the
-    draft path, or a proposer, also where the path then drafted what that had guessed; None where it was not drafted.
+    a character, and from a stop string on. `round`: from 1. `place`: a drafted token's depth in its draft, from 1.
+    `confidence`: the draft's confidence in it; None if it was not drafted, and for a position's further candidates,
+    whose confidence is unknown. `probability`: the target's probability of it, the softmax of the raw logits without
+    temperature and processors; None unless `probabilities` were requested. `rejected`: tokens rejected at this position
+    before this one was taken: the chain's token first, then the other candidates. `source`: its source by name: the
+    draft path, or a proposer, also if the path drafted the same token as the lookup; None if it was not drafted.
     """
 
     token: int
@@ -73,15 +73,15 @@ class TokenEvent:
     source: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """Return all fields, ready for JSON."""
         return {**asdict(self), "origin": str(self.origin), "rejected": [asdict(one) for one in self.rejected]}
 
 
 def origins(done: Round) -> list[Origin]:
-    """The origin of each token that a round emitted, in order."""
+    """Return the origin of each token that a round emitted, in order."""
     if not done.proposed:
         return [Origin.PLAIN] * done.tokens
-    first: dict[int, int] = {}  # of the nodes below each node
+    first: dict[int, int] = {}  # by parent: its first child
     for node, parent in enumerate(done.parents):
         first.setdefault(parent, node)
     drafted = Origin.ACCEPTED_GUESS if done.work == GUESSED else Origin.ACCEPTED_DRAFT
@@ -93,7 +93,7 @@ def origins(done: Round) -> list[Origin]:
 def token_events(
     tokens: Sequence[int], texts: Sequence[str], rounds: Iterable[Round], text_of: Callable[[int, int], str]
 ) -> tuple[TokenEvent, ...]:
-    """The events of emitted `tokens`, whose `texts` make the whole text, by the `rounds` that emitted them.
+    """Return the events of emitted `tokens`, whose `texts` make the whole text, from the `rounds` that emitted them.
 
     `text_of(i, token)`: the text that `token` would have added as the i-th emitted one.
     """
@@ -125,20 +125,20 @@ def token_events(
 
 
 def counts(events: Iterable[TokenEvent]) -> dict[Origin, int]:
-    """How many tokens came from where, in the order of `Origin`; only what occurred."""
+    """Return the number of tokens by origin, in the order of `Origin`; origins without tokens are left out."""
     counted = Counter(event.origin for event in events)
     return {origin: counted[origin] for origin in Origin if counted[origin]}
 
 
 def _rejected(done: Round, i: int) -> list[int]:
-    """The nodes that were rejected before the i-th token that a round emitted was taken."""
+    """Return the nodes that were rejected before a round's i-th emitted token was taken."""
     above = _last(done.path[:i])
     candidates = [node for node, parent in enumerate(done.parents) if parent == above]
     return candidates[: candidates.index(done.path[i])] if i < len(done.path) else candidates
 
 
 def _last(path: Sequence[int]) -> int:
-    """The node at the end of a path; -1: the root."""
+    """Return the node at the end of a path; -1: the root."""
     return path[-1] if path else -1
 
 

@@ -1,4 +1,4 @@
-"""Which model something is for: the sizes of its architecture, and a fingerprint of its weights."""
+"""The identity of a model: the sizes of its architecture, and a fingerprint of its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Layers = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
 
 
 class Identity(Data):
-    """Which model a profile is for. What is present must agree with the model; `layers` is required."""
+    """The model a profile is for. Fields that are set must agree with the model; `layers` is required."""
 
     layers: Layers = Field(description="How many decoder layers the model has.")
     name: str | None = Field(None, description="A folder, a GGUF file, a hub id, or builtin; loaded without --model.")
@@ -26,7 +26,7 @@ class Identity(Data):
     fingerprint: str | None = Field(None, description="Of the weights; written by the search.")
 
     def mismatch(self, other: Identity) -> str | None:
-        """What of the architecture differs from `other`, as text; None when all that is present agrees."""
+        """Return the first architecture field that differs from `other`, as text; None if all set fields agree."""
         for field in ("model_type", "layers", "hidden", "heads", "kv_heads", "intermediate", "vocabulary"):
             mine, theirs = getattr(self, field), getattr(other, field)
             if mine is not None and theirs is not None and mine != theirs:
@@ -34,5 +34,5 @@ class Identity(Data):
         return None
 
     def other_weights(self, other: Identity) -> bool:
-        """Whether both carry a fingerprint of their weights, and the two differ."""
+        """Return whether both have a fingerprint of their weights, and the two differ."""
         return None not in (self.fingerprint, other.fingerprint) and self.fingerprint != other.fingerprint

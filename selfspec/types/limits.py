@@ -1,7 +1,7 @@
-"""Limits that rooms share: how wide a verification may be, and how many layers a model may have."""
+"""Shared limits: the width of a verification pass, and the number of a model's layers."""
 
 from __future__ import annotations
 
-WIDEST_DRAFT = 64  # tokens that a verification may have beside the root
+WIDEST_DRAFT = 64  # most drafted tokens in a verification pass, besides the root
 MOST_ROWS = 1 + WIDEST_DRAFT
 MOST_LAYERS = 10_000

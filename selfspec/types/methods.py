@@ -1,10 +1,10 @@
-"""The names of ways of decoding: plain data, so that `--help` can tell them. Knows nothing of torch and pydantic."""
+"""The names of decoding methods: plain data for `--help`. Imports neither torch nor pydantic."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-# Drafts that need no profile: a method's name says all.
+# Drafting methods that need no profile: the name determines all settings.
 FREE: Mapping[str, Mapping[str, object]] = {
     "lookup": {"kind": "guesses"},
     "recycle": {"kind": "recycle"},
@@ -17,13 +17,13 @@ FREE: Mapping[str, Mapping[str, object]] = {
     "clasp": {"kind": "clasp"},
 }
 EARLY_EXIT = "early-exit"
-DRAFT_MODEL = "model:"  # and the draft model's name
-STAGED = "staged:"  # and the name of a draft model that itself checks what lookup guesses
+DRAFT_MODEL = "model:"  # followed by the draft model's name
+STAGED = "staged:"  # followed by the name of a draft model that itself verifies lookup tokens
 NAMED = (DRAFT_MODEL, STAGED)
 OWN = ("plain", "skip", "path", EARLY_EXIT, *FREE)
 
 
 def draft_model_of(name: str, kinds: Sequence[str] = NAMED) -> str | None:
-    """The name of the draft model in a method's name of one of these `kinds`; None for any other method."""
+    """Return the draft model's name in a method name of one of these `kinds`; None for any other method."""
     kind, colon, model = name.partition(":")
     return model if model and kind + colon in kinds else None

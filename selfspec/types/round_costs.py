@@ -1,4 +1,4 @@
-"""What passes over several sequences take, by how many tokens are in them: plain numbers, measured where they count."""
+"""The cost of passes over a batch of sequences, by their number of tokens: plain numbers, measured where they run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from selfspec.basics.errors import SelfspecError
 
 @dataclass(frozen=True, slots=True)
 class LoadPrices:
-    """Seconds of passes over 0, 1, 2, .. tokens in all, of as many sequences as share them.
+    """Seconds of passes over 0, 1, 2, .. tokens in all, shared by any number of sequences.
 
-    `verify[n]`: of a full pass over n tokens, with what a round takes beside it; `draft[n]`: of one along the draft
-    path. Beyond the last, they rise as over the upper half. Raises `SelfspecError` for fewer than three of either.
+    `verify[n]`: a full pass over n tokens, with the round's other work; `draft[n]`: a pass along the draft path. Beyond
+    the last entry, costs rise with the slope of the upper half. Raises `SelfspecError` for fewer than three of either.
     """
 
     verify: tuple[float, ...]
@@ -25,25 +25,25 @@ class LoadPrices:
 
     @classmethod
     def of(cls, verify: Mapping[int, float], draft: Mapping[int, float], *, most: int) -> LoadPrices:
-        """From what was timed at some numbers of tokens: between two of them a line, never falling; up to `most`."""
+        """Interpolate costs measured at some numbers of tokens, never falling, up to `most` tokens."""
         return cls(_filled(verify, most), _filled(draft, most))
 
     def verified(self, tokens: int) -> float:
-        """Seconds of a full pass."""
+        """Return the seconds of a full pass."""
         return _at(self.verify, tokens)
 
     def wider(self, tokens: int, more: int) -> float:
-        """Seconds that so many more tokens add to a full pass."""
+        """Return the seconds that `more` further tokens add to a full pass."""
         return self.verified(tokens + more) - self.verified(tokens)
 
     def drafted(self, tokens: int) -> float:
-        """Seconds of a pass along the draft path."""
+        """Return the seconds of a pass along the draft path."""
         return _at(self.draft, tokens)
 
 
 def _filled(timed: Mapping[int, float], most: int) -> tuple[float, ...]:
     known = sorted(timed.items())
-    for i in range(len(known) - 2, -1, -1):  # what was disturbed took too long, never too short
+    for i in range(len(known) - 2, -1, -1):  # disturbed measurements are too long, never too short
         known[i] = known[i][0], min(known[i][1], known[i + 1][1])
     found = [0.0]
     for tokens in range(1, max(most, 2) + 1):

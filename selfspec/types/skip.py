@@ -1,4 +1,4 @@
-"""Skip sets: which attention and MLP sub-layers are bypassed while drafting. Knows nothing of torch."""
+"""Skip sets: the attention and MLP sub-layers that are bypassed while drafting. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from selfspec.basics.errors import SelfspecError
 
 @dataclass(frozen=True, slots=True)
 class SkipSet:
-    """Sub-layers to bypass, by layer index counted from 0, attention and MLP apart.
+    """The sub-layers to bypass, by layer index from 0, attention and MLP separately.
 
     Indices are kept sorted. Raises `SelfspecError` for a negative, repeated or non-integer index.
     """
@@ -33,11 +33,11 @@ class SkipSet:
             object.__setattr__(self, part, tuple(sorted(indices)))
 
     def __len__(self) -> int:
-        """Number of bypassed sub-layers."""
+        """Return the number of bypassed sub-layers."""
         return len(self.attention) + len(self.mlp)
 
     def check(self, layers: int, *, mode: str = "skip") -> None:
-        """Raise `SelfspecError` if an index does not exist in a model of `layers` layers; `mode`: what they are for."""
+        """Raise `SelfspecError` for an index beyond a model of `layers` layers; `mode` is named in the error."""
         for part, indices in (("attention", self.attention), ("mlp", self.mlp)):
             if indices and indices[-1] >= layers:
                 raise SelfspecError(
@@ -46,21 +46,21 @@ class SkipSet:
                 )
 
     def bits(self, layers: int) -> tuple[bool, ...]:
-        """As `2 * layers` booleans: attention of layers 0.., then MLP of layers 0.. (true: bypassed)."""
+        """Return `2 * layers` booleans: attention of layers 0.., then MLP of layers 0.. (true: bypassed)."""
         self.check(layers)
         attention, mlp = set(self.attention), set(self.mlp)
         return (*(i in attention for i in range(layers)), *(i in mlp for i in range(layers)))
 
     @classmethod
     def from_bits(cls, bits: Sequence[bool | int]) -> SkipSet:
-        """The inverse of `bits`. Raises `SelfspecError` for an odd number of bits."""
+        """Make a skip set from `bits`, the inverse. Raises `SelfspecError` for an odd number of bits."""
         if len(bits) % 2:
             raise SelfspecError(f"a skip set has two bits a layer; got {len(bits)} bits")
         layers = len(bits) // 2
         return cls(_where(bits[:layers]), _where(bits[layers:]))
 
     def rows(self, layers: int) -> tuple[str, str]:
-        """The skip map: a string for attention and one for MLP, `#` where a sub-layer runs, `.` where not."""
+        """Return the skip map: a string for attention and one for MLP, `#` where a sub-layer runs, `.` where not."""
         bits = self.bits(layers)
         return _map(bits[:layers]), _map(bits[layers:])
 

@@ -1,4 +1,4 @@
-"""What a generation cost and what speculation gave: counts and seconds. Knows nothing of torch."""
+"""Statistics of a generation: counts and seconds. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from typing import Any, Literal
 from selfspec.types.draft_work import NO_WORK, DraftCall, Work
 
 Finish = Literal["end", "stop", "guide", "length", "time"]
-"""Why a text ended: the model's end of sequence, a stop string, a guide that is complete, the token limit, `max_time`.
-"""
+"""Why a text ended: end of sequence, a stop string, a completed guide, the token limit, or `max_time`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round: tokens drafted one after the other, how many drafted ones were emitted, all emitted, and seconds.
+    """One round: draft length, accepted tokens, emitted tokens, and seconds.
 
-    The seconds are those since the round before; the first round's hold the prompt's pass. `nodes`: drafted
-    tokens that were verified, all candidates of each place counted.
+    The seconds are those since the round before; the first round's include the prefill. `nodes`: drafted tokens that
+    were verified, all candidates of each position counted.
 
-    What was drafted, as `drafts.Draft` has it: `proposed` tokens, each below its `parents` (-1: the last token emitted
-    before), the `confidence` in the first of them; and `path`, those that were accepted. `probabilities`: the model's
-    own of each emitted token, where asked for. `events.token_events` makes of it where each token came from. `work`:
-    what making the draft took; `sources`: what came up with each drafted token, by name, none where it is not told.
+    The draft, with fields as in `drafts.Draft`: `proposed` tokens with their `parents` (-1: the last token emitted
+    before), the `confidence` in the first nodes, and `path`, the accepted nodes. `probabilities`: the target's
+    probability of each emitted token, if requested. `events.token_events` derives each token's origin. `work`: the
+    calls that made the draft; `sources`: the name of each drafted token's source, empty where unknown.
     """
 
     drafted: int
@@ -43,15 +42,14 @@ class Round:
 
 @dataclass(slots=True)
 class Stats:
-    """Counts of one generation, filled by the loop round by round.
+    """Counts of one generation, updated by the decode loop in each round.
 
     `drafted` counts tokens drafted one after the other, `nodes` the drafted tokens that were verified, all candidates
-    of each place counted, `accepted` the drafted tokens that were emitted, `tokens` all that was emitted. `seconds` is
-    wall time, prefill included; `drafting`: those of proposing, where a benchmark timed it. `work`: how often each part
-    of drafting was called; `sources`: of the accepted tokens, how many each source came up with, as far as it is told.
-    `prompt`: tokens that came before, of which `kept` were not read again, as a conversation's cache held their keys.
-    `finish`: why the text ended, of one generation; None while it goes on, and where it was broken off. `log`: round by
-    round, of one generation.
+    of each position counted, `accepted` the drafted tokens that were emitted, `tokens` all emitted tokens. `seconds` is
+    wall time, prefill included; `drafting`: the seconds of proposing, if a benchmark timed it. `work`: the number of
+    calls of each part of drafting; `sources`: accepted tokens by source, as far as known. `prompt`: prompt tokens, of
+    which `kept` were not prefilled again because a conversation's cache held their keys. `finish`: why one generation's
+    text ended; None while it goes on, and if it was interrupted. `log`: the rounds of one generation.
     """
 
     rounds: int = 0
@@ -70,17 +68,17 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted draft tokens per draft step; 0 when nothing was drafted."""
+        """Accepted draft tokens per draft step; 0 if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def tokens_per_round(self) -> float:
-        """Emitted tokens per full pass; 1 for plain decoding."""
+        """Acceptance length: emitted tokens per target pass; 1 for plain decoding."""
         return self.tokens / self.rounds if self.rounds else 0.0
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of all emitted tokens that each source came up with; the others are the model's own."""
+        """The share of all emitted tokens by source; the remainder are the target's own."""
         return {source: tokens / self.tokens for source, tokens in self.sources.most_common()}
 
     @property
@@ -89,7 +87,7 @@ class Stats:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def add(self, other: Stats) -> None:
-        """Add the counts and seconds of another generation to these; not its log, and not why it ended."""
+        """Add the counts and seconds of another generation; its log and finish are not added."""
         for name in ("rounds", "drafted", "nodes", "accepted", "tokens", "seconds", "drafting", "prompt", "kept"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.work.update(other.work)
@@ -97,14 +95,14 @@ class Stats:
 
     @classmethod
     def total(cls, parts: Iterable[Stats]) -> Stats:
-        """Several generations added up."""
+        """Return the sum of several generations."""
         total = cls()
         for part in parts:
             total.add(part)
         return total
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, rates included, ready for JSON."""
+        """Return the main counts and rates, the work, the sources and `finish`, ready for JSON."""
         names = ("rounds", "drafted", "nodes", "accepted", "acceptance_rate", "tokens_per_round")
         figures = {name: getattr(self, name) for name in (*names, "seconds", "tokens_per_second")}
         work = {str(part): calls for part, calls in self.work.items()}
@@ -113,7 +111,7 @@ class Stats:
 
 
 def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:
-    """For the first, second, ... token of a draft: the share that was emitted, of the drafts that had one."""
+    """Return, for the 1st, 2nd, .. token of a draft, the share emitted of the drafts that long."""
     deepest = max((done.drafted for done in rounds), default=0)
     shares = []
     for place in range(1, deepest + 1):
