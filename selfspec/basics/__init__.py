@@ -1,1 +1,1 @@
-"""What all rooms rest on: errors, files, checked data, the machine. Knows nothing of models, profiles and decoding."""
+"""Foundations of all packages: errors, files, validated data, and the machine."""

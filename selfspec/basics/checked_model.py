@@ -1,4 +1,4 @@
-"""What every checked piece of a file is made of. Knows nothing of torch."""
+"""Base class and number types of validated data."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Data(BaseModel):
-    """Frozen data that refuses unknown keys and wrong types."""
+    """Frozen, strictly typed data; unknown keys and wrong types raise errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

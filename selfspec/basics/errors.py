@@ -1,4 +1,4 @@
-"""Errors that a person can act on: one line that says what is wrong, where, and what would be right."""
+"""Actionable errors: one line that says what is wrong, where, and what is expected."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ _BOUNDED.maxlevel, _BOUNDED.maxstring, _BOUNDED.maxother = 3, 60, 60
 
 
 class SelfspecError(ValueError):
-    """Something the caller gave cannot be used. The command line prints the message and exits with code 2."""
+    """Error for unusable input. The command line prints the message and exits with code 2."""
 
 
 class UnsupportedModelError(SelfspecError):
-    """The model is of a kind that the runtime does not serve; the message names it, and what is served."""
+    """Error for a model type that the runtime does not support; the message names it and the supported types."""
 
 
 class BusyError(SelfspecError):
-    """A second stream was started on a runtime whose first stream has not ended."""
+    """Error for a second stream on a runtime whose first stream has not ended."""
 
 
 def one_line(value: object) -> str:
-    """A value's text on one line."""
+    """Return a value's text on one line."""
     return " ".join(str(value).split())
 
 
 def short(value: object) -> str:
-    """What was given, on one short line, however large or deep it is."""
+    """Return a value's representation, cut to one line of at most 60 characters."""
     try:
         text = one_line(_BOUNDED.repr(value))  # aliases can make a small file's value endless
     except ValueError:
@@ -35,7 +35,7 @@ def short(value: object) -> str:
 
 
 def reason(error: Exception) -> str:
-    """The first sentence of an error, on one line."""
+    """Return the first sentence of an error on one line, at most 300 characters."""
     text = " ".join(str(error).split())
     if "ignore_mismatched_sizes" in text:
         return "config.json does not fit the weights"

@@ -1,4 +1,4 @@
-"""Reading and writing files with errors a person can act on; writes are atomic. Knows nothing of torch."""
+"""File reading and atomic writing with actionable errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from selfspec.basics.errors import SelfspecError
 
 
 def kind(path: Path) -> Literal["file", "folder", "other", "missing"]:
-    """What stands at `path`. Raises `SelfspecError` when the system cannot say (a name too long, no permission)."""
+    """Return the kind of `path`. Raises `SelfspecError` if the system cannot tell (name too long, no permission)."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -26,7 +26,7 @@ def kind(path: Path) -> Literal["file", "folder", "other", "missing"]:
 
 
 def check_file(path: Path) -> None:
-    """Raise `SelfspecError` unless a regular file stands at `path`."""
+    """Raise `SelfspecError` unless `path` is a regular file."""
     match kind(path):
         case "missing":
             raise SelfspecError(f"{path}: no such file")
@@ -37,7 +37,7 @@ def check_file(path: Path) -> None:
 
 
 def read_text(path: Path) -> str:
-    """The text of `path`. Raises `SelfspecError` when it is missing, no regular file, unreadable or not UTF-8."""
+    """Read the text of `path`. Raises `SelfspecError` if it is missing, no regular file, unreadable or not UTF-8."""
     check_file(path)
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -48,7 +48,7 @@ def read_text(path: Path) -> str:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """What a folder holds, sorted by name. Raises `SelfspecError` when it is no folder or cannot be read."""
+    """List a folder, sorted by name. Raises `SelfspecError` if it is no folder or cannot be read."""
     match kind(folder):
         case "missing":
             raise SelfspecError(f"{folder}: no such folder")
@@ -61,7 +61,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def check_writable(path: Path) -> None:
-    """Raise `SelfspecError` when a file could not be written at `path`; leaves nothing behind."""
+    """Raise `SelfspecError` if no file can be written at `path`; leave no file behind."""
     if kind(path) in ("folder", "other"):
         raise SelfspecError(
             f"{path} is a {'folder' if path.is_dir() else 'device or a pipe'}; expected a file to write"
@@ -76,13 +76,13 @@ def check_writable(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` at `path` whole or not at all. Raises `SelfspecError` when it cannot be written."""
+    """Write `text` to `path` atomically. Raises `SelfspecError` if it cannot be written."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write `data` at `path` whole or not at all (a temporary file, then a rename). Raises as `write_text` does."""
-    path = path.resolve()  # through a link, not in place of it
+    """Write `data` to `path` atomically (a temporary file, then a rename). Raises as `write_text` does."""
+    path = path.resolve()  # write through a symbolic link instead of replacing it
     check_writable(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".selfspec-")
     try:
@@ -97,29 +97,29 @@ def write_bytes(path: Path, data: bytes) -> None:
     except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
-        if isinstance(error, OSError):  # a full disk
+        if isinstance(error, OSError):  # such as a full disk
             raise SelfspecError(f"{path}: cannot be written ({_reason(error)})") from None
         raise
 
 
 def cache_folder() -> Path:
-    """Where what can be made again is kept: `SELFSPEC_CACHE`, else `selfspec` in the user's cache folder."""
+    """Return the folder for reproducible data: `SELFSPEC_CACHE`, else `selfspec` in the user's cache folder."""
     if given := os.environ.get("SELFSPEC_CACHE"):
         return Path(given)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
-    except RuntimeError:  # no home
+    except RuntimeError:  # no home directory
         return Path(tempfile.gettempdir()) / "selfspec"
 
 
 def cached_file(folder: str, what: object) -> Path:
-    """The JSON file of the cache, in this folder of it, for what is told by `what`, which can be written as JSON."""
+    """Return the cache's JSON file in subfolder `folder` for the key `what`, which must be JSON-serialisable."""
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
     return cache_folder() / folder / f"{digest}.json"
 
 
 def read_cached(path: Path) -> Any:
-    """What a cached JSON file holds; None where there is none or it cannot be read."""
+    """Read a cached JSON file; None if it is missing or unreadable."""
     try:
         return json.loads(read_text(path)) if kind(path) == "file" else None
     except (SelfspecError, ValueError):
@@ -127,7 +127,7 @@ def read_cached(path: Path) -> Any:
 
 
 def write_cached(path: Path, data: Any) -> None:
-    """Keep `data` as JSON at `path`, or do without where that cannot be."""
+    """Write `data` as JSON to `path`; ignore failures."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(data))

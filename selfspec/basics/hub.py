@@ -1,18 +1,18 @@
-"""Whether the hub of models and data can be asked. Knows nothing of either."""
+"""Availability of the Hugging Face hub."""
 
 from __future__ import annotations
 
-PATIENCE = 5.0  # seconds that the hub has to answer
+PATIENCE = 5.0  # timeout of the request to the hub, in seconds
 
 
 def unreachable() -> str | None:
-    """Why the hub cannot be asked; None where it answers. Libraries would go on asking for half a minute and more."""
+    """Return why the hub is unreachable, or None if it answers. Libraries would retry for half a minute and more."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set, and the cache has no copy"
     try:
         get_session().head(constants.ENDPOINT, timeout=PATIENCE)
-    except Exception:  # whatever the network does
+    except Exception:  # the network can fail in any way
         return f"{constants.ENDPOINT} cannot be reached, and the cache has no copy"
     return None

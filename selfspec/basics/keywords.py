@@ -1,4 +1,4 @@
-"""Functions that take the fields of an options class as arguments, so that these are written once."""
+"""Signatures of functions whose keyword arguments are the fields of an options class."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Annotated, Any, get_args, get_origin
 
 
 def show_signature(function: Any, options: Callable[..., Any], *first: inspect.Parameter, returns: Any) -> None:
-    """Let `function` be shown, by `help` and editors, as one of `first` and of what `options` takes.
+    """Set the signature that `help` and editors show for `function`: the parameters `first`, then those of `options`.
 
-    Of an argument annotated for the command line the type alone is shown.
+    An argument annotated for the command line is shown with its type alone.
     """
     taken = inspect.signature(options)
     plain = [p.replace(annotation=_type_alone(p.annotation)) for p in taken.parameters.values()]

@@ -1,4 +1,4 @@
-"""What computes: its name, waiting for it, how fast it reads memory, how much it holds. Knows nothing of models."""
+"""The machine: device name, synchronisation, memory bandwidth and peak memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-_LARGEST = 10**9  # bytes: more than processors cache
+_LARGEST = 10**9  # bytes, more than any CPU cache
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         import torch
 
@@ -25,7 +25,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def machine(device: torch.device) -> str:
-    """The name of what computes: the GPU's, or the processor's with its number of cores."""
+    """Return the name of the GPU, or of the CPU with its number of cores."""
     if device.type == "cuda":
         import torch
 
@@ -37,9 +37,9 @@ def machine(device: torch.device) -> str:
 
 
 def read_bandwidth(size: int, device: torch.device, *, repeats: int = 5) -> float:
-    """Bytes per second at which `size` bytes, or a gigabyte of them, are read again and again.
+    """Measure the read bandwidth in bytes per second over `size` bytes, at most a gigabyte.
 
-    The fastest of a product with a vector, a sum and a maximum of float32 values, with the threads that torch uses.
+    Returns the best of a matrix-vector product, a sum and a maximum over float32 values, with torch's threads.
     """
     import torch
 
@@ -63,7 +63,7 @@ def read_bandwidth(size: int, device: torch.device, *, repeats: int = 5) -> floa
 
 
 def process_peak() -> int | None:
-    """Bytes of memory that this process held at most since it began; None where the system does not say."""
+    """Return this process's peak memory in bytes; None if the system does not report it."""
     try:
         import resource
     except ImportError:  # Windows
@@ -74,7 +74,7 @@ def process_peak() -> int | None:
 
 @contextmanager
 def peak_growth(device: torch.device) -> Iterator[list[int]]:
-    """Appends, at the end, by how many bytes torch's memory on a GPU grew at most in between; nothing on a CPU."""
+    """Yield a list, to which the peak growth of torch's GPU memory in bytes is appended on exit; stays empty on CPU."""
     found: list[int] = []
     if device.type != "cuda":
         yield found

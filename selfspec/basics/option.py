@@ -1,4 +1,4 @@
-"""A command-line option as plain data: options are described where they are defined, without a command-line library."""
+"""Command-line options as plain data, so that options classes describe them without a command-line library."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """How the command line offers a field, as in `Annotated[int, Option(help="Trials.", min=1)]`.
+    """Command-line option of a field, as in `Annotated[int, Option(help="Trials.", min=1)]`.
 
-    `flags`: the option's names, where these are not the field's own. `metavar`: the value's name in the help. `min` and
-    `max`: inclusive bounds. `panel`: the heading of the help below which the option stands.
+    `flags`: the option's names, if they differ from the field's. `metavar`: the value's name in the help. `min` and
+    `max`: inclusive bounds. `panel`: the option's group heading in the help.
     """
 
     help: str

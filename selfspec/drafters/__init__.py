@@ -1,4 +1,4 @@
-"""Drafters: who proposes tokens; one interface, one file each, a registry of kinds. Knows nothing of the loop."""
+"""Drafters, which propose tokens: one interface, one file for each drafter, and a registry of kinds."""
 
 from selfspec.drafters.adaptive_path import ClaspDrafter, SwiftDrafter
 from selfspec.drafters.cross_vocabulary import TranslatedDrafter

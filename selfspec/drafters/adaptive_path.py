@@ -1,4 +1,4 @@
-"""Drafting along a path that is chosen as the text goes, for each text its own: SWIFT's way, and CLaSp's."""
+"""Drafting along a path that is chosen for each sequence while it is decoded: SWIFT and CLaSp."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from selfspec.types.draft_path import as_path
 from selfspec.types.limits import WIDEST_DRAFT
 from selfspec.types.skip import SkipSet
 
-LONGEST = 8  # tokens of a draft that a set's promise counts with
+LONGEST = 8  # the longest draft that the estimate of a skip set's rate considers
 
 
 class ChosenDrafter(LayerSkipDrafter):
-    """Bypasses what is chosen for each text as it goes; `start` until then.
+    """Base of drafters that choose each sequence's skip set during decoding; `start` applies until the first choice.
 
-    A choice reads the text and the whole model's streams alone, before anything is drawn, so that drafts stay drawn
-    from what they say. Raises as `LayerSkipDrafter` does.
+    A choice reads only the text and the target's hidden states, before any token is drawn, so that drafted tokens
+    follow their recorded q. Raises as `LayerSkipDrafter` does.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class ChosenDrafter(LayerSkipDrafter):
 
     @abstractmethod
     def _choose(self, seq: SequenceState) -> SkipSet | None:
-        """What the sequence's next drafts bypass; None: what its last ones did."""
+        """Return the skip set of the sequence's next drafts; None keeps the current one."""
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """Drafts along each sequence's own path, those of one path in lockstep."""
+        """Return drafts along each sequence's own path; sequences with the same path draft in lockstep."""
         for seq in seqs:
             if (found := self._choose(seq)) is not None:
                 self._ways[seq] = self.runtime.compile(as_path(found))
@@ -77,14 +77,14 @@ class ChosenDrafter(LayerSkipDrafter):
 
 
 def every_second(layers: int) -> SkipSet:
-    """Every second layer but the last, where SWIFT starts."""
+    """Return SWIFT's initial skip set: every second layer, without the last layer."""
     second = tuple(range(1, layers - 1, 2))
     return SkipSet(second, second)
 
 
 @dataclass(slots=True)
 class _Study:
-    """How far a text's search is: the best set so far, trials without a better one, rounds until the next."""
+    """State of a sequence's search. `idle`: trials in a row without a better set; `wait`: rounds to the next trial."""
 
     best: SkipSet
     random: random.Random
@@ -93,15 +93,16 @@ class _Study:
 
 
 class SwiftDrafter(ChosenDrafter):
-    """Looks for a better set of sub-layers to bypass while it decodes (SWIFT, Xia et al. 2410.06916).
+    """Layer-skip drafter that searches for a better skip set during decoding (SWIFT, Xia et al. 2410.06916).
 
-    Every `every` rounds the best set so far and one that differs from it in a sub-layer or two are run over the text's
-    last `window` tokens, all at once, with the whole model's keys before each; the one whose best tokens are the text's
-    more often, for what it costs, is kept. First and last layer are never bypassed. After `patience` trials without a
-    better set a text's search is over. Texts without a seed begin with the best set of the one before.
+    Every `every` rounds is a trial: the best set so far and a neighbour, which differs in one or two sub-layers, each
+    run over the text's last `window` tokens in one pass, with the full model's keys before each token. The set with
+    more matches between argmax and text, for its cost, is kept. The first and last layer are never bypassed. After
+    `patience` trials without a better set the search ends. An unseeded sequence begins with the best set of the
+    previous one.
 
-    Otherwise than published: what is kept is the set that promises most tokens a second, not the one of a fixed size
-    that is right most often; both are compared on the same text; nothing is global, and sampling is exact.
+    Differences from the paper: the kept set has the highest estimated tokens per second, instead of the most matches
+    at a fixed size; both sets are compared on the same text; there is no global state, and sampling is exact.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class SwiftDrafter(ChosenDrafter):
         self._shares = _shares(runtime)
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """A search of its own."""
+        """Start a search for the sequence."""
         super().begin(seq, prefill)
         seeded = seq.sampler.seeded
         self._studies[seq] = _Study(self.start if seeded else self._known, random.Random(0))
@@ -136,7 +137,7 @@ class SwiftDrafter(ChosenDrafter):
             self._ways[seq] = self.runtime.compile(as_path(self._known))
 
     def end(self, seq: SequenceState) -> None:
-        """What was found serves the next text, where none has a seed."""
+        """Forget the sequence; an unseeded one passes its best set to the next unseeded sequence."""
         super().end(seq)
         study = self._studies.pop(seq, None)
         if study is not None and not seq.sampler.seeded:
@@ -159,7 +160,7 @@ class SwiftDrafter(ChosenDrafter):
         return other
 
     def _neighbour(self, study: _Study) -> SkipSet:
-        """The best set with one sub-layer more or less, or one for another."""
+        """Return the best set with one random sub-layer added, removed or exchanged."""
         chosen = {("attention", i) for i in study.best.attention} | {("mlp", i) for i in study.best.mlp}
         rest = [part for part in self._parts if part not in chosen]
         inside = [part for part in self._parts if part in chosen]
@@ -175,7 +176,7 @@ class SwiftDrafter(ChosenDrafter):
         )
 
     def _promise(self, seq: SequenceState, skip: SkipSet) -> float:
-        """Tokens for the time of a plain step, by how often drafts would have been right at the text's end."""
+        """Estimate a skip set's tokens in the time of a plain step, from its matches at the text's end."""
         right, tried = self._matches(seq, skip)
         share, (attention, mlp) = (right + 1) / (tried + 2), self._shares
         cost = 1 - (attention * len(skip.attention) + mlp * len(skip.mlp)) / self.runtime.layers
@@ -186,7 +187,7 @@ class SwiftDrafter(ChosenDrafter):
         return best
 
     def _matches(self, seq: SequenceState, skip: SkipSet) -> tuple[int, int]:
-        """How many of the text's last tokens are a path's best, each after the whole model's keys; of how many."""
+        """Return how many of the text's last tokens are the path's argmax, and how many were compared."""
         last = len(seq.tokens) - 1
         width = min(self.window, last)
         first, device = last - width, self.runtime.device
@@ -209,7 +210,7 @@ class SwiftDrafter(ChosenDrafter):
 
 
 def _shares(runtime: Runtime) -> tuple[float, float]:
-    """Of a step's weights: those of all attentions, and of all MLPs."""
+    """Return the shares of a plain step's weights in all attention and in all MLP sub-layers."""
     s = runtime.skeleton.sizes
     attention = runtime.layers * s.hidden * s.head_dim * (2 * s.heads + 2 * s.kv_heads)
     mlp = runtime.layers * 3 * s.hidden * s.intermediate
@@ -218,11 +219,11 @@ def _shares(runtime: Runtime) -> tuple[float, float]:
 
 
 class ClaspDrafter(ChosenDrafter):
-    """Chooses the layers to bypass anew after every `every` rounds (CLaSp, Chen et al. 2505.24196).
+    """Layer-skip drafter that chooses the bypassed layers again every `every` rounds (CLaSp, Chen et al. 2505.24196).
 
-    A dynamic programme over the layers, in the place of the last token that was verified: of all ways to bypass `skip`
-    layers it keeps, layer by layer and for each number bypassed so far, the one whose stream is most alike (by cosine)
-    to the whole model's there. One pass, as wide as layers are bypassed, runs them all.
+    A dynamic programme over the layers runs at the position of the last verified token. Layer by layer, for each number
+    of layers bypassed so far, it keeps the choice whose hidden state has the highest cosine similarity to the full
+    model's. All choices run as the rows of one pass of width `skip` + 1.
     """
 
     def __init__(
@@ -250,7 +251,7 @@ class ClaspDrafter(ChosenDrafter):
         self._rounds: dict[SequenceState, int] = {}
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Keep the whole model's streams of the last token that was verified, where they are to be used."""
+        """Store the full model's hidden states of the last verified token, in the rounds before a new choice."""
         super().observe(seq, outcome)
         self._rounds[seq] = rounds = self._rounds.get(seq, -1) + 1
         if rounds % self.every == 0 and seq.remaining:
@@ -271,7 +272,7 @@ class ClaspDrafter(ChosenDrafter):
         return SkipSet(layers, layers)
 
     def _programme(self, seq: SequenceState, streams: Sequence[Tensor]) -> tuple[int, ...]:
-        """The layers to bypass; `streams` `[D]`: the whole model's, into each layer and out of the last."""
+        """Return the layers to bypass; `streams` `[D]`: the full model's input to each layer and the last's output."""
         last, width = len(seq.tokens) - 1, self.skip + 1
         place, device = last - 1, self.runtime.device
         slots = torch.arange(last, last + width, device=device).unsqueeze(0)
@@ -280,7 +281,7 @@ class ClaspDrafter(ChosenDrafter):
         mask[0, :, last:] = torch.eye(width, dtype=torch.bool, device=device)
         rows = slice(seq.row, seq.row + 1)
         places = torch.full_like(slots, place)
-        states = streams[0].expand(width, -1)  # by how many layers were bypassed
+        states = streams[0].expand(width, -1)  # row i: i layers bypassed
         reached = torch.arange(width) == 0
         taken: list[list[bool]] = []
         for layer in range(self.runtime.layers):
@@ -306,5 +307,5 @@ class ClaspDrafter(ChosenDrafter):
 
 
 def _alike(streams: Tensor, goal: Tensor) -> Tensor:
-    """The cosine of each stream `[n, D]` with the goal `[D]`, on the CPU."""
+    """Return the cosine similarity of each hidden state `[n, D]` to the goal `[D]`, on the CPU."""
     return torch.cosine_similarity(streams.float(), goal.float().unsqueeze(0), dim=-1).cpu()

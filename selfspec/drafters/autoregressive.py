@@ -1,4 +1,4 @@
-"""Chains: drafts that a model, or a part of it, makes token by token, as a controller plays them."""
+"""Autoregressive drafting: a model, or a part of one, drafts a chain token by token until a controller ends it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from selfspec.types.limits import WIDEST_DRAFT
 
 @dataclass(slots=True)
 class Chain:
-    """One sequence's draft under way. `rows`: scores of its tokens `[V]`, or what they were drawn from.
+    """One sequence's draft in progress. `rows`: scores `[V]` of its tokens, or the probabilities they were drawn from.
 
-    `logits` `[n, V]`: raw ones from the last pass that are still to be used, the next token's first; what follows it
-    holds where the draft goes on with the tokens `ahead`. `passes`: how many tokens went through each pass. `room`:
-    the most tokens that the draft may have. `guessed`: what is to be verified in place of a draft along the path.
-    `source`: what guessed the tokens `ahead`; `sources`: for each drafted token, the path or what had guessed it.
-    `streams`: those that left the last layer before each drafted token `[.., D]`, where a head below asks for them;
-    `begun`, `checked` and `told`: the tokens that were drafted before the last pass, those that it checked beside its
-    own, and how strongly the head guessed each; `steps`: that the head took.
+    `logits` `[n, V]`: unused raw logits of the last pass, the next token's first; later rows are valid only if the
+    draft continues with the lookup tokens `ahead`. `passes`: the number of tokens in each pass. `room`: the most tokens
+    that the draft may have. `guessed`: lookup tokens to verify instead of a draft along the path. `source`: the
+    proposer of `ahead`; `sources`: for each drafted token, the path, or the proposer that had predicted it.
+    `streams`: final hidden states `[.., D]` before each drafted token, if a head below reads them. `begun`: the number
+    of tokens drafted before the last pass; `checked`: the lookup tokens in that pass; `told`: the head's probability
+    of each lookup token in tenths; `steps`: steps of the head.
     """
 
     seq: SequenceState
@@ -53,7 +53,7 @@ class Chain:
     steps: int = 0
 
     def put(self, token: int, source: str) -> None:
-        """The token is drafted by `source`: what was computed for another one is of no use."""
+        """Append a token drafted by `source`; discard the lookup tokens and their logits if they predicted another."""
         self.tokens.append(token)
         foreseen = bool(self.ahead) and self.ahead.pop(0) == token
         self.sources.append(self.source if foreseen else source)
@@ -62,13 +62,13 @@ class Chain:
 
 
 class ChainDrafter(PlayedDrafter):
-    """Drafts a chain for each sequence, with further candidates for each place where the controller asks for them.
+    """Base of drafters of one chain for each sequence, with further candidates where the controller asks for them.
 
-    A pass gives the logits after each chain's last token, and perhaps after some that were guessed to follow it.
-    `controller` ends a draft: each sequence with a seed starts it afresh, all others share what it learns. It is told
-    the `confidence` in each token that was drafted. `candidates`: the most for each place, the token that the draft
-    goes on from counted; 1 drafts a chain. `partial`: whether some tokens' logits are always minus infinity. Raises
-    `SelfspecError` for no candidate, or more than a verification holds.
+    A pass gives the logits after each chain's last token, and after the lookup tokens that may follow it. `controller`
+    ends a draft: each seeded sequence starts a fresh copy, all other sequences share one that learns. It sees the
+    `confidence` in each drafted token. `candidates`: the maximum at each position, including the chain's own token; 1
+    drafts a chain. `partial`: whether some tokens' logits are always minus infinity. Raises `SelfspecError` for no
+    candidate, or more candidates than a verification pass holds.
     """
 
     source: str = DRAFT_PATH
@@ -90,10 +90,10 @@ class ChainDrafter(PlayedDrafter):
 
     @abstractmethod
     def _pass(self, chains: Sequence[Chain]) -> None:
-        """Raw logits after each chain's last token, and after those guessed to follow it."""
+        """Compute the raw logits after each chain's last token and after its lookup tokens, into `chain.logits`."""
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """A chain for each sequence, with further candidates where they were asked for."""
+        """Return a chain for each sequence, with the further candidates that the controller asks for."""
         rooms = [min(limit.depth, limit.nodes) for limit in limits]
         load = self.load if len(seqs) > 1 else None
         chains = (
@@ -112,7 +112,7 @@ class ChainDrafter(PlayedDrafter):
         return [self._drafted(chain, limit.nodes) for chain, limit in zip(chains, limits, strict=True)]
 
     def _begun(self, seq: SequenceState, room: int) -> Chain:
-        """A draft that has no token yet; none is to come where the controller takes a guess as it is."""
+        """Return a chain without tokens; its depth is 0 if the controller verifies the lookup tokens instead."""
         controller, guess = self.controller_of(seq), self.guess(seq, room)
         taken = guess.cut(controller.free(guess.chances))
         return Chain(seq, DraftLoop(controller, depth=0 if taken.tokens else min(room, self._deepest)), room, taken)
@@ -120,7 +120,7 @@ class ChainDrafter(PlayedDrafter):
     def _begun_together(
         self, seqs: Sequence[SequenceState], rooms: Sequence[int], load: BatchDraftScheduler
     ) -> list[Chain]:
-        """Drafts that have no token yet; guesses are taken as they are where the load finds them worth verifying."""
+        """Return chains without tokens; lookup tokens replace a draft if `load` finds them worth verifying."""
         guesses = [self.guess(seq, room) for seq, room in zip(seqs, rooms, strict=True)]
         counts = load.free([guess.chances for guess in guesses], instead=True)
         chains = []
@@ -132,7 +132,7 @@ class ChainDrafter(PlayedDrafter):
 
     @staticmethod
     def _live(chains: Sequence[Chain], load: BatchDraftScheduler | None) -> list[Chain]:
-        """The drafts that go on by one more pass; those that do not have ended."""
+        """Return the chains that continue with one more pass; in a batch, `load` ends the others."""
         live = [chain for chain in chains if chain.play.wants]
         if load is None or not live:
             return live
@@ -145,7 +145,7 @@ class ChainDrafter(PlayedDrafter):
         return [chain for i, chain in enumerate(live) if i in going]
 
     def _draft(self, chain: Chain, logits: Tensor) -> None:
-        """Draft the chain's next token, unless none can be."""
+        """Draft the chain's next token; end the chain if no token has a finite score."""
         seq, sampler = chain.seq, chain.seq.sampler
         row, told = self._scores(chain, logits), self.confidence
         q = sampler.probs(row) if told.probability or not sampler.greedy else None
@@ -166,12 +166,12 @@ class ChainDrafter(PlayedDrafter):
 
     @staticmethod
     def _scores(chain: Chain, logits: Tensor) -> Tensor:
-        """Processed scores `[V]` of the chain's next token."""
-        prefix = ([*chain.seq.tokens, *chain.tokens] for _ in range(1))  # made only if a processor reads it
+        """Return the processed scores `[V]` of the chain's next token."""
+        prefix = ([*chain.seq.tokens, *chain.tokens] for _ in range(1))  # built only if a processor reads it
         return chain.seq.sampler.scores(logits, prefix)[0]
 
     def _drafted(self, chain: Chain, nodes: int) -> Draft:
-        """The draft that a chain has come to, with at most `nodes` tokens."""
+        """Return the finished draft of a chain, with at most `nodes` tokens."""
         sampler, tokens, rows = chain.seq.sampler, chain.tokens, chain.rows
         if not tokens:
             return guessed(chain.guessed)
@@ -192,7 +192,7 @@ class ChainDrafter(PlayedDrafter):
 
 
 def _drawn(q: Tensor, token: int, count: int, seq: SequenceState, position: int) -> list[int]:
-    """Tokens drawn from `q` `[V]` one after the other without replacement, after `token`, to `count` with it."""
+    """Draw further tokens from `q` `[V]` without replacement, after `token`, up to `count` with it."""
     drawn = [token]
     while len(drawn) < count:
         left = q.index_fill(0, torch.tensor(drawn, device=q.device), 0)
@@ -203,7 +203,7 @@ def _drawn(q: Tensor, token: int, count: int, seq: SequenceState, position: int)
 
 
 def _likeliest(rows: Sequence[Tensor], tokens: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """For each row of scores `[V]`, the tokens with the highest but the one drafted, `count` of them with it."""
+    """Return the top-scoring tokens of each row of scores `[V]` except the drafted one: `count` - 1 tokens."""
     most = min(max(counts), len(rows[0]))
     best = torch.stack(list(rows)).topk(most).indices.tolist()
     return [

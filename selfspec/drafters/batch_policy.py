@@ -1,4 +1,4 @@
-"""Drafters of sequences that are decoded together: what they draft is decided for all at once."""
+"""Batch drafting policy: apply one scheduler to all drafters of a batch of sequences, and inspect the drafters."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from selfspec.speculation.drafter import Drafter
 
 
 def decide_together(drafter: Drafter, load: BatchDraftScheduler | None) -> None:
-    """Let a drafter, or those that it is made of, draft as the load says; None: each sequence's controller alone.
+    """Let `load` schedule the drafts of a drafter and its inner drafters; None: each sequence's controller decides.
 
-    Drafters that no controller plays are left as they are, and guards go by the clock with seeds, too.
+    Drafters without a controller are unchanged. With a `load`, guards bound the batch by the clock, seeded sequences
+    included.
     """
     for one in _inside(drafter):
         if isinstance(one, Guard):
@@ -30,17 +31,17 @@ def decide_together(drafter: Drafter, load: BatchDraftScheduler | None) -> None:
 
 
 def chain_of(drafter: Drafter) -> ChainDrafter | None:
-    """The first that drafts token by token, by what the prices of draft steps are."""
+    """Return the first autoregressive drafter, whose draft steps the batch costs price; None if there is none."""
     return next((one for one in _inside(drafter) if isinstance(one, ChainDrafter)), None)
 
 
 def runtime_of(drafter: Drafter) -> Runtime | None:
-    """The runtime that draft steps are run on: the model's own, or a draft model's."""
+    """Return the first layer-skip drafter's runtime, the target's or that of a `ModelDrafter`; None without one."""
     return next((one.runtime for one in _inside(drafter) if isinstance(one, LayerSkipDrafter)), None)
 
 
 def reads_blocks(drafter: Drafter) -> bool:
-    """Whether all that it runs of the model can read a cache in blocks: native passes alone."""
+    """Return whether every model pass of the drafter can read a paged cache, which only native passes can."""
     for one in _inside(drafter):
         if isinstance(one, (ChosenDrafter, MergedDrafter, TranslatedDrafter)):
             return False
@@ -50,7 +51,7 @@ def reads_blocks(drafter: Drafter) -> bool:
 
 
 def _inside(drafter: Drafter) -> Iterator[Drafter]:
-    """The drafter, and those that it is made of."""
+    """Yield the drafter and the drafters inside routers and guards."""
     yield drafter
     if isinstance(drafter, Router):
         for route in drafter.routes:

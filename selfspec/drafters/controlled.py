@@ -1,4 +1,4 @@
-"""What drafters have in common that a controller plays: whose controller it is, and what is guessed of each text."""
+"""Base class of the drafters that a controller steers: the controller and proposer state of each sequence."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _NOTHING = ProposerChain().reading()
 
 
 def check_candidates(count: int) -> None:
-    """Raise `SelfspecError` for no candidate, or more than a verification holds."""
+    """Raise `SelfspecError` for no candidate, or more candidates than a verification pass holds."""
     if not 1 <= count <= WIDEST_DRAFT:
         raise SelfspecError(f"candidates {count}: expected 1 (the drafted token itself) to {WIDEST_DRAFT}")
 
 
 def guessed(guess: Guess, confidence: Sequence[float] = ()) -> Draft:
-    """A guess as a draft; `confidence`: where a controller was told of each token."""
+    """Return lookup tokens as a draft; `confidence`: one value a token if a controller saw the tokens, else empty."""
     if not guess.tokens:
         return NO_DRAFT
     sources = [guess.source] * len(guess.tokens)
@@ -32,16 +32,17 @@ def guessed(guess: Guess, confidence: Sequence[float] = ()) -> Draft:
 
 
 class PlayedDrafter:
-    """`controller`: each sequence with a seed starts it afresh, all others share what it learns.
+    """Base of drafters with a controller and proposers.
 
-    `ahead`: what guesses how a sequence's text goes on. With a `load` controllers tell how likely tokens are right, and
-    it says who drafts them, wherever several sequences draft together.
+    `controller`: each seeded sequence starts a fresh copy; all other sequences share one that learns. `ahead`: the
+    proposers that look up a sequence's next tokens. With a `load` and several sequences in the batch, controllers only
+    estimate acceptance chances and `load` decides which sequences draft.
     """
 
     hidden: Sequence[int] = ()
     drafts = True
 
-    load: BatchDraftScheduler | None = None  # decides for several sequences together, whose rounds it is told of
+    load: BatchDraftScheduler | None = None  # decides the drafts of the whole batch and observes its rounds
 
     def __init__(self, controller: Controller, ahead: ProposerChain) -> None:
         self.controller = controller
@@ -50,36 +51,36 @@ class PlayedDrafter:
         self._readings: dict[SequenceState, ProposerState] = {}
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """A text of its own, and a controller where it has a seed."""
+        """Create the sequence's proposer state, and a controller of its own if it is seeded."""
         self._readings[seq] = self.ahead.reading(prompt=len(seq.tokens), seeded=seq.sampler.seeded)
         if seq.sampler.seeded:
             self._own[seq] = self.controller.start()
 
     def end(self, seq: SequenceState) -> None:
-        """Forget the sequence, once proposers that learn have; the scratch slots are the runtime's."""
+        """Pass the text to the proposers that learn, then forget the sequence; the runtime frees its scratch slots."""
         self._own.pop(seq, None)
         if (reading := self._readings.pop(seq, None)) is not None:
             reading.ended(seq.tokens)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Tell the controller what was accepted of the chain, and whether another candidate was."""
+        """Report to the controller how much of the chain was accepted, and whether another candidate was accepted."""
         draft, path = outcome.draft, outcome.path
-        if not draft.confidence:  # the controller had no part in it
+        if not draft.confidence:  # no controller took part in this draft
             return
         accepted = sum(node < len(draft.confidence) for node in path)
         other = len(path) > accepted
         self.controller_of(seq).observe(draft.confidence, accepted, candidates=len(draft), other=other)
 
     def controller_of(self, seq: SequenceState) -> Controller:
-        """The controller that plays a sequence's drafts."""
+        """Return the controller of a sequence's drafts."""
         return self._own.get(seq, self.controller)
 
     def reading(self, seq: SequenceState) -> ProposerState:
-        """What guesses the sequence's text; nothing does of one that did not begin here, as when costs are measured."""
+        """Return the sequence's proposer state; an empty one without `begin`, as in cost measurements."""
         return self._readings.get(seq, _NOTHING)
 
     def guess(self, seq: SequenceState, room: int) -> Guess:
-        """How the sequence's text may go on, `room` tokens at most, read up to where it is now."""
+        """Update the sequence's proposers to its current text and return at most `room` lookup tokens."""
         reading = self.reading(seq)
         reading.read(seq.tokens)
         return reading.free(room, seq.ends)

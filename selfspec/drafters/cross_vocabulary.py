@@ -1,4 +1,4 @@
-"""A draft model of another vocabulary (Timor et al. 2502.05202, token-level intersection)."""
+"""Drafting with a model of another vocabulary (Timor et al. 2502.05202, token-level intersection)."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from selfspec.types.draft_path import FULL, DraftPath
 from selfspec.types.draft_work import DRAFT_MODEL, Work, passes_of
 from selfspec.types.limits import WIDEST_DRAFT
 
-AT_ONCE = 8  # tokens of the text that its cache may lack, to be read with a draft's first token
+AT_ONCE = 8  # the most uncached tokens that the pass of the first drafted token reads; more take a pass of their own
 
 
 class TranslatedDrafter(ChainDrafter):
-    """Drafts with another model whose tokens are others: those that both have, by its probabilities for these alone.
+    """Drafter with a draft model of another vocabulary, whose logits are restricted to the shared tokens.
 
-    Every draft begins with the text read anew in the draft model's tokens, of whose keys its cache keeps those of the
-    beginning that stayed the same. As q is known for every token, sampling stays exact. Nothing is drafted while a
-    text ends within a character, nor beyond the draft model's context.
+    Every draft begins with the text tokenised again for the draft model, whose cache keeps the keys of the unchanged
+    prefix. As q is known for every token, sampling stays exact. No token is drafted while the text ends within a
+    character, nor beyond the draft model's context length.
     """
 
     source = DRAFT_MODEL
@@ -57,30 +57,30 @@ class TranslatedDrafter(ChainDrafter):
         self._size = target.skeleton.identity.vocabulary or int(words.ours.max()) + 1
         self._ours, self._theirs = words.ours.to(target.device), words.theirs.to(runtime.device)
         self._of = dict(zip(words.ours.tolist(), words.theirs.tolist(), strict=True))
-        self._held: dict[int, list[int]] = {}  # by row: the tokens whose keys the cache holds
-        self._texts: dict[SequenceState, list[int]] = {}  # of drafts under way
+        self._held: dict[int, list[int]] = {}  # by cache row: the cached tokens
+        self._texts: dict[SequenceState, list[int]] = {}  # texts of current drafts in the draft model's tokens
 
     def max_work(self, limit: Limit) -> Work:
-        """As many passes as the draft may be deep, each as wide as guesses make it."""
+        """Return the work of as many passes as the draft's maximum depth, each of maximum width."""
         tokens, widest = max(min(limit.depth, limit.nodes, self._deepest), 0), len(self.ahead.prices)
         return passes_of(min(widest, tokens - i) for i in range(tokens))
 
     def end(self, seq: SequenceState) -> None:
-        """Forget the sequence; its keys stay, for a text that begins as it does."""
+        """Forget the sequence; its keys stay cached for a sequence with the same prefix."""
         super().end(seq)
         self._texts.pop(seq, None)
 
     def _begun(self, seq: SequenceState, room: int) -> Chain:
-        """A draft that stays within the draft model's context, after the text in its tokens."""
+        """Tokenise the text for the draft model; return an empty chain, its room limited to that model's context."""
         self.runtime.skeleton.refresh()
         text = self._texts[seq] = self.words.read(seq.tokens) or []
         left = self.runtime.skeleton.context - len(text) if text else 0
         return super()._begun(seq, max(min(room, left), 0))
 
     def _pass(self, chains: Sequence[Chain]) -> None:
-        """Raw logits after each chain's last token and what is guessed to follow it, in the target's tokens.
+        """Compute the raw logits after each chain's last token and its lookup tokens, over the target's vocabulary.
 
-        Minus infinity for those that are not shared.
+        Tokens that are not shared have minus infinity.
         """
         texts = [self._text(chain) for chain in chains]
         self._reserve(max(map(len, texts)))
@@ -97,32 +97,35 @@ class TranslatedDrafter(ChainDrafter):
             c.logits = [self._translated(step.logits[0, i]) for i in rows]
 
     def _translated(self, logits: Tensor) -> Tensor:
-        """Logits `[1, V]` of the target's tokens from the draft model's `[V']`."""
+        """Map the draft model's logits `[V']` to the target's vocabulary `[1, V]`."""
         shared = logits[self._theirs].to(self.target.device)
         row = shared.new_full((1, self._size), -math.inf)
         row[0, self._ours] = shared
         return row
 
     def _run(self, chain: Chain, text: Sequence[int]) -> tuple[int, list[int]]:
-        """From which place on the cache lacks the text's keys, and the tokens from there, with what is guessed."""
+        """Return the position of the first uncached token, and the tokens from there on with the lookup tokens."""
         guess = self.reading(chain.seq).guess(chain.tokens, chain.room - len(chain.tokens) - 1)
         chain.ahead, chain.source = list(takewhile(self._of.__contains__, guess.tokens)), guess.source
         at, run = self._missing(chain.seq.row, text)
         return at, [*run, *(self._of[token] for token in chain.ahead)]
 
     def _text(self, chain: Chain) -> list[int]:
-        """The text and what is drafted, in the draft model's tokens."""
+        """Return the text and the drafted tokens in the draft model's vocabulary."""
         return [*self._texts[chain.seq], *(self._of[token] for token in chain.tokens)]
 
     def _reserve(self, length: int) -> None:
-        """Room for texts of that length and the rest of their drafts."""
+        """Ensure cache slots for texts of that length and the rest of their drafts."""
         needed = length + WIDEST_DRAFT + 2
         if self.runtime.cache.slots < needed:
             self.runtime.reserve(max(needed + length // 2, self.target.cache.slots))
-            self._held.clear()  # nothing is committed there, so nothing is taken along
+            self._held.clear()  # growing keeps committed keys only, and this cache has none
 
     def _missing(self, row: int, text: Sequence[int]) -> tuple[int, list[int]]:
-        """From which place on a row lacks the text's keys, and the tokens from there, few of them."""
+        """Return the position of the first uncached token in a row, and the tokens from there on.
+
+        If there are more than `AT_ONCE`, all but the last are read into the cache first.
+        """
         held = self._held.setdefault(row, [])
         right, last = 0, min(len(held), len(text) - 1)
         while right < last and held[right] == text[right]:

@@ -1,4 +1,4 @@
-"""A smaller model of the same vocabulary drafts (Leviathan et al. 2211.17192, Chen et al. 2302.01318)."""
+"""Drafting with a smaller model of the same vocabulary (Leviathan et al. 2211.17192, Chen et al. 2302.01318)."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from selfspec.types.confidence import PROBABILITY, Confidence
 from selfspec.types.draft_path import FULL, DraftPath
 from selfspec.types.draft_work import DRAFT_MODEL
 
-AT_ONCE = 8  # tokens that the draft model's cache may lack, to be read with its first drafted one
+AT_ONCE = 8  # the most uncached tokens that the pass of the first drafted token reads; more take a pass of their own
 
 
 class ModelDrafter(LayerSkipDrafter):
-    """Drafts with another model, whose keys and values are in a cache of its own, on a device of its own.
+    """Drafter with a separate draft model, which has a KV cache and a device of its own.
 
-    What its cache lacks of a text is read before a draft's first token: the prompt when the text begins, later the last
-    token of a draft that was accepted whole. Keys of what a text shares with the one before it in its row are kept. No
-    draft goes beyond the draft model's own context. `path`: what the draft model itself runs along, such as in 8 bits.
-    Where the target's cache is a pool of blocks, its own is one of as many, whose rows have the target's tables; each
-    text is then read from its beginning.
+    Before a draft's first token the draft model reads the tokens missing from its cache: the prompt when the sequence
+    begins, later the last token of a fully accepted draft. Keys of a prefix shared with the row's previous sequence are
+    kept. No draft exceeds the draft model's context length. `path`: the draft path of the draft model itself, such as
+    int8. If the target has a paged cache, the draft model's cache has the same number of blocks and its rows use the
+    target's block tables; each sequence is then read from its beginning.
 
-    Raises `SelfspecError` for a draft model whose tokens are not as many as the target's, and as `LayerSkipDrafter`
+    Raises `SelfspecError` for a draft model of another vocabulary size than the target's, and as `LayerSkipDrafter`
     does.
     """
 
@@ -58,16 +58,16 @@ class ModelDrafter(LayerSkipDrafter):
         )
         super().__init__(own, path, controller, candidates=candidates, confidence=confidence, ahead=ahead)
         self.target = target
-        self._held: dict[int, list[int]] = {}  # by row: the tokens whose keys the cache holds
-        self._right: dict[SequenceState, int] = {}  # how many of them are known to be the text's
-        self._missing: dict[SequenceState, list[int]] = {}  # what the pass under way reads before a chain's last token
+        self._held: dict[int, list[int]] = {}  # by cache row: the cached tokens
+        self._right: dict[SequenceState, int] = {}  # length of the cached prefix known to match the sequence
+        self._missing: dict[SequenceState, list[int]] = {}  # tokens that the pass reads before a chain's last token
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """The draft model reads the prompt."""
+        """Prefill the draft model's cache with the prompt, if it fits the context."""
         super().begin(seq, prefill)
         self._right[seq] = 0
         if self.runtime.pool is not None:
-            self._held.pop(seq.row, None)  # its blocks may have been another's since
+            self._held.pop(seq.row, None)  # another sequence may have used its blocks since
         elif self.runtime.cache.slots < self.target.cache.slots:
             self.runtime.reserve(self.target.cache.slots)
             self._held.clear()
@@ -77,22 +77,22 @@ class ModelDrafter(LayerSkipDrafter):
             self._read(seq)
 
     def end(self, seq: SequenceState) -> None:
-        """Forget the sequence; its keys stay, for a text that begins as it does."""
+        """Forget the sequence; its keys stay cached for a sequence with the same prefix."""
         super().end(seq)
         self._right.pop(seq, None)
         self._missing.pop(seq, None)
 
     def _begun(self, seq: SequenceState, room: int) -> Chain:
-        """A draft that stays within the draft model's context."""
+        """Return an empty chain, its room limited to the draft model's context."""
         return super()._begun(seq, max(min(room, self.runtime.skeleton.context - len(seq.tokens)), 0))
 
     def _pass(self, chains: Sequence[Chain]) -> None:
-        """Raw logits as of any path, after what the cache lacked was read."""
+        """Compute raw logits as the base class does, reading the uncached tokens first or in the same pass."""
         places = []
         for c in chains:
             missing = self._missing[c.seq] = [] if c.tokens else self._read(c.seq)
             places.append(len(c.seq.tokens) - 1 + len(c.tokens) - len(missing))
-            del self._held[c.seq.row][places[-1] :]  # until they are written
+            del self._held[c.seq.row][places[-1] :]  # the pass rewrites these keys
         super()._pass(chains)
         for c, place in zip(chains, places, strict=True):
             root = c.tokens[-1] if c.tokens else c.seq.tokens[-1]
@@ -100,11 +100,11 @@ class ModelDrafter(LayerSkipDrafter):
             c.logits = [row.to(self.target.device) for row in c.logits]
 
     def _before(self, chain: Chain) -> list[int]:
-        """Tokens before the chain's last whose keys the cache lacks, few of them."""
+        """Return the uncached tokens before the chain's last token, `AT_ONCE` at most."""
         return self._missing[chain.seq]
 
     def _read(self, seq: SequenceState) -> list[int]:
-        """Read what the cache lacks of the text but its last token; where that is little, it is what is given."""
+        """Read the uncached tokens but the sequence's last; up to `AT_ONCE` tokens are returned unread instead."""
         held, right, last = self._held.setdefault(seq.row, []), self._right.get(seq, 0), len(seq.tokens) - 1
         while right < min(len(held), last) and held[right] == seq.tokens[right]:
             right += 1

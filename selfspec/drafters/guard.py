@@ -1,4 +1,4 @@
-"""The guard: a drafter around a drafter that lets it draft only while the bet is bounded."""
+"""The guard: a drafter that wraps another drafter and bounds the time that drafting can lose."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import PayoffModel
 from selfspec.types.draft_work import DraftCall, Work
 
-SHARE, START = 0.015, 1.65  # of plain decoding's time, and plain steps, that drafting may lose
-FIRST_REST = 1.6  # plain rounds that the first draft's verification is taken to last
-KNOWN, RECENT = 2, 5  # plain rounds before the first draft, and of how many the median is taken
-DRAFTED, LATELY = 8, 3  # recent rounds by which the next one's cost, and a change of the machine, is judged
+SHARE, START = 0.015, 1.65  # what drafting may lose: a share of plain decoding's time, and a start in plain rounds
+FIRST_REST = 1.6  # assumed cost of the first drafted round without its draft, in plain rounds
+KNOWN, RECENT = 2, 5  # plain rounds before the first draft, and the window of their median
+DRAFTED, LATELY = 8, 3  # windows of recent rounds that estimate the next cost, and that detect a change of speed
 PROBE = 128  # tokens after which a plain round is due
-MOST = 20.0  # plain rounds that a batch may be ahead: what it gained long ago is not to be lost now
-CHANGED = 0.25  # of what verifying took, after which the machine is taken to be another
+MOST = 20.0  # cap on a batch's slack, in plain rounds, so that old gains cannot be lost now
+CHANGED = 0.25  # relative change of verification time after which plain timings are discarded
 
 
 NOTHING = Limit(0, 0)
-UNNAMED: Work = ((DraftCall("draft"), 1),)  # what a draft took whose drafter does not say
+UNNAMED: Work = ((DraftCall("draft"), 1),)  # assumed work of a drafter that reports none
 
 
 @dataclass(slots=True)
 class _Account:
-    """Of one sequence: seconds that drafting has gained (or lost) with its share; tokens since a plain round."""
+    """Account of a sequence (or a whole batch): time that drafting has gained, and tokens since a plain round.
+
+    `slack`: seconds by the clock, or plain rounds by the payoff model; includes `SHARE` of plain decoding's time.
+    """
 
     slack: float = 0.0
     since_plain: float = 0.0
@@ -37,45 +40,45 @@ class _Account:
 
 @dataclass(slots=True)
 class _Round:
-    """The round under way: whose accounts are still to be settled, and what it has taken so far."""
+    """Current round: the sequences whose accounts are not settled yet, and the time measured so far."""
 
     begun: float
     prices: _Prices
     left: set[SequenceState]
     drafting: float = 0.0  # seconds
-    work: Work | None = None  # of all drafts; None: nothing was drafted
-    drafted: int = 0  # tokens that are verified
-    took: float | None = None  # seconds, known once the first sequence is observed
+    work: Work | None = None  # of all drafts; None if nothing was drafted
+    drafted: int = 0  # drafted tokens in the verification pass
+    took: float | None = None  # seconds of the round, set when the first sequence is observed
 
 
 @dataclass(slots=True)
 class _Prices:
-    """Seconds of a plain round, and what drafted rounds took for each part of their work and for the rest, lately.
+    """Recent times in seconds: plain rounds, each part of the drafting work, and drafted rounds without drafting.
 
-    `sequences`: how many take these rounds together.
+    `sequences`: the batch size of these rounds.
     """
 
     sequences: int = 1
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    step: float = 0.0  # a plain round, by the median
+    step: float = 0.0  # median of `plain`
     parts: dict[DraftCall, deque[float]] = field(default_factory=dict)
     rest: deque[float] = field(default_factory=lambda: deque(maxlen=DRAFTED))
-    lately: dict[int, deque[float]] = field(default_factory=dict)  # the same by how many drafted tokens there were
-    then: dict[int, float] = field(default_factory=dict)  # likewise, what verifying took after the last plain round
+    lately: dict[int, deque[float]] = field(default_factory=dict)  # latest of `rest`, by number of drafted tokens
+    then: dict[int, float] = field(default_factory=dict)  # `rest` after the last plain round, by drafted tokens
 
     def see_plain(self, seconds: float) -> None:
-        """A plain round took so long."""
+        """Add the time of a plain round."""
         self.plain.append(seconds)
         self.step = _median(self.plain)
         self.lately.clear()
         self.then.clear()
 
     def see_drafted(self, work: Work, drafting: float, rest: float, drafted: int = 0) -> None:
-        """Making a round's drafts took so long for this work, and the rest of the round so long.
+        """Add the times of a drafted round: `drafting` seconds for `work`, and `rest` seconds for everything else.
 
-        Several parts share the time as their prices so far say. Where verifying as many tokens takes longer or shorter
-        than it did, what a plain round took is no longer known; where it takes less than a plain round, which has fewer
-        rows, such a one takes no longer than that.
+        The parts of the work share `drafting` in proportion to their known costs. If verification of the same number of
+        tokens changes by more than `CHANGED`, the plain timings are discarded. If `rest` is below a plain round, it
+        counts as a plain round, because a plain round has fewer rows and cannot take longer.
         """
         shares = {part: self.part(part) for part, _ in work}
         expected = sum(calls * shares[part] for part, calls in work)
@@ -95,37 +98,37 @@ class _Prices:
                 self.plain.clear()
 
     def part(self, part: DraftCall) -> float:
-        """Seconds of one call of a part for one sequence; before the first, a guess."""
+        """Return the seconds of one call of a part for one sequence; an assumed value before the first call."""
         known = self.parts.get(part)
         return _dear(known) if known else self.step / self.sequences
 
     def draft(self, work: Work) -> float:
-        """Seconds of a draft that takes this work."""
+        """Return the seconds of a draft with this work."""
         return sum(calls * self.part(part) for part, calls in work)
 
     def beside_drafts(self) -> float:
-        """Seconds of a drafted round without its drafts; before the first, a guess."""
+        """Return the seconds of a drafted round without drafting; an assumed value before the first such round."""
         return _dear(self.rest) if self.rest else FIRST_REST * self.step
 
 
 class Guard:
-    """Lets `drafter` draft, and as much, only while that cannot cost more than the bound.
+    """Wrapper that limits the drafts of `drafter` so that the time lost to drafting stays within a bound.
 
-        seconds lost to drafting + this round's dearest cost - t <= 1.65 t + 0.015 t (tokens + 1),   t a plain round's
+        seconds lost to drafting + this round's highest cost - t <= 1.65 t + 0.015 t (tokens + 1),   t: plain round
 
     So decoding takes at most 5% longer than plain decoding over 100 tokens, and 3% over 500, however wrong the drafts
-    are, where a plain step takes milliseconds: the guard's own 10 us a round are 2% of half of one. What is spared of
-    that is for a round that is dearer than those before it, and for the guard itself. What drafting loses in a round is
-    what the round took less t for each of its tokens; a plain round loses nothing. t is the median of recent plain
-    rounds: the first two rounds, one after 128 tokens without, those that the bound forces, and two where verifying
-    as many tokens takes longer or shorter than it did; verifying that takes less than t counts as one. A draft is
-    judged by what its work costs, each part at the second dearest of its recent calls. Of a machine that changes
-    its speed, t is that of its slower times. Of sequences that take rounds together each keeps the bound, against
-    plain rounds of as many; with `bound_together` all of them together do.
+    are, if a plain step takes milliseconds: the guard's own 10 us a round are 2% of half a millisecond. The remainder
+    covers rounds more expensive than the earlier ones, and the guard itself. A drafted round loses its time less t for
+    each of its tokens; a plain round loses nothing. t is the median of recent plain rounds: the first two rounds, one
+    after 128 tokens without a plain round, those that the bound forces, and two after the verification time of the same
+    number of tokens has changed; verification faster than t counts as a plain round. A draft is judged by the cost of
+    its work, each part at the second highest of its recent costs. If the machine's speed varies, t follows its slower
+    times. In a batch each sequence keeps the bound, against plain rounds of the same batch size; with
+    `bound_together` the batch as a whole keeps it.
 
-    With a seeded sampler nothing depends on `clock`: rounds cost what `payoff` says, for every row that is verified,
-    and without one nothing is bounded. `here` gives one that is right where it is called, and is asked once, by
-    `look_here` before the first such sequence. Everything else is the drafter's own.
+    With a seeded sampler nothing depends on `clock`: rounds cost what `payoff` says, every verified row included, and
+    without a `payoff` nothing is bounded. `here` measures a local payoff model; `calibrate` calls it once, before the
+    first seeded sequence. Everything else is delegated to the drafter.
     """
 
     def __init__(
@@ -141,41 +144,41 @@ class Guard:
         self._together: _Account | None = None
         self._here = here
         self._clock = clock
-        self._prices: dict[int, _Prices] = {}  # by how many sequences take rounds together
+        self._prices: dict[int, _Prices] = {}  # by batch size
         self._accounts: dict[SequenceState, _Account] = {}
         self._round: _Round | None = None
 
     @property
     def hidden(self) -> Sequence[int]:
-        """The layers whose streams the drafter reads."""
+        """The layers whose hidden states the drafter reads."""
         return self.drafter.hidden
 
     @property
     def drafts(self) -> bool:
-        """Whether the drafter ever proposes anything."""
+        """Whether the drafter ever proposes a token."""
         return self.drafter.drafts
 
     def calibrate(self) -> None:
-        """Learn what rounds cost here, unless it is known; raises as `here` does."""
+        """Measure the local round costs once; raises as `here` does."""
         if self._here is not None:
             self.payoff, self._here = self._here() or self.payoff, None
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """A new account."""
+        """Open an account for the sequence."""
         self._accounts[seq] = _Account()
         self.drafter.begin(seq, prefill)
 
     def max_work(self, limit: Limit) -> Work:
-        """The drafter's own."""
+        """Return the drafter's `max_work`."""
         return self.drafter.max_work(limit)
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """The drafter's, no larger than the bound allows; none where it allows none."""
+        """Return the drafter's drafts, limited to the size that the bound allows, which may be none."""
         timed = {seq for seq in self._accounts if self._timed(seq)}
         self._round = _Round(self._clock(), self.prices, timed) if timed else None
         seconds = self._to_spend(timed)
         if seconds <= 0 and len(timed) == len(self._accounts):
-            return [NO_DRAFT] * len(seqs)  # as most rounds where drafts lose: such a one is to cost little
+            return [NO_DRAFT] * len(seqs)  # most rounds end here if drafts lose time, so this exit must be cheap
         seconds /= max(1, len(timed.intersection(seqs)))
         allowed = [
             self._by_clock(seconds, limit) if self._timed(seq) else self._by_payoff(self._accounts[seq], limit)
@@ -194,9 +197,9 @@ class Guard:
         return drafts
 
     def bound_together(self, together: bool) -> None:
-        """Bound what drafts cost all sequences that take rounds together, not each of them, and by the clock alone.
+        """Bound the cost of drafting for the batch as a whole instead of for each sequence, and by the clock alone.
 
-        What is drafted with a seed, too, does not matter to its text under rule `match`.
+        Seeded sequences may be timed too: under rule `match` the drafts do not affect the text.
         """
         self._together = _Account() if together else None
 
@@ -208,7 +211,7 @@ class Guard:
 
     @property
     def prices(self) -> _Prices:
-        """What rounds of as many sequences as there are now have taken."""
+        """The recorded times of rounds with the current number of sequences."""
         sequences = len(self._accounts) or 1
         known = self._prices.get(sequences)
         if known is None:
@@ -216,7 +219,7 @@ class Guard:
         return known
 
     def _to_spend(self, timed: set[SequenceState]) -> float:
-        """Seconds that drafting may take in this round, so that each of the sequences keeps its bound."""
+        """Return the seconds that drafting may take in this round without breaking any sequence's bound."""
         if not timed:
             return 0.0
         prices, accounts = self.prices, [self._account(seq) for seq in timed]
@@ -253,14 +256,14 @@ class Guard:
             if self.payoff is not None:
                 took = self.payoff.price(draft.work) + self.payoff.rounds[1 + len(draft)]
                 account.slack += (1 + SHARE) * tokens - took
-        elif self._round is not None and seq in self._round.left:  # else the loop asked for no draft
+        elif self._round is not None and seq in self._round.left:  # otherwise the loop asked for no draft
             self._settle(account, self._round, tokens)
             self._round.left.discard(seq)
         self.drafter.observe(seq, outcome)
 
     def _settle(self, account: _Account, now: _Round, tokens: int) -> None:
         prices, first = now.prices, now.took is None
-        share = 1.0 if self._together is None else 1 / prices.sequences  # of the account that it settles
+        share = 1.0 if self._together is None else 1 / prices.sequences  # this sequence's share of a joint account
         took = now.took = self._clock() - now.begun if now.took is None else now.took
         if now.work is None:
             if first:
@@ -277,13 +280,13 @@ class Guard:
             prices.see_drafted(now.work, now.drafting, rest, now.drafted)
 
     def end(self, seq: SequenceState) -> None:
-        """Close the account."""
+        """Close the sequence's account."""
         self._accounts.pop(seq, None)
         self.drafter.end(seq)
 
 
 def _sum(drafts: Sequence[Draft]) -> Work | None:
-    """The work of all drafts together; None where there is no draft."""
+    """Return the total work of the drafts; None without drafts."""
     if len(drafts) < 2:
         return (drafts[0].work or UNNAMED) if drafts else None
     total: dict[DraftCall, int] = {}
@@ -294,7 +297,7 @@ def _sum(drafts: Sequence[Draft]) -> Work | None:
 
 
 def _most(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number from 0 to `limit` that fits, where whatever is smaller than one that fits does too."""
+    """Return the largest number from 0 to `limit` that fits, by bisection; `fits` must be monotone."""
     if limit < 1 or fits(limit):
         return max(limit, 0)
     low = 0
@@ -305,10 +308,10 @@ def _most(fits: Callable[[int], bool], limit: int) -> int:
 
 
 def _median(seconds: Sequence[float] | deque[float]) -> float:
-    """The lower of both where there are two."""
+    """Return the median, the lower of the two middle values for an even count."""
     return sorted(seconds)[(len(seconds) - 1) // 2]
 
 
 def _dear(seconds: deque[float]) -> float:
-    """The second dearest, or the only one: one that was disturbed is not to stop all others."""
+    """Return the second highest time, or the only one: one disturbed measurement must not stop drafting."""
     return sorted(seconds)[-min(2, len(seconds))]

@@ -1,4 +1,4 @@
-"""Trained heads that draft from the model's streams (EAGLE, Medusa and others), alone or below a draft path."""
+"""Draft heads that read the target's hidden states (EAGLE, Medusa and others), alone or below a draft path."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from selfspec.speculation.sequence import SequenceState
 from selfspec.types.confidence import PROBABILITY, Confidence
 from selfspec.types.draft_work import Work, steps_of
 
-FIRST = tuple(0.05 + 0.09 * i for i in range(11))  # the chance of a guess, by its probability in tenths, at first
-USUAL = 1.3  # tokens in the time of a pass over one that guesses of the head are expected to bring, at first
-FADING = 0.9
-FORGETTING = 0.02
-LIKELY = 0.8  # the most that the next guess is hoped to be right before it is known
+FIRST = tuple(0.05 + 0.09 * i for i in range(11))  # prior chance of a lookup token, by the head's probability in tenths
+USUAL = 1.3  # prior rate of the head: tokens in the time of a path's pass over one token
+FADING = 0.9  # decay of the average rate
+FORGETTING = 0.02  # drift of an unused head's rate towards the prior
+LIKELY = 0.8  # assumed chance of the next lookup token before the head's step computes it
 
 
 @dataclass(slots=True)
 class _Pairs:
-    """One sequence's pairs of a token and the streams before it: the head has read `start` of them, not yet these.
+    """One sequence's unread pairs of a token and the hidden states before it; the head has read `start` earlier pairs.
 
-    `state`: what it goes on from after the last that it read. `chances`, `usual`: what guesses brought in this text.
+    `state`: the head's state after the last read pair. `chances`, `usual`: how well its lookup tokens did in this text.
     """
 
     start: int = 0
@@ -44,32 +44,32 @@ class _Pairs:
     usual: float = USUAL
 
     def add(self, tokens: Sequence[int], streams: Tensor) -> None:
-        """Further pairs, `[n]` and `[n, D * layers]`."""
+        """Append pairs of tokens `[n]` and hidden states `[n, D * layers]`."""
         self.tokens += tokens
         self.streams.append(streams)
 
 
 class HeadTexts:
-    """What a head is told of each sequence: the pairs of its committed tokens, with the model's own streams."""
+    """A head's input for each sequence: pairs of a committed token and the target's hidden states."""
 
     def __init__(self, head: Head) -> None:
         self.head = head
         self._pairs: dict[SequenceState, _Pairs] = {}
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """A sequence starts; `prefill` gave the streams at its prompt's tokens but the last."""
+        """Start a sequence; `prefill` has the hidden states of all prompt tokens but the last."""
         self.head.reserve(self.head.target.cache.slots)
         pairs = self._pairs[seq] = _Pairs()
         if prefill.hidden:
             pairs.add(seq.tokens[1:], self.streams_of(prefill)[0])
 
     def streams_of(self, step: ForwardOutput) -> Tensor:
-        """What the head reads of a step, `[B, n, D * layers]`."""
+        """Return the hidden states that the head reads, `[B, n, D * layers]`."""
         streams = [step.hidden[layer] for layer in self.head.layers]
         return streams[0] if len(streams) == 1 else torch.cat(streams, -1)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Tokens were committed, each below a row of the verification."""
+        """Append the committed tokens, each with the hidden states of its parent's verification row."""
         rows = [0, *(node + 1 for node in outcome.path)][: len(outcome.tokens)]
         self._pairs[seq].add(outcome.tokens, self.streams_of(outcome.step)[0, rows])
 
@@ -78,13 +78,13 @@ class HeadTexts:
         self._pairs.pop(seq, None)
 
     def of(self, seq: SequenceState) -> _Pairs | None:
-        """A sequence's pairs; None for one that did not begin here."""
+        """Return a sequence's pairs; None if the sequence did not begin here."""
         return self._pairs.get(seq)
 
     def catch_up(self, seq: SequenceState, tokens: Sequence[int] = (), streams: Sequence[Tensor] = ()) -> Tensor | None:
-        """The words' logits after all of the sequence's pairs, and further ones of a draft; None where there are none.
+        """Read the sequence's unread pairs and a draft's; return the logits after them, or None without any pair.
 
-        Those of a draft are read again when they are committed.
+        The logits cover the head's vocabulary. The draft's pairs are read again when they are committed.
         """
         pairs = self._pairs[seq]
         read, told = [*pairs.tokens, *tokens], [*pairs.streams, *streams]
@@ -98,9 +98,9 @@ class HeadTexts:
         return logits
 
     def go_on(self, seq: SequenceState, token: int, place: int, *, drafted: int = 0) -> Tensor:
-        """The words' logits after a token that the head proposed as its `place`-th, from 1.
+        """Return the logits over the head's vocabulary after a token that the head proposed as its `place`-th, from 1.
 
-        Before it stand the committed tokens, and `drafted` further ones that the head was told when it caught up.
+        The committed tokens precede the token, and then the `drafted` tokens that `catch_up` read.
         """
         pairs = self._pairs[seq]
         logits, pairs.state = self.head.go_on(seq.row, pairs.start + drafted, place, token, pairs.state)
@@ -108,7 +108,7 @@ class HeadTexts:
 
 
 class HeadDrafter(ChainDrafter):
-    """Drafts with a trained head, which reads streams that left the model's layers, and then what it made itself."""
+    """Drafter with a draft head, which reads the target's hidden states first and its own states after that."""
 
     partial = True
 
@@ -128,12 +128,12 @@ class HeadDrafter(ChainDrafter):
         self.hidden = head.layers
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """The head is told of the prompt."""
+        """Start the sequence in the head, with the prompt's hidden states."""
         super().begin(seq, prefill)
         self.texts.begin(seq, prefill)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """The head is told of what was committed."""
+        """Pass the committed tokens and their hidden states to the head."""
         super().observe(seq, outcome)
         self.texts.observe(seq, outcome)
 
@@ -143,11 +143,11 @@ class HeadDrafter(ChainDrafter):
         self.texts.end(seq)
 
     def max_work(self, limit: Limit) -> Work:
-        """As many steps of the head as the draft may be deep."""
+        """Return the work of as many head steps as the draft's maximum depth."""
         return steps_of(max(min(limit.depth, limit.nodes, self._deepest), 0))
 
     def _pass(self, chains: Sequence[Chain]) -> None:
-        """One step of the head for each chain; the first reads what was committed since the last."""
+        """Run one head step for each chain; a chain's first step reads the pairs committed since the last draft."""
         for c in chains:
             if not c.tokens:
                 logits = self.texts.catch_up(c.seq)
@@ -161,9 +161,9 @@ class HeadDrafter(ChainDrafter):
 
 
 class HeadBelow:
-    """Guesses by a head for the next pass of a draft path, which checks them beside the token that it must read.
+    """Source of a head's lookup tokens for the next pass of a draft path, which checks them beside its own token.
 
-    `prices[i]`: what a pass of the path over i + 1 tokens takes, over one; `step`: what a step of the head takes.
+    `prices[i]`: cost of the path's pass over i + 1 tokens relative to one token; `step`: cost of a head step.
     """
 
     def __init__(self, head: Head, prices: Sequence[float], step: float) -> None:
@@ -171,9 +171,9 @@ class HeadBelow:
         self.prices, self.step = tuple(prices), step
 
     def guess(self, chain: Chain, other: Guess, room: int) -> Guess:
-        """What the next pass is to check, `room` tokens at most; `other` where that promises more than the head did.
+        """Return at most `room` lookup tokens for the next pass; `other` if its rate is at least the head's average.
 
-        Guesses go on while that is expected to bring more tokens for the time.
+        The head proposes tokens as long as each is expected to increase the tokens per time.
         """
         seq = chain.seq
         pairs = self.texts.of(seq)
@@ -221,7 +221,10 @@ class HeadBelow:
         return tokens / self.prices[len(guess.chances)]
 
     def _pick(self, chain: Chain, guessed: Sequence[int], logits: Tensor) -> tuple[int, float] | None:
-        """The token that the path is likeliest to draft, and its probability; None where none of the words is left."""
+        """Return the head's most probable token and its probability; None if the processors mask its vocabulary.
+
+        With tied sampling it is the token that the noise selects.
+        """
         seq, head = chain.seq, self.texts.head
         if not seq.sampler.processors:  # greedy, and nothing else
             at, share = best_and_share(logits)
@@ -235,7 +238,7 @@ class HeadBelow:
         return None if taken is None else (taken.token, taken.probability)
 
     def learn(self, chain: Chain) -> None:
-        """What the last pass of a chain guessed was right, or was not."""
+        """Update the head's chances with the lookup tokens that a chain's last pass checked."""
         pairs = self.texts.of(chain.seq)
         if pairs is None:
             return

@@ -1,4 +1,4 @@
-"""Input-guided decoding (Ge et al. 2205.10350): an answer that repeats its input is drafted from the rest of it."""
+"""Input-guided decoding (Ge et al. 2205.10350): draft the rest of the input for an answer that repeats the input."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.draft_work import INPUT
 
-LONGEST = 8  # tokens of the answer's end that an anchor is told by
-# The chance of a token, by how many were right in a row since the anchor, until the text itself tells.
+LONGEST = 8  # the most tokens of the answer's end that are matched to find an anchor
+# Prior chance of a token by the number of correct tokens in a row since the anchor.
 FIRST = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.9, 0.9, 0.95)
 
 
 @dataclass(slots=True)
 class _Copy:
-    """Where the answer of one text stands in its input: the next token to copy, none after a divergence."""
+    """Position of an answer in its input; `at`: index of the next token to copy, None if there is no anchor."""
 
     size: int
-    places: dict[int, list[int]]  # of each token of the input
+    places: dict[int, list[int]]  # positions of each token in the input
     at: int | None = 0
-    passed: int = 0  # how far the copy had come
-    right: int = 0  # tokens in a row since the anchor
+    passed: int = 0  # end of the last copied run in the input
+    right: int = 0  # correct tokens in a row since the anchor
     chances: Chances = field(default_factory=lambda: Chances(FIRST))
 
 
 class InputDrafter(FreeDrafter):
-    """Drafts the rest of the prompt, as far as `controller` has it, from its beginning on.
+    """Drafter that copies the prompt, from its first token on, until `controller` ends the draft.
 
-    After a divergence it is anchored again where the answer's last tokens stand in the prompt: as many of them as it
-    takes for one place to be left (8 at most; the first after the old anchor of several). Every text has its own.
+    After a divergence the copy is anchored where the answer's last tokens occur in the prompt. The match is lengthened,
+    to 8 tokens at most, until one occurrence is left; of several, the first after the last copied token is taken.
+    Every sequence has its own anchor.
     """
 
     def __init__(self, controller: Controller) -> None:
@@ -43,7 +44,7 @@ class InputDrafter(FreeDrafter):
         self._copies: dict[SequenceState, _Copy] = {}
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """The prompt is the input."""
+        """Index the prompt as the sequence's input."""
         super().begin(seq, prefill)
         places: dict[int, list[int]] = {}
         for place, token in enumerate(seq.tokens):
@@ -75,7 +76,7 @@ class InputDrafter(FreeDrafter):
         return Guess(tokens, [copy.chances(copy.right + i) for i in range(len(tokens))], INPUT)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Go along with what was emitted, or look for another anchor."""
+        """Advance the anchor along the emitted tokens, or search for another anchor."""
         super().observe(seq, outcome)
         if (copy := self._copies.get(seq)) is None:
             return
@@ -84,7 +85,7 @@ class InputDrafter(FreeDrafter):
 
 
 def _follow(copy: _Copy, seq: SequenceState, end: int) -> None:
-    """The answer's next token, the last of the first `end` tokens of the text."""
+    """Advance or reset the anchor for the answer's token at position `end` - 1."""
     if copy.at is not None and copy.at < copy.size:
         right = seq.tokens[copy.at] == seq.tokens[end - 1]
         copy.chances.see(copy.right, right)
@@ -98,7 +99,7 @@ def _follow(copy: _Copy, seq: SequenceState, end: int) -> None:
 
 
 def _anchor(copy: _Copy, seq: SequenceState, end: int) -> int | None:
-    """Where the input goes on after the answer's last tokens; none where they do not stand in it."""
+    """Return the input position after a match of the answer's last tokens; None if the input has no match."""
     found = copy.places.get(seq.tokens[end - 1], [])
     for length in range(2, min(LONGEST, end - copy.size) + 1):
         if len(found) < 2:

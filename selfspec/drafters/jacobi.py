@@ -1,4 +1,4 @@
-"""Parallel decoding as a fixed point (Santilli et al. 2305.10427): a block guessed at once, mended pass by pass."""
+"""Parallel (Jacobi) decoding as a fixed-point iteration (Santilli et al. 2305.10427): each pass refines a block."""
 
 from __future__ import annotations
 
@@ -22,24 +22,27 @@ Start = Literal["padding", "prompt", "before"]
 
 @dataclass(slots=True)
 class _Block:
-    """The block of one sequence: where it begins and ends in the text, and what is guessed after the text so far."""
+    """Block of one sequence: positions of its start and end; `guess`: the current iterate of the tokens after the text.
+
+    `prompt`: the prompt's length.
+    """
 
     prompt: int
     begin: int
     end: int
     guess: list[int] = field(default_factory=list)
-    sent: tuple[int, ...] = ()  # of the guess, what is being verified
+    sent: tuple[int, ...] = ()  # the part of the guess in the verification pass
 
 
 class JacobiDrafter:
-    """Drafts the block as the last pass would have it: every pass is one Jacobi iteration of all its places.
+    """Drafter of a block as the last pass predicted it: every pass is one Jacobi iteration over all its positions.
 
-    `jacobi`: one block, the whole rest of the text (of which a verification holds so much); `gauss-seidel`: blocks of
-    `block` tokens, each converged before the next begins; `hybrid`: the same for the first `parallel` tokens of an
-    answer, and one token at a time from there. What has converged is committed, so a block takes at most as many
-    passes as it has tokens. `start`: what an unknown place holds at first: `padding`, a token that says nothing;
-    `prompt`, the prompt's token at the same place; `before`, the text's token one block earlier. An end of sequence
-    in a block that has not converged ends the draft, not the text. Raises `SelfspecError` for blocks below two tokens.
+    `jacobi`: one block over the rest of the text, cut to the size of a verification pass; `gauss-seidel`: blocks of
+    `block` tokens, each converged before the next begins; `hybrid`: gauss-seidel for the first `parallel` tokens of an
+    answer, then plain decoding. Converged tokens are committed, so a block takes at most as many passes as it has
+    tokens. `start`: the initial token of an unknown position: `padding`, the lowest id of no end token;
+    `prompt`, the prompt's token at the same offset; `before`, the token one block earlier. An end-of-sequence token in
+    an unconverged block ends the draft, not the text. Raises `SelfspecError` for blocks below two tokens.
     """
 
     hidden: Sequence[int] = ()
@@ -56,7 +59,7 @@ class JacobiDrafter:
         self._blocks: dict[SequenceState, _Block] = {}
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """The first block begins after the prompt."""
+        """Place the first block after the prompt."""
         n = len(seq.tokens)
         self._blocks[seq] = _Block(n, n, n)
 
@@ -65,15 +68,15 @@ class JacobiDrafter:
         self._blocks.pop(seq, None)
 
     def max_work(self, limit: Limit) -> Work:
-        """A guess, however long."""
+        """Return the work of one lookup draft, whatever its length."""
         return GUESSED if min(limit.depth, limit.nodes) > 0 else NO_WORK
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """The rest of each sequence's block, as guessed so far."""
+        """Return the current iterate of the rest of each sequence's block."""
         return [self._drafted(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """What the pass would have at each place that it did not commit is the next guess there."""
+        """Replace the iterate at each uncommitted position with the pass's argmax there."""
         if (block := self._blocks.get(seq)) is None:
             return
         sent, block.sent = block.sent, ()
@@ -102,7 +105,7 @@ class JacobiDrafter:
         return guessed(Guess(tokens, (), JACOBI))
 
     def _first(self, seq: SequenceState, block: _Block, place: int) -> int:
-        """What stands at a place of the text of which nothing is known yet."""
+        """Return the initial token of an unknown position, as `start` says."""
         earlier = place - (block.end - block.begin if self.start == "before" else block.prompt)
         known = earlier < len(seq.tokens) if self.start == "before" else earlier < block.prompt
         if self.start != "padding" and earlier >= 0 and known and seq.tokens[earlier] not in seq.ends:

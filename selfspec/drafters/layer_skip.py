@@ -1,4 +1,4 @@
-"""Self-drafting (Draft & Verify, Zhang et al. 2309.08168): the model itself, along a cheaper path."""
+"""Self-speculative drafting (Draft & Verify, Zhang et al. 2309.08168): the model drafts along a cheaper path."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from selfspec.types.skip import SkipSet
 
 
 class LayerSkipDrafter(ChainDrafter):
-    """Drafts along `path`, with the model's own keys and values of all that is committed.
+    """Drafter along a draft path of the target, which reads the target's keys and values of all committed tokens.
 
-    Its own keys go to the slots that verification then overwrites. `path`: a draft path, or the sub-layers that it
-    bypasses. `controller` ends a draft: each sequence with a seed starts it afresh, all others share what it learns.
-    It is told the `confidence` in each token that was drafted. `candidates`: the most for each place, the token that
-    the draft goes on from counted; 1 drafts a chain. Sequences draft in lockstep. `ahead`: guesses that a pass along
-    the path is to check beside its one token; what is drafted stays what the path drafts, in fewer passes. Where the
-    controller takes one as it is, nothing is drafted along the path in that round. `below`: a trained head that also
-    guesses.
+    Drafted tokens write their keys to cache slots that verification overwrites. `path`: a draft path, or a skip set of
+    bypassed sub-layers. `controller` ends a draft: each seeded sequence starts a fresh copy, all other sequences share
+    one that learns. It sees the `confidence` in each drafted token. `candidates`: the maximum at each position,
+    including the chain's own token; 1 drafts a chain. Sequences draft in lockstep. `ahead`: proposers of lookup tokens
+    that a pass along the path checks beside its one token; the drafted tokens stay the same, in fewer passes. If the
+    controller sends lookup tokens directly to verification, that round drafts nothing along the path. `below`: a
+    draft head that proposes lookup tokens too.
 
     Raises `SelfspecError` for a path that the model does not have (`Runtime.compile`), and for no candidate or more
-    than a verification holds.
+    candidates than a verification pass holds.
     """
 
     def __init__(
@@ -62,26 +62,26 @@ class LayerSkipDrafter(ChainDrafter):
 
     @property
     def native(self) -> bool:
-        """Whether its passes are one native call each."""
+        """Whether each pass along the path is one native call."""
         return self._compiled.native is not None
 
     def max_work(self, limit: Limit) -> Work:
-        """As many passes as the draft may be deep, each as wide as it may be."""
+        """Return the work of as many passes as the draft's maximum depth, each of maximum width."""
         return self._max_work[max(min(limit.depth, limit.nodes, self._deepest), 0)]
 
     def _all_of(self, tokens: int, widest: int) -> Work:
-        """The most work that so many tokens can take."""
+        """Return the most work that `tokens` drafted tokens can take."""
         widths = [min(widest, tokens - i) for i in range(tokens)]
         return with_head_steps(passes_of(widths), 0 if self.below is None else sum(widths))
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """A text of its own, for a head below too."""
+        """Start the sequence, in a head below too."""
         super().begin(seq, prefill)
         if self.below is not None:
             self.below.texts.begin(seq, prefill)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Tell the controller what was accepted, and a head below what was committed."""
+        """Report the accepted tokens to the controller, and the committed tokens to a head below."""
         super().observe(seq, outcome)
         if self.below is not None:
             self.below.texts.observe(seq, outcome)
@@ -93,7 +93,7 @@ class LayerSkipDrafter(ChainDrafter):
             self.below.texts.end(seq)
 
     def _pass(self, chains: Sequence[Chain]) -> None:
-        """Raw logits after each chain's last token, and after those guessed to follow it, from one pass."""
+        """Compute the raw logits after each chain's last token and after its lookup tokens, in one pass."""
         placed, firsts = [], []
         for c in chains:
             guess = self._guess(c)
@@ -111,13 +111,13 @@ class LayerSkipDrafter(ChainDrafter):
                 c.streams.append(self.below.texts.streams_of(step)[0])
 
     def _before(self, chain: Chain) -> list[int]:
-        """Tokens before the chain's last whose keys the cache lacks: none, as it is the model's own."""
+        """Return the uncached tokens before the chain's last token: none, as the cache is the target's own."""
         return []
 
     def _guess(self, chain: Chain) -> Guess:
-        """What the chain's next pass is to check."""
+        """Return the lookup tokens that the chain's next pass checks."""
         room = chain.room - len(chain.tokens) - 1
-        if self.below is not None and chain.passes:  # of the last pass's streams, those before what was drafted
+        if self.below is not None and chain.passes:  # keep the hidden states before tokens that were drafted
             chain.streams[-1] = chain.streams[-1][: len(chain.tokens) - chain.begun]
             self.below.learn(chain)
         guess = self.reading(chain.seq).guess(chain.tokens, room)

@@ -1,4 +1,4 @@
-"""Lookahead decoding (Fu et al. 2402.02057): n-grams from Jacobi trajectories, made and verified in the same pass."""
+"""Lookahead decoding (Fu et al. 2402.02057): one pass makes n-grams from Jacobi trajectories and verifies n-grams."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from selfspec.types.limits import WIDEST_DRAFT
 
 @dataclass(slots=True)
 class _Branches:
-    """One sequence's window, `levels[j][i]` the token of trajectory j in column i, and its pool of n-grams."""
+    """One sequence's window and n-gram pool; `levels[j][i]`: the token of level (trajectory) j in column i."""
 
     levels: list[list[int]]
-    pool: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)  # by first token, the oldest first
-    last: list[int] | None = None  # the nodes of the window's last level, while it is being verified
-    sent: tuple[int, ...] = ()
+    pool: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)  # n-grams by first token, oldest first
+    last: list[int] | None = None  # nodes of the window's last level during verification
+    sent: tuple[int, ...] = ()  # tokens of the last draft
 
 
 @dataclass(slots=True)
 class _Tree:
-    """A token tree in the making; tokens at the same place are one node."""
+    """Token tree under construction; equal tokens below one parent are one node."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     at: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def add(self, parent: int, token: int) -> int:
-        """The node of a token below `parent`."""
+        """Return the node of `token` below `parent`, adding it if it is new."""
         node = self.at.setdefault((parent, token), len(self.tokens))
         if node == len(self.tokens):
             self.tokens.append(token)
@@ -43,14 +43,15 @@ class _Tree:
 
 
 class LookaheadDrafter:
-    """Drafts the n-grams of the pool that begin with the last token, and the window that makes new ones beside them.
+    """Drafter of the pool's n-grams that begin with the last token, and of the window that makes new n-grams.
 
     `window` (W): columns of the window; `ngram` (N): tokens of an n-gram, so the window has N - 1 levels; `guesses`
-    (G): n-grams verified at once, and kept for one token. The token of level j in column i stands i + j places after
-    the text and sees level 0 up to its column, then its own column: its mask is a token tree, so the window is part of
-    the draft, and what of it is right is accepted as any draft is. Each pass gives the window's last level its
-    successors, which end an n-gram in every column and are the next level. Where a verification or the text has no
-    room for the whole window, the pool alone drafts. Raises `SelfspecError` for sizes that no verification holds.
+    (G): the maximum of n-grams for one first token in the pool, and so in one draft. The token of level j in column i
+    is at position i + j after the text. It attends to level 0 up to its column, then to its own column. That attention
+    mask is a token tree, so the window is part of the draft, and its correct tokens are accepted like any draft's. Each
+    pass predicts the successors of the window's last level: they complete an n-gram in every column and are the next
+    level. If the verification pass or the text has no room for the whole window, only pool n-grams are drafted.
+    Raises `SelfspecError` for sizes that no verification pass holds.
     """
 
     hidden: Sequence[int] = ()
@@ -67,7 +68,7 @@ class LookaheadDrafter:
         self._own: dict[SequenceState, _Branches] = {}
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """The window begins as tokens of the prompt, as they follow each other there."""
+        """Fill the window with consecutive prompt tokens."""
         levels = [
             [self._speaks(seq, seq.tokens[(i + j) % len(seq.tokens)]) for i in range(self.window)]
             for j in range(self.ngram - 1)
@@ -79,15 +80,15 @@ class LookaheadDrafter:
         self._own.pop(seq, None)
 
     def max_work(self, limit: Limit) -> Work:
-        """A guess, however large."""
+        """Return the work of one lookup draft, whatever its size."""
         return GUESSED if min(limit.depth, limit.nodes) > 0 else NO_WORK
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """One tree for each sequence."""
+        """Return one token tree for each sequence."""
         return [self._drafted(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """What the pass says after the window's last level ends an n-gram in each column, and is the next level."""
+        """Complete an n-gram in each column with the argmax after the last level; these tokens are the next level."""
         own = self._own.get(seq)
         if own is None or own.last is None:
             return
@@ -127,7 +128,7 @@ class LookaheadDrafter:
         return Draft(own.sent, tuple(tree.parents), None, (-1,) * len(own.sent), (), GUESSED, sources)
 
     def _windowed(self, own: _Branches, tree: _Tree) -> list[int]:
-        """Hang the window below the root; the nodes of its last level."""
+        """Add the window below the tree's root; return the nodes of its last level."""
         first, *later = own.levels
         nodes = list[int]()
         for token in first:
@@ -137,5 +138,5 @@ class LookaheadDrafter:
         return nodes
 
     def _speaks(self, seq: SequenceState, token: int) -> int:
-        """The token, or another where it would end the text: below that, nothing can hang."""
+        """Return the token, or another one for an end-of-sequence token, which cannot have children."""
         return token if token not in seq.ends else next(other for other in count() if other not in seq.ends)

@@ -1,4 +1,4 @@
-"""Drafts that no model computes: what proposers guess, verified as it is."""
+"""Lookup drafter: drafts that proposers look up and no model computes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from selfspec.types.draft_work import GUESSED, NO_WORK, Work
 
 
 class FreeDrafter(PlayedDrafter):
-    """Drafts the guess of the proposer that expects most tokens; `controller` cuts it, told each token's chance.
+    """Drafter of the lookup tokens of the proposer that expects most accepted tokens.
 
-    Guesses follow from a sequence's own text. Each sequence with a seed starts the controller afresh.
+    `controller` sees each token's chance and ends the draft. Each seeded sequence starts a fresh controller.
     """
 
     def __init__(self, proposers: Sequence[Proposer], controller: Controller) -> None:
         super().__init__(controller, ProposerChain(proposers))
 
     def max_work(self, limit: Limit) -> Work:
-        """A guess, however long."""
+        """Return the work of one lookup draft, whatever its length."""
         return GUESSED if min(limit.depth, limit.nodes) > 0 else NO_WORK
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """One for each sequence; several together no more than the load allows."""
+        """Return a draft for each sequence; in a batch, `load` may shorten the drafts."""
         drafts = [self._drafted(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
         if self.load is None or len(seqs) < 2:
             return drafts

@@ -1,4 +1,4 @@
-"""Plain decoding: the drafter that proposes nothing."""
+"""Plain decoding: a drafter that never proposes a token."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from selfspec.types.draft_work import NO_WORK, Work
 
 
 class PlainDrafter:
-    """Proposes nothing, so that every round is one full pass over one token."""
+    """Drafter without proposals: every round is one full pass over one token."""
 
     hidden: Sequence[int] = ()
     drafts = False
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """Nothing to prepare."""
+        """Do nothing: the drafter has no state."""
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """No drafts."""
+        """Return an empty draft for each sequence."""
         return [NO_DRAFT] * len(seqs)
 
     def max_work(self, limit: Limit) -> Work:
-        """Nothing."""
+        """Return no work."""
         return NO_WORK
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Nothing to learn."""
+        """Do nothing: the drafter does not learn."""
 
     def end(self, seq: SequenceState) -> None:
-        """Nothing to clean up."""
+        """Do nothing: the drafter has no state."""

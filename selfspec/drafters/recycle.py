@@ -1,4 +1,4 @@
-"""Token recycling (Luo et al. 2408.08696): what the model thought likely after a token is drafted after it again."""
+"""Token recycling (Luo et al. 2408.08696): draft the tokens that the model's last logits ranked highest."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.draft_work import RECYCLED
 
-FIRST = 0.35  # the chance that a token is followed as it was last time, until a text itself tells
+FIRST = 0.35  # prior chance that a recycled successor is right, before the text has given evidence
 
 
 @dataclass(slots=True)
 class _Table:
-    """By token, the likeliest that may follow it as the model saw it last; and how often the first of them did."""
+    """Most probable successors of each token, by the last logits after it; `chances`: how often the first is right."""
 
     after: dict[int, list[int]] = field(default_factory=dict)
     chances: Chances = field(default_factory=lambda: Chances((FIRST,)))
 
 
 class RecycleDrafter(FreeDrafter):
-    """Drafts a chain of likeliest successors, with further ones as candidates for each place, as `controller` has it.
+    """Drafter of the chain of most probable successors, with further successors as candidates at each position.
 
-    The table is filled from the model's own logits at tokens that were committed, in rounds alone; so of a sequence
-    with a seed, which has a table of its own, it follows from the text. All others share one. `candidates`: the most
-    for each place, the chain's counted. Raises `SelfspecError` for none or more than a verification holds.
+    `controller` ends the chain and sets the number of candidates. The table is filled from the target's logits at
+    committed tokens, in decoding rounds only. A seeded sequence has a table of its own, so the table depends on its
+    text alone; all other sequences share one. `candidates`: the maximum at each position, including the chain's token.
+    Raises `SelfspecError` for no candidate, or more candidates than a verification pass holds.
     """
 
     def __init__(self, controller: Controller, *, candidates: int = 4) -> None:
@@ -40,7 +41,7 @@ class RecycleDrafter(FreeDrafter):
         self._shared, self._tables = _Table(), dict[SequenceState, _Table]()
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """A table of its own where it has a seed."""
+        """Give a seeded sequence a table of its own."""
         super().begin(seq, prefill)
         if seq.sampler.seeded:
             self._tables[seq] = _Table()
@@ -67,7 +68,7 @@ class RecycleDrafter(FreeDrafter):
         return draft.with_candidates(others, source=RECYCLED)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Learn what follows the tokens that are committed now."""
+        """Store the most probable successors of the tokens that the round committed."""
         super().observe(seq, outcome)
         assert outcome.step.logits is not None
         table = self._table(seq)

@@ -1,4 +1,4 @@
-"""Which drafter each kind of draft in a profile is made into. A new kind is one file and one line: `register(...)`."""
+"""Registry from the kind of a profile's draft to its drafter. A new kind is one file and one `register(...)` call."""
 
 from __future__ import annotations
 
@@ -66,25 +66,26 @@ _MAKERS: dict[str, Callable[[Runtime, Any, Profile], Drafter]] = {}
 
 
 def register(spec: type[Spec], make: Callable[[Runtime, Spec, Profile], Drafter]) -> None:
-    """Let profiles say `draft: {kind: ...}` of the kind that `spec` describes; `make` gives the drafter for one.
+    """Register a draft kind: a profile with `draft: {kind: ...}` parses as `spec`, and `make` builds its drafter.
 
-    `make(runtime, described, profile)` raises `SelfspecError` where that does not fit the model. Raises
-    `SelfspecError` for a class that does not say its kind, and for a kind that another class holds.
+    `make(runtime, spec, profile)` raises `SelfspecError` if the spec does not fit the model. Raises `SelfspecError`
+    for a class without a kind, and for a kind that another class has registered.
     """
     _MAKERS[register_spec(spec)] = make
 
 
 def make_drafter(runtime: Runtime, profile: Profile) -> Drafter:
-    """The drafter that a profile describes. Raises `SelfspecError` where it does not fit the model."""
+    """Build the drafter that a profile describes. Raises `SelfspecError` if the profile does not fit the model."""
     return routed(profile, lambda one: _made(runtime, one))
 
 
 def make_guarded(
     runtime: Runtime, profile: Profile, here: Callable[[Runtime, Profile], PayoffModel | None] | None = None
 ) -> Drafter:
-    """The same, kept from costing more than the guard's bound. Raises as that does.
+    """Build the drafter that a profile describes, each alternative inside a `Guard`. Raises as `make_drafter` does.
 
-    `here` tells what rounds cost on the runtime, for texts with a seed; without it, they cost what the profile says.
+    `here` returns the round costs measured on the runtime; the guard uses them for seeded sequences. Without `here`,
+    the profile's costs apply.
     """
 
     def guard(one: Profile) -> Guard:
@@ -102,7 +103,7 @@ def _made(runtime: Runtime, profile: Profile) -> Drafter:
 
 
 def make_proposer(spec: ProposerSpec, vocabulary: int | None) -> Proposer:
-    """What guesses, for a model of that vocabulary. Raises `SelfspecError` for a store that is made for another."""
+    """Build a proposer for a model of that vocabulary size. Raises `SelfspecError` if its store has another size."""
     if spec.path is None:
         return Lookup()
     if spec.kind == "answers":
@@ -113,12 +114,12 @@ def make_proposer(spec: ProposerSpec, vocabulary: int | None) -> Proposer:
 
 
 def make_ahead(specs: Sequence[ProposerSpec], wider: Sequence[float], vocabulary: int | None) -> ProposerChain:
-    """What guesses below a draft path; `wider`: what its passes over 2, 3, .. tokens take, over one."""
+    """Build the proposers below a draft path; `wider`: costs of its passes over 2, 3, .. tokens relative to one."""
     return ProposerChain([make_proposer(spec, vocabulary) for spec in specs], (1.0, *wider) if specs else (1.0,))
 
 
 def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> LayerSkipDrafter:
-    """The model itself along a cheaper path. Raises `SelfspecError` where that does not fit the model."""
+    """Build the drafter along a draft path of the model. Raises `SelfspecError` if the path does not fit the model."""
     wider = WIDER if profile.costs is None else profile.costs.wider
     below = None
     if spec.below is not None:
@@ -135,7 +136,7 @@ def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> 
 
 
 def draft_path(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> DraftPath:
-    """The path that a profile drafts along, with what was trained for it. Raises as `make_layer_skip` does."""
+    """Return a profile's draft path, with its trained modules loaded. Raises as `make_layer_skip` does."""
     if spec.trained is None:
         return spec.path
     check_whole(runtime.model, "a trained path")
@@ -145,7 +146,7 @@ def draft_path(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> Draft
 
 
 def make_head_drafter(runtime: Runtime, spec: HeadSpec, profile: Profile) -> HeadDrafter:
-    """A trained head, whose file lies beside the profile. Raises `SelfspecError` where that is of another model."""
+    """Build a draft-head drafter from a file beside the profile. Raises `SelfspecError` for another model's head."""
     return HeadDrafter(
         _head(runtime, profile, spec.part),
         make_controller(spec.controller, profile.payoff),
@@ -161,9 +162,10 @@ def _head(runtime: Runtime, profile: Profile, part: str) -> Head:
 
 
 def make_model(runtime: Runtime, spec: ModelSpec, profile: Profile) -> ModelDrafter | TranslatedDrafter:
-    """Another model, in a folder beside the profile, or loaded by its name, whatever its tokenizer.
+    """Build a drafter with a separate draft model: a folder beside the profile, or a model loaded by its name.
 
-    Raises `SelfspecError` as loading does, also where the model's own tokenizer is needed and cannot be had.
+    The vocabulary sizes may differ; shared tokens are then drafted. Raises `SelfspecError` as loading does, and if
+    the target's tokenizer is needed and unavailable.
     """
     beside = None if profile.folder is None else profile.folder / spec.model
     name = str(beside) if beside is not None and beside.is_dir() else spec.model
@@ -198,14 +200,14 @@ def make_model(runtime: Runtime, spec: ModelSpec, profile: Profile) -> ModelDraf
 
 @lru_cache(maxsize=1)
 def _draft_model(name: str, device: str, dtype: str, bits: str | None) -> tuple[Runtime, Any]:
-    """A draft model and its tokenizer. Its weights are there once, however many drafters it has."""
+    """Load a draft model and its tokenizer. The cache lets several drafters share one copy of the weights."""
     model, tokenizer = load_model(name, device=device, dtype=dtype)
     lay_out_(model, drafting=True, few_bits=bits is not None)
     return open_runtime(model), tokenizer
 
 
 def _tokenizer(profile: Profile) -> Any:
-    """The tokenizer of the model that a profile names. Raises `SelfspecError` where none can be had."""
+    """Load the tokenizer of the model that a profile names. Raises `SelfspecError` if the tokenizer is unavailable."""
     name = profile.model.name
     if name is None:
         raise SelfspecError("the draft model has another tokenizer, and the profile does not name the model")
@@ -216,7 +218,7 @@ def _tokenizer(profile: Profile) -> Any:
 
 
 def make_merged(runtime: Runtime, spec: MergedSpec, profile: Profile) -> MergedDrafter:
-    """Each drafter as a profile of its own describes it; the chances of acceptance are the draft path's. Raises so."""
+    """Build all drafters of a merged draft. Only draft paths get the profile's acceptance curve. Raises as they do."""
 
     def alone(of: DraftSpec) -> Profile:
         ours = profile.acceptance if isinstance(of, LayerSkipSpec | MergedSpec) else None
@@ -226,39 +228,39 @@ def make_merged(runtime: Runtime, spec: MergedSpec, profile: Profile) -> MergedD
 
 
 def make_free(runtime: Runtime, spec: GuessesSpec, profile: Profile) -> FreeDrafter:
-    """Proposers' guesses as drafts: they cost nothing but their verification."""
+    """Build a lookup drafter, whose drafts cost only their verification."""
     proposers = [make_proposer(of, runtime.skeleton.identity.vocabulary) for of in spec.proposers]
     return FreeDrafter(proposers, _of_free_drafts(spec.controller, profile))
 
 
 def make_recycle(spec: RecycleSpec, profile: Profile) -> RecycleDrafter:
-    """Token recycling, whose drafts cost nothing but their verification."""
+    """Build a token-recycling drafter, whose drafts cost only their verification."""
     return RecycleDrafter(_of_free_drafts(spec.controller, profile), candidates=spec.candidates)
 
 
 def make_input(spec: InputSpec, profile: Profile) -> InputDrafter:
-    """Drafts from the prompt, which cost nothing but their verification."""
+    """Build an input-guided drafter, whose drafts cost only their verification."""
     return InputDrafter(_of_free_drafts(spec.controller, profile))
 
 
 def make_jacobi(spec: JacobiSpec) -> JacobiDrafter:
-    """Parallel decoding."""
+    """Build a Jacobi (parallel decoding) drafter."""
     return JacobiDrafter(spec.method, block=spec.block, parallel=spec.parallel, start=spec.start)
 
 
 def make_lookahead(spec: LookaheadSpec) -> LookaheadDrafter:
-    """Lookahead decoding."""
+    """Build a lookahead-decoding drafter."""
     return LookaheadDrafter(window=spec.window, ngram=spec.ngram, guesses=spec.guesses)
 
 
 def make_swift(runtime: Runtime, spec: SwiftSpec, profile: Profile) -> SwiftDrafter:
-    """The model itself along a path that is searched for as the text goes."""
+    """Build a SWIFT drafter, which searches for its skip set while it decodes."""
     own = _of_chosen(runtime, spec, profile)
     return SwiftDrafter(runtime, **own, window=spec.window, every=spec.every, patience=spec.patience)
 
 
 def make_clasp(runtime: Runtime, spec: ClaspSpec, profile: Profile) -> ClaspDrafter:
-    """The model itself along a path that a programme chooses. Raises `SelfspecError` for more layers than there are."""
+    """Build a CLaSp drafter (skip set by dynamic programming). Raises `SelfspecError` for too many skipped layers."""
     return ClaspDrafter(runtime, **_of_chosen(runtime, spec, profile), skip=spec.skip_layers, every=spec.every)
 
 

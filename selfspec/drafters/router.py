@@ -1,4 +1,4 @@
-"""Several ways to draft for one model: each sequence takes the one that brings most."""
+"""Router between several drafters of one model: each sequence takes the drafter with the highest rate."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import PayoffModel
 from selfspec.types.draft_work import Work
 
-KNOWN = 200.0  # plain decoding steps' time that what is expected of a way counts for
-HOPE = 1.05  # times what is expected: a way that was not taken for long is tried again
-MEMORY = 0.8  # of what is known beyond that is kept when the next sequence begins
+KNOWN = 200.0  # weight of a route's expected rate, in plain decoding steps
+HOPE = 1.05  # optimism factor on the expected rate, so that a route that was not taken for long is tried again
+MEMORY = 0.8  # decay of the observed time and tokens when the next sequence begins
 
 
 @dataclass(slots=True)
 class Route:
-    """A way to draft: `expected` tokens in the time of a plain step, before any was decoded.
+    """Drafter that a router can choose; `expected`: its prior rate, in tokens for the time of a plain step.
 
-    `payoff` says what its rounds take.
+    `payoff` gives the costs of its rounds.
     """
 
     drafter: Drafter
@@ -34,26 +34,26 @@ class Route:
 
     @property
     def rate(self) -> float:
-        """Tokens in the time of a plain step, as far as they are known."""
+        """Estimated tokens in the time of a plain step, from the prior and the observed rounds."""
         return (KNOWN * HOPE * self.expected + self._tokens) / (KNOWN + self._time)
 
     def see(self, outcome: Outcome) -> None:
-        """A round was taken."""
+        """Add a round's cost and tokens to the observations."""
         draft = outcome.draft
         self._time += self.payoff.price(draft.work) + self.payoff.rounds[1 + len(draft)]
         self._tokens += len(outcome.tokens)
 
     def fade(self) -> None:
-        """Another sequence begins: what was seen counts for less."""
+        """Decay the observations when another sequence begins."""
         self._time *= MEMORY
         self._tokens *= MEMORY
 
 
 class Router:
-    """Gives each sequence, when it begins, the route whose rate is highest; it keeps it to its end.
+    """Drafter that assigns each sequence, when it begins, the route with the highest rate, and keeps it to the end.
 
-    Rates are of what rounds brought and what they are expected to take, not of a clock. A sequence with a seed takes
-    the first route, and teaches nothing: what it drafts depends on no other. Raises `ValueError` for no route.
+    Rates divide emitted tokens by modelled round costs, not by a clock. A seeded sequence takes the first route and
+    updates no rate, so its drafts depend on no other sequence. Raises `ValueError` for no route.
     """
 
     def __init__(self, routes: Sequence[Route]) -> None:
@@ -64,21 +64,21 @@ class Router:
 
     @property
     def hidden(self) -> Sequence[int]:
-        """The layers whose streams any of the drafters reads."""
+        """The layers whose hidden states any of the drafters reads."""
         return sorted({layer for route in self.routes for layer in route.drafter.hidden})
 
     @property
     def drafts(self) -> bool:
-        """Whether any drafter ever proposes anything."""
+        """Whether any drafter ever proposes a token."""
         return any(route.drafter.drafts for route in self.routes)
 
     def max_work(self, limit: Limit) -> Work:
-        """The dearest of the drafters' own, each by its outlook."""
+        """Return the most expensive `max_work` of the drafters, each by its own payoff model."""
         works = [(route.payoff, route.drafter.max_work(limit)) for route in self.routes]
         return max(works, key=lambda of: of[0].price(of[1]))[1]
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """Choose a route."""
+        """Choose the sequence's route."""
         route = self.routes[0]
         if not seq.sampler.seeded:
             for known in self.routes:
@@ -88,7 +88,7 @@ class Router:
         route.drafter.begin(seq, prefill)
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """Each sequence's own drafter's."""
+        """Return each sequence's draft, from the drafter of its route."""
         drafts = [NO_DRAFT] * len(seqs)
         for route in self.routes:
             mine = [i for i, seq in enumerate(seqs) if self._taken[seq] is route]
@@ -99,7 +99,7 @@ class Router:
         return drafts
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Tell the sequence's drafter, and learn what the route brings."""
+        """Report the round to the sequence's drafter, and update the route's rate."""
         route = self._taken[seq]
         if not seq.sampler.seeded:
             route.see(outcome)
@@ -112,7 +112,7 @@ class Router:
 
 
 def routed(profile: Profile, make: Callable[[Profile], Drafter]) -> Drafter:
-    """What `make` gives for a profile; where there are further ways to draft, all of them, and a router."""
+    """Return `make(profile)`, or a router over all drafters if the profile has alternatives (`also`)."""
     if not profile.also:
         return make(profile)
     return Router(
@@ -121,7 +121,7 @@ def routed(profile: Profile, make: Callable[[Profile], Drafter]) -> Drafter:
 
 
 def calibrate(drafter: Drafter) -> None:
-    """Before a sequence with a seed: let the guard that it will have learn what rounds cost here."""
+    """Let the guard of seeded sequences (the first route's) learn the local round costs, before such a sequence."""
     first = drafter.routes[0].drafter if isinstance(drafter, Router) else drafter
     if isinstance(first, Guard):
         first.calibrate()

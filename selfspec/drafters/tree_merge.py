@@ -1,4 +1,4 @@
-"""Several drafters' proposals in one token tree, verified together (SpecInfer, Miao et al. 2305.09781)."""
+"""Merging of several drafters' proposals into one token tree (SpecInfer, Miao et al. 2305.09781)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from selfspec.types.draft_work import DraftCall, Work
 
 
 class MergedDrafter:
-    """Lets each of `drafters` propose, in their order, and merges what they propose into one tree.
+    """Drafter that merges the proposals of `drafters` into one token tree.
 
-    What the first propose leaves less room for the others. Raises `ValueError` for no drafter.
+    The drafters propose in order; each leaves fewer nodes for the next. Raises `ValueError` for no drafter.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
@@ -29,25 +29,25 @@ class MergedDrafter:
 
     @property
     def hidden(self) -> Sequence[int]:
-        """The layers whose streams any of the drafters reads."""
+        """The layers whose hidden states any of the drafters reads."""
         return sorted({layer for drafter in self.drafters for layer in drafter.hidden})
 
     @property
     def drafts(self) -> bool:
-        """Whether any drafter ever proposes anything."""
+        """Whether any drafter ever proposes a token."""
         return any(drafter.drafts for drafter in self.drafters)
 
     def max_work(self, limit: Limit) -> Work:
-        """Each drafter's own dearest draft."""
+        """Return the sum of all drafters' `max_work`."""
         return _sum([drafter.max_work(limit) for drafter in self.drafters])
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """Each drafter's sequence starts."""
+        """Start the sequence in each drafter."""
         for drafter in self.drafters:
             drafter.begin(seq, prefill)
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """What all propose for each sequence."""
+        """Return the merged draft of all drafters for each sequence."""
         found: list[list[Draft]] = [[] for _ in seqs]
         for drafter in self.drafters:
             left = [limit.nodes - sum(map(len, own)) for limit, own in zip(limits, found, strict=True)]
@@ -64,35 +64,35 @@ class MergedDrafter:
         ]
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Each drafter is told of the round as if the rest of the tree had stood behind its own draft."""
+        """Report the round to each drafter, its own draft's nodes first and the rest of the tree after them."""
         proposed = self._proposed.pop(seq, ()) if len(outcome.draft) else ()
         for drafter, draft in zip(self.drafters, proposed or [NO_DRAFT] * len(self.drafters), strict=True):
             drafter.observe(seq, seen_by(draft, outcome))
 
     def end(self, seq: SequenceState) -> None:
-        """The sequence is over for all."""
+        """End the sequence in each drafter."""
         self._proposed.pop(seq, None)
         for drafter in self.drafters:
             drafter.end(seq)
 
 
 def merged(drafts: Sequence[Draft], *, drawn: bool) -> Draft:
-    """One tree of several drafts: tokens that stand at the same place are one node, the first draft's first.
+    """Merge several drafts into one tree: equal tokens below one parent become one node, in the order of the drafts.
 
-    `drawn`: whether tokens with a row of q are judged by it (untied sampling). Such a token stays a node of its own,
-    even where another drafter proposed it too: it was drawn, and to drop it for its value would change what is emitted.
-    What hangs below it then hangs below the first of the two, whose acceptance is the likelier; one that is chosen
-    deterministically is dropped where it is there already.
+    `drawn`: whether tokens with a row of q are verified by it (untied sampling). A drawn token stays a node of its own
+    even if another drafter proposed it too: dropping it for its value would change the output distribution. Its
+    children then hang below the first of the equal nodes, which is the likelier to be accepted. A deterministically
+    chosen token is dropped if an equal node exists.
     """
     drafts = [draft for draft in drafts if len(draft)]
     if len(drafts) < 2:
         return drafts[0] if drafts else NO_DRAFT
     tokens, parents, rows, sources = list[int](), list[int](), list[int](), list[str]()
     q: list[Tensor] = []
-    at: dict[tuple[int, int], int] = {}  # by parent and token, the first such node
+    at: dict[tuple[int, int], int] = {}  # first node of each (parent, token)
     for draft in drafts:
         before = sum(map(len, q))
-        places: list[int] = []  # of the draft's nodes
+        places: list[int] = []  # merged node of each of the draft's nodes
         for i, (token, parent, row) in enumerate(zip(draft.tokens, draft.parents, draft.q_row, strict=True)):
             above = places[parent] if parent >= 0 else -1
             known = at.get((above, token))
@@ -111,15 +111,15 @@ def merged(drafts: Sequence[Draft], *, drawn: bool) -> Draft:
 
 
 def seen_by(draft: Draft, outcome: Outcome) -> Outcome:
-    """A round as the drafter of one of the merged drafts sees it: its own nodes first, the rest of the tree behind.
+    """Return the round's outcome reordered for one drafter: its own draft's nodes first, then the rest of the tree.
 
-    Rows of the verification go with their nodes.
+    The rows of logits, hidden states and probabilities are reordered with the nodes.
     """
     whole = outcome.draft
     if draft is whole:
         return outcome
     order = _found(draft, whole)
-    places: dict[int, int] = {}  # of the tree's nodes, in what the drafter sees
+    places: dict[int, int] = {}  # index of each of the tree's nodes in the reordered draft
     for i, node in enumerate(order):
         if node >= 0:
             places.setdefault(node, i)
@@ -145,7 +145,7 @@ def seen_by(draft: Draft, outcome: Outcome) -> Outcome:
 
 
 def _found(draft: Draft, whole: Draft) -> list[int]:
-    """Where a draft's nodes are in the tree; -1: nowhere, as where a runtime takes no trees."""
+    """Return the tree node of each of the draft's nodes; -1 if it is not in the tree, as without tree support."""
     first: dict[tuple[int, int], int] = {}
     for node, key in enumerate(zip(whole.parents, whole.tokens, strict=True)):
         first.setdefault(key, node)

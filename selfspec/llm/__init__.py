@@ -1,1 +1,1 @@
-"""The front door from Python: load, wrap, generate, stream. Knows nothing of the command line."""
+"""The Python API: load or wrap a model, generate and stream."""

@@ -1,4 +1,4 @@
-"""Streams that each have an adapter of their own, on one model. Knows nothing of how they are decoded."""
+"""Switching of adapters between streams that share one model."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from selfspec.speculation.drafts import Outcome
 
 
 class AdapterSwitcher:
-    """Sees to it that a model's rounds run with the adapter that their stream asked for.
+    """Switch that activates a stream's adapter before each of its rounds.
 
-    Keys in the cache are of one adapter: what another has left there is never reused.
+    The cached keys belong to one adapter, and another adapter never reuses them.
     """
 
     def __init__(self, adapters: Adapters) -> None:
         self.adapters = adapters
-        self._kept = adapters.own  # by which the keys in the cache were made
+        self._kept = adapters.own  # the adapter that made the cached keys
 
     def rounds(
         self, name: str | None, decoding: Callable[[bool], Generator[Outcome]], *, reuse: bool
     ) -> Generator[Outcome]:
-        """`decoding(reuse)`, with an adapter. Raises `SelfspecError` for one that is not there."""
+        """Run `decoding(reuse)` with an adapter. Raises `SelfspecError` for an unknown adapter."""
         return self._rounds(self.adapters.named(name), decoding, reuse)
 
     def _rounds(self, name: str, decoding: Callable[[bool], Generator[Outcome]], reuse: bool) -> Generator[Outcome]:
         rounds = decoding(reuse and self._kept == name)
         try:
             while True:
-                self.adapters.use(name)  # others may have taken rounds meanwhile
+                self.adapters.use(name)  # other streams may have run rounds meanwhile
                 try:
                     outcome = next(rounds)
                 except StopIteration:

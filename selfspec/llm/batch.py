@@ -1,4 +1,4 @@
-"""Many prompts at once: they wait, are read, take rounds together, and leave; who leaves is followed at once."""
+"""Continuous batching: requests wait, are prefilled, take rounds together, and leave between rounds."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from selfspec.speculation.sequence import SequenceState
 from selfspec.text.prompt import Prompt
 from selfspec.types.draft_work import GUESSED
 
-CHUNK = 512  # tokens of a prompt that are read at once where nobody waits for a round
-ROUNDS, LEAST = 4.0, 128  # else: what takes as long as so many rounds, but no fewer tokens
+CHUNK = 512  # prefill chunk in tokens while no sequence takes rounds
+ROUNDS, LEAST = 4.0, 128  # otherwise: the cost limit of a chunk in rounds, and the smallest chunk in tokens
 
 
 class Profiled(Model, Protocol):
-    """What a batch asks of an `LLM`."""
+    """Interface of the `LLM` that a batch uses."""
 
     runtime: Runtime
     profile: Profile | None
@@ -42,11 +42,11 @@ class Profiled(Model, Protocol):
 
 @dataclass(slots=True)
 class BatchCounters:
-    """What was done since the start.
+    """Counters since the start of a batch.
 
-    `by_source`: accepted tokens by what came up with them; `drafted_by_load`: drafted tokens that were verified, by how
-    many sequences took rounds together; `reused`: tokens of prompts whose keys were there; `evicted`: how often a
-    sequence was driven out and is read again.
+    `by_source`: accepted tokens by their source; `drafted_by_load`: verified drafted tokens by the number of sequences
+    in the round; `reused`: prompt tokens with cached keys; `evicted`: number of preemptions (the sequence is prefilled
+    again).
     """
 
     requests: int = 0
@@ -60,7 +60,7 @@ class BatchCounters:
     drafted_by_load: Counter[int] = field(default_factory=Counter)
 
     def see(self, rows: int, outcome: Outcome) -> None:
-        """A sequence took a round among so many."""
+        """Count one sequence's round in a batch of `rows` sequences."""
         draft = outcome.draft
         self.tokens += len(outcome.tokens)
         self.drafted += len(draft)
@@ -71,17 +71,17 @@ class BatchCounters:
 
 
 class Batch:
-    """Decodes many prompts together, `rows` of them at most at a time; a context manager.
+    """Continuous batching of many prompts, at most `rows` at a time; a context manager.
 
-    Each gives the text that it gives alone: greedy, and with a seed under rule `match`. `add` lets a prompt wait;
-    `step` does the next piece of work: who waits is given room, a chunk of a prompt is read, and all that are read take
-    a round. `memory`: GiB for keys and values, of a draft model too; left out, enough for `rows` texts of 2,048 tokens,
-    and no more than half of what is free. How much is drafted is decided for all of a round together, by what rounds
-    were measured to take here when the batch was entered; with `adaptive` False each sequence's controller decides
-    alone. Requests of one adapter run together; who comes first with another waits until they end, and all after it
-    wait, too. `make`: another drafter than the profile's, for the batch's runtime.
+    Each prompt gives the text that it gives alone: greedy, and with a seed under rule `match`. `add` queues a prompt;
+    `step` admits waiting requests, prefills a chunk of one prompt, and runs one round of all prefilled sequences.
+    `memory`: GiB for the KV cache, including a draft model's; by default enough for `rows` texts of 2,048 tokens, but
+    at most half of the free memory. Draft lengths are decided for all sequences of a round together, by round costs
+    measured when the batch is entered; with `adaptive` False each sequence's controller decides alone. Requests with
+    the same adapter run together; the first request with another adapter, and all after it, wait until they end.
+    `make`: builds a drafter on the batch's runtime instead of the profile's.
 
-    Raises `SelfspecError` where there is not the memory for one row.
+    Raises `SelfspecError` if there is not enough memory for one row.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Batch:
         self._runtime, self._drafter = _made(llm, rows, memory, make)
         self._load: BatchDraftScheduler | None = None
         self._adaptive = adaptive and self._drafter.drafts
-        self._own = make is None  # what the profile tells is of this drafter
+        self._own = make is None  # the profile's prediction is for its own drafter only
         self._engine = Engine(self._runtime, self._drafter, reuse=True)
         self._adapter = llm.adapters.named(None)
         self._waiting: deque[Request] = deque()
@@ -123,40 +123,40 @@ class Batch:
 
     @property
     def waiting(self) -> Sequence[Request]:
-        """Those that have no room yet, first come first."""
+        """Requests that are not admitted yet, first come first."""
         return tuple(self._waiting)
 
     @property
     def running(self) -> Sequence[Request]:
-        """Those that are read, or take rounds."""
+        """Admitted requests, in prefill or decoding."""
         return tuple(self._requests.values())
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether no request waits or runs."""
         return not self._waiting and not self._requests
 
     @property
     def rows(self) -> int:
-        """The most that take rounds together."""
+        """The maximum of sequences in a round."""
         return self._runtime.rows
 
     @property
     def places(self) -> int:
-        """Tokens whose keys and values there is room for."""
+        """Capacity of the KV cache in tokens."""
         return self._engine.memory.places
 
     @property
     def free(self) -> int:
-        """Of these, those that nobody has."""
+        """Unused capacity of the KV cache in tokens."""
         return self._engine.memory.free
 
     def add(self, prompt: Prompt, options: Options, *, probabilities: bool = False, top: int | None = None) -> Request:
-        """Let a prompt wait for its turn.
+        """Queue a prompt.
 
-        `probabilities`: its events hold the model's own; `top`: log probabilities are kept of its tokens, and of so
-        many of the likeliest at each place. Raises `SelfspecError` for a wrong option, for a prompt that outgrows the
-        context, and where all memory would not hold it.
+        `probabilities`: its events include the target's probabilities; `top`: keep the log probabilities of its tokens,
+        and of the `top` most probable tokens at each position. Raises `SelfspecError` for a wrong option, for a prompt
+        that exceeds the context, and if the whole KV cache could not hold it.
         """
         request = Request(self.llm, prompt, options, probabilities=probabilities, top=top)
         needed, longest = len(request.prompt) + request.seq.remaining, self._engine.memory.longest
@@ -170,7 +170,7 @@ class Batch:
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request now: its row and its memory are free. One that is over stays as it is."""
+        """End a request now and free its row and memory. A finished request is unchanged."""
         if request in self._waiting:
             self._waiting.remove(request)
         elif request.seq in self._requests:
@@ -181,9 +181,9 @@ class Batch:
         request.end()
 
     def step(self) -> list[Request]:
-        """The next piece of work; those that something happened to."""
+        """Admit requests, prefill one chunk and run one round; return the requests that progressed or failed."""
         self._admit()
-        self.llm.adapters.use(self._adapter)  # others may have used the model meanwhile
+        self.llm.adapters.use(self._adapter)  # other users of the model may have switched it
         read = self._read()
         return [*read, *self._round()]
 
@@ -197,7 +197,7 @@ class Batch:
             request.admitted()
 
     def _turn(self, adapter: str) -> None:
-        """Go on with another adapter, while nothing runs: keys that were made by one serve no other."""
+        """Switch to another adapter while no request runs, and clear the cache: its keys belong to the old adapter."""
         self._held.close()
         for row in range(self._runtime.rows):
             self._runtime.cache.clear(row)
@@ -205,7 +205,7 @@ class Batch:
         self._held.enter_context(self._engine)
 
     def _read(self) -> list[Request]:
-        """A chunk of the prompt of who came first; what it fails with ends that request alone."""
+        """Prefill a chunk of the first admitted prompt; an error ends that request alone."""
         if not self._engine.reading:
             return []
         seq = self._engine.reading[0]
@@ -250,7 +250,7 @@ class Batch:
         return outcomes
 
     def _take(self, outcomes: Sequence[tuple[SequenceState, Outcome]], rows: int) -> list[Request]:
-        """What a round of so many brought."""
+        """Record the outcomes of a round of `rows` sequences; return their requests."""
         self.counters.rounds += 1
         found = []
         for seq, outcome in outcomes:
@@ -267,12 +267,12 @@ class Batch:
         return found
 
     def _requeue(self, seqs: Sequence[SequenceState]) -> None:
-        """They wait again, before all others."""
+        """Return preempted sequences to the front of the queue."""
         self.counters.evicted += len(seqs)
         self._waiting.extendleft(self._requests.pop(seq) for seq in seqs)
 
     def _tell_apart(self, error: Exception) -> list[Request]:
-        """A round failed: who fails alone, too, ends; the others go on."""
+        """Handle a failed round: run each sequence alone, end those that fail again, and requeue the others."""
         suspects = list(self._engine.running)
         if len(suspects) == 1:
             return [self._failed(suspects[0], error)]
@@ -302,7 +302,7 @@ class Batch:
 def _made(
     llm: Profiled, rows: int, memory: float | None, make: Callable[[Runtime], Drafter] | None
 ) -> tuple[Runtime, Drafter]:
-    """The batch's runtime, and what drafts on it; a draft model's keys and values share the memory."""
+    """Build the batch's runtime and drafter; a draft model's KV cache shares the memory."""
     profile = llm.profile
 
     def drafter_on(runtime: Runtime) -> Drafter:
@@ -310,7 +310,7 @@ def _made(
             return make(runtime)
         return make_guarded(runtime, profile) if profile is not None and profile.drafts else PlainDrafter()
 
-    probe = llm.drafter if make is None else make(llm.runtime)  # by which it is seen what there must be
+    probe = llm.drafter if make is None else make(llm.runtime)  # shows which caches the drafter needs
     other = runtime_of(probe)
     beside = 0 if other is None or other.model is llm.runtime.model else slot_bytes(other)
     blocks = reads_blocks(probe) and (not beside or (other is not None and other.native))

@@ -1,4 +1,4 @@
-"""What rounds of several sequences take on this very runtime, by how many there are and how much they draft."""
+"""Measurement of batch round costs on this runtime, by the number of sequences and of drafted tokens."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.round_costs import LoadPrices
 
-KEYS = 8  # tokens of each prompt
-PLAN = (0, 0, 3, 0, 3, 1)  # tokens that are drafted in the rounds that count, after one that settles caches
+KEYS = 8  # prompt length in tokens
+PLAN = (0, 0, 3, 0, 3, 1)  # draft lengths of the timed rounds, after one warm-up round
 
 
 class _Timed(PlainDrafter):
-    """Drafts `length` tokens by a drafter, and times that."""
+    """Drafter that lets another one draft `length` tokens, and times it."""
 
     drafts = True
 
@@ -41,7 +41,7 @@ class _Timed(PlainDrafter):
         self.drafter.begin(seq, prefill)
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """Chains of `length` tokens, or less where the drafter ends them."""
+        """Return chains of `length` tokens, or fewer if the drafter ends them."""
         start, drafts = time.perf_counter(), [NO_DRAFT] * len(seqs)
         if self.length:
             self.drafter.controller = FixedK(self.length)
@@ -58,7 +58,7 @@ class _Timed(PlainDrafter):
 
 
 class _Round(NamedTuple):
-    """One round: tokens that were verified, draft passes, their seconds, and those of the rest."""
+    """Timed round: verified tokens, draft passes, seconds of drafting, and seconds of the rest."""
 
     verified: int
     passes: int
@@ -67,10 +67,10 @@ class _Round(NamedTuple):
 
 
 def load_prices(runtime: Runtime, drafter: ChainDrafter | None) -> LoadPrices:
-    """Rounds timed with 1, 2, 4, .. sequences, as many as the runtime has rows: what their drafts and the rest took.
+    """Time rounds with 1, 2, 4, .. sequences, up to the runtime's rows; return the costs of drafting and the rest.
 
-    Without a drafter, or where the context leaves no room for drafts, those are taken to be as dear as full passes.
-    Raises `BusyError` while the runtime has a stream.
+    Without a drafter, or if the context leaves no room for drafts, draft passes are assumed to cost as much as full
+    passes. Raises `BusyError` while the runtime has a stream.
     """
     draw, most = random.Random(0), runtime.rows
     counts = sorted({*(2**i for i in range(most.bit_length()) if 2**i <= most), most})
@@ -84,7 +84,7 @@ def load_prices(runtime: Runtime, drafter: ChainDrafter | None) -> LoadPrices:
                 verify[done.verified].append(done.rest)
                 if done.passes:
                     draft[count].append(done.drafting / done.passes)
-    # What was disturbed took too long, never too short.
+    # Disturbances only lengthen a measurement, so the minimum is the best estimate.
     full = {tokens: min(seconds) for tokens, seconds in verify.items()}
     paths = {tokens: min(seconds) for tokens, seconds in draft.items()}
     return LoadPrices.of(full, paths or full, most=max(full))
@@ -92,7 +92,7 @@ def load_prices(runtime: Runtime, drafter: ChainDrafter | None) -> LoadPrices:
 
 @contextmanager
 def _alone(drafter: ChainDrafter | None) -> Iterator[None]:
-    """With nothing below the drafter, and nothing that it learns."""
+    """Disable the drafter's proposers and `load` inside the context; restore them and its controller on exit."""
     if drafter is None:
         yield
         return
@@ -107,7 +107,7 @@ def _alone(drafter: ChainDrafter | None) -> Iterator[None]:
 def _rounds(
     runtime: Runtime, drafter: ChainDrafter | None, count: int, plan: Sequence[int], draw: random.Random
 ) -> list[_Round]:
-    """Rounds of so many sequences of random tokens, which draft as many as `plan` says."""
+    """Time rounds of `count` sequences of random tokens, with the draft lengths in `plan`."""
     vocabulary = runtime.skeleton.identity.vocabulary or 2
     room = len(plan) + 2 * sum(plan) + 2
     probe = None if drafter is None else _Timed(drafter, runtime)

@@ -1,4 +1,4 @@
-"""How much memory a batch has for keys and values, and the runtime that has it."""
+"""Memory of a batch's KV cache, and the runtime with that cache."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from selfspec.runtime.forward import Runtime
 from selfspec.runtime.paged import BLOCK
 from selfspec.types.limits import WIDEST_DRAFT
 
-USUAL = 2048  # tokens of a text for which there is room where it is not said how much
-SHARE = 0.5  # of the memory that is free, at the most
-FEWEST = 256  # tokens that a row is to have room for
+USUAL = 2048  # default capacity for each row in tokens
+SHARE = 0.5  # the most of the free memory that the default takes
+FEWEST = 256  # minimum capacity of a row in tokens
 GIB = 2**30
 
 
 def slot_bytes(runtime: Runtime) -> int:
-    """Of one token's keys and values at all layers."""
+    """Return the bytes of one token's keys and values in all layers."""
     s = runtime.skeleton.sizes
     return 2 * runtime.layers * s.kv_heads * s.head_dim * s.dtype.itemsize
 
@@ -26,11 +26,11 @@ def slot_bytes(runtime: Runtime) -> int:
 def runtime_for(
     runtime: Runtime, *, rows: int, memory: float | None = None, beside: int = 0, blocks: bool = True
 ) -> Runtime:
-    """One over the same model with a cache for `rows` sequences that never grows.
+    """Return a runtime over the same model with a KV cache of fixed size for `rows` sequences.
 
-    It is a pool of blocks where passes are native and `blocks` is true, else `rows` contiguous rows of one length,
-    fewer where there is not the memory for as many. `memory`: GiB for it; `beside`: further bytes for each token place,
-    of a draft model's keys. Raises `SelfspecError` where there is not the memory for one row.
+    The cache is paged if passes are native and `blocks` is true, else it has `rows` contiguous rows of equal length, or
+    fewer if memory is short. `memory`: GiB for the cache; `beside`: further bytes for each token, for a draft model's
+    keys and values. Raises `SelfspecError` if there is not enough memory for one row.
     """
     if rows < 1:
         raise SelfspecError(f"rows {rows}: expected at least 1")
@@ -57,10 +57,10 @@ def runtime_for(
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that nobody uses on a device."""
+    """Return the free memory of a device in bytes; 8 GiB if the system does not tell."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # not everywhere
+    except (ValueError, OSError, AttributeError):  # not available on every system
         return 8 * GIB

@@ -1,4 +1,4 @@
-"""A conversation: the messages so far, and the next answer, for which only what is new is read."""
+"""Conversations: chat messages whose KV cache is reused from answer to answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from selfspec.text.prompt import Prompt
 
 
 class Speaker(Protocol):
-    """What a conversation asks of an `LLM`."""
+    """Interface of the `LLM` that a conversation uses."""
 
     tokenizer: Any
 
@@ -30,37 +30,37 @@ class Speaker(Protocol):
         reuse: bool = False,
         ended: Callable[[str], None] | None = None,
     ) -> Stream:
-        """`LLM.start`."""
+        """Start a stream, as `LLM.start`."""
 
 
 def _send(conversation: Conversation, text: str, options: GenerateOptions) -> Generation:
-    """Say `text` as the user, and get the answer: what `LLM.chat` gives of all messages, with the same options.
+    """Send `text` as the user's message and return the answer that `LLM.chat` gives to all messages.
 
-    Message and answer then stand in `messages`. An answer that is broken off (Ctrl-C, an error) stands there as far as
-    it came; one that was broken off before its first token leaves the conversation as it was. Raises `SelfspecError`
-    as `LLM.chat` does, when the conversation outgrows the context too; nothing is lost then.
+    Message and answer are then appended to `messages`. An interrupted answer (Ctrl-C, an error) is appended as far as
+    it was generated; an interruption before the first token leaves the conversation unchanged. Takes the options of
+    `LLM.chat`. Raises `SelfspecError` as `LLM.chat` does, also when the conversation exceeds the context; the
+    conversation is unchanged then.
     """
     return conversation.run(text, options, drafter=options.drafter, probabilities=options.probabilities)
 
 
 def _stream(conversation: Conversation, text: str, options: GenerateOptions) -> Stream:
-    """Like `send`, but returns at once; iterate over the pieces of the answer as they come.
+    """Like `send`, but return a stream at once; iterate over it for the pieces of the answer.
 
-    Message and answer stand in `messages` when the stream has ended, however it ends, unless the conversation has gone
-    on or was reset in the meantime.
+    Message and answer are appended to `messages` when the stream ends for any reason, unless the conversation has
+    continued or was reset in the meantime.
     """
     return conversation.start(text, options, drafter=options.drafter, probabilities=options.probabilities)
 
 
 class Conversation:
-    """What was said so far, and what is said next; made by `LLM.conversation`.
+    """Chat with the message history kept here and in the model's KV cache; made by `LLM.conversation`.
 
-    The keys of what was said stay in the model's cache, and each answer reads only what of its prompt is new: as far
-    as the prompt's tokens begin as the last ones did. Any other use of the model in between (but for other
-    conversations, which keep what they share) empties the cache, and the next answer reads everything anew, as it does
-    for a drafter that reads the prompt's streams. The answers are the same (below float64 but for near-ties, as a pass
-    over fewer tokens rounds otherwise). The model's weights are to stay as they are; after a change, one `generate` in
-    between has everything read anew.
+    Each answer prefills only the part of its prompt that follows the longest cached prefix. Any other use of the model
+    in between empties the cache (other conversations keep shared prefixes); the next answer then prefills the whole
+    prompt, as it always does with a drafter that reads the prompt's hidden states. The answers do not change (except
+    for near-ties below float64, as passes of different widths round differently). The model's weights must not change;
+    after a change, one `generate` call empties the cache.
     """
 
     def __init__(self, llm: Speaker, *, system: str | None = None) -> None:
@@ -68,7 +68,7 @@ class Conversation:
         self._system = [] if system is None else [message("system", system)]
         if system is not None:
             check_system(llm.tokenizer)
-        render(llm.tokenizer, [*self._system, message("user", "x")])  # where there is no template, say so now
+        render(llm.tokenizer, [*self._system, message("user", "x")])  # raise now if there is no template
         self._messages = list(self._system)
 
     send = takes(GenerateOptions, _send)
@@ -81,21 +81,21 @@ class Conversation:
 
     @property
     def answers(self) -> int:
-        """How many answers were given."""
+        """The number of answers so far."""
         return sum(one["role"] == "assistant" for one in self._messages)
 
     def reset(self) -> None:
-        """Forget all messages but the system's."""
+        """Delete all messages but the system's."""
         self._messages = list(self._system)
 
     def prompt(self, text: str) -> list[int]:
-        """The token ids that the model would answer if `text` were said now. Raises `SelfspecError`."""
+        """Return the token ids of the prompt for `text` as the next message. Raises `SelfspecError`."""
         return render(self._llm.tokenizer, self._with(text))
 
     def run(
         self, text: str, options: Options, *, drafter: Drafter | None = None, probabilities: bool = False
     ) -> Generation:
-        """`send`, with its options in one object."""
+        """Do what `send` does, with its options in one object."""
         stream = self.start(
             text, options, drafter=drafter, first_plain=False, pieces=False, probabilities=probabilities
         )
@@ -113,7 +113,7 @@ class Conversation:
         pieces: bool = True,
         probabilities: bool = False,
     ) -> Stream:
-        """`stream`, with its options in one object; `first_plain` and `pieces` as in `LLM.start`."""
+        """Do what `stream` does, with its options in one object; `first_plain` and `pieces` as in `LLM.start`."""
         before, asked = self._messages, self._with(text)
 
         def ended(answer: str) -> None:

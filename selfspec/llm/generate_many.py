@@ -1,4 +1,4 @@
-"""Several prompts, one call: their generations in the order of the prompts."""
+"""Batched generation: several prompts in one call, the generations in the order of the prompts."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from selfspec.text.prompt import Prompt
 
 
 def generate_many(llm: Profiled, prompts: Sequence[Prompt], options: ManyOptions) -> list[Generation]:
-    """Continue several prompts together, each as `generate` would continue it alone; in their order.
+    """Continue several prompts in a batch, each as `generate` would; return the generations in the prompts' order.
 
-    Greedy text, and text with a seed, is each one's own: what is decoded beside it does not matter. At most
-    `batch_size` are decoded at a time, and who ends is followed at once by the next; `memory` GiB hold their keys and
-    values, and what prompts begin with together is read once. How much is drafted follows from what rounds of so many
-    were measured to take, down to nothing. `ended` is called with the number and the generation of each prompt as it
-    ends. Other options are those of `generate`.
+    Greedy and seeded text does not depend on the other prompts. At most `batch_size` sequences are decoded at a time
+    (continuous batching: the next prompt follows as soon as one ends). `memory` GiB hold the KV cache, and common
+    prefixes of prompts are read once. Draft lengths follow from measured round costs, down to no drafts. `ended` is
+    called with the index and the generation of each prompt as it ends. Other options are those of `generate`.
 
-    Raises `SelfspecError` for a wrong option and, before anything is decoded, for a prompt that cannot be; for one that
-    fails later when all others have ended.
+    Raises `SelfspecError` for a wrong option, and before decoding for an invalid prompt. If a prompt fails later, the
+    error is raised when all other prompts have ended.
     """
     if options.batch_size < 1:
         raise SelfspecError(f"batch_size {options.batch_size}: expected at least 1")
@@ -47,9 +46,9 @@ def generate_many(llm: Profiled, prompts: Sequence[Prompt], options: ManyOptions
 def decoded(
     batch: Batch, prompts: Iterable[tuple[int, Prompt]], options: Options, *, probabilities: bool = False
 ) -> Iterator[tuple[int, Request]]:
-    """Prompts, each with its number, decoded by a batch; each as it ends. No more are made out than soon have a turn.
+    """Decode numbered prompts in a batch; yield each number and request as the request ends.
 
-    Raises `SelfspecError` for one that cannot be.
+    At most `batch.rows` prompts are encoded ahead of their turn. Raises `SelfspecError` for an invalid prompt.
     """
     numbers: dict[Request, int] = {}
     left = iter(prompts)
@@ -66,7 +65,7 @@ def decoded(
 
 @contextmanager
 def of_prompt(number: int) -> Iterator[None]:
-    """What is wrong with it names the prompt, counted from 1."""
+    """Add the prompt's number, counted from 1, to a `SelfspecError`."""
     try:
         yield
     except SelfspecError as error:

@@ -1,4 +1,4 @@
-"""What rounds take on this very runtime, for where it must be known and no clock may be asked: with a seed."""
+"""Round costs measured once on this runtime, for seeded sequences, whose drafts may not depend on a clock."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from selfspec.speculation.sampling import Sampler
 from selfspec.types.acceptance import PayoffModel
 from selfspec.types.draft_path import DraftPath
 
-KEYS = 32  # tokens of the prompt that is decoded
-PLAIN, LENGTHS = 4, (7, 1, 15, 3)  # plain rounds, then drafts of so many tokens
-SWEEPS, SECONDS = 3, 2.0  # of them at most, as long as they have not taken that long
-GRAIN = 20  # shares are rounded up to a 20th: measuring again is to give the same
+KEYS = 32  # prompt length in tokens
+PLAIN, LENGTHS = 4, (7, 1, 15, 3)  # number of plain rounds, then the draft lengths
+SWEEPS, SECONDS = 3, 2.0  # maximum of sweeps, and the time after which no further sweep starts
+GRAIN = 20  # costs are rounded up to a 20th, so that a repeated measurement gives the same values
 
 Shares = dict[str, dict[int, float]]
-"""What a `round` without its draft takes by rows verified, and a `draft` of one token: in plain rounds."""
+"""Costs in plain rounds: of a `round` without its draft, by verified rows, and of a `draft` of one token."""
 
 
 def local_payoff(runtime: Runtime, profile: Profile) -> PayoffModel | None:
-    """A profile's outlook, with rounds and draft steps as dear as they are on this runtime.
+    """Return a profile's payoff model with the round and draft-step costs of this runtime.
 
-    What a profile says was measured on some machine, with weights that lay as suited it. Rounds are timed here once for
-    each kind of model and path, and remembered, so that texts with a seed are the same from run to run. Raises
-    `BusyError` while the runtime has a stream. Where the context leaves no room to time them, the profile's own, and
-    None for one without costs.
+    The profile's costs come from some other machine and weight layout. Rounds are timed here once for each kind of
+    model and path, and cached on disk, so that seeded text is the same from run to run. If the context leaves no room
+    for timing, returns the profile's payoff model, or None for a profile without costs. Raises `BusyError` while the
+    runtime has a stream.
     """
     told, path = profile.payoff, profile.path
     file = _file(runtime, path)
@@ -61,7 +61,7 @@ def local_payoff(runtime: Runtime, profile: Profile) -> PayoffModel | None:
 
 
 def measured(runtime: Runtime, path: DraftPath) -> Shares:
-    """Rounds timed in the decoding loop, by the median; empty where the context leaves no room for them.
+    """Time rounds in the decoding loop; return the median costs, or an empty dict if the context leaves no room.
 
     Raises `BusyError` while the runtime has a stream.
     """
@@ -94,7 +94,7 @@ def _rounded(share: float) -> float:
 
 
 def _at(shares: Mapping[int, float], rows: int) -> float:
-    """The share at so many rows: between what was timed, and beyond, a line."""
+    """Return the cost at `rows` rows, by linear interpolation and extrapolation of the timed ones; at least 1."""
     known = sorted(shares.items())
     high = next((i for i in range(1, len(known)) if known[i][0] > rows), len(known) - 1)
     (a, x), (b, y) = known[high - 1], known[high]
@@ -102,7 +102,7 @@ def _at(shares: Mapping[int, float], rows: int) -> float:
 
 
 def _file(runtime: Runtime, path: DraftPath) -> Path:
-    """Where the shares of this kind of model and path, with these threads, on this machine, are kept."""
+    """Return the cache file of the costs for this kind of model, path, thread count and machine."""
     groups = parts_of(runtime.model).layers[0].groups if is_lean(runtime.model) else ()
     linears = [module for group in groups for module in group.modules]
     lie = [type(m).__name__ + (str(m.weight.stride()) if isinstance(m, nn.Linear) else "") for m in linears]
@@ -121,7 +121,7 @@ def _file(runtime: Runtime, path: DraftPath) -> Path:
 
 
 def _sound(data: Any) -> Shares | None:
-    """Shares read from JSON, whose keys are text; None where they are not what `measured` gives."""
+    """Validate costs read from JSON, whose keys are strings; None if they are not as `measured` returns them."""
     try:
         shares = {str(name): {int(rows): float(share) for rows, share in of.items()} for name, of in data.items()}
     except (AttributeError, TypeError, ValueError):

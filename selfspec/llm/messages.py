@@ -1,4 +1,4 @@
-"""Messages of a chat, and the token ids that a tokenizer's chat template makes of them. Knows nothing of models."""
+"""Chat messages, and their encoding to token ids by a tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROLES = ("system", "user", "assistant")
 
 
 def message(role: str, content: object) -> dict[str, str]:
-    """A message of a role. Raises `SelfspecError` for what is no text, and where a user says nothing."""
+    """Build a chat message. Raises `SelfspecError` for content that is not text, and for an empty user message."""
     if not isinstance(content, str):
         raise SelfspecError(f"a chat message is a text; got {type(content).__name__}")
     if not is_unicode(content):
@@ -23,7 +23,7 @@ def message(role: str, content: object) -> dict[str, str]:
 
 
 def checked(messages: object) -> list[dict[str, str]]:
-    """Messages whose last is a user's, to be answered. Raises `SelfspecError`, which names the message by number."""
+    """Validate messages, the last of which must be a user's. Raises `SelfspecError`, which numbers the message."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise SelfspecError(
             f"messages: expected a list of {{'role': ..., 'content': ...}}; got {type(messages).__name__}"
@@ -54,10 +54,10 @@ def _checked(one: object, where: str) -> dict[str, str]:
 
 
 def render(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Token ids of messages up to where the answer begins, by the tokenizer's chat template.
+    """Encode messages up to the beginning of the answer by the tokenizer's chat template.
 
-    Special tokens are the template's alone: encoded as text, the first message would begin with a second BOS token.
-    Raises `SelfspecError` where there is no template, and where it fails.
+    Only the template adds special tokens: tokenising the rendered text would add a second BOS token.
+    Raises `SelfspecError` if there is no template, and if the template fails.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise SelfspecError("its tokenizer has no chat template; do without chat, or take a model made for it")
@@ -71,7 +71,7 @@ def render(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
 
 
 def check_system(tokenizer: Any) -> None:
-    """Raise `SelfspecError` where the chat template fails on a system message, or leaves it out without a word."""
+    """Raise `SelfspecError` if the chat template fails on a system message, or silently leaves it out."""
     user = message("user", "x")
     one, other = (render(tokenizer, [message("system", text), user]) for text in ("one", "other"))
     if one == other:

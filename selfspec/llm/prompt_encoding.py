@@ -1,4 +1,4 @@
-"""Prompts as a model is given them: token ids, of a chat message where that is asked for, cut to the context."""
+"""Encoding of prompts to token ids, as chat messages if requested, cut to the context length."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 
 
 def encode(llm: LLM, prompt: Prompt, *, chat: bool = False, system: str | None = None) -> list[int]:
-    """The token ids of a prompt; with `chat`, of a text as a user's message, perhaps after a `system` message.
+    """Encode a prompt; with `chat`, a text becomes a user's message, after a `system` message if one is given.
 
-    Messages of a chat are one as they are.
-
-    Raises `SelfspecError`.
+    A list of chat messages is encoded as it is. Raises `SelfspecError`.
     """
     if not chat or is_chat(prompt):
         return llm.encode(prompt)
@@ -29,7 +27,7 @@ def encode(llm: LLM, prompt: Prompt, *, chat: bool = False, system: str | None =
 
 
 def fit(ids: list[int], room: int, *, framed: bool) -> list[int]:
-    """At most `room` of the token ids: the first ones, or where a frame stands around the text, its middle left out."""
+    """Cut token ids to at most `room`: the first ones, or with `framed` (a template around the text) both ends."""
     if len(ids) <= room or not framed:
         return ids[:room]
     end = room // 2
@@ -37,7 +35,7 @@ def fit(ids: list[int], room: int, *, framed: bool) -> list[int]:
 
 
 def warn_of_cuts(lengths: Iterable[int], room: int) -> None:
-    """Warn where prompts of these lengths, in tokens, are cut to `room`."""
+    """Warn if prompts of these lengths, in tokens, are cut to `room`."""
     cut = [length for length in lengths if length > room]
     if cut:
         many = "1 prompt is" if len(cut) == 1 else f"{len(cut)} prompts are"
@@ -46,7 +44,7 @@ def warn_of_cuts(lengths: Iterable[int], room: int) -> None:
 
 
 def takes_messages(llm: LLM) -> bool:
-    """Whether the model's tokenizer has a chat template, one that does not fail on a user's message."""
+    """Return whether the model's tokenizer has a chat template that accepts a user's message."""
     try:
         return bool(encode(llm, "x", chat=True))
     except SelfspecError:
@@ -54,9 +52,9 @@ def takes_messages(llm: LLM) -> bool:
 
 
 def fitting(llm: LLM, prompt: Prompt, max_new_tokens: int, *, chat: bool = False, framed: bool = False) -> Prompt:
-    """The prompt as it is where the new tokens fit after it, else `encode` and `fit` to what they leave of the context.
+    """Return the prompt unchanged if it and the new tokens fit the context, else its token ids cut by `fit`.
 
-    Raises `SelfspecError` where that is nothing.
+    With `chat`, always token ids. Raises `SelfspecError` if the new tokens leave no room for the prompt.
     """
     ids = encode(llm, prompt, chat=chat)
     room = llm.runtime.skeleton.context - max_new_tokens
@@ -66,9 +64,9 @@ def fitting(llm: LLM, prompt: Prompt, max_new_tokens: int, *, chat: bool = False
 
 
 def check_chat(model: str, *, system: bool = False) -> None:
-    """Raise `SelfspecError` when the tokenizer of a model by name has no chat template, without loading the model.
+    """Raise `SelfspecError` if the tokenizer of the named model has no chat template, without loading the model.
 
-    With `system` also when its template does not take a system message.
+    With `system`, also if the template does not accept a system message.
     """
     tokenizer = load_tokenizer(model)
     try:

@@ -1,4 +1,4 @@
-"""A prompt of a batch: while it waits, is read and decoded, and what came of it."""
+"""A request of a batch: its prompt, its sequence, and its results so far."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ from selfspec.types.stats import Finish, Stats
 
 
 class Model(Protocol):
-    """What a request asks of an `LLM`."""
+    """Interface of the `LLM` that a request uses."""
 
     tokenizer: Any
     adapters: Adapters
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """`LLM.encode`."""
+        """Encode a prompt, as `LLM.encode`."""
 
     def plan(self, prompt: Prompt, options: Options) -> Plan:
-        """`LLM.plan`."""
+        """Resolve the options for a prompt, as `LLM.plan`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A token's log probability, of the raw logits, and those of the likeliest at its place, the likeliest first."""
+    """Log probability of a token from the raw logits, and those of the most probable tokens at its position.
+
+    `top`: pairs of token and log probability, the most probable first.
+    """
 
     token: int
     logprob: float
@@ -44,10 +47,10 @@ class TokenLogprobs:
 
 
 class Request:
-    """One prompt of a batch. `prompt`: its token ids; `seq`: what the engine decodes.
+    """One prompt of a batch. `prompt`: its token ids; `seq`: its sequence in the engine.
 
-    Raises `SelfspecError` for what `LLM.generate` refuses, and for a seed with a rule whose text depends on the rounds
-    that are taken.
+    Raises `SelfspecError` for prompts and options that `LLM.generate` rejects, and for a seed with a rule whose text
+    depends on how the rounds draft.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class Request:
         self.seq = SequenceState(
             list(self.prompt), planned.max_new_tokens, planned.sampler, planned.ends, rule=planned.rule, stop=stop
         )
-        self.tokens: list[int] = []  # new ones so far
+        self.tokens: list[int] = []  # new tokens so far
         self.stats = Stats(prompt=len(self.prompt))
         self.error: SelfspecError | None = None
         self.done = False
@@ -78,34 +81,34 @@ class Request:
 
     @property
     def text(self) -> str:
-        """All text so far that may be shown."""
+        """The text so far, without a tail that may still change."""
         return self._text.text
 
     @property
     def finish(self) -> Finish | None:
-        """Why the text ended; None while it has not, and where it was broken off."""
+        """Why the text ended; None while it runs, and for an interrupted request."""
         return self.stats.finish
 
     @property
     def result(self) -> Generation:
-        """What came of it so far, as `LLM.generate` gives it."""
+        """The generation so far, as `LLM.generate` returns it."""
         return Generation(self.text, list(self.tokens), self.stats, self._text)
 
     def take(self) -> str:
-        """The text that has come since the last call."""
+        """Return the text that is new since the last call."""
         return self._text.take()
 
     def spans(self) -> list[tuple[Origin, str]]:
-        """The same, cut where the tokens meet, each with its token's origin; instead of `take`."""
+        """Return the new text split at token boundaries, each part with its token's origin; use instead of `take`."""
         return list(self._spans.of(self.take()))
 
     def admitted(self) -> None:
-        """It has a row now; what it takes is counted from here."""
+        """Record the admission: the request has a cache row, and its time counts from now."""
         self.stats.kept = self.seq.num_cached
         self._since = time.perf_counter()
 
     def take_round(self, outcome: Outcome) -> None:
-        """A round that it took among others."""
+        """Record the sequence's outcome of a batch round."""
         now = time.perf_counter()
         count_round(self.stats, outcome, now - self._since, probabilities=self._probabilities)
         self._since = now
@@ -115,13 +118,13 @@ class Request:
             self.logprobs += logprobs_of(outcome, self._top)
 
     def end(self, error: SelfspecError | None = None) -> None:
-        """It is over, well or not."""
+        """Finish the request, with an error if it failed."""
         self._text.finish()
         self.error, self.done = error, True
 
 
 def logprobs_of(outcome: Outcome, top: int) -> list[TokenLogprobs]:
-    """Of the tokens that a round emitted."""
+    """Return the log probabilities of the tokens that a round emitted, each with the `top` most probable tokens."""
     assert outcome.step.logits is not None
     rows = [0, *(node + 1 for node in outcome.path)][: len(outcome.tokens)]
     logits = outcome.step.logits[0, rows]

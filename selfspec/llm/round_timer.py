@@ -1,4 +1,4 @@
-"""Rounds timed in the decoding loop: of what is to be known of drafting on this machine, with what the loop costs."""
+"""Timing of rounds in the real decoding loop, so that measured costs include the loop's overhead."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from selfspec.types.draft_path import DraftPath
 
 @dataclass(frozen=True, slots=True)
 class RoundSample:
-    """One round: how many tokens were drafted along which path, and the seconds of it."""
+    """Timed round: its path, number of drafted tokens, and seconds of drafting (`draft`) and of the `rest`."""
 
     path: DraftPath
     drafted: int
     draft: float
-    rest: float  # other than drafting: verification and the loop
+    rest: float  # verification and the loop
 
 
 class Probe(PlainDrafter):
-    """Drafts as it is told, and times itself."""
+    """Drafter with a settable draft length, which times its drafting."""
 
     drafts = True
 
@@ -40,7 +40,7 @@ class Probe(PlainDrafter):
         self.length, self.seconds = 0, 0.0
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """A chain of `length` tokens."""
+        """Return chains of `length` tokens."""
         start = time.perf_counter()
         drafts = [NO_DRAFT] * len(seqs)
         if self.length:
@@ -59,10 +59,10 @@ def timed_rounds(
     plan: Sequence[int],
     draw: random.Random,
 ) -> list[RoundSample]:
-    """Decode a random prompt, drafting the numbers of tokens in `plan`; the round with the prompt's pass is left out.
+    """Decode a random prompt with the draft lengths in `plan`, and time each round but the prefill's.
 
-    Caches take several rounds to settle: on a CPU, a plain step after a wide pass was seen to take 1.6 times as long.
-    Raises `BusyError` while the runtime has a stream.
+    CPU caches take several rounds to settle: a plain step after a wide pass can take 1.6 times as long. Raises
+    `BusyError` while the runtime has a stream.
     """
     vocabulary = runtime.skeleton.identity.vocabulary or 2
     room = runtime.skeleton.context - context

@@ -1,6 +1,6 @@
-"""Options of decoding made out for one prompt: selfspec's own and `transformers`' `GenerationConfig`, as it means them.
+"""Decoding options resolved for one prompt: selfspec's own, and `transformers`' `GenerationConfig` with its semantics.
 
-One sequence, greedily or by sampling; what else a configuration can ask for is refused by name.
+One sequence, greedy or sampled; any other request in a configuration raises an error that names it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from selfspec.models.skeleton import end_tokens
 from selfspec.speculation.rules import Rule, find_rule
 from selfspec.speculation.sampling import Sampler, whole
 
-_ALONE = {  # what is not decoding one sequence from one model's own scores, and the values that ask for nothing
+_ALONE = {  # fields for other than decoding one sequence from one model's own scores, and the values that disable them
     "num_beams": (None, 1),
     "guidance_scale": (None, 1),
     "token_healing": (None, False),
@@ -62,7 +62,7 @@ _REAL = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Options resolved for one prompt. `config` asks a model without a `generation_config` of its own for the same."""
+    """Options resolved for one prompt. `config`: a complete `GenerationConfig`, independent of the model's own."""
 
     config: GenerationConfig
     max_new_tokens: int
@@ -73,9 +73,9 @@ class Plan:
 
 
 def plan(model: Any, options: Options, prompt: Sequence[int], *, ends: frozenset[int]) -> Plan:
-    """What `options` mean for this model and prompt (token ids). Raises `SelfspecError` for what cannot be done.
+    """Resolve `options` for a model and a prompt (token ids). Raises `SelfspecError` for unsupported options.
 
-    `ends`: the model's end tokens, where the configuration names none.
+    `ends`: the model's end-of-sequence tokens, which apply if the configuration names none.
     """
     options.check()
     try:
@@ -90,15 +90,15 @@ def plan(model: Any, options: Options, prompt: Sequence[int], *, ends: frozenset
 def _plan(model: Any, options: Options, prompt: Sequence[int], ends: frozenset[int]) -> Plan:
     config = _complete(model, options, len(prompt), ends)
     found = end_tokens(config.eos_token_id)
-    device = device_of(model.get_input_embeddings())  # `model.device` is "meta" where they are offloaded
+    device = device_of(model.get_input_embeddings())  # `model.device` is "meta" if weights are offloaded
     ids = torch.tensor([list(prompt)], device=device)
     processors: list[LogitsProcessor] = [*options.logits_processor]
     if options.guide is not None:
         processors.append(options.guide.processor(len(prompt), found))
-    ready = copy.copy(config)  # which cannot be saved any more
+    ready = copy.copy(config)  # special tensors make a config unsaveable, so only the copy gets them
     model._prepare_special_tokens(ready, device=device)
     if isinstance(size := ready.encoder_no_repeat_ngram_size, int) and size > len(prompt):
-        ready.encoder_no_repeat_ngram_size = None  # no prompt repeats it; transformers would make a list of its length
+        ready.encoder_no_repeat_ngram_size = None  # no n-gram can repeat; transformers would build a list of that size
     processors = model._get_logits_processor(
         ready,
         input_ids_seq_length=len(prompt),
@@ -109,7 +109,7 @@ def _plan(model: Any, options: Options, prompt: Sequence[int], ends: frozenset[i
     rule, seed = options.rule, options.seed
     tied = rule == "match" if rule is not None else seed is not None
     sampler = Sampler(temperature=float(bool(config.do_sample)), seed=seed, tied=tied, processors=processors)
-    # A field that transformers' own processors cannot use shows before any work is done.
+    # Run transformers' processors once, so that an unusable field fails before any work is done.
     scores = torch.zeros((1, model.config.vocab_size), device=device)
     for processor in processors:
         scores = scores if processor in options.logits_processor else processor(ids, scores)
@@ -119,12 +119,12 @@ def _plan(model: Any, options: Options, prompt: Sequence[int], ends: frozenset[i
 
 
 def _complete(model: Any, options: Options, prompt: int, ends: frozenset[int]) -> GenerationConfig:
-    """A configuration with nothing left open, and nothing in it that cannot be had."""
+    """Return a configuration with all defaults filled in and all fields validated."""
     given = options.config
     if given is None:
         config = GenerationConfig(eos_token_id=sorted(ends) or None, pad_token_id=min(ends, default=None))
         config.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
-        config.top_k = 0 if options.temperature else config.top_k  # which greedy decoding does not read
+        config.top_k = 0 if options.temperature else config.top_k  # greedy decoding ignores top_k
     else:
         config, _ = model._prepare_generation_config(given)
     for name, value in options.settings.items():
@@ -152,9 +152,9 @@ def _complete(model: Any, options: Options, prompt: int, ends: frozenset[int]) -
 
 
 def new_tokens(model: Any, options: Options, prompt: int) -> int:
-    """The most new tokens after a prompt of so many, as `transformers` counts them. Raises `SelfspecError`.
+    """Return the maximum of new tokens after a prompt of `prompt` tokens, by the rules of `transformers`.
 
-    A number of new tokens goes before a length in all, wherever either comes from.
+    `max_new_tokens` takes precedence over `max_length`, wherever either is set. Raises `SelfspecError`.
     """
     if options.max_new_tokens is not None:
         return whole(options.max_new_tokens, "max_new_tokens", least=1)
@@ -177,7 +177,7 @@ def new_tokens(model: Any, options: Options, prompt: int) -> int:
 
 
 def check_config(config: GenerationConfig, vocabulary: int) -> None:
-    """Raise `SelfspecError` for what is not served, and for values that would fail late or in silence."""
+    """Raise `SelfspecError` for unsupported fields, and for values that would fail late or silently."""
     for name, harmless in _ALONE.items():
         value = getattr(config, name, None)
         if value not in harmless:
@@ -213,7 +213,7 @@ def check_config(config: GenerationConfig, vocabulary: int) -> None:
 
 
 def _numbers(value: Any) -> list[Any]:
-    """The token ids of a field: one, several, or lists of them."""
+    """Return the token ids of a field, which holds one id, several ids or nested lists, as a flat list."""
     if isinstance(value, torch.Tensor):
         value = value.tolist()
     if isinstance(value, list | tuple | set):
@@ -222,7 +222,7 @@ def _numbers(value: Any) -> list[Any]:
 
 
 def timed(push: Callable[[int], bool], seconds: float | None) -> Callable[[int], bool]:
-    """`push`, which also says stop when so many seconds have gone by."""
+    """Wrap `push` so that it also returns True (stop) once `seconds` have passed."""
     if seconds is None:
         return push
     deadline = time.perf_counter() + seconds

@@ -1,4 +1,4 @@
-"""A generation under way, and what came of it."""
+"""A stream of generated text, and the finished generation with its statistics."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from selfspec.types.stats import Finish, Round, Stats
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished (or interrupted) generation: the new text, the new token ids, and what they cost.
+    """A finished (or interrupted) generation: the new text, the new token ids, and their statistics.
 
-    In a notebook it shows its text coloured by `events`.
+    In a notebook the text is shown coloured by `events`.
     """
 
     text: str
@@ -29,12 +29,12 @@ class Generation:
 
     @property
     def finish(self) -> Finish | None:
-        """Why the text ended; None where it was broken off."""
+        """Why the text ended; None for an interrupted generation."""
         return self.stats.finish
 
     @cached_property
     def events(self) -> tuple[TokenEvent, ...]:
-        """Where each token came from, made when first asked for; the texts of all, joined, are `text`."""
+        """The origin of each token, computed on first access; the events' texts, joined, equal `text`."""
         texts = self._source.texts(len(self.tokens), self.text)
         return token_events(self.tokens, texts, self.stats.log, self._source.text_of)
 
@@ -43,12 +43,12 @@ class Generation:
 
 
 class Stream:
-    """A generation under way: iterate over its pieces of text; `result` is the `Generation` so far.
+    """A running generation: iterate over its pieces of text; `result` is the `Generation` so far.
 
     `close()` ends it early and frees the model; leaving the iteration and dropping the stream does so too. Without
-    `pieces` all text comes at the end, for less work. With `probabilities` the events hold the model's own. `ended` is
-    told the text when it is over, however it ends, if there is a token at all. `guided`: it ends where a guide is
-    complete.
+    `pieces` all text comes at the end, which is less work. With `probabilities` the events include the target's
+    probabilities. `ended` is called with the text when the stream ends for any reason, if it emitted a token.
+    `guided`: an end token means that a guide is complete.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Stream:
         self._text = text
         self._tokens: list[int] = []
         self._stats = Stats(prompt=len(seq.tokens))
-        # The generator knows nothing of this object, so that dropping the stream ends it at once.
+        # The generator does not reference this object, so that dropping the stream ends the generator at once.
         finish = finish_of(seq, text, self._tokens, guided=guided)
         shown = _pieces(rounds, seq, text, self._tokens, self._stats, pieces, probabilities, finish)
         self._pieces = shown if ended is None else _told(shown, seq, text, ended)
@@ -77,7 +77,7 @@ class Stream:
         return next(self._pieces)
 
     def spans(self) -> Iterator[tuple[Origin, str]]:
-        """Iterate over the pieces of text as they come, cut where the tokens meet, each with its token's origin.
+        """Iterate over the pieces of text, split at token boundaries, each with its token's origin.
 
         Leaving the iteration ends the generation.
         """
@@ -97,12 +97,12 @@ class Stream:
         return Generation(self._text.text, list(self._tokens), self._stats, self._text)
 
     def close(self) -> None:
-        """End the generation now; what was emitted stays in `result`."""
+        """End the generation now; emitted tokens stay in `result`."""
         self._pieces.close()
 
 
 class Spans:
-    """Cuts pieces of a text, as they come, where the tokens meet, each with its token's origin."""
+    """Splitter of a stream's pieces at token boundaries, which labels each part with its token's origin."""
 
     def __init__(self, text: TextStream, stats: Stats) -> None:
         self._text, self._stats = text, stats
@@ -110,7 +110,7 @@ class Spans:
         self._rounds = self._token = self._shown = 0
 
     def of(self, piece: str) -> Iterator[tuple[Origin, str]]:
-        """The next piece, cut."""
+        """Yield the parts of the next piece, each with its token's origin."""
         log, ends, found = self._stats.log, self._text.ends, self._found
         found += (origin for done in log[self._rounds :] for origin in origins(done))
         self._rounds, start, end = len(log), self._shown, self._shown + len(piece)
@@ -125,7 +125,10 @@ class Spans:
 def finish_of(
     seq: SequenceState, text: TextStream, tokens: Sequence[int], *, guided: bool
 ) -> Callable[[], Finish | None]:
-    """Says why a sequence that begins now, and of which these `tokens` come, has ended; None while it has not."""
+    """Return a function that gives the finish reason of a new sequence, None until it ends.
+
+    `tokens`: the list to which its new tokens are appended.
+    """
     limit = seq.remaining
 
     def finish() -> Finish | None:
@@ -141,7 +144,7 @@ def finish_of(
 
 
 def _told(pieces: Generator[str], seq: SequenceState, text: TextStream, ended: Callable[[str], None]) -> Generator[str]:
-    """The pieces; once they are over, `ended` is told the text, if a token came."""
+    """Yield the pieces, then call `ended` with the text if the sequence emitted a token."""
     before = len(seq.tokens)
     try:
         yield from pieces
@@ -152,7 +155,7 @@ def _told(pieces: Generator[str], seq: SequenceState, text: TextStream, ended: C
 
 
 def count_round(stats: Stats, outcome: Outcome, seconds: float, *, probabilities: bool = False) -> Round:
-    """Count a round that took so long; with `probabilities` its record holds the model's own of each token."""
+    """Add a round of `seconds` to the statistics; with `probabilities`, record the target's for each token."""
     draft = outcome.draft
     done = Round(
         draft.depth,
@@ -192,7 +195,7 @@ def _pieces(
     probabilities: bool,
     finish: Callable[[], Finish | None],
 ) -> Generator[str]:
-    """Pieces of text as the rounds bring them; `tokens` and `stats` are filled along the way."""
+    """Yield pieces of text round by round, filling `tokens` and `stats`."""
     start = time.perf_counter()
     try:
         for outcome in rounds:
@@ -202,7 +205,7 @@ def _pieces(
             stats.finish = finish()
             if pieces and (piece := text.take()):
                 yield piece
-            start = time.perf_counter()  # what the reader does in between is not ours
+            start = time.perf_counter()  # exclude the time that the consumer takes
     finally:
         rounds.close()
         text.finish()

@@ -1,4 +1,4 @@
-"""YAML profiles: what they hold, reading, writing, choosing. Knows nothing of torch."""
+"""YAML profiles: their schema, reading, writing and choosing. Does not import torch."""
 
 from selfspec.profile.draft_spec import DraftSpec, LayerSkipSpec, PlainSpec
 from selfspec.profile.reading import parse_profile, profile_schema, profile_text, read_profile, write_profile

@@ -1,4 +1,4 @@
-"""Draft paths that are chosen as a text goes, as a profile describes them. Knows nothing of torch."""
+"""Profile entries of draft paths that are chosen during decoding: SWIFT and CLaSp."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _ChosenSpec(DraftSpec):
 
     @property
     def step_share(self) -> float | None:
-        """What is told."""
+        """The stated cost of a draft step, in plain decoding steps."""
         return self.step
 
     @property
@@ -36,10 +36,10 @@ class _ChosenSpec(DraftSpec):
 
 
 class SwiftSpec(_ChosenSpec):
-    """What is bypassed is searched for while decoding (SWIFT, 2410.06916).
+    """Search for the skip set during decoding (SWIFT, 2410.06916).
 
-    Every `every` rounds another set is held against the best so far over the text's last `window` tokens, until
-    `patience` of them were none better.
+    Every `every` rounds another set is compared with the best so far over the text's last `window` tokens, until
+    `patience` trials in a row found no better set.
     """
 
     kind: Literal["swift"] = "swift"
@@ -49,12 +49,12 @@ class SwiftSpec(_ChosenSpec):
 
     @property
     def said(self) -> str:
-        """How it chooses."""
+        """Short description of the search."""
         return f"looks for what to bypass while decoding (SWIFT){self._guesses}"
 
 
 class ClaspSpec(_ChosenSpec):
-    """`skip_layers` layers are bypassed, chosen by a programme after every `every` rounds (CLaSp, 2505.24196)."""
+    """CLaSp (2505.24196): dynamic programming chooses `skip_layers` bypassed layers every `every` rounds."""
 
     kind: Literal["clasp"] = "clasp"
     skip_layers: Annotated[int, Field(ge=1, lt=WIDEST_DRAFT)] | None = Field(
@@ -64,12 +64,12 @@ class ClaspSpec(_ChosenSpec):
 
     @property
     def said(self) -> str:
-        """How many it bypasses."""
+        """Short description: the number of bypassed layers."""
         layers = "half of the layers" if self.skip_layers is None else f"{self.skip_layers} layers"
         return f"bypasses {layers}, chosen anew as the text goes (CLaSp){self._guesses}"
 
     def check(self, model: Identity) -> None:
-        """Raise `SelfspecError` for more layers than the model has."""
+        """Raise `SelfspecError` for more skipped layers than the model has."""
         if self.skip_layers is not None and self.skip_layers > model.layers:
             raise SelfspecError(f"draft.skip_layers: {self.skip_layers} layers; the model has {model.layers}")
 

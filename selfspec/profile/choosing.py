@@ -1,4 +1,4 @@
-"""Which profile a model is used with: one that is given, or one that ships and was made for it."""
+"""Choice of a model's profile: one that the user names, or a shipped one that was measured on the same weights."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from selfspec.types.identity import Identity
 
 
 def named_profile(profile: str | Path | Profile) -> str | Profile:
-    """The profile itself, that of a file or of a shipped one's name, or `auto` or `none`. Raises `SelfspecError`."""
+    """Resolve a profile object, a file or a shipped name; return `auto` and `none` as is. Raises `SelfspecError`."""
     if isinstance(profile, Profile):
         return profile
     return str(profile) if profile in ("auto", "none") else find_profile_file(profile)
 
 
 def choose_profile(identity: Identity, profile: str | Profile, method: str | None = None) -> Profile | None:
-    """The profile itself, none, or, for `auto`, a shipped one that was measured to be faster on these weights.
+    """Return the given profile, None for `none`, or for `auto` a shipped profile measured as faster on these weights.
 
-    With a `method`, what drafts by it. Raises `SelfspecError` as `by_method` does.
+    With a `method`, returns the method's profile. Raises `SelfspecError` as `by_method` does.
     """
     if profile == "auto":
         found = next((p for p in shipped_for(identity).values() if not p.slower), None)
@@ -32,12 +32,12 @@ def choose_profile(identity: Identity, profile: str | Profile, method: str | Non
 
 
 def shipped_for(identity: Identity) -> dict[str, Profile]:
-    """The shipped profiles, by name, that were measured on these very weights."""
+    """Return the shipped profiles, by name, that were measured on these weights (same fingerprint)."""
     return {name: profile for name, profile in shipped_profiles().items() if _measured_on(profile, identity)}
 
 
 def check_profile(profile: Profile, identity: Identity) -> None:
-    """Raise `SelfspecError` when a profile is of another architecture; warn when of other weights."""
+    """Raise `SelfspecError` if a profile is for another architecture; warn if it is for other weights."""
     if difference := profile.model.mismatch(identity):
         raise SelfspecError(f"the profile is of another model: {difference}; search one with: selfspec search")
     if profile.model.other_weights(identity):
@@ -57,9 +57,9 @@ def _measured_on(profile: Profile, identity: Identity) -> bool:
 def guessing(
     profile: Profile | None, identity: Identity, store: str | Path | None, answers: str | Path | None
 ) -> Profile | None:
-    """A profile, or none, with guesses from a store of texts and from earlier answers, where these are named.
+    """Add proposers for a retrieval store and for earlier answers, if named, to a profile, or to a plain one for None.
 
-    Raises `SelfspecError` where what drafts takes none.
+    Raises `SelfspecError` for a kind of draft that takes no proposers.
     """
     if store is None and answers is None:
         return profile

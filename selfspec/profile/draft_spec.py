@@ -1,6 +1,6 @@
-"""What drafts, as a profile describes it: one checked description for each kind, in a registry. Knows nothing of torch.
+"""Draft specs of profiles: one validated data class for each kind of draft, in a registry.
 
-What a description is made into, a drafter, is known to `selfspec.drafters`.
+`selfspec.drafters.registry` builds drafters from specs.
 """
 
 from __future__ import annotations
@@ -22,80 +22,80 @@ from selfspec.types.skip import SkipSet
 
 
 class Skip(Data):
-    """Sub-layers of which one thing is said, such as that drafting bypasses them."""
+    """A set of sub-layers in a profile, such as those that drafting bypasses."""
 
     attention: list[Count] = Field([], description="The layers, counted from 0, whose attention is meant.")
     mlp: list[Count] = Field([], description="The layers, counted from 0, whose MLP is meant.")
 
     @classmethod
     def of(cls, skip: SkipSet) -> Self:
-        """A skip set as it stands in a file."""
+        """Convert a skip set to its form in a profile."""
         return cls(attention=list(skip.attention), mlp=list(skip.mlp))
 
     def skip_set(self) -> SkipSet:
-        """As a `SkipSet`. Raises `SelfspecError` for a repeated index."""
+        """Convert to a `SkipSet`. Raises `SelfspecError` for a repeated index."""
         return SkipSet(tuple(self.attention), tuple(self.mlp))
 
 
 class DraftSpec(Data):
-    """What a profile says of one kind of drafter; the base of all kinds.
+    """Base class of draft specs, one for each kind of draft.
 
-    A kind is a subclass with `kind: Literal["its-name"] = "its-name"` and a field for each thing that a profile may
-    say of it. Unknown keys and wrong types are refused, and what is made cannot be changed.
+    A kind is a subclass with `kind: Literal["its-name"] = "its-name"` and a field for each of its profile keys. Unknown
+    keys and wrong types raise errors, and instances are frozen.
     """
 
     kind: str
 
     @property
     def drafts(self) -> bool:
-        """Whether anything is ever drafted."""
+        """Whether the draft ever has a token."""
         return True
 
     @property
     def said(self) -> str:
-        """What drafts, in a few words."""
+        """Short description for messages."""
         return f"drafts by {self.kind}"
 
     @property
     def step_share(self) -> float | None:
-        """What a drafted token takes, in plain decoding steps, where the description says it itself."""
+        """Cost of a drafted token in plain decoding steps; None if the spec does not state it."""
         return None
 
     @property
     def single(self) -> Sequence[DraftSpec]:
-        """The drafts that it is made of: itself."""
+        """The single draft specs inside the spec; here, the spec itself."""
         return (self,)
 
     @property
     def beside(self) -> bool:
-        """Whether it names what may lie beside the profile, and is no part of it."""
+        """Whether it names files that may lie beside the profile and are not among its `parts`."""
         return False
 
     def check(self, model: Identity) -> None:
-        """Raise `SelfspecError` where it does not fit a model of that identity."""
+        """Raise `SelfspecError` if the spec does not fit a model of that identity."""
 
 
 class PlainSpec(DraftSpec):
-    """Nothing is drafted: plain decoding."""
+    """Plain decoding, without drafts."""
 
     kind: Literal["plain"] = "plain"
 
     @property
     def drafts(self) -> bool:
-        """No."""
+        """False."""
         return False
 
     @property
     def said(self) -> str:
-        """That nothing is drafted."""
+        """Short description of plain decoding."""
         return "drafts nothing"
 
 
 class ProposerSpec(Data):
-    """What guesses how a text goes on.
+    """A proposer of lookup tokens.
 
-    `lookup`: as it did before; `store`: as texts in a store of texts did; `answers`: as earlier answers did, which are
-    kept in a file.
+    `lookup`: prompt (n-gram) lookup in the text itself; `store`: lookup in a retrieval store; `answers`: lookup in
+    earlier answers, which are kept in a file.
     """
 
     kind: Literal["lookup", "store", "answers"] = "lookup"
@@ -113,7 +113,7 @@ Proposers = Annotated[list[ProposerSpec], Field(min_length=1)]
 
 
 class GuessesSpec(DraftSpec):
-    """What proposers guess is drafted as it is: no model computes it (prompt lookup, REST)."""
+    """Drafting by lookup alone, without a draft model (prompt lookup, REST)."""
 
     kind: Literal["guesses"] = "guesses"
     proposers: Proposers = Field([ProposerSpec()], description="What guesses; the guess that promises most is drafted.")
@@ -121,22 +121,22 @@ class GuessesSpec(DraftSpec):
 
     @property
     def said(self) -> str:
-        """What guesses."""
+        """Short description: the proposers."""
         return f"drafts guesses by {kinds_of(self.proposers)}"
 
     @property
     def step_share(self) -> float | None:
-        """Nothing."""
+        """Zero: drafting takes no model steps."""
         return 0.0
 
 
 def kinds_of(proposers: Sequence[ProposerSpec]) -> str:
-    """The proposers' kinds, in a few words."""
+    """Return the proposers' kinds as a comma-separated list."""
     return ", ".join(of.kind for of in proposers)
 
 
 class RecycleSpec(DraftSpec):
-    """What the model thought likely after a token, the last time, is drafted after it again (token recycling)."""
+    """Token recycling: drafts the tokens that the model's last logits after a token ranked highest."""
 
     kind: Literal["recycle"] = "recycle"
     candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(4, description="For each place at most.")
@@ -144,7 +144,7 @@ class RecycleSpec(DraftSpec):
 
     @property
     def step_share(self) -> float | None:
-        """Nothing."""
+        """Zero: drafting takes no model steps."""
         return 0.0
 
 
@@ -153,19 +153,19 @@ Step = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Below(Data):
-    """A trained head that guesses what a draft step checks. `step`: what a step of it takes, over a draft step."""
+    """A draft head below a draft path, whose lookup tokens the path checks. `step`: its cost in draft steps."""
 
     part: PartName = Field("eagle", description="The head's name among the profile's parts.")
     step: Step = Field(0.1, description="What a step of the head takes, over a draft step.")
 
 
 class LayerSkipSpec(DraftSpec):
-    """The model itself drafts, some of its attention and MLP sub-layers bypassed (Draft & Verify, 2309.08168).
+    """Self-speculative drafting with bypassed attention and MLP sub-layers (Draft & Verify, 2309.08168).
 
-    Others, and the head, may run with their weights in 8 or 4 bits. `confidence`: what says how likely a drafted token
-    is right; its probability when left out. `candidates`: all tokens proposed for one place at most, the drafted one
-    counted; 1 drafts a chain. `vocabulary`: the only tokens that are drafted. `proposers`: what guesses the tokens that
-    a draft step checks beside its one, and `spared`: the share of a draft step that this spares each drafted token.
+    Other sub-layers, and the head, may run as int8 or int4. `confidence`: the estimate that a drafted token is right;
+    its probability when left out. `candidates`: the most tokens proposed at one position, including the drafted one; 1
+    drafts a chain. `vocabulary`: the only tokens that are drafted. `proposers`: proposers of the lookup tokens that a
+    draft step checks beside its own token; `spared`: the share of a draft step that they save for each drafted token.
     """
 
     kind: Literal["layer-skip"] = "layer-skip"
@@ -206,7 +206,7 @@ class LayerSkipSpec(DraftSpec):
         proposers: Sequence[ProposerSpec] = (),
         spared: float = 0.0,
     ) -> Self:
-        """Of a draft path or a skip set; without a controller, the adaptive threshold."""
+        """Build the spec of a draft path or a skip set; the default controller is the adaptive threshold."""
         path = as_path(path)
         return cls(
             skip=Skip.of(path.skip),
@@ -223,7 +223,7 @@ class LayerSkipSpec(DraftSpec):
 
     @property
     def path(self) -> DraftPath:
-        """How the model runs while drafting. Raises `SelfspecError` for what is no draft path."""
+        """The draft path. Raises `SelfspecError` for an invalid one."""
         vocabulary = None if self.vocabulary is None else tuple(self.vocabulary)
         skip, int8, int4 = self.skip.skip_set(), self._set("int8"), self._set("int4")
         return DraftPath(skip, vocabulary, int8, int4, self.head or "full")
@@ -237,19 +237,19 @@ class LayerSkipSpec(DraftSpec):
 
     @property
     def drafts(self) -> bool:
-        """Whether anything is cheaper than in full: the whole model would draft as slowly as it decodes."""
+        """Whether the path is cheaper than the full model, which would draft as slowly as it decodes."""
         return self.path.cheaper
 
     @property
     def said(self) -> str:
-        """How many sub-layers are bypassed, or in few bits."""
+        """Short description: the bypassed and quantised sub-layers, the proposers and trained parts."""
         guesses = f"; guesses by {kinds_of(self.proposers)}" if self.proposers else ""
         guesses += f"; the trained head {self.below.part} below" if self.below else ""
         guesses += f"; with the trained part {self.trained}" if self.trained else ""
         return f"{self.path.said}{guesses}" if self.drafts else "drafts nothing"
 
     def check(self, model: Identity) -> None:
-        """Raise `SelfspecError` for a layer or a token that the model does not have, or one named twice."""
+        """Raise `SelfspecError` for a layer or token that the model does not have, or a repeated one."""
         tokens = self.vocabulary or []
         if len(set(tokens)) < len(tokens):
             raise SelfspecError("the draft's vocabulary: a token is named twice; name each once")
@@ -262,7 +262,7 @@ class LayerSkipSpec(DraftSpec):
 
 
 def parse_proposers(text: str, store: str | None = None) -> tuple[ProposerSpec, ...]:
-    """Proposers from `lookup` or `none`, and one of a store where its file is named. Raises `SelfspecError`."""
+    """Parse `lookup` or `none` into proposers, and add one for a retrieval store's file. Raises `SelfspecError`."""
     if text.strip() not in ("lookup", "none"):
         raise SelfspecError(f"drafters '{text}': expected lookup or none")
     named = (ProposerSpec(),) if text.strip() == "lookup" else ()
@@ -273,9 +273,9 @@ _KINDS: dict[str, type[DraftSpec]] = {}
 
 
 def register_spec(spec: type[DraftSpec]) -> str:
-    """Let profiles hold what `spec` describes; gives its kind. The same class may come again, as a notebook's does.
+    """Register a draft spec for profiles; return its kind. A class may be registered again, as in a re-run notebook.
 
-    Raises `SelfspecError` where it does not say its kind, or another class holds that kind.
+    Raises `SelfspecError` for a class without a kind, or a kind that another class has registered.
     """
     field = spec.model_fields["kind"]
     kind = field.default
@@ -289,12 +289,12 @@ def register_spec(spec: type[DraftSpec]) -> str:
 
 
 def draft_kinds() -> dict[str, type[DraftSpec]]:
-    """The kinds that a profile can hold, each with the class that describes it."""
+    """Return the registered kinds of draft, each with its spec class."""
     return dict(_KINDS)
 
 
 def parse_draft(data: Any) -> DraftSpec:
-    """What a profile's `draft` says, by its kind. Raises `SelfspecError`, or pydantic's error for a kind's own keys."""
+    """Parse a profile's `draft` by its kind. Raises `SelfspecError`, or pydantic's error for a kind's own keys."""
     if isinstance(data, DraftSpec):
         return data
     known = ", ".join(_KINDS)

@@ -1,4 +1,4 @@
-"""Drafts that the model's own passes, or the prompt, give for nothing, as a profile describes them."""
+"""Profile entries of drafts that cost no draft steps: input-guided, Jacobi and lookahead decoding."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from selfspec.types.limits import WIDEST_DRAFT
 class _FreeSpec(DraftSpec):
     @property
     def step_share(self) -> float | None:
-        """Nothing."""
+        """Zero: drafting takes no model steps."""
         return 0.0
 
 
 class InputSpec(_FreeSpec):
-    """The rest of the prompt is drafted, anchored again where the answer has left it (input-guided, 2205.10350)."""
+    """Input-guided decoding (2205.10350): drafts the rest of the prompt, anchored again after each divergence."""
 
     kind: Literal["input"] = "input"
     controller: ControllerSpec = Field(ControllerSpec(name="rate"), description="What ends drafts.")
 
     @property
     def said(self) -> str:
-        """What is copied."""
+        """Short description of the draft."""
         return "drafts the rest of the prompt"
 
 
 class JacobiSpec(_FreeSpec):
-    """Blocks of the answer are guessed at once and mended by every pass (2305.10427).
+    """Parallel (Jacobi) decoding: every pass refines a block of the answer (2305.10427).
 
     `method`: `jacobi` has one block, the rest of the answer; `gauss-seidel` blocks of `block` tokens; `hybrid` too,
-    for the first `parallel` tokens, then one token at a time. `start`: what unknown places hold at first.
+    for the first `parallel` tokens, then one token at a time. `start`: the initial tokens of unknown positions.
     """
 
     kind: Literal["jacobi"] = "jacobi"
@@ -46,13 +46,13 @@ class JacobiSpec(_FreeSpec):
 
     @property
     def said(self) -> str:
-        """Which of the three it is."""
+        """Short description: the method, and the block size."""
         size = "" if self.method == "jacobi" else f", blocks of {self.block}"
         return f"decodes in parallel by {self.method}{size}"
 
 
 class LookaheadSpec(_FreeSpec):
-    """N-grams of the model's own trajectories, made and verified in one pass (lookahead decoding, 2402.02057)."""
+    """Lookahead decoding (2402.02057): one pass makes n-grams from Jacobi trajectories and verifies n-grams."""
 
     kind: Literal["lookahead"] = "lookahead"
     window: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(7, description="Columns of the window.")
@@ -67,7 +67,7 @@ class LookaheadSpec(_FreeSpec):
 
     @property
     def said(self) -> str:
-        """Its sizes."""
+        """Short description: the window and n-gram sizes."""
         return f"looks ahead: window {self.window}, n-grams of {self.ngram}"
 
 

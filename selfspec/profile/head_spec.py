@@ -1,4 +1,4 @@
-"""A trained head that drafts, as a profile describes it. Knows nothing of torch."""
+"""Profile entry of a draft head."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from selfspec.types.limits import WIDEST_DRAFT
 
 
 class HeadSpec(DraftSpec):
-    """A trained head drafts from streams that left the model's layers (EAGLE, Medusa and others).
+    """Drafting by a draft head that reads the model's hidden states (EAGLE, Medusa and others).
 
-    `part`: its name among the profile's parts. `step`: what a step of it takes, in plain decoding steps.
+    `part`: its name among the profile's parts. `step`: the cost of one of its steps in plain decoding steps.
     """
 
     kind: Literal["head"] = "head"
@@ -32,14 +32,14 @@ class HeadSpec(DraftSpec):
 
     @property
     def said(self) -> str:
-        """That a head drafts, and what guesses."""
+        """Short description: the head, and the proposers of lookup tokens."""
         return f"drafts by the trained head {self.part}" + (
             f"; guesses by {kinds_of(self.proposers)}" if self.proposers else ""
         )
 
     @property
     def step_share(self) -> float | None:
-        """Of the head."""
+        """Cost of a step of the head, in plain decoding steps."""
         return self.step
 
 

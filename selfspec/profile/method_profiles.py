@@ -1,4 +1,4 @@
-"""Ways of decoding by their names, each as a profile. Knows nothing of torch."""
+"""Profiles of the decoding methods that have a name."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from selfspec.types.methods import EARLY_EXIT, FREE, NAMED, OWN, STAGED, draft_m
 
 
 def check_method(name: str) -> None:
-    """Raise `SelfspecError` for a name that is none of our ways of decoding."""
+    """Raise `SelfspecError` for an unknown decoding method."""
     if name not in OWN and draft_model_of(name) is None:
         more = ", ".join(f"{kind}NAME" for kind in NAMED)
         raise SelfspecError(f"method '{name}' is not known; known: {', '.join(OWN)}, {more}")
 
 
 def by_method(name: str, profile: Profile | None, model: Identity) -> Profile:
-    """What drafts by a method, at the costs of `profile` where there is one.
+    """Return the profile of a named decoding method, with the costs of `profile` if there is one.
 
-    `plain`: nothing; `skip`: as the profile has it; `path`: its draft path without guesses; `early-exit`: the model's
-    first half; `model:NAME`: a smaller model; `staged:NAME`: one that checks what lookup guesses (Spector and Re
-    2308.04623); else what the name says, `lookup` with the profile's proposers. Raises
-    `SelfspecError` for an unknown name, and for `skip` and `path` without a profile that drafts.
+    `plain`: no drafts; `skip`: the profile itself; `path`: its draft path without lookup tokens; `early-exit`: the
+    first half of the layers; `model:NAME`: a draft model; `staged:NAME`: a draft model that itself verifies lookup
+    tokens (Spector and Re 2308.04623); otherwise the method of that name, `lookup` with the profile's proposers.
+    Raises `SelfspecError` for an unknown name, and for `skip` and `path` without a profile that drafts.
     """
     check_method(name)
     if name == "plain":
@@ -37,7 +37,7 @@ def by_method(name: str, profile: Profile | None, model: Identity) -> Profile:
 
 
 def _draft(name: str, profile: Profile | None, model: Identity) -> DraftSpec | None:
-    """What a method drafts that needs no profile; none for one that does."""
+    """Return the draft spec of a method that needs no profile; None for other methods."""
     if (smaller := draft_model_of(name)) is not None:
         return ModelSpec(model=smaller, proposers=[ProposerSpec()] if name.startswith(STAGED) else None)
     if name == EARLY_EXIT:

@@ -1,4 +1,4 @@
-"""A draft model, as a profile describes it. Knows nothing of torch."""
+"""Profile entry of a separate draft model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from selfspec.types.limits import WIDEST_DRAFT
 
 
 class ModelSpec(DraftSpec):
-    """A smaller model drafts (2211.17192, 2302.01318), of another tokenizer too (2502.05202).
+    """Drafting by a smaller model (2211.17192, 2302.01318), which may have another tokenizer (2502.05202).
 
-    `bits`: in how many it drafts. `step`: what a step of it takes, in plain decoding steps.
+    `bits`: its quantisation, if any. `step`: the cost of one of its steps in plain decoding steps.
     """
 
     kind: Literal["model"] = "model"
@@ -35,7 +35,7 @@ class ModelSpec(DraftSpec):
 
     @property
     def said(self) -> str:
-        """Which model drafts, and what guesses."""
+        """Short description: the draft model, and the proposers of lookup tokens."""
         few = f" in {self.bits.removeprefix('int')} bits" if self.bits else ""
         return f"drafts by the model {self.model}{few}" + (
             f"; guesses by {kinds_of(self.proposers)}" if self.proposers else ""
@@ -43,12 +43,12 @@ class ModelSpec(DraftSpec):
 
     @property
     def beside(self) -> bool:
-        """The draft model's folder."""
+        """True, since the draft model's folder may lie beside the profile."""
         return True
 
     @property
     def step_share(self) -> float | None:
-        """Of the draft model."""
+        """Cost of a step of the draft model, in plain decoding steps."""
         return self.step
 
 

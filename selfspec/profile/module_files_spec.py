@@ -1,4 +1,4 @@
-"""Trained weights beside a profile: which files they are, and that they are those. Knows nothing of torch."""
+"""Files of trained weights beside a profile: their paths and checksums."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SUFFIX = ".safetensors"
 
 
 class ModuleFile(Data):
-    """A file of trained weights, by its place beside the profile and the SHA-256 of what it holds."""
+    """A file of trained weights: its path beside the profile and its SHA-256."""
 
     file: str = Field(description="Relative to the profile's own folder; a .safetensors file, without '..'.")
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] = Field(description="Of the file, in hexadecimal.")
 
     @model_validator(mode="after")
     def _beside_the_profile(self) -> Self:
-        windows = PureWindowsPath(self.file)  # which knows both separators, and drives
+        windows = PureWindowsPath(self.file)  # parses both separators, and drives
         if windows.anchor or PurePosixPath(self.file).is_absolute() or ".." in windows.parts:
             raise SelfspecError(
                 f"parts: {short(self.file)} is not beside the profile; expected a path from its folder, without '..'"
@@ -35,7 +35,7 @@ class ModuleFile(Data):
 
 
 def sha256_of(file: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal. Raises `SelfspecError` where it is missing or cannot be read."""
+    """Return the SHA-256 of a file in hexadecimal. Raises `SelfspecError` for a missing or unreadable file."""
     check_file(file)
     try:
         with file.open("rb") as opened:
@@ -45,7 +45,7 @@ def sha256_of(file: Path) -> str:
 
 
 def bring_parts(parts: Mapping[str, ModuleFile], source: Path, folder: Path) -> None:
-    """Copy the parts that are missing in `folder` from another. Raises `SelfspecError` where they cannot be."""
+    """Copy the parts that `folder` lacks from `source`. Raises `SelfspecError` if a part cannot be copied."""
     for part in parts.values():
         if kind(folder / part.file) == "missing":
             check_file(source / part.file)
@@ -56,7 +56,7 @@ def bring_parts(parts: Mapping[str, ModuleFile], source: Path, folder: Path) -> 
 
 
 def check_parts(parts: Mapping[str, ModuleFile], folder: Path) -> None:
-    """Raise `SelfspecError` unless each part is a file in `folder` that holds what its SHA-256 says."""
+    """Raise `SelfspecError` unless each part is a file in `folder` with the recorded SHA-256."""
     for name, part in parts.items():
         try:
             found = sha256_of(folder / part.file)

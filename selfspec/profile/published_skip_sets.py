@@ -1,4 +1,4 @@
-"""Skip sets as other projects publish them, read into profiles. Knows nothing of torch.
+"""Import of skip sets that other projects published.
 
 `draft-verify`: the JSON file of Draft & Verify (2309.08168), which SWIFT (2410.06916) publishes too: an object of
 skip sets by key, each an object of two lists, `attention` and `mlp`, of layers counted from 0.
@@ -25,9 +25,9 @@ _SHOWN = 20  # keys in an error, at most
 
 
 def parse_draft_verify(text: str, key: str | None = None, *, source: str) -> tuple[str, SkipSet]:
-    """The skip set under `key`, and the key, which may be left out where there is but one.
+    """Return the key and the skip set under it; `key` may be left out if there is only one.
 
-    `source` names the file in errors. Raises `SelfspecError`, and nothing else.
+    `source` names the file in errors. Raises only `SelfspecError`.
     """
     try:
         data = json.loads(text, object_pairs_hook=_object)
@@ -51,25 +51,25 @@ FORMATS: dict[str, Callable[..., tuple[str, SkipSet]]] = {"draft-verify": parse_
 
 
 def check_format(name: str) -> None:
-    """Raise `SelfspecError` when `name` is not one of `FORMATS`."""
+    """Raise `SelfspecError` if `name` is not one of `FORMATS`."""
     if name not in FORMATS:
         raise SelfspecError(f"format {short(name)} is not known; known: {', '.join(FORMATS)}")
 
 
 def read_published(path: Path, key: str | None = None, *, format_name: str = "draft-verify") -> tuple[str, SkipSet]:
-    """The skip set under `key` in a published file, and the key. Raises `SelfspecError`."""
+    """Return the key and the skip set under it in a published file. Raises `SelfspecError`."""
     check_format(format_name)
     return FORMATS[format_name](read_text(path), key, source=str(path))
 
 
 def published_profile(skip: SkipSet, model: Identity, published: Published) -> Profile:
-    """A profile of a published skip set, with the default controller. Raises `SelfspecError` where it does not fit."""
+    """Build a profile of a published skip set, with the default controller. Raises `SelfspecError` if it cannot fit."""
     skip.check(model.layers)
     return Profile(model=model, draft=LayerSkipSpec.of(skip), published=published, note=NOTE)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuses a key that is given twice, of which JSON readers keep the last without a word."""
+    """Build a JSON object, raising an error for a repeated key, of which JSON readers silently keep the last."""
     made: dict[str, Any] = {}
     for key, value in pairs:
         if key in made:

@@ -1,4 +1,4 @@
-"""Reading and writing profiles: YAML, checked key by key. The one place where a profile is read."""
+"""Reading, validation and writing of YAML profiles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from selfspec.profile.versions import NEW_KEYS, Version1, latest
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML would keep the last without a word."""
+    """YAML loader that raises an error for a repeated key, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -33,7 +33,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_profile(path: Path) -> Profile:
-    """Read and check a profile, and the parts beside it. Raises `SelfspecError` naming the file and what is wrong."""
+    """Read and check a profile and the parts beside it. Raises `SelfspecError`, which names file and problem."""
     profile = parse_profile(read_text(path), source=str(path))
     try:
         return profile.read_from(path.parent)
@@ -42,7 +42,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def parse_profile(text: str, *, source: str) -> Profile:
-    """Check a profile's YAML, of any version; `source` names it in errors. Raises `SelfspecError`, and nothing else."""
+    """Parse and check a profile's YAML of any version; `source` names it in errors. Raises only `SelfspecError`."""
     try:
         data = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -63,7 +63,7 @@ def parse_profile(text: str, *, source: str) -> Profile:
 
 
 def profile_text(profile: Profile) -> str:
-    """The YAML of a profile; reading it back gives an equal profile."""
+    """Return the YAML of a profile; reading it back gives an equal profile."""
     data = profile.model_dump(mode="json", exclude_none=True)
     for one in (data, *data["also"]):
         for empty in ("parts", "also"):
@@ -73,9 +73,9 @@ def profile_text(profile: Profile) -> str:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write a profile atomically, and beside it the parts that it was read with elsewhere.
+    """Write a profile atomically, and copy its parts from the folder that it was read from.
 
-    Raises `SelfspecError` when the place cannot be written, or lacks a part of it.
+    Raises `SelfspecError` if the file cannot be written, or a part is missing.
     """
     if profile.folder is not None:
         bring_parts(profile.parts, profile.folder, path.parent)
@@ -84,7 +84,7 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def profile_schema() -> dict[str, Any]:
-    """The JSON schema of a profile, of either version, for editors.
+    """Return the JSON schema of a profile, of either version, for editors.
 
     `parse_profile` checks more, such as that each layer exists.
     """
@@ -108,7 +108,7 @@ def profile_schema() -> dict[str, Any]:
 
 
 class _Schema(GenerateJsonSchema):
-    """Without titles for fields, which would repeat their names."""
+    """JSON schema generator without field titles, which would repeat the names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False

@@ -1,8 +1,8 @@
-"""Profiles: what drafts for which model, how it was found, what was measured. Knows nothing of torch.
+"""Schema of profiles: the draft method of a model, the search that found it, and its measurements.
 
-A profile is a YAML file. It is read in one place, `read_profile`; unknown keys, wrong types and out-of-range
-values are refused with the key's path. A published skip set without measurements is a valid profile. What is a
-profile is also told as a JSON schema, `profile_schema`, for editors.
+A profile is a YAML file. Only `read_profile` reads it; unknown keys, wrong types and out-of-range values raise errors
+with the key's path. A published skip set without measurements is a valid profile. `profile_schema` gives the JSON
+schema for editors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from selfspec.basics.checked_model import Count, Data, Positive, Rate, Seconds
 from selfspec.basics.errors import SelfspecError, short
 from selfspec.profile import adaptive_path_spec as adaptive_path_spec
 from selfspec.profile import free_draft_specs as free_draft_specs
-from selfspec.profile import head_spec as head_spec  # so that its kind is known
+from selfspec.profile import head_spec as head_spec  # imported to register the kinds
 from selfspec.profile import model_spec as model_spec
 from selfspec.profile import tree_merge_spec as tree_merge_spec
 from selfspec.profile.draft_spec import DraftSpec, GuessesSpec, LayerSkipSpec, PlainSpec, ProposerSpec, parse_draft
@@ -33,7 +33,7 @@ from selfspec.types.skip import SkipSet
 
 
 class Published(Data):
-    """Where a skip set was published. What was measured there is not measured here."""
+    """Source of a published skip set. Published measurements are not part of the profile."""
 
     paper: str | None = Field(None, description="Such as arXiv:2309.08168.")
     repository: str | None = Field(None, description="Owner and name on GitHub.")
@@ -44,10 +44,10 @@ class Published(Data):
 
 
 class Calibration(Data):
-    """The text the search ran on: where from, how much, and a hash of the token ids.
+    """Calibration text of a search: its source, its size, and a hash of the token ids.
 
-    `column` and `template`: what of each row was a prompt, where that was said. `chat`: each was a user's message, by
-    the model's chat template. `drawn_from`: how many different prompts there were to draw from.
+    `column` and `template`: how rows became prompts, if specified. `chat`: each prompt was a user's message in the
+    model's chat template. `drawn_from`: the number of distinct prompts in the source.
     """
 
     source: str = Field(description="'builtin', 'built-in chat prompts', or a file's, folder's or preset's name.")
@@ -61,9 +61,9 @@ class Calibration(Data):
 
 
 class SearchRecord(Data):
-    """How the skip set was found. `kv`: whether drafts read the target's keys (shared), or had a cache of their own.
+    """Record of the search for the skip set. `kv`: whether drafts read the target's KV cache (shared) or their own.
 
-    `minutes`: the most that it was to take, where that was said. `seconds`: what it took, from loading to the profile.
+    `minutes`: the time limit, if there was one. `seconds`: the duration, from loading the model to the profile.
     """
 
     strategy: str
@@ -80,7 +80,7 @@ class SearchRecord(Data):
 
 
 class Prediction(Data):
-    """What the search predicted on its own prompts, prefill included. `draft_cost`: a draft step / a plain step."""
+    """The search's prediction on its own prompts, prefill included. `draft_cost`: a draft step / a plain step."""
 
     speedup: Rate
     tokens_per_second: Rate
@@ -112,11 +112,11 @@ class Measurement(Data):
 
 
 class Profile(Data):
-    """What drafts for one model, with what is known about it.
+    """The draft method of one model, with its search record, costs and measurements.
 
-    `draft`: what drafts, by its kind; plain decoding when left out. `parts`: trained weights that lie beside the
-    file, by name. `acceptance`: how often drafted tokens were right. `published`: where it is from, if others
-    published it. `also`: further profiles of the model.
+    `draft`: the draft spec; plain decoding when left out. `parts`: trained weights in files beside the profile, by
+    name. `acceptance`: the acceptance curve of drafted tokens. `published`: the source, if others published it.
+    `also`: further profiles of the model.
     """
 
     version: Literal[2] = Field(2, description="Of the format.")
@@ -148,35 +148,36 @@ class Profile(Data):
 
     @property
     def alternatives(self) -> list[Self]:
-        """Each way to draft by itself, this one's own first."""
+        """One profile for each draft method, this profile's own first."""
         return [self.model_copy(update={"also": []}), *self.also] if self.also else [self]  # type: ignore[list-item]
 
     @property
     def drafts(self) -> bool:
-        """Whether anything is ever drafted."""
+        """Whether any draft method ever drafts a token."""
         return self.draft.drafts or any(other.drafts for other in self.also)
 
     @property
     def layer_skip(self) -> LayerSkipSpec:
-        """How drafts run the model's sub-layers: for a kind of draft that does not, all of them in full."""
+        """The layer-skip spec of the draft; for other kinds of draft, one that runs all sub-layers in full."""
         return next((of for of in self.draft.single if isinstance(of, LayerSkipSpec)), LayerSkipSpec())
 
     @property
     def path(self) -> DraftPath:
-        """How the model runs while drafting: for a kind of draft that bypasses nothing, everything in full."""
+        """The draft path; for other kinds of draft, the full model."""
         return self.layer_skip.path
 
     @property
     def unaided(self) -> Self:
-        """The same draft path without guesses below it, and without others."""
+        """The profile with its draft path alone: no proposers, no head below and no alternatives."""
         alone = self.layer_skip.model_copy(update={"proposers": None, "spared": None, "below": None})
         draft = alone if isinstance(self.draft, LayerSkipSpec) else self.draft
         return self.model_copy(update={"draft": draft, "also": []})
 
     def guessing_from(self, *, store: str | Path | None = None, answers: str | Path | None = None) -> Self:
-        """The same with guesses from a store of texts, and from earlier answers.
+        """Return the profile with proposers for a retrieval store, and for earlier answers, added.
 
-        Where nothing is drafted, guesses are, by lookup too. Raises `SelfspecError` where what drafts takes none.
+        A plain profile becomes a lookup draft, with prompt lookup too. Raises `SelfspecError` for a kind of draft that
+        takes no proposers.
         """
         files: dict[Literal["store", "answers"], str | Path | None] = {"store": store, "answers": answers}
         more = [ProposerSpec(kind=kind, path=str(path)) for kind, path in files.items() if path is not None]
@@ -195,25 +196,25 @@ class Profile(Data):
 
     @property
     def bits_read(self) -> BitsRead | None:
-        """Bits per weight that a draft step reads, where the profile says the model's sizes.
+        """Bits per weight that a draft step reads; None if the profile lacks the model's sizes.
 
-        In full, weights are taken to be of the dtype that was measured; where none was, of 32 bits.
+        Unquantised weights count with the measured dtype, or with 32 bits without a measurement.
         """
         return bits_read(self.path, self.model, dtype=self.measured[0].dtype if self.measured else None)
 
     @property
     def skip_set(self) -> SkipSet:
-        """The sub-layers that drafts bypass."""
+        """The skip set of the draft path."""
         return self.layer_skip.skip.skip_set()
 
     @property
     def draft_share(self) -> float:
-        """The share of the vocabulary that drafts are from."""
+        """The share of the vocabulary that can be drafted."""
         return self.path.share(self.model.vocabulary)
 
     @property
     def payoff(self) -> PayoffModel:
-        """What a rate-optimal controller is told of drafting with this profile; where it says nothing, a guess."""
+        """The payoff model of this profile for rate-optimal controllers; an estimate without measured costs."""
         layers = self.model.layers
         if self.costs is None:
             found = guess(self.path, layers, self.acceptance)
@@ -226,24 +227,24 @@ class Profile(Data):
         return found if below is None else replace(found, head=below.step * (found.wider or (found.draft,))[0])
 
     def controlled_by(self, controller: ControllerSpec) -> Self:
-        """The same with another controller. Raises `SelfspecError` where what drafts has none."""
+        """Return the profile with another controller. Raises `SelfspecError` for a kind of draft without one."""
         if "controller" not in type(self.draft).model_fields:
             raise SelfspecError(f"a draft of kind '{self.draft.kind}' has no controller to replace; leave it out")
         draft = self.draft.model_copy(update={"controller": controller})
         return self.model_copy(update={"draft": draft, "also": [of.controlled_by(controller) for of in self.also]})
 
     def joined_with(self, others: Sequence[Profile]) -> Self:
-        """The same with further ways to draft. Raises `SelfspecError` where they do not go together."""
+        """Return the profile with further draft methods. Raises `SelfspecError` if they cannot be combined."""
         data = {"also": [*self.also, *(one for other in others for one in other.alternatives)]}
         return type(self).model_validate({**dict(self), **data})
 
     @property
     def folder(self) -> Path | None:
-        """Where its parts are; None where it was not read from a file, or has none."""
+        """The folder of its parts or draft model; None if it was not read from a file, or refers to no other files."""
         return self._folder
 
     def part_path(self, name: str) -> Path:
-        """Where a part's file is. Raises `SelfspecError` for a part not named, and where no file was read."""
+        """Return the path of a part's file. Raises `SelfspecError` for an unknown part, and without a `folder`."""
         if name not in self.parts:
             raise SelfspecError(f"the profile has no part {short(name)}; it has: {', '.join(self.parts) or 'none'}")
         if self._folder is None:
@@ -251,7 +252,7 @@ class Profile(Data):
         return self._folder / self.parts[name].file
 
     def read_from(self, folder: Path) -> Self:
-        """The same, its parts found in `folder`. Raises `SelfspecError` where one is missing or another file."""
+        """Return the profile with its parts in `folder`. Raises `SelfspecError` for a missing or different file."""
         check_parts(self.parts, folder)
         if not self.parts and not self.draft.beside:
             return self
@@ -261,5 +262,5 @@ class Profile(Data):
 
     @property
     def slower(self) -> bool:
-        """Whether a measurement that it holds says that plain decoding was faster somewhere."""
+        """Whether plain decoding was at least as fast in any of its measurements."""
         return any(m.speedup <= 1 for m in self.measured)

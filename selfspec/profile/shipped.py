@@ -1,4 +1,4 @@
-"""The profiles that come with the package, and finding one by name or file."""
+"""Profiles that ship with the package, and the search for a profile by name or file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from selfspec.profile.schema import Profile
 
 
 def shipped_profiles() -> dict[str, Profile]:
-    """The profiles that come with the package, by name (the file's name without `.yaml`)."""
+    """Return the profiles that ship with the package by name, which is the file's name without `.yaml`."""
     return {name: _shipped(file) for name, file in _shipped_files().items()}
 
 
 def find_profile_file(name: str | Path) -> Profile:
-    """A profile by file, or by the name of a shipped one. Raises `SelfspecError`."""
+    """Read a profile from a file, or find a shipped profile by name. Raises `SelfspecError`."""
     path = Path(name)
     if not str(name):
         raise SelfspecError("the profile's name is empty; expected a file or the name of a shipped profile")

@@ -1,4 +1,4 @@
-"""Several drafters merged into one token tree, as a profile describes them. Knows nothing of torch."""
+"""Profile entry of several drafters merged into one token tree."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Drafts = Annotated[SerializeAsAny[DraftSpec], BeforeValidator(parse_draft)]
 
 
 class MergedSpec(DraftSpec):
-    """Several drafters propose, and one tree of all that they propose is verified (SpecInfer, 2305.09781).
+    """Merged drafting: one token tree of several drafters' proposals is verified (SpecInfer, 2305.09781).
 
-    `drafters`: drafts of other kinds; what the first propose leaves less room for the others.
+    `drafters`: drafts of other kinds; each leaves fewer nodes for the next.
     """
 
     kind: Literal["merged"] = "merged"
@@ -24,32 +24,32 @@ class MergedSpec(DraftSpec):
 
     @property
     def single(self) -> Sequence[DraftSpec]:
-        """The drafts that are merged."""
+        """The merged drafts, nested merges flattened."""
         return [single for of in self.drafters for single in of.single]
 
     @property
     def drafts(self) -> bool:
-        """Whether any does."""
+        """Whether any drafter ever drafts a token."""
         return any(of.drafts for of in self.drafters)
 
     @property
     def said(self) -> str:
-        """What each says."""
+        """Short descriptions of all drafters."""
         return "one tree of several: " + "; ".join(of.said for of in self.drafters)
 
     @property
     def step_share(self) -> float | None:
-        """Of the dearest, where all say it."""
+        """Highest step cost of the drafters; None if any does not state its cost."""
         shares = [of.step_share for of in self.drafters]
         return None if None in shares else max(share for share in shares if share is not None)
 
     @property
     def beside(self) -> bool:
-        """Whether any does."""
+        """Whether any drafter names files that may lie beside the profile."""
         return any(of.beside for of in self.drafters)
 
     def check(self, model: Identity) -> None:
-        """Raise `SelfspecError` where one does not fit a model of that identity."""
+        """Raise `SelfspecError` if a drafter does not fit a model of that identity."""
         for of in self.drafters:
             of.check(model)
 

@@ -1,4 +1,4 @@
-"""Earlier versions of the profile's format, read as what they meant. Knows nothing of torch."""
+"""Conversion of profiles of earlier format versions to the current version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from selfspec.types.controller import ControllerSpec
 from selfspec.types.limits import WIDEST_DRAFT
 
 NEW_KEYS = ("draft", "parts")
-NOW = {  # where version 2 says what version 1 said at the top
+NOW = {  # top-level keys of version 1, and their keys in version 2
     "skip": "draft.skip",
     "controller": "draft.controller",
     "siblings": "draft.candidates",
@@ -23,7 +23,7 @@ NOW = {  # where version 2 says what version 1 said at the top
 
 
 class Version1(Data):
-    """What version 1 of the format says of drafting, which is always by layer skip. It is read, and not written."""
+    """Drafting keys of format version 1, which always means layer skip. Version 1 is read but not written."""
 
     skip: Skip = Skip()
     controller: ControllerSpec = ControllerSpec(name="adaptive")
@@ -33,17 +33,17 @@ class Version1(Data):
     )
 
     def draft(self) -> LayerSkipSpec:
-        """The same in the words of version 2."""
+        """Return the same draft as a spec of version 2."""
         return LayerSkipSpec(
             skip=self.skip, controller=self.controller, candidates=self.siblings, vocabulary=self.draft_vocabulary
         )
 
 
 def latest(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a file of any version says, in the words of version 2. A file that says no version is of version 1.
+    """Convert the data of a profile of any version to version 2. A file without a version is of version 1.
 
     Raises `SelfspecError` for another version, or for keys of one version in a file of the other; pydantic's error
-    for what version 1 would not hold.
+    for values that version 1 does not allow.
     """
     version = data.get("version", 1)
     if type(version) is not int or version not in (1, 2):

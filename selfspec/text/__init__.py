@@ -1,1 +1,1 @@
-"""Prompts in, text out: prompt files, pieces of text as tokens come, guides. Knows nothing of models."""
+"""Prompts and text: prompt files, detokenisation of token streams, and guides."""

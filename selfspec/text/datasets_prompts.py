@@ -1,6 +1,6 @@
-"""Prompts read by the `datasets` library: parquet files, folders of texts, and well-known sets of the hub.
+"""Prompts read by the `datasets` library: parquet files, folders of texts, and well-known data sets of the hub.
 
-At most the first `ROWS` rows are read, as they come, without a copy in a cache; rows without text are passed over.
+At most the first `ROWS` rows are streamed, without a copy in a cache; rows without text are skipped.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from selfspec.basics.hub import unreachable
 from selfspec.text.prompt_template import PromptTemplate
 
 ROWS = 4096
-BATCH = 512  # rows in memory, where a parquet file may hold a million together
-RETRIES = 3  # of a read that breaks off
+BATCH = 512  # rows in memory at a time, as one row group of a parquet file may have a million
+RETRIES = 3  # after an interrupted read
 SUFFIXES = (".txt", ".md", ".rst", ".tex", ".py", ".js", ".ts", ".java", ".c", ".h", ".cpp", ".go", ".rs")
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A set of the hub: where it lies, and how its rows become prompts.
+    """A data set of the hub: its repository, and the template that makes prompts of its rows.
 
-    Searches draw from `split`; audits and benchmarks from `held_out`, which is another one where the set has two.
+    Searches draw from `split`; audits and benchmarks from `held_out`, which is another split if the set has two.
     """
 
     repository: str
@@ -42,7 +42,7 @@ class Preset:
 
     @property
     def address(self) -> str:
-        """Where a person finds it."""
+        """The URL of its page on the hub."""
         revision = f"/tree/{quote(self.revision, safe='')}" if self.revision else ""
         return f"https://huggingface.co/datasets/{self.repository}{revision}"
 
@@ -57,7 +57,7 @@ PRESETS = {
         "train",
         "test",
         PromptTemplate("document", "Article: {document}\nSummary in one sentence:"),
-        revision="refs/convert/parquet",  # the main one is a script, which `datasets` no longer runs
+        revision="refs/convert/parquet",  # the main revision is a script, which `datasets` no longer runs
     ),
     "gsm8k": Preset(
         "openai/gsm8k", "main", "train", "test", PromptTemplate("question", "Question: {question}\nAnswer:")
@@ -68,19 +68,19 @@ PRESETS = {
 
 
 def read_parquet(path: Path, shape: PromptTemplate) -> list[str]:
-    """The prompts of a parquet file's first rows. Raises `SelfspecError` naming the file."""
+    """Read the prompts of a parquet file's first rows. Raises `SelfspecError`, which names the file."""
     check_file(path)
     try:
         with _settings():
             return _prompts(_stream("parquet", [path], batch_size=BATCH), shape, str(path))
     except SelfspecError:
         raise
-    except Exception as error:  # a broken file can raise anything
+    except Exception as error:  # a corrupt file can raise anything
         raise SelfspecError(f"{path}: not a parquet file that can be read ({reason(error)})") from None
 
 
 def read_folder(path: Path, shape: PromptTemplate) -> list[str]:
-    """The text files of a folder, each a prompt. Raises `SelfspecError` naming the folder or the file that is wrong."""
+    """Read the text files of a folder, each a prompt. Raises `SelfspecError`, which names the folder or file."""
     files = text_files(path)[:ROWS]
     if not files:
         raise SelfspecError(f"{path}: holds no prompts; expected text files ({' '.join(SUFFIXES)})")
@@ -92,12 +92,12 @@ def read_folder(path: Path, shape: PromptTemplate) -> list[str]:
         raise
     except Exception as error:
         for file in files:
-            read_text(file)  # which says what is wrong with it
+            read_text(file)  # raises an error that names the file
         raise SelfspecError(f"{path}: cannot be read ({reason(error)})") from None
 
 
 def text_files(folder: Path) -> list[Path]:
-    """The files that count as texts, those of folders within too, in the order of their names; no hidden ones."""
+    """Return the text files of a folder and its subfolders, sorted by path, without hidden ones."""
 
     def wrong(error: OSError) -> None:
         raise SelfspecError(f"{error.filename}: cannot be read ({error.strerror})")
@@ -110,9 +110,9 @@ def text_files(folder: Path) -> list[Path]:
 
 
 def read_preset(name: str, shape: PromptTemplate, *, held_out: bool) -> list[str]:
-    """Prompts of a set of the hub, or of its copy in the cache of `datasets`.
+    """Read the prompts of a data set of the hub, or of its copy in the cache of `datasets`.
 
-    Raises `SelfspecError`, within a minute, where there is neither, saying what to download and how to give it.
+    Raises `SelfspecError` within a minute if neither is available; the message says what to download and how to use it.
     """
     from datasets import load_dataset
 
@@ -131,7 +131,7 @@ def read_preset(name: str, shape: PromptTemplate, *, held_out: bool) -> list[str
         where = f"its split {split}" + (f" of config {preset.config}" if preset.config else "")
         given = [] if shape.column is None else ["--column", shape.column]
         given += [] if shape.template is None else ["--template", shape.template.replace("\n", "\\n")]
-        said = Exception(str(error).rpartition(" either: ")[2])  # before it: a folder that nobody asked for
+        said = Exception(str(error).rpartition(" either: ")[2])  # the text before it names an unrelated folder
         raise SelfspecError(
             f"{name}: {missing or reason(said)}; download a parquet file of {where} from {preset.address} "
             f"and give it: {'--prompts' if held_out else '--data'} FILE.parquet {shlex.join(given)}"
@@ -141,12 +141,12 @@ def read_preset(name: str, shape: PromptTemplate, *, held_out: bool) -> list[str
 def _stream(kind: str, files: Iterable[Path], **options: Any) -> Any:
     from datasets import load_dataset
 
-    names = [glob.escape(str(file.absolute())) for file in files]  # or brackets in a name would match other names
+    names = [glob.escape(str(file.absolute())) for file in files]  # brackets in a name would match other names
     return load_dataset(kind, data_files={"train": names}, split="train", streaming=True, **options)
 
 
 def _prompts(rows: Any, shape: PromptTemplate, where: str, columns: list[str] | None = None) -> list[str]:
-    """The prompts of the first rows of a streamed dataset. Raises `SelfspecError` when there is none."""
+    """Return the prompts of a streamed data set's first rows. Raises `SelfspecError` if there is none."""
     names = columns or rows.column_names or list(next(iter(rows), {}))
     if not names:
         raise SelfspecError(f"{where}: holds no prompts")
@@ -163,7 +163,7 @@ def _prompts(rows: Any, shape: PromptTemplate, where: str, columns: list[str] | 
 
 @contextmanager
 def _settings(**values: Any) -> Iterator[None]:
-    """`datasets` without log lines of its own and with these values in its `config`; afterwards as it was."""
+    """Silence the logging of `datasets` and set values in its `config`; restore both afterwards."""
     from datasets import config
     from datasets.utils import logging
 

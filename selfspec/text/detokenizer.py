@@ -1,66 +1,66 @@
-"""From tokens to text as they come: incomplete UTF-8 and possible beginnings of stop strings are held back."""
+"""Streaming detokeniser, which delays incomplete UTF-8 and possible beginnings of stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-_INCOMPLETE = "\ufffd"  # what a tokenizer decodes the first bytes of an unfinished character to
+_INCOMPLETE = "\ufffd"  # tokenizers decode the first bytes of an incomplete character to this
 _CONTEXT = 6  # prompt tokens decoded along, so that the text continues the prompt (leading spaces)
 
 
 class TextStream:
-    """Decodes one generation's tokens, one at a time, and stops at the first stop string.
+    """Detokeniser of one generation, which takes one token at a time and stops at the first stop string.
 
-    The text ends before the stop string. `take` returns what may be shown and forgets it; `text` is all so far.
-    `texts` and `ends` say which token gave which part of it.
+    The text ends before the stop string. `take` returns the new text that can no longer change; `text` is all of it so
+    far. `texts` and `ends` attribute parts of the text to tokens.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._tokens = list(prompt[-_CONTEXT:])
-        self._first = len(self._tokens)  # the first new token
-        # A window of decoded tokens slides along, so that each token costs the same however long the text.
+        self._first = len(self._tokens)  # index of the first new token
+        # Only a sliding window is decoded, so that a token's cost does not grow with the text.
         self._from, self._decoded = 0, len(self._tokens)
-        self._pushed = len(self._tokens)  # tokens looked at
+        self._pushed = len(self._tokens)  # tokens processed
         while self._decoded and self._decode(0, self._decoded).endswith(_INCOMPLETE):
-            self._decoded -= 1  # the prompt ends within a character: its first bytes are still to be shown
+            self._decoded -= 1  # the prompt ends within a character, whose text is still to come
         self._held = ""
         self._ready: list[str] = []
         self._taken = 0
-        self._ends: list[int] = []  # of each new token that was looked at
-        self._length = 0  # of what they gave
-        self._whole: int | None = None  # the length of all, once no more tokens come
+        self._ends: list[int] = []  # end of the text of each processed new token
+        self._length = 0  # length of the text of the processed tokens
+        self._whole: int | None = None  # length of the whole text, set by `finish`
         self.stopped = False
 
     @property
     def text(self) -> str:
-        """All text that may be shown so far."""
+        """The text so far that can no longer change."""
         return "".join(self._ready)
 
     def take(self) -> str:
-        """The text that has become ready since the last call."""
+        """Return the text that has become ready since the last call."""
         self._look()
         piece = "".join(self._ready[self._taken :])
         self._taken = len(self._ready)
         return piece
 
     def push(self, token: int) -> bool:
-        """Add a token; true when it completed a stop string."""
+        """Add a token; return whether it completed a stop string."""
         self._tokens.append(token)
-        if self._stop:  # otherwise decoding can wait until the text is wanted
+        if self._stop:  # without stop strings, decoding can wait until `take`
             self._look()
         return self.stopped
 
     def _look(self) -> None:
-        """Decode what was pushed, token by token."""
+        """Decode the pushed tokens one by one."""
         while self._whole is None and self._pushed < len(self._tokens):
             if piece := self._next():
                 self._add(piece)
 
     def _next(self) -> str:
-        """Look at one token more: the text that it completes."""
+        """Process one more token; return the text that it completes."""
         self._pushed += 1
         before = self._decode(self._from, self._decoded)
         after = self._decode(self._from, self._pushed)
@@ -69,12 +69,12 @@ class TextStream:
             self._length += len(after) - len(before)
             self._ends.append(self._length)
             return after[len(before) :]
-        settled = self._length + len(after.rstrip(_INCOMPLETE)) - len(before)  # what comes before the unfinished
+        settled = self._length + len(after.rstrip(_INCOMPLETE)) - len(before)  # without the incomplete character
         self._ends.append(max(settled, self._ends[-1] if self._ends else 0))
         return ""
 
     def finish(self) -> None:
-        """No more tokens come: decode what was not looked at, and release what was held back."""
+        """Decode the remaining tokens and release the delayed text; no more tokens may follow."""
         if self._whole is not None:
             return
         before = self._decode(self._from, self._decoded)
@@ -88,30 +88,30 @@ class TextStream:
 
     @property
     def ends(self) -> Sequence[int]:
-        """Where what each new token gave ends, in all that was decoded, of which `text` is the beginning.
+        """The end offset of each new token's text in the decoded text, of which `text` is a prefix.
 
-        Of tokens that share a character, the last has it.
+        A character of several tokens belongs to the last of these tokens.
         """
         if self._whole is None:
             self._look()
             return self._ends
         while self._pushed < len(self._tokens):
             self._next()
-        if self._ends and self._ends[-1] < self._whole:  # a character that was never completed
+        if self._ends and self._ends[-1] < self._whole:  # the last character was never completed
             last = len(self._ends) - 1
             while last and not self._decode(self._first + last, self._first + last + 1):
-                last -= 1  # a special token, which gave nothing
+                last -= 1  # special tokens have no text
             self._ends[last:] = [self._whole] * (len(self._ends) - last)
         return self._ends
 
     def texts(self, n: int, text: str) -> list[str]:
-        """What each of the first `n` new tokens gave of `text`, which they made: joined, it is that."""
+        """Split `text`, which the first `n` new tokens made, into the part of each token."""
         ends = [min(end, len(text)) for end in self.ends[:n]]
         ends[-1:] = [len(text)] * bool(ends)
         return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
     def text_of(self, i: int, token: int) -> str:
-        """What `token` would have given as the i-th new token."""
+        """Return the text that `token` would have added as the i-th new token."""
         context = self._tokens[max(0, self._first + i - _CONTEXT) : self._first + i]
         before = self._decoded_text(context).rstrip(_INCOMPLETE)
         return self._decoded_text([*context, token])[len(before) :]
@@ -136,5 +136,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop)), 0, -1) if stop.startswith(text[-n:])), 0)

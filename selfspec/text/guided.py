@@ -1,7 +1,7 @@
-"""Guided generation: new text that a regular expression or a JSON schema describes, through `llguidance`.
+"""Guided generation: new text constrained by a regular expression or a JSON schema, through `llguidance`.
 
-A guide is a logits processor that is a function of the tokens so far, as every processor must be here: its matcher
-follows a draft token by token and rolls back to where the next one leaves it. So it masks p and q alike.
+A guide is a logits processor that depends on the prefix alone, as every processor must here: its matcher consumes a
+draft token by token and rolls back to the common prefix with the next request. So it masks p and q alike.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from transformers import LogitsProcessor
 
 from selfspec.basics.errors import SelfspecError
 
-_KEPT = 256  # masks that are kept: a draft's tokens are masked when drafted, and again when verified
+_KEPT = 256  # cached masks: a draft's tokens are masked when drafted, and again when verified
 
 
 class Guide:
-    """A grammar for the new text: `regex` (of the whole of it) or `json_schema` (a mapping, or JSON text).
+    """A grammar for the new text: `regex` (matches all of it) or `json_schema` (a mapping, or JSON text).
 
-    Made once for a tokenizer and used for any number of generations. `ends`: the model's end tokens; the text ends
-    where the grammar does. Raises `SelfspecError` when `llguidance` is not installed, and for a grammar or a
-    tokenizer that it cannot use.
+    One guide, made for a tokenizer, serves any number of generations. `ends`: the model's end-of-sequence tokens; the
+    text ends when the grammar is complete. Raises `SelfspecError` if `llguidance` is not installed, and for a grammar
+    or a tokenizer that it cannot use.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Guide:
         _raise(self._matcher)
 
     def processor(self, prompt: int, ends: frozenset[int]) -> LogitsProcessor:
-        """For one generation after a prompt of so many tokens, which ends with one of `ends`.
+        """Return the logits processor of one generation, after `prompt` prompt tokens and with end tokens `ends`.
 
-        Raises `SelfspecError` when generation would not end where the grammar does.
+        Raises `SelfspecError` if none of `ends` is an end token of the guide.
         """
         if not ends & self.ends:
             raise SelfspecError(
@@ -63,7 +63,7 @@ class Guide:
 
 
 def check_guide(*, regex: str | None = None, json_schema: str | Mapping[str, Any] | None = None) -> str:
-    """The grammar in `llguidance`'s own form. Raises `SelfspecError` for a wrong one, or without `llguidance`."""
+    """Return the grammar in `llguidance`'s format. Raises `SelfspecError` if it is invalid, or without `llguidance`."""
     try:
         from llguidance import LLMatcher
     except ImportError:
@@ -89,8 +89,8 @@ def check_guide(*, regex: str | None = None, json_schema: str | Mapping[str, Any
 
 
 def _reason(problem: str) -> str:
-    """What is wrong with a grammar, without where `llguidance` stands in the form that it made of it."""
-    _, found, reason = problem.rpartition("error:")  # beneath a drawing of where
+    """Return the reason of a grammar error, without `llguidance`'s position in its internal form."""
+    _, found, reason = problem.rpartition("error:")  # the reason follows a sketch of the position
     if found:
         return reason.splitlines()[0].strip()
     _, found, reason = problem.partition("(in regex): ")
@@ -104,7 +104,7 @@ def _raise(matcher: Any) -> None:
 
 
 class _Guided(LogitsProcessor):  # type: ignore[misc]
-    """Masks the scores after any prefix, in any order of asking."""
+    """Logits processor that masks the scores after any prefix; prefixes may come in any order."""
 
     def __init__(self, matcher: Any, ends: frozenset[int], no_ends: frozenset[int], prompt: int) -> None:
         self._matcher, self._ends, self._no_ends, self._prompt = matcher, ends, sorted(no_ends), prompt
@@ -121,7 +121,7 @@ class _Guided(LogitsProcessor):  # type: ignore[misc]
         return scores if forbidden is None else scores.masked_fill(forbidden, -torch.inf)
 
     def _forbidden(self, new: Sequence[int], scores: Tensor) -> Tensor | None:
-        """The tokens `[V]` that may not follow; None where it makes no difference, as nothing is ever emitted there."""
+        """Return the mask `[V]` of forbidden tokens; None after a prefix that is never emitted."""
         if not self._ends.isdisjoint(new) or not self._follow(list(new)):
             return None
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
@@ -133,7 +133,7 @@ class _Guided(LogitsProcessor):  # type: ignore[misc]
         return torch.from_numpy(~allowed).to(scores.device)
 
     def _follow(self, new: list[int]) -> bool:
-        """Bring the matcher to `new`; false where the grammar does not go there."""
+        """Move the matcher to the tokens `new`; return False if the grammar rejects them."""
         same = min(len(new), len(self._path))
         while new[:same] != self._path[:same]:
             same -= 1

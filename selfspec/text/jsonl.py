@@ -1,4 +1,4 @@
-"""The lines of a text file, and lines of JSON, with errors that tell the line. Knows nothing of torch."""
+"""Lines of text files and of JSON lines files, with errors that name the line."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from selfspec.text.prompt import Prompt, is_chat, is_unicode, token_ids
 
 
 def digest(prompt: Prompt) -> bytes:
-    """A hash of a text, of token ids or of messages. Raises `SelfspecError` for anything else."""
+    """Return a hash of a text, token ids or messages. Raises `SelfspecError` for anything else."""
     text = prompt if isinstance(prompt, str) else repr(prompt if is_chat(prompt) else token_ids(prompt))
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 class FileTexts(Sequence[str]):
-    """Texts of some of a file's lines, of which only the places are held: each is read when it is asked for.
+    """Lazy sequence of texts from a file's lines: it stores only offsets, and reads a text on access.
 
-    `text(line, where)` gives that of a line. `digests`: a hash of each text, by which equal ones are told. Raises
-    `SelfspecError` where the file cannot be read any more.
+    `text(line, where)` converts a line to its text. `digests`: a hash of each text, to find equal ones. Raises
+    `SelfspecError` if the file can no longer be read.
     """
 
     def __init__(self, path: Path, text: Callable[[str, str], str]) -> None:
@@ -37,7 +37,7 @@ class FileTexts(Sequence[str]):
         self.digests: list[bytes] = []
 
     def add(self, line: Line, text: str) -> None:
-        """One more, with what was made of it."""
+        """Add a line, and its text for the digest."""
         self._starts.append(line.start)
         self._numbers.append(line.number)
         self.digests.append(digest(text))
@@ -73,7 +73,7 @@ class FileTexts(Sequence[str]):
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A file to read. Raises `SelfspecError` when it is missing, no regular file or unreadable, also later on."""
+    """Open a file for reading. Raises `SelfspecError` if it is missing, no regular file or unreadable, also later."""
     check_file(path)
     try:
         with path.open("rb") as file:
@@ -84,7 +84,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a file: its text, its number, from 1 on, its first byte, and where it stands, for errors."""
+    """A line of a file: its text, its number from 1, its byte offset, and its location for errors."""
 
     text: str
     number: int
@@ -93,7 +93,7 @@ class Line:
 
 
 def lines(path: Path) -> Iterator[Line]:
-    """Each line that is not blank, one after the other, however long the file. Raises `SelfspecError`."""
+    """Yield the lines that are not blank, without reading the whole file into memory. Raises `SelfspecError`."""
     start = 0
     with opened(path) as file:
         for number, line in enumerate(file, start=1):
@@ -111,13 +111,13 @@ def _decoded(line: bytes, path: Path, start: int) -> str:
 
 
 def json_rows(path: Path) -> Iterator[tuple[Line, Any]]:
-    """What each line of a .jsonl file holds, after the line. Raises `SelfspecError` for one that is no JSON."""
+    """Yield each line of a .jsonl file with its parsed value. Raises `SelfspecError` for invalid JSON."""
     for line in lines(path):
         yield line, json_row(line.text, line.where)
 
 
 def json_row(text: str, where: str) -> Any:
-    """What a line of a .jsonl file holds. Raises `SelfspecError` where it is no JSON."""
+    """Parse a line of a .jsonl file. Raises `SelfspecError` for invalid JSON."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -127,7 +127,7 @@ def json_row(text: str, where: str) -> Any:
 
 
 def checked(text: str, where: str) -> str:
-    """The text. Raises `SelfspecError` for one that is no Unicode, which JSON can say."""
+    """Return the text. Raises `SelfspecError` for unpaired surrogates, which JSON can encode."""
     if not is_unicode(text):
         raise SelfspecError(f"{where}: the text has half a surrogate pair, which is no Unicode")
     return text

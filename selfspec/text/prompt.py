@@ -1,4 +1,4 @@
-"""What a prompt may be."""
+"""Prompt types: a text, token ids, or chat messages."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Prompt = str | Sequence[int] | Sequence[Message]  # a text, token ids, or a chat
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be encoded at all: not with half a surrogate pair, or bytes that were no text."""
+    """Return whether a text can be encoded as UTF-8: it has no unpaired surrogate (also left by undecodable bytes)."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def is_chat(prompt: object) -> bool:
-    """Whether a prompt is messages of a chat."""
+    """Return whether a prompt is a list of chat messages."""
     return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
 def token_ids(prompt: Any) -> list[int]:
-    """Token ids from any sequence of whole numbers, a tensor or an array `[n]` or `[1, n]` among them.
+    """Convert a sequence of whole numbers, or a tensor or array `[n]` or `[1, n]`, to a list of token ids.
 
     Raises `SelfspecError` for anything else.
     """

@@ -1,7 +1,7 @@
-"""Prompts from files, folders, the hub and the package: those that the user named, else built-in ones.
+"""Prompts from files, folders, the hub and the package: those that the user names, else built-in ones.
 
-Lines of `.jsonl` and `.txt` are read here, not by `datasets`: its JSON reader makes dates of texts that look like one
-and takes `["a"]` for a row, and neither of its readers tells the line that is wrong. Knows nothing of torch.
+This module reads `.jsonl` and `.txt` lines itself instead of by `datasets`: its JSON reader converts texts that look
+like dates to dates and accepts `["a"]` as a row, and neither of its readers names the wrong line.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from selfspec.text.jsonl import FileTexts, checked, json_row, lines
 from selfspec.text.prompt_template import PromptTemplate
 from selfspec.text.spec_bench import PREFIX, read_questions, spec_bench_file
 
-TASK = ("task", "category")  # columns that name a prompt's task, the first that is there
+TASK = ("task", "category")  # columns for a prompt's task, of which the first that exists is read
 CHAT = "built-in chat prompts"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Texts to draw prompts from, where they come from, and what of each row they are.
+    """Texts to draw prompts from, with their source and the column or template that made them.
 
-    `messages`: whether each is a user's message, for a model that takes such. `tasks`: the task of each, or none where
-    they are not known.
+    `messages`: whether each is a user's message, for a model with a chat template. `tasks`: the task of each text;
+    empty if unknown.
     """
 
     source: str
@@ -41,7 +41,7 @@ class Prompts:
     tasks: tuple[str, ...] = ()
 
     def some(self, limit: int, *, last: bool = False) -> Self:
-        """At most `limit` of them, the first or the last; where tasks are known, as many of each as there can be."""
+        """Return at most `limit` texts, the first or the last; with known tasks, balanced over the tasks."""
         order = range(len(self.texts))
         turns = list(reversed(order)) if last else list(order)
         if self.tasks:
@@ -55,10 +55,10 @@ class Prompts:
 
 
 def prompts_for(given: Prompts | None, part: builtin.Part, *, chat: bool, takes_messages: bool) -> Prompts:
-    """The prompts that a command uses: those given, else built-in ones; `messages` then says how they are used.
+    """Return the prompts of a command, the user's or built-in ones, with `messages` set as they are to be used.
 
-    `takes_messages`: whether the model has a chat template. Where nothing is given, it gets requests to an assistant,
-    and one without gets Python. `chat`: each prompt is to be a message, whatever it was meant for.
+    `takes_messages`: whether the model has a chat template. The built-in prompts are requests to an assistant for such
+    a model, and Python code for others. `chat`: use every prompt as a message.
     """
     if given is None:
         given = Prompts(builtin.NAME, tuple(builtin.prompts(part)))
@@ -71,13 +71,13 @@ def prompts_for(given: Prompts | None, part: builtin.Part, *, chat: bool, takes_
 def read_prompts(
     data: str | Path, *, column: str | None = None, template: str | None = None, held_out: bool = False
 ) -> Prompts:
-    """Prompts of a file, a folder, a set of the hub by its name in `PRESETS`, or `spec-bench:PATH`.
+    """Read the prompts of a file, a folder, a data set of the hub by its name in `PRESETS`, or `spec-bench:PATH`.
 
-    A `.jsonl` file (an object a line), a `.txt` file (one a line) or a `.parquet` file; of a folder, each text file is
-    one. A preset's name is the preset; write `./gsm8k` for a folder called that. `column` and `template` as in `Shape`;
-    where neither is given, the preset's. Where each row of a `.jsonl` file has a `task` (or `category`), it is kept.
-    `held_out`: of a preset, those that searches do not draw from, where it has such. Raises `SelfspecError` naming the
-    file, and the line that is wrong.
+    A file is `.jsonl` (an object a line), `.txt` (a prompt a line) or `.parquet`; each text file of a folder is one
+    prompt. A preset's name takes precedence over a folder; write `./gsm8k` for a folder of that name. `column` and
+    `template` as in `PromptTemplate`; by default the preset's. The `task` (or `category`) is kept if every row of a
+    `.jsonl` file has one. `held_out`: read a preset's split that searches do not draw from, if it has one. Raises
+    `SelfspecError`, which names the file and the wrong line.
     """
     name, path = str(data), Path(data)
     if not name:
@@ -110,9 +110,9 @@ def read_prompts(
 
 
 def read_texts(data: str | Path, *, column: str | None = None, template: str | None = None) -> list[str]:
-    """Whole texts: the rows of a `.jsonl` or `.parquet` file, each file of a folder, or one file as it is.
+    """Read whole texts: the rows of a `.jsonl` or `.parquet` file, each file of a folder, or one file as it is.
 
-    `column` and `template` as in `Shape`, for rows. Raises `SelfspecError` naming the file.
+    `column` and `template` as in `PromptTemplate`, for rows. Raises `SelfspecError`, which names the file.
     """
     path = Path(data)
     if kind(path) == "file" and path.suffix.lower() not in (".jsonl", ".parquet"):
@@ -121,7 +121,7 @@ def read_texts(data: str | Path, *, column: str | None = None, template: str | N
 
 
 def _read_file(path: Path, shape: PromptTemplate) -> tuple[Sequence[str], tuple[str, ...]]:
-    """The prompts of a .jsonl or .txt file, and their tasks where each has one."""
+    """Read the prompts of a .jsonl or .txt file, and their tasks if every prompt has one."""
     suffix = path.suffix.lower()
     if suffix not in (".jsonl", ".txt"):
         missing = "no such file or folder; " if kind(path) == "missing" else ""
@@ -145,7 +145,7 @@ def _read_file(path: Path, shape: PromptTemplate) -> tuple[Sequence[str], tuple[
 
 
 def _line_of(path: Path, shape: PromptTemplate) -> Callable[[str, str], str]:
-    """The prompt that a line of a .txt file is."""
+    """Return the function that makes a prompt of a line of a .txt file."""
     try:
         shape.columns(["text"])
     except SelfspecError as error:
@@ -154,7 +154,7 @@ def _line_of(path: Path, shape: PromptTemplate) -> Callable[[str, str], str]:
 
 
 def _row_of(shape: PromptTemplate) -> Callable[[str, str], str]:
-    """The prompt that a line of a .jsonl file holds."""
+    """Return the function that makes a prompt of a line of a .jsonl file."""
     return lambda line, where: _prompt(json_row(line, where), shape, where=where)
 
 

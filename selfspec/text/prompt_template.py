@@ -1,4 +1,4 @@
-"""How a row of data becomes a prompt: the text of one column, or a template over several."""
+"""Conversion of data rows to prompts: the text of one column, or a template over several."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from selfspec.basics.errors import SelfspecError
 from selfspec.text.prompt import is_chat, is_unicode
 
-USUAL = ("prompt", "text", "messages")  # columns, the first that is there
+USUAL = ("prompt", "text", "messages")  # default columns, of which the first that exists is read
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTemplate:
-    r"""The text of `column`, by default the first that is there of `USUAL`, or `template` with those it names.
+    r"""The column or template that makes a prompt of a row: `column` (default: the first existing of `USUAL`).
 
-    A template is a text with columns in braces, such as `"Question: {question}\nAnswer:"`; `{{` and `}}` are braces.
-    With both, the template must name the column. A list of texts, as of a conversation's turns, stands for its first,
-    and one of messages, `{"role": ..., "content": ...}`, for the user's first.
-    Raises `SelfspecError` for a template that is wrong.
+    A `template` is a text with columns in braces, such as `"Question: {question}\nAnswer:"`; `{{` and `}}` are braces.
+    With both, the template must name the column. In a list of texts, such as a conversation's turns, the first is
+    read; in a list of messages, `{"role": ..., "content": ...}`, the user's first.
+    Raises `SelfspecError` for an invalid template.
     """
 
     column: str | None = None
@@ -44,7 +44,7 @@ class PromptTemplate:
             )
 
     def columns(self, there: Collection[str]) -> tuple[str, ...]:
-        """The columns that are read. Raises `SelfspecError` when one is not `there`."""
+        """Return the columns to read, given the existing ones. Raises `SelfspecError` for a missing column."""
         found = tuple(name for name in USUAL if name in there)[:1]
         wanted = found if self.template is None and self.column is None else self._columns({})
         missing = [name for name in wanted if name not in there]
@@ -55,7 +55,7 @@ class PromptTemplate:
         return wanted
 
     def text(self, row: Mapping[str, Any]) -> str | None:
-        """The prompt of a row; None where a text is missing, empty or something else."""
+        """Return the prompt of a row; None if a text is missing, empty or of another type."""
         texts = {name: _text(row.get(name), numbers=self.template is not None) for name in self._columns(row)}
         if None in texts.values():
             return None
@@ -65,7 +65,7 @@ class PromptTemplate:
         return "".join(before + (texts[name] or "" if name is not None else "") for before, name, *_ in parts)
 
     def __str__(self) -> str:
-        """What must be true of a row, for an error: a row whose ..."""
+        """Return the condition on rows for an error that reads "a row whose ..."."""
         if self.template is not None:
             named = " and ".join(f"'{name}'" for name in self._columns({}))
             return f"{named} are there, texts that are not empty or numbers"
@@ -79,7 +79,7 @@ class PromptTemplate:
 
 
 def _names(template: str) -> tuple[str, ...]:
-    """The columns that a template names, each once. Raises `SelfspecError` for anything but plain names in braces."""
+    """Return a template's column names, each once. Raises `SelfspecError` for anything but plain names in braces."""
     try:
         parts = list(Formatter().parse(template))
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""The questions of Spec-Bench (Xia et al., 2401.07851): each the user's first turn, with its task.
+"""Questions of Spec-Bench (Xia et al., 2401.07851): the user's first turn of each, with its task.
 
-Read from the benchmark's own `question.jsonl`, which is not shipped. Knows nothing of torch.
+They are read from the benchmark's own `question.jsonl`, which is not shipped.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from selfspec.basics.errors import SelfspecError, short
 from selfspec.text.jsonl import checked, json_rows
 
 PREFIX = "spec-bench:"
-CONVERSATION = "multi-turn conversation"  # one task, as the benchmark's own figures have it
+CONVERSATION = "multi-turn conversation"  # one task, as in the benchmark's own figures
 _OF_MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 _OTHERS = ("translation", "summarization", "qa", "math_reasoning", "rag")
 TASKS = {**dict.fromkeys(_OF_MT_BENCH, CONVERSATION), **{task: task for task in _OTHERS}}  # by category
 
 
 def spec_bench_file(data: str) -> Path:
-    """The file that `spec-bench:PATH` names. Raises `SelfspecError` where it names none."""
+    """Return the file that `spec-bench:PATH` names. Raises `SelfspecError` without a path."""
     given = data.removeprefix(PREFIX)
     if not given:
         raise SelfspecError(f"{PREFIX} names no file; expected {PREFIX}PATH, of Spec-Bench's question.jsonl")
-    return Path(os.path.expanduser(given))  # a shell does not, after a colon
+    return Path(os.path.expanduser(given))  # a shell does not expand ~ after the colon
 
 
 def read_questions(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The questions and, for each, its task. Raises `SelfspecError` naming the file, and the line that is wrong."""
+    """Return the questions and their tasks. Raises `SelfspecError`, which names the file and the wrong line."""
     found = [_question(row, line.where) for line, row in json_rows(path)]
     if not found:
         raise SelfspecError(f"{path}: holds no questions; expected Spec-Bench's question.jsonl")

@@ -1,4 +1,4 @@
-"""Which tokens come most often. Knows nothing of torch."""
+"""Token frequencies, for draft vocabularies."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
 
-MULTIPLE = 16  # what a head in few bits is best over
+MULTIPLE = 16  # quantised heads are fastest with a multiple of this many tokens
 
 
 def frequent(texts: Iterable[Iterable[int]], most: int, vocabulary: int) -> list[int]:
-    """The tokens that come most often in `texts` (token ids), `most` of all `vocabulary` at most, in ascending order.
+    """Return the most frequent tokens in `texts` (token ids), at most `most` of all `vocabulary`, in ascending order.
 
-    By 16, where there are as many. Of tokens that come as often, and of those that do not come at all, the lowest: what
-    a tokenizer merged first came most often where it was made.
+    From 16 tokens on, the count is rounded down to a multiple of 16. Among equally frequent tokens, unseen ones
+    included, the lowest ids win: a tokenizer's early merges were the most frequent in its training text.
     """
     count = min(most, vocabulary)
     count -= count % MULTIPLE if count >= MULTIPLE else 0
