@@ -55,7 +55,7 @@ test-all: $(VENV)/.installed
 
 proof: $(VENV)/.installed
 	$(BIN)/python tests/scripts/proof.py --out tests/scripts/proof.json
-	$(BIN)/pytest $(PYTEST) --proofs -m proof tests
+	$(BIN)/pytest $(PYTEST) --long --proofs -m proof tests
 
 speed: $(VENV)/.installed
 	$(BIN)/selfspec bench --threads 1

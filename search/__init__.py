@@ -1,4 +1,4 @@
-"""The search: which sub-layers of a model, on this machine, to bypass. From Python: `find_profile`, `read_prompts`."""
+"""The search: which sub-layers of a model to bypass on this machine. From Python: `find_profile`, `read_prompts`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 _WHERE = {
     **dict.fromkeys(("Prompts", "read_prompts"), "selfspec.text.prompt_files"),
     **dict.fromkeys(("AnotherFinishes", "find_profile", "run_search"), "selfspec.search.study"),
-    **dict.fromkeys(("Trial", "Watch"), "selfspec.search.callbacks"),
+    **dict.fromkeys(("Trial", "SearchCallbacks"), "selfspec.search.callbacks"),
     "SearchOptions": "selfspec.search.options",
 }
 

@@ -53,7 +53,7 @@ def parts(tmp_path, monkeypatch):
     for name, body in PARTS.items():
         (tmp_path / "parts" / f"{name}.py").write_text(BEGINNING.replace("PART", repr(name)) + body)
     monkeypatch.setattr(drive, "HERE", tmp_path)
-    monkeypatch.setattr(drive, "PARTS", [drive.Part(name, 3 if name == "hangs" else 30, 1) for name in PARTS])
+    monkeypatch.setattr(drive, "PARTS", [drive.Part(name, 8 if name == "hangs" else 60, 1) for name in PARTS])
 
     def run(*arguments: str):
         out = tmp_path / "out"
@@ -79,7 +79,7 @@ def test_a_part_that_fails_is_reported_and_the_next_one_starts(parts, capsys):
 def test_a_part_that_hangs_is_killed_with_what_it_started(parts, tmp_path):
     code, lines = parts("--parts", "hangs,good")
     assert code == 1
-    assert [line["ended"] for line in lines if line["what"] == "part"] == ["killed after 3 s", 0]
+    assert [line["ended"] for line in lines if line["what"] == "part"] == ["killed after 8 s", 0]
     status = Path(f"/proc/{(tmp_path / 'out' / 'child').read_text()}/status")
     assert not status.exists() or "State:\tZ" in status.read_text()
 

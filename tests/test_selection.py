@@ -41,17 +41,24 @@ LONG, PROOF, GPU = pytest.mark.long("killed workers").mark, pytest.mark.proof.ma
 @pytest.fixture
 def hooks(request, monkeypatch):
     """The suite's own hooks, which have left nothing out yet."""
-    module = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    files = ((plugin, getattr(plugin, "__file__", None)) for plugin in request.config.pluginmanager.get_plugins())
+    module = next(plugin for plugin, file in files if file and Path(file).resolve() == ROOT / "tests" / "conftest.py")
     monkeypatch.setattr(module, "_left", Counter())
     return module
 
 
 @pytest.mark.parametrize(
     ("options", "kept"),
-    [({}, [0, 3]), ({"long": True}, [0, 1, 3, 4]), ({"all": True}, [0, 1, 3, 4]), ({"proofs": True}, [0, 2, 3])],
+    [
+        ({}, [0, 3]),
+        ({"long": True}, [0, 1, 3, 4]),
+        ({"all": True}, [0, 1, 3, 4]),
+        ({"proofs": True}, [0, 2, 3]),
+        ({"long": True, "proofs": True}, [0, 1, 2, 3, 4, 5]),
+    ],
 )
 def test_what_runs(hooks, options, kept):
-    every = [Item(), Item(LONG), Item(PROOF), Item(GPU), Item(name="a.ipynb")]
+    every = [Item(), Item(LONG), Item(PROOF), Item(GPU), Item(name="a.ipynb"), Item(LONG, PROOF)]
     config, items = Config(**options), list(every)
     hooks.pytest_collection_modifyitems(config, items)
     assert items == [every[i] for i in kept]
@@ -109,4 +116,5 @@ def test_unmarked_tests_that_take_long_are_listed_and_none_fails():
 def test_commands_are_what_they_are_said_to_be():
     makefile, gate = (ROOT / "Makefile").read_text(), (ROOT / ".ci" / "run").read_text()
     assert "$(BIN)/pytest $(PYTEST) --all" in makefile
+    assert "$(BIN)/pytest $(PYTEST) --long --proofs -m proof" in makefile, "some proofs are long, too"
     assert gate.index("make test ") < gate.index("make test-all ")

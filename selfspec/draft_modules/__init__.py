@@ -1,1 +1,1 @@
-"""Trained parts: their files, and how they run while drafting. Knows nothing of drafts, prompts and training."""
+"""Trained draft modules: draft heads, bridges and adapters, their files, and how they run while drafting."""

@@ -1,8 +1,9 @@
-"""Chimera (Zeng et al. 2402.15758): a trigram encoder, and a layer over its codes and the model's streams.
+"""Chimera (Zeng et al. 2402.15758): a trigram encoder, and a decoder layer over its codes and the model's streams.
 
-The code of a token is of its embedding and those of the two before it. A pair has two entries in the layer: its stream,
-and its token's code, one position on; where the model has not been, what the layer gave for the pair before stands for
-the stream. Each place of a draft has a map of the model's last stream and of what the layer gives at its code.
+The code of a token is computed from its embedding and those of the two tokens before it. A pair has two entries in the
+layer: its stream, and one position later its token's code. For drafted tokens, the layer's output for the previous pair
+replaces the model's stream. Each draft position has a linear map of the model's last stream and the layer's output at
+the position's code.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from torch import Tensor
 from selfspec.draft_modules.decoder_head import LayerShape, OwnLayer, layer_of
 from selfspec.draft_modules.heads import Head, normed
 
-REACH = 2  # tokens before its own that a code is of
+REACH = 2  # earlier tokens that a code depends on
 
 
 class _State(NamedTuple):
-    """The model's last stream, normed; the last tokens, embedded `[REACH, D]`; what the layer gave last `[1, D]`."""
+    """The model's last normalised stream, the last embeddings `[REACH, D]`, and the layer's last output `[1, D]`."""
 
     stream: Tensor
     tail: Tensor
@@ -28,7 +29,10 @@ class _State(NamedTuple):
 
 
 class ChimeraHead(Head):
-    """Tensors: the layer's under `layer.`, `wide` and `narrow` of the encoder, and `maps.k.weight` `[D, 2 D]`."""
+    """A Chimera draft head.
+
+    Its tensors are the layer's under `layer.`, the encoder's `wide` and `narrow`, and `maps.k.weight` `[D, 2 D]`.
+    """
 
     kind = "chimera"
 
@@ -39,10 +43,10 @@ class ChimeraHead(Head):
         self._wide = self._make.of(tensors["wide.weight"], tensors["wide.bias"])
         self._narrow = self._make.of(tensors["narrow.weight"])
         self._maps = [self._make.of(tensors[f"maps.{k}.weight"]) for k in range(self.places)]
-        self._tails: dict[int, tuple[int, Tensor]] = {}  # by row: embeddings from which pair on
+        self._tails: dict[int, tuple[int, Tensor]] = {}  # by row: first pair, embeddings from there on
 
     def reserve(self, slots: int) -> None:
-        """Hold so many pairs of each row, two entries each."""
+        """Reserve `slots` pairs of each cache row, two entries each."""
         self._layer.reserve(2 * slots)
 
     def _read(self, row: int, start: int, tokens: Tensor, embedded: Tensor, streams: Tensor) -> tuple[Tensor, Any]:
@@ -65,7 +69,7 @@ class ChimeraHead(Head):
         return self._said(place, state), state
 
     def _codes(self, embedded: Tensor) -> Tensor:
-        """Of embeddings `[n + REACH, D]`, the codes of the last n."""
+        """Return the codes `[n, D]` of the last n of embeddings `[n + REACH, D]`."""
         read = torch.cat([embedded[i : len(embedded) - REACH + i] for i in range(REACH + 1)], -1)
         return self._narrow(read + F.silu(self._wide(read)))
 

@@ -1,4 +1,4 @@
-"""Decoder layers with keys and values of their own, over pairs of an embedding and a stream: EAGLE's and MTP's."""
+"""Decoder layers with their own KV cache, over pairs of an embedding and a stream, for EAGLE and MTP heads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from selfspec.runtime.forward import Runtime
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Sizes of a layer, as `transformers` names a LLaMA's."""
+    """Sizes of a layer, named as in the configuration of LLaMA in `transformers`."""
 
     hidden: int
     intermediate: int
@@ -27,10 +27,10 @@ class LayerShape:
 
 
 class OwnLayer:
-    """A LLaMA's layer with keys and values of its own.
+    """A LLaMA decoder layer with its own KV cache.
 
-    `tensors` by the names of its projections and norms, biases of q, k and v among them; `inv_freq`: rope's
-    frequencies, where they are not those of `theta`.
+    `tensors` are by the names of its projections and norms, optionally with biases of q, k and v, and with `inv_freq`:
+    RoPE's frequencies, if they do not follow from `theta`.
     """
 
     def __init__(self, target: Runtime, shape: LayerShape, tensors: Mapping[str, Tensor], make: Products) -> None:
@@ -51,7 +51,7 @@ class OwnLayer:
         self._slots, self._cache = 0, torch.empty(0)
 
     def reserve(self, slots: int) -> None:
-        """Hold so many entries of each row; what was read stays."""
+        """Grow the KV cache to at least `slots` entries of each cache row, keeping its contents."""
         if slots <= self._slots:
             return
         s, held = self.shape, self._slots
@@ -64,9 +64,9 @@ class OwnLayer:
         self._sin = torch.cat([-angles.sin(), angles.sin()], -1).to(self._dtype).unsqueeze(1)
 
     def run(self, row: int, start: int, stream: Tensor, read: Tensor, at: slice | Tensor) -> Tensor:
-        """What leaves the layer `[n, D]` at entries from `start` on, which have been reserved.
+        """Return the layer's output `[n, D]` at the n entries from `start` on, which have to be reserved.
 
-        `stream` `[n, D]` is what it adds to, `read` what its attention reads, `at` the positions.
+        `stream` `[n, D]` is the residual stream, `read` the input of attention, and `at` the positions.
         """
         s, n, end = self.shape, len(read), start + len(read)
         heads = self._qkv(read).view(n, -1, s.head_dim)
@@ -88,11 +88,11 @@ class OwnLayer:
         return stream + self._down(F.silu(gate) * up)
 
     def last(self, streams: Tensor) -> Tensor:
-        """What a head over the vocabulary reads of the last stream `[1, D]`."""
+        """Return the input `[1, D]` of a head over the vocabulary: the last stream after the norm `norm`, if any."""
         return self.normed("norm", streams[-1:])
 
     def normed(self, name: str, x: Tensor) -> Tensor:
-        """By the norm of that name; `x` itself where there is none."""
+        """Return `x` normalised by the norm of this name; `x` itself if the layer has no such norm."""
         return normed(x, self._norms.get(name), self.shape.eps)
 
     def _seen(self, n: int, end: int) -> Tensor:
@@ -100,13 +100,13 @@ class OwnLayer:
 
 
 class PairLayer(OwnLayer):
-    """One that reads an embedding and a stream for each pair, and gives the next pair's stream.
+    """A layer that reads an embedding and a stream for each pair, and outputs the next pair's stream.
 
-    Of its tensors, what is not there is left out. Of the model's streams alone, those of several layers side by side
-    are brought to one (`fuse`) and normed (`given_norm`). Then embedding and stream are normed (`embed_norm`,
-    `stream_norm`), and what comes out before a head over the vocabulary reads it (`norm`). With `fc` they become the
-    layer's own stream, which its attention reads normed (`input_layernorm`); without, attention reads both side by
-    side, and adds to the stream (EAGLE-3).
+    Each step is skipped if its tensor is missing. The model's streams, of one or several layers side by side, are fused
+    to one (`fuse`) and normalised (`given_norm`); the layer's own streams are not. Then embedding and stream are
+    normalised (`embed_norm`, `stream_norm`), and so is the output before a head over the vocabulary (`norm`). With `fc`
+    the two become the layer's residual stream, which attention reads normalised (`input_layernorm`). Without `fc`,
+    attention reads both side by side, and its output is added to the stream (EAGLE-3).
     """
 
     def __init__(self, target: Runtime, shape: LayerShape, tensors: Mapping[str, Tensor], make: Products) -> None:
@@ -117,9 +117,9 @@ class PairLayer(OwnLayer):
         self._fc = None if fc is None else make.of(fc, tensors.get("fc.bias"))
 
     def read(self, row: int, start: int, embedded: Tensor, streams: Tensor, *, given: bool) -> Tensor:
-        """The streams `[n, D]` that leave the layer at pairs from `start` on, `embedded` `[n, D]`.
+        """Return the output streams `[n, D]` of the pairs from `start` on, from embeddings and streams of n pairs.
 
-        `given`: whether the streams `[n, D or more]` are the model's.
+        `embedded` is `[n, D]`. `given`: whether `streams` `[n, D or more]` are the model's, and not the layer's own.
         """
         stream = streams
         if given:
@@ -133,5 +133,5 @@ class PairLayer(OwnLayer):
 
 
 def layer_of(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors of one layer, by the names that `PairLayer` knows."""
+    """Return the tensors whose names begin with `prefix`, without the prefix, as `OwnLayer` names them."""
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

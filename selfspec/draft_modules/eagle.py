@@ -1,4 +1,4 @@
-"""An EAGLE head (Li et al. 2401.15077, 2503.01840): one decoder layer that goes on from the model's streams."""
+"""EAGLE draft heads (Li et al. 2401.15077, 2503.01840): one decoder layer that continues the model's streams."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from selfspec.draft_modules.heads import Head
 
 
 class EagleHead(Head):
-    """One layer, which reads its own streams where the model has not been; the head over the vocabulary is the model's.
+    """An EAGLE draft head: one layer, which reads its own output streams for drafted tokens.
 
-    Its tensors: a `PairLayer`'s under `layer.`.
+    Its tensors are a `PairLayer`'s under `layer.`.
     """
 
     kind = "eagle"
@@ -22,7 +22,7 @@ class EagleHead(Head):
         self._layer = PairLayer(self.target, LayerShape(**settings["shape"]), layer_of(tensors, "layer."), self._make)
 
     def reserve(self, slots: int) -> None:
-        """Hold so many pairs of each row."""
+        """Reserve `slots` pairs of each cache row."""
         self._layer.reserve(slots)
 
     def _read(self, row: int, start: int, tokens: Tensor, embedded: Tensor, streams: Tensor) -> tuple[Tensor, Any]:

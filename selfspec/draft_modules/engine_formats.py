@@ -1,7 +1,7 @@
-"""Published heads as engines' own files say them, brought to what their authors call things.
+"""Conversion of inference engines' formats of published heads to the format of the heads' authors.
 
-`speculators` puts the layer's configuration apart; SGLang counts streams by the layer that they leave, in a place of
-its own; vLLM has its own names for Medusa's tensors.
+`speculators` nests the layer's configuration. SGLang numbers streams by the layer that they leave, in a nested
+`eagle_config`. vLLM has its own names for Medusa's tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
 
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A head's configuration in one piece, with streams counted as `Step.hidden` counts them."""
+    """Return a head's configuration as one flat dict, with streams numbered as in `ForwardOutput.hidden`."""
     nested = config.get("transformer_layer_config") or {}
     flat = {**nested, **{name: value for name, value in config.items() if name != "transformer_layer_config"}}
     layers = "eagle_aux_hidden_state_layer_ids"
@@ -28,7 +28,7 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def authors_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Medusa's tensors as its authors call them, where vLLM named them; all others as they are."""
+    """Rename vLLM's Medusa tensors to the names of Medusa's authors; other heads' tensors are unchanged."""
     blocks = {int(match[2]) for name in tensors if (match := _BLOCK.fullmatch(name))}
     if not blocks:
         return dict(tensors)

@@ -1,7 +1,8 @@
-"""What every trained head is: it reads streams that left some of the model's layers, and gives logits of its words.
+"""The base of all draft heads, which read streams of the model and compute logits over a draft vocabulary.
 
 Pair i of a text is its token i + 1 and the model's streams at token i. A head reads the pairs of committed tokens, then
-its own: a token that it proposed, and what it made of the pair before. Each gives the logits of the token after it.
+pairs of its own: a token that it drafted, and its own state after the pair before. Each pair gives the logits of the
+token after its own.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from selfspec.models.low_precision import FusedQuantizedLinear
 from selfspec.runtime.forward import Runtime
 
 ENDLESS = 2**30
-WORDS = "vocabulary"  # the tensor of the tokens that a part drafts
+WORDS = "vocabulary"  # name of the tensor with the draft vocabulary
 
 
 class Products:
-    """Makes products of rows `[N, in]` with weights, in 8 bits or in full, and counts the memory that they take."""
+    """Factory of products of rows `[N, in]` with weights, int8 or in full precision, which counts their `bytes`."""
 
     def __init__(self, target: Runtime, *, low: bool) -> None:
         self._target, self._low = target, low
@@ -34,7 +35,7 @@ class Products:
 
     @torch.no_grad()
     def of(self, weight: Tensor, bias: Tensor | None = None) -> Call:
-        """With a weight `[out, in]`."""
+        """Return the product with a weight `[out, in]` and a bias `[out]`."""
         if not self._low:
             self.bytes += weight.numel() * weight.element_size()
             return lambda x: F.linear(x, weight, bias)
@@ -45,12 +46,13 @@ class Products:
 
 
 class Head(ABC):
-    """A head at work for a model; `low`: its weights in 8 bits. `places`: the most tokens that it drafts in a row.
+    """A draft head loaded for a target; `low`: quantise its weights to int8. `places` is its longest draft.
 
-    `layers`: which streams it reads, as `Step.hidden` numbers them. `words`: the tokens that it knows, `known` the same
-    as numbers. `bytes`: memory that it takes. A part may hold a head over the words of its own, one for all places
-    (`head.weight`, `head.bias`) or one for each (`head.0.weight`, ..). Raises `SelfspecError` for a part of another
-    kind or model, and where it needs the model's head, which is not at hand (quantised, adapted).
+    `layers` are the streams it reads, numbered as in `ForwardOutput.hidden`. `words` is its draft vocabulary, and
+    `known` the same as Python ints. A part may have its own output heads over the vocabulary, one for all places
+    (`head.weight`, `head.bias`) or one for each (`head.0.weight`, ..); without, it uses the target's head. Raises
+    `SelfspecError` for a part of another kind or model, and if the target's head is needed but cannot be read
+    (quantised, adapted).
     """
 
     kind: ClassVar[str]
@@ -74,7 +76,7 @@ class Head(ABC):
         own = sorted((name for name in take if name.startswith("head.") and name.endswith("weight")), key=_number)
         heads = [(take.pop(name), take.pop(name.replace("weight", "bias"), None)) for name in own]
         self._heads = [self._make.of(*head) for head in heads or [(head_rows(target, self.words), None)]]
-        self._then = None if heads else target.skeleton.parts.logits  # what the model's own head's products become
+        self._then = None if heads else target.skeleton.parts.logits  # maps the target's head output to logits
         try:
             self._begin(part.settings, take)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -82,27 +84,27 @@ class Head(ABC):
 
     @abstractmethod
     def _begin(self, settings: Any, tensors: dict[str, Tensor]) -> None:
-        """Take the part's tensors, of the model's dtype and on its device."""
+        """Set up the head from the part's tensors, which are in the target's dtype and on its device."""
 
     @property
     def bytes(self) -> int:
-        """Memory held beside the model."""
+        """Size of the head's weights in bytes."""
         return self._make.bytes
 
     def reserve(self, slots: int) -> None:  # noqa: B027 (most hold nothing)
-        """Hold so many pairs of each row."""
+        """Reserve `slots` pairs of each cache row."""
 
     def read(self, row: int, start: int, tokens: Tensor, streams: Tensor) -> tuple[Tensor, Any]:
-        """Logits of the `words` after the last of the pairs `start` on, and what it goes on from.
+        """Read the n pairs from `start` on; return logits over `words` after the last pair, and the head's state.
 
-        `tokens` `[n]`, and `streams` `[n, D * number of layers]`, side by side in the order of `layers`. Pairs that
-        were read before from `start` on are forgotten.
+        `tokens` is `[n]`, and `streams` `[n, D * number of layers]`, side by side in the order of `layers`. Pairs from
+        `start` on that were read before are overwritten.
         """
         out, state = self._read(row, start, tokens, self._embedded(tokens), streams)
         return self._logits(0, out), state
 
     def go_on(self, row: int, start: int, place: int, token: int, state: Any) -> tuple[Tensor, Any]:
-        """The same after a token that it proposed as the `place`-th (from 1) after the pairs up to `start`."""
+        """Return logits and state after a drafted token, the `place`-th (from 1) after the first `start` pairs."""
         tokens = torch.tensor([token], device=self.target.device)
         out, state = self._go_on(row, start, place, tokens, self._embedded(tokens), state)
         return self._logits(min(place, len(self._heads) - 1), out), state
@@ -113,20 +115,20 @@ class Head(ABC):
 
     @abstractmethod
     def _read(self, row: int, start: int, tokens: Tensor, embedded: Tensor, streams: Tensor) -> tuple[Tensor, Any]:
-        """What the head over the vocabulary reads `[1, D]`, and what goes on."""
+        """Return the input `[1, D]` of the head over the vocabulary, and the state to continue from."""
 
     @abstractmethod
     def _go_on(
         self, row: int, start: int, place: int, tokens: Tensor, embedded: Tensor, state: Any
     ) -> tuple[Tensor, Any]:
-        """The same after its own token `[1]`."""
+        """Return the input `[1, D]` of the head over the vocabulary and the state after a drafted token `[1]`."""
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self.target.skeleton.embed(tokens.unsqueeze(0))[0]
-        return embedded.detach()  # an embedding that is called as a module
+        return embedded.detach()  # as an embedding called as a module tracks gradients
 
     def over_all(self, logits: Tensor) -> Tensor:
-        """Logits of the words as `[V]` over all tokens: minus infinity for those that the part does not know."""
+        """Spread logits over `words` to all tokens `[V]`, with -inf for tokens outside the draft vocabulary."""
         every = logits.new_full((self._all,), -torch.inf)
         every[self.words] = logits
         return every
@@ -138,7 +140,7 @@ def _number(name: str) -> int:
 
 
 def head_rows(target: Runtime, words: Tensor) -> Tensor:
-    """Rows of the model's head, `[len(words), D]`. Raises `SelfspecError` where it is not at hand as plain weights."""
+    """Return rows `[len(words), D]` of the target's head. Raises `SelfspecError` if it has no plain weight."""
     head = target.model.get_output_embeddings()
     weight = getattr(head, "weight", None)
     if weight is None or not weight.is_floating_point() or getattr(head, "bias", None) is not None:
@@ -148,14 +150,14 @@ def head_rows(target: Runtime, words: Tensor) -> Tensor:
 
 
 def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm over the last dimension; `x` itself without a weight."""
+    """Return the RMSNorm of `x` over the last dimension; `x` itself without a weight."""
     return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def part_of(
     kind: str, settings: dict[str, Any], tensors: dict[str, Tensor], words: Sequence[int] | None, target: Runtime
 ) -> PartFile:
-    """A head as a file holds it, matrices in 16 bits; `tensors` by the names that it reads; `words`: None for all."""
+    """Return a head's part file, with matrices in 16 bits; `words` is its draft vocabulary, None for all tokens."""
     of_16 = {name: torch.float16 if t.dtype == torch.float16 else torch.bfloat16 for name, t in tensors.items()}
     kinds = {name: torch.float32 if t.dim() < 2 else of_16[name] for name, t in tensors.items()}
     held = {name: tensor.detach().to("cpu", kinds[name]) for name, tensor in tensors.items()}

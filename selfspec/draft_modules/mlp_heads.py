@@ -1,7 +1,7 @@
-"""Heads without attention: from the model's last stream, a few products for each further token.
+"""Draft heads without attention, which draft from the model's last stream by a few products for each token.
 
-Medusa (Cai et al. 2401.10774), Hydra (Ankner et al. 2402.05109) and MLPSpeculator (Wertheimer et al. 2404.19124). Each
-is one module, which training runs over whole texts, and drafting from one pair on.
+They are Medusa (Cai et al. 2401.10774), Hydra (Ankner et al. 2402.05109) and MLPSpeculator (Wertheimer et al.
+2404.19124). Each is one module; training runs it over full texts, drafting from one pair on.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from selfspec.draft_modules.heads import Head, Products, normed
 
-EPS = 1e-6  # of MLPSpeculator's norms
+EPS = 1e-6  # epsilon of MLPSpeculator's norms
 
 
 class Steps(nn.Module):
-    """One step for each of `places` further tokens. What steps give, `[.., D]`, the head over the vocabulary reads."""
+    """A draft network with one step for each of `places` tokens; a head over the vocabulary reads its outputs."""
 
     def __init__(self, places: int) -> None:
         super().__init__()
@@ -28,19 +28,20 @@ class Steps(nn.Module):
 
     @abstractmethod
     def begin(self, stream: Tensor) -> Tensor:
-        """What the first step goes on from, by the model's stream `[.., D]`, normed."""
+        """Return the state before the first step, from the model's normalised stream `[.., D]`."""
 
     @abstractmethod
     def step(self, k: int, state: Tensor, tokens: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """What the next step goes on from, and what this one gives.
+        """Return the state after step k, and the step's output `[.., D or the state's width]`.
 
-        `tokens` `[..]` and `embedded` `[.., D]`: the token that is k tokens after the pair's.
+        `tokens` `[..]` and `embedded` `[.., D]` are those k tokens after the pair's own token.
         """
 
     def forward(self, tokens: Tensor, embedded: Tensor, streams: Tensor, depth: int) -> list[Tensor]:
-        """What each of `depth` steps gives `[B, n, D]`, from each pair on.
+        """Return the outputs `[B, n, D]` of the first `depth` steps, from each of n pairs on.
 
-        `tokens` `[B, n + depth - 1]`: the pairs', and those after them; `embedded` likewise; `streams` `[B, n, D]`.
+        `tokens` `[B, n + depth - 1]` are those of the pairs and those after them; `embedded` are their embeddings, and
+        `streams` `[B, n, D]` the pairs' streams.
         """
         state, out, n = self.begin(streams), list[Tensor](), streams.shape[1]
         for k in range(depth):
@@ -50,7 +51,7 @@ class Steps(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """x + silu(W x + b), as Medusa's; the first of Hydra's is wider, and brings x to `outputs` by another map."""
+    """Medusa's block x + silu(W x + b); if `inputs` differs from `outputs` (Hydra), x is mapped to `outputs` first."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -58,12 +59,12 @@ class ResidualBlock(nn.Module):
         self.short = nn.Linear(inputs, outputs) if inputs != outputs else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[.., inputs]` to `[.., outputs]`."""
+        """Map `[.., inputs]` to `[.., outputs]`."""
         return (x if self.short is None else self.short(x)) + F.silu(self.linear(x))
 
 
 class Medusa(Steps):
-    """A head for each further token, all from the same stream; none knows what the others said."""
+    """Medusa: a head for each drafted token, all from the same stream and independent of the other drafted tokens."""
 
     def __init__(self, hidden: int, places: int, blocks: int = 1) -> None:
         super().__init__(places)
@@ -72,16 +73,16 @@ class Medusa(Steps):
         )
 
     def begin(self, stream: Tensor) -> Tensor:
-        """The stream itself."""
+        """Return the stream itself."""
         return stream
 
     def step(self, k: int, state: Tensor, tokens: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """The k-th head, whatever was drafted."""
+        """Return the unchanged state, and the output of head k, whatever tokens were drafted."""
         return state, self.heads[k](state)
 
 
 class Hydra(Steps):
-    """A head for each further token, which also reads the embeddings of the tokens drafted before it."""
+    """Hydra: a head for each drafted token, which also reads the embeddings of the tokens drafted before it."""
 
     def __init__(self, hidden: int, places: int, blocks: int = 1) -> None:
         super().__init__(places)
@@ -91,21 +92,21 @@ class Hydra(Steps):
         )
 
     def begin(self, stream: Tensor) -> Tensor:
-        """The stream itself."""
+        """Return the stream itself."""
         return stream
 
     def step(self, k: int, state: Tensor, tokens: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """The stream and the embeddings so far, side by side."""
+        """Return the stream and embeddings so far, side by side, and the output of head k."""
         state = torch.cat((state, embedded), -1)
         return state, self.heads[k](state)
 
 
 class MlpSpeculatorNet(Steps):
-    """MLPSpeculator: one state, to which each token's embedding is added on the way.
+    """MLPSpeculator: a state to which each step adds a token's embedding.
 
-    `inner`: width of the state. `tied`: one map, one norm and one table for all tokens but the first map. `tables`:
-    embeddings of its own over so many tokens; 0: the model's, by a map to the state's width. `scaled`: whether the
-    stream is normed without weights first.
+    `inner` is the width of the state. `tied`: all steps share one map, norm and embedding table, except that the first
+    step has a map of its own. `tables` is the number of tokens of its own embedding tables; 0: the model's embeddings,
+    mapped to the state's width. `scaled`: whether the stream is normalised without weights first.
     """
 
     def __init__(
@@ -125,11 +126,11 @@ class MlpSpeculatorNet(Steps):
             self.ln.append(self.ln[0] if again else ScaleShift(inner))
 
     def begin(self, stream: Tensor) -> Tensor:
-        """The stream, which the first step maps to the state."""
+        """Return the stream, normalised and divided by sqrt(2) if `scaled`; the first step maps it to the state."""
         return F.rms_norm(stream, stream.shape[-1:], None, EPS) / math.sqrt(2) if self.scaled else stream
 
     def step(self, k: int, state: Tensor, tokens: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """The state, mapped, with the token added."""
+        """Return the mapped state plus the token's scaled embedding, after norm and GELU, as state and output."""
         table = self.emb[k]
         added = table(tokens if isinstance(table, nn.Embedding) else embedded)
         state = F.gelu(self.ln[k](torch.add(self.proj[k](state), added, alpha=self.alpha)))
@@ -144,24 +145,27 @@ class ScaleShift(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[.., width]`."""
+        """Return the normalised and shifted `x` `[.., width]`."""
         return normed(x, self.weight, EPS) + self.bias
 
 
 class Map(nn.Module):
-    """A linear map at work, in 8 bits where heads are."""
+    """A linear map at inference, int8 if the head is quantised."""
 
     def __init__(self, linear: nn.Linear, make: Products) -> None:
         super().__init__()
         self.product = make.of(linear.weight, linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[n, inputs]` to `[n, outputs]`."""
+        """Map `[n, inputs]` to `[n, outputs]`."""
         return self.product(x)
 
 
 class StepsHead(Head):
-    """Steps at work. Settings: what `net` is made with; tensors: its own, and `given_norm.weight`, for the stream."""
+    """A draft head that runs a `Steps` network.
+
+    Its settings are the arguments of `net`; its tensors the network's, and `given_norm.weight` for the stream.
+    """
 
     net: ClassVar[type[Steps]]
 
@@ -170,12 +174,12 @@ class StepsHead(Head):
         with torch.device("meta"):
             made = self.net(**settings["net"])
         given: dict[int, str] = {}
-        for name, parameter in made.state_dict(keep_vars=True).items():  # what is tied has one of its names in the part
+        for name, parameter in made.state_dict(keep_vars=True).items():  # a tied tensor is in the part once
             tensors[name] = tensors[given.setdefault(id(parameter), name)]
         made.load_state_dict(tensors, assign=True)
         self.steps = made.eval().requires_grad_(False)
         maps = {module: Map(module, self._make) for module in made.modules() if isinstance(module, nn.Linear)}
-        for name, module in list(made.named_modules(remove_duplicate=False)):  # what is tied has several names
+        for name, module in list(made.named_modules(remove_duplicate=False)):  # a tied module has several names
             if module in maps:
                 made.set_submodule(name, maps[module])
         self._make.bytes += sum(p.numel() * p.element_size() for p in made.parameters())
@@ -194,18 +198,18 @@ class StepsHead(Head):
 
 
 class MedusaHead(StepsHead):
-    """Medusa at work."""
+    """A Medusa draft head."""
 
     kind, net = "medusa", Medusa
 
 
 class HydraHead(StepsHead):
-    """Hydra at work."""
+    """A Hydra draft head."""
 
     kind, net = "hydra", Hydra
 
 
 class MlpHead(StepsHead):
-    """MLPSpeculator at work."""
+    """An MLPSpeculator draft head."""
 
     kind, net = "mlp", MlpSpeculatorNet

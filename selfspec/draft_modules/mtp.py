@@ -1,7 +1,7 @@
-"""Multi-token prediction (DeepSeek-V3, 2412.19437): a decoder layer for each further token, each over all pairs.
+"""Multi-token prediction (DeepSeek-V3, 2412.19437): a decoder layer for each drafted token, each over all pairs.
 
-Module k (from 0) reads at pair i the token of pair i + k, and the stream that module k - 1 left there; module 0 the
-model's. So it stands k pairs behind the last one.
+At pair i, module k (from 0) reads the token of pair i + k, and the output stream of module k - 1 at pair i; module 0
+reads the model's stream. The last pair that module k can read is therefore k pairs before the last one.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from selfspec.draft_modules.heads import Head
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """After `end` pairs. `tails`: of each module, its stream at the last pair that it could read, if there was one.
+    """The state after `end` committed pairs and some drafted tokens.
 
-    `embedded`: the own tokens so far; `left`: the last asked module's streams at the pairs that needed them.
+    `tails` are each module's output stream at the last committed pair it could read, empty if there was none.
+    `embedded` are the embeddings of the drafted tokens so far. `left` are the last module's streams at the pairs it
+    read for them.
     """
 
     end: int
@@ -30,7 +32,7 @@ class _State:
 
 
 class MtpHead(Head):
-    """As many modules as it drafts tokens. Module k's tensors: a `PairLayer`'s under `layers.k.`."""
+    """An MTP draft head with one module for each drafted token; module k is a `PairLayer` under `layers.k.`."""
 
     kind = "mtp"
 
@@ -39,10 +41,10 @@ class MtpHead(Head):
         self._modules = [
             PairLayer(self.target, shape, layer_of(tensors, f"layers.{k}."), self._make) for k in range(self.places)
         ]
-        self._left: dict[tuple[int, int], tuple[int, Tensor]] = {}  # by row and module: from which pair on, streams
+        self._left: dict[tuple[int, int], tuple[int, Tensor]] = {}  # by row and module: first pair, streams
 
     def reserve(self, slots: int) -> None:
-        """Hold so many pairs of each row."""
+        """Reserve `slots` pairs of each cache row."""
         for module in self._modules:
             module.reserve(slots)
 
@@ -62,7 +64,7 @@ class MtpHead(Head):
         return self._modules[0].last(left), state
 
     def _keep(self, row: int, k: int, first: int, out: Tensor) -> Tensor:
-        """Keep a module's streams from a pair on, and the one before, which the next module needs; gives the last."""
+        """Keep a module's streams from pair `first` on, and the one before for the next module; return the last."""
         begun, before = self._left.get((row, k), (0, out[:0]))
         one = before[first - 1 - begun : first - begun] if begun < first else out[:0]
         self._left[row, k] = first - len(one), torch.cat((one, out))

@@ -1,4 +1,4 @@
-"""Parts that belong to draft paths, in files: bridges over bypassed layers, and changes to weights in few bits."""
+"""Files of trained parts of draft paths: bridges over bypassed layers, and updates of quantised weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATH_KINDS = ("bridge", "adapter")
 
 
 def path_part(kind: str, settings: Mapping[str, Any], trained: Trained, runtime: Runtime) -> PartFile:
-    """What was trained, as a file holds it."""
+    """Return the part file of trained bridges and updates."""
     tensors: dict[str, Tensor] = {}
     for (first, end), bridge in trained.bridges.items():
         named = {"into": bridge.into, "onto": bridge.onto, "bias": bridge.bias}
@@ -30,7 +30,7 @@ def path_part(kind: str, settings: Mapping[str, Any], trained: Trained, runtime:
 
 
 def trained_of(runtime: Runtime, part: PartFile) -> Trained:
-    """What a part holds, for a model. Raises `SelfspecError` where it is of another kind or model, or does not fit."""
+    """Return a part's bridges and updates. Raises `SelfspecError` for another kind or model, and for wrong shapes."""
     if part.kind not in PATH_KINDS:
         raise SelfspecError(
             f"the part is of kind '{part.kind}'; expected one of a draft path ({', '.join(PATH_KINDS)})"

@@ -1,6 +1,6 @@
-"""Heads as their authors publish them, and engines have them, as parts: EAGLE, EAGLE-3, Medusa, Hydra, MLPSpeculator.
+"""Conversion of published heads to parts: EAGLE, EAGLE-3, Medusa, Hydra, MLPSpeculator, by authors and engines.
 
-What a file holds says what it is, more than its configuration does: names and shapes of tensors are what is read.
+The kind of a head is detected from the names and shapes of its tensors, which are more reliable than its configuration.
 Pickles are loaded as tensors only.
 """
 
@@ -38,14 +38,14 @@ FILES = (
 _PREFIXES = ("speculator.", "medusa_head.", "heads.")
 _NEEDLESS = re.compile(
     r"(.*\.)?(embed_tokens\.weight|input_embed_fn\.weight|t2d|inv_freq)"
-)  # the model's own, or of it
+)  # the model's own, or derivable
 _LAYER = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
 _ROPES = ("default", "linear", "llama3")
 Tensors = dict[str, Tensor]
 
 
 def read_published(folder: Path, target: Runtime) -> PartFile:
-    """The head in a checkpoint's folder, for a model. Raises `SelfspecError` for what is not known, or not for it."""
+    """Read a head from a checkpoint's folder. Raises `SelfspecError` for an unknown head or one of another model."""
     if kind(folder) != "folder":
         raise SelfspecError(f"{folder} is no folder; expected the one of a published head, with its config.json")
     config, tensors = _config(folder), _tensors(folder)
@@ -78,7 +78,7 @@ def _tensors(folder: Path) -> Tensors:
         raise SelfspecError(f"{folder} holds no weights of a head; expected one of {', '.join(FILES)}")
     try:
         read = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-    except Exception as error:  # torn, or a pickle that holds more than tensors
+    except Exception as error:  # truncated, or a pickle with more than tensors
         raise SelfspecError(f"{file}: no tensors can be read from it ({str(error).splitlines()[0]})") from None
     tensors = {}
     for name, tensor in read.items():
@@ -96,7 +96,7 @@ def _part(
     target: Runtime,
     words: list[int] | None = None,
 ) -> PartFile:
-    """The part, unless tensors are left that it does not use."""
+    """Return the part. Raises `SelfspecError` if `left` has tensors that a head of this kind does not use."""
     if unknown := [name for name in left if not _NEEDLESS.fullmatch(name)]:
         raise SelfspecError(
             f"the head has tensors that are not known of its kind ({kind_of}): {', '.join(sorted(unknown)[:3])}"
@@ -115,7 +115,7 @@ def _check_width(found: int, target: Runtime) -> None:
 
 
 def _layer(tensors: Tensors, prefix: str) -> Tensors:
-    """A decoder layer's matrices, and the biases of those that attention reads, taken out."""
+    """Take out and return a decoder layer's matrices, and the biases of q, k and v."""
     found = {f"layer.{name.split('.')[1]}.weight": tensors.pop(f"{prefix}{name}.weight") for name in _LAYER}
     for name in _LAYER[:3]:
         if (bias := tensors.pop(f"{prefix}{name}.bias", None)) is not None:
@@ -124,9 +124,9 @@ def _layer(tensors: Tensors, prefix: str) -> Tensors:
 
 
 def _shape(config: Mapping[str, Any], found: Tensors) -> dict[str, Any]:
-    """A layer's settings: its sizes, and how rope is scaled.
+    """Return a layer's settings: its sizes and RoPE scaling.
 
-    Rope's frequencies are added to what was found where they are not those of a base alone.
+    If RoPE is scaled, its frequencies are added to `found` as `layer.inv_freq`.
     """
     hidden, heads = len(found["layer.down_proj.weight"]), int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or hidden // heads)
@@ -161,7 +161,7 @@ def _shape(config: Mapping[str, Any], found: Tensors) -> dict[str, Any]:
 
 
 def _eagle(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
-    """EAGLE and EAGLE-2: the embedding and the model's normed stream; the model's own head."""
+    """Convert an EAGLE or EAGLE-2 head: it reads the embedding and the normalised stream; it has no output head."""
     found = _layer(tensors, "layers.0.")
     found["layer.post_attention_layernorm.weight"] = tensors.pop("layers.0.post_attention_layernorm.weight")
     for name in ("fc.weight", "fc.bias", "layers.0.input_layernorm.weight"):
@@ -174,7 +174,7 @@ def _eagle(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFil
 
 
 def _eagle_3(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
-    """EAGLE-3: streams of three layers, made one; attention reads it beside the embedding; a head of its own."""
+    """Convert an EAGLE-3 head: three layers' streams are fused, attention reads them and the embedding; own head."""
     for flag in ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm"):
         if config.get(flag):
             raise SelfspecError(f"the head is of a later form of EAGLE-3 ({flag}), which is not known")
@@ -223,7 +223,7 @@ def _of_steps(
 
 
 def _blocks(tensors: Tensors, prefix: str, target: Runtime) -> tuple[dict[str, int], Tensors]:
-    """How many heads of how many blocks there are, and the blocks' linears, taken out."""
+    """Return the numbers of heads and blocks, and take out and return the blocks' linears."""
     hidden = len(tensors[f"{prefix}0.0.linear.weight"])
     _check_width(hidden, target)
     places = len(_numbers(tensors, rf"{re.escape(prefix)}(\d+)\.0\.linear\.weight"))
@@ -234,7 +234,7 @@ def _blocks(tensors: Tensors, prefix: str, target: Runtime) -> tuple[dict[str, i
 
 
 def _medusa(_config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
-    """Blocks of each head, and its map to the vocabulary, where it has one of its own, or all have one (vLLM's)."""
+    """Convert a Medusa head; output heads over the vocabulary are optional, one for each head or one for all (vLLM)."""
     net, found = _blocks(tensors, "", target)
     words = tensors.pop("token_map", None)
     for mine, theirs in [("head", "lm_head"), *((f"head.{j}", f"{j}.{net['blocks']}") for j in range(net["places"]))]:
@@ -244,7 +244,7 @@ def _medusa(_config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartF
 
 
 def _hydra(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
-    """Grounded heads of blocks, with maps to the vocabulary of their own."""
+    """Convert a Hydra head: grounded heads of blocks, each with its own output head over the vocabulary."""
     arch = config.get("hydra_head_arch", "mlp")
     if arch != "mlp" or "hydra_mlp.0.0.res_connection.weight" not in tensors or config.get("hidden_state_offset"):
         raise SelfspecError(
@@ -261,7 +261,7 @@ def _hydra(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFil
 
 
 def _mlp(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
-    """A state, tables of embeddings, and heads; of tied ones, the file may hold the first alone."""
+    """Convert an MLPSpeculator head; of tied tensors, the file may hold only the first."""
     places, tied = int(config["n_predict"]), bool(config.get("tie_weights", False))
     tables, inner = tensors["emb.0.weight"].shape
     hidden = tensors["proj.0.weight"].shape[1]
@@ -272,7 +272,7 @@ def _mlp(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
         match = re.fullmatch(r"(emb|proj|ln|head)\.(\d+)\.(weight|bias)", name)
         if match is None:
             left[name] = tensor
-        elif not tied or int(match[2]) <= int(match[1] == "proj"):  # of tied ones, there may be copies
+        elif not tied or int(match[2]) <= int(match[1] == "proj"):  # skips copies of tied tensors
             found[name] = tensor
     net = {"hidden": hidden, "places": places, "inner": inner, "tied": tied, "tables": tables}
     return _of_steps("mlp", {**net, "scaled": bool(config.get("scale_input", False))}, found, left, target)

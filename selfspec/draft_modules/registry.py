@@ -1,4 +1,4 @@
-"""The kinds of trained heads. A new one is one class, and one line here."""
+"""Registry of draft head kinds. A new kind is one class, and one line here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADS: dict[str, type[Head]] = {
 
 
 def make_head(target: Runtime, part: PartFile, *, low: bool = True) -> Head:
-    """The head that a part holds, at work for a model. Raises `SelfspecError` where it is none, or not for it."""
+    """Return the draft head of a part, loaded for `target`. Raises `SelfspecError` if it is no head or does not fit."""
     if part.kind not in HEADS:
         raise SelfspecError(f"the part is of kind '{part.kind}'; expected a head ({', '.join(HEADS)})")
     return HEADS[part.kind](target, part, low=low)

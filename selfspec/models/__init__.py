@@ -1,1 +1,1 @@
-"""Loaded `transformers` models, made readable: families, weights, how they lie. Knows nothing of caches and drafts."""
+"""Loaded `transformers` models as the runtime reads them: families, sub-layers, weight layouts and kernels."""

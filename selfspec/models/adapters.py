@@ -1,6 +1,7 @@
-"""PEFT adapters: folders with the changes to a base model's weights.
+"""PEFT adapters: folders with low-rank changes to a base model's weights.
 
-One is merged into them when it is loaded as a model; several stay beside them, of which requests choose (`Adapters`).
+An adapter loaded as a model is merged into the weights. Several adapters stay unmerged, and each request chooses one
+(`Adapters`).
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ CONFIG = "adapter_config.json"
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter, and no model of its own."""
+    """Return whether a folder holds an adapter and no model of its own."""
     return kind(folder / "config.json") != "file" and kind(folder / CONFIG) == "file"
 
 
 def base_of(folder: Path) -> str:
-    """The model that an adapter changes: a folder, seen from here or from the adapter's, or a hub id.
+    """Return an adapter's base model: a folder, relative to the working or the adapter's folder, or a hub id.
 
-    Raises `SelfspecError` where the adapter's configuration does not say, and without `peft`.
+    Raises `SelfspecError` if the adapter's configuration names none, and without `peft`.
     """
     if find_spec("peft") is None:
         raise SelfspecError(
@@ -48,17 +49,17 @@ def base_of(folder: Path) -> str:
 
 
 def merged(model: Any, folder: Path) -> Any:
-    """The model with the adapter's changes made to its weights: as fast as without them. Raises what `peft` raises."""
+    """Merge the adapter into the model's weights, which costs no speed. Raises what `peft` raises."""
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
 
 
-BASE = "base"  # what requests call the model without an adapter
+BASE = "base"  # the name in requests of the model without an adapter
 
 
 def beside(model: Any, adapters: Mapping[str, str | Path]) -> Any:
-    """The model with adapters, by name, beside its weights. None acts. Raises `SelfspecError`."""
+    """Load adapters by name, unmerged, and leave all of them disabled. Raises `SelfspecError`."""
     for name, folder in adapters.items():
         if not name or name == BASE or "." in name:
             raise SelfspecError(
@@ -83,10 +84,10 @@ def beside(model: Any, adapters: Mapping[str, str | Path]) -> Any:
 
 
 class Adapters:
-    """A model's adapters beside its weights, one of which acts at a time, or none.
+    """A model's unmerged adapters, of which at most one is active at a time.
 
-    `own`: what acts where nothing is chosen: none of those that `beside` loaded; of a model that came with some, the
-    one that was active. A model without adapters has no `names`.
+    `own` is the default: `BASE` if `beside` loaded the adapters; for a model that came with adapters, the active one.
+    A model without adapters has no `names`.
     """
 
     def __init__(self, model: Any) -> None:
@@ -96,13 +97,13 @@ class Adapters:
         self._model, self._acts = model, self.own
 
     def named(self, name: str | None) -> str:
-        """The adapter that a request means. Raises `SelfspecError` for one that is not there."""
+        """Return the adapter that a request names, or the default. Raises `SelfspecError` for an unknown name."""
         if name is not None and name not in (*self.names, BASE):
             raise SelfspecError(f"adapter '{name}' is not there; known: {', '.join((*self.names, BASE))}")
         return self.own if name is None else name
 
     def use(self, name: str) -> None:
-        """Let one act from here on, as `named` names it. What `peft` itself has switched meanwhile is not seen."""
+        """Activate an adapter by its name from `named`. Switches made through `peft` itself go unnoticed."""
         if name == self._acts:
             return
         if name == BASE:

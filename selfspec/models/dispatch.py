@@ -1,8 +1,8 @@
-"""Models that accelerate has dispatched: parts on several devices, weights on the CPU or on disk until they are used.
+"""Models that accelerate has dispatched: over several devices, with weights offloaded to the CPU or disk until used.
 
-accelerate hooks every module. The runtime calls a model's norms, linears and head one by one, whose hooks then bring
-their inputs and weights; it never calls the modules that contain those (*containers*: the model, its layers), whose
-hooks therefore never run. Knows nothing of families and caches.
+accelerate hooks every module. The runtime calls a model's norms, linears and head one by one, and their hooks bring
+inputs and weights to the device. It never calls the modules that contain them (*containers*: the model, its layers),
+so that the hooks of containers never run.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from selfspec.basics.errors import UnsupportedModelError
 
 
 def calls_itself(module: nn.Module, *, offloaded: bool = False) -> bool:
-    """Whether calling a module runs its class's own forward.
+    """Return whether calling a module runs its class's own forward.
 
-    accelerate puts a forward of its own around it. That does not count where it only moves inputs to the module's
-    device; with `offloaded`, nor where it brings the weights.
+    accelerate's wrapper around the forward is allowed if it only moves inputs to the module's device, or, with
+    `offloaded`, if it also loads the weights.
     """
     forward = module.__dict__.get("forward")
     if forward is None:
@@ -36,21 +36,21 @@ def calls_itself(module: nn.Module, *, offloaded: bool = False) -> bool:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module computes: where accelerate brings it, else where its weights are."""
+    """Return the device that a module computes on: accelerate's execution device, else that of its weights."""
     for hook in (hook for part in module.modules() for hook in _hooks(part)):
         if getattr(hook, "execution_device", None) is not None:
-            return torch.empty(0, device=hook.execution_device).device  # with its number
+            return torch.empty(0, device=hook.execution_device).device  # with its index
     held = next(chain(module.parameters(), module.buffers()), None)
     return torch.device("cpu") if held is None else held.device
 
 
 def is_dense(weight: Any) -> bool:
-    """Whether a weight is a tensor of torch's own, and none that says so of quantised numbers, as torchao's do."""
+    """Return whether a weight is a plain torch tensor, and no subclass such as torchao's quantised tensors."""
     return type(weight) in (Tensor, nn.Parameter)
 
 
 def weight_of(module: nn.Module) -> Tensor | None:
-    """A module's weight, or, offloaded, what accelerate keeps of it; None where there is none."""
+    """Return a module's weight, or accelerate's copy if it is offloaded; None if there is none."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_meta:
         return weight
@@ -62,9 +62,9 @@ def weight_of(module: nn.Module) -> Tensor | None:
 
 
 def containers(model: nn.Module, called: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """The modules that contain those `called`, by name (`model`'s own is empty).
+    """Return the modules that contain any of `called`, by name (the model's own is "").
 
-    Lists of modules are left out: nothing calls them in any case.
+    `nn.ModuleList`s are left out, as nothing ever calls them.
     """
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, nn.Module] = {"": model}
@@ -77,9 +77,9 @@ def containers(model: nn.Module, called: Iterable[nn.Module]) -> dict[str, nn.Mo
 
 
 def check_hooks(containers: Mapping[str, nn.Module]) -> None:
-    """Raise `UnsupportedModelError` for a hook on a container, by name, since it would be ignored.
+    """Raise `UnsupportedModelError` for a hook on a container, which would be ignored, naming the container.
 
-    accelerate's own hooks that only move inputs are not missed, and transformers' only record.
+    accelerate's hooks that only move inputs are not needed, and those of `transformers` only record outputs.
     """
     for path, module in containers.items():
         name = f"module '{path}'" if path else "the model"
@@ -99,7 +99,7 @@ def check_hooks(containers: Mapping[str, nn.Module]) -> None:
 
 
 def check_places(model: nn.Module, layers: Sequence[nn.Module], containers: Mapping[str, nn.Module]) -> None:
-    """Raise `UnsupportedModelError` for weights that nothing will bring, and for a layer on more than one device."""
+    """Raise `UnsupportedModelError` for meta weights that no hook loads, and for a layer on more than one device."""
     for name, module in model.named_modules():
         offloaded = any(getattr(hook, "offload", False) for hook in _hooks(module))
         if not offloaded and any(p.is_meta for p in module.parameters(recurse=False)):
@@ -124,7 +124,7 @@ def check_places(model: nn.Module, layers: Sequence[nn.Module], containers: Mapp
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    """Accelerate's hooks on a module, those that run one after the other apart."""
+    """Return accelerate's hooks on a module, with sequential hooks flattened."""
     found, left = [], [module.__dict__.get("_hf_hook")]
     while left:
         hook = left.pop(0)

@@ -1,6 +1,6 @@
-"""GGUF files as models: dequantised through `transformers`, and kept as a folder that `from_pretrained` maps.
+"""GGUF files as models: dequantised through `transformers` into a cached folder that `from_pretrained` memory-maps.
 
-What `transformers` leaves out of such a file is added here: how rope is scaled, and every token that ends an answer.
+Two things that `transformers` does not read from a GGUF file are added here: RoPE scaling, and all end tokens.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ARCHITECTURES = ("llama", "qwen2")  # Mistral's files say llama
-KEEP = "SELFSPEC_GGUF_COPIES"  # set to 0: no dequantised weights are kept
-_VERSION = 1  # of what is kept
+KEEP = "SELFSPEC_GGUF_COPIES"  # environment variable: 0 caches no dequantised weights
+_VERSION = 1  # of the cached folders' format
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _log = logging.getLogger("selfspec")
 
 
 def check_gguf(path: Path) -> Header:
-    """The header of a GGUF file that can be a model here. Raises `SelfspecError`; cheap."""
+    """Return the header of a supported GGUF model. Raises `SelfspecError` for any other file. Cheap."""
     header = read_header(path)
     parts = header.metadata.get("split.count", 1)
     if parts != 1:
@@ -57,9 +57,9 @@ def check_gguf(path: Path) -> Header:
 
 
 def description(path: Path) -> Path:
-    """The folder with configuration, tokenizer and generation configuration of a GGUF file, made when first needed.
+    """Return the folder with a GGUF file's config, tokenizer and generation config, made when first needed.
 
-    Raises `SelfspecError` where they cannot be read from the file.
+    Raises `SelfspecError` if they cannot be read from the file.
     """
     folder = _folder(path)
     if not (folder / "config.json").is_file():
@@ -86,14 +86,14 @@ def _describe(path: Path, header: Header, folder: Path) -> None:
 
 
 def weights(path: Path, dtype: torch.dtype) -> dict[str, Any]:
-    """What `from_pretrained` is to be told of where a GGUF file's weights are: its first argument, and others by name.
+    """Return the keyword arguments of `from_pretrained` that load a GGUF file's weights.
 
-    They lie dequantised in the cache folder, written when first asked for; where they cannot, or where the variable
-    `SELFSPEC_GGUF_COPIES` is 0, they are dequantised anew.
+    Dequantised weights are written to the cache folder on the first call. If they cannot be, or the variable
+    `SELFSPEC_GGUF_COPIES` is 0, the arguments dequantise the file at each load.
     """
     import torch
 
-    stored = torch.float32 if dtype == torch.float64 else dtype  # what is dequantised is exact in float32
+    stored = torch.float32 if dtype == torch.float64 else dtype  # dequantised weights are exact in float32
     folder = description(path) / str(stored).removeprefix("torch.")
     if (folder / "config.json").is_file():
         return {"pretrained_model_name_or_path": str(folder)}
@@ -108,7 +108,7 @@ def weights(path: Path, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def own_dtype(path: Path) -> torch.dtype:
-    """What its weights are best held in on an accelerator: as in the file, or bfloat16 where they are quantised."""
+    """Return the dtype for the file's weights on an accelerator: the file's own, or bfloat16 if quantised."""
     import torch
     from gguf import GGMLQuantizationType as Type
 
@@ -118,7 +118,7 @@ def own_dtype(path: Path) -> torch.dtype:
 
 
 def _copy(path: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Dequantise a file's weights into a folder, and say so."""
+    """Dequantise a file's weights into a folder, and log it."""
     from transformers import AutoModelForCausalLM
 
     _log.warning("%s: dequantising it to %s, once ...", path.name, str(dtype).removeprefix("torch."))
@@ -142,7 +142,7 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def _config(path: Path, header: Header) -> PretrainedConfig:
-    """The file's configuration as `transformers` reads it, with rope as the file has it."""
+    """Return the file's configuration as `transformers` reads it, plus the file's RoPE scaling."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
@@ -153,7 +153,7 @@ def _config(path: Path, header: Header) -> PretrainedConfig:
 
 
 def _rope(path: Path, header: Header) -> dict[str, Any]:
-    """How rope's frequencies are scaled, as a configuration says it; nothing where they are not."""
+    """Return the RoPE scaling as configuration entries, empty if there is none. Raises `SelfspecError` if unknown."""
     kind, factor = header.of("rope.scaling.type"), header.of("rope.scaling.factor")
     if "rope_freqs.weight" in header.tensors:
         return _llama3(path, header)
@@ -168,7 +168,7 @@ def _rope(path: Path, header: Header) -> dict[str, Any]:
 
 
 def _llama3(path: Path, header: Header) -> dict[str, Any]:
-    """Llama 3.1's scaling, of which the file holds only what each frequency is divided by, `[d / 2]`."""
+    """Return Llama 3.1's RoPE scaling from the frequency divisors `[d / 2]`, which are all that the file holds."""
     import numpy as np
 
     tensor = header.tensors["rope_freqs.weight"]
@@ -176,19 +176,19 @@ def _llama3(path: Path, header: Header) -> dict[str, Any]:
     if tensor.type == 0 and np.all(divisors == 1):
         return {}
     base = header.of("rope.freq_base") or 10_000.0
-    lengths = 2 * np.pi * base ** (np.arange(len(divisors)) / len(divisors))  # of the waves, in positions
+    lengths = 2 * np.pi * base ** (np.arange(len(divisors)) / len(divisors))  # wavelengths in positions
     factor = float(np.round(divisors.max(), 3))
     original, high, low = (
         _LLAMA3[name] for name in ("original_max_position_embeddings", "high_freq_factor", "low_freq_factor")
     )
-    share = np.clip((original / lengths - low) / (high - low), 0, 1)  # of the frequency as it was
+    share = np.clip((original / lengths - low) / (high - low), 0, 1)  # weight of the unscaled frequency
     if tensor.type != 0 or not np.allclose(divisors, 1 / ((1 - share) / factor + share), rtol=1e-3):
         raise SelfspecError(f"{path}: rope frequencies of its own kind, which are not served; known: Llama 3.1's")
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
 
 def _folder(path: Path) -> Path:
-    """Where what is made of this file, as it is now, is kept."""
+    """Return the cache folder of this file, by its path, size and modification time."""
     path = path.resolve()
     stat = path.stat()
     what = json.dumps([_VERSION, str(path), stat.st_size, stat.st_mtime_ns])
@@ -196,7 +196,7 @@ def _folder(path: Path) -> Path:
 
 
 def _root() -> Path:
-    """Where what is made of all files is kept; where nothing can be, a folder that ends with the process."""
+    """Return the cache folder of all GGUF files, or, if it is not writable, one deleted when the process exits."""
     folder = cache_folder() / "gguf"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -215,11 +215,11 @@ def _lost() -> Path:
 
 @contextlib.contextmanager
 def _making(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `folder` whole or not at all."""
+    """Yield a temporary folder to fill, which then becomes `folder` or is merged into it; deleted on an error."""
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
         yield made
-        if folder.is_dir():  # the description, or what another process has made meanwhile
+        if folder.is_dir():  # with the description, or made by another process meanwhile
             for file in made.iterdir():
                 os.replace(file, folder / file.name)
         else:
@@ -230,7 +230,7 @@ def _making(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Progress bars on a terminal only."""
+    """Suppress stderr, and so progress bars, unless it is a terminal."""
     if sys.stderr is not None and sys.stderr.isatty():
         yield
         return

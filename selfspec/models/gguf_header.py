@@ -1,7 +1,7 @@
-"""What a GGUF file says of itself: its metadata and its tensors, read and checked in milliseconds.
+"""Reader of a GGUF file's header, metadata and tensor descriptions, in milliseconds.
 
-`gguf`'s own reader makes an array of every token (seconds for a large vocabulary) and cannot say what is wrong with a
-broken file; weights are read through `transformers`. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+`gguf`'s own reader makes an array of every token (seconds for a large vocabulary) and cannot explain what is wrong with
+a broken file. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from typing import Any, BinaryIO
 from selfspec.basics.errors import SelfspecError
 
 MAGIC = b"GGUF"
-_SCALARS = "BbHhIif?__Qqd"  # struct's letters by GGUF's numbers of types; 8 is a text, 9 an array
+_SCALARS = "BbHhIif?__Qqd"  # `struct` format letters by GGUF value type; 8 is a string, 9 an array
 _TEXT, _ARRAY = 8, 9
-_LONGEST = 1 << 26  # bytes of a text, items of an array, tensors: no file in use comes near
+_LONGEST = 1 << 26  # most bytes of a string, items of an array, or tensors: no real file comes near
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of the file: its shape (fastest dimension first, as in the file) and where its data lies."""
+    """A tensor of the file: its shape (fastest dimension first, as in the file), type and data offset."""
 
     shape: tuple[int, ...]
-    type: int  # of `gguf.GGMLQuantizationType`
-    start: int  # bytes from the file's beginning
+    type: int  # a `gguf.GGMLQuantizationType`
+    start: int  # bytes from the beginning of the file
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A GGUF file's metadata by key (of an array, only its length) and its tensors by name."""
+    """A GGUF file's metadata by key (for an array, only its length) and its tensors by name."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
 
     @property
     def architecture(self) -> str:
-        """The kind of model, as llama.cpp names it."""
+        """The model architecture, as llama.cpp names it."""
         return str(self.metadata.get("general.architecture", "unknown"))
 
     def of(self, key: str) -> Any:
-        """A value of the architecture's own, such as `context_length`; None where there is none."""
+        """Return the value of an architecture key, such as `context_length`; None if there is none."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as GGUF files do."""
+    """Return whether a file begins with GGUF's magic bytes."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -57,7 +57,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a whole GGUF file. Raises `SelfspecError` for one that is broken, cut off, or not GGUF."""
+    """Read the header of a GGUF file. Raises `SelfspecError` if the file is broken, cut off, or not GGUF."""
     try:
         with path.open("rb") as file:
             header = _Reader(file, path).header()
@@ -73,7 +73,7 @@ def read_header(path: Path) -> Header:
 
 
 def _end(path: Path, name: str, tensor: Tensor) -> int:
-    """Where a tensor's data ends. Raises `SelfspecError` for a type that cannot be dequantised."""
+    """Return the offset where a tensor's data ends. Raises `SelfspecError` for a type unknown to `gguf`."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     known = {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
@@ -87,7 +87,7 @@ def _end(path: Path, name: str, tensor: Tensor) -> int:
 
 
 class _Reader:
-    """Reads a header from beginning to end; whatever a broken file brings ends in `struct.error`."""
+    """A sequential reader of a header; broken data raises `struct.error`."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file, self._path = file, path
@@ -110,7 +110,7 @@ class _Reader:
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise struct.error
-        start = -(-self._file.tell() // alignment) * alignment  # the data begin at the next multiple
+        start = -(-self._file.tell() // alignment) * alignment  # the data begins at the next multiple
         return Header(metadata, {name: Tensor(t.shape, t.type, start + t.start) for name, t in found.items()})
 
     def _pair(self) -> tuple[str, Any]:

@@ -1,7 +1,6 @@
-"""GGUF files as models whose weights stay as the file holds them: read once, never dequantised as a whole.
+"""GGUF files as models whose weights stay quantised in memory as in the file: read once, never dequantised whole.
 
-Types in blocks of 32 with scales of float16 are kept (`TYPES`); weights of other types are dequantised. Knows nothing
-of products, caches and drafts.
+Quantisation types with blocks of 32 values and float16 scales are kept (`TYPES`); other weights are dequantised.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _log = logging.getLogger("selfspec")
 
 
 def kept_model(path: Path) -> Any:
-    """The model of a GGUF file, in float32 but for the weights that stay as they are there. Raises `SelfspecError`."""
+    """Load a GGUF file's model, with weights of `TYPES` as in the file and all else float32. Raises `SelfspecError`."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -46,7 +45,7 @@ def kept_model(path: Path) -> Any:
     file.share(names[id(parts.head.module)], embedding, blocks)
     for group in (*parts.groups(), parts.head):
         _keep(group, [names[id(module)] for module in group.modules], file)
-    made: dict[str, nn.Parameter] = {}  # by the tensor's name: what a head shares with the embedding is held once
+    made: dict[str, nn.Parameter] = {}  # by tensor name, so that a head tied to the embedding shares its parameter
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if parameter.is_meta:
             owner, _, last = name.rpartition(".")
@@ -61,7 +60,7 @@ def kept_model(path: Path) -> Any:
 
 
 def _keep(group: Group, names: Sequence[str], file: _File) -> None:
-    """Replace a group's linears by those that keep the file's weights: together where all are of the same bits."""
+    """Replace a group's linears by `BlockLinear`s on the file's weights, fused if all have the same bits."""
     modules, found = group.modules, [file.blocks(name) for name in names]
     bits = {None if blocks is None else blocks.bits for blocks in found}
     if len(modules) > 1 and (len(bits) > 1 or len({module.bias is None for module in modules}) > 1):
@@ -79,7 +78,7 @@ def _keep(group: Group, names: Sequence[str], file: _File) -> None:
 
 
 class _File:
-    """A GGUF file's tensors by the names that `transformers` has for them."""
+    """A GGUF file's tensors under their names in `transformers`."""
 
     def __init__(self, path: Path, config: Any) -> None:
         import gguf
@@ -94,14 +93,14 @@ class _File:
         self._others: Counter[str] = Counter()
 
     def share(self, head: str, embedding: str, blocks: GGUFWeight | None) -> None:
-        """Let the head have the embedding's weight where the file has none of its own."""
+        """Tie the head to the embedding's weight if the file has no weight for the head."""
         if self._described(f"{head}.weight") is None:
             self._same[f"{head}.weight"] = f"{embedding}.weight"
             if blocks is not None:
                 self._kept[head] = blocks
 
     def blocks(self, module: str) -> GGUFWeight | None:
-        """The weight of a linear or an embedding; None where it is of a type that is not kept."""
+        """Return the quantised weight of a linear or an embedding; None if its type is not kept."""
         if module in self._kept:
             return self._kept[module]
         tensor = self._found(self.name_of(f"{module}.weight"))
@@ -120,11 +119,11 @@ class _File:
         return found if order is None else found.rows(order)
 
     def name_of(self, name: str) -> str:
-        """The parameter that the file has for one."""
+        """Return the name of the parameter that this one is tied to, else the name itself."""
         return self._same.get(name, name)
 
     def dequantised(self, name: str) -> Tensor:
-        """A parameter in float32, whatever its type. Raises `SelfspecError` where there is none."""
+        """Return a parameter of any type in float32. Raises `SelfspecError` if the file has none of this name."""
         tensor = self._found(self.name_of(name))
         kind = self._gguf.GGMLQuantizationType(tensor.type)
         if len(tensor.shape) > 1:
@@ -135,7 +134,7 @@ class _File:
         return found if order is None else found[order]
 
     def report(self) -> None:
-        """Say which weights are not kept."""
+        """Log which weights were dequantised, by type."""
         if self._others:
             kinds = ", ".join(f"{n} of type {kind}" for kind, n in sorted(self._others.items()))
             _log.warning(
@@ -143,7 +142,7 @@ class _File:
             )
 
     def _order(self, module: str, out: int) -> Tensor | None:
-        """Which row comes where: llama's queries and keys lie in the file with the two of a pair side by side."""
+        """Return the row order of a linear: llama's files interleave the two halves of query and key heads for RoPE."""
         last = module.rpartition(".")[2]
         if self._header.architecture != "llama" or last not in ("q_proj", "k_proj"):
             return None
@@ -162,7 +161,7 @@ class _File:
         return None if known is None else self._header.tensors.get(f"{known}.{suffix}")
 
     def _rows(self, tensor: Described) -> Any:
-        """A tensor's bytes `[out, bytes]`."""
+        """Return a tensor's raw bytes `[out, bytes]`."""
         values, size = self._gguf.GGML_QUANT_SIZES[self._gguf.GGMLQuantizationType(tensor.type)]
         into, *more = tensor.shape
         out = int(np.prod(more))

@@ -1,8 +1,8 @@
-"""Weights kept as a GGUF file holds them, in blocks of 32 inputs, and the modules that multiply with them.
+"""GGUF weights as in the file, in blocks of 32 inputs, and the modules that multiply with them. CPU only.
 
-The values are the file's, exactly: scales stay float16. With a C++ compiler products are selfspec's own, which read the
-weights as they are, sums are float32's, and a row gives the same bits alone and among others; without one, weights are
-dequantised some outputs at a time, each time. On processors only. Knows nothing of files, families and caches.
+Values are exactly the file's, and scales stay float16. With a C++ compiler, selfspec's own kernels read these blocks,
+sum in float32, and give a row the same bits in a batch of any size. Without one, each product dequantises the weight,
+a slice of outputs at a time.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from selfspec.models.native import NativeProduct
 from selfspec.models.native_library import available
 
 BLOCK = 32  # inputs that share a scale
-_KINDS = {8: 4, 4: 5}  # of `native.cpp`, by bits
-_AT_ONCE = 1024  # outputs that are dequantised at a time, without a compiler
+_KINDS = {8: 4, 4: 5}  # weight kinds of `native.cpp`, by bits
+_AT_ONCE = 1024  # outputs dequantised at a time without a compiler
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GGUFWeight:
-    """A weight `[out, in]` of which each output's 32 inputs share a scale, and in 4 bits a zero.
+    """A quantised weight `[out, in]` in groups of 32 inputs, which share a scale and, in 4 bits, a zero point.
 
-    It stands for values * scale in 8 bits: `values` int8 `[out, in]`, `grid` float16 `[out, in / 32, 1]`. In 4 bits
-    for values * scale + zero: `values` uint8 `[out, in / 2]`, of 32 inputs the first 16 as low halves of 16 bytes, the
-    others as high ones; `grid` `[out, in / 32, 2]`, the scale first.
+    In 8 bits, the weight is values * scale: `values` int8 `[out, in]`, `grid` float16 `[out, in / 32, 1]`. In 4 bits,
+    it is values * scale + zero: `values` uint8 `[out, in / 2]`, where 16 bytes hold 32 inputs, the first 16 in the low
+    halves and the others in the high ones; `grid` float16 `[out, in / 32, 2]`, the scale first.
     """
 
     bits: Literal[8, 4]
@@ -39,20 +39,20 @@ class GGUFWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
+        """The numbers of outputs and inputs."""
         return len(self.values), self.grid.shape[1] * BLOCK
 
     @property
     def bytes(self) -> int:
-        """Memory held."""
+        """Size in bytes."""
         return self.values.nbytes + self.grid.nbytes
 
     def rows(self, outputs: Tensor | slice) -> GGUFWeight:
-        """Some outputs' weights; of a slice, no copy."""
+        """Return the weight of some outputs; a slice is not copied."""
         return GGUFWeight(self.bits, self.values[outputs], self.grid[outputs])
 
     def weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """What it stands for: exact in float32, rounded once where a zero is far smaller than its scale."""
+        """Return the dequantised weight: exact in float32, or rounded once if a zero is far smaller than its scale."""
         grid = self.grid.float()
         if self.bits == 8:
             values = self.values.view(*self.grid.shape[:2], BLOCK).float().mul_(grid)
@@ -66,14 +66,14 @@ class GGUFWeight:
 
 
 def together(parts: Sequence[GGUFWeight]) -> GGUFWeight:
-    """Weights of the same bits over one input, one below the other."""
+    """Concatenate the outputs of weights with the same bits and inputs."""
     if len(parts) == 1:
         return parts[0]
     return GGUFWeight(parts[0].bits, torch.cat([p.values for p in parts]), torch.cat([p.grid for p in parts]))
 
 
 class BlockProduct(NativeProduct):
-    """The native product with such a weight, of any number of rows alike: no other copy of it is ever made."""
+    """The native product with a `GGUFWeight`, by one kernel for any number of rows: the weight is never copied."""
 
     def __init__(self, blocks: GGUFWeight, bias: Tensor | None = None) -> None:
         self.blocks = GGUFWeight(blocks.bits, blocks.values.contiguous(), blocks.grid.contiguous())
@@ -81,25 +81,25 @@ class BlockProduct(NativeProduct):
         self._describe(_KINDS[blocks.bits], 0, self.blocks.values, self.blocks.grid, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product, of the dtype of `x`."""
+        """Return the product `[N, out]`, in the dtype of `x` `[N, in]`."""
         return self.batch_invariant(x)
 
     def write(self, x: Tensor, out: Tensor) -> None:
-        """The product, written to `out` `[N, out]`."""
+        """Write the product with `x` `[N, in]` to `out` `[N, out]`."""
         if out.dtype == torch.float32:
             self._run(x, out, add=False)
         else:
             out.copy_(self(x))
 
     def add(self, base: Tensor, x: Tensor) -> None:
-        """The product, added to `base` `[N, out]`."""
+        """Add the product with `x` `[N, in]` to `base` `[N, out]`."""
         if base.dtype == torch.float32:
             self._run(x, base, add=True)
         else:
             base.add_(self(x))
 
     def with_bias(self, bias: Tensor) -> BlockProduct:
-        """The same with a bias `[out]`."""
+        """Return a product with the same weight and a bias `[out]`."""
         return BlockProduct(self.blocks, bias)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -107,20 +107,20 @@ class BlockProduct(NativeProduct):
 
 
 class SlowBlockProduct:
-    """The same in torch's own operations, where nothing can be compiled: slow, and no memory but for some outputs."""
+    """The product in torch operations, without a compiler: slow, dequantising `_AT_ONCE` outputs at a time."""
 
     def __init__(self, blocks: GGUFWeight, bias: Tensor | None = None) -> None:
         self.blocks, self.bias, (self.out, self.into) = blocks, bias, blocks.shape
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product, of the dtype of `x`."""
+        """Return the product `[N, out]`, in the dtype of `x` `[N, in]`."""
         found = [x @ self.blocks.rows(slice(o, o + _AT_ONCE)).weight(x.dtype).t() for o in range(0, self.out, _AT_ONCE)]
         product = torch.cat(found, -1)
         return product if self.bias is None else product + self.bias.to(x.dtype)
 
     @property
     def product(self) -> Call:
-        """Itself."""
+        """This object."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlowBlockProduct:
@@ -128,15 +128,15 @@ class SlowBlockProduct:
 
 
 def block_product(blocks: GGUFWeight, bias: Tensor | None = None) -> BlockProduct | SlowBlockProduct:
-    """The product with a weight, natively where that is to be had."""
+    """Return the native product with a weight, or the slow one if native code is not available."""
     return BlockProduct(blocks, bias) if available() else SlowBlockProduct(blocks, bias)
 
 
 class BlockLinear(PartLinear):
-    """Stands for a linear whose weight is kept, alone or with others over its input.
+    """Replacement of a linear whose weight stays quantised, alone or fused with others over the same input.
 
-    `weight` dequantises it each time it is read: it is no parameter. A model with these can be called, copied and saved
-    as if it were dequantised, but neither trained nor moved.
+    `weight` is no parameter: each read dequantises it. A model with these modules can be called, copied and saved as if
+    it were dequantised, but neither trained nor moved.
     """
 
     whole: BlockProduct | SlowBlockProduct
@@ -149,21 +149,21 @@ class BlockLinear(PartLinear):
 
     @property
     def blocks(self) -> GGUFWeight:
-        """The weights of all its parts."""
+        """The quantised weight of all linears fused with this one."""
         return self.whole.blocks
 
     @property
     def weight(self) -> Tensor:
-        """The weight `[out, in]`, dequantised."""
+        """The dequantised weight `[out, in]` of this linear."""
         return self.blocks.rows(slice(self.start, self.start + self.out_features)).weight()
 
     def over(self, outputs: Tensor) -> Call:
-        """The product with the weight's rows `outputs` alone, kept as they are."""
+        """Return the product with only the rows `outputs` of the weight, which stay quantised."""
         bias = None if self.bias is None else self.bias.index_select(0, outputs)
         return block_product(self.blocks.rows(outputs + self.start), bias).product
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product with `x` `[.., in]`."""
+        """Return the product `[.., out]` with `x` `[.., in]`."""
         rows = super().forward(x.reshape(-1, self.in_features))
         return rows.reshape(*x.shape[:-1], self.out_features)
 
@@ -178,7 +178,7 @@ class BlockLinear(PartLinear):
 
 
 class BlockEmbedding(nn.Module):
-    """Stands for an embedding whose weight is kept; the head may share it."""
+    """Replacement of an embedding whose weight stays quantised; the head may share it."""
 
     def __init__(self, blocks: GGUFWeight) -> None:
         super().__init__()
@@ -187,11 +187,11 @@ class BlockEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight `[tokens, D]`, dequantised."""
+        """The dequantised weight `[tokens, D]`."""
         return self.blocks.weight()
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The rows of token ids `[.., n]`."""
+        """Return the embeddings `[.., n, D]` of token ids `[.., n]`."""
         return self.blocks.rows(ids.flatten()).weight().view(*ids.shape, self.embedding_dim)
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
@@ -203,7 +203,7 @@ class BlockEmbedding(nn.Module):
 
 
 def _stays(fn: Callable[[Tensor], Tensor]) -> None:
-    """Raise `SelfspecError` where something would move or cast weights."""
+    """Raise `SelfspecError` if `fn` moves or casts weights."""
     moved = fn(torch.zeros(1))
     if moved.dtype != torch.float32 or moved.device.type != "cpu":
         raise SelfspecError(

@@ -1,7 +1,7 @@
-"""What multiplies weights in few bits on this machine: selfspec's own products or torch's, whichever is fastest.
+"""Kernels for quantised weights, selfspec's own and torch's, and the choice of the fastest on this machine.
 
-Which is fastest depends on the processor: a product may run on a kernel made for it, or on a reference that is slower
-than float32. So they are timed on a weight like the model's, once for each kind of model, and the choice is remembered.
+Which is fastest depends on the processor: torch may have a kernel optimised for it, or only a reference that is slower
+than float32. So kernels are timed on a weight like the model's, once for each kind of model, and the choice is cached.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from selfspec.models.low_precision import Bits, Kernel, QuantizedWeight, fake, q
 from selfspec.models.native import IN_A_PASS, NativeProduct
 from selfspec.models.native_library import available
 
-_OUTPUTS, _VALUES = 4096, 2**26  # of a weight to time on: outputs at least, and values at most that are more than those
+_OUTPUTS, _VALUES = 4096, 2**26  # of the timed weight: least outputs, and most values unless these outputs have more
 _REPEATS = 5
-_COPIES, _CACHES = 24, 2**26  # of it, at most; and bytes that no cache holds, as a step reads each weight once
+_COPIES, _CACHES = 24, 2**26  # most copies of the timed weight, and bytes of all that exceed CPU caches, as in a step
 _ENLARGED = 2.0**20
-_WIDE = 24  # rows from which on a product with weights that are held in bfloat16 is faster than one in few bits
-COARSER = 1.1  # times the time: float8 is five times as far off the model's weights, and drafts are accepted less often
-_ERROR = 0.05  # of a product's size, that a kernel's may be off the rounded weight's own
+_WIDE = 24  # rows from which a product with the weight dequantised to bfloat16 is faster than the quantised kernel
+COARSER = 1.1  # factor on float8's time: five times as far off the model's weights, its drafts are accepted less often
+_ERROR = 0.05  # largest relative error of a kernel's product to that of the dequantised weight
 
 
 def weights_only(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
-    """8-bit weights and bfloat16 rows.
+    """Pack int8 weights for bfloat16 rows.
 
-    torch's product reads inputs 32 at a time, beyond the end where they are no multiple of that.
+    torch's kernel reads inputs 32 at a time, past the end unless padded to a multiple of 32.
     """
     into = weight.values.shape[1]
     more = -into % 32
@@ -50,14 +50,14 @@ def weights_only(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
 
 
 def both_in_8_bits(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
-    """8-bit weights, and each row brought to 8 bits by its own largest value on the way.
+    """Pack int8 weights for rows that are quantised to 8 bits on the fly, each by its own largest value.
 
-    torch's product for one row is the faster, and scales all rows as one; several rows are scaled here, each by itself,
-    for a product that costs little more for each further row. What that needs is packed when several rows first come.
-    torch takes rows whose values are all below 2^-6 for coarser than they are, so the one row comes enlarged.
+    torch's dynamic kernel is faster for one row, but quantises all rows by one scale. Several rows are therefore
+    quantised here one by one, for a kernel that costs little more for each further row; its weights are packed when
+    several rows first come. torch quantises a row with all values below 2^-6 too coarsely, so one row is scaled up.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch is to drop its tensors of quantised type
+        warnings.simplefilter("ignore")  # torch has deprecated its quantised tensor types
         scales, zeros = weight.scale.flatten().double() / _ENLARGED, torch.zeros(len(weight.scale), dtype=torch.long)
         held = torch._make_per_channel_quantized_tensor(weight.values, scales, zeros, 0)
         packed, scale = torch.ops.quantized.linear_prepack(held, None), weight.scale
@@ -75,7 +75,7 @@ def both_in_8_bits(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
 
 
 def _by_rows(values: Tensor, scale: Tensor) -> Call:
-    """Products of rows that are scaled one by one."""
+    """Return the product of rows that are each quantised by a scale of its own."""
     packed = torch.ops.onednn.qlinear_prepack(values, None)
     scales, zeros = scale.flatten().float(), torch.zeros(len(scale), dtype=torch.int32)
     product = torch.ops.onednn.qlinear_pointwise.default
@@ -90,7 +90,7 @@ def _by_rows(values: Tensor, scale: Tensor) -> Call:
 
 
 def four_bits(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
-    """4-bit weights in groups, and bfloat16 rows. torch wants outputs by 16."""
+    """Pack int4 weights in groups for bfloat16 rows. torch requires a multiple of 16 outputs."""
     assert weight.zero is not None
     out, into = weight.values.shape
     values = F.pad(weight.values, (0, 0, 0, -out % 16))
@@ -101,7 +101,7 @@ def four_bits(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
 
 
 def four_bits_on_cuda(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
-    """The same on CUDA (compute capability 8.0 and above), where torch wants outputs by 8 and inputs by 32."""
+    """Pack int4 weights on CUDA (compute capability from 8.0 on). torch requires multiples of 8 outputs, 32 inputs."""
     assert weight.zero is not None
     out, into = weight.values.shape
     more = -out % 8
@@ -114,9 +114,9 @@ def four_bits_on_cuda(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
 
 
 def float8(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
-    """8-bit floating-point weights and rows (e4m3), each output and each row with a scale of its own.
+    """Pack float8 weights (e4m3) for rows cast to float8, with a scale for each output and each row.
 
-    On CUDA from compute capability 8.9 on. torch wants outputs and inputs by 16.
+    For CUDA from compute capability 8.9 on. torch requires multiples of 16 outputs and inputs.
     """
     out, into = weight.values.shape
     whole = F.pad(weight.weight(torch.float32), (0, -into % 16, 0, -out % 16))
@@ -132,15 +132,15 @@ def float8(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
 
 
 def _in_float8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows `[n, d]` in 8 bits, and what they are multiples of `[n, 1]`."""
+    """Return rows `[n, d]` in float8, and their scales `[n, 1]`."""
     size = rows.abs().amax(1, keepdim=True).clamp(min=1e-30) / torch.finfo(torch.float8_e4m3fn).max
     return (rows / size).to(torch.float8_e4m3fn), size
 
 
 def _wide_too(product: Call, into: int) -> Call:
-    """A product of bfloat16 rows in few bits; of many rows, as a replay has, with what it makes of the weights.
+    """Return `product` for few rows, and for many (as in a replay) a product with the weight dequantised to bfloat16.
 
-    Those are held, in bfloat16, from the first such rows on.
+    The dequantised weight is kept from the first product of many rows on.
     """
     held: list[Tensor] = []
 
@@ -150,18 +150,18 @@ def _wide_too(product: Call, into: int) -> Call:
             return product(x)
         if not held:
             eye = torch.eye(into, dtype=torch.bfloat16, device=x.device)
-            held.append(torch.cat([product(rows) for rows in torch.split(eye, 64)]))  # the weight, transposed
+            held.append(torch.cat([product(rows) for rows in torch.split(eye, 64)]))  # the transposed weight
         return x @ held[0]
 
     return either
 
 
 def native(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
-    """Selfspec's own: 8-bit or 4-bit weights and float32 rows."""
+    """Pack int8 or int4 weights for selfspec's own kernel, with float32 rows."""
     return NativeProduct(weight)
 
 
-# Without dot products of 8 bits, sums of products are held in 16 bits on the way, which do not hold them.
+# Without 8-bit dot product instructions (VNNI), the kernel accumulates in 16 bits, which overflow.
 _DOT_PRODUCTS = {"both in 8 bits": both_in_8_bits} if torch.cpu._is_vnni_supported() else {}
 KERNELS: Mapping[Bits, Mapping[str, Kernel]] = {
     8: {"native": native, "weights only": weights_only, **_DOT_PRODUCTS},
@@ -171,14 +171,14 @@ ON_CUDA: Mapping[Bits, Mapping[str, Kernel]] = {
     8: {"weights only": weights_only, "float8": float8},
     4: {"weights only": four_bits_on_cuda},
 }
-BY_DEVICE = {"cpu": KERNELS, "cuda": ON_CUDA}  # by kind of device
+BY_DEVICE = {"cpu": KERNELS, "cuda": ON_CUDA}  # by device type
 
 
 def kernel_for(weight: Tensor, bits: Bits) -> Kernel:
-    """The fastest for products of one row with weights like this one.
+    """Return the fastest kernel for products of one row with weights like this one.
 
-    `fake` where there is none, as on any device but the CPU and CUDA: drafts in few bits are no faster there than in
-    full, and take the memory of weights in full.
+    Returns `fake` if there is none, as on any device but the CPU and CUDA: quantised drafts are then no faster than
+    full precision, and their weights take as much memory.
     """
     if weight.device.type not in BY_DEVICE:
         return fake
@@ -197,10 +197,10 @@ def kernel_for(weight: Tensor, bits: Bits) -> Kernel:
 
 @torch.inference_mode()
 def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, float]:
-    """Seconds of a product of `rows` rows with a weight like this one, by kernel.
+    """Return the seconds of a product of `rows` rows with a weight like this one, by kernel.
 
-    Weights come from memory, as in a step, where those of the model do not fit into caches. Kernels that fail, or are
-    wrong, with one row or with several, are left out.
+    Weights are read from memory and not from CPU caches, as in a decode step. Kernels that raise an error or are
+    inaccurate, with one row or with several, are left out.
     """
     generator = torch.Generator().manual_seed(0)
     into = weight.shape[1]
@@ -232,7 +232,7 @@ def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, floa
 
 
 def _copy(held: QuantizedWeight) -> QuantizedWeight:
-    """The same elsewhere in memory."""
+    """Return a copy whose values have memory of their own."""
     return replace(held, values=held.values.clone())
 
 

@@ -1,8 +1,7 @@
-"""In which order the weights of a model that selfspec loaded lie in memory (their *layout*).
+"""Weight layouts: the order in which the weights of a loaded model are stored in memory.
 
-A plain decoding step multiplies every weight with one row, a verification with a few. Which layout makes that fastest
-depends on the processor and the sizes, so it is measured on the model's own weights, once for each kind of model, and
-remembered.
+A plain decode step multiplies every weight with one row, a verification pass with a few. The fastest layout depends on
+the processor and the sizes, so layouts are timed on the model's own weights, once for each kind of model, and cached.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from selfspec.models.onednn_linear import PackedLinear, pack_
 from selfspec.models.shards import own_weight
 
 LAYOUTS = ("rows", "columns", "onednn", "native")
-WIDTHS = (1, 2, 3, 4, 8, 128)  # rows that are timed: a decoding step, verifications, a prompt
-_SAMPLE = 512 * 2**20  # bytes of weights that are timed, where the model has as many: more than processors cache
+WIDTHS = (1, 2, 3, 4, 8, 128)  # rows that are timed: a decode step, verification passes, a prefill
+_SAMPLE = 512 * 2**20  # bytes of weights that are timed, if the model has as many: more than CPU caches hold
 _BUDGET = 1.5  # seconds of timing; every layout is timed at least twice
-_ERROR = 8  # times the error of the products by `rows` that those of another layout may have
-MUCH = 2.0  # times longer than can be: such times are not remembered
-_CLEARLY = 0.97  # of what `rows` costs: another layout that costs less is taken
-_NO_DEARER = 1.03  # of what plain decoding's layout needs for one row: a layout for drafting needs no more
-_STEP = 0.35  # what a draft step costs, in passes of the whole model over one row
-# Rounds to choose a layout for: draft steps, rows verified, tokens emitted on average. A drafted token is accepted 6
-# times of 10; where more rows than drafted tokens and the last committed one are verified, they are further candidates.
+_ERROR = 8  # largest error of another layout's products, relative to the error of the products by `rows`
+MUCH = 2.0  # factor over the longest plausible time; times beyond are not cached
+_CLEARLY = 0.97  # another layout is chosen if it costs less than this share of the cost of `rows`
+_NO_DEARER = 1.03  # largest time for one row of a layout for drafting, relative to the layout of plain decoding
+_STEP = 0.35  # cost of a draft step relative to a full pass over one row
+# Rounds to choose a layout for: draft steps, rows verified, tokens emitted on average, at an acceptance rate of 0.6.
+# Rows beyond the drafted tokens and the last committed one are further candidates of a token tree.
 _ROUNDS = ((1, 2, 1.65), (1, 3, 1.78), (2, 4, 2.13), (3, 8, 2.6))
-# The same where drafts run in few bits: they are right 95 times of 100, and cost the same in every layout.
+# The same for quantised drafts: their acceptance rate is 0.95, and their cost the same in every layout.
 _LOW_STEP, _LOW_ROUNDS = 0.45, ((3, 4, 3.7), (7, 8, 6.6))
 
 _LAY: dict[str, Callable[[Group], None]] = {
@@ -53,28 +52,27 @@ _LAY: dict[str, Callable[[Group], None]] = {
 }
 
 Times = dict[str, dict[int, float]]
-"""Seconds by layout and by number of rows."""
+"""Seconds by layout and number of rows."""
 
 
 def check_layout(layout: str) -> None:
-    """Raise `SelfspecError` when `layout` is not the name of a layout."""
+    """Raise `SelfspecError` if `layout` is neither `auto` nor the name of a layout."""
     if layout not in ("auto", *LAYOUTS):
         raise SelfspecError(f"layout '{layout}' is not known; known: auto, {', '.join(LAYOUTS)}")
 
 
 def lay_out_(model: Any, layout: str = "auto", *, drafting: bool = False, few_bits: bool = False) -> str:
-    """Change the layout of the weights of a model's linears in place, and return the one that they have now.
+    """Change the layout of the weights of a model's linears in place, and return the new layout.
 
-    `rows`: by rows, as they were loaded, those of linears that read the same input side by side in one tensor.
-    `columns`: the same by columns. `onednn`: packed (`PackedLinear`), for float32 and bfloat16 on a CPU only; no other
-    copy is kept, except that a head that is also the embedding is then held twice. `native`: by rows, for products and
-    passes of selfspec's own (`native.py`); for the same dtypes, with a C++ compiler. `auto`: the layout that was
-    measured to be fastest on this machine, with `drafting` for drafting and verifying, with `few_bits` where drafts run
-    in few bits, else for plain decoding. Raises `SelfspecError` for an unknown layout, one that this model cannot have,
-    and a model that is not served.
+    `rows`: stored by rows, as loaded, linears that read the same input joined in one tensor. `columns`: the same,
+    stored by columns. `onednn`: packed (`PackedLinear`), for float32 and bfloat16 on a CPU only; no other copy is kept,
+    but a head tied to the embedding is then stored twice. `native`: by rows, for selfspec's own kernels and passes
+    (`native.py`), with the same dtypes and a C++ compiler. `auto`: the layout timed as fastest on this machine: for
+    plain decoding, with `drafting` for drafting and verification, with `few_bits` too for quantised drafts. Raises
+    `SelfspecError` for an unknown layout, one that this model cannot have, and an unsupported model.
     """
     check_layout(layout)
-    if not is_lean(model):  # it runs itself, on weights as they are
+    if not is_lean(model):  # its own forward runs on its weights as loaded
         if layout not in ("auto", "rows"):
             raise SelfspecError(f"layout '{layout}' is not for {type(model).__name__}; expected auto or rows")
         return "rows"
@@ -100,10 +98,10 @@ def lay_out_(model: Any, layout: str = "auto", *, drafting: bool = False, few_bi
 
 
 def join_all_(model: Any, *, columns: bool = False) -> None:
-    """Lay the parameters of linears that read the same input side by side (`join_`) throughout a model, in place.
+    """Join the parameters of linears that read the same input (`join_`) throughout a model, in place.
 
-    With `columns`, all linears' weights are stored by columns, and still written to files by rows. A head that is also
-    the embedding is stored so, too: an embedding reads one row a token, a head all of them.
+    With `columns`, all linears' weights are stored by columns, but still written to files by rows. This includes a head
+    tied to the embedding, as an embedding reads one row for each token, and a head all rows.
     """
     parts = parts_of(model)
     for group in parts.groups():
@@ -114,7 +112,7 @@ def join_all_(model: Any, *, columns: bool = False) -> None:
 
 
 def _by_rows(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: dict[str, Any]) -> None:
-    """Store every weight of a state dictionary by rows, as files hold it; one that has two names stays one."""
+    """Store every weight of a state dictionary by rows, as in files; tied weights stay one tensor."""
     stored: dict[int, Tensor] = {}
     for name, value in state.items():
         if isinstance(value, Tensor) and not value.is_contiguous():
@@ -122,7 +120,7 @@ def _by_rows(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata:
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of all parameters and packed weights; memory that several share counts once, meta tensors not at all."""
+    """Return the bytes of all parameters and packed weights; shared memory counts once, meta tensors not at all."""
     storages = [own_weight(p).untyped_storage() for p in model.parameters() if not p.is_meta]
     held: dict[int, int] = {storage.data_ptr(): storage.nbytes() for storage in storages}
     packed = {id(m.packed): m.packed for m in model.modules() if isinstance(m, PackedLinear)}
@@ -132,7 +130,7 @@ def weight_bytes(model: Any) -> int:
 
 
 def _plain(parts: Parts) -> bool:
-    """Whether all weights are a CPU's, all of float32 or all of bfloat16."""
+    """Return whether all weights are on the CPU, and all float32 or all bfloat16."""
     modules = [module for group in (parts.head, *parts.groups()) for module in group.modules]
     if not all(map(is_exact, modules)) or (dtype := modules[0].weight.dtype) not in (torch.float32, torch.bfloat16):
         return False
@@ -149,7 +147,7 @@ def _packable(parts: Parts) -> bool:
 
 
 def layout_times(model: Any) -> Times:
-    """`measure_layouts`, or what it gave before for this kind of model; empty where only `rows` can be had."""
+    """Return the times of `measure_layouts`, cached by kind of model; empty if neither `onednn` nor `native` fits."""
     if not is_lean(model):
         return {}
     parts = parts_of(model)
@@ -165,12 +163,11 @@ def layout_times(model: Any) -> Times:
 
 
 def choose(times: Times, *, drafting: bool, few_bits: bool = False) -> str:
-    """The fastest layout by `times` for a prompt of 128 tokens and 64 new ones; `rows` unless another clearly is.
+    """Return the fastest layout for a prompt of 128 tokens and 64 new ones; `rows` unless another is clearly faster.
 
-    Plain decoding takes 64 passes over one row. Drafting is taken to go in those of `_ROUNDS` that cost least a token,
-    and never gets a layout in which one row takes longer than in plain decoding's: where drafts are wrong, decoding
-    would be slower than plain decoding, whatever is drafted. Drafts in few bits hardly ever are, so that with
-    `few_bits` verifying counts.
+    Plain decoding takes 64 passes over one row. Drafting is assumed to run the rounds of `_ROUNDS` that cost least per
+    token. Its layout takes no longer for one row than plain decoding's: otherwise decoding with rejected drafts would
+    be slower than plain decoding. Quantised drafts are hardly ever rejected, so `few_bits` drops this condition.
     """
     if not times:
         return "rows"
@@ -195,17 +192,17 @@ def choose(times: Times, *, drafting: bool, few_bits: bool = False) -> str:
 
 
 def _clearest(cost: Callable[[str], float], times: Times) -> str:
-    """The cheapest layout; `rows`, if it is there, unless another is clearly cheaper."""
+    """Return the cheapest layout, but `rows`, if timed, unless another is clearly cheaper."""
     best = min(times, key=cost)
     return best if "rows" not in times or cost(best) < _CLEARLY * cost("rows") else "rows"
 
 
 @torch.inference_mode()
 def measure_layouts(model: Any) -> Times:
-    """Seconds that the linears of some of the model's layers (`_SAMPLE`) take, by layout and number of rows.
+    """Time the linears of some of the model's layers (`_SAMPLE`), in seconds by layout and number of rows.
 
-    A layout that cannot be had, or whose products are wrong, is left out; empty where not even `rows` can be timed.
-    Native products count as they take in a pass (`IN_A_PASS`).
+    A layout that the model cannot have, or whose products are wrong, is left out; the result is empty if not even
+    `rows` can be timed. Times of native products are scaled to those in a native pass (`IN_A_PASS`).
     """
     layers: list[tuple[Group, ...]] = []
     held = 0
@@ -235,14 +232,14 @@ def measure_layouts(model: Any) -> Times:
 
 
 def _disturbed(times: Times) -> bool:
-    """Whether something else used the machine: a product over w rows took far longer than w over one, or one than w."""
+    """Return whether other load disturbed the timing: w rows took far longer than w times one row, or one than w."""
     decoding = WIDTHS[:-1]
     return any(t[w] > MUCH * w * t[1] or t[1] > MUCH * t[w] for t in times.values() for w in decoding)
 
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """The product of `modules` that read the same input: `run(x)` of `x` `[n, in]`; `x` has rows for all `WIDTHS`."""
+    """The product `run(x)` of `modules` that read one input `[n, in]`; `x` is a test input of `max(WIDTHS)` rows."""
 
     x: Tensor
     run: Callable[[Tensor], Tensor]
@@ -257,7 +254,7 @@ def _timed(products: Sequence[_Product], width: int) -> float:
 
 
 def _products(layers: Sequence[Sequence[Group]], layout: str) -> list[_Product]:
-    """The products of copies of the layers' linears in a layout, in order; none where that is not to be had."""
+    """Return the products of copies of the layers' linears in a layout, in order; empty if it is unavailable."""
     try:
         groups = [_copy(group) for layer in layers for group in layer]
         for group in groups:
@@ -285,7 +282,7 @@ def _product(modules: Sequence[Any]) -> _Product:
 
 
 def _right(products: Sequence[_Product], by_rows: Sequence[_Product]) -> bool:
-    """Whether no product's largest error is above `_ERROR` times that of the same product `by_rows`."""
+    """Return whether no product's largest error exceeds `_ERROR` times that of the same product in `by_rows`."""
     for mine, theirs in zip(products, by_rows, strict=True):
         weight = torch.cat([m.weight for m in theirs.modules]).double()
         bias = [m.bias for m in theirs.modules if m.bias is not None]
@@ -297,7 +294,7 @@ def _right(products: Sequence[_Product], by_rows: Sequence[_Product]) -> bool:
 
 
 def _copy(group: Group) -> Group:
-    """The same linears as modules of their own, over the same weights."""
+    """Return a copy of the group with new linear modules over the same weights."""
     copies = {name: _linear_like(module) for name, module in zip(group.names, group.modules, strict=True)}
     return Group(SimpleNamespace(**copies), group.names)
 
@@ -311,7 +308,7 @@ def _linear_like(module: Any) -> nn.Linear:
 
 
 def _path(parts: Parts) -> Path:
-    """Where the times for this kind of model, with these threads, on this machine, are kept."""
+    """Return the cache file of the times for this kind of model, number of threads and machine."""
     shapes = [tuple(module.weight.shape) for group in parts.layers[0].groups for module in group.modules]
     settings = [os.environ.get(name) for name in ("THP_MEM_ALLOC_ENABLE", "ONEDNN_MAX_CPU_ISA")]
     what = [
@@ -328,7 +325,7 @@ def _path(parts: Parts) -> Path:
 
 
 def _sound(data: Any) -> Times | None:
-    """Times read from JSON, whose keys are text; None where they are not what `measure_layouts` gives."""
+    """Parse times read from JSON, whose keys are strings; None unless they have the form of `measure_layouts`."""
     try:
         times = {str(layout): {int(w): float(t) for w, t in row.items()} for layout, row in data.items()}
     except (AttributeError, TypeError, ValueError):

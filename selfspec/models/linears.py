@@ -1,8 +1,8 @@
-"""Linear maps as the runtime calls them: without a module call's overhead, and several over one input as one.
+"""Linears as the runtime calls them: without a module call's overhead, and fused if they read the same input.
 
-The parameters of linears that read the same input (a `Group`: query, key and value, for one) can be laid side by side
-in one tensor (`join_`), which keeps their values and needs no memory; one product then serves all of them. Weights can
-also be held in another form (`PartLinear`). Knows nothing of families and caches.
+The parameters of linears that read the same input (a `Group`, such as query, key and value) can be joined in one tensor
+(`join_`), which keeps their values and needs no extra memory; one product then computes all of them. Weights can also
+be stored in another form (`PartLinear`).
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import Tensor, nn
 from selfspec.models.dispatch import calls_itself, device_of, is_dense
 
 Call = Callable[[Tensor], Tensor]
-Into = Callable[[Tensor, Tensor], object]  # f(x, out): writes what x gives to out
-Onto = Callable[[Tensor, Tensor], object]  # f(base, x): adds what x gives to base, in place
+Into = Callable[[Tensor, Tensor], object]  # f(x, out): writes the output for x to out
+Onto = Callable[[Tensor, Tensor], object]  # f(base, x): adds the output for x to base, in place
 
 
 def is_plain(module: nn.Module, *, offloaded: bool = False) -> bool:
-    """Whether calling `module` runs its class's own forward and nothing else: no hooks, no parametrisation.
+    """Return whether calling `module` runs its class's own forward and nothing else: no hooks, no parametrisation.
 
-    accelerate's moving of inputs does not count, as the runtime has them on the module's device already; with
-    `offloaded`, nor does its bringing of weights.
+    accelerate's hooks that move inputs are allowed, as the runtime's inputs are on the module's device already; with
+    `offloaded`, so are hooks that load offloaded weights.
     """
     hooks = module._forward_hooks or module._forward_pre_hooks
     return not hooks and calls_itself(module, offloaded=offloaded) and not hasattr(module, "parametrizations")
 
 
 def embedding(module: Any) -> Call:
-    """An embedding of token ids `[B, n]`: an exact `nn.Embedding` without a module call's overhead."""
+    """Return an embedding of token ids `[B, n]`; an exact `nn.Embedding` is called without a module call's overhead."""
     exact = type(module) is nn.Embedding and is_plain(module) and not module.weight.is_meta
     if not exact or module.max_norm is not None or not is_dense(module.weight):
         return lambda ids: module(ids)
@@ -41,7 +41,7 @@ def embedding(module: Any) -> Call:
 
 
 def linear(module: Any) -> Call:
-    """A linear from `[N, in]` to `[N, out]`: an exact `nn.Linear` without a module call's overhead."""
+    """Return a linear from `[N, in]` to `[N, out]`; an exact `nn.Linear` is called without a module call's overhead."""
     if (whole := whole_parts([module])) is not None:
         return whole.product
     if not is_exact(module):
@@ -50,9 +50,10 @@ def linear(module: Any) -> Call:
 
 
 def linear_over(module: Any, outputs: Sequence[int]) -> Call | None:
-    """A linear from `[N, in]` to `[N, out]` of which only `outputs` are computed; the others are -inf.
+    """Return a linear from `[N, in]` to `[N, out]` that computes only `outputs`; the others are -inf.
 
-    It holds a copy of the weight's rows. None where the weight is not at hand (quantised, adapted, offloaded).
+    It holds a copy of these rows of the weight. Returns None if the weight cannot be read (quantised, adapted,
+    offloaded).
     """
     at = torch.tensor(outputs, device=device_of(module))
     product = module.over(at) if isinstance(module, PartLinear) else None
@@ -61,47 +62,47 @@ def linear_over(module: Any, outputs: Sequence[int]) -> Call | None:
             return None
         weight = module.weight.detach().index_select(0, at).t().contiguous()
         product = _product(weight.t(), None if module.bias is None else module.bias.detach().index_select(0, at))
-    return Spread(product, at, module.out_features)  # not the module, which may hold the whole in few bits
+    return Spread(product, at, module.out_features)  # no reference to the module, to free its quantised weight
 
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """A product `call` of rows, with something before or after it."""
+    """A product `call` of rows, wrapped in a further step."""
 
     call: Call
 
 
 @dataclass(frozen=True, slots=True)
 class Moved(Wrapped):
-    """Rows are brought to the product's device."""
+    """A product that moves its input to the product's device first."""
 
     device: torch.device
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product."""
+        """Return the product."""
         return self.call(x.to(self.device))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spread(Wrapped):
-    """What the product gives are the outputs `at` of `out`; the others are -inf."""
+    """A product that computes only the outputs `at` of `out`; the others are -inf."""
 
     at: Tensor
     out: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """All outputs `[N, out]`."""
+        """Return all outputs `[N, out]`."""
         x = x.to(self.at.device)
         return x.new_full((len(x), self.out), -torch.inf).index_copy_(1, self.at, self.call(x).to(x.dtype))
 
 
 def on_rows(module: Any) -> Call:
-    """A module as a callable on rows `[N, D]`; it sees the three dimensions that it would in its own model."""
+    """Return a module as a callable on rows `[N, D]`; the module gets three dimensions, as in its own model."""
     return lambda x: module(x.unsqueeze(0)).squeeze(0)
 
 
 def linear_onto(module: Any) -> Onto:
-    """A linear whose output for `x` `[N, in]` is added to `base` `[N, out]` in place: `f(base, x)`."""
+    """Return `f(base, x)`, which adds a linear's output for `x` `[N, in]` to `base` `[N, out]` in place."""
     if (whole := whole_parts([module])) is not None and isinstance(whole.product, InPlace):
         return whole.product.add
     if not is_exact(module) or module.bias is not None:
@@ -121,10 +122,9 @@ def linear_onto(module: Any) -> Onto:
 
 
 def side_by_side(modules: Sequence[Any]) -> Into:
-    """Several linears over one input `x` `[N, in]`, whose outputs are written side by side: `f(x, out)`.
+    """Return `f(x, out)`, which writes the outputs of several linears for `x` `[N, in]` side by side.
 
-    One product where their parameters lie side by side, as `join_` leaves them; otherwise one each. `out` is
-    `[N, sum of outs]`.
+    It is one product if their parameters are joined (`join_`), otherwise one each. `out` is `[N, sum of outs]`.
     """
     if all(map(is_exact, modules)):
         weight = whole_of([module.weight.detach() for module in modules])
@@ -141,7 +141,7 @@ def side_by_side(modules: Sequence[Any]) -> Into:
 
 
 def _product(weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
-    """The function x @ weight.t() + bias of x, the weight `[out, in]` transposed once and not at each call."""
+    """Return the function x @ weight.t() + bias; the weight `[out, in]` is transposed once and not at each call."""
     across = weight.t()
     several = partial(torch.mm, mat2=across) if bias is None else partial(torch.addmm, bias, mat2=across)
     if not _vectors(weight):
@@ -157,10 +157,10 @@ def _product(weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
 
 
 def _vectors(weight: Tensor) -> bool:
-    """Whether a product with one row is best one with a vector: on a CPU, with a weight stored by rows.
+    """Return whether one row is best multiplied as a vector: on a CPU, with a weight stored by rows.
 
-    A product of matrices brings a bfloat16 weight into another order first, each time; of float16 it is the other way
-    round, as products with vectors are not vectorised for it.
+    A matrix product reorders a bfloat16 weight first, each time. For float16 the matrix product is faster, as torch's
+    matrix-vector product is not vectorised.
     """
     return weight.device.type == "cpu" and weight.is_contiguous() and weight.dtype != torch.float16
 
@@ -169,8 +169,8 @@ def _vectors(weight: Tensor) -> bool:
 class Group:
     """Linears that read the same input: the attributes `names` of `parent`.
 
-    `writes`: what they give is added to the residual stream. `partial`: each process has some of their inputs, and what
-    they give is a part of a sum.
+    `writes`: their output is added to the residual stream. `partial`: each tensor parallel process has a part of their
+    inputs, and the output is a partial sum.
     """
 
     parent: Any
@@ -180,23 +180,23 @@ class Group:
 
     @property
     def modules(self) -> list[Any]:
-        """The linears, as they are now."""
+        """The current modules."""
         return [getattr(self.parent, name) for name in self.names]
 
     @property
     def module(self) -> Any:
-        """The linear of a group of one."""
+        """The only linear of a group of one."""
         (module,) = self.modules
         return module
 
 
 @torch.no_grad()
 def join_(group: Group, *, columns: bool = False) -> None:
-    """Lay the parameters of a group side by side in one tensor, in place.
+    """Join the parameters of a group in one tensor, in place.
 
-    Every parameter keeps its values, its shape and its identity, and becomes a view of the whole. With `columns`,
-    weights are stored by columns, so that `weight.t()` is contiguous. Exact `nn.Linear` of one dtype on one device
-    only; anything else (adapters, quantised or offloaded weights, hooks) stays as it is.
+    Every parameter keeps its values, shape and identity, and becomes a view of the joined tensor. With `columns`,
+    weights are stored by columns, so that `weight.t()` is contiguous. Only exact `nn.Linear`s of one dtype on one
+    device are joined; anything else (adapters, quantised or offloaded weights, hooks) is left unchanged.
     """
     modules = group.modules
     if not (columns or len(modules) > 1) or not all(map(is_exact, modules)):
@@ -214,7 +214,7 @@ def join_(group: Group, *, columns: bool = False) -> None:
 
 
 def whole_of(parts: Sequence[Tensor]) -> Tensor | None:
-    """The tensor that `parts` are consecutive rows of, stored by rows or by columns; None where they are not."""
+    """Return the tensor whose consecutive rows are `parts`, stored by rows or columns; None if there is none."""
     first, rows = parts[0], sum(len(part) for part in parts)
     if first.dim() == 2 and first.stride(0) == 1 != first.stride(1):
         strides: tuple[int, ...] = (1, rows)
@@ -232,7 +232,7 @@ def whole_of(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def whole_parts(modules: Sequence[Any]) -> Product | None:
-    """The product that `modules` are all the parts of, in order; None where they are not."""
+    """Return the product of which `modules` are all the parts, in order; None if they are not."""
     if not all(isinstance(module, PartLinear) and module.current and is_plain(module) for module in modules):
         return None
     whole, start = modules[0].whole, 0
@@ -244,45 +244,45 @@ def whole_parts(modules: Sequence[Any]) -> Product | None:
 
 
 def is_exact(module: nn.Module) -> bool:
-    """Whether a module is an `nn.Linear`, no subclass, without hooks and with its weight, no subclass, loaded."""
+    """Return whether a module is an `nn.Linear`, no subclass, without hooks, with a plain tensor as loaded weight."""
     exact = type(module) is nn.Linear and is_plain(module) and not module.weight.is_meta
     return exact and is_dense(module.weight)
 
 
 def is_readable(module: nn.Module) -> bool:
-    """Whether a linear's weight is at hand, and is all that it multiplies with."""
+    """Return whether a linear's weight can be read, and is exactly what it multiplies with."""
     return is_exact(module) or (isinstance(module, PartLinear) and module.readable and is_plain(module))
 
 
 @runtime_checkable
 class InPlace(Protocol):
-    """A product that needs no tensor of its own for what it gives."""
+    """A product that writes its output to a given tensor."""
 
     def write(self, x: Tensor, out: Tensor) -> None:
-        """The product with rows `x` `[N, in]`, written to `out` `[N, out]`."""
+        """Write the product with rows `x` `[N, in]` to `out` `[N, out]`."""
 
     def add(self, base: Tensor, x: Tensor) -> None:
-        """The product with rows `x` `[N, in]`, added to `base` `[N, out]`."""
+        """Add the product with rows `x` `[N, in]` to `base` `[N, out]`."""
 
     def with_bias(self, bias: Tensor) -> InPlace:
-        """The same with a bias."""
+        """Return a product with the same weight and a bias."""
 
 
 class Product(Protocol):
-    """What multiplies one or more linears' weights, as one, with rows `[N, in]`; `out`: outputs of all."""
+    """A fused product of one or more linears with rows `[N, in]`; `out` is the number of outputs of all."""
 
     out: int
 
     @property
     def product(self) -> Call:
-        """What multiplies."""
+        """The callable that multiplies."""
 
 
 class PartLinear(nn.Module):
-    """Stands for a linear whose weight is some rows, from `start` on, of what `whole` multiplies with.
+    """Replacement of a linear whose weight is some rows, from `start` on, of the fused weight of `whole`.
 
-    Its own forward, which calls these one by one, is slower: each computes the whole product and returns its part.
-    `readable`: whether its `weight` is what it multiplies with, exactly. `bits`: as few as it is kept in, if it is.
+    Its own forward is slower than one call of `whole`: it computes the whole product and returns its part. `readable`:
+    whether its `weight` is exactly what it multiplies with. `bits`: the bits of its quantised weight, None if full.
     """
 
     readable: ClassVar[bool] = False
@@ -294,14 +294,14 @@ class PartLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product with `x` `[.., in]`."""
+        """Return the product `[.., out]` with `x` `[.., in]`."""
         return self.whole.product(x).narrow(-1, self.start, self.out_features)
 
     @property
     def current(self) -> bool:
-        """Whether `whole` still multiplies with its weight."""
+        """Whether `whole` still multiplies with this module's weight."""
         return True
 
     def over(self, outputs: Tensor) -> Call | None:
-        """The product with the weight's rows `outputs` alone, of its own kind; None where there is none of that."""
+        """Return the product with only the rows `outputs` of the weight, in the same form; None if unsupported."""
         return None

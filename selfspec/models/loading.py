@@ -1,4 +1,4 @@
-"""Finding and loading models: built in, a folder, an adapter, a GGUF file, a hub id, all through `from_pretrained`."""
+"""Finding and loading models through `from_pretrained`: built in, a folder, an adapter, a GGUF file, or a hub id."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 @dataclass(frozen=True, slots=True)
 class DeviceMap:
-    """Devices for a model larger than one of them, as `transformers`' `from_pretrained` takes them.
+    """A device map for a model larger than one device, as `from_pretrained` of `transformers` takes it.
 
     `places`: one of `PLACINGS`, or a device for each module by name. `max_memory`: by device (a GPU's number, or cpu),
-    bytes or a text such as 20GiB; what fits nowhere stays on disk, in the checkpoint or in `offload_folder`, and is
-    read whenever it is used. Raises `SelfspecError`.
+    bytes or a string such as 20GiB. Weights that fit on no device stay on disk, in the checkpoint or in
+    `offload_folder`, and are read at every use. Raises `SelfspecError` for invalid values.
     """
 
     places: str | Mapping[str, int | str] = "auto"
@@ -57,7 +57,7 @@ class DeviceMap:
             raise SelfspecError(f"offload folder {self.offload_folder} is a file; expected a folder")
 
     def options(self) -> dict[str, Any]:
-        """As `from_pretrained` takes it."""
+        """Return the keyword arguments of `from_pretrained`."""
         named = {"device_map": self.places, "max_memory": self.max_memory, "offload_folder": self.offload_folder}
         return {name: dict(v) if isinstance(v, Mapping) else v for name, v in named.items() if v is not None}
 
@@ -65,7 +65,7 @@ class DeviceMap:
 def parse_devices(
     device: str, device_map: str | None, max_memory: str | None, offload_folder: Path | None
 ) -> str | DeviceMap:
-    """What the options of a command come to: `max_memory` as in 0=20GiB,cpu=60GiB. Raises `SelfspecError`."""
+    """Parse the device options of a command; `max_memory` is as in 0=20GiB,cpu=60GiB. Raises `SelfspecError`."""
     if device_map is None:
         for name, value in (("--max-memory", max_memory), ("--offload-folder", offload_folder)):
             if value is not None:
@@ -84,9 +84,9 @@ def parse_devices(
 
 
 def gguf_file(name: str) -> Path | None:
-    """The GGUF file that a model's name means: its path, or one in an installed package; None for any other model.
+    """Return the GGUF file of a model's name, a path or a file in an installed package; None for any other model.
 
-    Raises `SelfspecError` where it is named but not there.
+    Raises `SelfspecError` if the named file does not exist.
     """
     if name in PACKAGED and kind(Path(name)) == "missing":
         return packaged_file(name)
@@ -100,7 +100,7 @@ def gguf_file(name: str) -> Path | None:
 
 
 def check_model_name(name: str) -> None:
-    """Raise `SelfspecError` when `name` can be no model: cheap, before anything heavy is imported."""
+    """Raise `SelfspecError` if `name` cannot be a model: cheap, before anything heavy is imported."""
     if name == builtin.NAME:
         return
     want = f"expected a folder, a GGUF file, a hub id, {', '.join(PACKAGED)}, or '{builtin.NAME}'"
@@ -128,7 +128,7 @@ def check_model_name(name: str) -> None:
 
 
 def check_at_hand(name: str) -> None:
-    """Raise `SelfspecError` for what can be no model, and for a hub id without a copy here where no hub answers."""
+    """Raise `SelfspecError` if `name` cannot be a model, or is a hub id without a local copy and the hub is offline."""
     check_model_name(name)
     base = _base(name)
     here = base == builtin.NAME or gguf_file(base) is not None or kind(Path(base)) == "folder"
@@ -138,7 +138,7 @@ def check_at_hand(name: str) -> None:
 
 
 def check_dtype(dtype: str) -> None:
-    """Raise `SelfspecError` when `dtype` is not one of `DTYPES`."""
+    """Raise `SelfspecError` if `dtype` is not one of `DTYPES`."""
     if dtype not in DTYPES:
         raise SelfspecError(f"dtype '{dtype}' is not known; known: {', '.join(DTYPES)}")
 
@@ -146,12 +146,12 @@ def check_dtype(dtype: str) -> None:
 def load_model(
     name: str, *, device: str | DeviceMap = "auto", dtype: str = "auto", parallel: bool = False
 ) -> tuple[Any, Any]:
-    """Model and tokenizer by name, through `from_pretrained`.
+    """Load model and tokenizer by name, through `from_pretrained`.
 
-    `device` `auto` is CUDA where there is one, else the CPU; a `DeviceMap` spreads the model over several. `dtype`
+    `device` `auto` is CUDA if available, else the CPU; a `DeviceMap` spreads the model over several devices. `dtype`
     `auto` is the checkpoint's own on an accelerator, and float32 on the CPU, where half precision is slower; `file`
-    keeps the weights of a GGUF file as they are there, and is float32 in all else. `parallel`: shared by the processes
-    of `torchrun`. Raises `SelfspecError` when they cannot be loaded, with the reason.
+    keeps the weights of a GGUF file quantised, and all else in float32. `parallel`: load tensor parallel over the
+    processes of `torchrun`. Raises `SelfspecError` with the reason if they cannot be loaded.
     """
     check_model_name(name)
     check_dtype(dtype)
@@ -186,7 +186,7 @@ def load_model(
         if _base(name) != name:
             model = merged(model, Path(name))
         model = model.eval() if spread else model.eval().to(where)
-        if file is not None:  # which may name more end tokens than its configuration can
+        if file is not None:  # may name more end tokens than the model's configuration
             model.generation_config = GenerationConfig.from_pretrained(source)
     except Exception as error:  # a broken checkpoint can raise anything
         raise SelfspecError(f"model {name} cannot be loaded: {reason(error)}") from error
@@ -199,7 +199,7 @@ def load_model(
 
 
 def check_parallel(device: str | DeviceMap) -> int:
-    """How many processes `torchrun` has started, to share a model. Raises `SelfspecError` where it has not."""
+    """Return the number of `torchrun` processes that share a model. Raises `SelfspecError` without `torchrun`."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise SelfspecError(
             "tensor parallel wants a process for each device, as in: "
@@ -211,7 +211,7 @@ def check_parallel(device: str | DeviceMap) -> int:
 
 
 def _shared(name: str, among: int) -> dict[str, Any]:
-    """What `from_pretrained` is to be told where so many processes share the model. Raises `SelfspecError`."""
+    """Return the arguments of `from_pretrained` for `among` tensor parallel processes. Raises `SelfspecError`."""
     from selfspec.models.shards import parallel_options
 
     if gguf_file(_base(name)) is not None or _base(name) != name:
@@ -220,7 +220,7 @@ def _shared(name: str, among: int) -> dict[str, Any]:
 
 
 def _check_kept(name: str, device: torch.device, *, spread: bool) -> None:
-    """Raise `SelfspecError` where weights cannot be kept as in the file."""
+    """Raise `SelfspecError` if weights cannot be kept quantised as in the file."""
     if gguf_file(name) is None:
         raise SelfspecError(
             f"dtype 'file' keeps a GGUF file's weights as they are, and model {name} is none; expected auto"
@@ -232,7 +232,7 @@ def _check_kept(name: str, device: torch.device, *, spread: bool) -> None:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model by name. Raises `SelfspecError` with the reason."""
+    """Load the tokenizer of a model by name. Raises `SelfspecError` with the reason if it cannot be loaded."""
     from transformers import AutoTokenizer
 
     try:
@@ -243,7 +243,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def read_identity(name: str) -> Identity:
-    """What a model's configuration says of it, without its weights. Raises `SelfspecError`."""
+    """Read a model's identity from its configuration, without its weights. Raises `SelfspecError`."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -262,9 +262,9 @@ def read_identity(name: str) -> Identity:
 
 
 def stored_config(name: str) -> str | None:
-    """The folder on this machine that holds a model's config.json, found without a network; None where there is none.
+    """Return the local folder with a model's config.json, found without a network; None if there is none.
 
-    Raises `SelfspecError` when `name` can be no model.
+    Raises `SelfspecError` if `name` cannot be a model.
     """
     check_model_name(name)
     source = _source(name)
@@ -281,7 +281,7 @@ def stored_config(name: str) -> str | None:
 
 
 def read_generation_config(path: Path) -> GenerationConfig:
-    """A `generation_config.json`, named or in the folder named. Raises `SelfspecError`."""
+    """Read a `generation_config.json` from its path or its folder. Raises `SelfspecError`."""
     from transformers import GenerationConfig
 
     file = path / "generation_config.json" if kind(path) == "folder" else path
@@ -294,17 +294,17 @@ def read_generation_config(path: Path) -> GenerationConfig:
 
 
 def _base(name: str) -> str:
-    """The model whose weights an adapter changes; any other model itself. Raises as `base_of` does."""
+    """Return an adapter's base model; any other name as it is. Raises as `base_of` does."""
     return base_of(Path(name)) if is_adapter(Path(name)) else name
 
 
 def _tokenizer_source(name: str) -> str:
-    """An adapter's own folder where it was saved with a tokenizer, else `_source`."""
+    """Return an adapter's folder if it holds a tokenizer, else `_source(name)`."""
     return name if is_adapter(Path(name)) and kind(Path(name) / "tokenizer_config.json") == "file" else _source(name)
 
 
 def _source(name: str) -> str:
-    """What `from_pretrained` reads a model's configuration from."""
+    """Return the folder or hub id that `from_pretrained` reads a model's configuration from."""
     name = _base(name)
     if name == builtin.NAME:
         return str(builtin.model_folder())
@@ -312,7 +312,7 @@ def _source(name: str) -> str:
 
 
 def _readable(name: str) -> str:
-    """`_source`, once `check_at_hand` has found nothing wrong. Raises as that does."""
+    """Return `_source(name)` after `check_at_hand`. Raises as that function does."""
     check_at_hand(name)
     return _source(name)
 

@@ -1,8 +1,8 @@
-"""Linears whose weights are held a second time, in few bits, for drafting.
+"""Quantised copies of linears for drafting.
 
-Only weights are rounded: to the nearest, in 8 bits for each output, in 4 bits for groups of inputs. What multiplies
-them (a `Kernel`) differs by machine and is measured; `fake` multiplies with the rounded weights in the model's own
-dtype, exactly what the others approximate. Rows never see each other. Knows nothing of families and caches.
+Only weights are quantised, rounding to nearest: int8 with a scale for each output, int4 with one for each group of
+inputs. The `Kernel` that multiplies them is chosen by timing on each machine; `fake` multiplies with the dequantised
+weights in the model's own dtype, which all others approximate. Rows of an input never affect each other.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor
 from selfspec.models.linears import Call, Group, InPlace, PartLinear, is_readable
 
 Bits = Literal[8, 4]
-GROUPS = (64, 32)  # inputs that share a scale and a zero in 4 bits, the first of them that divides the inputs
+GROUPS = (64, 32)  # int4 group sizes; the first that divides the number of inputs is used
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight `[out, in]` in few bits, by output and group of inputs (in 8 bits all inputs are one group).
+    """A quantised weight `[out, in]`, by output and group of inputs (in int8, all inputs are one group).
 
-    It stands for `values` * `scale` in 8 bits, for (`values` - 8) * `scale` + `zero` in 4 bits. `values` are int8
-    `[out, in]`, `scale` and `zero` `[out, groups]` of bfloat16, as which kernels read them.
+    The weight is `values` * `scale` in 8 bits, and (`values` - 8) * `scale` + `zero` in 4 bits. `values` are int8
+    `[out, in]`; `scale` and the zero point `zero` are bfloat16 `[out, groups]`, as kernels read them.
     """
 
     bits: Bits
@@ -36,7 +36,7 @@ class QuantizedWeight:
     zero: Tensor | None = None
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """What the values stand for."""
+        """Return the dequantised weight `[out, in]`."""
         out, into = self.values.shape
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         grouped = self.values.view(out, self.scale.shape[1], -1).to(exact)
@@ -49,9 +49,9 @@ class QuantizedWeight:
 
 @torch.no_grad()
 def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:
-    """A weight `[out, in]`, each value rounded to the nearest.
+    """Quantise a weight `[out, in]`, rounding to nearest.
 
-    In 8 bits symmetrically for each output, in 4 bits between the least and the largest of each group of inputs.
+    int8 is symmetric for each output; int4 spans the least to the largest value of each group of inputs.
     """
     out, into = weight.shape
     weight = weight.contiguous()
@@ -69,39 +69,39 @@ def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:
 
 
 def bytes_of(bits: Bits, out: int, into: int) -> int:
-    """Memory that a weight `[out, in]` takes in so many bits, scales included.
+    """Return the bytes of a quantised weight `[out, in]`, including scales.
 
-    `fake` takes as much as the model's own weight, and a kernel may take it again when several rows first come.
+    `fake` takes as much as the model's own weight; so may a kernel, in addition, once several rows are multiplied.
     """
     return out * into + 2 * out if bits == 8 else out * into // 2 + 4 * out * (into // (groups_of(into) or into))
 
 
 def roundable(modules: Sequence[Any], bits: Bits) -> bool:
-    """Whether linears can be had in so many bits: their weights are at hand, in more bits, and fit into groups."""
+    """Return whether linears can be quantised: weights readable, of more than `bits`, and divisible into groups."""
     if not all(map(is_readable, modules)) or any((getattr(module, "bits", None) or 16) <= bits for module in modules):
         return False
     return bits == 8 or all(groups_of(module.in_features) for module in modules)
 
 
 def groups_of(into: int) -> int | None:
-    """How many inputs share a scale in 4 bits; None where they do not fit into groups."""
+    """Return the int4 group size for `into` inputs; None if no size in `GROUPS` divides them."""
     return next((size for size in GROUPS if into % size == 0), None)
 
 
 Kernel = Callable[[QuantizedWeight, torch.dtype], Call]
-"""`kernel(rounded, dtype)` packs a weight; what it gives multiplies rows `[N, in]` of the dtype, or of bfloat16."""
+"""`kernel(weight, dtype)` packs a weight and returns its product with rows `[N, in]` of the dtype, or of bfloat16."""
 
 
 def fake(weight: QuantizedWeight, dtype: torch.dtype) -> Call:
-    """A product with the rounded weight in the model's dtype: what the others are measured by."""
+    """Return the product with the dequantised weight in the model's dtype, the reference for other kernels."""
     whole = weight.weight(dtype).t()
     return lambda x: x.to(dtype) @ whole
 
 
 class FusedQuantizedLinear:
-    """Weights `[out, in]` of linears that read the same input, one below the other, in few bits.
+    """The quantised weights `[out, in]` of linears that read the same input, concatenated by outputs.
 
-    They are rounded when `product` is first asked for.
+    They are quantised when `product` is first read.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, bits: Bits, kernel: Kernel) -> None:
@@ -111,7 +111,7 @@ class FusedQuantizedLinear:
 
     @cached_property
     def product(self) -> Call:
-        """What multiplies rows `[N, in]` with them."""
+        """The product of rows `[N, in]` with the quantised weights."""
         assert self._made_of is not None
         (weight, bias, bits, kernel), self._made_of = self._made_of, None
         multiply = kernel(quantize(weight, bits), weight.dtype)
@@ -121,9 +121,9 @@ class FusedQuantizedLinear:
 
 
 class LowPrecisionLinear(PartLinear):
-    """A linear in few bits, alone or with others over its input. `again(weight, bias)` rounds others as it was."""
+    """A quantised linear, alone or fused with others over its input; `again` quantises another weight the same way."""
 
-    place: Tensor  # on the linear's device, of its dtype
+    place: Tensor  # an empty tensor with the linear's device and dtype
 
     def __init__(
         self,
@@ -133,16 +133,16 @@ class LowPrecisionLinear(PartLinear):
         again: Callable[[Tensor, Tensor | None], FusedQuantizedLinear],
     ) -> None:
         super().__init__(whole, start, linear)
-        self._again, self._source = again, [linear]  # in a list, so that it is no module of this one
+        self._again, self._source = again, [linear]  # in a list, so that it is not registered as a submodule
         self.register_buffer("place", torch.empty(0, dtype=whole.dtype, device=whole.device), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product with `x` `[.., in]`, of its dtype: kernels take rows, and tell one from several."""
+        """Return the product `[.., out]` in the dtype of `x` `[.., in]`, flattened to the rows that kernels take."""
         rows = super().forward(x.reshape(-1, self.in_features)).to(x.dtype)
         return rows.view(*x.shape[:-1], self.out_features) if x.dim() != 2 else rows
 
     def over(self, outputs: Tensor) -> Call:
-        """The product with the weight's rows `outputs` alone."""
+        """Return the product with only the rows `outputs` of the weight, quantised anew."""
         (source,) = self._source
         bias = None if source.bias is None else source.bias.detach().index_select(0, outputs)
         return self._again(source.weight.detach().index_select(0, outputs), bias).product
@@ -150,9 +150,9 @@ class LowPrecisionLinear(PartLinear):
 
 @torch.no_grad()
 def quantize_group(group: Group, bits: Bits, kernel: Kernel, change: Tensor | None = None) -> tuple[Group, int]:
-    """A group of linears in few bits in the place of its own, which stay as they are; and the bytes that they take.
+    """Return a group of quantised copies of a group's linears, and their bytes; the group itself is not changed.
 
-    `change` `[out, in]`, of all outputs one below the other, is added to the weights before they are rounded.
+    `change` `[out, in]`, over the concatenated outputs, is added to the weights before they are quantised.
     """
 
     def whole(weight: Tensor, bias: Tensor | None) -> FusedQuantizedLinear:

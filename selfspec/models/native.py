@@ -1,8 +1,7 @@
-"""selfspec's own products for processors: `native.cpp`, as torch's tensors and modules meet it.
+"""selfspec's own CPU kernels: the products of `native.cpp`, over torch tensors and as modules.
 
-Products of up to `ROWS` rows with float32, bfloat16, 8-bit and 4-bit weights, which read each weight once for all of
-them. A row gives the same bits alone and among others. Without a compiler, torch's products are what there is. Knows
-nothing of families and caches.
+A product of up to `ROWS` rows with float32, bfloat16, int8 or int4 weights reads each weight once for all rows. It is
+batch invariant: a row has the same bits in a batch of any size. Without a compiler, only torch's products are used.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from selfspec.models.linears import Call, Group, PartLinear, Wrapped, is_exact, 
 from selfspec.models.low_precision import QuantizedWeight
 from selfspec.models.native_library import library
 
-ROWS = 16  # up to which these products are taken
-# What native products count, of what they take called one by one: in a pass of theirs there is nothing in between,
-# where a pass of others takes a fifth more than its products on a model of 135M parameters, and more on smaller ones.
+ROWS = 16  # most rows that these products are used for
+# Factor on the time of native products called one by one: a native pass has no overhead between products, while an
+# eager pass takes a fifth more than its products on a model of 135M parameters, and more on smaller ones.
 IN_A_PASS = 0.7
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _INT8, _INT4 = 2, 3
 
 
 class Weight(ctypes.Structure):
-    """A weight, and what it is scaled by, as `native.cpp` reads it."""
+    """`native.cpp`'s structure of a weight with scales and bias."""
 
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("kind", "out", "in", "group", "bias_kind")),
@@ -38,7 +37,7 @@ class Weight(ctypes.Structure):
 
 
 class LayerStruct(ctypes.Structure):
-    """A layer; pointers, none where a sub-layer is bypassed."""
+    """`native.cpp`'s structure of a layer: pointers, null where a sub-layer is bypassed."""
 
     _fields_: ClassVar = [
         (name, c_void_p) for name in ("before_attention", "qkv", "o", "before_mlp", "gate_up", "down")
@@ -46,7 +45,7 @@ class LayerStruct(ctypes.Structure):
 
 
 class PassStruct(ctypes.Structure):
-    """The layers that a pass goes through."""
+    """`native.cpp`'s structure of the layers, sizes and last norm of a pass."""
 
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("kind", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
@@ -58,7 +57,7 @@ class PassStruct(ctypes.Structure):
 
 
 class Segment(ctypes.Structure):
-    """The tokens of a pass that are of one sequence."""
+    """`native.cpp`'s structure of the tokens of one sequence in a pass."""
 
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("n", "seen", "first")),
@@ -67,7 +66,7 @@ class Segment(ctypes.Structure):
 
 
 class SlotsStruct(ctypes.Structure):
-    """Where a pass's tokens stand in the cache."""
+    """`native.cpp`'s structure of a pass's positions, cache slots, RoPE tables and cache pointers."""
 
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("n", "seen", "stride", "each_layer", "segments")),
@@ -79,25 +78,25 @@ class SlotsStruct(ctypes.Structure):
 
 
 def torch_has_bfloat16() -> bool:
-    """Whether torch has fast products of bfloat16 here; elsewhere they were seen to take 4 times what float32 does."""
+    """Return whether torch has fast bfloat16 products here; without, they were measured 4 times slower than float32."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class NativeProduct:
-    """Multiplies rows `[N, in]` with a weight `[out, in]`: float32 or bfloat16, stored by rows, or in few bits.
+    """The product of rows `[N, in]` with a weight `[out, in]`: float32 or bfloat16, stored by rows, or quantised.
 
-    Of linears that read the same input, it is the `Product` of them all. Sums are float32. More than `ROWS` rows are
-    torch's to multiply, unless the processor has tiles or long vectors (AVX-512) that do it faster; with a weight in
-    few bits, with what it stands for, held in bfloat16 from the first such rows on. Where torch has no fast products of
-    bfloat16, they are multiplied as few are (`alike`), and so they are with a weight in bfloat16. Raises
-    `SelfspecError` without compiled functions.
+    For linears that read the same input, it is their fused `Product`. Sums are float32. torch multiplies more than
+    `ROWS` rows, except that a float32 weight stays native if the processor has tiles or long vectors (AVX-512), which
+    are faster. A quantised weight is dequantised to bfloat16 for torch, and kept from the first such product on. If
+    torch has no fast bfloat16 products, quantised and bfloat16 weights use the kernel for few rows
+    (`batch_invariant`). Raises `SelfspecError` without compiled functions.
     """
 
     def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> None:
         self._of = weight
-        self._wide: Tensor | None = None  # transposed, for many rows
+        self._wide: Tensor | None = None  # the transposed weight, for many rows
         scale = None
         if isinstance(weight, QuantizedWeight):
             values, scale, zero = weight.values, weight.scale.contiguous(), weight.zero
@@ -115,7 +114,7 @@ class NativeProduct:
         self._describe(kind, group, values.contiguous(), scale, bias)
 
     def _describe(self, kind: int, group: int, values: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
-        """As `native.cpp` reads it."""
+        """Set up the weight's structure for `native.cpp`."""
         self._multiply, self._multiply_many = library().selfspec_multiply, library().selfspec_multiply_many
         self.values = values
         self.bias = bias if bias is None or bias.dtype in KINDS else bias.float()
@@ -126,24 +125,24 @@ class NativeProduct:
         self.address = ctypes.addressof(self.described)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product, of the dtype of `x`."""
+        """Return the product `[N, out]`, in the dtype of `x` `[N, in]`."""
         return self._of_many(x) if len(x) > ROWS else self.batch_invariant(x)
 
     def batch_invariant(self, x: Tensor) -> Tensor:
-        """The product of any number of rows, each with the bits that it has alone."""
+        """Return the product of any number of rows; each row has the same bits as alone."""
         out = torch.empty(len(x), self.out)
         self._run(x, out, add=False)
         return out.to(x.dtype)
 
     def write(self, x: Tensor, out: Tensor) -> None:
-        """The product, written to `out` `[N, out]`."""
+        """Write the product with `x` `[N, in]` to `out` `[N, out]`."""
         if len(x) > ROWS or out.dtype != torch.float32:
             out.copy_(self(x))
         else:
             self._run(x, out, add=False)
 
     def add(self, base: Tensor, x: Tensor) -> None:
-        """The product, added to `base` `[N, out]`."""
+        """Add the product with `x` `[N, in]` to `base` `[N, out]`."""
         if len(x) > ROWS or base.dtype != torch.float32:
             base.add_(self(x))
         else:
@@ -171,7 +170,7 @@ class NativeProduct:
         return (out if self.bias is None else out + self.bias).to(x.dtype)
 
     def _given(self) -> Tensor | QuantizedWeight:
-        """The weight that it was made of; in 4 bits, unpacked."""
+        """Return the weight that this product was made of; an int4 weight is unpacked."""
         if isinstance(self._of, Tensor) or self._of.bits == 8:
             return self._of
         halves = self.values.view(self.out, -1, 1, 16)
@@ -179,11 +178,11 @@ class NativeProduct:
 
     @property
     def product(self) -> NativeProduct:
-        """Itself."""
+        """This object."""
         return self
 
     def with_bias(self, bias: Tensor) -> NativeProduct:
-        """The same with a bias `[out]`."""
+        """Return a product with the same weight and a bias `[out]`."""
         return NativeProduct(self._given(), bias)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeProduct:
@@ -194,9 +193,9 @@ class NativeProduct:
 
 
 class NativeLinear(PartLinear):
-    """Takes the place of an `nn.Linear`, whose parameters it keeps, where the runtime multiplies natively.
+    """Replacement of an `nn.Linear` with the same parameters, which the runtime multiplies by native products.
 
-    Called by others it computes as before; so it does, everywhere, once its weight has been moved or cast.
+    Called as a module it computes as before. The runtime does so too once the weight has been moved or cast.
     """
 
     whole: NativeProduct
@@ -208,7 +207,7 @@ class NativeLinear(PartLinear):
 
     @property
     def current(self) -> bool:
-        """Whether its weight and bias still are parts of `whole`'s."""
+        """Whether this module's weight and bias are still parts of those of `whole`."""
         return self._is_part(self.weight, self.whole.values) and self._is_part(self.bias, self.whole.bias)
 
     def _is_part(self, mine: Tensor | None, whole: Tensor | None) -> bool:
@@ -218,19 +217,19 @@ class NativeLinear(PartLinear):
         return mine.dtype == whole.dtype and mine.data_ptr() == at
 
     def over(self, outputs: Tensor) -> Call | None:
-        """The product with a copy of the weight's rows `outputs`, while the weight is what it was."""
+        """Return the product with a copy of the rows `outputs` of the weight; None if the weight was moved or cast."""
         if not self.current or not is_plain(self):
             return None
         bias = None if self.bias is None else self.bias.detach().index_select(0, outputs)
         return NativeProduct(self.weight.detach().index_select(0, outputs), bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product with `x` `[.., in]`."""
+        """Return the product `[.., out]` with `x` `[.., in]`."""
         return F.linear(x, self.weight, self.bias)
 
 
 def batch_invariant(call: Call) -> Call | None:
-    """The same product of any number of rows, each with the bits that it has alone; None where it is not native."""
+    """Return a batch-invariant version of a product, whose rows have the same bits as alone; None if not native."""
     if isinstance(call, NativeProduct):
         return call.batch_invariant
     if isinstance(call, Wrapped) and (inner := batch_invariant(call.call)) is not None:
@@ -240,9 +239,9 @@ def batch_invariant(call: Call) -> Call | None:
 
 @torch.no_grad()
 def nativise_(group: Group) -> None:
-    """Lay a group's exact linears side by side by rows, and replace them by `NativeLinear`.
+    """Join a group's exact linears by rows, and replace them by `NativeLinear`s.
 
-    Where only some have a bias, each is by itself.
+    Each linear is replaced alone if only some have a bias.
     """
     for module in group.modules if all(map(is_exact, group.modules)) else ():
         module.weight.data = module.weight.data.contiguous()

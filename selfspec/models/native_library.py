@@ -1,6 +1,6 @@
-"""Compiles `native.cpp` on the machine that it is to run on, once, and loads it: in seconds, or a few milliseconds.
+"""Compilation of `native.cpp` on the machine that runs it, once (seconds), and loading it (milliseconds).
 
-The C++ compiler is the one that `CXX` names, or that the system has. Knows nothing of what is compiled but its names.
+The C++ compiler is the one that `CXX` names, or the system's.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from selfspec.basics.machine import machine
 _log = logging.getLogger("selfspec")
 _SOURCE = Path(__file__).with_name("native.cpp")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-w")
-# This processor's own instructions and threads, as compilers take them; some know no threads.
+# Flag sets for OpenMP and this processor's instructions, tried in turn; some compilers have no OpenMP.
 _HERE = (("-fopenmp", "-march=native"), ("-fopenmp", "-mcpu=native"), ("-fopenmp",), ("-march=native",), ())
 _OTHERWISE = "name another compiler by CXX, or do without by SELFSPEC_NATIVE=0"
-_PATIENCE = 120  # seconds for the compiler
+_PATIENCE = 120  # timeout of the compiler in seconds
 
 
 def library() -> Any:
-    """The compiled functions. Raises `SelfspecError` that says why there are none."""
+    """Return the compiled functions. Raises `SelfspecError` with the reason if there are none."""
     found = _library(os.environ.get("SELFSPEC_NATIVE", ""), os.environ.get("CXX", ""))
     if isinstance(found, str):
         raise SelfspecError(found)
@@ -44,7 +44,7 @@ def library() -> Any:
 
 
 def available() -> bool:
-    """Whether there are compiled functions."""
+    """Return whether compiled functions are available."""
     try:
         library()
     except SelfspecError:
@@ -54,7 +54,7 @@ def available() -> bool:
 
 @lru_cache
 def _library(wanted: str, compiler: str) -> Any:
-    """The functions, or why there are none."""
+    """Return the compiled functions, or the reason why there are none."""
     if wanted == "0":
         return "native products are turned off by SELFSPEC_NATIVE=0"
     names = [compiler] if compiler else ["c++", "g++", "clang++"]
@@ -63,7 +63,7 @@ def _library(wanted: str, compiler: str) -> Any:
         return f"native products need a C++ compiler; none found ({', '.join(names)}); install g++, or name one by CXX"
     sources = [part.read_text() for part in (_SOURCE, *sorted(_SOURCE.parent.glob("*.h")))]
     key = [*sources, machine(torch.device("cpu")), platform.machine(), _instructions(), torch.__version__]
-    key.append(str(Path(shutil.which(command[0]) or "").stat().st_mtime_ns))  # another compiler may do better
+    key.append(str(Path(shutil.which(command[0]) or "").stat().st_mtime_ns))  # a new compiler may do better
     name = hashlib.sha256(repr([*key, *command, _FLAGS, _HERE]).encode()).hexdigest()[:32]
     folder = _folder()
     for known in _known(folder, name):
@@ -71,12 +71,12 @@ def _library(wanted: str, compiler: str) -> Any:
             return _typed(ctypes.CDLL(str(known)))
         except (OSError, AttributeError):
             known.unlink(missing_ok=True)
-    failed = folder / f"{name}.failed"  # so that a compiler that cannot is not asked by every process
+    failed = folder / f"{name}.failed"  # so that not every process retries a failing compiler
     if isinstance(problem := read_cached(failed), str):
         return problem
     try:
         made = _compile(command, folder, name)
-    except OSError as error:  # a full disk: not for good
+    except OSError as error:  # such as a full disk: temporary, so not cached
         return f"native products: {shlex.join(command)} failed: {error}; {_OTHERWISE}"
     try:
         if not isinstance(made, str):
@@ -96,7 +96,7 @@ def _words(command: str) -> list[str]:
 
 
 def _folder() -> Path:
-    """Where compiled functions are kept: in the cache, if nobody else can write there."""
+    """Return the folder for compiled libraries: in the cache folder if only this user can write there."""
     try:
         folder = cache_folder() / "native"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -108,13 +108,13 @@ def _folder() -> Path:
 
 
 def _known(folder: Path, name: str) -> list[Path]:
-    """What was compiled before, as long as it was then: half a library would end the process."""
+    """Return earlier compiled libraries of the size in their name: a truncated library would crash the process."""
     found = [(file, file.name.split(".")[1]) for file in folder.glob(f"{name}.*.so")]
     return [file for file, size in found if _own(file) and size == str(file.stat().st_size)]
 
 
 def _own(path: Path) -> bool:
-    """Whether only this user can have put it there: what is loaded is run."""
+    """Return whether only this user can have written a file, as loading a library runs its code."""
     known = path.stat()
     return not hasattr(os, "getuid") or (known.st_uid == os.getuid() and not known.st_mode & 0o022)
 
@@ -126,7 +126,7 @@ def _instructions() -> str:
 
 
 def _compile(command: Sequence[str], folder: Path, name: str) -> Path | str:
-    """The compiled file, whole or not at all; else what was wrong. `OSError` where it could not be tried."""
+    """Compile to a file atomically and return its path, or the compiler's error. Raises `OSError` if it cannot run."""
     _log.warning("compiling products for this processor, once ...")
     problem = ""
     handle, made = tempfile.mkstemp(dir=folder, suffix=".so")

@@ -1,7 +1,4 @@
-"""Norms as the runtime calls them: in few and cheap calls where the arithmetic allows it, else the module itself.
-
-Knows nothing of families and caches.
-"""
+"""Norms as the runtime calls them: in few, cheap operations if the arithmetic allows it, else by the module itself."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ from selfspec.models.dispatch import device_of, weight_of
 from selfspec.models.linears import Call, is_plain, on_rows
 
 Norm = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""`norm(x, longer, out)`: the rows of the residual stream `x` `[N, D]`, normed `[N, D]`.
+"""`norm(x, longer, out)` returns the normalised rows `[N, D]` of the residual stream `x` `[N, D]`.
 
-`longer` `[N, D + 1]` is `x` with one more column that holds sqrt(D * eps), so that the norm of a row of it is
+`longer` `[N, D + 1]` is `x` with an additional column sqrt(D * eps), so that the Euclidean norm of its row is
 sqrt(D * (mean(x^2) + eps)). The result may be written to `out` `[N, D]`, which is then returned.
 """
 
@@ -31,9 +28,9 @@ EXACT = (torch.float32, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """What a family's RMSNorm multiplies with: its weight, `plus` so much.
+    """The variant of a family's RMSNorm, which multiplies with its weight + `plus`.
 
-    `once`: half precision is rounded after that product, and not before it.
+    `once`: half precision is rounded only after this product, and not also before it.
     """
 
     plus: float = 0.0
@@ -44,9 +41,9 @@ LLAMAS = Formula()
 
 
 class Norms:
-    """Makes norms of the residual stream out of a model's modules, and keeps those it made up to date.
+    """Factory of norms from a model's modules, which keeps the norms it made up to date with their weights.
 
-    `eps` is the one that `longer` is made for, `dtype` the stream's; without it, that of the norms' weights.
+    `eps` is the one in the column of `longer`. `dtype` is the stream's; None: that of the norms' weights.
     """
 
     def __init__(self, eps: float, dtype: torch.dtype | None = None, formula: Formula = LLAMAS) -> None:
@@ -54,7 +51,7 @@ class Norms:
         self._made: WeakSet[ScaledNorm] = WeakSet()
 
     def read(self, module: Any, device: torch.device) -> Norm:
-        """A norm of a stream on `device`. A copy of its weight, which is small, is kept even where it is offloaded."""
+        """Return a norm of a stream on `device`. It keeps a copy of its weight, which is small, even if offloaded."""
         if not type(module).__name__.endswith("RMSNorm"):
             call = self.rows(module)
             return lambda x, longer, out: call(x)
@@ -69,7 +66,7 @@ class Norms:
         return norm
 
     def rows(self, module: Any) -> Call:
-        """A norm of anything `[.., width]`, RMSNorm or LayerNorm: queries, keys, what a sub-layer gives."""
+        """Return an RMSNorm or LayerNorm of any rows `[.., width]`: queries, keys, or a sub-layer's output."""
         weight = getattr(module, "weight", None)
         if weight is None or weight.is_meta or not is_plain(module):
             return on_rows(module)
@@ -86,7 +83,7 @@ class Norms:
         return on_rows(module)
 
     def in_float32(self, module: Any) -> Call:
-        """A norm of anything in float32, which training can go through."""
+        """Return a differentiable norm of any rows `[.., width]` in float32, for training."""
         gain, eps, bias = self.gain(module).float(), _eps_of(module), getattr(module, "bias", None)
         if not type(module).__name__.endswith("LayerNorm"):
             return lambda x: F.rms_norm(x.float(), gain.shape, gain, eps)
@@ -94,13 +91,13 @@ class Norms:
         return lambda x: F.layer_norm(x.float(), gain.shape, gain, bias, eps)
 
     def gain(self, module: Any) -> Tensor:
-        """What a norm multiplies with `[width]`."""
+        """Return a norm's factor `[width]`: its weight plus the formula's `plus`."""
         weight = weight_of(module)
         assert weight is not None
         return weight.detach() + self._formula.plus
 
     def refresh(self) -> None:
-        """Take over weights that have been changed in place."""
+        """Update all norms after in-place changes to their weights."""
         for norm in self._made:
             norm.refresh()
 
@@ -110,10 +107,10 @@ def _eps_of(module: Any) -> Any:
 
 
 class ScaledNorm:
-    """In float32 and float64: the same formula in fewer and cheaper calls.
+    """An RMSNorm in float32 or float64, in fewer and cheaper operations.
 
-    x * weight / sqrt(mean(x^2) + eps) = x * (weight * sqrt(D)) / |(x, sqrt(D * eps))|. transformers' own computes in
-    float32 whatever comes in; this keeps float64 exact. `plus` is added to the weight.
+    x * weight / sqrt(mean(x^2) + eps) = x * (weight * sqrt(D)) / |(x, sqrt(D * eps))|. The modules of `transformers`
+    compute in float32 for any input; this class keeps float64 exact. `plus` is added to the weight.
     """
 
     def __init__(self, weight: Tensor, plus: float = 0.0) -> None:
@@ -123,35 +120,35 @@ class ScaledNorm:
             self.weight = torch.empty_like(weight) if plus else weight
         self.refresh()
 
-    @torch.inference_mode(False)  # it is written to again later, wherever this is called
+    @torch.inference_mode(False)  # later calls outside inference mode write to these tensors again
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over the weight as it is now."""
+        """Update after an in-place change to the weight."""
         if self._plus:
             torch.add(self._source, self._plus, out=self.weight)
         torch.mul(self.weight, len(self.weight) ** 0.5, out=self._scaled)
 
     def __call__(self, x: Tensor, longer: Tensor, out: Tensor) -> Tensor:
-        """The rows `x`, normed."""
+        """Return the normalised rows of `x`."""
         return torch.mul(x, self._scaled, out=out).div_(torch.linalg.vector_norm(longer, dim=-1, keepdim=True))
 
 
 class RoundedNorm:
-    """In half precision: computed in float32, and rounded where transformers' own norms are.
+    """An RMSNorm in half precision: computed in float32, and rounded at the same points as in `transformers`.
 
-    That is before the product with the weight, and after it. An accelerator runs the module itself.
+    It rounds before and after the product with the weight. It is for the CPU; an accelerator runs the module itself.
     """
 
     def __init__(self, weight: Tensor) -> None:
         self.weight, self._share = weight, len(weight) ** -0.5
 
     def __call__(self, x: Tensor, longer: Tensor, out: Tensor) -> Tensor:
-        """The rows `x`, normed."""
+        """Return the normalised rows of `x`."""
         norm = torch.linalg.vector_norm(longer, dim=-1, keepdim=True, dtype=torch.float32).mul_(self._share)
         return torch.div(x, norm, out=out).mul_(self.weight)
 
 
 def _called(module: nn.Module) -> Norm:
-    """The module itself: its formula is not known, or hooks run."""
+    """Return a norm that calls the module itself, if its formula is unknown or it has hooks."""
     call = on_rows(module)
     return lambda x, longer, out: call(x)

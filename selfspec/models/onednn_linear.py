@@ -1,7 +1,4 @@
-"""Weights packed in the order that oneDNN reads fastest, in the place of a model's linears.
-
-Knows nothing of families and caches.
-"""
+"""Linears with weights packed in the order that oneDNN reads fastest."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ from torch import Tensor, nn
 from selfspec.basics.errors import SelfspecError
 from selfspec.models.linears import Call, Group, PartLinear
 
-_PACKED_FOR = 16  # rows that oneDNN is told to expect; the order that it then chooses suits one row and hundreds too
+_PACKED_FOR = 16  # rows that oneDNN packs for; the order it then chooses also suits one row and hundreds
 
 
 class Packed:
-    """A weight `[out, in]` in an order of oneDNN's, which makes products with 8 rows little dearer than with one.
+    """A weight `[out, in]` packed by oneDNN, whose products with 8 rows cost little more than with one.
 
-    float32 or bfloat16 on the CPU. Raises whatever torch raises where oneDNN cannot pack it.
+    It is float32 or bfloat16 on the CPU. Raises whatever torch raises if oneDNN cannot pack it.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -32,11 +29,11 @@ class Packed:
 
     @property
     def bytes(self) -> int:
-        """Memory held."""
+        """Size in bytes."""
         return sum(t.numel() * t.element_size() for t in (self.tensor, self.bias) if t is not None)
 
     def unpacked(self) -> Tensor:
-        """The weight as it was, exactly."""
+        """Return the exact original weight `[out, in]`."""
         weight: Tensor = self.tensor.to_dense(self.dtype)
         return weight
 
@@ -50,9 +47,9 @@ def _packed_product(x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 class PackedLinear(PartLinear):
-    """Takes the place of an `nn.Linear` whose weight has been packed, alone or together with others' over its input.
+    """Replacement of an `nn.Linear` with a packed weight, alone or fused with others over the same input.
 
-    `weight` unpacks it each time it is read: it is no parameter. A model with these can be called, copied and saved as
+    `weight` is no parameter: each read unpacks it. A model with these modules can be called, copied and saved as
     before, but neither trained nor moved.
     """
 
@@ -64,17 +61,17 @@ class PackedLinear(PartLinear):
         self.bias = None if packed.bias is None else packed.bias.narrow(0, start, linear.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product with `x` `[.., in]`, in the weight's dtype, which autocast does not change."""
+        """Return the product `[.., out]` with `x` `[.., in]`, in the weight's dtype even under autocast."""
         return super().forward(x.to(self.packed.dtype))
 
     @property
     def packed(self) -> Packed:
-        """The packed weight."""
+        """The packed weight of all linears fused with this one."""
         return self.whole
 
     @property
     def weight(self) -> Tensor:
-        """The weight `[out, in]`, unpacked."""
+        """The unpacked weight `[out, in]` of this linear."""
         return self.packed.unpacked().narrow(0, self.start, self.out_features)
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
@@ -93,7 +90,7 @@ class PackedLinear(PartLinear):
 
 @torch.no_grad()
 def pack_(group: Group) -> None:
-    """Replace a group's exact linears by `PackedLinear`: parts of one packed weight, unless only some have a bias."""
+    """Replace a group's exact linears by `PackedLinear`s, fused in one packed weight unless only some have a bias."""
     modules = group.modules
     if any((module.bias is None) != (modules[0].bias is None) for module in modules):
         for name in group.names:

@@ -1,6 +1,6 @@
-"""What training adds to a draft path: bridges over bypassed layers, and changes to weights held in few bits.
+"""Trained parts of a draft path: bridges over bypassed layers, and low-rank updates of quantised weights.
 
-The model itself stays as it is. Knows nothing of files and of how either was fitted.
+The model itself is not changed.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from selfspec.models.families.base import Workspace
 from selfspec.models.linears import Call
 
 Run = tuple[int, int]
-"""Layers that a draft path bypasses whole, from the first to before the second."""
+"""A run `(first, end)` of layers that a draft path bypasses entirely, from `first` up to, not including, `end`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bridge:
-    """A linear map in the place of bypassed layers: to the stream x is added `onto` (`into` x) + `bias`.
+    """A linear map that replaces bypassed layers: it adds `onto` (`into` x) + `bias` to the stream x.
 
-    `into` `[r, D]` and `onto` `[D, r]`; without `into`, `onto` is `[D, D]`. `bias` `[D]`. (ReplaceMe 2505.02819.)
+    `into` is `[r, D]`, `onto` `[D, r]` and `bias` `[D]`; without `into`, `onto` is `[D, D]`. (ReplaceMe 2505.02819.)
     """
 
     into: Tensor | None
@@ -31,9 +31,9 @@ class Bridge:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Update:
-    """A change of low rank to the weights `[out, in]` of linears that read one input: `up` @ `down`.
+    """A low-rank update `up` @ `down` of the weights `[out, in]` of linears that read the same input.
 
-    `down` `[r, in]`, `up` `[out, r]`, the linears' outputs one below the other. (LoRA, Hu et al. 2106.09685.)
+    `down` is `[r, in]`, and `up` `[out, r]` over the linears' concatenated outputs. (LoRA, Hu et al. 2106.09685.)
     """
 
     down: Tensor
@@ -42,7 +42,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """Bridges by the run that each stands for, and updates by layer and number of the group of linears in it."""
+    """Bridges by the run of layers each replaces, and updates by layer and number of the group of linears in it."""
 
     bridges: Mapping[Run, Bridge] = field(default_factory=dict)
     updates: Mapping[tuple[int, int], Update] = field(default_factory=dict)
@@ -50,12 +50,12 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BridgeModule:
-    """A bridge as it runs, in the place of an MLP. `into` None: `onto` reads the stream itself."""
+    """A bridge that runs in place of an MLP. `into` None: `onto` reads the stream itself."""
 
     into: Call | None
     onto: Call
 
     def run(self, work: Workspace) -> None:
-        """Add what it makes of the stream."""
+        """Add the bridge's output to the stream."""
         x = work.stream if self.into is None else self.into(work.stream).to(work.stream.dtype)
         work.stream.add_(self.onto(x).to(work.stream.dtype))

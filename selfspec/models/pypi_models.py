@@ -1,4 +1,4 @@
-"""Models that come as Python packages, from the package registry that everything else is installed from."""
+"""Models distributed as Python packages on the package index."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from selfspec.basics.errors import SelfspecError
 
 @dataclass(frozen=True, slots=True)
 class Packaged:
-    """A GGUF file in an installed package, which is not imported."""
+    """A GGUF file in an installed package; the package is never imported."""
 
-    package: str  # as it would be imported
-    requirement: str  # as pip installs it
+    package: str  # import name
+    requirement: str  # pip requirement
     file: str
 
 
@@ -24,7 +24,7 @@ PACKAGED = {
 
 
 def packaged_file(name: str) -> Path:
-    """The file of a model in `PACKAGED`. Raises `SelfspecError` with the command that brings it."""
+    """Return the file of a model in `PACKAGED`. Raises `SelfspecError` with the install command if it is missing."""
     wanted = PACKAGED[name]
     found = importlib.util.find_spec(wanted.package)
     for folder in () if found is None else found.submodule_search_locations or ():

@@ -1,7 +1,4 @@
-"""A model's sub-layers and head in few bits, made out of its own modules, which stay as they are.
-
-Knows nothing of caches, prompts and drafts.
-"""
+"""Quantised copies of a model's sub-layers and head; the model's own modules are not changed."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ from selfspec.models.shards import summed
 
 @dataclass(frozen=True, slots=True)
 class QuantizedSublayers:
-    """Makes them. `kernel`: what multiplies; None: what is fastest on this machine."""
+    """Factory of quantised sub-layers and heads. `kernel` multiplies them; None: the fastest on this machine."""
 
     family: Family
     parts: Parts
@@ -40,14 +37,14 @@ class QuantizedSublayers:
     chosen: dict[tuple[int, int, Bits], Kernel] = field(default_factory=dict, repr=False)  # by inputs, outputs, bits
 
     def bytes(self, index: int, part: SubLayer, bits: Bits) -> int | None:
-        """Memory that a layer's attention or MLP would take; None where it cannot be had in so many bits."""
+        """Return the bytes that a layer's attention or MLP would take; None if it cannot be quantised to `bits`."""
         layer = self.parts.layers[index]
         if part == "mlp" and layer.experts is not None:
             return _bytes_of_experts(layer.experts, bits)
         return _bytes(layer.groups_of(part), bits)
 
     def group_sizes(self, index: int, number: int) -> tuple[int, int] | None:
-        """Outputs and inputs of a group of linears of a layer, by its number in it; None where there is none."""
+        """Return the numbers of outputs and inputs of a layer's group of linears; None if there is no such group."""
         groups = self.parts.layers[index].groups if 0 <= index < len(self.parts.layers) else ()
         if not 0 <= number < len(groups):
             return None
@@ -55,15 +52,15 @@ class QuantizedSublayers:
         return sum(module.out_features for module in modules), modules[0].in_features
 
     def head_bytes(self, bits: Bits) -> int | None:
-        """Memory that the head would take; None where it cannot be had."""
+        """Return the bytes that the head would take; None if it cannot be quantised."""
         return _bytes((self.parts.head,), bits)
 
     def sublayer(
         self, index: int, part: SubLayer, bits: Bits, trained: Trained | None = None
     ) -> tuple[Attention | Mlp, int] | None:
-        """A layer's attention or MLP, and the memory that it takes; None where it cannot be had in so many bits.
+        """Return a layer's quantised attention or MLP, and its bytes; None if it cannot be quantised to `bits`.
 
-        With the updates of `trained`, where there are some of it.
+        The updates in `trained` for this layer are added to the weights before they are quantised.
         """
         layer = self.parts.layers[index]
         if part == "mlp" and layer.experts is not None:
@@ -75,7 +72,7 @@ class QuantizedSublayers:
         updates = {} if trained is None else trained.updates
         made, held = self._made(own, bits, [updates.get((index, first + number)) for number in range(len(own))])
         for group in made:
-            _ = group.modules[0].whole.product  # rounded now, and not in the first pass
+            _ = group.modules[0].whole.product  # quantise now, and not in the first pass
         made = [summed(group) for group in made]
         others = layer.groups_of("mlp" if part == "attention" else "attention")
         groups = (*made, *others) if part == "attention" else (*others, *made)
@@ -83,7 +80,7 @@ class QuantizedSublayers:
         return (block.attention if part == "attention" else block.mlp), held
 
     def _experts(self, layer: Layer, experts: ExpertWeights, bits: Bits) -> tuple[LowExperts, int] | None:
-        """All experts of a layer; the router stays as it is."""
+        """Return an MLP with all experts of a layer quantised and the model's own router, and its bytes."""
         held = _bytes_of_experts(experts, bits)
         if held is None:
             return None
@@ -96,7 +93,7 @@ class QuantizedSublayers:
         return FusedQuantizedLinear(weight, bias, bits, self._kernel(weight, bits)).product
 
     def head(self, bits: Bits, tokens: Sequence[int] | None) -> tuple[Call, int] | None:
-        """The head, over some tokens only where they are named, and its memory; None where it cannot be had."""
+        """Return the quantised head, over `tokens` only if given, and its bytes; None if it cannot be quantised."""
         if _bytes((self.parts.head,), bits) is None:
             return None
         (head,), held = self._made((self.parts.head,), bits)
@@ -107,7 +104,7 @@ class QuantizedSublayers:
         return Moved(self.family.head(parts), device_of(self.parts.head.module)), held
 
     def crossing(self, bridge: Bridge) -> tuple[BridgeModule, int]:
-        """A bridge in 8 bits, as whatever runs beside it, and its memory."""
+        """Return the module of a bridge, always in int8, and its bytes."""
 
         def product(weight: Tensor, bias: Tensor | None) -> FusedQuantizedLinear:
             weight = weight.to(self.parts.norm.weight).contiguous()
@@ -120,7 +117,7 @@ class QuantizedSublayers:
         )
 
     def _kernel(self, weight: Tensor, bits: Bits) -> Kernel:
-        """What multiplies weights like this one: timed once for each kind."""
+        """Return the kernel for weights of this shape and number of bits; the choice is timed once."""
         kind = (weight.shape[1], len(weight), bits)
         kernel = self.kernel or self.chosen.get(kind)
         if kernel is None:

@@ -1,8 +1,8 @@
-"""Models whose weights are spread over processes: tensor parallel, as `transformers` loads it under `torchrun`.
+"""Tensor parallel models, whose weights are sharded over processes, as `transformers` loads them under `torchrun`.
 
 Each process holds some heads of every attention and some units of every MLP. The linears that write to the stream then
-give a part of a sum, which `transformers` has all processes sum up as they are called; what enters and leaves a
-sub-layer is whole everywhere. Knows nothing of caches, prompts and drafts.
+compute partial sums, which `transformers` all-reduces when they are called. The input and output of a sub-layer are
+complete in every process.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from selfspec.types.identity import Identity
 
 
 def is_sharded(model: Any) -> bool:
-    """Whether a model's weights are spread over processes."""
+    """Return whether a model is tensor parallel."""
     return (getattr(model, "_tp_size", None) or 1) > 1
 
 
 def parallel_options(identity: Identity, among: int) -> dict[str, Any]:
-    """What `from_pretrained` is to be told so that so many processes share a model.
+    """Return the arguments of `from_pretrained` that shard a model over `among` processes.
 
-    Raises `SelfspecError` for heads that cannot be shared out, and where `transformers` is too old.
+    Raises `SelfspecError` if `among` does not divide the heads, and if `transformers` is too old.
     """
     for heads, kind in ((identity.heads, "query"), (identity.kv_heads, "key-value")):
         if heads is not None and heads % among:
@@ -47,25 +47,25 @@ def parallel_options(identity: Identity, among: int) -> dict[str, Any]:
 
 
 def check_whole(model: Any, what: str) -> None:
-    """Raise `SelfspecError` where a model's weights are spread over processes, for `what` reads whole ones."""
+    """Raise `SelfspecError` if a model is tensor parallel, as `what` reads whole weights."""
     if is_sharded(model):
         raise SelfspecError(f"{what} cannot be had in tensor parallel, where no process has the whole model")
 
 
 def whole_weight(weight: Tensor) -> Tensor:
-    """A weight with the parts of all processes, each of which has to ask for it."""
+    """Return the full weight, gathered from all processes, each of which has to call this function."""
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 def own_weight(weight: Tensor) -> Tensor:
-    """What this process has of a weight."""
+    """Return this process's shard of a weight."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def local_sizes(model: Any, parts: Parts, sizes: Sizes) -> Sizes:
-    """The sizes of what this process holds: some heads, key-value heads and units of each layer.
+    """Return the sizes of this process's shard: its heads, KV heads and MLP units of each layer.
 
-    Raises `UnsupportedModelError` for a model that is shared out otherwise than by whole heads.
+    Raises `UnsupportedModelError` for a model that is not sharded by whole heads.
     """
     if dist.get_world_size() != model._tp_size:
         raise UnsupportedModelError("the model is shared out by more than tensor parallel; expected tp_size alone")
@@ -85,13 +85,13 @@ def local_sizes(model: Any, parts: Parts, sizes: Sizes) -> Sizes:
 
 @torch.no_grad()
 def _outputs(module: Any, parts: Parts) -> int:
-    """How many outputs a linear that reads the stream has here; its weight does not say whether they are gathered."""
+    """Return the number of outputs of a linear on the stream here, by a call, as its weight does not show gathering."""
     weight = parts.norm.weight
     return int(on_rows(module)(weight.new_zeros(1, len(weight))).shape[-1])
 
 
 def local_parts(model: Any, parts: Parts) -> Parts:
-    """The layers' linears as they are here, as plain ones, to be read; the others are left as they are."""
+    """Return the parts with the layers' linears as plain ones over this process's shards; all else is unchanged."""
     if not is_sharded(model):
         return parts
     layers = (replace(layer, groups=tuple(map(_local_group, layer.groups))) for layer in parts.layers)
@@ -105,13 +105,13 @@ def _local_group(group: Group) -> Group:
 
 
 def _cuts_inputs(module: Any) -> bool:
-    """Whether each process has some inputs of a linear, and so gives a part of a sum."""
+    """Return whether a linear is sharded by inputs, so that each process computes a partial sum."""
     weight = module.weight
     return hasattr(weight, "placements") and any(place.is_shard() and place.dim % 2 for place in weight.placements)
 
 
 def _local(module: Any) -> Any:
-    """What this process has of a linear, as a plain one. Of a bias that is added to a sum, the first process has it."""
+    """Return this process's shard of a linear as a plain one; only the first process has the bias of a partial sum."""
     if type(module) is not nn.Linear or not hasattr(module.weight, "to_local"):
         return module
     weight = own_weight(module.weight)
@@ -124,21 +124,21 @@ def _local(module: Any) -> Any:
 
 
 class Summed(nn.Module):
-    """A linear of which each process has some inputs: what all give, summed up."""
+    """A linear sharded by inputs, whose output is the sum over all processes."""
 
     def __init__(self, linear: Any) -> None:
         super().__init__()
         self.linear = linear
 
     def forward(self, x: Tensor) -> Tensor:
-        """The whole output `[.., out]`, of this process's inputs `x` `[.., in]`."""
+        """Return the complete output `[.., out]` from this process's inputs `x` `[.., in]`."""
         out: Tensor = self.linear(x).contiguous()
         dist.all_reduce(out)
         return out
 
 
 def summed(group: Group) -> Group:
-    """A group whose linears give what all processes' do together."""
+    """Return a group whose partial linears are wrapped in `Summed`."""
     if not group.partial:
         return group
     return replace(group, parent=SimpleNamespace(**{name: Summed(getattr(group.parent, name)) for name in group.names}))

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a pass's tensors depend on beside its width. `eps` is that of the model's norms."""
+    """The model sizes and dtype that determine a pass's tensors. `eps` is that of the model's norms."""
 
     hidden: int
     intermediate: int

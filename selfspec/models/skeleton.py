@@ -1,6 +1,6 @@
-"""What the runtime needs of a `transformers` model of any family: its modules as callables, its sizes and limits.
+"""The skeleton of a `transformers` model of any family: its modules as callables, its sizes and limits.
 
-They are read and checked once. What is not supported is refused by name. Knows nothing of caches, prompts and drafts.
+The runtime reads and checks the skeleton once. Errors name the unsupported feature.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from selfspec.models.sizes import Sizes
 from selfspec.types.identity import Identity
 
 ROPES = ("default", "linear", "llama3", "yarn")
-# These recompute their frequencies from each call's longest position: fixed only up to the original length.
+# These recompute RoPE frequencies from each call's longest position, and are constant only up to the original length.
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
-ENDLESS = 2**20  # positions of a model that does not say how many it has
+ENDLESS = 2**20  # positions of a model whose configuration has no limit
 ORIGINAL = "original_max_position_embeddings"
 
 
@@ -37,12 +37,12 @@ ORIGINAL = "original_max_position_embeddings"
 class Skeleton:
     """A model as the runtime sees it.
 
-    `embed` turns token ids `[B, n]` into the residual stream `[B, n, D]`, `blocks` are its layers, `norm` and `head`
-    make logits of its rows, `head_over` makes a head that computes some tokens' logits only, if its weight is at hand.
-    `attention_specs` are what attention sees, `scaling` multiplies the products of queries and keys. `context` is the
-    number of positions that can be served, `limit` says why. `ends` are the tokens after which nothing is emitted.
-    `device` is where tokens come in and logits go out. `norms` keeps the stream's norms up to date. `lowered` makes
-    sub-layers and the head in few bits.
+    `embed` maps token ids `[B, n]` to the residual stream `[B, n, D]`. `blocks` are the layers. `norm` and `head`
+    compute logits from rows of the stream. `head_over` makes a head that computes only some tokens' logits, if the
+    head's weight can be read. `attention_specs` are the layers' windows and RoPE. `scaling` multiplies the products of
+    queries and keys. `context` is the number of supported positions, and `limit` the reason for that number. `ends` are
+    the end tokens. `device` is the device of input tokens and output logits. `norms` keeps the stream's norms up to
+    date. `lowered` makes quantised sub-layers and heads.
     """
 
     embed: Call
@@ -63,26 +63,26 @@ class Skeleton:
 
     @property
     def parts(self) -> Parts:
-        """Where the model keeps its modules."""
+        """The model's modules."""
         return self.lowered.parts
 
     @property
     def gain(self) -> Tensor:
-        """What the last norm multiplies with `[D]`."""
+        """The factor `[D]` of the last norm."""
         return self.norms.gain(self.parts.norm)
 
     def refresh(self) -> None:
-        """Take over norms' weights that have been changed in place."""
+        """Update norms after in-place changes to their weights."""
         self.norms.refresh()
 
 
 def read_skeleton(model: Any, *, kernel: Kernel | None = None) -> Skeleton:
-    """Read a loaded `transformers` causal language model; `kernel` is `QuantizedSublayers`'s.
+    """Read the skeleton of a loaded `transformers` causal language model; `kernel` is as in `QuantizedSublayers`.
 
-    Raises `UnsupportedModelError`, naming what is not supported and what is.
+    Raises `UnsupportedModelError`, which names the unsupported feature and the supported ones.
     """
     config = getattr(model, "config", None)
-    if hasattr(model, "get_base_model"):  # PEFT: its adapters are in the modules that are called
+    if hasattr(model, "get_base_model"):  # PEFT: adapters are inside the modules that the runtime calls
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise UnsupportedModelError(
                 f"{type(model).__name__} with learnt prompts is not supported; merge or remove it"
@@ -119,12 +119,12 @@ def read_skeleton(model: Any, *, kernel: Kernel | None = None) -> Skeleton:
 
 
 def identity_of(model: Any) -> Identity:
-    """Which model this is; with a fingerprint of its weights where it is of a family that is served by name."""
+    """Return a model's identity, with a fingerprint of its weights if it is of a supported family."""
     return read_skeleton(model).identity if is_lean(model) else read_identity(model.config)
 
 
 def read_identity(config: Any) -> Identity:
-    """What a configuration says of which model it is; the weights' fingerprint is left out."""
+    """Return the identity of a model from its configuration, without the weights' fingerprint."""
     return Identity(
         name=getattr(config, "_name_or_path", None) or None,
         model_type=config.model_type,
@@ -157,7 +157,7 @@ def _kv_heads(config: Any) -> int:
 
 
 def _brought(head: Call, parts: Parts, stream: torch.device) -> Call:
-    """The head as a callable on what the last norm gives of a stream on the device `stream`."""
+    """Return the head as a callable on normalised rows of a stream on the device `stream`, moving them if needed."""
     device = device_of(parts.head.module)
     if device == stream == device_of(parts.norm):
         return head
@@ -165,7 +165,10 @@ def _brought(head: Call, parts: Parts, stream: torch.device) -> Call:
 
 
 def context_of(config: Any) -> tuple[int, str]:
-    """Positions that can be served, and the reason for the limit."""
+    """Return the number of supported positions, and the reason for the limit.
+
+    Raises `UnsupportedModelError` for an unknown RoPE type.
+    """
     context, limit = int(getattr(config, "max_position_embeddings", None) or ENDLESS), "the model's context"
     for rope in _ropes(config):
         kind = rope.get("rope_type", "default")
@@ -181,28 +184,28 @@ def context_of(config: Any) -> tuple[int, str]:
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """What a configuration says of rope: for all layers, or for each kind of them."""
+    """Return a configuration's RoPE parameters: one entry for all layers, or one for each layer type."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [of for of in rope.values() if isinstance(of, dict)]
     return kinds or [rope]
 
 
 def ends_of(model: Any) -> frozenset[int]:
-    """The tokens after which nothing is emitted."""
+    """Return the end tokens of the generation config, else of the model's config."""
     generation = getattr(model, "generation_config", None)
     end = getattr(generation, "eos_token_id", None)
     return end_tokens(model.config.eos_token_id if end is None else end)
 
 
 def end_tokens(ids: int | Iterable[int] | None) -> frozenset[int]:
-    """The set of end tokens that a configuration writes as one, several, or none."""
+    """Return the set of end tokens from a configuration's single id, several ids, or None."""
     return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
 
 
 def _fingerprint(parts: Parts) -> str | None:
-    """A hash of 64 values from each of three layers' first norm and last linear, rounded to bfloat16.
+    """Return a hash of 64 values from each of three layers' first norm and last linear, rounded to bfloat16.
 
-    None when a weight is quantised. Equal for a bfloat16 checkpoint loaded in any wider dtype.
+    Returns None if a weight is quantised. The hash is the same for a bfloat16 checkpoint loaded in any wider dtype.
     """
     layers = parts.layers
     digest = hashlib.sha256()

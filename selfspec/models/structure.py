@@ -1,7 +1,4 @@
-"""A causal language model of any family, by the structure of its modules: layers with an attention and an MLP part.
-
-Knows nothing of how they compute.
-"""
+"""Discovery of the decoder layers, attention and MLP modules in a causal language model of any family."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class Structure:
 
 
 def find_structure(model: Any) -> Structure:
-    """Where a model keeps them. Raises `UnsupportedModelError` where they are not to be found."""
+    """Find a model's structure by module names. Raises `UnsupportedModelError` if its layers cannot be found."""
     count = getattr(getattr(model, "config", None), "num_hidden_layers", None)
     for _, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -55,7 +52,7 @@ def _child(layer: nn.Module, name: re.Pattern[str]) -> nn.Module | None:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What a `Skeleton` says of a model whose layers are run by the model itself; the rest is refused by name."""
+    """The part of a `Skeleton` that is known of a model run by its own forward; other properties raise an error."""
 
     embed: Callable[[Tensor], Tensor]
     identity: Identity
@@ -67,31 +64,31 @@ class Outline:
     name: str
 
     def refresh(self) -> None:
-        """Nothing is held of the model."""
+        """Do nothing, as no weights are copied."""
 
     def head_over(self, tokens: Sequence[int]) -> None:
-        """None: the model's own head computes all logits."""
+        """Return None, as the model's own head computes all logits."""
 
     @property
     def parts(self) -> Any:
-        """Raises `UnsupportedModelError`."""
+        """The model's modules. Raises `UnsupportedModelError`, as they are unknown."""
         raise UnsupportedModelError(
             f"{self.name} is run by its own forward, out of reach of trained parts; they are for {', '.join(FAMILIES)}"
         )
 
     @property
     def lowered(self) -> Any:
-        """Raises `UnsupportedModelError`."""
+        """The factory of quantised sub-layers. Raises `UnsupportedModelError`."""
         return self.parts
 
     @property
     def gain(self) -> Any:
-        """Raises `UnsupportedModelError`."""
+        """The factor of the last norm. Raises `UnsupportedModelError`."""
         return self.parts
 
 
 def read_outline(model: Any, kv_heads: int, head_dim: int) -> Outline:
-    """Of a model whose keys are `[B, kv_heads, n, head_dim]`."""
+    """Return the outline of a model whose keys are `[B, kv_heads, n, head_dim]`."""
     config, embedding = model.config, model.get_input_embeddings()
     context, limit = context_of(config)
     identity = read_identity(config)

@@ -1,4 +1,4 @@
-"""Two tokenizers' tokens held against each other, for a draft model of another vocabulary. Knows nothing of drafts."""
+"""Mapping between two tokenizers' tokens, for a draft model with another vocabulary."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
 
-_UNFINISHED = "\ufffd"  # what the first bytes of a character decode to
+_UNFINISHED = "\ufffd"  # the decoding of an incomplete character
 
 
 class Words(Protocol):
-    """A text in another vocabulary, and the tokens that both have: `ours[i]` is what `theirs[i]` is there `[m]`."""
+    """The common tokens of two vocabularies, `[m]`: `ours[i]` and `theirs[i]` are the same token."""
 
     ours: Tensor
     theirs: Tensor
 
     def read(self, tokens: Sequence[int]) -> list[int] | None:
-        """A text of ours in the other vocabulary; None where it ends within a character."""
+        """Tokenise a text of our tokens in the other vocabulary; None if the text ends within a character."""
 
 
 class SharedWords:
-    """The tokens that two tokenizers have in common: those that stand for the same bytes.
+    """The tokens that stand for the same bytes in two tokenizers.
 
-    Texts are read anew by the other tokenizer, special tokens left out, unless all tokens are the same ones. Raises
-    `SelfspecError` where nothing is in common.
+    Texts are tokenised anew by the other tokenizer, without special tokens, unless the vocabularies are the same.
+    Raises `SelfspecError` if the tokenizers have no token in common.
     """
 
     def __init__(self, ours: Any, theirs: Any, *, sizes: tuple[int, int]) -> None:
-        """`sizes`: how many tokens each model has; tokenizers may know fewer, or more."""
+        """Compare two tokenizers; `sizes` are the models' vocabulary sizes, which may differ from the tokenizers'."""
         self._ours, self._theirs = ours, theirs
         mine, other = (_by_text(of, size) for of, size in zip((ours, theirs), sizes, strict=True))
         both = sorted((mine[text], other[text]) for text in mine.keys() & other.keys())
@@ -41,7 +41,7 @@ class SharedWords:
         self.same = ours.get_vocab() == theirs.get_vocab()
 
     def read(self, tokens: Sequence[int]) -> list[int] | None:
-        """As `Words.read`."""
+        """Tokenise a text in the other vocabulary, as `Words.read` does."""
         if self.same:
             return list(tokens)
         text = self._ours.decode(list(tokens), skip_special_tokens=True)
@@ -51,7 +51,7 @@ class SharedWords:
 
 
 def _by_text(tokenizer: Any, size: int) -> dict[tuple[bool, str], int]:
-    """The tokens by what they stand for, in one spelling for all kinds of tokenizers; special ones apart."""
+    """Return token ids by whether they are special and by text, spelt the same for all kinds of tokenizers."""
     bytelevel = _bytes_of_letters() if _is_bytelevel(tokenizer) else None
     special = set(tokenizer.all_special_ids)
     found = {}
@@ -62,7 +62,7 @@ def _by_text(tokenizer: Any, size: int) -> dict[tuple[bool, str], int]:
 
 
 def spelling(tokenizer: Any) -> Callable[[int], bytes]:
-    """What says for which bytes a token stands: a character's may be spread over several tokens; none: no bytes."""
+    """Return a function from a token id to its bytes, which may be part of a character; unknown ids have no bytes."""
     letters = _bytes_of_letters() if _is_bytelevel(tokenizer) else None
     special = set(tokenizer.all_special_ids)
 
@@ -76,17 +76,17 @@ def spelling(tokenizer: Any) -> Callable[[int], bytes]:
 
 
 def _is_bytelevel(tokenizer: Any) -> bool:
-    """Whether each letter of a token is a byte, as GPT-2 has it: a new line is never spelt as one."""
+    """Return whether tokens are byte-level as in GPT-2, one letter a byte, by its letter for a newline."""
     return "\u010a" in tokenizer.get_vocab()
 
 
 def _spelt(token: str, letters: dict[str, int] | None) -> str:
-    """What a token stands for, bytes as Latin-1."""
+    """Return a token's bytes as a Latin-1 string."""
     return _raw(token, letters).decode("latin-1")
 
 
 def _raw(token: str, letters: dict[str, int] | None) -> bytes:
-    """The bytes that a token stands for: by letters for bytes, or as SentencePiece spells."""
+    """Return a token's bytes, by GPT-2's letters for bytes if given, else by SentencePiece's spelling."""
     if letters is not None:
         known = all(letter in letters for letter in token)
         return bytes(letters[letter] for letter in token) if known else token.encode()
@@ -96,7 +96,7 @@ def _raw(token: str, letters: dict[str, int] | None) -> bytes:
 
 
 def _bytes_of_letters() -> dict[str, int]:
-    """GPT-2's letters for bytes: those that can be shown stand for themselves, the others come after 255, in order."""
+    """Return GPT-2's letters for bytes: a printable byte is its own letter, the others follow from 256 on in order."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = (byte for byte in range(256) if byte not in shown)
     return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}

@@ -1,8 +1,8 @@
-"""Function-preserving widening: a small model's text at a large model's cost. An instrument for benchmarks.
+"""Function-preserving widening for benchmarks: a small model's text at a large model's cost.
 
-The residual stream is padded with channels of zeros. Attention heads and MLP units are added, which read the stream
-with random weights and whose output has zero weights. That keeps the logits of RMSNorm models with separate projections
-and no other weights, as the Llama skeleton has them. Knows nothing of caches, prompts and drafts.
+The residual stream is padded with channels of zeros. The added attention heads and MLP units read the stream with
+random weights, and their output weights are zero. This preserves the logits of RMSNorm models with separate projections
+and no other weights, as in the Llama skeleton.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from selfspec.models.families.llama import Llama
 
 @torch.no_grad()
 def widen(model: Any, factor: int, *, seed: int = 0) -> Any:
-    """A new `transformers` model of `factor` times the hidden size, heads and MLP units, with the same logits.
+    """Return a new `transformers` model of `factor` times the hidden size, heads and MLP units, with the same logits.
 
-    Head size, layers and vocabulary stay. Norms are rescaled: the mean square over D' = factor * D channels is D / D'
-    of what it was, so eps' = eps * D / D' and weight' = weight * sqrt(D / D'), which is exact in floating point where
-    the factor is a power of 4. About half of the weights, the output and down projections', are zeros. Raises
+    Head size, layers and vocabulary are unchanged. Norms are rescaled: the mean square over D' = factor * D channels is
+    D / D' of the old one, so eps' = eps * D / D' and weight' = weight * sqrt(D / D'), which is exact in floating point
+    if the factor is a power of 4. About half of the weights are zeros, those of the output and down projections. Raises
     `SelfspecError` for a factor below 1 or a model that is not of the Llama skeleton.
     """
     if factor < 1:
@@ -39,7 +39,7 @@ def widen(model: Any, factor: int, *, seed: int = 0) -> Any:
         setattr(config, name, getattr(config, name) * factor)
     config.rms_norm_eps = config.rms_norm_eps / factor
     weight = narrow.head.module.weight
-    # Made on the model's own device, in its own dtype: a large one need not fit into memory twice.
+    # Created on the model's device and in its dtype, so that a large model need not fit into memory twice.
     with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []), weight.device:
         torch.manual_seed(seed)
         widened = type(model)._from_config(config, dtype=weight.dtype).eval()
@@ -57,19 +57,19 @@ def widen(model: Any, factor: int, *, seed: int = 0) -> Any:
 
 
 def _norms(parts: Parts) -> list[Any]:
-    """The norms of the stream."""
+    """Return the norms of the residual stream."""
     return [parts.norm, *(norm for layer in parts.layers for norm in layer.norms)]
 
 
 def _linear(new: nn.Linear, old: nn.Linear, *, writes: bool) -> None:
-    """Fill `new` from `old`. One that `writes` to the stream writes what the old one wrote and nothing else."""
+    """Fill `new` from `old`; if it `writes` to the stream, its other weights are zero."""
     _fill(new.weight, old.weight, clear=writes)
     if old.bias is not None:
         _fill(new.bias, old.bias, clear=True)
 
 
 def _fill(new: Tensor, old: Tensor, *, clear: bool = False) -> None:
-    """Put `old` into the corner of `new`, zeros elsewhere with `clear`."""
+    """Copy `old` into the corner of `new`; with `clear`, set all else to zero."""
     if clear:
         new.zero_()
     new[tuple(slice(n) for n in old.shape)] = old

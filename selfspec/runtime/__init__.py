@@ -1,4 +1,4 @@
-"""One forward and one cache over a model's own leaf modules. Knows nothing of prompts, tokenizers and profiles."""
+"""The runtime: one forward and one KV cache over a model's own leaf modules."""
 
 from selfspec.runtime.forward import Runtime
 

@@ -1,7 +1,4 @@
-"""Where a pass's tokens stand: their rope, what they see of the cache, where they write.
-
-Knows nothing of what layers compute.
-"""
+"""The attention inputs of a forward pass: rotary factors, visible keys and values, mask, and slots to write."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from selfspec.runtime.rotary import RotaryTable
 
 
 class PassInputs(NamedTuple):
-    """The tokens `[batch, n]` of a pass, as `Runtime.forward` is told of them."""
+    """Shape, positions, slots, mask and cache rows of a pass over tokens `[batch, n]`; see `Runtime.forward`."""
 
     batch: int
     n: int
@@ -31,12 +28,12 @@ class PassInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """Where a forward's `[B, n]` tokens, N = B * n rows, stand: their rope, what they see and write of the cache.
+    """Attention inputs of tokens `[B, n]`, N = B * n rows: RoPE, visible keys and values, mask and slots to write.
 
-    `turn`: rope as a matrix for each row `[N, d, d]`, of one row `[d, d]`, or as cosines and sines `[N, 1, d]`, with
-    each dimension's `partner` `[d]`; None: that half of them apart. `keys` and `values` are by layer, as `Cache.seen`
-    gives them if attention is `direct`, else as `Cache.repeated` does. `to` are each layer's slots of keys and values
-    to write `[B, H_kv, n, d]`, or, where slots are scattered, those slots `[B, n]`.
+    `turn` is the RoPE rotation: a matrix per row `[N, d, d]`, one matrix `[d, d]` if N is 1, or cosines and sines
+    `[N, 1, d]`. `partner` `[d]` is the dimension that each dimension is paired with; None: the one d / 2 away. `keys`
+    and `values` are lists by layer, from `Cache.seen` if attention is `direct`, else from `Cache.repeated`. `to` is
+    either views by layer of the keys and values to write `[B, H_kv, n, d]`, or the scattered slot numbers `[B, n]`.
     """
 
     turn: Tensor | tuple[Tensor, Tensor]
@@ -53,7 +50,10 @@ class AttentionInputs:
 def place(
     attention_spec: AttentionSpec, turning: RotaryTable, cache: Cache, masks: Masks, of: PassInputs, *, narrow: bool
 ) -> AttentionInputs:
-    """Where tokens stand for the layers of one sight. `narrow`: by small products, as a few rows are best computed."""
+    """Return the attention inputs of a pass for the layers that share `attention_spec`.
+
+    `narrow`: rotate by matrices and compute attention by small explicit products, the fastest for few rows.
+    """
     batch, n, positions, slots, mask, rows = of
     window, direct = attention_spec.window, narrow or attention_spec.custom_attention
     turn = turning.of(positions, batch, n, matrix=narrow)
@@ -78,7 +78,7 @@ def place(
 
 
 def move(place: AttentionInputs, device: torch.device) -> AttentionInputs:
-    """What lies beside the cache, on another device; every layer's keys are on its own already."""
+    """Return a copy with rotation, mask and slots on `device`; each layer's keys and values already are on its own."""
     turn = place.turn.to(device) if isinstance(place.turn, Tensor) else tuple(t.to(device) for t in place.turn)
     moved: dict[str, Any] = {"turn": turn}
     if isinstance(place.to, Tensor):

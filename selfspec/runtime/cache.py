@@ -1,6 +1,6 @@
-"""The static key-value cache: allocated once, one length for each row, one place that rewinds and commits.
+"""The static KV cache: allocated once, with one length for each row, and one place that rewinds and commits.
 
-A slot is a place for one token's keys and values at every layer. Knows nothing of models, prompts and drafts.
+A cache slot stores one token's keys and values of every layer.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from selfspec.runtime.cache_rows import CacheRows
 
 ALL_ROWS = slice(None)
 Move = tuple[int, int, int, Sequence[int]]
-"""To a row, from a row: to the slots from one on, from these ones."""
-_SPARE = 16  # slots beyond those for tokens: a vector is read whole
+"""`(dst_row, src_row, dst_start, src_slots)`: copy these source slots to consecutive slots from `dst_start` on."""
+_SPARE = 16  # slots after the last one for tokens, as kernels read whole vectors
 
 
 class Cache(CacheRows):
-    """Keys and values `[B, H_kv, slots, d]` for each layer, with spare last slots that no mask shows.
+    """Keys and values `[B, H_kv, slots, d]` for each layer, followed by spare slots that every mask hides.
 
-    With `turned` a head's keys lie in memory as `[d, slots]`, the order in which a CPU's product of one query with all
-    of them reads fastest.
+    With `turned`, the keys of a head are stored transposed, `[d, slots]`: a CPU multiplies one query with all keys
+    fastest in this layout.
 
-    With `placed`, `positions` `[B, slots]` are those of the slots' tokens: committed ones stand at their slot's number.
+    With `placed`, `positions` `[B, slots]` holds each slot's sequence position; a committed slot's is its own number.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Cache(CacheRows):
         placed: bool = False,
     ) -> None:
         super().__init__(rows, slots)
-        # One tensor [L, B, H_kv, slots, d] for each run of layers on one device: views of all are made in one call.
+        # One tensor [L, B, H_kv, slots, d] for each run of layers on one device: one call makes views of all layers.
         runs = [(len(list(layers)), device) for device, layers in groupby(devices)]
 
         def zeros(layers: int, device: torch.device, *shape: int) -> Tensor:
@@ -54,7 +54,7 @@ class Cache(CacheRows):
             return zeros(layers, device, slots + _SPARE, head_dim)
 
         self._whole = [(keys(*run), zeros(*run, slots + _SPARE, head_dim)) for run in runs]
-        # Rows and key heads are folded; one key head serves `group` query heads, repeated without copying.
+        # Rows and KV heads are folded into one dimension; each KV head is expanded to `group` query heads, not copied.
         folded = [(keys.flatten(1, 2), values.flatten(1, 2)) for keys, values in self._whole]
         self._folded = [(keys.transpose(-1, -2), values) for keys, values in folded]
         self._repeated = [(_repeat(keys, group), _repeat(values, group)) for keys, values in folded]
@@ -64,35 +64,35 @@ class Cache(CacheRows):
         self._table = torch.arange(rows)
         at = torch.arange(slots + _SPARE, device=devices[0])
         self.positions = at.repeat(rows, 1) if placed else None
-        self.told: Callable[[Move], None] | None = None  # of each move of keys and values within the cache, before it
+        self.told: Callable[[Move], None] | None = None  # callback before each move within the cache
 
     @property
     def spare(self) -> int:
-        """The slot for padding's keys."""
+        """The slot that padding tokens write to."""
         return self.slots
 
     def blocks_of(self, row: int) -> tuple[int, int]:
-        """The address of the numbers of a row's blocks in memory, of which there is one, and how many slots it has."""
+        """Return the address of the row's block table, which has one entry, and the row's number of slots."""
         return self._table.data_ptr() + 8 * row, self.slots + _SPARE
 
     @property
     def bytes(self) -> int:
-        """Memory held."""
+        """Size of the keys and values in bytes."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
     def seen(self, slots: int, rows: slice = ALL_ROWS, first: int = 0) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys `[B * H_kv, d, slots]` and values `[B * H_kv, slots, d]` of the slots up to `slots`, for each layer.
+        """Return views of keys `[B * H_kv, d, S]` and values `[B * H_kv, S, d]` for each layer.
 
-        Without those before `first`.
+        The S = `slots` - `first` slots are those from `first` up to, not including, `slots`.
         """
         return self._views(self._folded, (-1, -2), first, slots - first, self._span(rows, self._heads))
 
     def repeated(self, slots: int, rows: slice = ALL_ROWS, first: int = 0) -> tuple[list[Tensor], list[Tensor]]:
-        """The same keys and values for every query head, `[B * H_kv, group, slots, d]` by layer."""
+        """Return the same keys and values expanded to every query head, `[B * H_kv, group, S, d]` for each layer."""
         return self._views(self._repeated, (-2, -2), first, slots - first, self._span(rows, self._heads))
 
     def run(self, start: int, n: int, rows: slice = ALL_ROWS) -> tuple[list[Tensor], list[Tensor]]:
-        """A run of `n` slots of keys and values to be written, `[B, H_kv, n, d]` for each layer."""
+        """Return writable views of `n` consecutive slots of keys and values, `[B, H_kv, n, d]` for each layer."""
         return self._views(self._whole, (-2, -2), start, n, self._span(rows, 1))
 
     @staticmethod
@@ -111,20 +111,20 @@ class Cache(CacheRows):
         return found
 
     def _span(self, rows: slice, each: int) -> tuple[int, int] | None:
-        """Where `rows` begin and how long they are in a dimension that has `each` places a row; None: all of them."""
+        """Return start and length of `rows` in a dimension with `each` entries a row; None stands for all rows."""
         if rows == ALL_ROWS:
             return None
         first, last, _ = rows.indices(self.rows)
         return first * each, (last - first) * each
 
     def scatter(self, index: int, k: Tensor, v: Tensor, slots: Tensor, rows: slice) -> None:
-        """Write keys and values `[B, n, H_kv, d]` of a layer at `slots` `[B, n]`."""
+        """Write keys and values `[B, n, H_kv, d]` of layer `index` at `slots` `[B, n]`."""
         row = torch.arange(len(slots), device=slots.device).unsqueeze(1)
         self.keys[index][rows][row, :, slots] = k
         self.values[index][rows][row, :, slots] = v
 
     def place(self, positions: int | Tensor, slots: int | Tensor, n: int, rows: slice) -> None:
-        """Say where the tokens of `n` slots stand: as in `Runtime.forward`."""
+        """Record the sequence positions of the tokens in `n` slots; arguments as in `Runtime.forward`."""
         assert self.positions is not None
         if isinstance(positions, int):
             positions = torch.arange(positions, positions + n, device=self.positions.device)[None]
@@ -135,14 +135,14 @@ class Cache(CacheRows):
             held.scatter_(1, slots, positions.expand_as(slots))
 
     def near(self, window: int, positions: int | Tensor, n: int, seen: int, rows: slice) -> Tensor:
-        """Of the first `seen` slots, those that stand less than a window before `positions` `[B, n, seen]`."""
+        """Return a mask `[B, n, seen]`: true for slots whose position is less than `window` before `positions`."""
         assert self.positions is not None
         if isinstance(positions, int):
             positions = torch.arange(positions, positions + n, device=self.positions.device)[None]
         return self.positions[rows, None, :seen] > positions.unsqueeze(-1) - window
 
     def take(self, other: Cache) -> None:
-        """Take over what is committed in a smaller cache of the same model and rows."""
+        """Copy the committed slots, lengths and tokens of a smaller cache of the same model and number of rows."""
         longest = max(other.length)
         for mine, theirs in zip(self._whole, other._whole, strict=True):
             for t, old in zip(mine, theirs, strict=True):
@@ -150,11 +150,11 @@ class Cache(CacheRows):
         self.length, self.tokens = list(other.length), list(other.tokens)
 
     def copy(self, source: int, row: int, start: int, end: int) -> None:
-        """Give a row what another holds in the slots from `start` to `end`; its length stays."""
+        """Copy the slots from `start` to `end` of row `source` to `row`, whose length does not change."""
         self.move((row, source, start, range(start, end)))
 
     def move(self, move: Move) -> None:
-        """Copy keys and values from slots to slots."""
+        """Copy keys and values of all layers as `move` describes, after calling the `told` callback."""
         if self.told is not None:
             self.told(move)
         row, source, start, slots = move
@@ -163,10 +163,10 @@ class Cache(CacheRows):
             t[:, row].narrow(2, start, len(slots)).copy_(t[:, source].index_select(2, at.to(t.device)))
 
     def commit(self, row: int, path: Sequence[int]) -> None:
-        """Keep the root of a verified draft and the nodes on `path`, in order; forget the rest.
+        """Commit the root of a verified draft and the accepted nodes on `path`, in order; discard the rest.
 
-        A full pass wrote the root at slot `length` and node i at `length + 1 + i`. The path's slots are moved to
-        `length + 1` on, then `length` grows by `1 + len(path)`.
+        A verification pass wrote the root at slot `length` and node i at `length + 1 + i`. The path's slots are moved
+        to the slots from `length + 1` on, then `length` grows by `1 + len(path)`.
         """
         start = self.length[row] + 1
         if any(node != place for place, node in enumerate(path)):

@@ -1,4 +1,4 @@
-"""What a runtime keeps beside the model: its cache. Knows nothing of passes."""
+"""Creation of a runtime's KV cache, static or paged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from selfspec.types.limits import WIDEST_DRAFT
 def cache_of(
     skeleton: Skeleton, *, rows: int, slots: int, turned: bool, placed: bool, pool: BlockTables | None
 ) -> Cache | PagedCache:
-    """`slots` for each row; or a pool, of which a row has at most what the model's context and a draft take."""
+    """Return a static cache of `slots` slots a row, or with `pool` a paged one.
+
+    A row of a paged cache has at most the model's context plus the widest draft.
+    """
     s = skeleton.sizes
     if pool is not None:
         return PagedCache(s, len(skeleton.blocks), pool, rows=rows, slots=skeleton.context + WIDEST_DRAFT)

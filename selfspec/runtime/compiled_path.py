@@ -1,4 +1,4 @@
-"""Draft paths compiled against one model. Knows nothing of caches and passes."""
+"""Draft paths compiled against one model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from selfspec.runtime.native_bindings import NativePass, native_pass
 from selfspec.types.draft_path import DraftPath, Mode
 
 BITS: dict[Mode, Bits] = {"int8": 8, "int4": 4}
-_LONG = 2**28  # bytes of weights in few bits that take long enough to make to say so
+_LONG = 2**28  # bytes of quantised weights; making more takes long enough to warn the user
 _log = logging.getLogger("selfspec")
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class _Made:
-    """A sub-layer or a head that holds weights of its own, the bytes of them, and whether they are in few bits."""
+    """A sub-layer or head with weights of its own, their size in bytes, and whether they are quantised."""
 
     runs: Any
     bytes: int
@@ -36,11 +36,12 @@ class _Made:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class CompiledPath:
-    """A draft path of one model: for each layer its number, its device, and its attention and MLP; None: bypassed.
+    """A draft path of one model: each layer's number, device, attention and MLP, where None is a bypassed sub-layer.
 
-    `bytes`: memory held beside the model. `in_full`: what could not be had in few bits, and runs in full (attention or
-    mlp with the layer's number, head). `native`: the blocks and the last norm as one call, where that is to be had;
-    `batch_invariant_head`: the head over any number of rows, each with the bits that it has alone, likewise.
+    `bytes` is the memory the path takes in addition to the model. `in_full` names the parts that could not be quantised
+    and run in full precision ("attention 3", "mlp 3", "head"). `native` runs the blocks and the last norm as one native
+    call, where available. `batch_invariant_head` is a head whose every row has the same bits in a batch of any size,
+    where available.
     """
 
     blocks: tuple[tuple[int, torch.device, Attention | None, Mlp | None], ...]
@@ -53,32 +54,32 @@ class CompiledPath:
 
 
 class Paths:
-    """The compiled paths of one model, and what they hold of its weights, each made once and kept while it is used."""
+    """The compiled paths of one model and their weights, each made once and kept as long as a path uses it."""
 
     def __init__(self, skeleton: Skeleton, scaling: float) -> None:
-        """`scaling` multiplies queries after rope, in native passes."""
+        """Compile for `skeleton`; `scaling` multiplies queries after RoPE in native passes."""
         self._skeleton, self._scaling = skeleton, scaling
         self._paths: WeakValueDictionary[DraftPath, CompiledPath] = WeakValueDictionary()
         self._trained: dict[str, Trained] = {}
         self._made: WeakValueDictionary[Hashable, _Made] = WeakValueDictionary()
 
     def get(self, path: DraftPath) -> CompiledPath:
-        """A path, compiled. Raises `SelfspecError` as `Runtime.compile` does."""
+        """Return the compiled path. Raises `SelfspecError` as `Runtime.compile` does."""
         found = self._paths.get(path)
         if found is None:
             found = self._paths[path] = self._compiled(path)
         return found
 
     def learn(self, name: str, trained: Trained) -> None:
-        """Let paths name what was trained; the same name may come again with the same."""
+        """Register trained weights under the name that draft paths use; a name already registered is kept."""
         self._trained.setdefault(name, trained)
 
     def forget(self, name: str) -> None:
-        """Let go of what was learnt under a name; compiled paths keep what they hold of it."""
+        """Unregister the trained weights of a name; compiled paths keep the weights they use."""
         self._trained.pop(name, None)
 
     def held(self, part: str, index: int, mode: Mode) -> int | None:
-        """Bytes that a layer's attention or MLP, or the head, takes in a mode; None where it cannot be had."""
+        """Return the additional bytes of an attention, MLP or head in `mode`; None if it cannot be quantised."""
         if mode not in BITS:
             return 0
         lowered = self._skeleton.lowered
@@ -87,7 +88,7 @@ class Paths:
         return lowered.bytes(index, "attention" if part == "attention" else "mlp", BITS[mode])
 
     def bytes(self, path: DraftPath) -> int:
-        """Memory that a path takes beside the model once it is compiled."""
+        """Return the additional bytes that a path takes once it is compiled."""
         total = sum(self.held(*part) or 0 for part in self._parts(path))
         sizes, words = self._skeleton.sizes, self._skeleton.identity.vocabulary or 1
         head = self.held("head", 0, path.head) if path.head in BITS else None
@@ -135,7 +136,7 @@ class Paths:
             held.append(head)
         runs_head = self._skeleton.head if head is None else head.runs
         attention_specs = self._skeleton.attention_specs
-        # A native pass sees all that is before a token: windows are kept out of it by its caller.
+        # A native pass attends to every earlier token: its caller keeps passes that a sliding window cuts from it.
         turns_as_llama = (
             len({attention_spec.rope for attention_spec in attention_specs}) == 1
             and not attention_specs[0].rope.neighbours
@@ -146,7 +147,7 @@ class Paths:
         return CompiledPath(tuple(runs), runs_head, size, tuple(in_full), native, of_any, tuple(held))
 
     def _parts(self, path: DraftPath) -> list[tuple[SubLayer, int, Mode]]:
-        """Every sub-layer, its layer's number, and its mode."""
+        """Return every sub-layer with its layer's number and its mode, attention first."""
         layers = len(self._skeleton.blocks)
         modes = path.modes(layers)
         attention: list[tuple[SubLayer, int, Mode]] = [("attention", i, modes[i]) for i in range(layers)]
@@ -166,13 +167,13 @@ class Paths:
         return self._once(key, lambda: self._skeleton.lowered.sublayer(index, part, bits, trained))
 
     def _crossing(self, run: Run, name: str | None, trained: Trained | None) -> _Made | None:
-        """The bridge over a run, where there is one."""
+        """Return the trained bridge over a run of skipped layers, or None if it has none."""
         if trained is None or (bridge := trained.bridges.get(run)) is None:
             return None
         return self._once(("bridge", run, name), lambda: self._skeleton.lowered.crossing(bridge))
 
     def _head(self, tokens: tuple[int, ...] | None, mode: Mode) -> _Made | None:
-        """A head, over these tokens only where they are named; None: the model's own."""
+        """Return a head in `mode`, over `tokens` only if given; None stands for the model's own head."""
         vocabulary = self._skeleton.identity.vocabulary or 0
         if tokens is not None and max(tokens) >= vocabulary:
             raise SelfspecError(f"a draft vocabulary is of one or more different tokens from 0 to {vocabulary - 1}")
@@ -191,7 +192,7 @@ class Paths:
         return None if head is None else (head, len(tokens) * sizes.hidden * sizes.dtype.itemsize)
 
     def _once(self, key: Hashable, make: Callable[[], tuple[Any, int] | None], *, lower: bool = True) -> _Made | None:
-        """What `make` gives, made once and kept while it is used; None where it gives none."""
+        """Return what `make` returned for this key, cached as long as it is in use; None if `make` returns None."""
         made = self._made.get(key)
         if made is None and (found := make()) is not None:
             made = self._made[key] = _Made(*found, lower)

@@ -1,8 +1,8 @@
-"""Narrow passes as graphs: recorded once for each path and shape, and replayed as one launch.
+"""CUDA graphs of narrow passes: captured once for each path and shape, and replayed as one launch.
 
-A pass over a few tokens is hundreds of small operations, and launching them takes an accelerator's host longer than
-they take themselves. Here tokens, places and masks are tensors of fixed shape, which a pass only fills; how much of the
-cache is seen is rounded up, and masked. Nothing in a pass reads a value back. Knows nothing of drafts.
+A pass over a few tokens is hundreds of small kernels, and the host takes longer to launch them than the device to run
+them. A captured pass reads tokens, positions, slots and masks from tensors of fixed shape, which are filled before each
+replay. Its KV length is rounded up, and the rest masked. Nothing in it copies a value back to the host.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ from selfspec.runtime.eager_runner import EagerRunner
 from selfspec.runtime.workspace import Scratch
 from selfspec.speculation.forward_output import ForwardOutput
 
-SWITCH = "SELFSPEC_GRAPHS"  # an environment variable: 0 for none
-ROWS = 64  # of a pass, at most: a wider one takes longer than its launches
-SHAPES = 512  # recorded for a path, at most
-_SEEN = 256  # slots: what is seen is rounded up to so many, or to a quarter of the power of two below it
+SWITCH = "SELFSPEC_GRAPHS"  # environment variable: 0 disables capture
+ROWS = 64  # most rows of a captured pass: a wider pass takes longer than its launches
+SHAPES = 512  # most shapes captured for a path
+_SEEN = 256  # slots: the least multiple that the KV length is rounded up to, see `rounded_up`
 _log = logging.getLogger("selfspec")
 
 Replay = Callable[[], object]
 
 
 class Recorder(Protocol):
-    """What records and replays the work of a device."""
+    """Capture and replay of a device's work."""
 
     def pool(self) -> Any:
-        """Memory that recordings of one cache share, of which one runs at a time."""
+        """Return a memory pool for the captures of one cache, which share it as only one runs at a time."""
 
     def record(self, body: Callable[[], ForwardOutput], pool: Any) -> tuple[ForwardOutput, Replay]:
-        """What `body` gives, and what fills its tensors anew.
+        """Return the output of `body`, and a function that replays the capture into the output's tensors.
 
-        Raises `RuntimeError` where the work cannot be recorded, as it reads values, say.
+        Raises `RuntimeError` if the work cannot be captured, for example as it copies values to the host.
         """
 
 
 class CudaRecorder:
-    """CUDA graphs on one device."""
+    """Capture as CUDA graphs on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def pool(self) -> Any:
-        """A pool of graphs."""
+        """Return a handle of a new CUDA graph memory pool."""
         with torch.cuda.device(self._device):
             return torch.cuda.graph_pool_handle()
 
     def record(self, body: Callable[[], ForwardOutput], pool: Any) -> tuple[ForwardOutput, Replay]:
-        """Capture it, once what it calls has prepared itself. What other threads do meanwhile is theirs."""
+        """Run `body` once as a warm-up, then capture it; CUDA work of other threads does not break the capture."""
         with torch.cuda.device(self._device):
             side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             graph = torch.cuda.CUDAGraph()
@@ -79,7 +79,7 @@ class CudaRecorder:
 
 
 def recorder_for(model: Any, skeleton: Skeleton) -> Recorder | None:
-    """What records this model's passes: CUDA graphs where the whole of it is on one CUDA device, else None."""
+    """Return a recorder if the whole model is on one CUDA device, unsharded, and `SWITCH` is not off; else None."""
     device = skeleton.device
     places = {device, *(block.device for block in skeleton.blocks)}
     off = os.environ.get(SWITCH, "").strip().lower() in ("0", "off", "false", "no")
@@ -87,14 +87,14 @@ def recorder_for(model: Any, skeleton: Skeleton) -> Recorder | None:
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether someone looks on at what modules do, or brings their weights: a recording would not ask them again."""
+    """Return whether any module has hooks, a replaced forward or parametrisations, which a replay would not run."""
     return not all(map(is_plain, modules))
 
 
 class GraphKey(NamedTuple):
-    """What a recording is for: tokens, slots that are seen, cache rows, what it gives, and how many masks it reads.
+    """The shape of a captured pass: batch, tokens, KV length, cache rows, number of masks, and outputs.
 
-    Without any, tokens stand in a run of slots at their own positions, and see the slots up to their own.
+    Without masks, slots equal positions, are consecutive, and attention is causal.
     """
 
     batch: int
@@ -107,7 +107,7 @@ class GraphKey(NamedTuple):
 
 
 class _Inputs:
-    """What a recording reads, and a pass fills."""
+    """The fixed input tensors of a captured pass."""
 
     def __init__(self, shape: GraphKey, device: torch.device) -> None:
         def empty(rows: int) -> Tensor:
@@ -119,7 +119,7 @@ class _Inputs:
         self.mask = torch.zeros(seen, dtype=torch.bool, device=device) if shape.masks else None
 
     def fill(self, tokens: Tensor, of: PassInputs, numbers: Tensor) -> None:
-        """Put a pass's in; `numbers` are those of slots and positions."""
+        """Copy a pass's inputs into the fixed tensors; `numbers` is 0, 1, 2, ... on the device."""
 
         def put(into: Tensor, at: int | Tensor) -> None:
             into.copy_(numbers[at : at + of.n] if isinstance(at, int) else at)
@@ -134,7 +134,7 @@ class _Inputs:
 
 
 class _Graph(NamedTuple):
-    """A recording: what it reads, what it computes in, what it gives, and how it is run."""
+    """A captured pass: its input tensors, workspace, output and replay function."""
 
     inputs: _Inputs
     scratch: Scratch
@@ -143,7 +143,7 @@ class _Graph(NamedTuple):
 
 
 class Refused:
-    """The paths of one model that cannot be recorded; the first time it is said why."""
+    """The paths of one model that cannot be captured; the first one is logged with its reason."""
 
     def __init__(self) -> None:
         self._paths: WeakSet[CompiledPath] = WeakSet()
@@ -153,7 +153,7 @@ class Refused:
         return compiled in self._paths
 
     def add(self, compiled: CompiledPath, error: Exception) -> None:
-        """Another one."""
+        """Add a path, and log the error if it is the first."""
         self._paths.add(compiled)
         if not self._said:
             _log.warning("passes cannot be recorded, and run operation by operation (%s)", reason(error))
@@ -161,10 +161,13 @@ class Refused:
 
 
 class Graphs:
-    """The recordings of one cache. A shape is recorded when it comes for the second time, but for prompts' passes."""
+    """The captured passes of one cache.
+
+    A shape is captured the second time it occurs; passes without logits or of more than `ROWS` rows (prefill) never.
+    """
 
     def __init__(self, passes: EagerRunner, recorder: Recorder, refused: Refused, positions: int) -> None:
-        """`positions`: as many as rope has tables for."""
+        """Capture passes of the eager runner `passes`; `positions` is the length of its RoPE tables."""
         self._passes, self._recorder, self._pool, self._refused = passes, recorder, recorder.pool(), refused
         self._slots, self._device = passes.cache.slots, passes.skeleton.device
         self._end = min(positions, self._slots)
@@ -180,7 +183,7 @@ class Graphs:
         logits: Literal["all", "last"] | None,
         hidden: Sequence[int],
     ) -> ForwardOutput | None:
-        """`EagerRunner.forward` from a recording; None where there is none, and that is to be called."""
+        """Return the output of a replayed pass; None if it has no capture, and the caller has to run it eagerly."""
         shape = self._shape(of, logits, hidden)
         if shape is None or compiled in self._refused:
             return None
@@ -197,12 +200,12 @@ class Graphs:
             if graph is None:
                 return None
         graph.replay()
-        step = graph.step  # which the next replay overwrites
+        step = graph.step  # cloned, as the next replay overwrites it
         assert step.logits is not None
         return ForwardOutput(step.logits.clone(), {layer: stream.clone() for layer, stream in step.hidden.items()})
 
     def _shape(self, of: PassInputs, logits: Literal["all", "last"] | None, hidden: Sequence[int]) -> GraphKey | None:
-        """What a recording of a pass would be for; None where none is made."""
+        """Return the graph key of a pass, or None if it is not to be captured."""
         batch, n, positions, slots, mask, rows = of
         ends = [at + n for at in (positions, slots) if isinstance(at, int)]
         if logits is None or batch * n > ROWS or max(ends, default=0) > self._end:
@@ -220,7 +223,7 @@ class Graphs:
         )
 
     def _recorded(self, compiled: CompiledPath, shape: GraphKey, inputs: _Inputs, rows: slice) -> _Graph | None:
-        """The recording of a pass whose inputs are filled in; None, and a word, where there can be none."""
+        """Capture a pass whose inputs are filled in. Return None and warn if the capture fails."""
         scratch = Scratch(self._passes.skeleton.sizes, shape.batch, shape.n, self._device)
         numbers = self._numbers[: shape.kv_len]
 
@@ -240,6 +243,6 @@ class Graphs:
 
 
 def rounded_up(slots: int) -> int:
-    """Slots that a recording sees for so many: by 256, or by a quarter of the power of two below."""
+    """Round a KV length up to a multiple of 256 or, if larger, of a quarter of the power of two at or below it."""
     step = max(_SEEN, 1 << max(slots.bit_length() - 3, 0))
     return -(-slots // step) * step

@@ -1,7 +1,4 @@
-"""Passes operation by operation: the residual loop, the cache and the attention call, for any path on any device.
-
-Knows nothing of native passes and of the cache's life.
-"""
+"""Eager passes: the residual loop, the KV cache writes and the attention call, for any path on any device."""
 
 from __future__ import annotations
 
@@ -22,13 +19,14 @@ from selfspec.runtime.rotary import RotaryTable
 from selfspec.runtime.workspace import Scratch, Scratches
 from selfspec.speculation.forward_output import ForwardOutput
 
-_NARROW = 16  # rows up to which a CPU's small products beat its fused attention and elementwise rope
+_NARROW = 16  # rows up to which small products on a CPU beat its fused attention and elementwise RoPE
 
 
 class EagerRunner:
-    """Passes over one cache. `attention_specs` are the model's, each with its rope as tables; `scaling` is of scores.
+    """Eager passes over one cache.
 
-    `direct`: narrow passes are computed by small products, which rounds otherwise.
+    `attention_specs` are the model's, each with its rotary table. `scaling` multiplies attention scores. `direct`:
+    compute narrow passes by small products, which round differently from fused attention.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class EagerRunner:
         between: Sequence[int] = (),
         scratch: Scratch | None = None,
     ) -> ForwardOutput:
-        """`Runtime.forward` over tokens `[B, n]`; `scratch`, on the first layer's device, is what to compute in."""
+        """Run `Runtime.forward` over tokens `[B, n]`; `scratch` is a workspace to use, on the first layer's device."""
         batch, n = tokens.shape
         places = self._places(of)
         scratch = scratch or self._scratches.get(batch, n, self.skeleton.device)
@@ -84,7 +82,7 @@ class EagerRunner:
         return ForwardOutput(out.to(self.skeleton.device).view(batch, -1, out.shape[-1]), streams, halves)
 
     def branch(self, index: int, part: Literal["attention", "mlp"], x: Tensor, of: PassInputs) -> Tensor:
-        """`Runtime.branch`."""
+        """Return the output of one sub-layer, as `Runtime.branch` does."""
         block = self.skeleton.blocks[index]
         scratch = self._scratches.get(of.batch, of.n, block.device)
         x = x.to(block.device).flatten(0, 1)
@@ -97,7 +95,7 @@ class EagerRunner:
         return (scratch.stream - x).view(of.batch, of.n, -1)
 
     def _places(self, of: PassInputs) -> list[AttentionInputs]:
-        """Where a pass's tokens stand, for each of the model's sights."""
+        """Return the attention inputs of a pass for each attention spec of the model."""
         narrow = self._direct and of.batch * of.n <= _NARROW
         return [
             place(*attention_spec, self.cache, self._masks, of, narrow=narrow)
@@ -105,7 +103,7 @@ class EagerRunner:
         ]
 
     def _attention(self, attention: Attention, index: int, scratch: Scratch, place: AttentionInputs) -> None:
-        """Add what a layer's attention gives to the stream, and write its keys and values."""
+        """Write a layer's keys and values to the cache, and add its attention output to the residual stream."""
         attention.qkv(attention.norm(scratch.stream, scratch.longer, scratch.normed), scratch.qkv)
         if isinstance(place.turn, Tensor):
             if scratch.alone is not None:
@@ -136,7 +134,7 @@ class EagerRunner:
             out = torch.bmm(weights, place.values[index], out=scratch.out)
         else:
             keys = place.keys[index]
-            if keys.stride(-1) != 1:  # as no fused attention takes them
+            if keys.stride(-1) != 1:  # fused attention does not take transposed keys
                 keys = keys[:, :1].contiguous().expand_as(keys)
             out = F.scaled_dot_product_attention(
                 scratch.q,

@@ -1,4 +1,4 @@
-"""The runtime that serves a model: the lean one for the families that it knows, else the model's own forward."""
+"""Choice of a model's runtime: the lean one for supported families, else one over the model's own forward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from selfspec.runtime.worker_group import runtime_over
 
 
 def open_runtime(model: Any, *, rows: int = 1) -> Runtime:
-    """One for `model`, which processes may share. Raises `UnsupportedModelError` for one that neither serves."""
+    """Return a runtime for `model`, which may be tensor parallel.
+
+    Raises `UnsupportedModelError` for a model that neither runtime supports.
+    """
     if is_sharded(model):
         return runtime_over(model)
     return Runtime(model, rows=rows) if is_lean(model) else GenericRuntime(model, rows=rows)

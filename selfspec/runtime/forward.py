@@ -1,7 +1,7 @@
 """The runtime: one forward and one cache over a loaded `transformers` model's own leaf modules.
 
-It copies no modelling code, patches no class and changes no parameter. It owns the residual loop, the cache and
-the attention call; the loop `decode` drives it. Knows nothing of prompts, tokenizers and profiles.
+It copies no modelling code, patches no class and changes no parameter. It owns the residual loop, the KV cache and
+the attention call; the decode loop drives it.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.tree_batch import Placed, lay_out
 from selfspec.types.draft_path import FULL, DraftPath
 
-_OF_CACHE = ("cache", "_native", "_by_steps", "_graphs")  # what is made with it
+_OF_CACHE = ("cache", "_native", "_eager", "_graphs")  # attributes replaced together with the cache
 _GROWTH = 256  # the cache grows in steps, so that prompts of similar length share one allocation
 
 
 class Runtime:
     """One model, ready to be run in full or along draft paths.
 
-    Raises `UnsupportedModelError` for a model it does not serve. `rows` is the number of sequences the cache holds.
-    `kernel`: what multiplies weights in few bits; None: what is fastest on this machine (`kernel_for`). With `blocks`
-    the cache is a pool of so many, which native passes alone can read: `SelfspecError` where there are none.
-    `recorder`: what records narrow passes that are not native; None: CUDA graphs, if the model is on one CUDA device.
+    Raises `UnsupportedModelError` for a model it does not support. `rows` is the number of sequences the cache holds.
+    `kernel` multiplies quantised weights; None: the fastest one on this machine (`kernel_for`). With `blocks` the cache
+    is paged, a pool of that many blocks; only native passes read it, and without them `SelfspecError` is raised.
+    `recorder` captures narrow eager passes; None: as CUDA graphs, if the model is on one CUDA device.
     """
 
     trees = True
-    learns = True  # whether draft paths may name what was trained
+    learns = True  # whether draft paths may use trained weights
     cache: Cache | PagedCache
 
     def __init__(
@@ -66,9 +66,9 @@ class Runtime:
         self.device = self.skeleton.device
         self.dtype = self.skeleton.sizes.dtype
         self._masks = Masks(self.skeleton.sizes, self.device)
-        # The shortest window of any layer: what it hides depends on where the tokens of slots stand.
+        # The shortest sliding window of any layer: the slots it hides depend on the positions of their tokens.
         self._min_window = min((s.window for s in self.skeleton.attention_specs if s.window is not None), default=None)
-        # Where the order of rounding is ours to choose, queries and keys are scaled as they are turned, half each.
+        # In float32 and float64 the order of rounding is free: RoPE scales queries and keys by sqrt(scaling) each.
         exact = self.dtype in (torch.float32, torch.float64)
         self._rotary_scale = self.skeleton.scaling**0.5 if exact else 1.0
         self._scaling = 1.0 if exact else self.skeleton.scaling
@@ -76,26 +76,26 @@ class Runtime:
         self._paths = Paths(self.skeleton, self._scaling)
         self.learn, self.forget, self.held = self._paths.learn, self._paths.forget, self._paths.held
         self._full = self.compile(FULL)
-        self.native = self._full.native is not None and self._min_window is None  # full passes are, whatever the length
+        self.native = self._full.native is not None and self._min_window is None  # full passes of any length
         self._keys_transposed = self._direct or self._full.native is not None
         self._begin(rows, None if blocks is None else BlockTables(blocks))
         self.native = self.native and self._native is not None
 
     def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Runtime:
-        """Another over the same model, with a cache of its own for `rows` sequences.
+        """Return another runtime over the same model, with its own cache for `rows` sequences.
 
-        What is compiled is shared: no weight is brought into few bits twice. `blocks` as for a new one; `pool`: that of
-        another paged cache, whose tables this one's rows have too.
+        Compiled paths are shared: no weight is quantised twice. `blocks` is as for a new runtime; `pool` is the pool of
+        another paged cache, whose block tables the new cache shares.
         """
         other = copy.copy(self)
         other._begin(rows, pool if blocks is None else BlockTables(blocks))
         return other
 
     def _begin(self, rows: int, pool: BlockTables | None) -> None:
-        """With nothing in the cache, and nothing under way."""
+        """Start with an empty cache and no open session."""
         self.rows, self.pool = rows, pool
         self._lock = threading.Lock()
-        self._has_hooks = False  # whether someone looks on at what modules do, which a recording does not tell
+        self._has_hooks = False  # whether any module has a hook, which a graph replay would not run
         if pool is None or self.native:
             self._allocate(0)
         if pool is not None and not (self.native and self._native is not None):
@@ -105,9 +105,9 @@ class Runtime:
 
     @contextmanager
     def session(self, slots: int, *, reuse: bool = False) -> Iterator[None]:
-        """Hold the runtime for one stream that needs `slots` slots a row. Raises `BusyError` while it is held.
+        """Lock the runtime for one stream that needs `slots` slots a row. Raises `BusyError` while it is locked.
 
-        What sessions before have left in the cache is forgotten, unless this one is to `reuse` it.
+        The cache rows are cleared first, unless this session is to `reuse` what the last one has committed.
         """
         if not self._lock.acquire(blocking=False):
             raise BusyError(
@@ -124,9 +124,9 @@ class Runtime:
             self._lock.release()
 
     def reserve(self, slots: int) -> None:
-        """Make the cache hold `slots` slots a row at least; what is committed stays. Call within a session.
+        """Grow the cache to at least `slots` slots a row, keeping committed slots. Call within a session.
 
-        Raises `SelfspecError` when there is not the memory for it; what is committed stays then, too.
+        Raises `SelfspecError` when memory runs out; committed slots are kept then, too.
         """
         if slots <= self.cache.slots:
             return
@@ -137,10 +137,10 @@ class Runtime:
             self._allocate(slots)
         except BaseException as error:
             if kept is None:
-                self._allocate(0)  # whatever happened, the runtime stays usable
+                self._allocate(0)  # the runtime stays usable after any error
             else:
                 vars(self).update(kept)
-            if isinstance(error, RuntimeError):  # which is what running out of memory is
+            if isinstance(error, RuntimeError):  # torch raises it when memory runs out
                 raise SelfspecError(f"no cache for {slots} positions could be had: {error}") from error
             raise
         if kept is not None:
@@ -148,14 +148,14 @@ class Runtime:
 
     @property
     def _eager_runner(self) -> EagerRunner:
-        """Passes operation by operation. `SelfspecError` where the cache is a pool of blocks."""
+        """The runner of eager passes. Raises `SelfspecError` if the cache is paged."""
         _ = self._rectangle
         assert self._eager is not None
         return self._eager
 
     @property
     def _rectangle(self) -> Cache:
-        """The cache as passes operation by operation read it. `SelfspecError` where it is a pool of blocks."""
+        """The static cache, which eager passes read. Raises `SelfspecError` if the cache is paged."""
         if isinstance(self.cache, PagedCache):
             raise SelfspecError("this pass is not a native one, and no other reads a cache in blocks")
         return self.cache
@@ -163,7 +163,7 @@ class Runtime:
     @torch.inference_mode(False)  # commits write to these tensors outside a forward
     @torch.no_grad()
     def _allocate(self, slots: int) -> None:
-        for name in _OF_CACHE:  # free the old one before the new one is made
+        for name in _OF_CACHE:  # drop the old cache before the new one is allocated
             vars(self).pop(name, None)
         slots = -(-slots // _GROWTH) * _GROWTH
         how = {"turned": self._keys_transposed, "placed": self._min_window is not None}
@@ -197,14 +197,14 @@ class Runtime:
         hidden: Sequence[int] = (),
         between: Sequence[int] = (),
     ) -> ForwardOutput:
-        """Run `tokens` `[B, n]` through the model, or through a draft `path` of it that `compile` made.
+        """Run `tokens` `[B, n]` through the model, or through a draft `path` of it that `compile` returned.
 
-        `positions` and `slots` are `[B, n]`, or an int: a contiguous run from there, the same for every row. Without
-        `slots`, they are the positions. `mask` `[B, n, S]` (true: seen) says which of the first S slots each token
-        sees; the default is causal, slots up to its own. Keys and values are written before they are read. `rows`
-        picks cache rows, B of them. `logits` picks the rows that pay for the head; `hidden` the layers whose streams
-        are returned, `between` those whose streams between attention and MLP are. A bypassed sub-layer adds nothing,
-        and writes no keys.
+        `positions` and `slots` are `[B, n]`, or an int: consecutive from there on, the same for every row. `slots`
+        defaults to the positions. `mask` `[B, n, S]` is true where a token attends to one of the first S slots; the
+        default is causal, the slots up to its own. Keys and values are written before they are read. `rows` selects B
+        cache rows. `logits` selects the tokens that the head is computed for. `hidden` selects the layers whose input
+        residual streams are returned (the number of layers: the last output), `between` those whose streams between
+        attention and MLP are. A bypassed sub-layer adds nothing to the stream and writes no keys or values.
         """
         if rows.indices(self.rows) == (0, self.rows, 1):
             rows = ALL_ROWS
@@ -233,9 +233,10 @@ class Runtime:
         hidden: Sequence[int] = (),
         logits: bool = True,
     ) -> list[ForwardOutput]:
-        """One pass over drafts of several sequences, a cache row for each: a step `[1, 1 + m, ..]` of each draft.
+        """Run one pass over drafts of several sequences, one cache row each.
 
-        Where the path is native, each token gives exactly what it gives alone. Other arguments as in `forward`.
+        Returns an output `[1, 1 + m, ..]` for each draft of m tokens: its root and the draft. If the path is native, an
+        output has the same bits as in a batch of one. Other arguments as in `forward`.
         """
         compiled = self._full if path is None else path
         if self._native is not None and compiled.native is not None and self._min_window is None:
@@ -250,15 +251,15 @@ class Runtime:
         return [step.part(row, 1 + len(one.draft)) for row, one in zip(at, placed, strict=True)]
 
     def compile(self, path: DraftPath) -> CompiledPath:
-        """A draft path as `forward` takes it, made once; a head over some tokens holds a copy of their weights.
+        """Compile a draft path for `forward`, once; a head over a draft vocabulary holds a copy of its weight rows.
 
-        Raises `SelfspecError` for layers and tokens that the model does not have, and where the head's weight is not at
-        hand (quantised, adapted, offloaded) though only some tokens are to be drafted.
+        Raises `SelfspecError` for layers and tokens that the model does not have, and for a draft vocabulary if the
+        head's weight cannot be read (quantised, adapted, offloaded).
         """
         return self._paths.get(path)
 
     def extra_bytes(self, path: DraftPath) -> int:
-        """Memory that a draft path takes beside the model."""
+        """Return the bytes that a draft path takes in addition to the model."""
         return self._paths.bytes(path)
 
     @torch.inference_mode()
@@ -273,7 +274,7 @@ class Runtime:
         mask: Tensor | None = None,
         rows: slice = ALL_ROWS,
     ) -> Tensor:
-        """What one sub-layer of layer `index` adds to the stream `x` `[B, n, D]`; arguments as in `forward`."""
+        """Return what a sub-layer of layer `index` adds to the stream `x` `[B, n, D]`; arguments as in `forward`."""
         batch, n, _ = x.shape
         slots = positions if slots is None else slots
         if self._min_window is not None and part == "attention":
@@ -281,7 +282,7 @@ class Runtime:
         return self._eager_runner.branch(index, part, x, PassInputs(batch, n, positions, slots, mask, rows))
 
     def _hides(self, positions: int | Tensor, slots: int | Tensor, n: int, rows: slice) -> bool:
-        """Say where a pass's tokens stand, in a model with windows; whether any may be hidden from one of them."""
+        """Record the positions of a pass's tokens; return whether a sliding window may hide any slot from a token."""
         assert self._min_window is not None
         self._rectangle.place(positions, slots, n, rows)
         return not isinstance(slots, int) or slots + n > self._min_window

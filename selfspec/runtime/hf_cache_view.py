@@ -1,4 +1,4 @@
-"""The runtime's cache as `transformers`' models see one, for one pass. Knows nothing of models."""
+"""A view of the runtime's cache through the `transformers` cache interface, for one pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from selfspec.runtime.cache import Cache
 
 @dataclass(frozen=True, slots=True)
 class ViewedPass:
-    """A pass of n tokens that writes at `slots`, and reads the first `seen` slots, of some `rows` of a cache."""
+    """A pass of n tokens that writes at `slots` and reads the first `kv_len` slots of cache rows `rows`."""
 
     cache: Cache
     slots: int | Tensor
@@ -24,7 +24,7 @@ class ViewedPass:
 
 
 class HFCacheView(TheirCache):  # type: ignore[misc]
-    """All layers of it, for one pass."""
+    """A `transformers` cache of all layers, backed by the runtime's cache, for one pass."""
 
     def __init__(self, of: ViewedPass, layers: int) -> None:
         super().__init__(layers=[_Layer(of, index) for index in range(layers)])
@@ -40,7 +40,7 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
         self.keys, self.values = of.cache.keys[index], of.cache.values[index]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write what a pass adds; all that it may see."""
+        """Write a pass's keys and values; return all visible keys and values `[B, H_kv, kv_len, d]`."""
         of = self._of
         if isinstance(of.slots, int):
             end = of.slots + of.n
@@ -51,9 +51,9 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
         return self.keys[of.rows][:, :, : of.kv_len], self.values[of.rows][:, :, : of.kv_len]
 
     def get_seq_length(self, *_: Any) -> int:
-        """Slots before those of the pass."""
+        """Return the number of slots before those of the pass."""
         return self._of.kv_len - self._of.n
 
     def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
-        """Slots that are seen, and none that is forgotten."""
+        """Return the KV length and the offset of its first slot, which is 0 as none is dropped."""
         return self._of.kv_len, 0

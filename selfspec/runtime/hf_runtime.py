@@ -1,8 +1,8 @@
-"""A runtime for any causal model of `transformers` whose layers have an attention and an MLP part: its own forward.
+"""A runtime over the own forward of any causal `transformers` model whose layers have an attention and an MLP.
 
-Keys and values are kept as the lean runtime keeps them, so that drafts are placed, checked and committed the same way;
-the model reads and writes them through a cache of `transformers`. A sub-layer is bypassed by an instance's forward that
-gives nothing, put there for one pass. No class is patched.
+Keys and values are stored in the same cache as the lean runtime's, so that drafts are laid out, verified and committed
+the same way; the model reads and writes it through the `transformers` cache interface. A sub-layer is bypassed by an
+instance-level forward that returns zeros, set for one pass. No class is patched.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from selfspec.types.skip import NOTHING_SKIPPED, SkipSet
 
 _GROWTH = 256
 _PROBE = (1, 2, 3, 2, 1, 4)  # tokens that every vocabulary has
-_CLOSE = {torch.float64: 1e-5, torch.float32: 1e-3}  # of the largest logit; half precision: 0.1
+_CLOSE = {torch.float64: 1e-5, torch.float32: 1e-3}  # tolerance relative to the largest logit; half precision: 0.1
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class GenericPath(CompiledPath):
-    """A draft path of a model that runs itself: what it bypasses, and the tokens `[n]` it drafts, if not all."""
+    """A draft path of a `GenericRuntime`: its skip set, and its draft vocabulary `[n]`, None for all tokens."""
 
     skip: SkipSet = NOTHING_SKIPPED
     words: Tensor | None = None
@@ -48,14 +48,14 @@ class GenericPath(CompiledPath):
 class GenericRuntime(Runtime):
     """One model, run by its own forward.
 
-    `trees`: whether it takes masks as it is given them, which is tried; otherwise drafts are chains, and sequences
-    decode alone. Nothing is had in few bits. Raises `UnsupportedModelError` for a model whose parts cannot be found,
-    or whose logits through this cache are not its own.
+    `trees`: whether the model honours custom attention masks, as tested on opening; if not, drafts are chains, and
+    sequences decode one at a time. Quantised drafting is not supported. Raises `UnsupportedModelError` for a model
+    whose sub-layers cannot be found, or whose logits through this cache differ from those without a cache.
     """
 
     learns = native = False
-    _native = _reach = _recorder = _graphs = None
-    _watched = False
+    _native = _min_window = _recorder = _graphs = None
+    _has_hooks = False
 
     def __init__(self, model: Any, *, rows: int = 1) -> None:
         self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -66,7 +66,7 @@ class GenericRuntime(Runtime):
             )
         self.layers = len(self._structure.layers)
         self._takes = inspect.signature(self.model.forward).parameters
-        self._given: dict[nn.Module, int | None] = {}  # how many things a sub-layer gives; None: a tensor alone
+        self._given: dict[nn.Module, int | None] = {}  # length of a sub-layer's output tuple; None: a lone tensor
         kv_heads, head_dim = self._shapes()
         self.skeleton = read_outline(self.model, kv_heads, head_dim)  # type: ignore[assignment]
         self.device, self.dtype = self.skeleton.device, self.skeleton.sizes.dtype
@@ -79,7 +79,10 @@ class GenericRuntime(Runtime):
         self._begin(rows)
 
     def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Runtime:
-        """As `Runtime.beside`. Raises `UnsupportedModelError` for several sequences where it decodes one at a time."""
+        """Return another runtime as `Runtime.with_new_cache` does.
+
+        Raises `UnsupportedModelError` for several `rows` if the model decodes one sequence at a time.
+        """
         if rows > 1 and not self.trees:
             raise UnsupportedModelError(f"{self._name} decodes one sequence at a time")
         return super().with_new_cache(rows=rows, blocks=blocks, pool=pool)
@@ -88,11 +91,11 @@ class GenericRuntime(Runtime):
     def _name(self) -> str:
         return f"{type(self.model).__name__} (model_type {self.model.config.model_type!r})"
 
-    # -- what is known of the model ----------------------------------------------------------------------------
+    # -- probing the model -------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _shapes(self) -> tuple[int, int]:
-        """Heads and size of keys, and what each sub-layer gives, by a first pass."""
+        """Return the number of KV heads and their size from a probe pass, which also notes each sub-layer's output."""
         device = device_of(self.model.get_input_embeddings())
         held = DynamicCache()
         parts = (*self._structure.attention, *self._structure.mlp)
@@ -118,7 +121,7 @@ class GenericRuntime(Runtime):
 
     @torch.inference_mode()
     def _checked(self) -> bool:
-        """Whether masks and several sequences are served. Raises `UnsupportedModelError` where not even chains are."""
+        """Return whether tree masks and batches work. Raises `UnsupportedModelError` if not even chains do."""
         tokens = torch.tensor([_PROBE], device=self.device)
         n = tokens.shape[1]
         theirs = self.model(tokens, use_cache=False).logits
@@ -134,7 +137,7 @@ class GenericRuntime(Runtime):
             if "position_ids" not in self._takes:
                 return False
             try:
-                # The last token but one again, beside another, at slots that are not their positions; twice.
+                # The last token but one again, next to a sibling, at slots other than positions, in two rows.
                 at = torch.tensor([[n - 2, n - 2]] * 2, device=self.device)
                 mask = torch.ones(2, 2, n, dtype=torch.bool, device=self.device).tril(n - 2)
                 mask[:, 1, n - 2] = False
@@ -174,7 +177,7 @@ class GenericRuntime(Runtime):
     # -- draft paths -------------------------------------------------------------------------------------------
 
     def compile(self, path: DraftPath) -> GenericPath:
-        """As `Runtime.compile`. What is asked for in few bits runs in full."""
+        """Compile a draft path as `Runtime.compile` does; parts with a quantised mode run in full precision."""
         path.check(self.layers)
         if path.trained is not None:
             raise SelfspecError(f"the draft path names trained weights, {path.trained}, that are not at hand")
@@ -189,19 +192,19 @@ class GenericRuntime(Runtime):
         return GenericPath((), _as_it_is, in_full=tuple(low), skip=path.skip, words=words)
 
     def extra_bytes(self, path: DraftPath) -> int:
-        """Nothing."""
+        """Return 0, as a path holds no weights of its own."""
         return 0
 
     def held(self, part: str, index: int, mode: Mode) -> int | None:
-        """Nothing in full, and nothing is to be had in few bits."""
+        """Return 0 for unquantised modes, and None for quantised ones, which are not supported."""
         return None if mode in BITS else 0
 
     def learn(self, name: str, trained: Trained) -> None:
-        """Raises `UnsupportedModelError`."""
+        """Raise `UnsupportedModelError`, as trained paths are not supported."""
         _ = self.skeleton.parts
 
     def forget(self, name: str) -> None:
-        """Nothing was learnt."""
+        """Do nothing, as no trained weights are registered."""
 
     # -- the one forward ---------------------------------------------------------------------------------------
 
@@ -219,7 +222,7 @@ class GenericRuntime(Runtime):
         hidden: Sequence[int] = (),
         between: Sequence[int] = (),
     ) -> ForwardOutput:
-        """As `Runtime.forward`. Streams `between` are those that attention's output is added to, and that output."""
+        """Run `tokens` as `Runtime.forward` does; a stream `between` is the layer's input plus attention's output."""
         batch, n = tokens.shape
         slots = positions if slots is None else slots
         if mask is None and isinstance(slots, Tensor):
@@ -257,7 +260,7 @@ class GenericRuntime(Runtime):
         mask: Tensor | None = None,
         rows: slice = ALL_ROWS,
     ) -> Tensor:
-        """As `Runtime.branch`: the model is run with everything else bypassed, and `x` put into that layer."""
+        """Return a sub-layer's output as `Runtime.branch` does, by a pass that bypasses all others and injects `x`."""
         every = range(self.layers)
         others = SkipSet(
             tuple(i for i in every if (i, "attention") != (index, part)),
@@ -282,13 +285,13 @@ class GenericRuntime(Runtime):
         return left[0] - x
 
     def _bypassed(self, skip: SkipSet) -> list[tuple[nn.Module, int | None]]:
-        """These sub-layers, and what each gives."""
+        """Return the sub-layers of a skip set, each with the length of its output tuple."""
         of = self._structure
         parts = [*(of.attention[i] for i in skip.attention), *(of.mlp[i] for i in skip.mlp)]
         return [(part, self._given[part]) for part in parts]
 
     def _masks_of(self, mask: Tensor, positions: int | Tensor, n: int, seen: int, rows: slice) -> Any:
-        """Additive masks `[B, 1, n, S]`: one, or one for each kind of layers, as the model takes them."""
+        """Return an additive mask `[B, 1, n, S]`, or one for each layer type if the model's config names types."""
 
         def additive(shown: Tensor) -> Tensor:
             zeros = torch.zeros(shown.shape, dtype=self.dtype, device=shown.device)

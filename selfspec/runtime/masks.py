@@ -1,4 +1,4 @@
-"""Additive masks: which slots each token sees. Knows nothing of caches."""
+"""Additive attention masks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from selfspec.models.sizes import Sizes
 
 
 class Masks:
-    """Masks of one model on one device, in its dtype: 0 where a slot is seen, -inf where it is not."""
+    """Masks of one model on one device, in its dtype: 0 where a slot is visible, -inf where it is hidden."""
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         self._kv_heads, self._group = sizes.kv_heads, sizes.heads // sizes.kv_heads
@@ -21,9 +21,9 @@ class Masks:
         return torch.full((n, n), -torch.inf, dtype=self._dtype, device=self._device).triu(1)
 
     def chain(self, n: int, end: int, window: int | None = None) -> Tensor:
-        """`[n, end]` of a chain: every slot before the run of n, and the run's own up to itself.
+        """Return the causal mask `[n, end]` of n consecutive tokens in the last n of `end` slots.
 
-        With a `window`, no more than so many.
+        With `window`, each token sees only the last `window` slots up to its own.
         """
         later = self._later if n <= len(self._later) else self._triangle(n)
         mask = F.pad(later[:n, :n], (end - n, 0))
@@ -32,11 +32,11 @@ class Masks:
         return mask + torch.full_like(mask, -torch.inf).tril(end - n - window)
 
     def additive(self, mask: Tensor) -> Tensor:
-        """`[B * H_kv, 1, n, S]` of a mask `[B, n, S]` (true: seen); `[1, 1, n, S]`, for all, if B is 1."""
+        """Turn a mask `[B, n, S]` (true: visible) into `[B * H_kv, 1, n, S]`, or `[1, 1, n, S]` if B is 1."""
         zeros = torch.zeros(mask.shape, dtype=self._dtype, device=self._device)
         additive = zeros.masked_fill_(mask.logical_not(), -torch.inf)
         return (additive if len(mask) == 1 else additive.repeat_interleave(self._kv_heads, dim=0)).unsqueeze(1)
 
     def grouped(self, additive: Tensor) -> Tensor:
-        """`[1 or B * H_kv, G * n, S]`, for all the query heads of a key head, from either of the others."""
+        """Repeat a mask from `chain` or `additive` for the G query heads of a KV head: `[1 or B * H_kv, G * n, S]`."""
         return additive.view(-1, *additive.shape[-2:]).repeat(1, self._group, 1)

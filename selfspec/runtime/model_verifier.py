@@ -1,4 +1,4 @@
-"""The whole model as a checker. Knows nothing of drafters and of the loop."""
+"""The target model as the verifier of drafts."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from selfspec.speculation.tree_batch import Placed
 
 
 class ModelChecker:
-    """Checks drafts with the whole model, on the rows of its cache, of which each sequence has one."""
+    """Verifies drafts with the full target; each sequence has one row of the cache."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
 
     @property
     def trees(self) -> bool:
-        """Whether the runtime can check trees."""
+        """Whether the runtime can verify token trees."""
         return self.runtime.trees
 
     def score(
         self, seqs: Sequence[SequenceState], drafts: Sequence[Draft], *, hidden: Sequence[int] = ()
     ) -> list[Scored]:
-        """One full pass over all drafts, each below its sequence's last token."""
+        """Run one verification pass over all drafts, each rooted at its sequence's last token."""
         placed = [
             Placed(seq.row, seq.tokens[-1], len(seq.tokens) - 1, draft) for seq, draft in zip(seqs, drafts, strict=True)
         ]
@@ -39,6 +39,6 @@ class ModelChecker:
         return Scored(seq.sampler.scores(step.logits[0], draft.prefixes(seq.tokens)), step)
 
     def keep(self, seqs: Sequence[SequenceState], paths: Sequence[tuple[int, ...]]) -> None:
-        """Move the keys of each path together, and advance each row's length."""
+        """Commit each sequence's accepted path: compact its keys and values, and advance the row's length."""
         for seq, path in zip(seqs, paths, strict=True):
             self.runtime.cache.commit(seq.row, path)

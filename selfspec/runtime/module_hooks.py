@@ -1,7 +1,4 @@
-"""What is put on a model's own modules for one pass, and taken off whatever happens: stand-ins, and hooks that look on.
-
-Nothing is done to classes.
-"""
+"""Temporary patches and hooks on a model's modules for one pass, removed even after an error. No class is patched."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from selfspec.models.structure import Structure
 
 @contextmanager
 def bypassing(parts: Sequence[tuple[nn.Module, int | None]]) -> Iterator[None]:
-    """These sub-layers give nothing: so many things, of which the first is added; None: a tensor alone."""
+    """Patch these sub-layers to return zeros; the int is the length of the output tuple, None a lone tensor."""
     before: list[tuple[nn.Module, Any]] = []
     try:
         for part, gives in parts:
@@ -34,7 +31,7 @@ def bypassing(parts: Sequence[tuple[nn.Module, int | None]]) -> Iterator[None]:
 
 
 def _nothing_of(forward: Callable[..., Any], gives: int | None) -> Callable[..., Any]:
-    """In the place of a sub-layer's forward. One that adds to a residual itself, as Bloom's do, gives that."""
+    """Return a forward that outputs zeros, or the residual if the sub-layer adds to one itself (Bloom)."""
     signature = inspect.signature(forward)
 
     def nothing(*args: Any, **kwargs: Any) -> Any:
@@ -50,9 +47,9 @@ def _nothing_of(forward: Callable[..., Any], gives: int | None) -> Callable[...,
 def watched(
     of: Structure, hidden: Sequence[int], between: Sequence[int]
 ) -> Iterator[tuple[dict[int, Tensor], dict[int, Tensor]]]:
-    """The streams that enter layers `hidden` (the last leaves them), and those `between` attention and MLP.
+    """Capture the input streams of layers `hidden` (the number of layers: the last output), and those `between`.
 
-    The latter are what enters a layer and what its attention gives, together.
+    A stream between attention and MLP is the layer's input plus its attention's output.
     """
     streams, entered, halves = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
     last = len(of.layers)
@@ -87,6 +84,6 @@ def watched(
 
 
 def first_of(out: Any) -> Tensor:
-    """What a module gives, without what some give beside it."""
+    """Return a module's output, or the first entry if it is a tuple."""
     first: Tensor = out[0] if isinstance(out, tuple) else out
     return first

@@ -1,7 +1,7 @@
-"""Whole passes in one native call, for layers that are nothing but what `native.cpp` computes.
+"""Whole passes in one native call, for layers that `native.cpp` can compute entirely.
 
-What is multiplied is then all that a step costs: a pass of many small operations spends as long between them. All is
-computed in float32 but for the cache, which is the model's. Knows nothing of how drafts come about.
+A native pass costs little more than its products; an eager one takes as long again between its many small operations.
+All is computed in float32, but the KV cache has the model's dtype.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from selfspec.runtime.paged import PagedCache
 from selfspec.speculation.tree_batch import Placed, above
 
 __all__ = ["ROWS", "NativeBatch", "NativePass", "native_pass"]
-_LONGEST_VECTOR = 16  # float32 values: what sizes are multiples of
+_LONGEST_VECTOR = 16  # float32 values; sizes have to be multiples of it
 
 
 class NativePass:
-    """The layers of one path, and the last norm, as one call; see `native_pass`."""
+    """The layers of one draft path and the last norm as one native call; see `native_pass`."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class NativePass:
         norm: ScaledNorm | RoundedNorm,
         held: Sequence[Any],
     ) -> None:
-        self._held = (norm, *held)  # what `layers` point to
+        self._held = (norm, *held)  # keeps alive what `layers` point to
         described = (LayerStruct * len(layers))(*layers)
         s = sizes
         sized = (KINDS[s.dtype], len(layers), s.hidden, s.heads, s.kv_heads, s.head_dim, s.intermediate, s.eps)
@@ -51,9 +51,9 @@ class NativePass:
     def run(
         self, stream: Tensor, spot: NativeBatch, keep: Sequence[int] = (), normed: bool = True
     ) -> tuple[Tensor | None, Sequence[Tensor]]:
-        """What the last norm makes of the stream `[n, D]`, float32, which is changed in place; None unless `normed`.
+        """Run the layers over the stream `[n, D]`, float32, in place.
 
-        With it the streams that enter the layers `keep`.
+        Returns the output of the last norm `[n, D]`, or None unless `normed`, and the input streams of layers `keep`.
         """
         functions, place, threads = self._functions, ctypes.addressof(spot.place), torch.get_num_threads()
         out = torch.empty_like(stream) if normed else None
@@ -70,9 +70,9 @@ class NativePass:
 
 
 class NativeBatch:
-    """Where a pass's tokens stand in a cache of turned keys, as a native pass reads it.
+    """Positions, slots and masks of a pass's tokens in a cache with transposed keys, in the native pass's structures.
 
-    Made once for a cache; `cos` and `sin` are `[positions, 1, d]`.
+    One instance serves all passes over a cache. `cos` and `sin` are `[positions, 1, d]`.
     """
 
     def __init__(self, cache: Cache | PagedCache, cos: Tensor, sin: Tensor) -> None:
@@ -86,17 +86,21 @@ class NativeBatch:
         self._alone, self._several = (SlotsStruct(stride=values.shape[2], each_layer=each, **memory) for _ in range(2))
         self._alone.segments, self._alone.segment = 1, ctypes.addressof(self._segment)
         self.place = self._alone
-        self._held: Any = ()  # what the place points to
+        self._held: Any = ()  # keeps alive what `place` points to
 
     def _checked(self, at: int | Tensor, n: int, end: int) -> tuple[Tensor, int]:
-        """Positions or slots as the native pass reads them, and the last. `RuntimeError` for what is not there."""
+        """Return positions or slots as int64, and the largest. Raises `RuntimeError` for any not in 0 to `end` - 1."""
         first, last = (at, at + n - 1) if isinstance(at, int) else (int(at.min()), int(at.max()))
         if first < 0 or last >= end:
             raise _beyond(first if first < 0 else last, end)
         return (self._numbers[at : at + n] if isinstance(at, int) else at.long().contiguous()), last
 
     def alone(self, n: int, positions: int | Tensor, slots: int | Tensor, mask: Tensor | None, row: int) -> NativeBatch:
-        """Of `n` tokens of a row; `mask` is additive, `[1, 1, n, seen]`; other arguments as in `Runtime.forward`."""
+        """Set up a pass over `n` tokens of one cache row.
+
+        `mask` is additive, `[1, 1, n, S]`; other arguments as in `Runtime.forward`. Raises `RuntimeError` for positions
+        or slots out of range.
+        """
         self.place, segment = self._alone, self._segment
         place = self.place
         segment.blocks, end = self._cache.blocks_of(row)
@@ -112,7 +116,7 @@ class NativeBatch:
         return self
 
     def several(self, placed: Sequence[Placed]) -> NativeBatch:
-        """Of drafts, each with its root first. `RuntimeError` for what is not there."""
+        """Set up a pass over several drafts, each root first. Raises `RuntimeError` for positions out of range."""
         positions, slots, masks = array("q"), array("q"), list[Tensor]()
         self.place, segments = self._several, (Segment * len(placed))()
         place, last = self.place, len(self._tables[0])
@@ -150,10 +154,10 @@ def native_pass(
     blocks: Sequence[tuple[int, torch.device, Attention | None, Mlp | None]],
     norm: Norm,
 ) -> NativePass | None:
-    """The blocks of a path as one native pass; None unless every one of them is native and plain.
+    """Return the blocks of a path as one native pass, or None unless native code can compute every block.
 
-    That is: float32 or bfloat16 on a CPU, RMSNorm, products that are native, rope over whole heads, a gated MLP with
-    SiLU. `scaling` multiplies queries after rope.
+    It computes float32 or bfloat16 models on a CPU with RMSNorm, native products, RoPE over whole heads, and a gated
+    MLP with SiLU, whose sizes are multiples of 16. `scaling` multiplies queries after RoPE.
     """
     plain = all(size % _LONGEST_VECTOR == 0 for size in (sizes.hidden, sizes.head_dim, sizes.intermediate))
     if sizes.dtype not in KINDS or not plain or not isinstance(norm, (ScaledNorm, RoundedNorm)):
@@ -188,7 +192,7 @@ def native_pass(
 
 
 def _made_of(part: Any) -> tuple[ScaledNorm | RoundedNorm, NativeProduct, NativeProduct] | None:
-    """A sub-layer's norm, its products that read the stream, and that which writes to it, where they are native."""
+    """Return a sub-layer's norm, input product and output product, or None if any is not native."""
     plain = getattr(part, "plain", None)
     if plain is None or not isinstance(part.norm, (ScaledNorm, RoundedNorm)):
         return None

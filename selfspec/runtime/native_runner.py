@@ -1,4 +1,4 @@
-"""Passes that are one native call: over tokens of one row, or over drafts of several. Knows nothing of other passes."""
+"""Runner of native passes, over tokens of one cache row or over drafts of several."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from selfspec.runtime.paged import PagedCache
 from selfspec.speculation.forward_output import ForwardOutput, joined
 from selfspec.speculation.tree_batch import Placed
 
-CHUNK = 128  # tokens of one call: what they are computed in stays small, and each weight serves many
+CHUNK = 128  # tokens of one call: the workspace stays small, and each weight read still serves many tokens
 
 
 class NativeRunner:
-    """Passes over one cache of turned keys, along paths that are native."""
+    """Native passes over one cache with transposed keys, along native paths."""
 
     def __init__(self, skeleton: Skeleton, cache: Cache | PagedCache, cos: Tensor, sin: Tensor) -> None:
         self._embed, self._dtype, self._layers = skeleton.embed, skeleton.sizes.dtype, len(skeleton.blocks)
@@ -39,7 +39,7 @@ class NativeRunner:
         logits: Literal["all", "last"] | None,
         hidden: Sequence[int],
     ) -> ForwardOutput:
-        """`Runtime.forward` over tokens `[1, n]` of a row; `mask` is additive, `[1, 1, n, S]`."""
+        """Run `Runtime.forward` over tokens `[1, n]` of one cache row; `mask` is additive, `[1, 1, n, S]`."""
         n = tokens.shape[1]
         if n > CHUNK and mask is None and isinstance(positions, int) and isinstance(slots, int):
             steps = []
@@ -60,7 +60,7 @@ class NativeRunner:
     def over(
         self, compiled: CompiledPath, placed: Sequence[Placed], *, hidden: Sequence[int], logits: bool
     ) -> list[ForwardOutput]:
-        """`Runtime.over`: each token gives the bits that it gives alone."""
+        """Run `Runtime.over`; each token's output has the same bits as in a batch of one."""
         ids: list[int] = []
         for one in placed:
             ids += (one.root, *one.draft.tokens)
@@ -86,7 +86,7 @@ class NativeRunner:
     def _run(
         self, compiled: CompiledPath, tokens: Tensor, spot: NativeBatch, hidden: Sequence[int], logits: bool
     ) -> tuple[Tensor | None, dict[int, Tensor]]:
-        """What the head reads `[n, D]` of tokens `[1, n]`, where it is to, and the streams at the layers `hidden`."""
+        """Return the head's input `[n, D]` for tokens `[1, n]`, None unless `logits`, and the streams `hidden`."""
         assert compiled.native is not None
         stream = self._embed(tokens)[0].float()
         inner = [layer for layer in hidden if layer < self._layers]

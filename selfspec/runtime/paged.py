@@ -1,4 +1,4 @@
-"""A key-value cache in blocks: a row's slots lie wherever its table says. Knows nothing of who hands blocks out."""
+"""The paged KV cache: block tables map a row's slots to blocks, which the caller allocates."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.models.sizes import Sizes
 from selfspec.runtime.cache_rows import CacheRows
 
-BLOCK = 64  # slots of a block: whole vectors of keys, also where they are read by fours
+BLOCK = 64  # slots of a block: whole vectors of keys, also where kernels read four vectors at a time
 
 
 class BlockTables(NamedTuple):
-    """So many blocks, and the tables of a cache's rows: another cache's, or, where left out, of its own."""
+    """A number of blocks, and block tables by cache row: those of a cache to share them with; None: new tables."""
 
     blocks: int
     tables: list[list[int]] | None = None
 
 
 class PagedCache(CacheRows):
-    """Keys `[L, blocks, H_kv, d, BLOCK]` and values `[L, blocks, H_kv, BLOCK, d]`, which native passes alone read.
+    """Keys `[L, blocks, H_kv, d, BLOCK]` and values `[L, blocks, H_kv, BLOCK, d]`, which only native passes read.
 
-    `tables[row]` are the numbers of a row's blocks in order: slot s lies in the block `tables[row][s // BLOCK]`. Who
-    hands blocks out writes them, and may do so between any two passes. Rows may share blocks of what they have in
-    common from the beginning on. No row has more than `slots` slots. `pool`: what another cache shares the tables by.
+    `tables[row]` are the numbers of a row's blocks in order: slot s is in block `tables[row][s // BLOCK]`. The block
+    allocator writes the tables, between any two passes. Rows may share the blocks of a common prefix. No row has more
+    than `slots` slots. `pool` is passed to another cache to share the tables with it.
     """
 
     def __init__(self, sizes: Sizes, layers: int, pool: BlockTables, *, rows: int, slots: int) -> None:
@@ -39,17 +39,17 @@ class PagedCache(CacheRows):
         shape, dtype = (layers, pool.blocks, sizes.kv_heads), sizes.dtype
         self.keys = torch.zeros((*shape, sizes.head_dim, BLOCK), dtype=dtype)
         self.values = torch.zeros((*shape, BLOCK, sizes.head_dim), dtype=dtype)
-        self._told: list[tuple[list[int], array[int]]] = [([], array("q"))] * rows  # tables as they were last read
+        self._told: list[tuple[list[int], array[int]]] = [([], array("q"))] * rows  # tables as last read, and as int64
 
     @property
     def bytes(self) -> int:
-        """Memory held."""
+        """Size of the keys and values in bytes."""
         return self.keys.nbytes + self.values.nbytes
 
     def blocks_of(self, row: int) -> tuple[int, int]:
-        """The address of the numbers of a row's blocks, and how many slots it has.
+        """Return the address of a row's block table, and the row's number of slots.
 
-        Raises `SelfspecError` for blocks that there are not.
+        Raises `SelfspecError` for block numbers out of range.
         """
         table = self.tables[row]
         if self._told[row][0] != table:
@@ -59,7 +59,7 @@ class PagedCache(CacheRows):
         return self._told[row][1].buffer_info()[0], min(len(table) * BLOCK, self.slots)
 
     def commit(self, row: int, path: Sequence[int]) -> None:
-        """Keep the root of a verified draft and the nodes on `path`, in order, as `Cache.commit` does."""
+        """Commit the root of a verified draft and the accepted nodes on `path`, in order, as `Cache.commit` does."""
         start = self.length[row] + 1
         end = start + len(path)
         if any(node != place for place, node in enumerate(path)):

@@ -1,4 +1,4 @@
-"""A model's rope as tables, and what turns queries and keys by them. Knows nothing of caches and passes."""
+"""Tables of a model's RoPE, and the factors that rotate queries and keys."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from selfspec.models.skeleton import Skeleton
 
 
 class RotaryTable:
-    """Cosines and sines `[positions, 1, d]` of one rope, both scaled: x turned is x * cos + x[`partner`] * sin.
+    """Cosines and sines `[positions, 1, d]` of one RoPE, both scaled: rotated x is x * cos + x[`partner`] * sin.
 
-    `partner` `[d]` is what each dimension is paired with; None: that half of them apart. `keep` is the identity
-    `[d, d]`, of the dtype and on the device that passes begin with.
+    `partner` `[d]` is the dimension that each dimension is paired with; None: the one d / 2 away. `keep` is the
+    identity `[d, d]`, in the dtype and on the device of the model's first layer.
     """
 
     def __init__(self, rope: Rope, positions: int, keep: Tensor, scale: float) -> None:
         d = len(keep)
         at = torch.arange(max(positions, 1), device=keep.device)[None]
-        cos, sin = (t[0].to(keep) for t in rope.rotary(keep, at))  # which may be on another device
+        cos, sin = (t[0].to(keep) for t in rope.rotary(keep, at))  # the rotary module may be on another device
         turned = cos.shape[-1]
         if turned > d or turned % 2:
             raise SelfspecError(f"rope covers {turned} of {d} dimensions; expected an even number of them")
@@ -38,7 +38,7 @@ class RotaryTable:
         self._keep, self._swap = keep, keep[partner]
 
     def of(self, positions: int | Tensor, batch: int, n: int, *, matrix: bool) -> Tensor | tuple[Tensor, Tensor]:
-        """What turns the tokens at `positions`, see `Place.turn`; as matrices where `matrix` is asked for."""
+        """Return the rotation of tokens at `positions`, as matrices if `matrix`; see `AttentionInputs.turn`."""
         if isinstance(positions, int):
             cos, sin = self.cos.narrow(0, positions, n), self.sin.narrow(0, positions, n)
             if batch > 1:
@@ -52,7 +52,7 @@ class RotaryTable:
 
 
 def rotary_tables(skeleton: Skeleton, positions: int, scale: float) -> list[tuple[AttentionSpec, RotaryTable]]:
-    """The model's sights, each with its rope as tables."""
+    """Return the model's attention specs, each with its rotary table."""
     keep = torch.eye(skeleton.sizes.head_dim, dtype=skeleton.sizes.dtype, device=skeleton.device)
     ropes = {
         attention_spec.rope: RotaryTable(attention_spec.rope, positions, keep, scale)

@@ -1,9 +1,8 @@
-"""Processes that share a model: the first decides everything, the others do in their part what it does.
+"""Tensor parallel processes: the first process decides everything, the others run their part of each pass.
 
-The first one's runtime (`LeadingRuntime`) tells the others (`follow`) each pass before it makes it, and each move of
-keys in the cache. So whatever is drawn, timed, or read from a clock or a network is the first one's alone, and the
-others can never come to another decision. They are told over the CPU, whatever the model's own sums go over. Knows
-nothing of drafts, samplers and prompts.
+The first process's runtime (`LeadingRuntime`) sends the others (`Follower`) each pass before it runs it, and each move
+within the cache. Sampling, timing, clocks and the network are therefore read in the first process only, and the others
+can never decide differently. Commands are broadcast over gloo on the CPU, whatever the backend of the model's sums.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from selfspec.runtime.paged import BlockTables
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.types.draft_path import DraftPath
 
-_FOR_EVER = timedelta(days=3650)  # that the others wait to be told what to do; the end of the first one is told sooner
-_FIRST = 4096  # bytes of the first message, which holds most of what is told: each message costs a round trip
+_FOR_EVER = timedelta(days=3650)  # timeout of followers waiting for a command; they notice the leader's end sooner
+_FIRST = 4096  # bytes of the first message, which fits most commands: each message costs a round trip
 _LOST = "a pass was broken off between the processes that share the model, which cannot go on; start them again"
 
 Told = tuple[str, int, tuple[Any, ...]]
-"""What to do, with the runtime of which number, and what with."""
+"""A command: its name, the number of the runtime or path, and its arguments."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class WorkerGroup:
-    """How the first process tells the others. What moves nothing between processes waits for the next pass.
+    """The channel from the first process to the others. A command without collective work waits for the next pass.
 
-    `under_way`: all are at one thing together; where it stays so, that was broken off.
+    `under_way` is true while all processes run one command together, and stays true if that was interrupted.
     """
 
     group: Any = field(default_factory=lambda: dist.new_group(backend="gloo", timeout=_FOR_EVER))
@@ -57,15 +56,15 @@ class WorkerGroup:
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
     def later(self, what: str, number: int, *args: Any) -> None:
-        """Tell it with the next pass, before that."""
+        """Queue a command to be sent before the next one that all processes run together."""
         self.waiting.append((what, number, args))
 
     @contextmanager
     def together(self, what: str, number: int, *args: Any) -> Iterator[None]:
-        """Tell it now, and do one's own part of it inside, where all wait for each other.
+        """Send a command now; the body of the context is this process's part of it, in step with the others.
 
-        Raises `SelfspecError` where another process is gone, and where one's own part was broken off before: the others
-        are then somewhere else.
+        Raises `SelfspecError` if another process is gone, or if an earlier command was interrupted, as the processes
+        are then out of step.
         """
         with self.lock:
             if self.under_way:
@@ -74,12 +73,12 @@ class WorkerGroup:
             try:
                 self.tell(what, number, *args)
                 yield
-            except RuntimeError as error:  # which is what the loss of a process is, too
+            except RuntimeError as error:  # torch raises it when a process is lost, too
                 raise SelfspecError(f"{_LOST} ({reason(error)})") from error
             self.under_way = False
 
     def tell(self, what: str, number: int, *args: Any) -> None:
-        """To all others, after what waits."""
+        """Send the queued commands, then this one, to all other processes."""
         told = [self.waiting.popleft() for _ in range(len(self.waiting))]
         data = pickle.dumps([*told, (what, number, args)])
         first = bytearray(_FIRST)
@@ -90,7 +89,7 @@ class WorkerGroup:
             self._broadcast(bytearray(data))
 
     def hear(self) -> list[Told]:
-        """What the first process tells."""
+        """Wait for the next commands of the first process and return them."""
         first = self._broadcast(bytearray(_FIRST))
         size = int.from_bytes(first[:8], "little")
         data = first[8 : 8 + size] if size <= _FIRST - 8 else self._broadcast(bytearray(size))
@@ -98,18 +97,18 @@ class WorkerGroup:
         return told
 
     def _broadcast(self, data: bytearray) -> bytearray:
-        """Fill the others' with the first process's."""
+        """Overwrite `data` in the other processes with the first process's."""
         dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), src=0, group=self.group)
         return data
 
     def all_can(self, done: bool) -> bool:
-        """Whether every process has done its part."""
+        """Return whether `done` is true in every process."""
         can = torch.tensor([int(done)])
         dist.all_reduce(can, op=dist.ReduceOp.MIN, group=self.group)
         return bool(can)
 
     def end(self) -> None:
-        """Let the others go."""
+        """Tell the other processes to end."""
         if not self.under_way and dist.is_initialized():
             self.under_way = True
             with suppress(RuntimeError):  # one is gone already
@@ -117,10 +116,10 @@ class WorkerGroup:
 
 
 def runtime_over(model: Any) -> Runtime:
-    """A runtime over a model that is spread over processes.
+    """Return a runtime over a tensor parallel model.
 
-    There every process has to ask for it, and only the first gets it: the others follow that one as long as it is
-    there, and end then (`SystemExit`). Raises as `Runtime` does.
+    Every process has to call this function, and only the first returns: the others follow the first until it ends, then
+    raise `SystemExit`. Raises as `Runtime` does.
     """
     team = WorkerGroup()
     if dist.get_rank() == 0:
@@ -130,12 +129,12 @@ def runtime_over(model: Any) -> Runtime:
 
 
 def check_alone(runtime: Runtime, what: str) -> None:
-    """Raise `SelfspecError` where processes share the model of a runtime, for `what` reads the whole of it."""
+    """Raise `SelfspecError` if a runtime's model is tensor parallel, as `what` reads whole weights."""
     check_whole(runtime.model, what)
 
 
 class LeadingRuntime(Runtime):
-    """The first process's: the others make each pass and each move of keys with it, each with what it has."""
+    """The first process's runtime: the others run each pass and each cache move with it, on their own shards."""
 
     def __init__(self, model: Any, team: WorkerGroup) -> None:
         self._team, self._number = team, 0
@@ -145,7 +144,7 @@ class LeadingRuntime(Runtime):
         weakref.finalize(self, team.end)
 
     def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Runtime:
-        """As a runtime's, in all processes."""
+        """Return another runtime with a cache of its own, in all processes."""
         other = super().with_new_cache(rows=rows, blocks=blocks, pool=pool)
         assert isinstance(other, LeadingRuntime)
         other._number = next(self._team.numbers)
@@ -155,7 +154,7 @@ class LeadingRuntime(Runtime):
         return other
 
     def reserve(self, slots: int) -> None:
-        """As a runtime's, in all processes. Raises as that does."""
+        """Grow the cache in all processes. Raises as `Runtime.reserve` does, also if another process has no memory."""
         if slots <= self.cache.slots:
             return
         with self._team.together("reserve", self._number, slots, list(self.cache.length)):
@@ -177,7 +176,7 @@ class LeadingRuntime(Runtime):
         self._rectangle.told = partial(self._team.later, "move", self._number)
 
     def compile(self, path: DraftPath) -> CompiledPath:
-        """As a runtime's, in all processes. Raises as that does, and for what was trained."""
+        """Compile a path in all processes. Raises as `Runtime.compile` does, and for trained paths."""
         if path.trained is not None:
             raise SelfspecError("trained paths read whole weights; expected a path without them in tensor parallel")
         found = super().compile(path)
@@ -200,7 +199,7 @@ class LeadingRuntime(Runtime):
         hidden: Sequence[int] = (),
         between: Sequence[int] = (),
     ) -> ForwardOutput:
-        """As a runtime's, in all processes."""
+        """Run `Runtime.forward` in all processes."""
         number = None if path is None else self._numbers[path]
         more = {"slots": slots, "mask": mask, "rows": rows, "logits": logits}
         with self._team.together("forward", self._number, tokens.cpu(), _sent(positions), number, _all_sent(more)):
@@ -227,14 +226,14 @@ class LeadingRuntime(Runtime):
         mask: Tensor | None = None,
         rows: slice = ALL_ROWS,
     ) -> Tensor:
-        """As a runtime's, in all processes."""
+        """Run `Runtime.branch` in all processes."""
         more = {"slots": slots, "mask": mask, "rows": rows}
         with self._team.together("branch", self._number, index, part, x.cpu(), _sent(positions), _all_sent(more)):
             return super().branch(index, part, x, positions, slots=slots, mask=mask, rows=rows)
 
 
 def _sent(value: Any) -> Any:
-    """As the others are told it: they have devices of their own."""
+    """Move a tensor to the CPU to be sent, as the other processes have devices of their own."""
     return value.cpu() if isinstance(value, Tensor) else value
 
 
@@ -243,7 +242,7 @@ def _all_sent(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_passes(call: Call, team: WorkerGroup) -> Call:
-    """What all processes have to call, and call in passes only."""
+    """Guard a collective call: outside a pass that all processes run together, it raises `SelfspecError`."""
 
     def called(x: Tensor) -> Tensor:
         if not team.under_way:
@@ -254,7 +253,7 @@ def _in_passes(call: Call, team: WorkerGroup) -> Call:
 
 
 class Follower:
-    """What another process than the first does: its part of whatever it is told."""
+    """The command loop of a process other than the first, which runs its part of each command."""
 
     def __init__(self, model: Any, team: WorkerGroup) -> None:
         self._team, self._first = team, Runtime(model)
@@ -271,7 +270,7 @@ class Follower:
         }
 
     def run(self) -> None:
-        """Until the first process lets it go. Raises `SelfspecError` where that is gone."""
+        """Run commands until the first process sends "end". Raises `SelfspecError` if that process is lost."""
         what = ""
         while what != "end":
             try:

@@ -1,6 +1,6 @@
-"""The tensors that a pass computes in, made once for each width with every view that it needs.
+"""Workspaces: the tensors that a pass computes in, allocated once for each shape together with all their views.
 
-A small model's time goes into making tensors and views as much as into arithmetic. Knows nothing of caches.
+A small model spends as much time on making tensors and views as on arithmetic.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from selfspec.models.sizes import Sizes
 
 
 class Scratch:
-    """For `[B, n]` tokens, which are N = B * n rows. `stream` `[N, D]` is the residual stream, changed in place.
+    """The workspace of tokens `[B, n]`, N = B * n rows. `stream` `[N, D]` is the residual stream, changed in place.
 
-    Beside it in memory stands a column of sqrt(D * eps): `longer` `[N, D + 1]` is as long as a norm divides by, times
-    sqrt(D). `qkv`'s views are `qk` `[N, H + H_kv, d]` before rope and `v`; `turned` is `qk` after rope, with views of
-    `q` and `k`; of a single row, `alone` are `qk` and `turned` `[H + H_kv, d]`. `k` and `v` are `[B, n, H_kv, d]`, and
-    to be written `[B, H_kv, n, d]`. `mixed` `[N, H * d]` is what attention gives.
+    `longer` `[N, D + 1]` is the stream plus a column of sqrt(D * eps): RMSNorm divides a row by the length of its row
+    here over sqrt(D). `qkv` has the views `qk` `[N, H + H_kv, d]` before RoPE, and `v`. `turned` is `qk` after RoPE,
+    with views `q` and `k`. If N is 1, `alone` is the pair of `qk` and `turned` `[H + H_kv, d]`, else None. `k` and `v`
+    are `[B, n, H_kv, d]`; `k_to_write` and `v_to_write` `[B, H_kv, n, d]`. `mixed` `[N, H * d]` is attention's output.
     """
 
     def __init__(self, sizes: Sizes, batch: int, n: int, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class Scratch:
         self.alone = (self.qk[0], self.turned[0]) if rows == 1 else None
         self.k = self.turned.narrow(1, s.heads, s.kv_heads).view(batch, n, s.kv_heads, s.head_dim)
         self.k_to_write, self.v_to_write = self.k.transpose(1, 2), self.v.transpose(1, 2)
-        # One key head serves `group` query heads, whose rows stand together: [B * H_kv, G * n, d].
+        # One KV head serves `group` query heads, whose rows are adjacent: [B * H_kv, G * n, d].
         q = self.turned.narrow(1, 0, s.heads).view(batch, n, s.kv_heads, group, s.head_dim).permute(0, 2, 3, 1, 4)
         self._from = q if rows > 1 else None
         self.q = (empty(*q.shape) if rows > 1 else q).flatten(0, 1)  # [B * H_kv, G, n, d]
@@ -55,21 +55,21 @@ class Scratch:
         self.activated = empty(rows, s.intermediate)
 
     def kept(self) -> Tensor:
-        """The stream as it is now, `[B, n, D]`."""
+        """Return a copy of the current stream, `[B, n, D]`."""
         return self.stream.clone().view(self.batch, self.n, -1)
 
     def gather_q(self) -> None:
-        """Bring `q` up to date with `turned`."""
+        """Copy the queries in `turned` to `q`, unless `q` is a view of it (a single row)."""
         if self._from is not None:
             self.q.view(self._from.shape).copy_(self._from)
 
     def take(self, out: Tensor) -> None:
-        """Bring `mixed` up to date with attention's output `[B * H_kv, G * n, d]` or `[B * H_kv, G, n, d]`."""
+        """Copy attention's output `[B * H_kv, G * n, d]` or `[B * H_kv, G, n, d]` to `mixed`."""
         self._to.copy_(out.reshape(self._to.shape))
 
 
 class Scratches:
-    """Kept scratches of narrow passes; wide ones are made anew."""
+    """A cache of workspaces for narrow passes; wide ones are allocated for each pass."""
 
     KEPT_ROWS, KEPT = 64, 24
 
@@ -78,7 +78,7 @@ class Scratches:
         self._kept: dict[Any, Scratch] = {}
 
     def get(self, batch: int, n: int, device: torch.device) -> Scratch:
-        """One for `[batch, n]` tokens; whatever it held is lost."""
+        """Return a workspace for tokens `[batch, n]`; its former contents are overwritten."""
         key = (batch, n, device)
         found = self._kept.get(key)
         if found is None:
@@ -90,7 +90,7 @@ class Scratches:
         return found
 
     def moved(self, scratch: Scratch, device: torch.device) -> Scratch:
-        """One on another device, with the stream of `scratch`."""
+        """Return a workspace on another device, with a copy of the stream of `scratch`."""
         there = self.get(scratch.batch, scratch.n, device)
         there.stream.copy_(scratch.stream)
         return there

@@ -6,17 +6,25 @@ process, which runs the command line or the script as a process of its own would
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import runpy
+import select
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+
+import numpy
 
 IMPORTED = (  # what commands import when they need it
     "rich.progress",
@@ -30,17 +38,22 @@ IMPORTED = (  # what commands import when they need it
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
 )
-CLIENT = """#!{python} -SEI
+CLIENT = """
 import json, os, signal, socket, sys
+address, name, *arguments = sys.argv[1:]
 with socket.socket(socket.AF_UNIX) as server:
-    server.connect({address!r})
-    told = json.dumps([os.path.basename(sys.argv[0]), os.getcwd(), sys.argv[1:], dict(os.environ)]).encode()
+    server.connect(address)
+    told = json.dumps([name, os.getcwd(), arguments, dict(os.environ)]).encode()
     socket.send_fds(server, [len(told).to_bytes(4, "big")], [0, 1, 2])
     server.sendall(told)
-    code = server.recv(1)
-if not code:  # it was killed
-    os.kill(os.getpid(), signal.SIGKILL)
-sys.exit(code[0])
+    code = int.from_bytes(server.recv(2), "big", signed=True)
+if code < 0:  # the signal that ended it
+    signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+    os.kill(os.getpid(), -code)
+sys.exit(code & 255)
+"""
+PROGRAM = """#!/bin/sh
+exec "{python}" -SEI "{client}" "{address}" {name} "$@"
 """
 _SETTINGS = "SELFSPEC_WARM"  # an environment variable that only the programs here read
 
@@ -49,15 +62,19 @@ class WarmShell:
     """Runs programs, and bash with warm commands. `python` and `selfspec` are the paths of the programs."""
 
     def __init__(self, folder: Path) -> None:
-        address = str(folder / "warm")
+        self._socket = Path(tempfile.mkdtemp(prefix="warm-", dir="/tmp"))  # a socket's path has to be short
+        address = str(self._socket / "s")
         self._programs = folder / "bin"
         self._programs.mkdir()
+        client = folder / "client.py"
+        client.write_text(CLIENT)
         for name in ("selfspec", "python"):
             program = self._programs / name
-            program.write_text(CLIENT.format(python=sys.executable, address=address))
+            program.write_text(PROGRAM.format(python=sys.executable, client=client, address=address, name=name))
             program.chmod(0o755)
         self.python, self.selfspec = str(self._programs / "python"), str(self._programs / "selfspec")
-        self._process = subprocess.Popen([sys.executable, __file__, address], stdin=subprocess.DEVNULL)
+        # It ends, with all that it has begun, when this end of the pipe is closed: by `close`, or as we are killed.
+        self._process = subprocess.Popen([sys.executable, __file__, address], stdin=subprocess.PIPE)
         while not os.path.exists(address):
             assert self._process.poll() is None, "the process that runs the commands has ended"
             time.sleep(0.02)
@@ -86,36 +103,67 @@ class WarmShell:
         )
 
     def close(self) -> None:
-        """End the process."""
-        self._process.kill()
+        """End the process, and what it runs."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         self._process.wait()
+        shutil.rmtree(self._socket, ignore_errors=True)
 
 
 def _serve(address: str) -> None:
+    """Run what clients ask for until the standard input is closed."""
     for name in IMPORTED:
         import_module(name)
+    running: set[int] = set()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{address}.new")
         server.listen()
         os.rename(f"{address}.new", address)  # there from when it can be connected to
         while True:
+            ready, _, _ = select.select([server, sys.stdin], [], [])
+            if sys.stdin in ready:
+                break
             client, _ = server.accept()
-            while _reaped():
-                pass
-            if os.fork() == 0:
+            running -= {pid for pid in running if os.waitpid(pid, os.WNOHANG)[0]}
+            if (pid := os.fork()) == 0:
                 server.close()
-                _answer(client)
+                _supervise(client)
+            running.add(pid)
             client.close()
+    for pid in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
 
 
-def _reaped() -> bool:
-    """Whether a child had ended, so that none stays as a zombie."""
-    with contextlib.suppress(ChildProcessError):
-        return os.waitpid(-1, os.WNOHANG)[0] != 0
-    return False
+def _supervise(client: socket.socket) -> None:
+    """Run a command in a process of its own, tell the client how it ended, and end it where the client is gone."""
+    os.setpgid(0, 0)
+    if (pid := os.fork()) == 0:
+        _answer(client)
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            with contextlib.suppress(OSError):
+                client.sendall(code.to_bytes(2, "big", signed=True))
+            os._exit(0)
+        if select.select([client], [], [], 0.005)[0] and not _there(client):
+            os.killpg(0, signal.SIGKILL)
+
+
+def _there(client: socket.socket) -> bool:
+    """Whether the client has not closed its end; what it still sends is the command's to read."""
+    try:
+        there = bool(client.recv(1, socket.MSG_PEEK))
+    except OSError:
+        return False
+    time.sleep(0.002)
+    return there
 
 
 def _answer(client: socket.socket) -> None:
+    sys.path.remove(str(Path(__file__).parent))
+    numpy.random.seed()
     size, files, _, _ = socket.recv_fds(client, 4, 3)
     told = b""
     while len(told) < int.from_bytes(size, "big"):
@@ -154,11 +202,12 @@ def _answer(client: socket.socket) -> None:
 
         traceback.print_exc()
     finally:
+        threading._shutdown()
+        atexit._run_exitfuncs()
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
-        client.sendall(bytes([code]))
-        os._exit(code)
+        os._exit(code & 255)
 
 
 if __name__ == "__main__":

@@ -230,9 +230,9 @@ MUTANTS = (
         "controllers: one token more than the most",
         "selfspec/controllers/thresholds.py",
         "return len(confidences) < self.k_max and confidences[-1] >= self.threshold\n\n"
-        "    def lowest(self, drafted: int) -> float:\n        \"\"\"The threshold.\"\"\"",
+        "    def lowest(self, drafted: int) -> float:\n        \"\"\"Return the threshold, or",
         "return len(confidences) <= self.k_max and confidences[-1] >= self.threshold\n\n"
-        "    def lowest(self, drafted: int) -> float:\n        \"\"\"The threshold.\"\"\"",
+        "    def lowest(self, drafted: int) -> float:\n        \"\"\"Return the threshold, or",
         "controllers",
     ),
     Mutant(
@@ -322,6 +322,8 @@ def first_failure(folder: Path, tests: Sequence[str], *options: str) -> str | No
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return None
+    if done.returncode not in (1, 2):  # tests failed, or could not be collected
+        raise RuntimeError(f"pytest ended with {done.returncode}: {done.stdout[-500:]}{done.stderr[-500:]}")
     lines = done.stdout.splitlines()
     first = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1] if lines else done.stderr)
     return re.sub(r"^(FAILED|ERROR) (tests/selfspec/)?", "", first.split(" - ")[0])
@@ -341,6 +343,8 @@ def main() -> int:
         print(f"{len(MUTANTS)} mutants, each in its place")
         return 0
     chosen = [mutant for mutant in MUTANTS if any(part in mutant.name for part in given.only)]
+    if not chosen:
+        parser.error(f"--only {','.join(given.only)}: no such mutant; expected parts of their names")
     copies: Queue[Path] = Queue()
     with tempfile.TemporaryDirectory() as temporary:
         for number in range(given.processes):

@@ -137,7 +137,9 @@ def test_every_package_is_in_the_wheel():
 
 
 def test_the_command_line_library_is_known_to_the_command_line_alone():
-    knowing = {name for name, path in MODULES.items() if re.search(r"^\s*(import|from) typer\b", path.read_text(), re.M)}
+    knowing = {
+        name for name, path in MODULES.items() if re.search(r"^\s*(import|from) typer\b", path.read_text(), re.M)
+    }
     assert {room(name) for name in knowing} == {"cli"}
 
 

@@ -1,7 +1,7 @@
-"""The families of models that are served, by the `model_type` of their configuration.
+"""The supported model families, by the `model_type` of their configuration.
 
-A family is one file here that says where its models keep their modules and how their sub-layers compute (`base`), and
-a line in `FAMILIES`. Models that share a skeleton, as Llama, Mistral and Qwen2 do, share the file.
+A family is one file here, which locates its models' modules and defines how their sub-layers compute (`base`), and a
+line in `FAMILIES`. Models that share a skeleton, such as Llama, Mistral and Qwen2, share the file.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ FAMILIES: dict[str, Family] = {
 
 
 def find_family(config: Any, what: str) -> Family:
-    """The family that a configuration belongs to.
+    """Return the family of a configuration.
 
-    Raises `UnsupportedModelError` where none is served, which names the model as `what` and says what is.
+    Raises `UnsupportedModelError` if its family is not supported; the message calls the model `what`.
     """
     name = getattr(config, "model_type", None)
     if name not in FAMILIES:
@@ -63,11 +63,11 @@ def find_family(config: Any, what: str) -> Family:
 
 
 def is_lean(model: Any) -> bool:
-    """Whether a loaded model is of one of these families, which the lean runtime runs."""
+    """Return whether a loaded model is of one of these families, which the lean runtime supports."""
     return getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
 
 
 def parts_of(model: Any) -> Parts:
-    """Where a loaded model keeps its modules. Raises `UnsupportedModelError` for a model that is not served."""
+    """Return the parts of a loaded model. Raises `UnsupportedModelError` for an unsupported model."""
     family = find_family(getattr(model, "config", None), type(model).__name__)
     return family.parts(model.get_base_model() if hasattr(model, "get_base_model") else model)

@@ -1,4 +1,4 @@
-"""Cohere 2 (Command R7B, A): both sub-layers read one norm; windowed layers alone have rope, over neighbours."""
+"""Cohere 2 (Command R7B, A): both sub-layers read one norm; only sliding-window layers have RoPE, on adjacent pairs."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ class Cohere2(Llama):
     """The `Family` of models with the module tree of `Cohere2ForCausalLM`."""
 
     def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:
-        """Rope goes with windows."""
+        """Return the layers' attention specs: RoPE only in layers with a sliding window."""
         turned, unturned = Rope(body.rotary_emb, neighbours=True), Rope(not_turned)
         windows = windows_of(config, len(body.layers))
         return [AttentionSpec(unturned if window is None else turned, window) for window in windows]
 
     def logits(self, config: Any) -> Call | None:
-        """Multiplied."""
+        """Return the multiplication of logits by `logit_scale`."""
         return scaled(config.logit_scale)
 
     def layer(self, layer: Any, attention_spec: int) -> Layer:
-        """One norm serves both sub-layers."""
+        """Return a layer's modules; one norm serves both sub-layers."""
         return Layer(layer, self.groups(layer.self_attn, layer.mlp), (layer.input_layernorm,) * 2, attention_spec)
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
-        """Not a native pass's."""
+        """Return a layer's attention without `plain`, as native passes cannot compute it."""
         return replace(super().attention(layer, norms), plain=None)
 
     def block(self, layer: Layer, norms: Norms) -> Block:
-        """Both sub-layers read the stream as it enters the layer."""
+        """Return a block whose sub-layers both read the layer's input."""
         return parallel(super().block(layer, norms))
 
 
 def parallel(block: Block) -> ParallelBlock:
-    """The same sub-layers beside each other."""
+    """Return the same sub-layers as a parallel block."""
     return ParallelBlock(block.attention, block.mlp, block.device)

@@ -1,4 +1,4 @@
-"""What several families' sub-layers are made of. Knows nothing of which family that is."""
+"""Building blocks of sub-layers shared by several families."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from selfspec.models.norms import Norm
 
 
 def windows_of(config: Any, layers: int) -> list[int | None]:
-    """The window of each layer's attention: of those that are called sliding, or of all where none are called so."""
+    """Return each layer's sliding window or None: of layers of type `sliding_attention`, or of all without types."""
     window = getattr(config, "sliding_window", None)
     window = window if getattr(config, "use_sliding_window", True) else None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
@@ -23,13 +23,13 @@ def windows_of(config: Any, layers: int) -> list[int | None]:
 
 
 def not_turned(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """A `Rotary` that turns nothing."""
+    """Return empty cosines and sines: a `Rotary` that rotates no dimension."""
     nothing = x.new_zeros((*positions.shape, 0))
     return nothing, nothing
 
 
 def repeated_halves(rotary: Rotary) -> Rotary:
-    """Of cosines and sines for each pair, those for both halves of a head."""
+    """Return a `Rotary` that repeats cosines and sines of pairs for both halves of a head."""
 
     def both(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = rotary(x, positions)
@@ -39,7 +39,7 @@ def repeated_halves(rotary: Rotary) -> Rotary:
 
 
 def repeated_neighbours(rotary: Rotary) -> Rotary:
-    """Of cosines and sines for both halves of a head, those for pairs side by side."""
+    """Return a `Rotary` that reorders cosines and sines of a head's two halves for adjacent pairs."""
 
     def beside(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, -1) for t in rotary(x, positions))
@@ -49,7 +49,7 @@ def repeated_neighbours(rotary: Rotary) -> Rotary:
 
 
 def normed_heads(into: Into, q_norm: Call, k_norm: Call, shape: tuple[int, int, int]) -> Into:
-    """`into`, with each query's and each key's head normed; `shape`: H, H_kv, d."""
+    """Return `into` with each head of queries and keys normalised; `shape` is (H, H_kv, d)."""
     heads, kv_heads, d = shape
 
     def qkv(x: Tensor, out: Tensor) -> None:
@@ -63,7 +63,7 @@ def normed_heads(into: Into, q_norm: Call, k_norm: Call, shape: tuple[int, int, 
 
 
 def normed_projections(into: Into, q_norm: Call, k_norm: Call, shape: tuple[int, int, int]) -> Into:
-    """`into`, with all heads of the queries normed as one, and all of the keys."""
+    """Return `into` with all heads of the queries normalised together, and all of the keys; `shape` is (H, H_kv, d)."""
     heads, kv_heads, d = shape
 
     def qkv(x: Tensor, out: Tensor) -> None:
@@ -76,29 +76,29 @@ def normed_projections(into: Into, q_norm: Call, k_norm: Call, shape: tuple[int,
 
 
 def normed_onto(module: Any, norm: Call) -> Onto:
-    """What a linear gives is normed before it is added."""
+    """Return a linear whose output is normalised before it is added to the stream."""
     call = linear(module)
     return lambda base, x: base.add_(norm(call(x)))
 
 
 def scaled_onto(module: Any, factor: float) -> Onto:
-    """What a linear gives is multiplied before it is added."""
+    """Return a linear whose output is multiplied by `factor` before it is added to the stream."""
     call = linear(module)
     return lambda base, x: base.add_(call(x), alpha=factor)
 
 
 def as_it_is(x: Tensor, _longer: Tensor, _out: Tensor) -> Tensor:
-    """The `Norm` of a sub-layer that has none before it."""
+    """Return `x` itself: the `Norm` of a sub-layer without one before it."""
     return x
 
 
 def scaled(factor: float) -> Call:
-    """Logits, multiplied."""
+    """Return the multiplication of logits by `factor`."""
     return lambda logits: logits * factor
 
 
 def capped(limit: float) -> Call:
-    """Logits brought smoothly between plus and minus a limit; minus infinity stays."""
+    """Return the soft cap of logits, tanh(logits / limit) * limit, which preserves -inf."""
 
     def cap(logits: Tensor) -> Tensor:
         return torch.where(logits == -torch.inf, logits, torch.tanh(logits / limit) * limit)
@@ -107,7 +107,7 @@ def capped(limit: float) -> Call:
 
 
 def capped_weights(limit: float) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """Softmax of scores that are brought smoothly between plus and minus a limit."""
+    """Return attention weights: the softmax of soft-capped scores, tanh(scores / limit) * limit."""
 
     def weights(scores: Tensor, mask: Tensor | None) -> Tensor:
         scores = scores.div_(limit).tanh_().mul_(limit)
@@ -117,14 +117,14 @@ def capped_weights(limit: float) -> Callable[[Tensor, Tensor | None], Tensor]:
 
 
 def softmax(scores: Tensor) -> Tensor:
-    """In float32 at least."""
+    """Return the softmax over the last dimension, computed in at least float32."""
     half = scores.dtype in (torch.bfloat16, torch.float16)
     return scores.softmax(-1, torch.float32).to(scores.dtype) if half else scores.softmax(-1)
 
 
 @dataclass(frozen=True, slots=True)
 class PlainMlp:
-    """down(act(up(x))) of the normed stream x."""
+    """The MLP down(act(up(x))) of the normalised stream x."""
 
     norm: Norm
     up: Into
@@ -132,16 +132,16 @@ class PlainMlp:
     down: Onto
 
     def run(self, work: Workspace) -> None:
-        """Add that to the stream."""
+        """Add the MLP's output to the stream."""
         self.up(self.norm(work.stream, work.longer, work.normed), work.activated)
         self.down(work.stream, self.act(work.activated))
 
 
 class ParallelBlock(Block):
-    """Both sub-layers read the stream as it enters the layer, each by its own norm, which may be the same."""
+    """A block whose sub-layers both read the layer's input, each through its own norm, which may be the same."""
 
     def running(self, *, attention: bool, mlp: bool) -> tuple[Attention | None, Mlp | None]:
-        """Where both run, what the MLP reads is left in the workspace before attention adds to the stream."""
+        """Return the sub-layers to run; if both do, attention's norm leaves the MLP's input in `Workspace.normed`."""
         if not (attention and mlp):
             return (self.attention if attention else None), (self.mlp if mlp else None)
         assert isinstance(self.mlp, GatedMlp | PlainMlp)

@@ -1,7 +1,4 @@
-"""A router and its experts in the place of an MLP: in full as the model's own module, or all of them in few bits.
-
-Knows nothing of which family that is.
-"""
+"""Mixture-of-experts MLPs: in full precision as the model's own module, or with all experts quantised."""
 
 from __future__ import annotations
 
@@ -16,22 +13,22 @@ from selfspec.models.linears import Call, is_plain, on_rows
 from selfspec.models.norms import Norm
 
 Weights = tuple[Tensor, Tensor | None]
-"""A weight `[out, in]` and a bias `[out]`."""
+"""A weight `[out, in]` and a bias `[out]` or None."""
 
 
 class Experts:
-    """A router and its experts, run as the model's own module. Its mode is that of the experts together."""
+    """A router and its experts, run as the model's own module. A draft path's MLP mode applies to all experts."""
 
     def __init__(self, norm: Norm, module: Any) -> None:
         self.norm, self._call = norm, on_rows(_first(module))
 
     def run(self, work: Workspace) -> None:
-        """Add to the stream what the chosen experts make of it."""
+        """Add the output of the chosen experts to the stream."""
         work.stream.add_(self._call(self.norm(work.stream, work.longer, work.normed)))
 
 
 def _first(module: Any) -> Call:
-    """What a module gives, without what some give beside it."""
+    """Return a module as a callable that returns only the first entry if the output is a tuple."""
 
     def call(x: Tensor) -> Tensor:
         given = module(x)
@@ -43,9 +40,9 @@ def _first(module: Any) -> Call:
 
 @dataclass(frozen=True, slots=True)
 class ExpertParts:
-    """Where an MLP keeps its router and its experts, whose weights stand in one tensor `[experts, ..]`.
+    """The router and experts of an MLP with stacked weights `[experts, ..]`, as `base.ExpertWeights`.
 
-    `router` and methods are `base.ExpertWeights`'. `across`: whether weights are `[in, out]`.
+    `across`: whether an expert's weights are stored as `[in, out]`.
     """
 
     router: Any
@@ -53,13 +50,13 @@ class ExpertParts:
     across: bool = False
 
     def readable(self) -> bool:
-        """Whether the weights are at hand, and all that experts multiply with."""
+        """Return whether the weights can be read, and are exactly what the experts multiply with."""
         held = [getattr(self.module, name, None) for name in ("gate_up_proj", "down_proj")]
         whole = all(type(t) is nn.Parameter and not t.is_meta and t.is_floating_point() and t.dim() == 3 for t in held)
         return whole and is_plain(self.module) and is_plain(self.router)
 
     def each(self) -> Iterator[tuple[Weights, Weights]]:
-        """Each expert's gate and up, as one, and its down."""
+        """Yield each expert's fused gate and up, and its down projection."""
         for number in range(len(self.module.gate_up_proj)):
             yield self._of(number, "gate_up_proj"), self._of(number, "down_proj")
 
@@ -68,7 +65,7 @@ class ExpertParts:
         return weight.t() if self.across else weight, None if bias is None else bias[number].detach()
 
     def mixed(self, gate_up: Tensor) -> Tensor:
-        """What an expert's down reads of its gate and up `[n, 2 * I]`."""
+        """Return the input of an expert's down projection from its gate and up outputs `[n, 2 * I]`."""
         if (own := getattr(self.module, "_apply_gate", None)) is not None:
             mixed: Tensor = own(gate_up)
             return mixed
@@ -79,7 +76,7 @@ class ExpertParts:
 
 @dataclass(frozen=True, slots=True)
 class LowExperts:
-    """The same with products of its own for each expert: its gate and up, and its down."""
+    """A router with quantised experts: `products` are each expert's fused gate and up, and its down projection."""
 
     norm: Norm
     router: Callable[[Tensor], Any]
@@ -87,7 +84,7 @@ class LowExperts:
     products: Sequence[tuple[Call, Call]]
 
     def run(self, work: Workspace) -> None:
-        """Add to the stream what the chosen experts make of it."""
+        """Add the output of the chosen experts to the stream."""
         x = self.norm(work.stream, work.longer, work.normed)
         _, weights, chosen = self.router(x)
         for number in chosen.unique().tolist():

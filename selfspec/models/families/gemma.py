@@ -1,6 +1,7 @@
-"""Gemma 2 and 3: norms before and after each sub-layer, an embedding that multiplies, windows in most layers.
+"""Gemma 2 and 3: norms before and after each sub-layer, a scaled embedding, sliding windows in most layers.
 
-Gemma 2 caps scores and logits, Gemma 3 norms the heads of queries and keys and has one rope for windows, one for all.
+Gemma 2 soft-caps scores and logits. Gemma 3 normalises the heads of queries and keys, and has separate RoPEs for
+sliding-window and full-attention layers.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ class Gemma2(Llama):
     formula: ClassVar[Formula] = Formula(plus=1.0, once=True)
 
     def parts(self, model: Any) -> Parts:
-        """Raises `UnsupportedModelError` for a model that looks ahead."""
+        """Return the model's modules. Raises `UnsupportedModelError` for bidirectional attention."""
         if getattr(model.config, "use_bidirectional_attention", None):
             raise UnsupportedModelError(f"{type(model).__name__} with attention in both directions is not supported")
         return super().parts(model)
 
     def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:
-        """Scores are capped by hand."""
+        """Return the layers' attention specs, with custom attention if scores are capped."""
         return [
             replace(attention_spec, custom_attention=bool(_cap(config)))
             for attention_spec in super().attention_specs(body, config)
         ]
 
     def logits(self, config: Any) -> Call | None:
-        """Capped."""
+        """Return the soft cap of logits, or None."""
         limit = config.final_logit_softcapping
         return None if limit is None else capped(limit)
 
     def layer(self, layer: Any, attention_spec: int) -> Layer:
-        """Its norms before sub-layers, then those after them."""
+        """Return a layer's modules: first the norms before sub-layers, then those after them."""
         norms = (
             layer.input_layernorm,
             layer.pre_feedforward_layernorm,
@@ -52,7 +53,7 @@ class Gemma2(Llama):
         return Layer(layer, self.groups(layer.self_attn, layer.mlp), norms, attention_spec)
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
-        """Normed after it, scores capped."""
+        """Return a layer's attention with a norm after it and capped scores."""
         limit = _cap(layer.module.self_attn.config)
         return replace(
             super().attention(layer, norms),
@@ -62,31 +63,31 @@ class Gemma2(Llama):
         )
 
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:
-        """Normed after it."""
+        """Return a layer's MLP with a norm after it."""
         return normed_after(super().mlp(layer, norms), layer, norms)
 
 
 class Gemma3(Gemma2):
-    """The `Family` of models with the module tree of `Gemma3ForCausalLM`, which reads texts alone."""
+    """The `Family` of text-only models with the module tree of `Gemma3ForCausalLM`."""
 
     def rotary(self, body: Any, index: int) -> Rotary:
-        """That of its kind of layers."""
+        """Return the rotary of a layer's type."""
         return partial(body.rotary_emb, layer_type=body.config.layer_types[index])
 
     def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:
-        """A rope for each kind of layer."""
+        """Return the layers' attention specs, with one RoPE for each layer type."""
         kinds = config.layer_types[: len(body.layers)]
         ropes = {kind: Rope(self.rotary(body, kinds.index(kind))) for kind in dict.fromkeys(kinds)}
         windows = windows_of(config, len(body.layers))
         return [AttentionSpec(ropes[kind], window) for kind, window in zip(kinds, windows, strict=True)]
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
-        """With norms of heads; its scores are never capped, whatever the configuration says."""
+        """Return a layer's attention with normalised heads; scores are never capped, whatever the config says."""
         return replace(with_normed_heads(super().attention(layer, norms), layer, norms), weights=None)
 
 
 def normed_after(mlp: Mlp, layer: Layer, norms: Norms) -> GatedMlp:
-    """An MLP whose output is normed, by the layer's last norm."""
+    """Return an MLP whose output is normalised by the layer's last norm."""
     assert isinstance(mlp, GatedMlp)
     return replace(mlp, down=normed_onto(layer.groups[3].module, norms.rows(layer.norms[3])), plain=None)
 

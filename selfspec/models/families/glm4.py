@@ -1,4 +1,4 @@
-"""GLM-4: norms before and after each sub-layer, a fused MLP, rope over neighbours in a part of each head."""
+"""GLM-4: norms before and after each sub-layer, a fused MLP, RoPE on adjacent pairs in a part of each head."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Glm4(Llama):
     """The `Family` of models with the module tree of `Glm4ForCausalLM`."""
 
     def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:
-        """Pairs stand side by side."""
+        """Return the layers' attention specs, with RoPE on adjacent pairs of dimensions."""
         rope = Rope(repeated_neighbours(body.rotary_emb), neighbours=True)
         return [AttentionSpec(rope, window) for window in windows_of(config, len(body.layers))]
 
     def layer(self, layer: Any, attention_spec: int) -> Layer:
-        """Its norms before sub-layers, then those after them."""
+        """Return a layer's modules: first the norms before sub-layers, then those after them."""
         norms = (
             layer.input_layernorm,
             layer.post_attention_layernorm,
@@ -33,15 +33,15 @@ class Glm4(Llama):
         return Layer(layer, self.groups(layer.self_attn, layer.mlp), norms, attention_spec)
 
     def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
-        """Gate and up are one linear."""
+        """Return a layer's linears; gate and up are one linear."""
         qkv, o, _, down = super().groups(attention, mlp)
         return qkv, o, Group(mlp, ("gate_up_proj",)), down
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
-        """Normed after it."""
+        """Return a layer's attention with a norm after it."""
         add = normed_onto(layer.groups[1].module, norms.rows(layer.norms[2]))
         return replace(super().attention(layer, norms), add=add, plain=None)
 
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:
-        """Normed after it."""
+        """Return a layer's MLP with a norm after it."""
         return normed_after(fused_mlp(layer, norms), layer, norms)

@@ -1,4 +1,4 @@
-"""GPT-NeoX (Pythia): parallel sub-layers with a LayerNorm each, one linear for each head's query, key and value."""
+"""GPT-NeoX (Pythia): parallel sub-layers with a LayerNorm each, and a fused linear with q, k, v interleaved by head."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GptNeoX(Llama):
     """The `Family` of models with the module tree of `GPTNeoXForCausalLM`."""
 
     def parts(self, model: Any) -> Parts:
-        """Where a model keeps its modules, under names of its own."""
+        """Return the model's modules, which have names of their own."""
         name = type(model).__name__
         if not hasattr(model, "lm_head"):
             raise UnsupportedModelError(f"{name} has no language-model head; expected a causal language model")
@@ -41,12 +41,12 @@ class GptNeoX(Llama):
         )
 
     def layer(self, layer: Any, attention_spec: int) -> Layer:
-        """Where a layer keeps its modules."""
+        """Return a layer's modules."""
         norms = (layer.input_layernorm, layer.post_attention_layernorm)
         return Layer(layer, self.groups(layer.attention, layer.mlp), norms, attention_spec, ("attention", "mlp"))
 
     def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
-        """Four linears, one after the other."""
+        """Return a layer's four linears, each with an input of its own."""
         return (
             Group(attention, ("query_key_value",)),
             Group(attention, ("dense",), writes=True),
@@ -55,23 +55,23 @@ class GptNeoX(Llama):
         )
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
-        """Queries, keys and values are brought side by side."""
+        """Return a layer's attention, which reorders queries, keys and values side by side."""
         qkv, o = layer.groups[:2]
         norm = norms.read(layer.norms[0], device_of(layer.norms[0]))
         return Attention(norm, _apart(qkv.module, layer.module.attention.head_size), linear_onto(o.module))
 
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:
-        """No gate."""
+        """Return a layer's MLP, without a gate."""
         return plain_mlp(layer, norms, layer.module.mlp.act)
 
     def block(self, layer: Layer, norms: Norms) -> Block:
-        """Parallel, or one after the other."""
+        """Return a layer's block, parallel or sequential by its `use_parallel_residual`."""
         block = super().block(layer, norms)
         return parallel(block) if layer.module.use_parallel_residual else block
 
 
 def _apart(module: Any, d: int) -> Into:
-    """A linear that gives query, key and value of one head after the other: all queries, all keys, all values."""
+    """Return a fused linear whose output by head (query, key, value) is reordered to all queries, keys and values."""
     call = linear(module)
 
     def qkv(x: Tensor, out: Tensor) -> None:

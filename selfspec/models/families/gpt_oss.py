@@ -1,4 +1,4 @@
-"""GPT-OSS: experts with biases, windows in some layers, and sinks: scores of no value beside those of tokens."""
+"""GPT-OSS: experts with biases, sliding windows in some layers, and attention sinks: extra scores without values."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class GptOss(Mixtral):
     formula: ClassVar[Formula] = Formula(once=True)
 
     def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:
-        """Scores are weighted beside sinks."""
+        """Return the layers' attention specs, with custom attention for the sinks."""
         rope = Rope(repeated_halves(body.rotary_emb))
         return [AttentionSpec(rope, window, custom_attention=True) for window in windows_of(config, len(body.layers))]
 
     def layer(self, layer: Any, attention_spec: int) -> Layer:
-        """Its MLP gives the router's scores beside."""
+        """Return a layer's modules; its MLP also returns the router's scores."""
         experts = ExpertParts(layer.mlp.router, layer.mlp.experts, across=True)
         return replace(Llama.layer(self, layer, attention_spec), experts=experts, beside=True)
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
-        """With a sink for each head."""
+        """Return a layer's attention with a sink for each query head."""
         sinks = layer.module.self_attn.sinks
         kv_heads = layer.module.self_attn.config.num_key_value_heads
         return replace(super().attention(layer, norms), plain=None, weights=_beside(sinks.detach(), kv_heads))
 
 
 def _beside(sinks: Tensor, kv_heads: int) -> Weights:
-    """Softmax of scores and of each query head's sink, of which the sink's share is left out."""
+    """Return attention weights: the softmax over scores and each query head's sink, without the sink's own weight."""
     by_head = sinks.view(1, kv_heads, -1, 1)  # [1, H_kv, G, 1]
 
     def weights(scores: Tensor, mask: Tensor | None) -> Tensor:

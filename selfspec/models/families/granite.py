@@ -1,4 +1,4 @@
-"""Granite: the Llama skeleton, with multipliers of the embedding, of what sub-layers add, of scores and of logits."""
+"""Granite: the Llama skeleton, with multipliers of the embedding, sub-layer outputs, scores and logits."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class Granite(Llama):
     """The `Family` of models with the module tree of `GraniteForCausalLM`. Attention's multiplier is its scaling."""
 
     def parts(self, model: Any) -> Parts:
-        """With the embedding's multiplier."""
+        """Return the model's modules, with the embedding's multiplier."""
         return replace(super().parts(model), embedded=float(model.config.embedding_multiplier))
 
     def logits(self, config: Any) -> Call | None:
-        """Divided."""
+        """Return the division of logits by `logits_scaling`."""
         return scaled(1 / config.logits_scaling)
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
-        """With its multiplier."""
+        """Return a layer's attention, whose output has a multiplier."""
         add = scaled_onto(layer.groups[1].module, layer.module.residual_multiplier)
         return replace(super().attention(layer, norms), add=add, plain=None)
 
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:
-        """With its multiplier."""
+        """Return a layer's MLP, whose output has a multiplier."""
         mlp = super().mlp(layer, norms)
         assert isinstance(mlp, GatedMlp)
         down = scaled_onto(layer.groups[3].module, layer.module.residual_multiplier)

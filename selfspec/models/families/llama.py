@@ -1,7 +1,7 @@
-"""The Llama skeleton, which Llama 2 and 3.x, Mistral and Qwen2 share, and from which other families differ in parts.
+"""The Llama skeleton, shared by Llama 2 and 3.x, Mistral and Qwen2, and the base of most other families.
 
-RMSNorm before each sub-layer, separate projections (Qwen2's with biases), rope over whole heads, a gated MLP; windows
-in some layers or all. Knows nothing of caches, prompts and drafts.
+It has RMSNorm before each sub-layer, separate projections (Qwen2's with biases), RoPE over whole heads, a gated MLP,
+and optionally sliding windows in some or all layers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Llama:
     formula: ClassVar[Formula] = LLAMAS
 
     def parts(self, model: Any) -> Parts:
-        """Where a model keeps its modules."""
+        """Return the model's modules. Raises `UnsupportedModelError` without a language-model head or layers."""
         name = type(model).__name__
         if not hasattr(model, "lm_head"):
             raise UnsupportedModelError(f"{name} has no language-model head; expected a causal language model")
@@ -56,26 +56,26 @@ class Llama:
         )
 
     def rotary(self, body: Any, index: int) -> Rotary:
-        """What a layer is given cosines and sines by."""
+        """Return the rotary that computes a layer's cosines and sines."""
         rotary: Rotary = body.rotary_emb
         return rotary
 
     def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:
-        """What each layer's attention sees."""
+        """Return the attention spec of each layer."""
         rope = Rope(body.rotary_emb)
         return [AttentionSpec(rope, window) for window in windows_of(config, len(body.layers))]
 
     def logits(self, config: Any) -> Call | None:
-        """What becomes of the head's products."""
+        """Return the map from the head's output to logits; None: they are the same."""
         return None
 
     def layer(self, layer: Any, attention_spec: int) -> Layer:
-        """Where one decoder layer keeps its modules."""
+        """Return a decoder layer's modules."""
         norms = (layer.input_layernorm, layer.post_attention_layernorm)
         return Layer(layer, self.groups(layer.self_attn, layer.mlp), norms, attention_spec)
 
     def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
-        """The linears of a layer's attention and MLP."""
+        """Return the linears of a layer's attention and MLP, grouped by common input."""
         return (
             Group(attention, ("q_proj", "k_proj", "v_proj")),
             Group(attention, ("o_proj",), writes=True),
@@ -84,11 +84,11 @@ class Llama:
         )
 
     def block(self, layer: Layer, norms: Norms) -> Block:
-        """How a layer computes."""
+        """Return a layer's block."""
         return Block(self.attention(layer, norms), self.mlp(layer, norms), device_of(layer.norms[0]))
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
-        """How its attention does."""
+        """Return a layer's attention."""
         qkv, o = layer.groups[:2]
         return Attention(
             norm=norms.read(layer.norms[0], device_of(layer.norms[0])),
@@ -99,7 +99,7 @@ class Llama:
         )
 
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:
-        """How its MLP does."""
+        """Return a layer's MLP."""
         gate_up, down = layer.groups[2:]
         act, silu = activation(layer.module.mlp.act_fn)
         return GatedMlp(
@@ -111,22 +111,22 @@ class Llama:
         )
 
     def embed(self, parts: Parts) -> Call:
-        """The embedding, multiplied where the family says so."""
+        """Return the embedding, with the family's multiplier."""
         call, factor = embedding(parts.embedding), parts.embedded
         return call if factor == 1.0 else lambda ids: call(ids) * factor
 
     def head(self, parts: Parts) -> Call:
-        """The head, and what becomes of its products."""
+        """Return the head, including the family's map to logits."""
         return _then(linear(parts.head.module), parts.logits)
 
     def head_over(self, parts: Parts, tokens: Sequence[int]) -> Call | None:
-        """The head's rows for `tokens`."""
+        """Return a head over `tokens` only; None if its weight cannot be read."""
         call = linear_over(parts.head.module, tokens)
         return None if call is None else _then(call, parts.logits)
 
 
 def activation(module: Any) -> tuple[Call, bool]:
-    """An activation, and whether it is SiLU, which then works in place."""
+    """Return an activation, and whether it is SiLU, which is then computed in place."""
     silu = type(module) in (nn.SiLU, SiLUActivation) and is_plain(module)
     return (partial(F.silu, inplace=True) if silu else module), silu
 

@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3-MoE: experts in the place of an MLP, in all layers or some."""
+"""Mixtral and Qwen3-MoE: experts in place of the MLP, in all layers or some."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Mixtral(Llama):
     """The `Family` of models with the module tree of `MixtralForCausalLM`."""
 
     def layer(self, layer: Any, attention_spec: int) -> Layer:
-        """With its experts, where it has some."""
+        """Return a layer's modules, with its experts if it has any."""
         experts = getattr(layer.mlp, "experts", None)
         found = None if experts is None else ExpertParts(layer.mlp.gate, experts)
         return replace(super().layer(layer, attention_spec), experts=found)
 
     def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
-        """Experts are no linears of one input: they are called as a whole."""
+        """Return a layer's linears; experts are not among them, as they are called as one module."""
         groups = super().groups(attention, mlp)
         return groups[:2] if hasattr(mlp, "experts") else groups
 
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:
-        """Experts, or a dense MLP."""
+        """Return a layer's experts, or its dense MLP."""
         mlp = layer.module.mlp
         if not hasattr(mlp, "experts"):
             return super().mlp(layer, norms)

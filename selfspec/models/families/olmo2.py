@@ -1,4 +1,4 @@
-"""OLMo 2: queries and keys are normed, and what a sub-layer gives; what it reads is not."""
+"""OLMo 2: norms of queries, keys and sub-layer outputs, but none before sub-layers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from selfspec.models.norms import Formula, Norms
 
 
 class Olmo2(Llama):
-    """The `Family` of models with the module tree of `Olmo2ForCausalLM`; OLMo 3's has windows beside."""
+    """The `Family` of models with the module tree of `Olmo2ForCausalLM`; OLMo 3 adds sliding windows."""
 
     formula: ClassVar[Formula] = Formula(once=True)
 
     def layer(self, layer: Any, attention_spec: int) -> Layer:
-        """Its norms come after what they norm."""
+        """Return a layer's modules; its norms follow the sub-layers."""
         norms = (layer.post_attention_layernorm, layer.post_feedforward_layernorm)
         return Layer(layer, self.groups(layer.self_attn, layer.mlp), norms, attention_spec)
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
-        """All heads of queries are normed as one, and all of keys."""
+        """Return a layer's attention, with all heads of queries normalised together, and all of keys."""
         attention, module = super().attention(layer, norms), layer.module.self_attn
         q_norm, k_norm = norms.rows(module.q_norm), norms.rows(module.k_norm)
         return replace(
@@ -35,7 +35,7 @@ class Olmo2(Llama):
         )
 
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:
-        """Normed after it."""
+        """Return a layer's MLP with a norm after it."""
         mlp = super().mlp(layer, norms)
         assert isinstance(mlp, GatedMlp)
         down = normed_onto(layer.groups[3].module, norms.rows(layer.norms[1]))

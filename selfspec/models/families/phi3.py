@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: the Llama skeleton with fused projections, and rope over a part of each head in some models."""
+"""Phi-3 and Phi-4: the Llama skeleton with fused projections, and in some models RoPE over a part of each head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Phi3(Llama):
     """The `Family` of models with the module tree of `Phi3ForCausalLM`."""
 
     def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
-        """Queries, keys and values are one linear, and gate and up another."""
+        """Return a layer's linears: queries, keys and values are one linear, and gate and up another."""
         return (
             Group(attention, ("qkv_proj",)),
             Group(attention, ("o_proj",), writes=True),
@@ -25,18 +25,18 @@ class Phi3(Llama):
         )
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
-        """A native pass turns whole heads only."""
+        """Return a layer's attention, without `plain` for partial RoPE, as native passes rotate whole heads only."""
         attention = super().attention(layer, norms)
         share = layer.module.self_attn.config.rope_parameters.get("partial_rotary_factor", 1.0)
         return attention if share == 1.0 else replace(attention, plain=None)
 
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:
-        """Gate and up come side by side."""
+        """Return a layer's MLP, with fused gate and up."""
         return fused_mlp(layer, norms)
 
 
 def fused_mlp(layer: Layer, norms: Norms) -> GatedMlp:
-    """An MLP whose gate and up are one linear."""
+    """Return an MLP whose gate and up are one linear."""
     gate_up, down = layer.groups[2:]
     act, silu = activation(layer.module.mlp.activation_fn)
     return GatedMlp(

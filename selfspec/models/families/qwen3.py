@@ -1,4 +1,4 @@
-"""Qwen3: the Llama skeleton, with the heads of queries and keys normed."""
+"""Qwen3: the Llama skeleton, with normalised heads of queries and keys."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class Qwen3(Llama):
     """The `Family` of models with the module tree of `Qwen3ForCausalLM`."""
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
-        """With norms of heads."""
+        """Return a layer's attention with normalised heads."""
         return with_normed_heads(super().attention(layer, norms), layer, norms)
 
 
 def with_normed_heads(attention: Attention, layer: Layer, norms: Norms) -> Attention:
-    """With the norms that attention calls `q_norm` and `k_norm`, of heads."""
+    """Return attention whose query and key heads are normalised by its module's `q_norm` and `k_norm`."""
     module = layer.module.self_attn
     q_norm, k_norm = norms.rows(module.q_norm), norms.rows(module.k_norm)
     return replace(attention, qkv=normed_heads(attention.qkv, q_norm, k_norm, shape_of(module)), plain=None)
 
 
 def shape_of(attention: Any) -> tuple[int, int, int]:
-    """Query heads, key heads, and the size of one."""
+    """Return the number of query heads, the number of KV heads, and the head size."""
     d = attention.head_dim
     return attention.q_proj.out_features // d, attention.k_proj.out_features // d, d

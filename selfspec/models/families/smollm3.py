@@ -1,4 +1,4 @@
-"""SmolLM3: the Llama skeleton, where some layers have no rope."""
+"""SmolLM3: the Llama skeleton, with some layers without RoPE."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class SmolLM3(Llama):
     """The `Family` of models with the module tree of `SmolLM3ForCausalLM`."""
 
     def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:
-        """Rope where attention says that it uses it."""
+        """Return the layers' attention specs: RoPE only where the layer's `use_rope` is true."""
         turned, unturned = Rope(body.rotary_emb), Rope(not_turned)
         windows = windows_of(config, len(body.layers))
         return [

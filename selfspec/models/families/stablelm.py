@@ -1,4 +1,4 @@
-"""StableLM: the Llama skeleton with LayerNorm and rope over a part of each head; some norm heads, or are parallel."""
+"""StableLM: the Llama skeleton with LayerNorm and partial RoPE; some models have head norms or parallel sub-layers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class StableLm(Llama):
     """The `Family` of models with the module tree of `StableLmForCausalLM`."""
 
     def layer(self, layer: Any, attention_spec: int) -> Layer:
-        """Where sub-layers are parallel, one norm serves both."""
+        """Return a layer's modules; one norm serves both sub-layers if they are parallel."""
         norms = (layer.input_layernorm, layer.post_attention_layernorm or layer.input_layernorm)
         return Layer(layer, self.groups(layer.self_attn, layer.mlp), norms, attention_spec)
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
-        """With norms of heads, each head by its own, where there are some."""
+        """Return a layer's attention; if `qk_layernorm`, each query and key head has a norm of its own."""
         attention, module = replace(super().attention(layer, norms), plain=None), layer.module.self_attn
         if not module.qk_layernorm:
             return attention
@@ -33,13 +33,13 @@ class StableLm(Llama):
         return replace(attention, qkv=normed_heads(attention.qkv, q_norm, k_norm, shape_of(module)))
 
     def block(self, layer: Layer, norms: Norms) -> Block:
-        """Parallel, or one after the other."""
+        """Return a layer's block, parallel or sequential by its `use_parallel_residual`."""
         block = super().block(layer, norms)
         return parallel(block) if layer.module.use_parallel_residual else block
 
 
 def _by_head(module: Any) -> Call:
-    """A module that reads `[B, H, n, d]`, of `[N, H, d]`."""
+    """Return a norm of `[N, H, d]` from a module that reads `[B, H, n, d]`."""
 
     def norm(x: Tensor) -> Tensor:
         normed: Tensor = module(x.transpose(0, 1).unsqueeze(0))

@@ -1,4 +1,4 @@
-"""Starcoder 2: the Llama skeleton with LayerNorm, biases everywhere, and an MLP without a gate."""
+"""StarCoder 2: the Llama skeleton with LayerNorm, biases everywhere, and an MLP without a gate."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Starcoder2(Llama):
     """The `Family` of models with the module tree of `Starcoder2ForCausalLM`."""
 
     def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
-        """The MLP's are two."""
+        """Return a layer's linears, of which the MLP has two."""
         return (*super().groups(attention, mlp)[:2], Group(mlp, ("c_fc",)), Group(mlp, ("c_proj",), writes=True))
 
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:
-        """No gate."""
+        """Return a layer's MLP, without a gate."""
         return plain_mlp(layer, norms, layer.module.mlp.act)
 
 
 def plain_mlp(layer: Layer, norms: Norms, act: Any) -> PlainMlp:
-    """An MLP of two linears, `act` between them."""
+    """Return an MLP of two linears with `act` between them."""
     up, down = layer.groups[2:]
     return PlainMlp(
         norm=norms.read(layer.norms[1], device_of(layer.norms[0])),

@@ -11,6 +11,7 @@ from every_drafter import KINDS
 from heads import random_head
 from models import small
 from trained import random_trained
+from words import Doubled
 
 from selfspec.drafters import make_drafter, registry
 from selfspec.models.low_precision import fake
@@ -69,20 +70,27 @@ def runtime():
 
 
 @pytest.fixture
-def loaded(runtime, monkeypatch) -> list[Any]:
-    """Draft models, heads and trained parts are made at random; the list is told what was asked for."""
-    asked: list[Any] = []
-    other = Runtime(small(VOCABULARY, 1, seed=3), kernel=fake)
+def loaded(monkeypatch) -> list[Any]:
+    """Draft models, heads and trained parts are made at random; the list is told what was asked for.
 
-    def draft_model(*how):
-        asked.append(how)
-        return other, None
+    A draft model named `other words` has another vocabulary.
+    """
+    asked: list[Any] = []
+
+    def load_model(name, **how):
+        asked.append((name, how))
+        return small(2 * VOCABULARY if name == "other words" else VOCABULARY, 1, seed=3), None
 
     def head(runtime, profile, part):
         asked.append(part)
         return random_head(runtime, range(VOCABULARY - 1))
 
-    monkeypatch.setattr(registry, "_draft_model", draft_model)
+    registry._draft_model.cache_clear()
+    monkeypatch.setattr(registry, "load_model", load_model)
+    monkeypatch.setattr(registry, "lay_out_", lambda model, **how: asked.append(how))
+    monkeypatch.setattr(registry, "open_runtime", lambda model: Runtime(model, kernel=fake))
+    monkeypatch.setattr(registry, "_tokenizer", lambda profile: None)
+    monkeypatch.setattr(registry, "SharedWords", lambda ours, theirs, sizes: Doubled(VOCABULARY))
     monkeypatch.setattr(registry, "_head", head)
     monkeypatch.setattr(registry, "read_part", lambda path: None)
     monkeypatch.setattr(Profile, "part_path", lambda self, name: name)
@@ -114,6 +122,7 @@ def described(value: Any, depth: int = 4) -> Any:
 def made(runtime, loaded, kind, field, **fields) -> Any:
     """What a profile of this draft comes to: its drafter and what was loaded for it, or what its steps cost."""
     loaded.clear()
+    registry._draft_model.cache_clear()
     draft = kinds._KINDS[kind].model_validate({"kind": kind, **BASES.get(kind, {}), **fields})
     profile = Profile(model=Identity(layers=LAYERS), draft=draft, costs=COSTS)
     if field in PRICES:
@@ -126,3 +135,22 @@ def test_a_field_changes_what_is_made(runtime, loaded, kind, field):
     before = made(runtime, loaded, kind, field)
     assert before == made(runtime, loaded, kind, field), "what does not change is the same again"
     assert made(runtime, loaded, kind, field, **{field: OTHERS[field]}) != before
+
+
+OF_OTHER_WORDS = [field for kind, field in FIELDS if kind == "model" and field not in ("model", *PRICES)]
+
+
+@pytest.mark.parametrize("field", OF_OTHER_WORDS)
+def test_a_field_changes_what_a_draft_model_of_other_tokens_is_made_of(runtime, loaded, field):
+    before = made(runtime, loaded, "model", field, model="other words")
+    assert before["drafter"][""] == "TranslatedDrafter"
+    assert made(runtime, loaded, "model", field, model="other words", **{field: OTHERS[field]}) != before
+
+
+@pytest.mark.parametrize("changed", [{"part": "another"}, {"step": 0.4}])
+def test_a_head_below_a_path_is_what_its_fields_say(runtime, loaded, changed):
+    below = {"part": "eagle", "step": 0.1}
+    before, after = (
+        made(runtime, loaded, "layer-skip", "below", below={**below, **change}) for change in ({}, changed)
+    )
+    assert after != before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from amount import whole
 from breaking import Breaking
 from every_drafter import REPRESENTATIVES, table
 from models import plain, run, small
@@ -48,8 +49,8 @@ def make(request):
     return DRAFTERS[request.param]
 
 
-# What follows is the engine's own, and drafters only run through it: some stand for all.
-by_representatives = pytest.mark.parametrize("make", REPRESENTATIVES, indirect=True)
+# What follows is the engine's own, and drafters only run through it: in `make test` some stand for all.
+by_representatives = pytest.mark.parametrize("make", list(DRAFTERS) if whole() else REPRESENTATIVES, indirect=True)
 
 
 def samplers(temperature):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from amount import whole
 from breaking import Breaking
 from every_drafter import REPRESENTATIVES, table
 from models import plain, run, small
@@ -48,8 +49,8 @@ def make(request, runtime):
     return lambda prompt: DRAFTERS[request.param](runtime, prompt)
 
 
-# What follows is the loop's own, and drafters only run through it: some stand for all.
-by_representatives = pytest.mark.parametrize("make", REPRESENTATIVES, indirect=True)
+# What follows is the loop's own, and drafters only run through it: in `make test` some stand for all.
+by_representatives = pytest.mark.parametrize("make", list(DRAFTERS) if whole() else REPRESENTATIVES, indirect=True)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=str)

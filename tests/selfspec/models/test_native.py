@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from layouts import needs_native
 from models import CONFIGS, exact_norms, threads, tiny
 from torch import nn
+from wants import reason
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.models import layout, native_library
@@ -705,3 +706,12 @@ def test_older_processors_compute_the_same(monkeypatch, anew, processor):
     model = laid("llama-head-dim")
     assert Runtime(model).compile(FULL).native is not None
     assert_near(logits(model), logits(single("llama-head-dim")))
+
+
+@pytest.mark.skipif(
+    os.environ.get("SELFSPEC_NATIVE") == "0" or not any(map(shutil.which, ("c++", "g++", "clang++"))),
+    reason=reason("a C++ compiler"),
+)
+def test_where_there_is_a_compiler_it_compiles():
+    """Else a source that is wrong would pass for a machine without one."""
+    native_library.library()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import types
+import weakref
 
 import pytest
 import torch
@@ -242,6 +243,21 @@ def test_a_cache_that_cannot_be_had_leaves_the_runtime_usable(monkeypatch):
             runtime.session(900).__enter__()
     with runtime.session(900):
         assert runtime.cache.slots >= 900
+
+
+def test_an_empty_cache_is_dropped_before_the_next_is_allocated(monkeypatch):
+    runtime = Runtime(tiny(CONFIGS["llama"]))
+    old, alive = weakref.ref(runtime.cache.keys[0]), []
+    zeros = torch.zeros
+
+    def watched(*shape, **options):
+        alive.append(old() is not None)
+        return zeros(*shape, **options)
+
+    monkeypatch.setattr(torch, "zeros", watched)
+    with runtime.session(900):
+        assert alive
+        assert not any(alive)
 
 
 def test_commit_gathers_a_path():
