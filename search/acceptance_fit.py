@@ -1,4 +1,4 @@
-"""The acceptance curve of a trace: how often drafted tokens were the text's own, by their confidence."""
+"""Fit the acceptance curve of a trace: the acceptance rate of drafted tokens by their confidence."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from selfspec.types.acceptance import AcceptanceCurve
 
 from .trace import Trace
 
-KNOTS, ROWS = 12, 16  # at most so many knots, of at least so many drafted tokens each
+KNOTS, ROWS = 12, 16  # the most knots, and the fewest drafted tokens for each
 DIGITS = 4
 
 Floats = NDArray[np.float64]
 
 
 class Drafted(NamedTuple):
-    """A drafted token within the text whose draft was the text's own up to it.
+    """A drafted token within the text whose predecessors in the draft all match the text.
 
-    `accepted`: whether it was the text's, too. `rank`: which candidate was, where it was not (1 for the second; 0: it
-    was itself, or none that was looked at). `following`: whether the token drafted after it was the text's (-1: there
-    is none). `place`: in its draft, from 1.
+    `accepted`: whether the token matches, too. `rank`: which candidate matches where the token does not (1: the second;
+    0: the token itself matches, or no known candidate does). `following`: whether the next drafted token matches (-1:
+    there is none). `place`: its position in the draft, from 1.
     """
 
     confidence: float
@@ -35,9 +35,10 @@ class Drafted(NamedTuple):
 
 
 def fit_curve(traces: Sequence[Trace], candidates: int) -> AcceptanceCurve:
-    """The curve of a trace, by isotonic regression, with `candidates` for each place, the drafted token counted.
+    """Fit the acceptance curve of traces by isotonic regression.
 
-    Only drafted tokens count whose draft was the text's own up to them. Without any it is the default curve, a guess.
+    `candidates`: the most for each position, the drafted token included. Only drafted tokens whose predecessors in the
+    draft all match the text count. Without any, the default curve is returned.
     """
     seen = sorted(token for trace in traces for token in drafted(trace))
     if not seen:
@@ -48,7 +49,7 @@ def fit_curve(traces: Sequence[Trace], candidates: int) -> AcceptanceCurve:
     knots, first = np.unique(knots, return_index=True)
     if len(knots) < 2:
         knots = np.array([0.0, 1.0])
-    going = (hit > 0) & (following >= 0)  # what came after a token that was right
+    going = (hit > 0) & (following >= 0)  # right tokens with a next drafted token
 
     def at_knots(of: Floats, values: Floats, *, rising: bool) -> list[float]:
         if not len(of):
@@ -69,7 +70,7 @@ def fit_curve(traces: Sequence[Trace], candidates: int) -> AcceptanceCurve:
 
 
 def drafted(trace: Trace) -> Iterator[Drafted]:
-    """The drafted tokens of every start that tell how often drafts are right."""
+    """Yield the drafted tokens of every start that no wrong token precedes."""
     for start, (confidences, run, rank) in enumerate(zip(trace.confidences, trace.runs, trace.ranks, strict=True)):
         within = min(len(confidences), trace.tokens - start)
         for i in range(min(run + 1, within)):

@@ -22,9 +22,9 @@ from selfspec.types.draft_path import DraftPath
 
 from .objective import Replayed, Score
 
-NAME = "bridge"  # of the part, in a profile
-LONGEST = 512  # tokens of a text that are fitted to
-HELD_OUT = 4  # every so many-th text is what the ridge is chosen by
+NAME = "bridge"  # the module's name in a profile
+LONGEST = 512  # tokens of each text for fitting
+HELD_OUT = 4  # the ridge is chosen on every fourth text
 
 
 def with_bridges(
@@ -36,11 +36,12 @@ def with_bridges(
     seconds: Callable[[int], float] = lambda tokens: 0.0,
     allows: Callable[[float], bool] = lambda seconds: True,
 ) -> Score | None:
-    """`score` again with a bridge over each run of layers bypassed whole, where that is predicted to be faster.
+    """Score the path of `score` with a bridge over each run of layers bypassed whole; return the score if faster.
 
-    Fitted to `texts` (token ids), none of which scores rest on. What a bridge itself takes, a few hundredths of a
-    layer, is not predicted. None too where no layer is bypassed whole, where the model cannot have bridges, and where
-    time does not allow two passes over the texts for each run; a pass over so many tokens takes `seconds`.
+    The bridges are fitted to `texts` (token ids), whose tokens no score rests on. The cost of a bridge itself, a few
+    hundredths of a layer, is not predicted. Returns None if the bridges are not faster, if no layer is bypassed whole,
+    if the model cannot have bridges, if there are fewer than two texts, and if time does not allow two passes over the
+    texts for each run; `seconds(tokens)` is the time of a pass.
     """
     runs = score.path.runs(runtime.layers)
     took = 2 * len(runs) * sum(seconds(min(len(tokens), LONGEST)) for tokens in texts)
@@ -60,7 +61,7 @@ def with_bridges(
 
 
 def with_its_bridges(profile: Profile, path: DraftPath) -> Profile:
-    """A profile that drafts along `path`, with the part that it names, if any."""
+    """Return a profile that drafts along `path`, with the bridges that the path names, if any."""
     if path.trained is None:
         return profile
     file = _file(path)

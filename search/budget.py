@@ -1,4 +1,4 @@
-"""How a search's time is shared out among its phases: one clock, and one table of shares. Knows nothing of models."""
+"""The time budget of a search, shared among its phases: one clock, and one table of shares."""
 
 from __future__ import annotations
 
@@ -9,50 +9,50 @@ from dataclasses import dataclass, field
 
 Clock = Callable[[], float]
 
-SHARES = {  # the phases in their order; a phase may take its share of what time is left, against those that follow
+SHARES = {  # the phases in order; a phase may take its share of the time left, relative to the phases after it
     "texts": 8,  # the whole model continues the prompts
     "costs": 18,
-    "ranking": 12,  # what bypassing each sub-layer alone brings
-    "trials": 28,  # which also get what the phases after them do not need
-    "heads": 4,  # the best again with smaller draft vocabularies
-    "choosing": 8,  # the best few against each other
-    "measuring": 19,  # the best against plain decoding
-    "ending": 3,  # what it was predicted to bring, and the model once more as suits plain decoding
+    "ranking": 12,  # the gain of bypassing each sub-layer alone
+    "trials": 28,  # plus the time that later phases do not need
+    "heads": 4,  # the best path again, with bridges and smaller draft vocabularies
+    "choosing": 8,  # the finalists against each other
+    "measuring": 19,  # the best path against plain decoding
+    "ending": 3,  # the prediction for the profile, and the model in the weight layout for plain decoding
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """Until when a phase may go on."""
+    """The time until which a phase may go on."""
 
     at: float
     clock: Clock = field(repr=False)
 
     @property
     def left(self) -> float:
-        """Seconds until then; 0 when it is past."""
+        """Seconds until the deadline; 0 when it is past."""
         return max(0.0, self.at - self.clock())
 
     def part(self, share: float) -> Deadline:
-        """That of something that may take a share of the seconds left."""
+        """Return the deadline of a task that may take a share of the seconds left."""
         return Deadline(self.at if math.isinf(self.at) else self.clock() + share * self.left, self.clock)
 
     def allows(self, seconds: float = 0.0) -> bool:
-        """Whether so many seconds more can be had."""
+        """Return whether `seconds` more fit before the deadline."""
         return self.clock() + seconds <= self.at
 
 
 def never(clock: Clock = time.perf_counter) -> Deadline:
-    """The deadline of what may take any time."""
+    """Return a deadline that never comes."""
     return Deadline(math.inf, clock)
 
 
 class Budget:
-    """The time that a whole search may take; it runs from when this is made. `seconds` None: any time.
+    """The time that a whole search may take, from the making of this object on. `seconds` None: unlimited.
 
-    Every phase asks for its `deadline` when it begins. So what one leaves over goes to those after it, and what one
-    takes too long is taken from all of them. `clock` gives seconds. `loaded`: what had been spent when the model was
-    loaded, all that came before included.
+    Every phase asks for its `deadline` when it begins, so that the time that one phase saves or overruns is shared by
+    all later phases. `clock` returns seconds. `loaded`: the seconds spent up to the loading of the model, loading
+    included.
     """
 
     loaded = 0.0
@@ -75,19 +75,19 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Seconds until the search should be over; 0 when that is past."""
+        """Seconds until the search should end; 0 when that is past."""
         return max(0.0, self.seconds - self.spent)
 
     def expect(self, needs: Mapping[str, float]) -> None:
-        """What phases would take to be done in full, in seconds: no more is kept for them while others go on."""
+        """Set the seconds that phases need in full, which is the most that earlier phases leave for them."""
         self._needs.update(needs)
 
     def part(self, phase: str) -> float:
-        """Seconds of a phase, should every phase take its share of what is left."""
+        """Return a phase's seconds if every phase takes its share of the time left."""
         return self.left * SHARES[phase] / sum(SHARES.values())
 
     def share(self, phase: str) -> float:
-        """Seconds that a phase may take if it begins now."""
+        """Return the seconds that a phase may take if it begins now."""
         if not self.limited:
             return math.inf
         names = list(SHARES)
@@ -96,5 +96,5 @@ class Budget:
         return self.left - sum(min(self._needs.get(name, math.inf), SHARES[name] * unit) for name in coming[1:])
 
     def deadline(self, phase: str) -> Deadline:
-        """Until when a phase that begins now may go on."""
+        """Return the deadline of a phase that begins now."""
         return Deadline(self.clock() + self.share(phase), self.clock)

@@ -1,4 +1,4 @@
-"""Calibration prompts: to search on and to measure on, chosen by seed. Knows nothing of torch."""
+"""Calibration prompts to search on and prompts to measure on, drawn by seed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from selfspec.text.jsonl import FileTexts, digest
 from selfspec.text.prompt import Prompt
 from selfspec.text.prompt_files import Prompts, prompts_for
 
-COUNTED = 1000  # prompts that serve neither searching nor measuring, whose tokens are counted
+COUNTED = 1000  # further prompts, whose token frequencies are counted
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Prompts to search on and prompts to measure on. `held_out`: whether the two have nothing in common.
+    """Prompts to search on and prompts to measure on. `held_out`: whether the two are disjoint.
 
-    `rest`: the first few of those that serve neither, whose tokens can be counted. `available`: how many different ones
-    there were to draw from; `column` and `template`: what of each row they are. `chat`: whether each is a
-    user's message.
+    `rest`: the first few of the remaining prompts, to count token frequencies in. `available`: how many different
+    prompts there were to draw from; `column` and `template`: the parts of each row that make a prompt. `chat`: whether
+    each prompt is a user's message.
     """
 
     source: str
@@ -44,10 +44,10 @@ def choose(
     chat: bool = False,
     takes_messages: bool = False,
 ) -> PromptSet:
-    """`count` prompts to search on and as many others to measure on, drawn by `seed`; None: the built-in ones.
+    """Draw `count` prompts to search on and as many others to measure on, by `seed`; None: the built-in prompts.
 
-    Where there are too few for both, each gets half; a single one serves both. `source` names a plain sequence. Which
-    are built in, and which are a user's messages, follows from `chat` and `takes_messages` as in `prompts_for`.
+    With too few prompts for both, each gets half; a single prompt serves both. `source` names a plain sequence. `chat`
+    and `takes_messages` decide as in `prompts_for` which prompts are built in, and which are a user's messages.
     """
     if prompts is None or isinstance(prompts, Prompts):
         used = prompts_for(prompts, "calibration", chat=chat, takes_messages=takes_messages)
@@ -81,7 +81,7 @@ def choose(
 
 
 def _distinct(texts: Sequence[Prompt]) -> list[int]:
-    """The number of each text that is like none before it; told by a hash, as texts may be more than memory holds."""
+    """Return the number of each distinct text's first occurrence, by hash, as the texts may not fit in memory."""
     digests = texts.digests if isinstance(texts, FileTexts) else map(digest, texts)
     seen: dict[bytes, int] = {}
     for index, of in enumerate(digests):
@@ -98,7 +98,7 @@ def record(
     chat: bool = False,
     drawn_from: int | None = None,
 ) -> Calibration:
-    """What a profile says of the prompts (token ids) that were searched on."""
+    """Return the profile's record of the prompts (token ids) that were searched on."""
     digest, count, total = hashlib.sha256(), 0, 0
     for ids in prompts:
         digest.update((" ".join(map(str, ids)) + "\n").encode())

@@ -1,4 +1,4 @@
-"""How a search tells what it does: its stages, and every trial."""
+"""Callbacks for a search's progress: its stages, and every trial."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = logging.getLogger("selfspec")
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One skip set, and what it is worth. `known`: it had been scored before, or by another worker."""
+    """One draft path and its score. `known`: it was scored before, or by another worker."""
 
     number: int
     score: Score
@@ -21,50 +21,50 @@ class Trial:
 
 
 class SearchCallbacks(Protocol):
-    """Is told how a search goes."""
+    """Receives the progress of a search."""
 
     def stage(self, name: str, total: int | None) -> None:
-        """What happens next, and in how many steps if that is known."""
+        """Begin a stage of `total` steps (None: unknown)."""
 
     def step(self, done: int) -> None:
-        """How many steps of the stage are done."""
+        """Report how many steps of the stage are done."""
 
     def trial(self, trial: Trial) -> None:
-        """A trial is done."""
+        """Report a completed trial."""
 
     def say(self, line: str) -> None:
-        """What is worth reading, in a line: about how long the search will take."""
+        """Report a line of text, such as the expected duration of the search."""
 
 
 class SilentSearch:
-    """Tells nobody."""
+    """Callbacks that do nothing."""
 
     def stage(self, name: str, total: int | None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def step(self, done: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def trial(self, trial: Trial) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def say(self, line: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class Logged(SilentSearch):
-    """Tells the log `selfspec`, as information."""
+    """Callbacks that write to the log `selfspec`, at level INFO."""
 
     def stage(self, name: str, total: int | None) -> None:
-        """Its name."""
+        """Log the stage's name."""
         _log.info("%s", name)
 
     def trial(self, trial: Trial) -> None:
-        """Its speedup, and of what."""
+        """Log the trial's speedup and draft path."""
         _log.info(
             "trial %d: %.3gx plain decoding predicted, %s", trial.number + 1, trial.score.speedup, trial.score.path.said
         )
 
     def say(self, line: str) -> None:
-        """The line."""
+        """Log the line."""
         _log.info("%s", line)

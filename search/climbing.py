@@ -1,4 +1,4 @@
-"""Strategies that change one thing at a time: greedy elimination, and climbing from the best path known."""
+"""Strategies that change one variable at a time: greedy elimination, and climbing from the best path so far."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from selfspec.types.draft_path import DraftPath
 from .space import Point, Space
 
 Gains = tuple[tuple[float, ...], ...]
-"""For each variable, and each of its choices, the score gained (or lost) by it alone, from some path on."""
+"""For each variable and each of its choices, the score gained (or lost) by that choice alone, from some base path."""
 
 
 class Climb:
-    """Tries the paths of a queue, then single changes of the best path known, the most promising first.
+    """Tries the paths of a queue, then single changes of the best path so far, the most promising first.
 
-    A change that helped, or hurt little, when it was last tried is tried sooner. When every single change of the best
-    path was tried, pairs of them are, at random. Nothing is proposed twice while there is anything new nearby.
+    A change that helped, or hurt little, when it was last tried is tried sooner. After every single change of the best
+    path, random changes of two or three variables follow. No path is proposed twice while a new one is nearby.
     """
 
     def __init__(self, space: Space, *, seed: int, queue: Sequence[DraftPath] = (), gains: Gains = ()) -> None:
         self._space = space
         self._random = random.Random(seed)
         self._queue = [space.point(path) for path in queue]
-        self._gains = _table(space, gains)  # when it was last tried
+        self._gains = _table(space, gains)  # of each choice when it was last tried
         changes = [(i, c) for i, of in enumerate(space.choices) for c in range(len(of))]
-        self._order = self._random.sample(changes, len(changes))  # of changes that promise the same
+        self._order = self._random.sample(changes, len(changes))  # the order of equally promising changes
         self._scores: dict[Point, float] = {}
         self._best: Point | None = None
         self._from: tuple[Point, int] | None = None  # the base and the variable of a single change
 
     def ask(self) -> DraftPath:
-        """The next path."""
+        """Return the next path of the queue, or a path near the best one."""
         self._from = None
         while self._queue:
             point = self._queue.pop(0)
@@ -41,7 +41,7 @@ class Climb:
         return self._space.path(self._near(self._best or (0,) * len(self._space)))
 
     def tell(self, path: DraftPath, score: float) -> None:
-        """Record the score, and what the change brought."""
+        """Record the score, and the gain of the change."""
         point = self._space.point(path)
         if self._from is not None:
             base, i = self._from
@@ -73,16 +73,16 @@ class Climb:
         return tuple(self._random.randrange(len(of)) for of in self._space.choices)
 
     def _other(self, i: int, choice: int) -> int:
-        """Another choice of a variable."""
+        """Return another choice of a variable, at random."""
         return (choice + 1 + self._random.randrange(len(self._space.choices[i]) - 1)) % len(self._space.choices[i])
 
 
 class Greedy:
-    """Greedy elimination to the end, lazily (Minoux 1978), then climbing from the best path seen.
+    """Greedy elimination to the end, lazily (Minoux 1978), then climbing from the best path so far.
 
-    Begins with everything in the base mode (`Space.base`), and tries the change, of one variable to a cheaper mode,
-    that promises the highest gain. If what it brings is no less than any other promises, it stays; otherwise what it
-    brought is what it promises from now on.
+    It starts with everything in the base mode (`Space.base`), and tries the most promising change of one variable to a
+    cheaper mode. If the change gains at least as much as every other promises, it stays; otherwise its promise becomes
+    the gain just seen.
     """
 
     def __init__(self, space: Space, *, seed: int, gains: Gains = ()) -> None:
@@ -96,16 +96,16 @@ class Greedy:
 
     @property
     def base(self) -> DraftPath:
-        """What has been made cheaper."""
+        """The path with the changes made so far."""
         return self._space.path(self._base)
 
     @property
     def done(self) -> bool:
-        """Whether nothing can be made cheaper."""
+        """Whether no cheaper change is left."""
         return not self._promise
 
     def ask(self) -> DraftPath:
-        """The base, then the base with the most promising change."""
+        """Return the base, then the base with the most promising change."""
         if self._score is None:
             return self.base
         if not self._promise:
@@ -114,7 +114,7 @@ class Greedy:
         return self._space.path(changed(self._base, self._tried))
 
     def tell(self, path: DraftPath, score: float) -> None:
-        """Keep the change if no other promises more than it brought."""
+        """Keep the change if no other promises more than its gain."""
         self._climb.tell(path, score)
         if self._score is None or self._tried is None:
             self._score = score
@@ -137,13 +137,13 @@ class Greedy:
 
 
 def cheaper(space: Space, base: Point) -> Iterator[tuple[int, int]]:
-    """Every change of one variable to a cheaper mode than it has: the variable's number and the choice."""
+    """Yield every change of one variable to a cheaper mode, as the variable's number and the choice."""
     for i, (of, now) in enumerate(zip(space.choices, base, strict=True)):
         yield from ((i, choice) for choice in range(now + 1, len(of)))
 
 
 def changed(point: Point, *changes: tuple[int, int]) -> Point:
-    """A point with other choices, each given as the variable's number and the choice."""
+    """Return a point with other choices, each given as the variable's number and the choice."""
     new = list(point)
     for i, choice in changes:
         new[i] = choice

@@ -1,7 +1,6 @@
-"""Sampled replay: draws the drafts that a real drafter would have made, given the text that came out.
+"""Sampled replay: draw the drafts that a real drafter would have made, given the text that came out.
 
-Drafts and the outcome of their verification follow exactly the joint distribution that they have in real decoding.
-Pure torch: knows nothing of models and texts.
+Drafts and the outcome of their verification follow exactly the joint distribution of real decoding. Pure torch.
 """
 
 from __future__ import annotations
@@ -14,30 +13,30 @@ from torch import Tensor
 
 
 class Noise(Protocol):
-    """Random choices of one depth of a sampled replay, for n rows; `place` numbers the choices of a row."""
+    """The random choices at one depth of a sampled replay, for n rows; `place` numbers the choices of a row."""
 
     def coin(self, chance: Tensor, place: int) -> Tensor:
-        """True with these chances, `[n]`."""
+        """Return booleans `[n]`, true with these chances."""
 
     def draw(self, weights: Tensor, place: int) -> Tensor:
-        """A token for each row, `[n]`, by weights `[n, V]` of any sum."""
+        """Draw a token for each row, `[n]`, by unnormalised weights `[n, V]`."""
 
     def pick(self, rows: Tensor) -> Noise:
-        """The choices of some of the rows, by number."""
+        """Return the choices of the rows with these numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Uniforms:
-    """Choices made by uniform numbers `[n, places]`, so that they belong to the row and not to the batch."""
+    """Random choices by uniform numbers `[n, places]`, so that a choice depends on its row and not on the batch."""
 
     numbers: Tensor
 
     def coin(self, chance: Tensor, place: int) -> Tensor:
-        """True where the number lies below the chance."""
+        """Return whether the number is below the chance."""
         return self.numbers[:, place] < chance
 
     def draw(self, weights: Tensor, place: int) -> Tensor:
-        """The token whose share of the cumulated weights holds the number."""
+        """Return the token whose interval of the cumulated weights contains the number."""
         cumulated = weights.cumsum(-1, dtype=torch.float64)
         points = self.numbers[:, place, None] * cumulated[:, -1:]
         drawn = torch.searchsorted(cumulated, points, right=True).squeeze(-1)
@@ -45,27 +44,28 @@ class Uniforms:
         return torch.minimum(drawn, last)
 
     def pick(self, rows: Tensor) -> Uniforms:
-        """Those of some of the rows."""
+        """Return the choices of the rows with these numbers."""
         return Uniforms(self.numbers[rows])
 
 
 def draft_given_text(
     p: Tensor, q: Tensor, following: Tensor, matched: Tensor, noise: Noise, candidates: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One drafted token for each row, and how its verification ended, given that the text came out as it did.
+    """Draw one drafted token for each row and the outcome of its verification, given the text that came out.
 
-    `q` `[n, V]`: the draft's distribution; `p` `[n, V]`: the target's, for rule `token`; for `block` it times the
-    weight P of what is drafted so far (see `verify.block`). `following` `[n]`: the text's next token x, itself drawn
-    from the target's. Where all tokens drafted so far are the text's (`matched`), the drafted token is x, accepted,
-    with chance min(1, q(x)/p(x)). Otherwise it is some y ~ norm((q - p)+), rejected, and the other candidates, each
-    drawn from q without those before it, are tried against what is left of the target's, norm((p - q)+). Where an
-    earlier token was not the text's, the token is drawn from q. `candidates` counts the drafted token too. Returns the
-    drafted token, whether it is the text's, and which of the other candidates was x (1: the first; 0: none).
+    `q` `[n, V]`: the draft's distribution; `p` `[n, V]`: the target's for rule `token`; for rule `block`, the target's
+    times the weight P of the tokens drafted so far (see `verify.block`). `following` `[n]`: the text's next token x,
+    itself drawn from the target's distribution. Where all tokens drafted so far match the text (`matched`), the drafted
+    token is x, accepted, with chance min(1, q(x)/p(x)). Otherwise it is some y ~ norm((q - p)+), rejected, and the
+    other candidates, each drawn from q without those before it, are tried against the residual distribution
+    norm((p - q)+). Where an earlier token did not match, the token is drawn from q. `candidates` includes the drafted
+    token. Returns the drafted token, whether it matches the text, and which of the other candidates was x (1: the
+    first; 0: none).
 
-    Why so for `block`: it accepts at least i tokens of a draft that begins with x_1 .. x_i with chance P_i, whatever
-    comes after them, so given the text with chance P_i q(x_1) .. q(x_i) / (p(x_1) .. p(x_i)); each step's share of
-    that is the chance above. Where it breaks after i tokens, the next drafted one is y with chance
-    q(y) (1 - P_{i+1}(y)) over the sum of these, and what comes out follows norm((P_i p - q)+), whatever y is.
+    Derivation for `block`: the rule accepts at least i tokens of a draft that begins with x_1 .. x_i with chance P_i,
+    whatever follows them. Given the text, that chance is P_i q(x_1) .. q(x_i) / (p(x_1) .. p(x_i)), and each step
+    contributes the factor above. Where the draft breaks after i tokens, the next drafted token is y with chance
+    q(y) (1 - P_{i+1}(y)), normalised over y, and the emitted token follows norm((P_i p - q)+), whatever y is.
     """
     x = following.unsqueeze(-1)
     p_x, q_x = p.gather(-1, x).squeeze(-1), q.gather(-1, x).squeeze(-1)
@@ -81,7 +81,7 @@ def draft_given_text(
 
 
 def _rejected(p: Tensor, q: Tensor, x: Tensor, noise: Noise, candidates: int) -> tuple[Tensor, Tensor]:
-    """The drafted token where it was rejected, and which of the other candidates was the text's token `x` `[n, 1]`."""
+    """Return the rejected drafted token, and which of the other candidates was the text's token `x` `[n, 1]`."""
     token = wrong = noise.draw(_left(q, p, otherwise=q), 1)
     rank = torch.zeros_like(wrong)
     untried, r, left = torch.ones_like(wrong, dtype=torch.bool), _left(p, q, otherwise=p), q
@@ -102,12 +102,12 @@ def _rejected(p: Tensor, q: Tensor, x: Tensor, noise: Noise, candidates: int) ->
 
 
 def _chance(q: Tensor, p: Tensor, possible: Tensor) -> Tensor:
-    """min(1, q / p), and 0 where it is not possible."""
+    """Return min(1, q / p), and 0 where not `possible`."""
     return torch.where(possible, torch.where(q >= p, 1.0, q / p.clamp(min=torch.finfo(p.dtype).tiny)), 0.0)
 
 
 def _left(a: Tensor, b: Tensor, *, otherwise: Tensor) -> Tensor:
-    """norm((a - b)+) for each row; `otherwise` where nothing is left."""
+    """Return norm((a - b)+) for each row; `otherwise` where nothing is left."""
     left = (a - b).clamp(min=0)
     total = left.sum(-1, keepdim=True)
     return torch.where(total > 0, left / total, otherwise)

@@ -1,6 +1,6 @@
-"""What says best how likely a drafted token is right: its probability, the gap of the two best logits, or both.
+"""Fit the confidence of drafted tokens to their probability, the gap of the two best logits, or both.
 
-Chosen by how well each foretells it on a trace: by log loss, of a logistic regression.
+The inputs are chosen by the log loss of a logistic regression on a trace.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from .acceptance_fit import drafted
 from .replay import Replay
 from .trace import Trace
 
-FEWEST = 60  # drafted tokens, less than which tell nothing; a tenth as many wrong ones tell which are wrong
-BETTER = 0.98  # of the log loss of fewer features, at the most, for more of them to be read
-LARGEST = 30.0  # of a feature
-GAP = Confidence(probability=0.0, gap=1.0)  # g / (1 + g), of a gap g
+FEWEST = 60  # the fewest drafted tokens for a fit; a tenth of this is the fewest wrong, or right, ones
+BETTER = 0.98  # times the log loss of the best single feature, below which both features are used
+LARGEST = 30.0  # bound on a feature's absolute value
+GAP = Confidence(probability=0.0, gap=1.0)  # g / (1 + g) for a gap g
 DIGITS = 4
 
 Floats = NDArray[np.float64]
 
 
 def fit_confidence(replay: Replay, path: DraftPath, *, draft: int, share: float) -> Confidence:
-    """The best, of drafts of `draft` tokens along a path from a `share` of the replay's starts.
+    """Fit the confidence to drafts of `draft` tokens along a path, from a `share` of the replay's starts.
 
-    The replay tells the probability afterwards. Where there are too few tokens to tell, it is the probability itself.
+    The replay's confidence is the probability afterwards. The fit is the probability itself where tokens are too few.
     """
     controller = FixedK(min(draft, replay.depth))
     traces: dict[Confidence, list[Trace]] = {}
@@ -43,9 +43,9 @@ def fit_confidence(replay: Replay, path: DraftPath, *, draft: int, share: float)
 
 
 def features(by_probability: Sequence[Trace], by_gap: Sequence[Trace]) -> tuple[Floats, Floats, NDArray[np.bool_]]:
-    """Of all drafted tokens whose draft was right up to them: log-odds, log gap, and whether they were right.
+    """Return the log-odds, the log gap and the correctness of every drafted token that follows no wrong one.
 
-    The traces are of the same drafts, one telling probabilities, the other what `GAP` does.
+    The traces are of the same drafts, one with probabilities as confidences, the other with `GAP`.
     """
     p, right = _of(by_probability)
     told, _ = _of(by_gap)
@@ -60,9 +60,10 @@ def _of(traces: Sequence[Trace]) -> tuple[Floats, NDArray[np.bool_]]:
 
 
 def chosen(odds: Floats, gap: Floats, right: NDArray[np.bool_]) -> Confidence:
-    """The confidence with the least log loss; of more features only where they bring clearly more.
+    """Return the confidence with the least log loss; both features are used only where they are clearly better.
 
-    It is the share of all tokens that are right where hardly any is wrong, or no feature tells which.
+    It is the share of right tokens where hardly any is wrong, or hardly any right, or where no feature helps. It is the
+    probability where there are fewer than `FEWEST` tokens.
     """
     if len(right) < FEWEST:
         return PROBABILITY
@@ -86,7 +87,7 @@ def chosen(odds: Floats, gap: Floats, right: NDArray[np.bool_]) -> Confidence:
 
 
 def _fitted(columns: Sequence[Floats], right: NDArray[np.bool_]) -> tuple[float, tuple[float, ...]]:
-    """The mean log loss of a logistic regression on the columns, and its bias and weights."""
+    """Return the mean log loss of a logistic regression on the columns, and its bias and weights."""
     from sklearn.linear_model import LogisticRegression  # type: ignore[import-untyped]
 
     x = np.stack(columns, axis=1)
@@ -96,5 +97,5 @@ def _fitted(columns: Sequence[Floats], right: NDArray[np.bool_]) -> tuple[float,
 
 
 def log_loss(odds: Floats, right: NDArray[np.bool_]) -> float:
-    """The mean of -log of the chance that log-odds give to what was."""
+    """Return the mean of -log of the probability that log-odds assign to the outcomes."""
     return float(np.mean(np.logaddexp(0, np.where(right, -odds, odds)))) if len(odds) else math.nan

@@ -1,4 +1,4 @@
-"""The target's own continuations of the calibration prompts, made once and kept on disk by what they depend on."""
+"""The target's own continuations of the calibration prompts, decoded once and cached on disk by their inputs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from selfspec.speculation.sequence import SequenceState
 from .budget import Deadline, never
 from .target_text import TargetText
 
-FEWEST = 8  # tokens that continue each prompt, however little time there is
+FEWEST = 8  # the fewest new tokens for each prompt, however little time there is
 
 
 @dataclass(frozen=True, slots=True)
 class DecodingSettings:
-    """How tokens are chosen, and sampled drafts verified: as `LLM.generate` takes it."""
+    """How tokens are chosen and sampled drafts verified; the fields are options of `LLM.generate`."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -41,27 +41,27 @@ class DecodingSettings:
 
     @property
     def _seed(self) -> int | None:
-        """Rule `match` needs one."""
+        """The seed that rule `match` needs."""
         return 0 if self.rule == "match" else None
 
     @property
     def verified_by(self) -> str:
-        """The rule, where none is named the default without a seed."""
+        """The verification rule; by default the one that is used without a seed."""
         return self.rule or ("greedy" if self.temperature == 0 else "block")
 
     def sampler(self) -> Sampler:
-        """A sampler of this kind. Raises `SelfspecError` for a value out of range."""
+        """Return a sampler with these settings. Raises `SelfspecError` for a value out of range."""
         return Sampler(
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, processors=self.logits_processor
         )
 
     def options(self, *, seed: int | None = None) -> Options:
-        """As `LLM.run` takes it."""
+        """Return the settings as options of `LLM.run`."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return Options(**named, seed=self._seed if seed is None else seed)
 
     def timed(self) -> Options:
-        """The same for texts whose speeds are compared."""
+        """Return options for comparing speeds, under which sampled texts all have the same length."""
         return same_length(self.options())
 
 
@@ -74,13 +74,13 @@ def continue_prompts(
     on_token: Callable[[int], None] = lambda done: None,
     deadline: Deadline | None = None,
 ) -> list[TargetText]:
-    """Decode every prompt (token ids) plainly, or read back what was decoded before.
+    """Decode every prompt (token ids) plainly, or read the continuations from the cache.
 
-    The first prompt is always decoded, to see that the others are of this very model; the others are decoded together.
-    `on_token` is told how many tokens of each are done, of the first prompt and then of the others: twice as many as
-    `decoding` allows in the end. At the `deadline` texts end, all after as many tokens, but not before `FEWEST`.
-    A cache that cannot be written is done without; one that cannot be read is made again. What further processors do
-    cannot be told by content: with them nothing is kept.
+    The first prompt is always decoded, to check that the cached texts are of this very model; the others are decoded in
+    one batch. `on_token` receives the number of tokens done, of the first prompt and then of the others, which ends at
+    twice `decoding.max_new_tokens`. At the `deadline` all texts end at the same length, but not before `FEWEST` tokens.
+    A cache that cannot be written is ignored; one that cannot be read is made again. Logits processors cannot be
+    identified by content, so with them nothing is cached.
     """
     deadline, most = deadline or never(), decoding.max_new_tokens
     seeds = [None if decoding.temperature == 0 else seed * 65_537 + number for number in range(len(prompts))]
@@ -93,7 +93,7 @@ def continue_prompts(
     (first,), room = _decode(llm, prompts[:1], options[:1], most, half, on_token)
     path = kept(room)
     done = None if path is None else _read(path, len(prompts), room)
-    if done is None or done[0] != first:  # the fingerprint does not see every weight
+    if done is None or done[0] != first:  # the cache key does not cover every weight
         others, room = _decode(llm, prompts[1:], options[1:], room, deadline, lambda tokens: on_token(most + tokens))
         done = [new[:room] for new in (first, *others)]
         if (path := kept(room)) is not None:
@@ -113,7 +113,7 @@ def _decode(
     deadline: Deadline,
     on_token: Callable[[int], None],
 ) -> tuple[list[list[int]], int]:
-    """At most `room` tokens after each prompt, all decoded together, and how many there was time for."""
+    """Decode at most `room` tokens after each prompt in one batch; return them, and the length that fit the time."""
     seqs = []
     for prompt, how in zip(prompts, options, strict=True):
         planned = llm.plan(prompt, how)

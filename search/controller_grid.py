@@ -1,4 +1,4 @@
-"""The controllers that are in play while a search tunes when drafting stops, and how long their drafts may be."""
+"""The controllers in play while a search tunes when drafting stops, and the length of their drafts."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from selfspec.controllers import AdaptiveThreshold, Controller, FixedK, RateOptimal, StaticThreshold
 from selfspec.types.costs import CostModel
 
-LONGEST_DRAFT = 12  # tokens that the controllers in play may draft
-LONG_ENOUGH = 0.98  # of the speed of the longest drafts, were every token right: what shorter ones in play must reach
+LONGEST_DRAFT = 12  # the longest draft of the controllers in play
+LONG_ENOUGH = 0.98  # of the best speed, were every token right: the speed that the longest draft in play must reach
 LOWEST_THRESHOLD, LONGEST_FIXED = 0.05, 3
 
 
 def controllers_in_play(depth: int) -> list[Controller]:
-    """Fixed lengths, thresholds, adaptive thresholds and the rate-optimal rule, all drafting at most `depth` tokens.
+    """Return fixed lengths, thresholds, adaptive thresholds and the rate-optimal rule, with drafts of at most `depth`.
 
-    Fixed lengths are short ones: a replay drafts as deep as a fixed length says from every place, while thresholds end
-    most drafts early.
+    Fixed lengths are short, because a replay drafts to a fixed length from every start, while thresholds end most
+    drafts early.
     """
     lengths = sorted({min(k, depth) for k in (1, 2, 3, 4, 6, 8, 12)})
     thresholds = (LOWEST_THRESHOLD, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8)
@@ -31,10 +31,10 @@ def controllers_in_play(depth: int) -> list[Controller]:
 
 
 def long_enough(costs: CostModel, draft: float, most: int) -> int:
-    """The fewest tokens of a draft, `most` at the most, with which hardly any speed can be lost.
+    """Return the least draft length, at most `most`, at which hardly any speed can be lost.
 
-    Were every drafted token right, drafts of that length would bring `LONG_ENOUGH` of the speed that any up to `most`
-    would; `draft`: seconds of a draft step. Where drafts are dear, long ones hardly bring more even then.
+    Were every drafted token right, drafts of that length would reach `LONG_ENOUGH` of the best speed of all lengths up
+    to `most`; `draft`: the seconds of a draft step. Where drafts are expensive, long ones hardly gain even then.
     """
 
     def speed(k: int) -> float:
@@ -45,7 +45,7 @@ def long_enough(costs: CostModel, draft: float, most: int) -> int:
 
 
 def deepest(controllers: Sequence[Controller]) -> int:
-    """The most tokens that any of the controllers may draft."""
+    """Return the most tokens that any of the controllers may draft."""
     depth = 1
     while any(c.lowest(depth) <= 1 for c in controllers):
         depth += 1

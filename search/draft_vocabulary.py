@@ -8,15 +8,15 @@ from selfspec.text.token_counts import frequent
 
 from .objective import Replayed, Score
 
-SHARES = (4, 16)  # parts of the vocabulary: its most frequent quarter, and sixteenth
-WORTH_TRYING = 0.1  # the share of a draft step that the head must take
+SHARES = (4, 16)  # divisors of the vocabulary: its most frequent quarter, and sixteenth
+WORTH_TRYING = 0.1  # the least share of a draft step in the head
 
 
 def with_smaller_head(worth: Replayed, score: Score, *, texts: Iterable[Sequence[int]], size: int) -> Score | None:
-    """`score` again under a draft vocabulary, where one is predicted to be faster than with the whole of `size`.
+    """Score the path of `score` with smaller draft vocabularies; return the best if faster than `score`, else None.
 
-    `texts` are the token ids whose frequencies count: none that are scored, in whose own vocabulary nothing would be
-    missing. They are not read where the head is a small part of what the draft steps cost.
+    `size`: the vocabulary size. `texts`: the token ids whose frequencies count. They must not be the scored texts,
+    whose tokens would all be in the draft vocabulary. They are not read where the head is a small part of a draft step.
     """
     if not worth.head_takes(WORTH_TRYING, score.path):
         return None

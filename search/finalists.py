@@ -1,4 +1,4 @@
-"""The best few of a search measured for real, and the profile of the one that measures best."""
+"""Measure the best few paths of a search for real, and make the profile of the best one."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .prepare import Search
 from .replay import Replay
 from .rescoring import Again, clearly_best
 
-WITHIN_REACH = 0.9  # of plain decoding's speed: sets predicted to be slower than that are not chosen among
-ROUNDS = 3  # of measuring, at most
-FEW = 3  # prompts, less than which tell no interval
-NARROW, CLEAR = 0.04, 0.02  # an interval's width, or by how much it leaves out 1, that needs no further round
-ENOUGH = 16  # tokens of a prompt that is measured, if there is time for that many on several
-HELD_BACK = 1.2  # times what measuring a prompt has taken is kept for the next
+WITHIN_REACH = 0.9  # of plain decoding's speed: paths predicted to be slower are no finalists
+ROUNDS = 3  # the most measuring rounds
+FEW = 3  # the fewest prompts for a useful interval
+NARROW, CLEAR = 0.04, 0.02  # an interval's width, or its distance from 1, at which measuring may stop
+ENOUGH = 16  # new tokens for each prompt, below which fewer prompts are measured
+HELD_BACK = 1.2  # safety factor on the expected time of the next prompt
 Refinement = Callable[[Score], Score | None]
-"""What else can be done upon a scored path: the score with it, where that is better."""
+"""A further change to a scored path: it returns the new score where that is better, else None."""
 PACKAGES = ("selfspec", "torch", "transformers", "optuna", "scikit-optimize")
 
 
@@ -54,14 +54,14 @@ def finish(
     bettered: Sequence[tuple[str, Refinement]] = (),
     again: Again | None = None,
 ) -> Profile:
-    """Choose among the best few of `scores`, measure that one, and complete the profile `base`.
+    """Choose among the best few of `scores`, measure the chosen one, and complete the profile `base`.
 
-    The best of many noisy scores is biased. So `again` chooses one of them, the best first, by texts that none of them
-    was scored on; without it, the one wins that measures best. It is then measured against plain decoding. Each on as
-    many prompts and tokens as there is time for. An interrupted search's best is taken as it is, and so is that of a
-    search for drafts with keys of their own, as no decoding here is such; an interrupt here ends the measuring.
-    `bettered`: what is tried upon the best, by what it is called; what is better joins.
-    Raises `SelfspecError` when nothing was scored.
+    The best of many noisy scores is biased. So `again` chooses one of the finalists, sorted with the best first, by
+    texts that none was scored on; without `again` the one that measures best is chosen. The chosen one is then measured
+    against plain decoding. Prompts and tokens are as many as fit the time. The best of an interrupted search is taken
+    unmeasured. So is the best of a search for drafts with a KV cache of their own, because selfspec does not decode
+    with one. An interrupt here ends the measuring. `bettered`: named refinements to try on the best; a better result
+    joins the finalists. Raises `SelfspecError` when nothing was scored.
     """
     record = base.search
     assert record is not None
@@ -98,7 +98,7 @@ def finish(
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that a search is made of; one that is not installed is left out."""
+    """Return the versions of the packages that a search depends on; packages that are not installed are left out."""
     found = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -107,7 +107,7 @@ def versions() -> dict[str, str]:
 
 
 def drafting_as(base: Profile, score: Score, confidence: Confidence | None) -> Profile:
-    """A profile that drafts as was scored, with every option of its controller written out."""
+    """Return a profile that drafts as was scored, with every option of its controller written out."""
     draft = LayerSkipSpec.of(
         score.path,
         make_controller(score.controller).spec(),
@@ -120,13 +120,13 @@ def drafting_as(base: Profile, score: Score, confidence: Confidence | None) -> P
 
 
 def _finalists(search: Search, ranked: Sequence[Score]) -> list[Score]:
-    """The best few, and what every search starts from, unless it was pruned: no chance has had a part in that."""
+    """Return the best few and, unless pruned, the path that every search starts from, as no luck selected it."""
     start = search.space.path(search.space.start)
     return [score for place, score in enumerate(ranked) if place < FINALISTS or score.path == start]
 
 
 def _with_better(search: Search, finalists: Sequence[Score], bettered: Sequence[tuple[str, Refinement]]) -> list[Score]:
-    """The finalists, the best first, and what better can be made of that one in time."""
+    """Return the finalists and the refinements of the best one that fit the time, the best first."""
     longest = max((entry.seconds for entry in search.ledger.entries), default=0.0)
     able = [*finalists]
     for name, better in bettered:
@@ -138,7 +138,7 @@ def _with_better(search: Search, finalists: Sequence[Score], bettered: Sequence[
 
 
 def _best(search: Search, base: Profile, finalists: Sequence[Score], on: HeldOut) -> Score:
-    """The one that measures best, all interleaved; the one that scored clearly best where there is no time to tell."""
+    """Return the finalist that measures best, all interleaved; without time for that, the clearly best score."""
     deadline = search.budget.deadline("choosing")
     prompts, able = on.prompts[:CHOOSING], [*finalists]
     while len(able) > 1 and not (new := _tokens(search, deadline, prompts, methods=len(able))):
@@ -157,7 +157,7 @@ def _best(search: Search, base: Profile, finalists: Sequence[Score], on: HeldOut
 
 
 def _measured(search: Search, profile: Profile, on: HeldOut) -> Measurement | None:
-    """The best against plain decoding; None where there is no time for that."""
+    """Measure the best against plain decoding; return None where there is no time."""
     deadline, watch = search.budget.deadline("measuring"), search.watch
     new = _tokens(search, deadline, on.prompts, methods=2)
     if not new:
@@ -180,9 +180,9 @@ def _measured(search: Search, profile: Profile, on: HeldOut) -> Measurement | No
 
 
 def _tokens(search: Search, deadline: Deadline, prompts: Sequence[Sequence[int]], *, methods: int) -> int:
-    """How many new tokens there is time for with each method and several of the prompts; 0 where for next to none.
+    """Return how many new tokens fit the time with each method on several prompts; 0 if fewer than `FEWEST` fit.
 
-    On few prompts rather than for less than `ENOUGH` tokens. The first prompt is run once more, to warm up.
+    Fewer prompts are preferred to fewer than `ENOUGH` tokens. The first prompt is run once more, as a warm-up.
     """
     most, pace = search.decoding.max_new_tokens, search.pace
     if math.isinf(deadline.left):
@@ -196,7 +196,7 @@ def _tokens(search: Search, deadline: Deadline, prompts: Sequence[Sequence[int]]
 
 
 def _counted(search: Search) -> Callable[[str, int], None]:
-    """To be called after every run, for the watch to be told how many there were."""
+    """Return a callback that reports the number of runs to the search's callbacks after every run."""
     done = 0
 
     def on_run(_name: str, _prompt: int) -> None:
@@ -208,7 +208,7 @@ def _counted(search: Search) -> Callable[[str, int], None]:
 
 
 def _in_time(deadline: Deadline) -> Callable[[Runs], bool]:
-    """Whether another prompt can be run by every method in time, by what they took so far."""
+    """Return a test of whether every method can run another prompt in time, judged by the mean time of a run."""
 
     def go_on(runs: Runs) -> bool:
         each = [run.seconds for prompts in runs.stats.values() for prompt in prompts for run in prompt]
@@ -218,7 +218,7 @@ def _in_time(deadline: Deadline) -> Callable[[Runs], bool]:
 
 
 def _settled(runs: Runs, prompts: int) -> bool:
-    """Whether all prompts were run as often, and the speedup's interval tells enough to need no further round."""
+    """Return whether all prompts were run equally often, and the speedup's interval is narrow or clear of 1."""
     done = runs.stats["draft"]
     if len(done) < max(prompts, FEW) or len({*map(len, done)}) > 1:
         return False

@@ -1,4 +1,4 @@
-"""How long the phases of a search take, by how fast the model runs here; and how much text there is time for."""
+"""Forecast the time of a search's phases from the model's speed on this machine, and the amount of text that fits."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .controller_grid import LONGEST_DRAFT
 from .objective import ALONE, RANKING_SHARE
 from .warm_starts import BUDGETS
 
-FINALISTS, CHOOSING = 4, 4  # sets that are chosen among, and prompts that they are measured on for that
-WIDE, SLOW = 64, 0.1  # rows of the wide pass that is timed, and seconds of a step from which on a narrower one is
-PLACES = 6  # of each text, whose streams are looked at
-TRIALS = 12  # that there should be time for, even if that means less text
-SCALES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05)  # of all tokens of the texts, as time allows
-TEXTS = 3  # that are kept, if there are so many: with fewer, no set can be told to be worse than another
-# Rows of a trial for each of the places where drafts start, as a share of the longest draft: where none is pruned, as
-# long as drafts are. What is typical, also where they run in few bits, and times that at the least and at the most.
+FINALISTS, CHOOSING = 4, 4  # paths to choose among, and the prompts that they are measured on
+WIDE, SLOW = 64, 0.1  # rows of the wide pass to time, and seconds of a step from which a narrower pass is timed
+PLACES = 6  # positions of each text whose residual streams are read
+TRIALS = 12  # trials that should fit the time, even if that means less text
+SCALES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05)  # shares of the texts' tokens, as time allows
+TEXTS = 3  # the fewest texts, if there are enough: with fewer, no path can be pruned
+# Draft steps from each start in a trial that is not pruned, as a share of the longest draft: a typical share, and the
+# share with a quantised base mode; then the factors from the typical time of a trial to the least and the most.
 ROWS, IN_FEW_BITS, LEAST, MOST = 0.15, 0.45, 0.6, 1.7
-CONFIDENT, CONFIDENCE_SHARE = 3, 0.25  # tokens of the drafts by which it is told what is sure, and of the places
-OTHERS = 0.8, 1.15  # what the other phases may take, times what is expected
-LATE = 0.1  # of the time asked for, by which a search may be late
+CONFIDENT, CONFIDENCE_SHARE = 3, 0.25  # draft length, and share of the starts, to fit the confidence on
+OTHERS = 0.8, 1.15  # the least and the most time of the other phases, times the expected time
+LATE = 0.1  # share of the requested time by which a search may be late
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Pace:
 
     @classmethod
     def of(cls, runtime: Runtime, context: int) -> Pace:
-        """Timed in about a second, or three passes, over `context` keys.
+        """Time the model over `context` keys, in about a second or three passes.
 
         Raises `BusyError` while the runtime has a stream.
         """
@@ -53,19 +53,19 @@ class Pace:
         return cls(step, max(wide - step, 0.0) / (rows - 1))
 
     def rows(self, count: float) -> float:
-        """Seconds of a pass over so many rows."""
+        """Return the seconds of a pass over `count` rows."""
         return self.step + max(count - 1, 0) * self.row
 
 
 @dataclass(frozen=True, slots=True)
 class SearchTask:
-    """How much a search has to do.
+    """The amount of work in a search.
 
-    `prompts`: the tokens of each prompt searched on, `others` of each measured on; `new`: tokens that continue each.
-    `variables`: of the space, 0 where they are not to be ranked. `trials`: still to be made. `replayed`: whether trials
-    are replayed, else decoded. `measured`: whether the best is. `decided`: whether the texts are those that trials were
-    scored on before; `priced`: whether costs are known. `in_few_bits`: whether what is likely tried runs in few
-    bits, in drafts that are hardly ever wrong.
+    `prompts`: the tokens of each prompt searched on, `others` of each measured on; `new`: the tokens that continue
+    each. `variables`: the number of single changes to rank; 0 without ranking. `trials`: the trials still to be made.
+    `replayed`: whether trials are replayed, else decoded. `measured`: whether the best is measured. `decided`: whether
+    the study has fixed its texts; `priced`: whether costs are known. `in_few_bits`: whether likely paths run quantised,
+    with drafts that are hardly ever wrong.
     """
 
     prompts: tuple[int, ...]
@@ -80,34 +80,34 @@ class SearchTask:
     in_few_bits: bool = False
 
     def scaled(self, share: float) -> SearchTask:
-        """With about this share of the tokens: fewer texts, and shorter ones."""
+        """Return the task with about this share of the tokens: fewer texts, and shorter ones."""
         count, new = len(self.prompts), self.new
         texts = max(min(TEXTS, count), round(count * math.sqrt(share)))
         return replace(self, prompts=self.prompts[:texts], new=max(min(FEWEST, new), int(count * new * share / texts)))
 
     def least(self) -> SearchTask:
-        """One text, as short as can be, unless the texts are decided on."""
+        """Return the task with one text of the least length, unless the study has fixed its texts."""
         return self if self.decided else replace(self, prompts=self.prompts[:1], new=min(FEWEST, self.new))
 
     def prompt(self, pace: Pace) -> float:
-        """Seconds of a prompt's pass."""
+        """Return the seconds of a prompt's prefill."""
         return pace.rows(statistics.mean(self.prompts))
 
     def trial(self, pace: Pace) -> float:
-        """Seconds of a typical trial."""
+        """Return the seconds of a typical trial."""
         if not self.replayed:
             return len(self.prompts) * (self.prompt(pace) + self.new * pace.step)
         share = IN_FEW_BITS if self.in_few_bits else ROWS
         return LONGEST_DRAFT * (pace.step + share * len(self.prompts) * self.new * pace.row)
 
     def reading(self, pace: Pace) -> float:
-        """Seconds of reading the texts, and what drafts are sure of, with each of the two that may tell it."""
+        """Return the seconds of prefilling the texts, and of one replay for each of the confidence's two features."""
         n = len(self.prompts)
         sure = 0.0 if self.decided else 2 * CONFIDENT * (pace.step + CONFIDENCE_SHARE * n * self.new * pace.row)
         return n * self.prompt(pace) + sure
 
     def needs(self, pace: Pace) -> dict[str, float]:
-        """Seconds of each phase, done in full."""
+        """Return the seconds of each phase, done in full."""
         n, prompt, trial = len(self.prompts), self.prompt(pace), self.trial(pace)
         found = dict.fromkeys(SHARES, 0.0) | {"trials": self.trials * trial}
         if self.measured:
@@ -132,16 +132,16 @@ class SearchTask:
         }
 
     def fits(self, pace: Pace, budget: Budget) -> bool:
-        """Whether there is time for these texts, and for several trials on them."""
+        """Return whether the time allows these texts, and several trials on them."""
         needs = {"texts": self.needs(pace)["texts"], "trials": min(TRIALS, self.trials) * self.trial(pace)}
         needs["ranking"] = self.reading(pace) if self.replayed else 0.0
         return all(seconds <= budget.part(phase) for phase, seconds in needs.items())
 
 
 def time_for(task: SearchTask, pace: Pace, budget: Budget) -> SearchTask | None:
-    """The task with as much text as there is time for; None where there is none to try anything.
+    """Return the task with as much text as fits the time; None where no trial fits.
 
-    The budget is told what the phases need.
+    The budget then expects the needs of the phases.
     """
     planned = task
     if budget.limited and not task.decided:
@@ -156,7 +156,7 @@ def time_for(task: SearchTask, pace: Pace, budget: Budget) -> SearchTask | None:
 
 
 def said(task: SearchTask, pace: Pace, budget: Budget) -> str:
-    """About how long a task will take, done in full, and what that is told from."""
+    """Return a line about how long a task takes, done in full, and the speeds that this is forecast from."""
     needs = task.needs(pace)
     others, trials = budget.spent + sum(needs.values()) - needs["trials"], needs["trials"]
     low, high = OTHERS[0] * others + LEAST * trials, OTHERS[1] * others + MOST * trials
@@ -169,7 +169,7 @@ def said(task: SearchTask, pace: Pace, budget: Budget) -> str:
 
 
 def _span(low: float, high: float) -> str:
-    """Seconds in words: from low to high."""
+    """Return a range of seconds as text."""
     unit, each, digits = ("s", 1.0, 0) if high < 100 else ("minutes", 60.0, 1)
     ends = [f"{seconds / each:.{digits}f}".removesuffix(".0") for seconds in (low, high)]
     return f"{' to '.join(dict.fromkeys(ends))} {unit}"

@@ -1,4 +1,4 @@
-"""Picking from a study's trials: those that none beats in acceptance, draft cost and memory; the best within both."""
+"""Pick from a study's trials: the Pareto front of acceptance, draft cost and memory, and the best within bounds."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from .ledger import Entry, Ledger
 
 
 def pareto(entries: Sequence[Entry], memory: Callable[[Entry], float | None] = lambda entry: None) -> list[Entry]:
-    """The trials that none beats in acceptance, draft cost and `memory`, rising in draft cost; no pruned ones.
+    """Return the Pareto front of acceptance, draft cost and `memory` by rising draft cost, without pruned trials.
 
-    Of several that are equal in all, the first. Memory that is not known counts as none.
+    Of several equal trials the first is returned. Unknown memory counts as none.
     """
     known = [e for e in entries if e.draft_cost is not None and not e.score.pruned]
     ranked = sorted(((e.draft_cost or 0.0, memory(e) or 0.0, -e.score.acceptance_rate, i) for i, e in enumerate(known)))
     front: list[tuple[float, float, float, int]] = []
-    for cost, held, wrong, i in ranked:  # none that comes later costs less
+    for cost, held, wrong, i in ranked:  # no later trial costs less
         if not any(other[1] <= held and other[2] <= wrong for other in front):
             front.append((cost, held, wrong, i))
     return [known[i] for *_, i in front]
 
 
 def memory_of(ledger: Ledger) -> Callable[[Entry], float | None]:
-    """What a trial's path holds beside the model, as `extra_share` has it."""
+    """Return a function from a trial to its path's extra memory, as a share of the model's bytes (`extra_share`)."""
     model = Identity.model_validate(ledger.settings["model"])
     dtype = str(ledger.settings.get("dtype", "")).removeprefix("torch.")
     return lambda entry: extra_share(entry.score.path, model, dtype=dtype)
 
 
 def best_within(ledger: Ledger, max_draft_cost: float | None = None, max_memory: float | None = None) -> Entry:
-    """The fastest trial by prediction, its draft step no dearer than that share of a plain one.
+    """Return the trial that is predicted fastest, with a draft step of at most `max_draft_cost` of a plain step.
 
-    `max_memory`: what it may hold beside the model, as a share of the model's bytes. Raises `SelfspecError` where there
-    is none.
+    `max_memory`: the most extra memory, as a share of the model's bytes. Raises `SelfspecError` where no trial
+    qualifies.
     """
     known = [e for e in ledger.entries if not e.score.pruned]
     if max_memory is not None:
@@ -64,7 +64,7 @@ def best_within(ledger: Ledger, max_draft_cost: float | None = None, max_memory:
 
 
 def as_profile(ledger: Ledger, entry: Entry) -> Profile:
-    """The profile of a trial, as the search would write it, but not measured."""
+    """Return the profile of a trial, as the search would write it, but not measured."""
     said, texts, score = ledger.settings, ledger.texts, entry.score
     calibration = None if texts is None else texts.calibration
     if calibration is None:

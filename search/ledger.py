@@ -1,4 +1,4 @@
-"""The ledger: a search's trials as an Optuna study, kept as they are made, for resuming and for several workers."""
+"""The ledger: a study's trials in an Optuna storage, kept as they complete, to resume and for several workers."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from .space import Space
 from .space_filter import Choices
 from .storage import MEMORY, is_database, named, open_storage, place, storage_errors
 
-PATIENCE = 10.0  # times the longest trial (and a minute) after which a worker's claim is taken for dead
+PATIENCE = 10.0  # times the longest trial, plus a minute: the age at which a worker's claim lapses
 
 
 class ScoredTexts(Data):
-    """How much text the trials of a study are scored on: the first few of the prompts that were drawn for it.
+    """The amount of text that a study's trials are scored on: the first few of its prompts.
 
-    Where time is limited, how many they are, and how many tokens continue each at most, depends on how fast the model
-    runs; so it is decided once. `calibration`: what a profile says of these prompts.
+    In a search of limited time the number of prompts, and of tokens after each at most, depends on how fast the model
+    runs, so both are fixed once. `calibration`: the profile's record of these prompts.
     """
 
     prompts: Positive
@@ -51,7 +51,7 @@ class ScoredTexts(Data):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One completed trial. `draft_cost`: a draft step as a share of a plain one; `seconds`: what scoring took."""
+    """One completed trial. `draft_cost`: a draft step as a share of a plain step; `seconds`: the time of scoring."""
 
     score: Score
     draft_cost: float | None
@@ -62,11 +62,11 @@ class Entry:
 class Ledger:
     """The trials of one study, by every worker that shares it.
 
-    Only completed trials are added, each at once, so that a kill leaves none half done. What all trials rest on (the
-    search's settings, how much text, the cost model, the confidence, what each change alone brings) is held by trials
-    marked failed; of several of a kind the first counts, so that workers that start together agree. What a worker is
-    scoring now it claims in an attribute of the study. Raises `SelfspecError` when the study is of a search with other
-    settings, damaged, or cannot be reached.
+    Each trial is added only when complete, so that a kill leaves none unfinished. Results that all trials rest on (the
+    settings, the amount of text, the cost model, the narrowed space, the confidence, the gains of single changes) are
+    stored as trials marked failed. The first of each kind counts, so that workers that start together agree. A worker
+    claims the path that it is scoring in an attribute of the study. Raises `SelfspecError` when the study has other
+    settings, is damaged, or cannot be reached.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Ledger:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the search was told. Raises `SelfspecError` where nothing has begun."""
+        """The search's settings. Raises `SelfspecError` where no search has begun."""
         found: dict[str, Any] | None = self._records.get("settings")
         if found is None:
             raise SelfspecError(f"{self.place}: holds no search of selfspec")
@@ -103,7 +103,7 @@ class Ledger:
 
     def _check(self, settings: dict[str, Any]) -> None:
         found = self._share("settings", settings)
-        keys = {*found, *settings} - {"name"}  # the same model may lie elsewhere on another machine
+        keys = {*found, *settings} - {"name"}  # the same model may have another path on another machine
         other = sorted(key for key in keys if found.get(key) != settings.get(key))
         if other:
             raise SelfspecError(
@@ -113,18 +113,18 @@ class Ledger:
 
     @property
     def costs(self) -> CostModel | None:
-        """The cost model that all scores rest on, once it is known."""
+        """The cost model that all scores rest on; None until it is kept."""
         costs: CostModel | None = self._records.get("costs")
         return costs
 
     @property
     def texts(self) -> ScoredTexts | None:
-        """How much text trials are scored on, once it is known."""
+        """The amount of text that trials are scored on; None until it is kept."""
         texts: ScoredTexts | None = self._records.get("texts")
         return texts
 
     def keep_texts(self, texts: ScoredTexts) -> ScoredTexts:
-        """Keep how much text trials are scored on, unless another worker was first; what is kept."""
+        """Keep the amount of text, unless another worker was first, and return the one kept."""
         kept: ScoredTexts = self._share("texts", texts.model_dump(mode="json"))
         return kept
 
@@ -134,38 +134,38 @@ class Ledger:
 
     @property
     def confidence(self) -> Confidence | None:
-        """What says how likely a drafted token is right, once it is known."""
+        """The confidence: the estimate that a drafted token is right; None until it is kept."""
         confidence: Confidence | None = self._records.get("confidence")
         return confidence
 
     def keep_confidence(self, confidence: Confidence) -> Confidence:
-        """Keep what says how likely a drafted token is right, unless another worker was first; what is kept."""
+        """Keep the confidence, unless another worker was first, and return the one kept."""
         kept: Confidence = self._share("confidence", confidence.model_dump(mode="json"))
         return kept
 
     @property
     def choices(self) -> Choices | None:
-        """What the space was narrowed to, once it is known."""
+        """The choices that the space was narrowed to; None until they are kept."""
         choices: Choices | None = self._records.get("choices")
         return choices
 
     def keep_choices(self, choices: Choices) -> Choices:
-        """Keep what the space was narrowed to, unless another worker was first; what is kept."""
+        """Keep the choices of the narrowed space, unless another worker was first, and return those kept."""
         kept: Choices = self._share("choices", choices.model_dump(mode="json"))
         return kept
 
     @property
     def gains(self) -> Gains | None:
-        """What each choice of each variable alone brings, once it is known."""
+        """The gain of each choice of each variable alone; None until they are kept."""
         gains: Gains | None = self._records.get("gains")
         return gains
 
     def keep_gains(self, gains: Gains) -> None:
-        """Keep what each choice of each variable alone brings, unless another worker was first."""
+        """Keep the gain of each choice of each variable alone, unless another worker was first."""
         self._share("gains", [list(of) for of in gains])
 
     def _share(self, key: str, value: Any) -> Any:
-        """What is shared under `key`: `value`, if there was nothing."""
+        """Store `value` under `key` unless the study has one, and return the stored value."""
         if key not in self._records:
             with self._errors():
                 attrs = {"kind": key, "value": value}
@@ -174,7 +174,7 @@ class Ledger:
         return self._records[key]
 
     def keep_score(self, score: Score, space: Space, *, draft_cost: float | None = None, seconds: float = 0.0) -> None:
-        """Keep a trial."""
+        """Add a completed trial to the study."""
         chosen = zip(space.names, space.choices, space.point(score.path), strict=True)
         attrs = {"score": _as_json(score), "draft_cost": draft_cost, "seconds": seconds, "worker": self.worker}
         with self._errors():
@@ -191,7 +191,7 @@ class Ledger:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read what was added since, by whichever worker."""
+        """Read the trials that any worker has added since."""
         with self._errors():
             trials = self._study.get_trials(deepcopy=False)
         try:
@@ -218,7 +218,7 @@ class Ledger:
             self.scores.setdefault(score.path, score)
 
     def finishes(self) -> bool:
-        """Whether it is for this worker to measure the best: the first of those that share the study to ask."""
+        """Return whether this worker is to measure the finalists: the first of the study's present workers to ask."""
         with self._errors():
             value = {"worker": self.worker, "time": time.time()}
             self._study.add_trial(create_trial(state=TrialState.FAIL, user_attrs={"kind": "finish", "value": value}))
@@ -227,14 +227,14 @@ class Ledger:
         return first == self.worker
 
     def claim(self, path: DraftPath | None) -> None:
-        """Say which path this worker scores now; None: none any more."""
+        """Claim the path that this worker is about to score; None releases the claim."""
         if self._where != MEMORY:
             claimed = None if path is None else [_path_as_json(path), time.time()]
             with self._errors():
                 self._study.set_user_attr(f"claim {self.worker}", claimed)
 
     def claimed(self) -> set[DraftPath]:
-        """The paths that other workers score now."""
+        """Return the paths that other workers are scoring now."""
         if self._where == MEMORY:
             return set()
         with self._errors():
@@ -262,7 +262,7 @@ _RECORDS: dict[str, Callable[[Any], Any]] = {
 
 
 def _study(storage: BaseStorage, name: str | None, *, make: bool) -> optuna.Study:
-    """The study of that name, or the only one; made where it is to be."""
+    """Open the study of that name, or the only one (None); with `make`, create it if missing."""
     if make:
         return optuna.create_study(study_name=name, storage=storage, direction="maximize", load_if_exists=True)
     names = sorted(optuna.get_all_study_names(storage))

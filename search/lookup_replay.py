@@ -1,6 +1,6 @@
-"""What guesses spare the drafts of a trace: the passes that real decoding would draft them in.
+"""Prompt lookup on a trace: the draft passes that lookup tokens spare.
 
-Guesses follow from the text alone, so every place of it is guessed from as decoding would.
+Lookup depends on the text alone, so it is repeated at every start exactly as decoding would do it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .trace import Trace
 
 
 def with_guesses(replay: Replay, traces: Sequence[Trace], ahead: ProposerChain) -> list[Trace]:
-    """The traces, told of the passes that draft from every start, and of the guesses that may be taken as they are.
+    """Return the traces with the passes that draft from every start, and with lookup tokens that need no draft step.
 
-    As they are where nothing guesses.
+    Without proposers the traces are returned unchanged.
     """
     if not ahead.proposers:
         return [*traces]
@@ -39,7 +39,10 @@ def _with_guesses(text: TargetText, trace: Trace, ahead: ProposerChain, ends: Co
 
 
 def spared(traces: Sequence[Trace], costs: CostModel) -> float:
-    """The share of a draft step that guesses spare each drafted token, over all drafts as far as they are right."""
+    """Return the share of a draft step that lookup tokens spare each drafted token.
+
+    The mean is over every draft up to and including its first wrong token.
+    """
     price = costs.passes(1.0)
     tokens = seconds = 0.0
     for trace in traces:

@@ -1,4 +1,4 @@
-"""What a draft path is worth: predicted from a replay, or measured by decoding as in the paper."""
+"""Objectives that score draft paths: predicted from a replay, or measured by decoding as in the paper."""
 
 from __future__ import annotations
 
@@ -34,21 +34,22 @@ from .lookup_replay import spared, with_guesses
 from .replay import Replay
 from .trace import Trace, walk
 
-SHARES = (0.25, 0.5, 1.0)  # of each text's places, replayed one after the other while a set may be the best
-RANKING_SHARE = 0.125  # of them, replayed to rank sub-layers by what bypassing each alone brings
-ERRORS = 0.5  # by how many standard errors a set is worse than the best where it is given up
-WITH_CANDIDATES = 3  # controllers that are also tried with several candidates for each place
-ALONE = 2  # tokens of every draft where sub-layers are bypassed one at a time, to see what each matters
-DINKELBACH, RATE_KNOWN = 8, 1e-3  # iterations at most; they end when the rate changes by less
+SHARES = (0.25, 0.5, 1.0)  # of each text's starts, replayed in turn until the path is pruned
+RANKING_SHARE = 0.125  # of each text's starts, replayed to rank sub-layers by the gain of bypassing each alone
+ERRORS = 0.5  # standard errors by which a pruned path is worse than the best
+WITH_CANDIDATES = 3  # controllers that are also tried with several candidates for each position
+ALONE = 2  # draft length when sub-layers are bypassed one at a time to find the gain of each
+DINKELBACH, RATE_KNOWN = 8, 1e-3  # the most iterations, and the change of the rate below which they end
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a draft path is worth, with the best of the controllers. `pruned`: only a share was looked at.
+    """The score of a draft path with the best controller. `pruned`: only a share of the starts was replayed.
 
-    `tokens_per_second` counts decoding alone under replay, and the prompt's pass too when decoding was timed.
-    `candidates`: for each place at most, the drafted token counted; `acceptance`: the curve that the controller rests
-    on; `proposers`: what guesses tokens that a draft step checks, and `spared`: what share of one that spares a token.
+    `tokens_per_second` excludes prefill under replay, and includes it when decoding was timed. `candidates`: the most
+    for each position, the drafted token included. `acceptance`: the acceptance curve that the controller uses.
+    `proposers`: the sources of lookup tokens that a draft step checks. `spared`: the share of a draft step that lookup
+    tokens spare each drafted token.
     """
 
     path: DraftPath
@@ -65,7 +66,7 @@ class Score:
 
     @property
     def skip(self) -> SkipSet:
-        """The sub-layers that are bypassed."""
+        """The skip set."""
         return self.path.skip
 
 
@@ -73,7 +74,7 @@ class Objective(Protocol):
     """Scores draft paths."""
 
     def score(self, path: DraftPath) -> Score:
-        """The worth of a path; higher is better."""
+        """Return the score of a draft path; higher is better."""
 
 
 class WallClock:
@@ -98,7 +99,7 @@ class WallClock:
         self._plain = Stats.total(parts[1:]).tokens_per_second
 
     def score(self, path: DraftPath | SkipSet) -> Score:
-        """Decode every prompt."""
+        """Decode every prompt along the path and return its score."""
         path = as_path(path)
         total = decode_all(self._llm, self._llm.layer_skip(path, self._controller), self._prompts, self._decoding)
         speed = total.tokens_per_second
@@ -106,14 +107,14 @@ class WallClock:
 
 
 def decode_all(llm: LLM, drafter: Drafter, prompts: Sequence[Prompt], decoding: DecodingSettings) -> Stats:
-    """Decode every prompt with `drafter` and add up."""
+    """Decode every prompt with `drafter` and return the total statistics."""
     run = method(llm, drafter, decoding.timed())
     return Stats.total(map(run, prompts))
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The controller that ends drafts, and how many candidates each place may have."""
+    """A controller, the most candidates for each position, and the share of a draft step that lookup tokens spare."""
 
     controller: Controller
     candidates: int = 1
@@ -130,13 +131,13 @@ class _Value:
 
     @property
     def speed(self) -> float:
-        """Tokens per second of all texts."""
+        """Tokens per second over all texts."""
         return sum(s.tokens for s in self.stats) / sum(self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class _Incumbent:
-    """The best path known, its traces by how large a share of each text they are of, and what it is worth on all."""
+    """The best path so far, its traces by the share of the starts that they cover, and its value on all starts."""
 
     path: DraftPath
     traces: dict[float, list[Trace]]
@@ -144,13 +145,14 @@ class _Incumbent:
 
 
 class Replayed:
-    """Predicted tokens per second of decoding the replay's texts: best over `controllers`, tuned on the trace.
+    """Predicted tokens per second of decoding the replay's texts: the best over `controllers`, tuned on the trace.
 
-    `controllers` None: those of `controllers_in_play` for as long drafts as can pay. The best few are also tried with
-    several candidates for each place; those that ask for an outlook are told the trace's. A path is looked at on a
-    share of the starts, then on a larger one, and pruned when it is worse than the best path known, text by text, by
-    more than `ERRORS` standard errors of the mean difference. `candidates`: for each place, the most that are tried;
-    those that the replay answers for when left out. `proposers`: what guesses tokens that draft steps check together.
+    `controllers` None: those of `controllers_in_play`, for drafts as long as can pay. The best few are also tried with
+    several candidates for each position. Controllers that ask for a payoff model get the one fitted to the trace. A
+    path is replayed on a share of the starts, then on a larger share. It is pruned when it is worse than the incumbent,
+    text by text, by more than `ERRORS` standard errors of the mean difference. `candidates`: the most for each position
+    (None: the most that the replay supports). `proposers`: the sources of lookup tokens that draft steps check
+    together.
     """
 
     def __init__(
@@ -169,7 +171,7 @@ class Replayed:
         self._best: _Incumbent | None = None
 
     def score(self, path: DraftPath | SkipSet) -> Score:
-        """Replay a share, and more where that is promising."""
+        """Replay a path on growing shares of the starts while it is promising, and return its score."""
         path = as_path(path)
         controllers, best = self._in_play(self._draft(path)), self._best
         drafted: list[Trace] = []
@@ -188,25 +190,25 @@ class Replayed:
         return self._as_score(path, value, value.speed, pruned=False)
 
     def _guessed(self, traces: Sequence[Trace]) -> list[Trace]:
-        """The traces with what guesses spare."""
+        """Return the traces with the draft passes that lookup tokens spare."""
         return with_guesses(self._replay, traces, self._ahead)
 
     def _in_play(self, draft: float) -> Sequence[Controller]:
-        """The controllers to tune, where a draft step takes so many seconds."""
+        """Return the controllers to tune for a draft step of `draft` seconds."""
         if self._controllers is not None:
             return self._controllers
         most = min(LONGEST_DRAFT, self._replay.depth)
         return controllers_in_play(long_enough(self._costs, draft, most))
 
     def head_takes(self, share: float, path: DraftPath) -> bool:
-        """Whether the head over the whole vocabulary takes at least `share` of a draft step."""
+        """Return whether the head over the whole vocabulary takes at least `share` of a draft step."""
         whole = self._draft(path)
         return whole - self._costs.draft(path, self._replay.layers, vocabulary=0.0) >= share * whole
 
     def score_with(self, path: DraftPath, heads: Sequence[tuple[int, ...]]) -> Score | None:
-        """`score`, of all starts, were only a part of the vocabulary drafted: the best of `heads`, by a first share.
+        """Score a path on all starts with the best draft vocabulary of `heads`, chosen on the first share of them.
 
-        None where none betters drafting from the whole vocabulary.
+        Returns None where the whole vocabulary is at least as fast on that share.
         """
         best: tuple[float, DraftPath, list[Trace]] | None = None
         for tokens in (None, *heads):
@@ -225,10 +227,10 @@ class Replayed:
         return self._as_score(tried, value, value.speed, pruned=False)
 
     def gain(self, path: DraftPath | SkipSet, *, draft: int = ALONE, share: float = RANKING_SHARE) -> float:
-        """The speedup over plain decoding of always drafting `draft` tokens along a path, on a `share` of the starts.
+        """Return the speedup over plain decoding of always drafting `draft` tokens, on a `share` of the starts.
 
-        The number is fixed because the best controller would hardly draft along poor paths, which would not tell which
-        of them is poorer.
+        The draft length is fixed because the best controller would hardly draft along poor paths, and could not rank
+        them.
         """
         controller = FixedK(min(draft, self._replay.depth))
         traces = self._replay.trace(path, [controller], share=share)
@@ -262,7 +264,7 @@ class Replayed:
     def _at_its_rate(
         self, controller: Controller, payoff: PayoffModel, traces: Sequence[Trace], draft: float
     ) -> _Value:
-        """A controller that is told this outlook, and starts at the rate that it brings about (Dinkelbach 1967)."""
+        """Return the value of a controller with this payoff model, at the rate that it attains (Dinkelbach 1967)."""
         best: _Value | None = None
         rate = 1.0
         for _ in range(DINKELBACH):
@@ -301,10 +303,11 @@ class Replayed:
 
 
 def predict(replay: Replay, profile: Profile, *, trained: str | None = None) -> Prediction:
-    """What decoding the replay's texts with a profile is predicted to give, prefill included as a measurement has it.
+    """Predict the result of decoding the replay's texts with a profile, prefill included as in a measurement.
 
-    Where the replay's drafts have keys of their own, the draft model reads the prompts too, as much faster than the
-    whole model as its steps are. `trained`: what the path's part is called there. Raises `SelfspecError` without costs.
+    Where the replay's drafts have keys of their own, the draft model also prefills the prompts, faster than the whole
+    model in the ratio of their steps. `trained`: the name of the path's trained module in the replay's runtime. Raises
+    `SelfspecError` for a profile without costs.
     """
     costs = profile.costs
     if costs is None:

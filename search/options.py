@@ -1,7 +1,7 @@
-"""What a search can be told, written once: the command line, `find_profile` and the ledger's settings follow from it.
+"""The options of a search, written once: the command line, `find_profile` and the ledger's settings derive from them.
 
-Imports nothing heavy, as the command line reads it to show its help; for the same reason annotations are kept as
-values, not as text, and what they name need not be there.
+The module imports nothing heavy, as the command line reads it to show its help. For the same reason annotations are
+kept as values, not as text, and the types that they name need not be imported.
 """
 
 import math
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 OBJECTIVES = ("replay", "wallclock")
 KV = ("shared", "own")
-STUDY = "selfspec"  # the name of a study that nobody named
+STUDY = "selfspec"  # the default name of a study
 _DRAFTS = "How drafts are made and verified"
 _SETS = "Which sets are tried"
 _METHOD = "How the search goes"
 _PAPER = "To search as the paper does (with --strategy skopt)"
 _KEPT = "Where trials are kept"
 _DECODING = ("max_new_tokens", "temperature", "top_k", "top_p", "logits_processor", "rule")
-_NOT_COMPARED = {  # what says how far a search goes, and where, but not what a trial of it is worth
-    "prompts",  # of which the ledger has a hash
+_NOT_COMPARED = {  # options that set how far a search goes, and where, but do not change a trial's score
+    "prompts",  # the ledger has their hash
     "source",
     "chat",
     "count",
@@ -54,43 +54,44 @@ _NOT_COMPARED = {  # what says how far a search goes, and where, but not what a 
     "watch",
     "plain_llm",
     "budget",
-    "store",  # which "drafters" names
+    "store",  # named by "drafters"
 }
-_NAMED = {"warm": "warm starts", "logits_processor": "logits processors"}  # in the ledger, if not by the field's name
+_NAMED = {"warm": "warm starts", "logits_processor": "logits processors"}  # names in the ledger other than the field's
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What to search on, and how. What the help says of an option is not said again here.
+    """The options of a search; this text covers what the help of each option does not.
 
-    `prompts`: calibration texts (token ids or messages, too), what `read_prompts` read, or None for built-in ones:
-    requests to an assistant, as a user's messages, where the tokenizer has a chat template, else Python. `source`
-    names a plain list of them in the profile; with `chat` each text becomes a user's message by the tokenizer's chat
-    template. `count` of them, drawn by `seed`, are searched on, and as many others are measured on.
+    `prompts`: calibration texts (also token ids or messages), the result of `read_prompts`, or None for the built-in
+    ones: requests to an assistant, as a user's messages, where the tokenizer has a chat template, else Python. `source`
+    names a plain list of prompts in the profile; with `chat` each text becomes a user's message by the tokenizer's chat
+    template. `count` prompts, drawn by `seed`, are searched on, and as many others are measured on.
 
-    Tokens are chosen as `temperature`, `top_k`, `top_p` and `logits_processor` say, and drafts verified by `rule`
-    (None: as without a seed). The controller is tuned with the skip set, unless one is given, as a spec or as text
-    such as `fixed:k=4`, and so is the number of candidates for each drafted token. Where the head takes a tenth of a
-    draft step or more, heads over the most frequent quarter and sixteenth of the vocabulary are tried too (replay
-    only). `keep`: numbers of layers, or text such as `0,15`. `modes`: how sub-layers may run while drafting; those that
-    are no faster here, or that nothing can be had in, are left out, and so are paths whose weights in few bits take
-    more than `extra_memory` of what the model's own take.
+    `temperature`, `top_k`, `top_p` and `logits_processor` decide how tokens are chosen, and `rule` how drafts are
+    verified (None: as without a seed). The controller is tuned with the skip set, unless one is set, as a spec or as
+    text such as `fixed:k=4`. The number of candidates for each drafted token is tuned too. Where the head takes a tenth
+    of a draft step or more, heads over the most frequent quarter and sixteenth of the vocabulary are tried (replay
+    only). `keep`: numbers of layers, or text such as `0,15`. `modes`: how sub-layers may run while drafting.
+    Modes that are no faster here, or that the model does not support, are left out, and so are paths whose quantised
+    weights take more than `extra_memory` of the bytes of the model's own.
 
-    `kv` says whose keys and values drafts read of what is committed. "shared": the target's, as selfspec's drafts do.
-    "own": the draft's, prompt included, as in an engine that runs what is left of the model as a draft model; each
-    trial costs one more pass of that model over the texts (replay only). What is then found is for export: chains over
-    the whole vocabulary, predicted at the costs of selfspec's own steps, and not measured, as no decoding here is such.
+    `kv`: whose keys and values drafts read for committed tokens. "shared": the target's, as selfspec's drafts do.
+    "own": the draft's, prompt included, as in an engine that runs the remaining layers as a draft model; each trial
+    costs one more pass of that model over the texts (replay only). Such a profile is for export: chains over the whole
+    vocabulary, predicted at the costs of selfspec's own steps, and not measured, because selfspec does not decode this
+    way.
 
-    `storage` keeps every trial in a `study` as soon as it is made: a file (Optuna's journal), the URL of a PostgreSQL
-    or MySQL database, or `memory`, which None means too. A search with the same options resumes from it, also after a
-    kill. Several workers with the same options share a study: each scores what no other does, the trials of all are
-    counted, and the first to end measures the best; the others raise `AnotherFinishes`.
+    `storage` keeps every trial in a `study` as soon as it is complete: a file (Optuna's journal), the URL of a
+    PostgreSQL or MySQL database, or `memory` (also None). A search with the same options resumes from it, also after a
+    kill. Several workers with the same options share a study: each scores paths that no other does, the trials of all
+    count, and the first to end measures the finalists; the others raise `AnotherFinishes`.
 
-    `watch` is told how the search goes. `budget` is the time of a search that began before, in place of `minutes` from
-    now on. `plain_llm` gives the same model with weights that lie as suits plain decoding, where those of the model
-    searched on suit drafting; it is called once, and speedups are over it.
+    `watch` receives the progress of the search. `budget` is the time of a search that began earlier, in place of
+    `minutes` from now on. `plain_llm` loads the same model in the weight layout that suits plain decoding, where the
+    layout of the searched model suits drafting; it is called once, and speedups are over it.
 
-    Raises `SelfspecError` for whatever is wrong without regard to a model.
+    Raises `SelfspecError` for whatever is wrong regardless of the model.
     """
 
     prompts: "Sequence[Prompt] | Prompts | None" = None
@@ -227,7 +228,7 @@ class SearchOptions:
     def __post_init__(self) -> None:
         if isinstance(self.prompts, str):
             raise SelfspecError("prompts is one text; expected a list of them")
-        for name in ("trials", "count", "seed", "max_new_tokens"):  # numpy's whole numbers, too
+        for name in ("trials", "count", "seed", "max_new_tokens"):  # NumPy integers, too
             object.__setattr__(self, name, operator.index(getattr(self, name)))
         check_strategy(self.strategy)
         for name, known in (("objective", OBJECTIVES), ("granularity", GRANULARITIES), ("kv", KV)):
@@ -277,9 +278,9 @@ class SearchOptions:
 
     @property
     def allowed_modes(self) -> tuple[Mode, ...]:
-        """How sub-layers may draft, in the order of `MODES`. Raises `SelfspecError` for text that names no mode.
+        """The draft modes of sub-layers, sorted as in `MODES`. Raises `SelfspecError` for text that names no mode.
 
-        Left out, all of them; where the paper's way, or drafts for another engine, are asked for, as published.
+        By default all modes; with the paper's objective, or for drafts of another engine, the published full and skip.
         """
         if self.modes is None:
             return MODES if (self.objective, self.kv) == ("replay", "shared") else BYPASSING
@@ -287,7 +288,7 @@ class SearchOptions:
 
     @property
     def proposers(self) -> "tuple[ProposerSpec, ...]":
-        """What may guess below the draft path. Raises `SelfspecError` for text that names no such thing."""
+        """The sources of lookup tokens below the draft path. Raises `SelfspecError` for an unknown source."""
         from selfspec.profile.draft_spec import parse_proposers
 
         found = parse_proposers(self.drafters, None if self.store is None else str(Path(self.store).resolve()))
@@ -295,7 +296,7 @@ class SearchOptions:
 
     @property
     def fixed(self) -> "ControllerSpec | None":
-        """The controller, where it is not tuned. Raises `SelfspecError` for a wrong one."""
+        """The controller, where it is not tuned. Raises `SelfspecError` for an invalid one."""
         if self.controller is None:
             return None
         from selfspec.controllers import make_controller, parse_controller
@@ -307,7 +308,7 @@ class SearchOptions:
 
     @property
     def decoding(self) -> "DecodingSettings":
-        """How tokens are chosen, and sampled drafts verified; not checked."""
+        """How tokens are chosen and sampled drafts verified; not checked."""
         from .continuations import DecodingSettings
 
         return DecodingSettings(
@@ -315,7 +316,7 @@ class SearchOptions:
         )
 
     def settings(self) -> dict[str, Any]:
-        """What trials are compared by: searches that share a study, or resume one, have all of it the same. JSON."""
+        """Return the settings, as JSON, that must be equal in all searches that share or resume a study."""
         found = {
             _NAMED.get(field.name, field.name): getattr(self, field.name)
             for field in fields(self)

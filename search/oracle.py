@@ -1,4 +1,4 @@
-"""The oracle bound: how fast drafting under a skip set could be if every draft ended exactly where it should."""
+"""The oracle bound: the speed of drafting along a path if every draft ended exactly where it should."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from .trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What perfect stopping gives on a trace: times plain decoding's speed, and its tokens per round."""
+    """The result of perfect stopping on a trace: the speedup over plain decoding, and the tokens per round."""
 
     speedup: float
     tokens_per_round: float
 
 
 def oracle_bound(traces: Sequence[Trace], costs: CostModel, draft: float, *, candidates: int = 1) -> Bound:
-    """The least time in which drafts at `draft` seconds a token decode the texts, by dynamic programming.
+    """Return the speedup and the tokens per round of the fastest decoding with drafts of `draft` seconds a token.
 
-    From every start the draft may end after any of its tokens; wrong ones, which would only be lost, are not drafted.
-    Passes that guesses spare are not counted, and a guess may be verified as it is, as far as it is right.
-    But where the right token is among the `candidates` for the first wrong one's place (the drafted one counted), the
-    draft may also go that far, with the candidates up to the right one. The prompt's pass is left out.
+    The least time is found by dynamic programming. From every start the draft may end after any of its tokens; wrong
+    tokens, which would only be lost, are not drafted. Passes that lookup tokens spare are not counted, and lookup
+    tokens may be verified without a draft step, as far as they are right. Where the right token is among the
+    `candidates` for the first wrong token's position (the drafted one included), the draft may also go that far, with
+    the candidates up to the right one. Prefill is left out.
     """
     tokens = rounds = 0
     seconds, prices = 0.0, costs.prices(draft)
     for trace in traces:
-        best: list[tuple[float, int]] = [(0.0, 0)] * (trace.tokens + 1)  # seconds and rounds from each start on
+        best: list[tuple[float, int]] = [(0.0, 0)] * (trace.tokens + 1)  # seconds and rounds from each start to the end
         for start in reversed(range(len(trace.runs))):
             run, rank = trace.runs[start], trace.ranks[start]
             left = trace.tokens - start
@@ -68,9 +69,9 @@ def oracle(
     *,
     seed: int = 0,
 ) -> Bound:
-    """The `oracle_bound` of a profile on the model's own continuations of `prompts`, for drafts as long as it allows.
+    """Return the oracle bound of a profile on the model's own continuations of `prompts`.
 
-    Sampled drafts are accepted by rule `block`.
+    Drafts are as long as the profile's controller allows; sampled drafts are accepted by rule `block`.
     """
     texts = continue_prompts(
         llm, [llm.check(prompt, decoding.max_new_tokens) for prompt in prompts], decoding, seed=seed

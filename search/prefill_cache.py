@@ -1,4 +1,4 @@
-"""Texts in a replay's cache, one a row: their tokens, and the keys and values that drafts read of them."""
+"""Texts in a replay's KV cache, one in each row: their tokens, and the keys and values that drafts read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .target_text import TargetText
 
 
 class PrefilledTexts:
-    """`tokens` `[texts, longest]`, padded, and `lengths` `[texts, 1]`; the slot of a token's keys is its position.
+    """`tokens` `[texts, longest]`, padded, and `lengths` `[texts, 1]`; a token's cache slot is its position.
 
-    The keys are those that the model makes along the path last given to `hold`; before that there are none.
+    The keys are made along the path last passed to `hold`; before the first call there are none.
     """
 
     def __init__(self, runtime: Runtime, texts: Sequence[TargetText]) -> None:
@@ -31,23 +31,23 @@ class PrefilledTexts:
         self._held: DraftPath | None = None
 
     def hold(self, path: DraftPath) -> None:
-        """Fill the cache by a causal pass over each text along `path`, unless it is so filled."""
+        """Fill the cache by a causal pass over each text along `path`, unless it has these keys already."""
         if path == self._held:
             return
         self.forget()
         compiled = self._runtime.compile(path)
         for row, text in enumerate(self._texts):
-            own, end = slice(row, row + 1), len(text.tokens) - 1  # nothing sees the last token's keys
+            own, end = slice(row, row + 1), len(text.tokens) - 1  # no query reads the last token's keys
             if end:
                 self._runtime.forward(self.tokens[own, :end], 0, path=compiled, rows=own, logits=None)
         self._held = path
 
     def forget(self) -> None:
-        """The cached keys are overwritten, or will be: the next `hold` makes them again."""
+        """Mark the cached keys as overwritten, or about to be; the next `hold` makes them again."""
         self._held = None
 
     def targets(self, sampler: Sampler) -> Tensor | None:
-        """The whole model's distribution at each start `[starts, V]`, None if there are none; its keys stay cached."""
+        """Return the whole model's distribution at each start `[starts, V]`, or None without starts; cache its keys."""
         self.forget()
         found = []
         for row, text in enumerate(self._texts):

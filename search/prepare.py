@@ -1,4 +1,4 @@
-"""What a search knows before its first trial: continuations, costs, the gain of every sub-layer, warm starts."""
+"""Prepare a search before its first trial: continuations, costs, the gain of every sub-layer, warm starts."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ from .strategies import Problem
 from .target_text import TargetText
 from .warm_starts import BUDGETS, by_cosines, every_fourth, every_second, first_k, likely, programme
 
-LEAST_RANKING = 1 / 64  # of each text's places: from fewer, what bypassing a sub-layer alone brings cannot be told
+LEAST_RANKING = 1 / 64  # share of each text's starts, below which the gain of a single sub-layer is too uncertain
 
 
 @dataclass(frozen=True)
 class Search:
-    """What the parts of one search share.
+    """The state that the parts of one search share.
 
-    `prompts`: token ids, all that may be searched on. `decoding`: as was asked for. `planned`: how many of the prompts,
-    and tokens after each, there is time for (None: all); `pace`: by which that is told. `described`: what a profile
-    says of the first few prompts. `plain_llm`: the same model, its weights as suits plain decoding, where `llm`'s suit
+    `prompts`: token ids of all prompts that may be searched on. `decoding`: the settings as requested. `planned`: the
+    task cut to the number of prompts, and of tokens after each, that fit the time (None: all); it is planned from
+    `pace`. `described` returns the profile's record of the first n prompts. `own_keys`: drafts have a KV cache of their
+    own. `plain_llm`: the same model in the weight layout that suits plain decoding, where `llm`'s layout suits
     drafting.
     """
 
@@ -60,21 +61,24 @@ class Search:
     plain_llm: LLM | None = None
 
     def plan(self, room: int | None = None) -> ScoredTexts:
-        """How much text there is time for; `room`: tokens after each prompt, where they have turned out to be fewer."""
+        """Return how much text fits the time; `room`: the tokens after each prompt, if they turned out to be fewer."""
         count = len(self.prompts if self.planned is None else self.planned.prompts)
         new = self.decoding.max_new_tokens if self.planned is None else self.planned.new
         described = None if self.described is None else self.described(count)
         return ScoredTexts(prompts=count, max_new_tokens=room or new, calibration=described)
 
     def chosen(self, texts: ScoredTexts) -> tuple[tuple[list[int], ...], DecodingSettings]:
-        """The prompts that there are texts of, and how they are continued."""
+        """Return the prompts that `texts` covers, and the settings by which they are continued."""
         return self.prompts[: texts.prompts], replace(self.decoding, max_new_tokens=texts.max_new_tokens)
 
 
 def replayed(
     search: Search, held: ExitStack, fixed: Controller | None, context: int | None, warm: bool
 ) -> tuple[Search, Replayed, Problem, CostModel, Replay]:
-    """The search with what is worth trying, the replay objective, and what is known before the first trial."""
+    """Return the search in its narrowed space, the replay objective, the strategies' problem, the costs, the replay.
+
+    Sub-layers are ranked, and warm starts planned, only with `warm`.
+    """
     ledger, watch = search.ledger, search.watch
     texts = _continued(search)
     costs = _costs(search, texts, context)
@@ -101,14 +105,14 @@ def replayed(
 
 
 def replay_of(search: Search, texts: Sequence[TargetText], fixed: Controller | None) -> Replay:
-    """The replay of texts as the search would draft them, told of what is known to be sure; `fixed` ends drafts."""
+    """Open a replay of texts with the search's settings and confidence; `fixed` is the controller, if not tuned."""
     replay = Replay(
         search.llm.model,
         texts,
         sampler=search.decoding.sampler(),
         rule=search.decoding.verified_by,
         depth=LONGEST_DRAFT if fixed is None else deepest([fixed]),
-        candidates=1 if search.own_keys else CANDIDATES,  # engines' draft models draft chains
+        candidates=1 if search.own_keys else CANDIDATES,  # draft models of other engines draft chains
         seed=search.seed,
         own_keys=search.own_keys,
         like=search.llm.runtime,
@@ -118,7 +122,7 @@ def replay_of(search: Search, texts: Sequence[TargetText], fixed: Controller | N
 
 
 def _narrowed(search: Search, costs: CostModel) -> Space:
-    """The space without modes that are no cheaper here than running in full."""
+    """Return the space without modes that are no cheaper here than running in full."""
     space, ledger = search.space, search.ledger
     choices = ledger.choices
     if choices is None:
@@ -133,9 +137,9 @@ def _narrowed(search: Search, costs: CostModel) -> Space:
 
 
 def _confidence(search: Search, replay: Replay) -> None:
-    """Find what tells best how likely a drafted token is right, by drafts in the base mode, else with few sub-layers.
+    """Fit the confidence on drafts in the base mode, or with every fourth layer skipped if that mode is full.
 
-    The replay then tells it, unless the study knew before.
+    The replay then uses it. A confidence that the study has already is not fitted again.
     """
     if search.ledger.confidence is None:
         search.watch.stage("reading what drafts are sure of", None)
@@ -146,7 +150,7 @@ def _confidence(search: Search, replay: Replay) -> None:
 
 
 def _continued(search: Search) -> list[TargetText]:
-    """The texts that trials are scored on, decided on by how far they got in time unless that was done before."""
+    """Return the texts that trials are scored on: as much text as fits the time, or as much as the study has fixed."""
     watch, known = search.watch, search.ledger.texts
 
     def continued(
@@ -164,7 +168,7 @@ def _continued(search: Search) -> list[TargetText]:
 
 
 def _costs(search: Search, texts: Sequence[TargetText], context: int | None) -> CostModel:
-    """The cost model of the study, measured now unless it was before."""
+    """Return the study's cost model, measured now unless it has one."""
     ledger, watch = search.ledger, search.watch
     shown = 0
 
@@ -197,10 +201,10 @@ def _costs(search: Search, texts: Sequence[TargetText], context: int | None) -> 
 
 
 def _gains(search: Search, worth: Replayed, deadline: Deadline) -> Gains:
-    """What each change to a cheaper mode alone brings; nothing where there is no time to tell.
+    """Return the gain of each single change to a cheaper mode; empty where there is not enough time.
 
-    As all are to be compared, they are tried on as large a share of the places as there is time for with all of them.
-    What is not tried is 0, as every speedup is more.
+    All changes are compared on the same share of the starts, as large as the time allows for all of them. A change that
+    is not tried has gain 0, which is below every speedup.
     """
     space, share = search.space, RANKING_SHARE
     changes = [*cheaper(space, space.start)]
@@ -228,7 +232,7 @@ def _gains(search: Search, worth: Replayed, deadline: Deadline) -> Gains:
 
 
 def timed(search: Search, controller: ControllerSpec | None, warm: bool) -> tuple[Objective, Problem]:
-    """The paper's objective, with warm starts by the cosine of what enters and leaves each sub-layer."""
+    """Return the paper's objective, and warm starts by the cosine of each sub-layer's input and output streams."""
     space = search.space
     starts: tuple[DraftPath, ...] = ()
     prompts, decoding = search.chosen(search.ledger.texts or search.ledger.keep_texts(search.plan()))

@@ -1,8 +1,9 @@
-"""Parallel replay: what speculation would do on a text, computed without decoding it.
+"""Parallel replay: compute what speculation would do on a text, without decoding it.
 
-Every place of a text starts a draft, and all drafts take their next step in one batched forward. Greedy, and under rule
-`match`, the trace is the one that real decoding gives; under `token` and `block` text and drafts follow the same joint
-distribution as in real decoding (but what `block` drafts after the first wrong token, from where none is emitted).
+Every position of a text starts a draft, and all drafts take their next step in one batched forward. With greedy
+decoding, and under rule `match`, the trace is the one that real decoding gives. Under `token` and `block`, text and
+drafts follow the same joint distribution as in real decoding, except for the tokens that `block` drafts after the first
+wrong one, none of which is emitted.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from .seeded_noise import Ties
 from .target_text import Streams, TargetText
 from .trace import Trace
 
-CHUNK = 192  # starts of one forward
-CANDIDATES = 4  # for each position
-OWN_PLACES = 32  # tokens of each text whose streams are looked at for drafts with keys of their own
+CHUNK = 192  # starts in one forward
+CANDIDATES = 4  # the most for each position, the drafted token included
+OWN_PLACES = 32  # tokens of each text whose residual streams are read for drafts with keys of their own
 
 
 class Replay:
-    """Texts of one model, ready to be replayed along any path; a context manager that holds their keys.
+    """Texts of one model, ready to be replayed along any path; a context manager that holds their KV cache.
 
-    `sampler`: how the texts were decoded, greedily or sampled. `rule`: how sampled drafts are verified; for `match` the
-    texts must name their seeds. `candidates`: for how many candidates of each position, the drafted token counted,
-    a sampled trace can tell the outcome (a greedy one tells it for any number). `depth`: the most tokens of a draft.
-    `chunk`: starts of one forward; counts do not depend on it. `noise(ids, depth)` replaces the random choices of
-    sampled drafts, which otherwise follow `seed`. `like`: a runtime of the model, whose weights in few bits are used.
-    `confidence`, which may be changed later, is what traces tell of each drafted token.
+    `sampler`: how the texts were decoded, greedily or sampled. `rule`: how sampled drafts are verified; for `match`
+    every text must have its seed. `candidates`: the most candidates for each position, the drafted token included, for
+    which a sampled trace has the outcome (a greedy trace has it for any number). `depth`: the longest draft, in tokens.
+    `chunk`: the starts in one forward; counts do not depend on it. `noise(ids, depth)` replaces the random choices of
+    sampled drafts, which otherwise follow `seed`. `like`: a runtime of the model, whose quantised weights are reused.
+    `confidence`, which may be changed later, is the confidence that traces record for each drafted token.
 
     Drafts read the target's own keys and values of all committed tokens, as selfspec's do. With `own_keys` they read
     those of the model without the skipped sub-layers, prompt included, as a draft model exported to an engine would;
@@ -77,7 +78,7 @@ class Replay:
         self.candidates = candidates
         self.own_keys = own_keys
         self._group = min(len(self.texts), chunk)  # texts side by side
-        self._each = max(1, chunk // self._group)  # starts of each
+        self._each = max(1, chunk // self._group)  # starts of each text
         self.seed = seed
         self.confidence = PROBABILITY
         self._noise = noise or self._uniforms
@@ -104,7 +105,7 @@ class Replay:
         self._held.close()
 
     def _read_texts(self) -> None:
-        """One full forward over each text: its keys and, for sampling, the target's distribution at each start."""
+        """Run a full forward over each text for its keys and, for sampling, the target's distribution at each start."""
         device = self._runtime.device
         self._committed = PrefilledTexts(self._runtime, self.texts)
         if self.sampler.greedy or self._tied is not None:
@@ -116,28 +117,29 @@ class Replay:
         self._ends = torch.tensor(sorted(self.ends), dtype=torch.long, device=device)
 
     def keep(self, path: DraftPath) -> None:
-        """Hold a path's weights in few bits, which other paths share, until the replay is over."""
+        """Keep a path's quantised weights, which other paths share, until the replay is closed."""
         self._kept = self._runtime.compile(path)
 
     @property
     def seeded(self) -> bool:
-        """Whether the texts were decoded with seeds, so that controllers start each afresh."""
+        """Whether the texts were decoded with seeds, so that controllers start each text afresh."""
         return self.sampler.seeded or self._tied is not None
 
     @property
     def layers(self) -> int:
-        """Layers of the model."""
+        """The number of layers of the model."""
         return self._runtime.layers
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that it knows."""
+        """The vocabulary size of the model; 0 if unknown."""
         return self._runtime.skeleton.identity.vocabulary or 0
 
     def streams(self, starts: int) -> Streams:
-        """The whole model's streams at the first starts of every text, `starts` at most of each.
+        """Return the whole model's residual streams at the first starts of every text, at most `starts` of each.
 
-        With `own_keys`, at the first `OWN_PLACES` tokens of every text: all keys seen are then the streams' own.
+        With `own_keys`, at the first `OWN_PLACES` tokens of every text, so that all keys read are made from these
+        streams.
         """
         positions: int | Tensor = 0
         layers, slots, mask = range(self.layers), 0, None
@@ -155,7 +157,7 @@ class Replay:
 
         def branch(layer: int, part: Literal["attention", "mlp"], x: Tensor) -> Tensor:
             if self.own_keys:
-                self._committed.forget()  # it writes in the same slots
+                self._committed.forget()  # the sub-layer writes to the same cache slots
             return self._runtime.branch(layer, part, x, positions, slots=slots, mask=mask)
 
         return Streams(
@@ -173,9 +175,10 @@ class Replay:
         share: float = 1.0,
         known: Sequence[Trace] = (),
     ) -> list[Trace]:
-        """Drafts along `path` from the first `share` of every text's starts, deep enough for each of `controllers`.
+        """Draft along `path` from the first `share` of every text's starts, deep enough for each of `controllers`.
 
-        `known`: traces of a smaller share, made with the same path, controllers and confidence, to be lengthened.
+        `known`: traces of a smaller share with the same path, controllers and confidence; the returned traces extend
+        them.
         """
         path = as_path(path)
         compiled = self._runtime.compile(path)
@@ -216,7 +219,7 @@ class Replay:
             live.pick(index, going.gather(1, index))
 
     def _rows(self, group: slice, window: Sequence[tuple[int, int]]) -> ReplayState:
-        """The starts of a window that may draft at all: the last place that there is room for may not."""
+        """Return the starts of a window that may draft; the last position with room has none for a drafted token."""
         device = self._runtime.device
         texts = self.texts[group]
         low, high = (torch.tensor(side, device=device)[:, None] for side in zip(*window, strict=True))
@@ -237,7 +240,7 @@ class Replay:
         )
 
     def _forward(self, live: ReplayState, path: CompiledPath, group: slice, used: int, step: int) -> tuple[Tensor, int]:
-        """Processed scores `[B, n, V]` of one draft step, and the scratch used now."""
+        """Return the processed scores `[B, n, V]` of one draft step, and the cache slots used so far."""
         width = live.real.shape[1]
         mask = self._see(live)
         positions = (live.start + step).clamp(max=self._runtime.skeleton.context - 1)  # padding may run past the end
@@ -247,7 +250,7 @@ class Replay:
         return scores.view(*live.start.shape, -1), used + width
 
     def _see(self, live: ReplayState) -> Tensor:
-        """The mask `[B, n, S]` of the next step: the committed tokens' keys before the start, and the draft's own."""
+        """Return the next step's mask `[B, n, S]`: committed tokens' keys before the start, and the draft's own."""
         width = live.real.shape[1]
         columns = torch.arange(self._longest, device=live.start.device)
         itself = torch.eye(width, dtype=torch.bool, device=live.start.device).expand(len(live.start), -1, -1)
@@ -262,7 +265,10 @@ class Replay:
     def _choose(
         self, live: ReplayState, scores: Tensor, group: slice, step: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What is drafted: token, confidence, whether it and all before it are the text's, else the text's rank."""
+        """Return the drafted tokens, their confidences, whether each draft still matches the text, and the text's rank.
+
+        The rank is that of the text's next token where the first wrong token was drafted, and 0 elsewhere.
+        """
         place = live.start + step + 1
         inside = live.matched & (place < self._committed.lengths[group])
         following = self._committed.tokens[group].gather(1, place.clamp(max=self._longest - 1))
@@ -299,7 +305,7 @@ class Replay:
         return token, confidence, match, torch.where(inside & ~match, rank, 0)
 
     def _uniforms(self, ids: Tensor, step: int) -> Uniforms:
-        """The numbers of these starts at this depth; the same for every path, so that scores can be paired."""
+        """Return the random numbers of these starts at this depth, the same for every path to make scores paired."""
         if step not in self._numbers:
             generator = torch.Generator().manual_seed(self.seed * 1009 + step)
             shape = (self._first[-1], 2 * self.candidates)
@@ -317,7 +323,7 @@ class Replay:
         match: Tensor,
         rank: Tensor,
     ) -> Tensor:
-        """Record a step of the drafts under way; which of them go on, `[B, n]`."""
+        """Record a step of the drafts under way, and return which of them go on, `[B, n]`."""
         may = (live.start + step + 3 < self._room[live.ids]) & torch.isin(token, self._ends).logical_not()
         going = may & (confidence.double() >= min(c.lowest(step + 1) for c in controllers))
         real = live.real
@@ -331,7 +337,7 @@ class Replay:
         return going & real
 
     def _read(self, record: Record, text: int, low: int, high: int) -> Trace:
-        """What was recorded of a text's starts `low` to `high`."""
+        """Return the trace of a text's starts from `low` to `high`."""
         own = slice(self._first[text] + low, self._first[text] + high)
         depth = record.depth[own].tolist()
         confidences, drafted = (

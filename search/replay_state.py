@@ -1,6 +1,6 @@
-"""The drafts that a replay is working on, and what it records of each.
+"""The drafts that a replay is working on, and the record of each.
 
-A start is a place of a text from which a draft is made.
+A start is a position of a text from which a draft is made.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .seeded_noise import Ties
 
 @dataclass(slots=True)
 class ReplayState:
-    """Drafts under way: `[B, n]`, padded; `ids` numbers the starts of all texts."""
+    """Drafts under way, `[B, n]`, padded; `ids` numbers the starts of all texts."""
 
     ids: Tensor
     start: Tensor  # position of the last committed token
-    token: Tensor  # fed next
-    matched: Tensor  # all drafted so far are the text's own
+    token: Tensor  # next input token
+    matched: Tensor  # all tokens drafted so far match the text
     weight: Tensor  # P of rule `block`
     real: Tensor  # not padding
     own: Tensor  # [B, n, scratch]: scratch slots that hold this draft's keys
@@ -40,7 +40,7 @@ class ReplayState:
 
 
 class Record:
-    """What is recorded of the draft from every start: `[starts, depth]` and `[starts]`."""
+    """The record of the draft from every start: `[starts, depth]` and `[starts]`."""
 
     def __init__(self, starts: int, depth: int) -> None:
         self.token = torch.zeros((starts, depth), dtype=torch.long)
@@ -52,7 +52,7 @@ class Record:
 
 
 def confident(told: Confidence, probability: Tensor, apart: Tensor | None) -> Tensor:
-    """What `Confidence.of` gives for tokens of these probabilities `[B, n]`, whose gaps are `apart`, where it asks."""
+    """Return `Confidence.of` for tokens of these probabilities `[B, n]` and gaps `apart` `[B, n]` (None: zeros)."""
     if told.plain:
         return probability
     each = zip(
@@ -65,6 +65,6 @@ def confident(told: Confidence, probability: Tensor, apart: Tensor | None) -> Te
 
 
 def with_ties(q: Tensor, place: Tensor, tied: Sequence[Ties]) -> Tensor:
-    """What the token of each row maximises `[B, n, V]`: q over the noise that is tied to its text and place."""
+    """Return the values `[B, n, V]` whose maximum is drafted: q over the noise tied to each row's text and position."""
     noise = [ties.at(p, q) for ties, of in zip(tied, place.tolist(), strict=True) for p in of]
     return q / torch.stack(noise).view(q.shape)

@@ -1,6 +1,7 @@
-"""The best few of a search, scored again on texts that none of them was chosen by.
+"""Score the best few paths of a search again, on texts that they were not selected on.
 
-The best of many scores owes something to chance: to the texts that it was scored on. Other texts do not know that.
+The best of many scores owes something to chance in the texts that it was selected on; other texts are free of this
+bias.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from .continuations import continue_prompts
 from .objective import Replayed, Score
 from .prepare import Search, replay_of
 
-PROMPTS = 12  # that are to be continued
-# Times the speed of what every search starts from, which stays unless another one has so much. Paths that differ in one
-# sub-layer differed by up to 3.5% on a dozen texts, either way on different ones (SmolLM2).
+PROMPTS = 12  # prompts to continue
+# The search's starting path stays unless another path has this many times its speed. Scores of paths that differ in one
+# sub-layer differ by up to 3.5% on a dozen texts, in either direction on different texts (SmolLM2).
 CLEARLY = 1.04
-FEWEST = 3  # prompts, below which texts tell no more than those that were searched on
-TEXTS_SHARE = 0.4  # of the time: continuing the prompts
-HELD_BACK = 1.3  # times what the longest took is kept for the next
+FEWEST = 3  # prompts, below which rescoring is no better than the scores of the search
+TEXTS_SHARE = 0.4  # share of the time for continuing the prompts
+HELD_BACK = 1.3  # times the longest rescoring so far, the time reserved for the next
 
 Again = Callable[[Sequence[Score]], Score]
 
@@ -34,16 +35,16 @@ def best_on_others(
     prompts: Sequence[Sequence[int]],
     scores: Sequence[Score],
 ) -> Score:
-    """The one of `scores`, the best of which is the first, that is fastest on the model's own answers to `prompts`.
+    """Return the one of `scores` (the best first) that is fastest on the model's own continuations of `prompts`.
 
-    What the search starts from, if it is among them, stays where none is clearly faster. Where there is too little time
-    for other texts, the scores as they are decide so.
+    The path that the search starts from, if among them, stays unless another is clearly faster. The given scores decide
+    where there is too little time for other texts.
     """
     deadline, watch = search.budget.deadline("choosing"), search.watch
     start = search.space.path(search.space.start)
     if len(scores) < 2 or not deadline.allows(search.pace.rows(sum(map(len, prompts)))):
         return clearly_best(scores, scores, start)
-    scores = sorted(scores, key=lambda score: score is not scores[0] and score.path != start)  # these two above all
+    scores = sorted(scores, key=lambda score: score is not scores[0] and score.path != start)  # these two come first
     watch.stage("continuing other prompts", 2 * search.decoding.max_new_tokens)
     texts = continue_prompts(
         search.llm,
@@ -69,6 +70,9 @@ def best_on_others(
 
 
 def clearly_best(scores: Sequence[Score], told: Sequence[Score], start: DraftPath) -> Score:
-    """The one of `scores` whose score in `told`, which may be of the first few, is best; `start` if none clearly is."""
+    """Return the one of `scores` whose score in `told` is best, or `start` if none is clearly better than it.
+
+    `told` may cover only the first few of `scores`.
+    """
     speeds = [score.tokens_per_second * (CLEARLY if score.path == start else 1.0) for score in told]
     return scores[speeds.index(max(speeds))]

@@ -1,4 +1,4 @@
-"""What a profile says of the search that made it: what was really done, and what there was no time for."""
+"""The profile's record of the search that made it: the work done, and the work that time did not allow."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from .finalists import versions
 from .options import SearchOptions
 from .prepare import Search
 
-RECORDED = ("strategy", "objective", "seed", "temperature", "kv", "minutes")  # options that the profile tells
+RECORDED = ("strategy", "objective", "seed", "temperature", "kv", "minutes")  # options recorded in the profile
 
 
 def begun(
     search: Search, options: SearchOptions, *, interrupted: bool = False, costs: CostModel | None = None
 ) -> Profile:
-    """What a profile says of a search, whatever was found; its seconds are not known yet."""
+    """Return the profile of a search before any result is added; its seconds are not known yet."""
     texts = search.ledger.texts
     searched = SearchRecord(
         **{name: getattr(options, name) for name in RECORDED},
@@ -29,7 +29,7 @@ def begun(
 
 
 def untried(search: Search, options: SearchOptions) -> Profile:
-    """The profile of a search that had no time to try anything: it skips nothing, and says why."""
+    """Return the profile of a search without time for any trial: it skips nothing, and its note says why."""
     budget = search.budget
     note = (
         f"nothing was tried: of the {budget.seconds:.3g} s asked for, {budget.loaded:.3g} had passed "
@@ -43,7 +43,7 @@ def untried(search: Search, options: SearchOptions) -> Profile:
 
 
 def with_shortage(search: Search, options: SearchOptions, profile: Profile) -> Profile:
-    """The profile, with the seconds that the search took, and what it had no time for in its note."""
+    """Return the profile with the search's seconds, and with the work that time did not allow in its note."""
     budget, texts, made = search.budget, search.ledger.texts, profile.search
     assert texts is not None
     assert made is not None

@@ -1,4 +1,4 @@
-"""The noise of rule `match`, as it was when the texts were sampled."""
+"""The noise of rule `match`, the same as when the texts were sampled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Ties:
         self._kept: dict[int, Tensor] = {}
 
     def at(self, position: int, like: Tensor) -> Tensor:
-        """The noise `[V]` of an absolute position, for a vocabulary as `like`'s `[.., V]`."""
+        """Return the noise `[V]` of an absolute position, for a vocabulary as in `like` `[.., V]`."""
         if position not in self._kept:
             self._kept[position] = tied_noise(self._seed, position, like)
         return self._kept[position]

@@ -1,7 +1,4 @@
-"""What may be cheaper while drafting: the variables of a search, and draft paths as points of it.
-
-Knows nothing of models.
-"""
+"""The search space: its variables, which are the draft modes of sub-layers, and draft paths as its points."""
 
 from __future__ import annotations
 
@@ -18,17 +15,17 @@ BYPASSING: tuple[Mode, ...] = ("full", "skip")  # the modes of Draft & Verify
 HEAD = "head"
 
 Point = tuple[int, ...]
-"""For each variable the number of its mode among its choices."""
+"""The number of each variable's mode among its choices."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """A variable for each sub-layer, or for each layer, in the order they are run, and one for the head.
+    """A variable for each sub-layer, or for each layer, in execution order, and one for the head.
 
-    `keep`: layers that are never skipped; `granularity`: one of `GRANULARITIES`. `modes`: those that sub-layers may
-    have. `fixed`: sub-layers that cannot be had in few bits; `head`: the modes of the head. What has no choice is no
-    variable, and runs in full; a head of one mode has that. Raises `SelfspecError` for a layer that does not exist, and
-    when nothing is left to try.
+    `keep`: layers that are never skipped; `granularity`: one of `GRANULARITIES`. `modes`: the modes that sub-layers may
+    have. `fixed`: sub-layers that cannot be quantised; `head`: the modes of the head. A part without a choice is no
+    variable, and runs in full; a head of one mode has that mode. Raises `SelfspecError` for a layer that does not
+    exist, and when nothing is left to try.
     """
 
     layers: int
@@ -65,18 +62,18 @@ class Space:
 
     @cached_property
     def variables(self) -> tuple[SkipSet, ...]:
-        """The sub-layers of each variable but the head."""
+        """The sub-layers of each variable except the head."""
         return tuple(part for part, _ in self._parts)
 
     @cached_property
     def choices(self) -> tuple[tuple[Mode, ...], ...]:
-        """The modes of each variable, full first; the head, where it has a choice, comes last."""
+        """The modes of each variable, full first; the head comes last, if it has a choice."""
         head = [self.head] if len(self.head) > 1 else []
         return (*(modes for _, modes in self._parts), *head)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The variables' names, such as `attention 3`, `mlp 3`, `layer 3` and `head`."""
+        """The names of the variables, such as `attention 3`, `mlp 3`, `layer 3` and `head`."""
         kinds = {(True, True): "layer", (True, False): "attention", (False, True): "mlp"}
         names = [f"{kinds[bool(p.attention), bool(p.mlp)]} {(p.attention or p.mlp)[0]}" for p in self.variables]
         return (*names, HEAD) if len(self.head) > 1 else tuple(names)
@@ -86,20 +83,20 @@ class Space:
 
     @property
     def base(self) -> Mode:
-        """How whatever else has no better mode had best run: in 8 bits, where that can be had."""
+        """The mode that sub-layers have by default: the first allowed of int8 and int4, else full."""
         return next((mode for mode in LOW if mode in self.modes), "full")
 
     @cached_property
     def start(self) -> Point:
-        """Everything in the base mode, where it can be."""
+        """The point with every variable in the base mode, where that is allowed."""
         return self.all_in(self.base)
 
     def all_in(self, mode: Mode) -> Point:
-        """Everything in a mode, where it can be; else in the base mode or in full. The head is never bypassed."""
+        """Return the point with everything in a mode; else in the base mode or in full. The head is never bypassed."""
         return tuple(next((modes.index(m) for m in (mode, self.base) if m in modes), 0) for modes in self.choices)
 
     def path(self, point: Sequence[int]) -> DraftPath:
-        """The draft path of a point."""
+        """Return the draft path of a point."""
         modes: list[Mode] = ["full"] * (2 * self.layers)
         for part, of, number in zip(self.variables, self.choices, point, strict=False):
             for i in (*part.attention, *(self.layers + i for i in part.mlp)):
@@ -108,7 +105,7 @@ class Space:
         return DraftPath.of(modes, head="full" if head == "skip" else head)
 
     def point(self, path: DraftPath | SkipSet) -> Point:
-        """The nearest point to a path: a variable has a mode when all of its sub-layers have it, else runs in full."""
+        """Return the nearest point to a path; a variable whose sub-layers differ in mode runs in full."""
         path = as_path(path)
         modes = path.modes(self.layers)
         found = []
@@ -121,14 +118,11 @@ class Space:
         return tuple(found)
 
     def nearest(self, path: DraftPath | SkipSet) -> DraftPath:
-        """The path of the nearest point."""
+        """Return the path of the nearest point."""
         return self.path(self.point(path))
 
     def choose(self, numbers: Collection[int], mode: Mode = "skip", *, rest: Point | None = None) -> DraftPath:
-        """The path of the variables with these numbers in a mode, as far as they may, the others as in `rest`.
-
-        Left out, the others are in full.
-        """
+        """Return the path with these variables in a mode, where allowed, the others as in `rest` (None: in full)."""
         point = list(rest or (0,) * len(self))
         for i in numbers:
             if mode in self.choices[i]:
@@ -137,7 +131,7 @@ class Space:
 
 
 def parse_keep(text: str) -> tuple[int, ...]:
-    """Layers such as `0,15`. Raises `SelfspecError` for anything else."""
+    """Parse layer numbers such as `0,15`. Raises `SelfspecError` for anything else."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isascii() and part.isdigit() and len(part) < 7 for part in parts):
         raise SelfspecError(f"keep '{text}': expected layer numbers such as 0,15")
@@ -145,7 +139,7 @@ def parse_keep(text: str) -> tuple[int, ...]:
 
 
 def parse_modes(text: str) -> tuple[Mode, ...]:
-    """Modes such as `full,int8,skip`, in the order of `MODES`. Raises `SelfspecError` for anything else."""
+    """Parse modes such as `full,int8,skip`, sorted as in `MODES`. Raises `SelfspecError` for anything else."""
     given = [part.strip() for part in text.split(",") if part.strip()]
     wrong = next((part for part in given if part not in MODES), None)
     if wrong is not None:

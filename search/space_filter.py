@@ -1,4 +1,4 @@
-"""Which modes sub-layers and the head can have on this machine, and what memory they take."""
+"""The modes that sub-layers and the head can have on this machine, and the memory that paths take."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from selfspec.types.skip import SkipSet
 from .objective import Objective, Score
 from .space import BYPASSING, Space
 
-SHARES = {4: 0.3, 2: 0.55}  # of the model's bytes that weights in few bits may take, by the bytes of its numbers
+SHARES = {4: 0.3, 2: 0.55}  # share of the model's bytes that quantised weights may take, by the dtype's item size
 
 
 class Choices(Data):
-    """What a space was narrowed to: the modes of sub-layers and of the head, and those that stay as they are."""
+    """The narrowed choices of a space: the modes of sub-layers and of the head, and the unquantised sub-layers."""
 
     modes: list[Mode]
     head: list[Mode]
@@ -28,13 +28,13 @@ class Choices(Data):
     mlp: list[Count] = []
 
     def of(self, space: Space) -> Space:
-        """The space with these choices."""
+        """Return the space with these choices."""
         fixed = SkipSet(tuple(self.attention), tuple(self.mlp))
         return replace(space, modes=tuple(self.modes), head=tuple(self.head), fixed=fixed)
 
 
 def possible(llm: LLM, modes: Sequence[Mode], *, memory: float) -> Choices:
-    """What the model itself allows: few bits where weights are at hand, and may be held twice (`memory` is above 0)."""
+    """Return the choices that the model allows; quantised modes need accessible weights, and a `memory` above 0."""
     runtime = llm.runtime
     layers = range(runtime.layers)
     low = [mode for mode in LOW if mode in modes and memory > 0]
@@ -53,7 +53,7 @@ def possible(llm: LLM, modes: Sequence[Mode], *, memory: float) -> Choices:
 
 
 def paying(choices: Choices, costs: CostModel) -> Choices:
-    """Those of them that are cheaper than running in full."""
+    """Return the choices that are cheaper than running in full. Raises `SelfspecError` where none is left."""
     slow = {mode for mode in LOW if mode in choices.modes and not costs.cheaper_in(mode)}
     found = choices.model_copy(
         update={
@@ -70,7 +70,7 @@ def paying(choices: Choices, costs: CostModel) -> Choices:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """What weights in few bits take beside the model, and may take: shares of the model's bytes."""
+    """The extra memory of quantised weights and its limit, as shares of the model's bytes."""
 
     runtime: Runtime
     own: int
@@ -78,22 +78,22 @@ class MemoryBudget:
 
     @classmethod
     def of(cls, llm: LLM, limit: float | None) -> MemoryBudget:
-        """Of a model; without a limit, 0.3 for float32, and 0.55 for types of half its size."""
+        """Return a model's budget; the default limit is 0.3 for float32, and 0.55 for types of half its size."""
         size = llm.runtime.dtype.itemsize
         return cls(llm.runtime, llm.weight_bytes, SHARES.get(size, 0.3) if limit is None else limit)
 
     def share(self, path: DraftPath) -> float:
-        """What a path takes."""
+        """Return a path's extra memory."""
         return self.runtime.extra_bytes(path) / self.own
 
     def excess(self, path: DraftPath) -> float:
-        """By how much a path takes more than it may; 0 or less where it does not."""
+        """Return a path's memory over the limit; 0 or less where it is within the limit."""
         return self.share(path) - self.limit if path.low_precision else 0.0
 
 
 @dataclass(frozen=True)
 class Bounded:
-    """An objective within the space and its bound on the draft's cost."""
+    """An objective with bounds on a path's draft cost and memory."""
 
     worth: Objective
     costs: CostModel | None
@@ -102,17 +102,17 @@ class Bounded:
     memory: MemoryBudget
 
     def score(self, path: DraftPath) -> Score | None:
-        """The worth of a path; None for one whose draft is too dear, or takes too much memory."""
+        """Return the score of a path; None for one that is over its cost or memory bound."""
         if self.excess(path) > 0:
             return None
         return self.worth.score(path)
 
     def excess(self, path: DraftPath) -> float:
-        """By how much it is dearer than allowed: a share of a plain step, or of the model's memory."""
+        """Return the excess over the bounds: a share of a plain step or of the model's memory, whichever is larger."""
         cost = self.draft_cost(path)
         over = 0.0 if self.max_draft_cost is None or cost is None else cost - self.max_draft_cost
         return max(over, self.memory.excess(path))
 
     def draft_cost(self, path: DraftPath) -> float | None:
-        """A draft step as a share of a plain one; None where no cost model is known."""
+        """Return a draft step as a share of a plain step; None without a cost model."""
         return None if self.costs is None else self.costs.draft_share(path, self.space.layers)

@@ -1,4 +1,4 @@
-"""Where a search's trials are kept: memory, a journal file, or a database, by Optuna's storages."""
+"""The storage of a search's trials: memory, a journal file, or a database, by Optuna's storages."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 MEMORY = "memory"
-DRIVERS = {"postgresql": "psycopg", "mysql": "pymysql"}  # ours: what the extras of those names install
-_TRIES = 6  # of making a database's tables, which several workers may start at once
+DRIVERS = {"postgresql": "psycopg", "mysql": "pymysql"}  # installed by selfspec's extras of the same names
+_TRIES = 6  # attempts to make a database's tables, which several workers may start at once
 
 
 def is_database(where: str | Path) -> bool:
-    """Whether a storage is named by a URL."""
+    """Return whether a storage is named by a URL."""
     return isinstance(where, str) and "://" in where
 
 
 def place(where: str | Path) -> str | Path:
-    """What a storage's name means: `memory` and a database's URL themselves, anything else a file's path."""
+    """Resolve a storage's name: `memory` and a database's URL stay as they are, anything else is a file's path."""
     return where if where == MEMORY or is_database(where) else Path(where)
 
 
 def named(where: str | Path) -> str:
-    """A storage as it may be shown: a URL's password is not."""
+    """Return a storage's name for display, with a URL's password hidden."""
     if not is_database(where):
         return str(where)
     head, _, rest = str(where).partition("://")
@@ -49,7 +49,7 @@ def named(where: str | Path) -> str:
 
 
 def open_storage(where: str | Path) -> BaseStorage:
-    """The storage at a `place`: `memory`, a URL such as `postgresql://...`, else a journal file, which is made.
+    """Open the storage at a `place`: `memory`, a URL such as `postgresql://...`, else a journal file, made if missing.
 
     Raises `SelfspecError` for a file that is no journal, and for a database that cannot be reached or has no driver.
     """
@@ -75,7 +75,7 @@ def _journal(path: Path) -> BaseStorage:
 
 
 def _check_journal(path: Path) -> None:
-    """Raise `SelfspecError` for a file that holds something else, or whose lines but the last are damaged."""
+    """Raise `SelfspecError` for a file that is no journal, or with a damaged line other than an unfinished last one."""
     if kind(path) == "missing":
         return
     text = read_text(path)
@@ -90,22 +90,22 @@ def _check_journal(path: Path) -> None:
 
 
 class _JournalFile(JournalFileBackend):
-    """Optuna's journal file, locked by the system, so that a worker that was killed holds nothing up.
+    """Optuna's journal file, locked by the operating system, so that a killed worker leaves no lock behind.
 
-    A last line that was cut short by a kill is dropped when the next is written.
+    A last line that a kill cut short is dropped when the next line is written.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path), JournalFileOpenLock(str(path)))
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Write lines whole, one writer at a time."""
+        """Write whole lines, one writer at a time."""
         if fcntl is None:
             super().append_logs(logs)
             return
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
         with open(self._file_path, "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
             if _torn(file):
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)
@@ -116,7 +116,7 @@ class _JournalFile(JournalFileBackend):
 
 
 def _torn(file: BinaryIO) -> bool:
-    """Whether the last line was cut short."""
+    """Return whether the last line was cut short."""
     if not file.seek(0, os.SEEK_END):
         return False
     file.seek(-1, os.SEEK_END)
@@ -147,7 +147,7 @@ def _database(url: str) -> BaseStorage:
 
 
 def _patiently(make: Callable[[], BaseStorage], name: str) -> BaseStorage:
-    """Several workers that start at once may each make the tables, of which all but one fail; they try again."""
+    """Open a database, and retry where other workers make its tables at the same time, of which all but one fail."""
     for again in range(_TRIES):
         try:
             with storage_errors(name):

@@ -1,4 +1,4 @@
-"""Search strategies over how sub-layers may draft, behind one ask/tell interface. They know nothing of models."""
+"""Search strategies over the draft modes of sub-layers, behind one ask/tell interface."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a strategy is given: the space, a seed, and what is known beforehand.
+    """The input of a strategy: the space, a seed, and the results of the preparation.
 
-    `warm`: paths to try first, in order. `gains`: for each variable, and each of its choices, the score gained (or
-    lost) by it alone. `programme`: paths of the dynamic programme, one for each budget, the likeliest first.
+    `warm`: paths to try first, in order. `gains`: for each variable and each of its choices, the score gained (or lost)
+    by that choice alone. `programme`: paths of the dynamic programme, one for each budget, the most likely first.
     """
 
     space: Space
@@ -34,23 +34,23 @@ class Problem:
 
 
 class Strategy(Protocol):
-    """Proposes draft paths and learns their scores. Every `ask` is answered by one `tell`, other paths by `learn`."""
+    """Proposes draft paths and learns their scores. One `tell` answers every `ask`; `learn` takes other scores."""
 
     def ask(self) -> DraftPath:
-        """The next path to try."""
+        """Return the next path to try."""
 
     def tell(self, path: DraftPath, score: float) -> None:
-        """The score of the path last asked for; higher is better."""
+        """Record the score of the path that `ask` last returned; higher is better."""
 
     def learn(self, path: DraftPath, score: float) -> None:
-        """The score of a path that another proposed; between `tell` and `ask`, or between `ask` and `tell`."""
+        """Record the score of a path that another worker proposed; allowed before or after any `ask` or `tell`."""
 
 
 class OptunaSampler:
-    """One of Optuna's samplers over one variable for each of the space's.
+    """One of Optuna's samplers, with one parameter for each variable of the space.
 
-    A variable of two choices is 0 or 1. One of more is a category, but `ordered` a whole number, for samplers that know
-    numbers only: modes are in the order of what they cost.
+    A variable of two choices is the integer 0 or 1. A variable of more choices is categorical, or an integer with
+    `ordered`, for samplers that take numbers only: modes are in the order of their cost.
     """
 
     def __init__(self, problem: Problem, make: Callable[[Any, int], Any], *, ordered: bool = False) -> None:
@@ -59,7 +59,7 @@ class OptunaSampler:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._space = problem.space
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # samplers that Optuna calls experimental
+            warnings.simplefilter("ignore")  # Optuna marks some samplers as experimental
             sampler = make(optuna.samplers, problem.seed)
             self._study = optuna.create_study(direction="maximize", sampler=sampler)
         self._distributions: dict[str, BaseDistribution] = {
@@ -76,7 +76,7 @@ class OptunaSampler:
         return dict(zip(self._distributions, self._space.point(path), strict=True))
 
     def ask(self) -> DraftPath:
-        """What the sampler suggests."""
+        """Return the sampler's suggestion."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._trial = self._study.ask(self._distributions)
@@ -87,7 +87,7 @@ class OptunaSampler:
         self._study.tell(self._trial, score)
 
     def learn(self, path: DraftPath, score: float) -> None:
-        """Add it as a trial."""
+        """Add the path as a completed trial."""
         import optuna
 
         known = optuna.trial.create_trial(value=score, params=self._named(path), distributions=self._distributions)
@@ -95,9 +95,9 @@ class OptunaSampler:
 
 
 class SkOpt:
-    """scikit-optimize's Gaussian process over [0, 1]^n: Draft & Verify's own kind.
+    """scikit-optimize's Gaussian process over [0, 1]^n, the optimiser of Draft & Verify.
 
-    A variable's modes share its interval evenly, in the order of what they cost: bypassing lies above the others.
+    A variable's modes share its interval evenly, in the order of their cost; bypassing is the topmost part.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -110,7 +110,7 @@ class SkOpt:
         )
 
     def ask(self) -> DraftPath:
-        """A warm start while there are some, then the point that the process finds most promising."""
+        """Return the next warm start, or after the last one the most promising point by the Gaussian process."""
         if self._warm:
             return self._warm.pop(0)
         with warnings.catch_warnings():
@@ -121,7 +121,7 @@ class SkOpt:
             )
 
     def tell(self, path: DraftPath, score: float) -> None:
-        """Record the score of the point that was evaluated, not of the one asked for."""
+        """Record the score at the point that was evaluated, not at the one that the optimiser asked for."""
         point = zip(self._space.point(path), self._space.choices, strict=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the library warns of repeated points and of its own dependencies
@@ -159,12 +159,12 @@ STRATEGIES: dict[str, Callable[[Problem], Strategy]] = {
 
 
 def make_strategy(name: str, problem: Problem) -> Strategy:
-    """A strategy by name. Raises `SelfspecError` for an unknown name."""
+    """Make a strategy by name. Raises `SelfspecError` for an unknown name."""
     check_strategy(name)
     return STRATEGIES[name](problem)
 
 
 def check_strategy(name: str) -> None:
-    """Raise `SelfspecError` when there is no strategy of that name."""
+    """Raise `SelfspecError` for the name of no strategy."""
     if name not in STRATEGIES:
         raise SelfspecError(f"strategy '{name}' is not known; known: {', '.join(STRATEGIES)}")

@@ -1,4 +1,4 @@
-"""A search from prompts to profile: what is known beforehand, the trials, and the best few measured for real."""
+"""Run a search from prompts to profile: preparation, trials, and real measurements of the finalists."""
 
 from __future__ import annotations
 
@@ -46,19 +46,20 @@ P = ParamSpec("P")
 
 
 class AnotherFinishes(SelfspecError):  # noqa: N818 - nothing went wrong
-    """The search is over, and another of the workers that share it measures what was found."""
+    """The search is over, and another worker of the same study measures the finalists and saves the profile."""
 
 
 def run_search(llm: LLM, options: SearchOptions) -> Profile:
-    """Search which sub-layers of `llm` to bypass, and measure what was found on prompts not searched on.
+    """Search which sub-layers of `llm` to bypass, and measure the best draft path on held-out prompts.
 
     `objective` "replay" predicts tokens per second from a parallel replay and a cost model measured at `context` keys
-    (None: what the prompts come to); "wallclock" decodes for every trial, as the paper does. The trials end after
-    `trials`, or when time is up, or at an interrupt (Ctrl-C), after which the best so far is returned without being
-    measured. `minutes` bounds everything: where they are few, prompts, tokens, trials and measurements are fewer, and
-    the profile says how many there were. If nothing beats plain decoding, the profile skips nothing and its note says
-    so; with `keep_best` it holds the best set all the same. Raises `SelfspecError` for options that do not fit the
-    model, no prompts, or no room for `max_new_tokens`; `AnotherFinishes` in a worker whose study another completes.
+    (None: the mean context length of the texts); "wallclock" decodes for every trial, as the paper does. The trials end
+    after `trials` of them, when time is up, or at an interrupt (Ctrl-C). After an interrupt the best path so far is
+    returned without being measured. `minutes` bounds the whole search: a short search uses fewer prompts, tokens,
+    trials and measurements, and the profile records how many. If nothing beats plain decoding, the profile skips
+    nothing and its note says so; with `keep_best` the profile has the best path anyway. Raises `SelfspecError` for
+    options that do not fit the model, for no prompts, and where `max_new_tokens` do not fit the context;
+    `AnotherFinishes` in a worker whose study another worker completes.
     """
     check_alone(llm.runtime, "a search")
     search, drawn = _begin(llm, options)
@@ -88,7 +89,10 @@ def run_search(llm: LLM, options: SearchOptions) -> Profile:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """Prompts that are not searched on: to measure on, to choose among the best by, and more, to count tokens in."""
+    """Prompts that are not searched on.
+
+    `held_out`: to measure on. `others`: token ids, to rescore the finalists on. `rest`: to count token frequencies in.
+    """
 
     held_out: HeldOut
     others: tuple[list[int], ...]
@@ -97,7 +101,7 @@ class _Drawn:
 
 
 def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
-    """Check everything, say how long it will take, and plan how much text there is time for."""
+    """Check the options, report the expected duration, and plan how much text fits the time."""
     budget = options.budget or Budget(None if options.minutes is None else 60 * options.minutes)
     budget.loaded = budget.spent
     space = _space(llm, options)
@@ -149,13 +153,13 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
 
 
 def _space(llm: LLM, options: SearchOptions) -> Space:
-    """What the model allows of what was asked for."""
+    """Return the search space: the options' choices, as far as the model allows them."""
     choices = possible(llm, options.allowed_modes, memory=MemoryBudget.of(llm, options.extra_memory).limit)
     return choices.of(Space(llm.runtime.layers, options.kept_layers, options.granularity))
 
 
 def _with_keywords(options: Callable[P, SearchOptions]) -> Callable[Concatenate[LLM, P], Profile]:
-    """`run_search` whose options are arguments: those that `options` takes, with its types and defaults."""
+    """Return `run_search` with the fields of `SearchOptions` as arguments, with the types and defaults of `options`."""
 
     def find_profile(llm: LLM, /, *given: P.args, **named: P.kwargs) -> Profile:
         """`run_search`, with the fields of `SearchOptions` as arguments."""
@@ -176,7 +180,7 @@ def _task(
     prompts: Sequence[Sequence[int]],
     others: Sequence[Sequence[int]],
 ) -> SearchTask:
-    """What is still to be done."""
+    """Return the work that is still to be done."""
     texts = ledger.texts
     lengths = tuple(map(len, prompts))
     return SearchTask(
@@ -194,7 +198,7 @@ def _task(
 
 
 def _calibration(chosen: PromptSet, texts: Sequence[Sequence[int]], count: int) -> Calibration:
-    """What the profile says of the first `count` prompts, which were searched on."""
+    """Return the profile's record of the first `count` prompts, which were searched on."""
     return record(
         chosen.source,
         texts[:count],
@@ -206,7 +210,7 @@ def _calibration(chosen: PromptSet, texts: Sequence[Sequence[int]], count: int) 
 
 
 def _ledger(llm: LLM, options: SearchOptions, calibration: Calibration) -> Ledger:
-    """The study's trials. Raises `SelfspecError` where they are another search's."""
+    """Open the study's ledger. Raises `SelfspecError` where the study belongs to a search with other settings."""
     model = {
         "name": llm.name,
         "model": llm.identity.model_dump(mode="json", exclude={"name"}),
@@ -219,9 +223,9 @@ def _ledger(llm: LLM, options: SearchOptions, calibration: Calibration) -> Ledge
 
 @dataclass(frozen=True)
 class _Known:
-    """What is known before the first trial: what sets are worth, what strategies start from, and, by replay, costs.
+    """The results of the preparation before the first trial: the objective and, with replay, the cost model.
 
-    `bettered`: what can be tried upon the best, where that can pay; `again` chooses one of the best by other texts.
+    `bettered`: named refinements to try on the best path, where they can pay. `again` picks a finalist by other texts.
     """
 
     search: Search
@@ -234,7 +238,10 @@ class _Known:
 
 
 def _known_beforehand(search: Search, options: SearchOptions, held: ExitStack, drawn: _Drawn) -> _Known:
-    """Make the objective, kept open in `held`; tokens of further prompts are counted for smaller heads."""
+    """Make the objective, kept open in `held`, and the refinements that this model allows.
+
+    Smaller draft vocabularies are chosen by token frequencies in further prompts.
+    """
     llm, fixed = search.llm, options.fixed
     if options.objective == "wallclock":
         return _Known(search, *timed(search, fixed, options.warm))
@@ -252,7 +259,7 @@ def _known_beforehand(search: Search, options: SearchOptions, held: ExitStack, d
             allows=lambda seconds: search.budget.deadline("heads").allows(seconds),
         )
         bettered.append(("bridges over bypassed layers", bridges))
-    if options.kv == "shared" and llm.runtime.skeleton.head_over([0]) is not None:  # whose weight is at hand
+    if options.kv == "shared" and llm.runtime.skeleton.head_over([0]) is not None:  # the head's weight is accessible
         counted = _encoded(llm, drawn.rest, chat=drawn.chat)
         heads = partial(with_smaller_head, worth, texts=counted, size=llm.identity.vocabulary or 0)
         bettered.append(("smaller draft vocabularies", heads))
@@ -261,7 +268,10 @@ def _known_beforehand(search: Search, options: SearchOptions, held: ExitStack, d
 
 
 def _fitted(llm: LLM, chosen: PromptSet, options: SearchOptions) -> Iterator[tuple[list[int], ...]]:
-    """The prompts to search on, to measure on, and others, as token ids, cut where they leave the new ones no room."""
+    """Yield three lists of token ids, cut to leave room for new tokens: prompts to search, measure and rescore on.
+
+    Raises `SelfspecError` where `max_new_tokens` is not from 1 to one less than the context.
+    """
     context, new = llm.runtime.skeleton.context, options.max_new_tokens
     if not 1 <= new < context:
         raise SelfspecError(
@@ -275,17 +285,17 @@ def _fitted(llm: LLM, chosen: PromptSet, options: SearchOptions) -> Iterator[tup
 
 
 def _encoded(llm: LLM, prompts: Iterable[Prompt], *, chat: bool) -> Iterator[list[int]]:
-    """The prompts that can be encoded, as token ids: they are only counted."""
+    """Yield the token ids of the prompts that can be encoded; they are only used to count tokens."""
     for prompt in prompts:
         with suppress(SelfspecError):
             yield encode(llm, prompt, chat=chat)
 
 
 def _run_trials(search: Search, worth: Bounded, strategy: Callable[[], Strategy], trials: int) -> bool:
-    """Ask, score, tell, until the study has so many trials, by whichever worker; whether an interrupt ended it.
+    """Ask, score and tell until the study has `trials` trials by all workers; return whether an interrupt ended it.
 
-    A resumed search asks for what it asked for before, which is known. What other workers score now is taken to be
-    worth as little as anything, until it is known.
+    A resumed search proposes the same paths as before, whose scores are known. Paths that other workers score now count
+    as the worst score so far (constant liar), until the true score is known.
     """
     ledger, told, idle = search.ledger, set[DraftPath](), 0
     deadline, longest = search.budget.deadline("trials"), 0.0
@@ -298,7 +308,7 @@ def _run_trials(search: Search, worth: Bounded, strategy: Callable[[], Strategy]
 
     try:
         proposer = strategy()
-        if ledger.scores:  # what later sets are compared with
+        if ledger.scores:  # makes the best one the incumbent that later paths are compared with
             worth.score(max(ledger.scores.values(), key=lambda score: score.tokens_per_second).path)
         while len(told) < trials and idle < trials and (not told or deadline.allows(longest)):
             begun = deadline.clock()
@@ -330,7 +340,7 @@ def _run_trials(search: Search, worth: Bounded, strategy: Callable[[], Strategy]
 
 
 def _scored(search: Search, worth: Bounded, path: DraftPath) -> Score | None:
-    """The worth of a path, claimed while it is scored and then kept; None for one that is too dear."""
+    """Score a path, claimed meanwhile, and keep the score; return None for a path over a cost or memory bound."""
     search.ledger.claim(path)
     begun = search.budget.spent
     score = worth.score(path)

@@ -1,4 +1,4 @@
-"""What is replayed: texts that the target wrote, and the residual streams at their positions."""
+"""The input of a replay: texts that the target wrote, and the residual streams at their positions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TargetText:
-    """A prompt and the target's own continuation of it: the first `prompt` of `tokens` were given.
+    """A prompt of the first `prompt` tokens of `tokens`, and the target's own continuation of it.
 
-    `room`: tokens that the continuation was allowed; it is shorter where the text ended by itself. `seed`: what it was
-    sampled with.
+    `room`: the tokens that the continuation was allowed; it is shorter where the text ended by itself. `seed`: the seed
+    that it was sampled with.
     """
 
     tokens: tuple[int, ...]
@@ -24,7 +24,7 @@ class TargetText:
 
     @property
     def new(self) -> int:
-        """Tokens of the continuation."""
+        """The number of tokens in the continuation."""
         return len(self.tokens) - self.prompt
 
 
@@ -32,9 +32,10 @@ class TargetText:
 class Streams:
     """The whole model's residual streams `[B, n, D]` at some positions of the texts, and a way to run sub-layers there.
 
-    `entering[l]` enters layer l (the last leaves the model), `between[l]` is between its attention and its MLP.
-    `branch(layer, part, x)` is what a sub-layer adds to another stream `x` at these positions. Attention reads the keys
-    made from `x`, and the target's keys of all tokens before, if the positions do not begin with the text.
+    `entering[l]` is the input of layer l (the last is the model's output), `between[l]` is between the layer's
+    attention and its MLP. `branch(layer, part, x)` returns the output that a sub-layer adds to another stream `x` at
+    these positions. Attention reads the keys made from `x`, and the target's keys of all earlier tokens, if the
+    positions do not begin with the text.
     """
 
     real: Tensor  # [B, n]: not padding

@@ -1,6 +1,6 @@
-"""Traces: what a drafter would have proposed at every place of a text, and what any controller would make of it.
+"""Traces: the draft from every start of a text, and the rounds that any controller would make of them.
 
-Pure Python: knows nothing of models and tensors.
+Pure Python, without tensors.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from selfspec.types.stats import Stats
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a drafter proposes at each place of one text of `tokens` new tokens, of which `room` were allowed.
+    """The draft from every start in one text of `tokens` new tokens, of which `room` were allowed.
 
-    Start i is the place where i of the text's tokens are emitted; it may emit `room` - i more. A trace may hold the
-    first starts only; a walk then ends where they end.
-    `confidences[i]` are those of the tokens drafted from start i; the first `runs[i]` of them are the text's own.
-    `ranks[i]`: which candidate for the place after those is the text's token (1 for the second; the drafted token,
-    the first, is not; 0: none of them). `unfinished[i]`: the draft ended because no controller in play would have gone
-    on, not because it had to. `drafted[i]`: the tokens drafted from start i. `passes[i]`: the passes that draft them
-    where guesses spare some, by the token each begins with and how many go through it; left out, one for each token.
-    `free[i]`: the chances of the tokens that may be taken as guessed, and how many of them are the text's own.
+    Start i is the position after i emitted tokens of the text; `room` - i more may be emitted from it. A trace may hold
+    the first starts only; a walk then ends with them. `confidences[i]` are those of the tokens drafted from start i;
+    the first `runs[i]` of them match the text. `ranks[i]`: which candidate for the position after those is the text's
+    token (1: the second one; 0: none of them; the drafted token, the first candidate, does not match). `unfinished[i]`:
+    the draft ended because no controller in play would have gone on, not because it had to. `drafted[i]`: the tokens
+    drafted from start i. `passes[i]`: the draft passes from start i where lookup tokens spare some, each as its first
+    token's index and its number of tokens; empty: one pass for each token. `free[i]`: the chances of lookup tokens that
+    may be verified without a draft step, and how many of them match the text.
     """
 
     tokens: int
@@ -41,29 +41,29 @@ class Trace:
     free: Sequence[tuple[Sequence[float], int]] = ()
 
     def then(self, later: Trace) -> Trace:
-        """This trace lengthened by that of the starts after it."""
+        """Return this trace followed by `later`, the trace of the next starts."""
         parts = ("confidences", "runs", "ranks", "unfinished", "drafted", "passes", "free")
         joined = ([*getattr(self, part), *getattr(later, part)] or () for part in parts)
         return Trace(self.tokens, self.room, *joined)
 
     def work(self, start: int, drafted: int) -> Work:
-        """What drafting so many tokens from a start takes."""
+        """Return the draft work of `drafted` tokens from `start`."""
         return passes_of(w for i, w in self.passes[start] if i < drafted) if self.passes else steps_of(drafted)
 
 
 @dataclass(slots=True)
 class Walk:
-    """What decoding one text takes: counts, and how many rounds drafted with this work and verified so many rows."""
+    """Decoding of one text: its statistics, and the number of rounds for each pair of draft work and verified rows."""
 
     stats: Stats = field(default_factory=Stats)
     rounds: Counter[tuple[Work, int]] = field(default_factory=Counter)
 
 
 class WalkStep(NamedTuple):
-    """One round of a walk: the confidences of what was drafted, and how many of these tokens were the text's own.
+    """One round of a walk: the confidences of the drafted tokens, and in `kept` how many of them match the text.
 
-    `candidates`: how many tokens were verified at all places together, the drafted ones counted; `other`: whether
-    another candidate was right where the drafted token was not. `emitted`: tokens. `work`: what drafting took.
+    `candidates`: the tokens verified at all positions, the drafted ones included. `other`: whether another candidate
+    was right where the drafted token was not. `emitted`: a number of tokens. `work`: the draft work.
     """
 
     confidences: Sequence[float]
@@ -75,10 +75,11 @@ class WalkStep(NamedTuple):
 
 
 def walk(traces: Iterable[Trace], controller: Controller, *, candidates: int = 1, seeded: bool = False) -> list[Walk]:
-    """Decode the texts on their traces, in order: the rounds that real decoding would have, without decoding.
+    """Walk the traces in order and return the rounds that real decoding would have, without decoding.
 
-    `candidates`: for each place at most, the drafted token counted. `seeded`: the controller starts anew with each
-    text. `controller` itself is left as it is. Raises `ValueError` where a trace's drafts end before the controller's.
+    `candidates`: the most for each position, the drafted token included. `seeded`: the controller starts afresh with
+    each text. `controller` itself is not changed. Raises `ValueError` where a trace's draft is shorter than the
+    controller's.
     """
     state = controller.start()
     walks = []
@@ -103,7 +104,7 @@ def _walk(trace: Trace, controller: Controller, most: int) -> Walk:
 
 
 def steps(trace: Trace, controller: Controller, *, candidates: int = 1) -> Iterator[WalkStep]:
-    """The rounds of decoding one text, in order; `controller` has observed each when it is given out."""
+    """Yield the rounds of decoding one text, in order; `controller` has observed each round before it is yielded."""
     start, deepest = 0, WIDEST_DRAFT // candidates
     while start < len(trace.runs):
         if guessed := _guessed(trace, start, controller):
@@ -122,7 +123,7 @@ def steps(trace: Trace, controller: Controller, *, candidates: int = 1) -> Itera
 
 
 def _guessed(trace: Trace, start: int, controller: Controller) -> WalkStep | None:
-    """The round from `start` where the controller takes a guess as it is."""
+    """Return the round from `start` if the controller verifies lookup tokens without a draft step, else None."""
     chances, run = trace.free[start] if trace.free else ((), 0)
     taken = controller.free(chances)
     if not taken:
@@ -132,7 +133,7 @@ def _guessed(trace: Trace, start: int, controller: Controller) -> WalkStep | Non
 
 
 def _played(trace: Trace, start: int, controller: Controller, deepest: int) -> DraftLoop:
-    """The draft from `start` as `controller` plays it."""
+    """Return the draft from `start` as `controller` would end it."""
     play = DraftLoop(controller, depth=min(trace.room - start - 1, deepest))
     for confidence in trace.confidences[start]:
         if not play.wants:

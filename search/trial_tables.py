@@ -1,4 +1,4 @@
-"""Tidy data frames of a study: its trials, and what bypassing each sub-layer alone does."""
+"""Tidy data frames of a study: its trials, and the effect of bypassing each sub-layer alone."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from .space import Space
 
 
 def trials_frame(ledger: Ledger) -> pd.DataFrame:
-    """A row for each trial of a study, in the order they were kept.
+    """Return a row for each trial of a study, in the order in which they were kept.
 
-    `seconds`: what scoring took up to and with this trial, by all workers together. `speedup`: predicted, over plain
-    decoding; `best`: the highest so far, pruned trials left out, whose figures are of a share of the texts. `skipped`,
-    `attention` and `mlp` count bypassed sub-layers, `int8` and `int4` those in few bits; `draft_cost`: of a draft step,
-    in plain steps; NaN where decoding was timed. `on_front`: no other trial beats it in both acceptance and draft cost.
+    `seconds`: the scoring time up to and including this trial, over all workers. `speedup`: predicted, over plain
+    decoding; `best`: the highest so far, without pruned trials, which cover a share of the texts only. `skipped`,
+    `attention` and `mlp` count bypassed sub-layers, `int8` and `int4` quantised ones; `draft_cost`: a draft step as a
+    share of a plain step; NaN where decoding was timed. `on_front`: no other trial beats this one in both acceptance
+    and draft cost. Raises `SelfspecError` where the study has no trials.
     """
     front = {id(entry) for entry in pareto(ledger.entries)}
     rows = []
@@ -60,12 +61,12 @@ def trials_frame(ledger: Ledger) -> pd.DataFrame:
 
 
 def sensitivity_frame(ledger: Ledger) -> pd.DataFrame:
-    """A row for each part that a search may bypass: a layer's `attention`, its `mlp`, or (by layers) both, `layer`.
+    """Return a row for each part that may be bypassed: a layer's `attention`, its `mlp`, or both as a `layer`.
 
     `speedup`: predicted, over plain decoding, of always drafting a few tokens (`draft_tokens`) with that part alone
-    bypassed, the rest in the base mode (`Space.base`); `gain`: by what share that is more than with nothing bypassed,
-    below 0 where it is less. Both are NaN
-    where none is known. Raises `SelfspecError` where the study holds none of this.
+    bypassed, the rest in the base mode (`Space.base`). `gain`: the relative change of the speedup from bypassing
+    nothing, negative for a loss. Both are NaN where none is known. Raises `SelfspecError` where the study has no gains
+    or no cost model.
     """
     costs, gains = ledger.costs, ledger.gains
     if gains is None or costs is None:
@@ -97,6 +98,6 @@ def _space(ledger: Ledger) -> Space:
 
 
 def _drafted(said: dict[str, Any]) -> int:
-    """How many tokens were always drafted when parts were tried alone."""
+    """Return the fixed draft length of the drafts that tried parts alone."""
     spec = said.get("controller")
     return ALONE if spec is None else min(ALONE, deepest([make_controller(ControllerSpec.model_validate(spec))]))

@@ -1,4 +1,4 @@
-"""Warm starts: draft paths worth trying first. They matter more than which sampler proposes the rest."""
+"""Warm starts: draft paths to try first. They matter more than the choice of strategy."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .climbing import Gains
 from .space import Point, Space
 from .target_text import Streams
 
-SHARES = (0.25, 0.375, 0.5, 0.625)  # of all variables: so many of those that matter least are skipped
-FEW = (0.05, 0.1, 0.2, 0.35)  # of them, where the rest is cheap already
-BUDGETS = 24  # levels of skipped cost that the dynamic programme distinguishes
+SHARES = (0.25, 0.375, 0.5, 0.625)  # share of all variables to skip, those of the highest gain first
+FEW = (0.05, 0.1, 0.2, 0.35)  # the same, where the rest runs quantised and is cheap already
+BUDGETS = 24  # levels of skipped cost in the dynamic programme
 
 
 def likely(space: Space, gains: Gains) -> tuple[DraftPath, ...]:
-    """The paths to try first, by what each change alone brings.
+    """Return the paths to try first, by the gain of each single change.
 
-    Everything in 8 bits, and in 4; those variables that gain most (or hurt
-    least) in a cheaper mode than the base in it, the first k of them for several k, the rest in the base mode; and with
-    the rest in full.
+    With a quantised base mode: everything in int8; everything in int4; for each cheaper mode, the k variables that gain
+    most (or lose least) in it, for several k, with the rest in the base mode; and two skip sets with the rest in full.
+    With base mode full: `first_k` alone.
     """
     if space.base == "full":
         return first_k(space, gains)
@@ -43,7 +43,10 @@ def first_k(
     shares: Sequence[float] = SHARES,
     rest: Point | None = None,
 ) -> tuple[DraftPath, ...]:
-    """The variables that gain most (or hurt least) in a mode, the first k of them for several k, the rest as told."""
+    """Return paths with the k best variables in a mode, for several k, and the others as in `rest`.
+
+    The best variables gain most (or lose least) in the mode.
+    """
     able = {i: of.index(mode) for i, of in enumerate(space.choices) if mode in of}
     ranked = sorted(able, key=lambda i: -gains[i][able[i]])
     chosen = ({*ranked[: round(len(able) * share)]} for share in shares)
@@ -51,20 +54,20 @@ def first_k(
 
 
 def every_second(space: Space) -> DraftPath:
-    """Every second layer, where SWIFT (Xia et al. 2410.06916) starts."""
+    """Return the path that skips every second layer, where SWIFT (Xia et al. 2410.06916) starts."""
     second = tuple(range(1, space.layers - 1, 2))
     return space.nearest(SkipSet(second, second))
 
 
 def every_fourth(space: Space) -> DraftPath:
-    """Every fourth layer: drafts that are often right, and not always."""
+    """Return the path that skips every fourth layer: its drafts are often right, but not always."""
     fourth = tuple(range(1, space.layers - 1, 4)) or (0,)
     return space.nearest(SkipSet(fourth, fourth))
 
 
 def by_cosines(space: Space, streams: Streams) -> Gains:
-    """Gains by how little each variable changes the stream, the more bits are lost the less."""
-    alike = [*_cosines(space, streams), 1.0]  # the head's, where it has a choice, is not known
+    """Return gains by how little skipping a variable changes the stream: its cosine less 1; 0 for the other modes."""
+    alike = [*_cosines(space, streams), 1.0]  # the head, where it is a variable, has no cosine
     return tuple(
         tuple(alike[min(i, len(alike) - 1)] - 1 if mode == "skip" else 0.0 for mode in of)
         for i, of in enumerate(space.choices)
@@ -72,26 +75,26 @@ def by_cosines(space: Space, streams: Streams) -> Gains:
 
 
 def _cosines(space: Space, streams: Streams) -> list[float]:
-    """For each variable, the mean cosine of the streams that enter and leave it in the whole model."""
+    """Return for each variable the mean cosine of its input and output streams in the whole model."""
     return [_cosine(*_ends(part, streams), streams.real) for part in space.variables]
 
 
 def _ends(part: SkipSet, streams: Streams) -> tuple[Tensor, Tensor]:
-    """The whole model's streams before and after a variable's sub-layers."""
+    """Return the whole model's streams before and after a variable's sub-layers."""
     layer = (part.attention or part.mlp)[0]
     before = streams.entering[layer] if part.attention else streams.between[layer]
     return before, streams.entering[layer + 1] if part.mlp else streams.between[layer]
 
 
 def programme(space: Space, streams: Streams, costs: CostModel) -> tuple[DraftPath, ...]:
-    """One path for each budget of skipped cost, by dynamic programming over the sub-layers in order.
+    """Return one path for each budget of skipped cost, by dynamic programming over the sub-layers in order.
 
-    What is not skipped runs in the base mode; the streams are the whole model's.
+    Sub-layers that are not skipped run in the base mode; the streams are the whole model's.
 
-    After CLaSp (Chen et al. 2505.24196), with one decision for all positions. A state is the stream `[B, n, D]` that
-    some choice has led to; of running a variable's sub-layers on the state of cost j and skipping them from the state
-    of cost j - c, the one with the higher mean cosine to the whole model's stream is kept. Sets whose budgets lie
-    near half of the whole come first.
+    After CLaSp (Chen et al. 2505.24196), with one decision for all positions. A state is the stream `[B, n, D]` after
+    some choices. Of running a variable's sub-layers on the state of cost j, and skipping them from the state of cost
+    j - c, the result with the higher mean cosine to the whole model's stream is kept. Paths whose budgets are near half
+    of the whole come first.
     """
     prices = [len(part.attention) * costs.attention + len(part.mlp) * costs.mlp for part in space.variables]
     unit = (sum(prices) or 1.0) / BUDGETS
@@ -120,7 +123,7 @@ def programme(space: Space, streams: Streams, costs: CostModel) -> tuple[DraftPa
 
 
 def _run(x: Tensor, part: SkipSet, streams: Streams) -> Tensor:
-    """The stream after a variable's sub-layers ran on it."""
+    """Return the stream after a variable's sub-layers ran on it."""
     for layer in part.attention:
         added = streams.branch(layer, "attention", x)
         x = x.to(added.device) + added

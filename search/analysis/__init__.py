@@ -1,1 +1,1 @@
-"""What only notebooks ask of a search: sweeps, contests, drafted tokens. Knows nothing of the command line."""
+"""Analyses of a search for notebooks: sweeps, comparisons of strategies, drafted tokens."""

@@ -1,4 +1,4 @@
-"""Searches watched: strategies against the clock, what each sub-layer matters, predictions beside what was timed."""
+"""Searches compared: strategies over time, the importance of each sub-layer, predictions beside measurements."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .workbench import Workbench
 def race(
     bench: Workbench, *, strategies: Sequence[str] = tuple(STRATEGIES), trials: int = 40, seeds: Sequence[int] = (0,)
 ) -> pd.DataFrame:
-    """Every strategy with the same texts, costs, gains and warm starts; a row for each trial.
+    """Run every strategy with the same texts, costs, gains and warm starts; return a row for each trial.
 
-    Columns: `strategy`, `seed`, `trial` (from 1), `seconds` since the first was asked for, the strategy's own thinking
-    included, `speedup` (predicted, over plain decoding; of a pruned trial, of the share that was looked at), `pruned`,
-    `best` (the best speedup so far), `skip`.
+    Columns: `strategy`, `seed`, `trial` (from 1), `seconds` since the first `ask`, the strategy's own time included,
+    `speedup` (predicted, over plain decoding; for a pruned trial, on the share that was replayed), `pruned`, `best`
+    (the best speedup so far), `skip`.
     """
     rows = []
     for seed in seeds:
@@ -49,10 +49,10 @@ def race(
 
 
 def importance(bench: Workbench, trials: pd.DataFrame, *, seed: int = 0) -> pd.DataFrame:
-    """How much each sub-layer matters for the speedups of a `race`: Optuna's fANOVA (Hutter et al. 2014).
+    """Return the importance of each sub-layer for the speedups of a `race`: Optuna's fANOVA (Hutter et al. 2014).
 
-    Columns: `layer`, `part`, `importance` (all add up to 1), `effect` (mean speedup of the trials that bypassed it less
-    that of those that did not; nothing where all did alike). Every skip set counts once.
+    Columns: `layer`, `part`, `importance` (adds up to 1), `effect` (the mean speedup of the trials that bypassed the
+    sub-layer, less that of the other trials; NaN where either group is empty). Every skip set counts once.
     """
     distinct = trials.drop_duplicates("skip")
     bits = pd.DataFrame([bench.space.point(skip) for skip in distinct["skip"]], columns=list(bench.space.names)) > 0
@@ -71,10 +71,10 @@ def importance(bench: Workbench, trials: pd.DataFrame, *, seed: int = 0) -> pd.D
 
 
 def predictions(bench: Workbench, *, sets: int = 8, rounds: int = 2, seed: int = 0) -> pd.DataFrame:
-    """Random skip sets decoded for real, on the texts that they were predicted on.
+    """Measure random skip sets by real decoding, on the texts that they were predicted on.
 
-    Columns: `temperature`, `skipped`, `predicted` and `measured` (speedup over plain decoding, prompt included),
-    `low` and `high` (95% bootstrap interval over prompts).
+    Columns: `temperature`, `skipped`, `predicted` and `measured` (speedup over plain decoding, prefill included), `low`
+    and `high` (95% bootstrap interval over prompts).
     """
     profiles = [bench.profile(bench.score(skip)) for skip in random_sets(bench, sets, seed)]
     rows = [
@@ -85,10 +85,10 @@ def predictions(bench: Workbench, *, sets: int = 8, rounds: int = 2, seed: int =
 
 
 def cost_fit(bench: Workbench, *, sets: int = 8, seed: int = 0) -> pd.DataFrame:
-    """The cost model's draft steps beside timed ones, of random skip sets that it was not fitted to.
+    """Compare the cost model's draft steps with timed ones, on random skip sets that it was not fitted to.
 
-    Columns: `attention` and `mlp` (how many of either run), `predicted` and `timed`: a draft step as a share of a plain
-    one, which is timed along with it, as a machine's speed drifts.
+    Columns: `attention` and `mlp` (the number of each that run), `predicted` and `timed`: a draft step as a share of a
+    plain step, which is timed along with it, as a machine's speed drifts.
     """
     rows = []
     layers, costs = bench.space.layers, bench.costs
@@ -102,12 +102,12 @@ def cost_fit(bench: Workbench, *, sets: int = 8, seed: int = 0) -> pd.DataFrame:
 
 
 def verification_costs(bench: Workbench) -> pd.DataFrame:
-    """What a pass over several rows costs, as a share of one row's. Columns: `rows`, `share`."""
+    """Return the cost of a pass over several rows, as a share of that of one row. Columns: `rows`, `share`."""
     costs = bench.costs
     return pd.DataFrame({"rows": costs.widths, "share": [v / costs.verify[0] for v in costs.verify]})
 
 
 def random_sets(bench: Workbench, count: int, seed: int) -> list[SkipSet]:
-    """Skip sets of a tenth to six tenths of the sub-layers."""
+    """Return random skip sets of a tenth to six tenths of the sub-layers."""
     draw, n = random.Random(seed), len(bench.space)
     return [random_set(bench, draw.randint(max(1, n // 10), 6 * n // 10), draw) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""How drafts go on one trace: thresholds, lengths, acceptance by place and confidence, controllers, candidates."""
+"""Drafts on one trace: thresholds, draft lengths, acceptance by position and confidence, controllers, candidates."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..oracle import oracle_bound
 from ..trace import Trace, steps, walk
 from .workbench import Workbench
 
-Z = 1.96  # of a 95% interval
+Z = 1.96  # standard errors in half a 95% interval
 
 
 def rounds_frame(traces: Sequence[Trace], controller: Controller, *, candidates: int = 1) -> pd.DataFrame:
-    """The rounds that decoding the texts in order would have; the controller learns from text to text.
+    """Return the rounds of decoding the texts in order; the controller learns from text to text.
 
     Columns: `text`, `round` (of the text, from 1), `drafted`, `accepted` (of these tokens), `candidates` (verified at
-    all places together, the drafted tokens counted), `other` (another candidate was right where the drafted token was
-    not), `emitted`, `threshold` (after the round; nothing where there is none).
+    all positions, the drafted tokens included), `other` (another candidate was right where the drafted token was not),
+    `emitted`, `threshold` (after the round; empty for a controller without one).
     """
     state = controller.start()
     rows = []
@@ -38,17 +38,17 @@ def rounds_frame(traces: Sequence[Trace], controller: Controller, *, candidates:
 
 
 def drafted_tokens(traces: Sequence[Trace]) -> pd.DataFrame:
-    """Every drafted token, from every start, whose draft was the text's own up to it.
+    """Return every drafted token, from every start, whose predecessors in the draft all match the text.
 
-    Columns: `place` (in the draft, from 1), `confidence`, `accepted`, `rank` (which candidate was the text's token
-    where the drafted one was not: 1 for the second; 0: none that was looked at).
+    Columns: `place` (position in the draft, from 1), `confidence`, `accepted`, `rank` (which candidate matches where
+    the drafted token does not: 1 for the second; 0: no known one).
     """
     tokens = pd.DataFrame([token for trace in traces for token in drafted(trace)], columns=list(Drafted._fields))
     return tokens[["place", "confidence", "accepted", "rank"]]
 
 
 def acceptance_by(tokens: pd.DataFrame, column: str, *, bins: int = 12) -> pd.DataFrame:
-    """Acceptance of `drafted_tokens` by `place`, or by `confidence` in bins of as many tokens each.
+    """Return the acceptance rate of `drafted_tokens` by `place`, or by `confidence` in bins of equally many tokens.
 
     Columns: `column` (the bin's mean), `accepted` (the share), `low` and `high` (95%, Wilson 1927), `tokens`.
     """
@@ -71,11 +71,12 @@ def acceptance_by(tokens: pd.DataFrame, column: str, *, bins: int = 12) -> pd.Da
 
 
 def best_lengths(bench: Workbench, skips: Sequence[SkipSet], *, most: int = 8) -> pd.DataFrame:
-    """The best fixed draft length and what it brings: by theory at each acceptance, and on the traces of skip sets.
+    """Return the best fixed draft length and its speedup: by theory at each acceptance rate, and on skip sets' traces.
 
-    Theory is Leviathan et al. (2211.17192): every token is accepted with the same chance; a verification takes what the
-    bench's costs say for its rows, a draft step the median of the sets'. Columns: `source` (theory or trace),
-    `acceptance` (the chance that a token is accepted if all before it are), `k` (0: none is drafted), `speedup`.
+    Theory is Leviathan et al. (2211.17192): every token is accepted with the same chance. A verification pass costs
+    what the bench's cost model has for its rows, and a draft step the median over the skip sets. Columns: `source`
+    (theory or trace), `acceptance` (the chance that a token is accepted if all before it are), `k` (0: no drafting),
+    `speedup`.
     """
     costs, layers = bench.costs, bench.space.layers
     typical = float(np.median([costs.draft(skip, layers) for skip in skips]))
@@ -94,10 +95,10 @@ def best_lengths(bench: Workbench, skips: Sequence[SkipSet], *, most: int = 8) -
 
 
 def compare_controllers(bench: Workbench, skip: SkipSet) -> pd.DataFrame:
-    """Every kind of controller, its options tuned on the bench's texts, with ever more candidates for each place.
+    """Compare every kind of controller, its options tuned on the bench's texts, with growing numbers of candidates.
 
-    Columns: `controller`, `candidates` (at most, for each place; 1 is a chain), `speedup` (predicted, over plain
-    decoding), `bound` (of perfect stopping with as many), `acceptance_rate`, `tokens_per_round`, `options`.
+    Columns: `controller`, `candidates` (the most for each position; 1 is a chain), `speedup` (predicted, over plain
+    decoding), `bound` (of perfect stopping with as many candidates), `acceptance_rate`, `tokens_per_round`, `options`.
     """
     draft, traces = bench.costs.draft(skip, bench.space.layers), bench.traces(skip)
     kinds = {kind: [c for c in bench.controllers if c.name == kind] for kind in CONTROLLERS}

@@ -33,13 +33,13 @@ ATTENTION, MLP = "attention alone", "MLP alone"
 
 
 def sweep(bench: Workbench, *, counts: Sequence[int] | None = None, each: int = 2, seed: int = 0) -> pd.DataFrame:
-    """Families of skip sets, a row for each set.
+    """Score families of skip sets; return a row for each set.
 
-    `counts`: how many sub-layers are bypassed (None: up to three quarters of them, in steps of two); `each`: random
-    sets of each count. Columns: `family`, `temperature`, `skipped`, `attention` and `mlp` (how many of either),
+    `counts`: the numbers of bypassed sub-layers (None: up to three quarters of all, in steps of two); `each`: random
+    sets of each count. Columns: `family`, `temperature`, `skipped`, `attention` and `mlp` (the number of each),
     `speedup` (predicted, over plain decoding), `acceptance_rate`, `tokens_per_round`, `draft_cost` (a draft step as a
-    share of a plain one), `bound` (the speedup of perfect stopping, of greedy elimination alone, as it takes longest),
-    `score` (the `Score` itself), `rest` (how what is not bypassed drafts, in words).
+    share of a plain step), `bound` (the speedup of perfect stopping, for greedy elimination alone, as it takes
+    longest), `score` (the `Score` itself), `rest` (the mode of the other sub-layers, as text).
     """
     counts = range(2, 3 * len(bench.space) // 4 + 1, 2) if counts is None else sorted(counts)
     sets = _sets(bench, counts, each, seed)
@@ -47,7 +47,7 @@ def sweep(bench: Workbench, *, counts: Sequence[int] | None = None, each: int = 
 
 
 def row(bench: Workbench, family: str, score: Score, *, bound: bool = True) -> dict[str, object]:
-    """A row of `sweep` for a set that has been scored."""
+    """Return the row of `sweep` for a scored path."""
     return {
         "family": family,
         "temperature": bench.temperature,
@@ -83,14 +83,14 @@ def _sets(bench: Workbench, counts: Sequence[int], each: int, seed: int) -> Iter
 
 
 def random_set(bench: Workbench, count: int, draw: random.Random) -> SkipSet:
-    """A skip set of `count` sub-layers."""
+    """Return a random skip set of `count` sub-layers."""
     return bench.space.choose(draw.sample(range(len(bench.space)), count)).skip
 
 
 def elimination(bench: Workbench, counts: Iterable[int]) -> Iterator[SkipSet]:
-    """A skip set of each of `counts` by greedy elimination: the next sub-layer is the one that leaves most speed.
+    """Yield a skip set of each of `counts` by greedy elimination, which bypasses the sub-layer that leaves most speed.
 
-    Lazily (Minoux 1978): a sub-layer is scored again only when its last score makes it the most promising one.
+    The elimination is lazy (Minoux 1978): a sub-layer is scored again only when its last score is the most promising.
     """
     wanted = set(counts)
     strategy = Greedy(bench.space, seed=bench.seed, gains=bench.problem.gains)
@@ -103,16 +103,16 @@ def elimination(bench: Workbench, counts: Iterable[int]) -> Iterator[SkipSet]:
 
 
 def measure_rows(bench: Workbench, rows: pd.DataFrame, *, rounds: int = 2) -> pd.DataFrame:
-    """The rows of a `sweep` with `measured`, `low` and `high`: the median speedup over plain decoding, interleaved.
+    """Return the rows of a `sweep` with `measured`, `low` and `high`: the measured speedup over plain decoding.
 
-    Over prompts that were not searched on, with its 95% bootstrap interval.
+    It is the median over held-out prompts, interleaved with plain decoding, with its 95% bootstrap interval.
     """
     found = bench.measure([bench.profile(score) for score in rows["score"]], bench.held_out, rounds=rounds)
     return rows.join(pd.DataFrame(found, columns=["measured", "low", "high"], index=rows.index))
 
 
 def representatives(rows: pd.DataFrame, *, each: int = 3) -> pd.DataFrame:
-    """Rows of every family to be measured: the one predicted fastest, and others spread over the counts."""
+    """Return rows of every family to measure: the one predicted fastest, and others spread over the counts."""
     picked: list[int] = []
     for _, family in rows.groupby("family", sort=False):
         ordered = family.sort_values("skipped")
@@ -123,7 +123,7 @@ def representatives(rows: pd.DataFrame, *, each: int = 3) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Speedups:
-    """`rows` as of `sweep`, some measured; `sensitivity` by temperature and rest, as of `sensitivity_frame`."""
+    """`rows` as from `sweep`, some measured; `sensitivity` by temperature and rest, as from `sensitivity_frame`."""
 
     rows: pd.DataFrame
     sensitivity: dict[tuple[float, HeadMode], pd.DataFrame]
@@ -144,12 +144,12 @@ def speedups(
     seed: int = 0,
     costs: CostModel | None = None,
 ) -> Speedups:
-    """Everything that a plot of speedup against bypassed sub-layers shows, at several temperatures.
+    """Return everything that a plot of speedup against bypassed sub-layers shows, at several temperatures.
 
-    What is not bypassed drafts in each of `rests`. Beside a `sweep` there are the Pareto front (acceptance against
-    draft cost) and the profile of a search of `trials` with the same texts; some of every family is measured in
-    `rounds` rounds (0: nothing is). With `costs`, another machine's or model's, nothing is measured or searched: the
-    texts and drafts are this model's, and the seconds theirs.
+    Sub-layers that are not bypassed draft in each mode of `rests`. Beside a `sweep` there are the Pareto front
+    (acceptance against draft cost) and the profile of a search of `trials` on the same texts. Some rows of every family
+    are measured in `rounds` rounds (0: none). With `costs`, of another machine or model, nothing is measured or
+    searched: texts and drafts are this model's, and seconds follow `costs`.
     """
     rows: list[pd.DataFrame] = []
     sensitivity = {}

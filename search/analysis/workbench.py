@@ -1,4 +1,4 @@
-"""A workbench: one model's texts, replayed, with what decoding costs; what the notebooks' figures are computed from."""
+"""A workbench: one model's texts, their replay, and the costs of decoding; the source of the notebooks' figures."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from ..trace import Trace
 
 
 class Workbench:
-    """What a search knows before its first trial, and the worth of any skip set; a context manager.
+    """The preparation of a search, and the score of any skip set; a context manager.
 
-    `prompts`: calibration text, what `read_prompts` read, or None for what comes with selfspec; `count` of them are
-    continued by `max_new_tokens` at `temperature`, and as many others are kept in `held_out` for measuring. What is not
-    bypassed, and the head, drafts in the mode `rest`. The costs are measured, unless given. Sub-layers' gains are in
-    `problem`. Raises `SelfspecError` as `find_profile` does.
+    `prompts`: calibration text, the result of `read_prompts`, or None for the built-in prompts; `count` of them are
+    continued by `max_new_tokens` at `temperature`, and as many others are kept in `held_out` for measuring. Sub-layers
+    that are not bypassed, and the head, draft in the mode `rest`. The costs are measured if `costs` is None.
+    Sub-layers' gains are in `problem`. Raises `SelfspecError` as `find_profile` does.
     """
 
     costs: CostModel
@@ -96,29 +96,29 @@ class Workbench:
 
     @property
     def temperature(self) -> float:
-        """Of the texts and drafts."""
+        """The temperature of the texts and drafts."""
         return self.decoding.temperature
 
     def objective(self) -> Replayed:
-        """The search's objective as it is before the first trial: no best set is known, so that none is pruned."""
+        """Return the search's objective as before the first trial: without an incumbent, so that no path is pruned."""
         return Replayed(self.replay, self.costs, self.controllers)
 
     def path(self, of: DraftPath | SkipSet) -> DraftPath:
-        """A draft path as it is, or that of a skip set here."""
+        """Return the draft path of a skip set in this space; a draft path is returned unchanged."""
         return self.space.nearest(of) if isinstance(of, SkipSet) else of
 
     def score(self, of: DraftPath | SkipSet) -> Score:
-        """What a skip set or a path is worth with the best of the controllers, looked at in full."""
+        """Return the score of a skip set or a path with the best of the controllers, on all starts."""
         return self.objective().score(self.path(of))
 
     def profile(self, score: Score) -> Profile:
-        """A profile that drafts as was scored."""
+        """Return a profile that drafts as was scored."""
         return drafting_as(Profile(model=self.llm.identity, costs=self.costs), score, self.replay.confidence)
 
     def measure(
         self, profiles: Sequence[Profile], prompts: Sequence[Prompt], *, rounds: int
     ) -> list[tuple[float, float, float]]:
-        """Each profile's median speedup over plain decoding, and its 95% bootstrap interval; all interleaved."""
+        """Return each profile's median speedup over plain decoding, and its 95% bootstrap interval; all interleaved."""
         options = self.decoding.timed()
         methods = {str(i): method(self.llm, self.llm.drafts_with(p), options) for i, p in enumerate(profiles)}
         methods = {"plain": method(self.llm, PlainDrafter(), options), **methods}
@@ -127,19 +127,19 @@ class Workbench:
         return [(speedup, low, high) for speedup, (low, high) in found]
 
     def traces(self, of: DraftPath | SkipSet) -> list[Trace]:
-        """Drafts from every place of the texts, as long as any of the controllers' may be."""
+        """Return the drafts from every start of the texts, as long as any of the controllers may draft."""
         return self.replay.trace(self.path(of), [FixedK(deepest(self.controllers))])
 
     def draft_cost(self, of: DraftPath | SkipSet) -> float:
-        """A draft step as a share of a plain one."""
+        """Return a draft step as a share of a plain step."""
         return self.costs.draft_share(self.path(of), self.space.layers)
 
     def payoff(self, of: DraftPath | SkipSet) -> PayoffModel:
-        """What a rate-optimal controller is to know of such drafts."""
+        """Return the payoff model of drafts along a path, for a rate-optimal controller."""
         curve = fit_curve(self.traces(of), self.replay.candidates)
         return PayoffModel.of(self.costs, self.path(of), self.space.layers, curve)
 
     def bound(self, of: DraftPath | SkipSet) -> Bound:
-        """What such drafts would bring if every one ended, and had candidates, exactly where it should."""
+        """Return the oracle bound of drafts along a path, where every draft ends exactly where it should."""
         draft = self.costs.draft(self.path(of), self.space.layers)
         return oracle_bound(self.traces(of), self.costs, draft, candidates=self.replay.candidates)
