@@ -1,1 +1,1 @@
-"""selfspec called by other libraries, as theirs: `transformers`' generate. Knows nothing of the command line."""
+"""Integrations into other libraries: `transformers`' generate."""

@@ -1,4 +1,4 @@
-"""Several sequences as `transformers`' generate shows them: token by token, side by side, ended ones padded."""
+"""Decoded sequences in `transformers`' batch format: one token per column, ended sequences padded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from selfspec.speculation.sequence import SequenceState
 
 
 class Columns:
-    """What decoded sequences emit, in columns: the next token of every one of them at a time.
+    """The output of several sequences in columns: the next token of each sequence at a time.
 
-    Rounds bring sequences forward by different numbers of tokens; a column is settled as soon as each that has not
-    ended has its token, and then goes to the `criteria` and the `streamer`, which so see what `transformers` shows
-    them. Tokens after the one at which a criterion ended a sequence are dropped. `ids` `[B, n]`: the padded prompts;
-    `pad` follows sequences that have ended. With `scores` or `logits` these are kept for each column.
+    Rounds advance sequences by different numbers of tokens. A column is settled once every sequence that has not ended
+    has its token. It then goes to the `criteria` and the `streamer`, which see the same input as in `transformers`.
+    Tokens after the one at which a criterion ended a sequence are dropped. `ids` `[B, n]`: the padded prompts; `pad`:
+    the token after the end of a sequence. With `scores` or `logits` these are kept for each column.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Columns:
 
     @property
     def open(self) -> bool:
-        """Whether a sequence has not ended."""
+        """Whether any sequence has not ended."""
         return not all(self._done)
 
     def take(self, outcomes: Sequence[tuple[SequenceState, Outcome]]) -> None:
-        """What a round brought; its tokens are in the sequences already."""
+        """Store the logits of a round; its tokens are in the sequences already."""
         if self._raw is None:
             return
         for seq, outcome in outcomes:
@@ -62,7 +62,7 @@ class Columns:
             self._raw[self._seqs.index(seq)] += found[0, rows].to(wide, copy=True)
 
     def settle(self) -> list[SequenceState]:
-        """Settle all columns that can be; the sequences that ended in them."""
+        """Settle all complete columns; return the sequences that ended in them."""
         ended: list[SequenceState] = []
         while self.open and all(done or self._has_next(row) for row, done in enumerate(self._done)):
             ended += self._settle_one()
@@ -100,7 +100,7 @@ class Columns:
         return found
 
     def _keep(self, place: int) -> None:
-        """The logits and scores of a column; zeros where a sequence has ended."""
+        """Store the logits and scores of a column; zeros for ended sequences."""
         if self._raw is None:
             return
         rows = [None if done else raw[place] for raw, done in zip(self._raw, self._done, strict=True)]
@@ -118,7 +118,7 @@ class Columns:
         return scores
 
     def result(self, *, as_object: bool) -> Tensor | GenerateDecoderOnlyOutput:
-        """The settled columns after the prompts `[B, n + m]`, alone or in the object that generate returns."""
+        """Return the prompts with the settled columns `[B, n + m]`, alone or in generate's output object."""
         if self._streamer is not None:
             self._streamer.end()
         ids: Tensor = self._ids[:, : self._width]

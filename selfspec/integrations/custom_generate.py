@@ -1,4 +1,4 @@
-"""selfspec inside `transformers`: what `model.generate(..., custom_generate=...)` is given."""
+"""selfspec inside `transformers`: a decoding method for `model.generate(..., custom_generate=...)`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from selfspec.speculation.sampling import Sampler, reads_prefix
 from selfspec.speculation.sequence import SequenceState
 
 _READ = ("attention_mask", "position_ids")
-_IDLE = ("use_cache", "logits_to_keep", "cache_position")  # how generate's own loop calls the model
+_IDLE = ("use_cache", "logits_to_keep", "cache_position")  # arguments of generate's own loop, which need no handling
 _SEEDS = 2**62
 
 
@@ -54,24 +54,25 @@ def hf(
     streamer: Any = None,
     layout: str | None = None,
 ) -> CustomGenerate:
-    """For `model.generate(..., custom_generate=hf(...))`: `transformers`' own output, drafted and verified.
+    """Return a method for `model.generate(..., custom_generate=...)`: `transformers`' output by speculative decoding.
 
-    Greedy texts are those of the same call without it, sampled ones have its distribution; these draw from torch's
-    generator, so that `set_seed` repeats them. Everything else in the call keeps its meaning: generation config, logits
-    processors, stopping criteria, several prompts padded on the left, several returned sequences. `transformers` hands
-    a function no `tokenizer`: for `stop_strings`, call `hf(...).generate(model, ...)`, which takes the same arguments.
+    Greedy texts equal those of the same call without it, and sampled ones have the same distribution. Sampling draws
+    from torch's generator, so that `set_seed` makes it reproducible. Everything else in the call keeps its meaning:
+    generation config, logits processors, stopping criteria, several prompts padded on the left, several returned
+    sequences. `transformers` passes a function no `tokenizer`: for `stop_strings`, call `hf(...).generate(model, ...)`,
+    which takes the same arguments.
 
-    `profile` and `method` as in `load`; `rule`: how drafts of sampled texts are verified, `match` by default; a
-    `streamer` replaces the call's. Keep the object: what it prepares for a model serves its next calls. `layout`: how
-    the model's weights are laid out, in place, when it is first used, see `layout.lay_out_`; `auto` is what `load` does
-    and much faster on a CPU, and left out they stay as they lie. Raises `SelfspecError`, also later for a call that
-    asks for what cannot be had.
+    `profile` and `method`: as in `load`. `rule`: how drafts of sampled texts are verified, `match` by default.
+    `streamer` replaces the call's. Reuse the object: what it prepares for a model serves its next calls. `layout`: the
+    weight layout that the model is converted to, in place, at its first use, see `layout.lay_out_`; `auto` is `load`'s
+    choice and much faster on a CPU; by default the weights stay as they are. Raises `SelfspecError`, also later for a
+    call with unsupported arguments.
     """
     return CustomGenerate(named_profile(profile), method=method, rule=rule, streamer=streamer, layout=layout)
 
 
 class CustomGenerate:
-    """A decoding method for `transformers`' generate, as `hf` makes it; remembers what it prepared for a model."""
+    """A decoding method for `transformers`' generate, as made by `hf`; it caches what it prepared for a model."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class CustomGenerate:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """The prompts `[B, n]` and what follows `[B, n + m]`, padded on the right; or the output object of generate."""
+        """Decode the prompts `[B, n]`; return `[B, n + m]`, padded on the right, or generate's output object."""
         _check(generation_config, model_kwargs, model.config.vocab_size)
         prompts = _prompts(input_ids, model_kwargs)
         longest, ends, others = _limits(stopping_criteria, input_ids.shape[1])
@@ -139,7 +140,7 @@ class CustomGenerate:
         return columns.result(as_object=as_object)
 
     def generate(self, model: Any, *args: Any, **kwargs: Any) -> Tensor | GenerateDecoderOnlyOutput:
-        """`model.generate(*args, **kwargs)` by this method; takes `stop_strings` and `tokenizer`, too."""
+        """Call `model.generate(*args, **kwargs)` with this method; also supports `stop_strings` and `tokenizer`."""
         tokenizer, stops = kwargs.get("tokenizer"), kwargs.get("stop_strings")
         config = kwargs.get("generation_config")
         if stops is None and config is not None:
@@ -156,16 +157,16 @@ class CustomGenerate:
         return found
 
     def save(self, folder: str | Path) -> None:
-        """Write `custom_generate/generate.py` below a model's folder, as a repository on a hub ships it.
+        """Write `custom_generate/generate.py` to a model's folder, as a repository on a hub ships it.
 
-        Then `model.generate(..., custom_generate=folder, trust_remote_code=True)` decodes this way, and so does every
-        generate of a model loaded from there with `trust_remote_code=True`. The profile is written into it. Raises
-        `SelfspecError` for a profile with trained parts, and where the folder cannot be written.
+        Then `model.generate(..., custom_generate=folder, trust_remote_code=True)` decodes with this method, and so does
+        every generate of a model loaded from there with `trust_remote_code=True`. The profile is written into the file.
+        Raises `SelfspecError` for a profile with trained parts, and if the folder cannot be written.
         """
         write_repository(Path(folder), self.profile, {"method": self.method, "rule": self.rule, "layout": self.layout})
 
     def _prepared(self, model: Any) -> LLM:
-        """The model, wrapped once, and again when it was moved, cast or loaded anew."""
+        """Return the model wrapped as an `LLM`; wrap it again once it was moved, cast or reloaded."""
         if self._llm is None or self._weights != _where(model):
             check_whole(model, "selfspec.hf")
             self._lay_out(model)
@@ -174,7 +175,7 @@ class CustomGenerate:
         return self._llm
 
     def _lay_out(self, model: Any) -> None:
-        """As suits the profile that the model is to draft by."""
+        """Convert the weights to the layout that suits the profile chosen for the model."""
         if self.layout is None:
             return
         chosen = choose_profile(identity_of(model), self.profile, self.method)
@@ -183,7 +184,7 @@ class CustomGenerate:
         lay_out_(model, self.layout, drafting=bool(drafts), few_bits=few_bits)
 
     def _with_rows(self, llm: LLM, rows: int) -> tuple[Runtime, Drafter]:
-        """A runtime that holds so many sequences, and what drafts on it."""
+        """Return a runtime with at least `rows` cache rows, and a drafter on it."""
         if rows == 1:
             return llm.runtime, llm.drafter
         if self._several is None or self._several[0].rows < rows:
@@ -197,7 +198,7 @@ class CustomGenerate:
     def _samplers(
         self, processors: Sequence[LogitsProcessor], ids: Tensor, prompts: Sequence[list[int]], *, sampled: bool
     ) -> list[Sampler]:
-        """One for each sequence, with the processors as they see it among the others, and a seed from torch's own."""
+        """Return a sampler per sequence, with its processors as in the batch, and a seed from torch's generator."""
         rows, width = ids.shape
         samplers = []
         for row, prompt in enumerate(prompts):
@@ -211,23 +212,23 @@ class CustomGenerate:
 
 
 class _OfRow(LogitsProcessor):  # type: ignore[misc]
-    """A processor of a whole batch, applied to one sequence as if it stood there; its padding is put back.
+    """A batch's logits processor applied to one sequence, which is expanded to the batch's shape with its padding.
 
-    `transformers`' processors may tell sequences apart by their row, and count from where the padded prompt ends.
+    `transformers`' processors may distinguish sequences by their row, and count from the end of the padded prompt.
     """
 
     def __init__(self, processor: LogitsProcessor, row: int, rows: int, pads: Tensor) -> None:
         self.processor, self.row, self.rows, self.pads = processor, row, rows, pads
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """`scores` `[1, V]` processed, after the tokens `input_ids` `[1, n]` of this sequence."""
+        """Process `scores` `[1, V]` after this sequence's tokens `input_ids` `[1, n]`."""
         ids = torch.cat([self.pads.to(input_ids.device), input_ids[0]]).expand(self.rows, -1)
         processed: Tensor = self.processor(ids, scores.expand(self.rows, -1).clone())
         return processed[self.row : self.row + 1]
 
 
 def _where(model: Any) -> object:
-    """What changes where a model is moved, cast or loaded anew."""
+    """Return a value that changes when a model is moved, cast or reloaded."""
     table = model.get_input_embeddings().weight
     return id(model), table.device, table.dtype, table.data_ptr()
 
@@ -246,7 +247,7 @@ def _check(config: GenerationConfig, given: dict[str, Any], vocabulary: int) -> 
 
 
 def _prompts(input_ids: Tensor, given: dict[str, Any]) -> list[list[int]]:
-    """The token ids of each prompt, padding left out. Raises `SelfspecError` where it is not on the left."""
+    """Return the token ids of each prompt without padding. Raises `SelfspecError` if padding is not on the left."""
     width = input_ids.shape[1]
     mask = given.get("attention_mask")
     real = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).ne(0).long()
@@ -265,7 +266,7 @@ def _prompts(input_ids: Tensor, given: dict[str, Any]) -> list[list[int]]:
 
 
 def _limits(criteria: Sequence[StoppingCriteria], width: int) -> tuple[int, frozenset[int], list[StoppingCriteria]]:
-    """The most new tokens, the end tokens, and what else is to be asked after each token."""
+    """Return the maximum of new tokens, the end tokens, and the other criteria, to be checked after each token."""
     lengths = [one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)]
     ends = [one.eos_token_id.tolist() for one in criteria if isinstance(one, EosTokenCriteria)]
     others = [one for one in criteria if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)]
@@ -273,15 +274,15 @@ def _limits(criteria: Sequence[StoppingCriteria], width: int) -> tuple[int, froz
 
 
 def _pad(config: GenerationConfig, ends: frozenset[int]) -> int:
-    """What follows sequences that have ended before others."""
+    """Return the token that pads ended sequences."""
     found = config.pad_token_id
     return int(found) if found is not None else min(ends, default=0)
 
 
 def _streamer_of(frame: FrameType | None) -> Any:
-    """The streamer of the call of generate that this frame is called from: a function of ours is handed none.
+    """Return the streamer of generate's call, read from the frame that called this one: generate does not pass it on.
 
-    The prompt has gone through it by then, and who reads from it would wait for ever.
+    generate has already put the prompt into it, so that a consumer would wait forever if no token followed.
     """
     caller = None if frame is None else frame.f_back
     return None if caller is None else caller.f_locals.get("streamer")

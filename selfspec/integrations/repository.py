@@ -1,4 +1,4 @@
-"""The folder `custom_generate/` of a model's repository, from which `transformers` takes its way to generate."""
+"""The folder `custom_generate/` of a model's repository, from which `transformers` loads a decoding method."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def generate(*args, model, **kwargs):
 
 
 def write_repository(folder: Path, profile: str | Profile, given: Mapping[str, str | None]) -> None:
-    """Write `custom_generate/generate.py` and its `requirements.txt` below `folder`; `given`: what else `hf` is told.
+    """Write `custom_generate/generate.py` and its `requirements.txt` to `folder`; `given`: further arguments of `hf`.
 
-    Raises `SelfspecError` for a profile with files of its own, as `transformers` brings none along, and where the place
-    cannot be written.
+    Raises `SelfspecError` for a profile with files of its own, which `transformers` would not download, and if the
+    folder cannot be written.
     """
     further = "".join(f", {name}={value!r}" for name, value in given.items() if value is not None)
     reads = text = ""
@@ -48,6 +48,6 @@ def write_repository(folder: Path, profile: str | Profile, given: Mapping[str, s
 
 
 def _literal(text: str) -> str:
-    """A Python literal of a text of several lines, one for each."""
+    """Return a Python literal of a text, with a line of code for each of its lines."""
     lines = "".join(f"    {line!r}\n" for line in text.splitlines(keepends=True))
     return f"(\n{lines})"

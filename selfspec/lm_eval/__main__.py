@@ -1,4 +1,4 @@
-"""lm-evaluation-harness's own command, with the model `selfspec` known to it."""
+"""The command of lm-evaluation-harness, with the model `selfspec` registered."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import sys
 
 
 def main() -> None:
-    """Run it; exits with 2 and one line for wrong input of ours, and where it is not installed."""
+    """Run the command; exits with 2 and one line for a `SelfspecError`, or if the harness is not installed."""
     from selfspec.basics.errors import SelfspecError
 
     try:
         from lm_eval.__main__ import cli_evaluate
 
-        import selfspec.lm_eval.model  # noqa: F401  (which registers it)
+        import selfspec.lm_eval.model  # noqa: F401  (registers the model)
     except ImportError as error:
         sys.exit(_told(f"lm-evaluation-harness cannot be imported ({error}); pip install 'selfspec[lm-eval]'"))
     try:

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness's own `hf` model, which generates by drafting and verifying."""
+"""lm-evaluation-harness's `hf` model with speculative decoding."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from selfspec.models.loading import gguf_file, load_model
 
 @register_model("selfspec")
 class SelfspecLM(HFLM):  # type: ignore[misc]
-    """`hf` of lm-evaluation-harness, with its arguments and scores: `generate_until` is drafted, the rest is theirs.
+    """`hf` of lm-evaluation-harness, with its arguments and scores; `generate_until` decodes speculatively.
 
-    `pretrained` may also be `builtin`, `smollm2-135m` or a GGUF file, which are loaded as `selfspec.load` does.
-    `profile`, `method`, `rule` and `layout` as in `selfspec.hf`. Raises `SelfspecError` as that does, and for such a
-    model with a tokenizer, as it brings its own.
+    `pretrained` may also be `builtin`, `smollm2-135m` or a GGUF file, loaded as by `selfspec.load`. `profile`,
+    `method`, `rule` and `layout`: as in `selfspec.hf`. Raises `SelfspecError` as `selfspec.hf` does, and for a
+    tokenizer passed with one of these models, which have their own.
     """
 
     def __init__(

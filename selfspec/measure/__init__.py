@@ -1,1 +1,1 @@
-"""Speed, costs and losslessness, measured. Knows nothing of the search."""
+"""Measurements of speed, costs and losslessness."""

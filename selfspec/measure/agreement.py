@@ -1,4 +1,4 @@
-"""Whether the methods of a benchmark gave plain decoding's texts: by token ids, near-ties told from bugs."""
+"""Comparison of the methods' texts with plain decoding's in a benchmark, by token ids; tells near-ties from bugs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from selfspec.text.prompt import Prompt
 
 Verdict = Literal["same", "near_tie", "bug"]
-_VERDICTS: tuple[Verdict, ...] = get_args(Verdict)  # each worse than those before
+_VERDICTS: tuple[Verdict, ...] = get_args(Verdict)  # from best to worst
 Tokens = tuple[int, ...]
 
 
 def verdict(plain: LLM, other: LLM, prompt: Prompt, texts: Collection[Tokens], others: Collection[Tokens]) -> Verdict:
-    """The worst difference between the greedy texts (new token ids) of two models that are one, laid out otherwise.
+    """Return the worst difference between the greedy texts (new token ids) of two copies of one model.
 
-    `texts`: plain decoding's, of all its runs; `others`: those of another method, which runs on `other`.
+    The copies may differ in their weight layouts. `texts`: plain decoding's, of all its runs; `others`: the texts of
+    another method, which runs on `other`.
     """
     first = min(texts)
     found = [_difference(plain, other, prompt, first, text) for text in sorted({*texts, *others} - {first})]
@@ -30,7 +31,7 @@ def verdict(plain: LLM, other: LLM, prompt: Prompt, texts: Collection[Tokens], o
 
 
 def counted(verdicts: Sequence[Verdict]) -> dict[str, int]:
-    """How many prompts were given each verdict."""
+    """Count the prompts with each verdict."""
     count = Counter(verdicts)
     return {"same": count["same"], "near_ties": count["near_tie"], "bugs": count["bug"]}
 
@@ -42,7 +43,7 @@ def _judged(difference: Difference | None) -> Verdict:
 
 
 def _difference(plain: LLM, other: LLM, prompt: Prompt, text: Tokens, its: Tokens) -> Difference | None:
-    """Passes of `other` say what rounding does there, and a pass of `plain` what another layout does."""
+    """Compare two texts; passes of `other` give its rounding noise, and a pass of `plain` the layouts' difference."""
     ids = plain.encode(prompt)
     reference = None
     if other is not plain:

@@ -1,8 +1,9 @@
-"""Is it lossless? Finds where outputs first differ from plain decoding's, and tells a near-tie from a bug.
+"""Audit of losslessness: finds the first difference from plain decoding's output, and tells near-ties from bugs.
 
 Passes of different widths use different kernels, and below float64 they may round a near-tie differently. The noise of
 a prefix is the largest difference between the logits that passes of different widths give after it. A first difference
-is a near-tie when the logits of both tokens lie within `TOLERANCE` times that of the best; anything else is a bug.
+is a near-tie if the logits of both tokens lie at most `TOLERANCE` times the noise below the best logit. Any other
+difference is a bug.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from selfspec.text.prompt import Prompt
 from selfspec.types.stats import Stats
 
 TOLERANCE = 4.0
-_WIDTHS = (2, 3, 4, 5, 6, 7, 8, 13)  # passes that a verification could have been
+_WIDTHS = (2, 3, 4, 5, 6, 7, 8, 13)  # widths of passes, as verification passes may have
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference: after how many new tokens, which tokens, and how near the two were.
+    """The first difference of two outputs: after how many new tokens, both tokens, and how close their logits are.
 
-    `gap`: by how much a pass of one row prefers its best token to the worse of the two; `noise`: the largest difference
-    between passes of one row and wider ones (or the other implementation) on the same prefix. Both in processed logits;
-    when sampling with a seed, in log probabilities with the noise of the place. One output ending before the other has
-    no gap.
+    `gap`: the best logit minus the lower logit of the two tokens, in a pass of one token. `noise`: the largest
+    difference between passes of one token and wider ones (or the other implementation) on the same prefix. Both are in
+    processed logits; when sampling with a seed, in log probabilities plus the position's noise. If one output ends
+    before the other, `gap` is None.
     """
 
     index: int
@@ -52,7 +53,7 @@ class Difference:
         return self.gap is not None and self.gap <= TOLERANCE * self.noise
 
     def __str__(self) -> str:
-        """One line for people."""
+        """Return one human-readable line."""
         if self.gap is None:
             return f"one output ends after {self.index} tokens, a BUG, please report it"
         what = "a near-tie" if self.near_tie else "a BUG, please report it"
@@ -71,11 +72,10 @@ def first_difference(
     sampler: Sampler | None = None,
     reference: Tensor | None = None,
 ) -> Difference | None:
-    """Where `other` first differs from `plain` (new token ids), or None when they are the same.
+    """Return the first difference of `other` from `plain` (new token ids), or None if they are equal.
 
-    `sampler`: how tokens were chosen, greedily where left out; a sampling one must have tied noise. `reference`:
-    another implementation's logits `[V]` on the common prefix, when `other` came from one. The runtime must not be
-    busy.
+    `sampler`: how the tokens were sampled; greedy by default. A sampling one must have tied noise. `reference`: another
+    implementation's logits `[V]` on the common prefix, if `other` came from one. The runtime must not be busy.
     """
     if list(plain) == list(other):
         return None
@@ -100,12 +100,12 @@ def first_difference(
 
 
 def in_common(plain: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts begin with that are the same."""
+    """Return the length of two texts' common prefix."""
     return next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other)))
 
 
 def _apart(a: Tensor, b: Tensor, token: int) -> float:
-    """The largest difference over the tokens that both allow; infinite where only one of them allows `token`."""
+    """Return the largest difference over tokens that both allow; infinite if only one of them allows `token`."""
     if a[token].isfinite() != b[token].isfinite():
         return math.inf
     both = a.isfinite() & b.isfinite()
@@ -113,9 +113,9 @@ def _apart(a: Tensor, b: Tensor, token: int) -> float:
 
 
 def _logits(runtime: Runtime, prompt: Sequence[int], new: Sequence[int], width: int) -> Tensor:
-    """The logits `[V]`, at least float32, after `prompt` in one pass and `new` in passes of `width` tokens.
+    """Return the logits `[V]`, at least float32, after `prompt` in one pass and `new` in passes of `width` tokens.
 
-    As when decoding, the last token of the prompt goes with the new ones; the last pass is a full one.
+    As when decoding, the last prompt token is read together with the new ones; the last pass has the full width.
     """
     tokens = torch.tensor([[*prompt, *new]], device=runtime.device)
     end = tokens.shape[1]
@@ -133,9 +133,9 @@ def _logits(runtime: Runtime, prompt: Sequence[int], new: Sequence[int], width: 
 
 @dataclass(slots=True)
 class Audit:
-    """What an audit found. `tokens`: plain decoding's, each compared; `stats`: of the speculative decoding.
+    """The result of an audit. `tokens`: the number of compared tokens; `stats`: of the speculative decoding.
 
-    `differences`: the number of the prompt (from 0), and the difference.
+    `differences`: pairs of the prompt's index (from 0) and the difference.
     """
 
     prompts: int = 0
@@ -145,16 +145,16 @@ class Audit:
 
     @property
     def near_ties(self) -> int:
-        """Differences that rounding explains."""
+        """The number of differences that rounding explains."""
         return sum(difference.near_tie for _, difference in self.differences)
 
     @property
     def bugs(self) -> int:
-        """Differences that nothing explains."""
+        """The number of differences that rounding does not explain."""
         return len(self.differences) - self.near_ties
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """Return the whole result, ready for JSON."""
         found = [
             {"prompt": prompt, **dataclasses.asdict(difference), "near_tie": difference.near_tie}
             for prompt, difference in self.differences
@@ -176,7 +176,7 @@ def audit(
     """Decode every prompt plainly and with `drafter`, and classify every difference.
 
     After a difference, speculation goes on from plain decoding's own text. `temperature` above 0 samples with `seed`,
-    under which the texts are the same too. `on_prompt` is shown what was found so far, after each prompt. Raises
+    under which both texts must be equal too. `on_prompt` receives the result so far after each prompt. Raises
     `SelfspecError` for a wrong option or prompt.
     """
     found = Audit()

@@ -1,4 +1,4 @@
-"""`selfspec bench`: every method on the same prompts, with what costs, theory and the memory bus say beside it."""
+"""`selfspec bench`: run every method on the same prompts, and compare with measured costs, theory and the roofline."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ WIDTHS = (1, 2, 3, 4, 6, 8)
 
 @dataclass(frozen=True)
 class BenchTask:
-    """What is run: `methods` on `prompts`, `rounds` times each; `skip` as `profile` describes it.
+    """The task of a benchmark: `methods` on `prompts`, `rounds` times each; `skip` drafts as `profile` describes.
 
-    `tasks`: the task of each prompt, none where they are not known, or figures by task are not wanted. `patience`: the
-    prompts after which a method that is slower than plain decoding goes no further; None: each runs to the end.
+    `tasks`: the task name of each prompt; empty if unknown, or if no figures by task are wanted. `patience`: the number
+    of prompts after which a method that is slower than plain decoding is dropped; None: every method runs to the end.
     """
 
     methods: tuple[str, ...]
@@ -51,7 +51,7 @@ class BenchTask:
 
 @dataclass
 class BenchCallbacks:
-    """Is told how a benchmark goes: what happens, how long the runs will take, and every run."""
+    """Callbacks of a benchmark: the current stage, the estimated seconds of the runs, and each finished run."""
 
     stage: Callable[[str], None] = lambda name: None
     estimate: Callable[[float, int], None] = lambda seconds, runs: None
@@ -60,9 +60,9 @@ class BenchCallbacks:
 
 @dataclass(frozen=True)
 class _Ran:
-    """What the methods did at one temperature: `texts[name][prompt]`, the different token ids that its runs gave.
+    """The runs at one temperature. `texts[name][prompt]`: the distinct token id sequences of a method's runs.
 
-    `growth`: bytes that the device's memory grew by in a method's first run. `drafters`: what drafted, of ours.
+    `growth`: bytes by which device memory grew in a method's first run. `drafters`: the drafter of each method, if any.
     """
 
     runs: Runs
@@ -76,9 +76,9 @@ Oracle = Callable[[LLM, BenchTask, CostModel, float], tuple[float, float]]
 
 @dataclass
 class Benchmark:
-    """A benchmark under way, temperature by temperature; `conditions` says how and on what.
+    """A benchmark that runs one temperature at a time; `conditions` describes the machine, the model and the task.
 
-    `oracle(llm, task, costs, temperature)` gives the bound on the trace: a speedup and tokens per round.
+    `oracle(llm, task, costs, temperature)` returns the upper bound on the trace: a speedup and tokens per round.
     """
 
     subjects: Subjects
@@ -87,7 +87,7 @@ class Benchmark:
     watch: BenchCallbacks = field(default_factory=BenchCallbacks)
 
     def conditions(self) -> Json:
-        """The machine, the model and the task, and what can be said without decoding."""
+        """Return the machine, the model and the task, and all figures that need no decoding."""
         s, t = self.subjects, self.task
         runtime = s.plain.runtime
         self.watch.stage("reading memory")
@@ -123,7 +123,7 @@ class Benchmark:
         }
 
     def at(self, temperature: float) -> Json:
-        """Every method at a temperature, and of a layer skip what costs, theory and oracle say."""
+        """Run every method at a temperature; for a layer skip, add the figures of costs, theory and oracle."""
         t = self.task
         options = same_length(Options(max_new_tokens=t.max_new_tokens, temperature=temperature))
         ran = self._run(options)
@@ -194,14 +194,14 @@ class Benchmark:
         return _Ran(runs, texts, growth, drafters)
 
     def _drafters(self) -> dict[str, Drafter | None]:
-        """What drafts, of the methods of ours that draft."""
+        """Return each method's drafter; None for plain decoding and for methods of `transformers`."""
         known = {name: find_method(name) for name in self.task.methods}
         return {name: of.drafter(self.subjects.on(of.weights), self.task.profile) for name, of in known.items()}
 
     def _methods(
         self, options: Options, last: dict[str, tuple[int, ...]], drafters: Mapping[str, Drafter | None]
     ) -> dict[str, Method]:
-        """The methods, which write the token ids of the text that they made last into `last`."""
+        """Return the methods; each writes the token ids of its last text into `last`."""
 
         def made(name: str) -> Method:
             known = find_method(name)
@@ -211,7 +211,7 @@ class Benchmark:
         return {name: made(name) for name in self.task.methods}
 
     def _hopeless(self, runs: Runs) -> set[str]:
-        """The methods of which enough was seen to say that they are slower than plain decoding; never that itself."""
+        """Return the methods, never plain decoding, whose speedup's interval lies below 1 after `patience` prompts."""
         patience, seen = self.task.patience, len(runs.stats["plain"])
         if patience is None or seen < patience:
             return set()
@@ -219,14 +219,14 @@ class Benchmark:
         return {name for name in running if runs.speedup(name, "plain")[1][1] < 1}
 
     def _verdicts(self, name: str, texts: Mapping[str, Sequence[Collection[tuple[int, ...]]]]) -> list[Verdict]:
-        """For each prompt, whether a method's greedy text is plain decoding's."""
+        """Return, for each prompt, how a method's greedy text agrees with plain decoding's."""
         self.watch.stage("comparing texts")
         plain, other = self.subjects.plain, self.subjects.on(find_method(name).weights)
         prompts = zip(self.task.prompts, texts["plain"], texts[name], strict=True)
         return [verdict(plain, other, prompt, mine, others) for prompt, mine, others in prompts if others]
 
     def _held(self, name: str, drafter: Drafter | None) -> int:
-        """Bytes of a method's weights, what drafts among them, and of its keys and values for the longest text."""
+        """Return the bytes of a method's weights, its drafter's weights, and its KV cache for the longest text."""
         weights = find_method(name).weights
         llm = self.subjects.on(weights)
         if weights != "hf":
@@ -253,11 +253,11 @@ class Benchmark:
             context=context,
             sampler=planned.sampler,
         )
-        # Everything is told in plain steps as `plain` takes them, on weights that lie as suits it.
+        # All figures are in plain steps of `plain`, on the weight layout that suits it best.
         plain = costs.plain
         if s.plain is not s.skip:
             plain = costs.round + forward_seconds(s.plain.runtime, context, repeats=24)
-        rounds = [done for run in runs for done in run.log[1:]]  # the first drafts nothing, as when streaming
+        rounds = [done for run in runs for done in run.log[1:]]  # the first round drafts nothing, as when streaming
         found: Json = {
             "c": costs.base / plain,
             "v": {str(w): costs.verification(w) / plain for w in WIDTHS},
@@ -273,15 +273,15 @@ class Benchmark:
 
 
 def _bytes_read(llm: LLM) -> int:
-    """Bytes of weights that a plain step reads: all, but of an embedding that is not the head a row only."""
+    """Return the bytes of weights that a plain step reads: all, except for an embedding separate from the head."""
     embedding = llm.model.get_input_embeddings().weight
     head = llm.model.get_output_embeddings()
     tied = llm.model.config.tie_word_embeddings
     held = weight_bytes(llm.model)
-    own_head = not tied or isinstance(head, PackedLinear)  # which is there twice
+    own_head = not tied or isinstance(head, PackedLinear)  # a separate embedding is read one row at a time
     return held - (embedding.numel() * embedding.element_size() if own_head else 0)
 
 
 def _passes(runtime: Runtime, context: int) -> dict[int, float]:
-    """Seconds of a pass over so many rows."""
+    """Return the seconds of a forward pass for each width in `WIDTHS`."""
     return {width: forward_seconds(runtime, context, rows=width, repeats=24) for width in WIDTHS}

@@ -1,4 +1,4 @@
-"""What `selfspec bench` can run: each method by its name, in a registry. Imports torch only when one is made."""
+"""The registry of the methods that `selfspec bench` can run, by name. Torch is imported only once a method is made."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from selfspec.speculation.drafter import Drafter
 
 CONTEXT, REPEATS = 128, 24  # keys in the cache while a draft model's steps are timed, and how many steps
-LOOKUP_TOKENS = 10  # that prompt lookup drafts, as in transformers' documentation
+LOOKUP_TOKENS = 10  # drafted by prompt lookup, as in transformers' documentation
 
-EXIT = "assistant_early_exit"  # of half the layers, where it is 2
+EXIT = "assistant_early_exit"  # a setting of n stands for an exit after 1/n of the layers
 THEIR_DRAFT_MODEL = "hf-model:"
 
 Weights = Literal["plain", "skip", "hf"]
@@ -28,12 +28,12 @@ Keep = Callable[[Sequence[int]], None]
 
 @dataclass(frozen=True, slots=True)
 class BenchMethod:
-    """One way of decoding that a benchmark compares.
+    """One decoding method that a benchmark compares.
 
-    `weights`: which copy of the model it runs on; `plain` and `skip` lie in memory as suits plain decoding and
-    drafting, `hf` as loaded, for `transformers` itself, whose `settings` are fields of its `GenerationConfig`, and
-    `assistant` its draft model. `profile`: of ours, what drafts on that copy, made of the benchmark's profile;
-    `guarded`: as `generate` runs it.
+    `weights`: the copy of the model that it runs on. `plain` and `skip` have the layouts that suit plain decoding and
+    drafting; `hf` is laid out as loaded, for `transformers` itself. `settings`: fields of `transformers`'
+    `GenerationConfig`; `assistant`: its draft model. `profile`: for our methods, makes the profile to draft with from
+    the benchmark's profile; `guarded`: with the guard, as `generate` runs it.
     """
 
     weights: Weights
@@ -43,14 +43,14 @@ class BenchMethod:
     assistant: str | None = None
 
     def drafter(self, llm: LLM, profile: Profile) -> Drafter | None:
-        """What drafts on that copy; None for methods that are `transformers`', and for plain decoding."""
+        """Return the method's drafter on that copy; None for `transformers`' methods and for plain decoding."""
         if self.profile is None:
             return None
         own = self.profile(llm, profile)
         return llm.guarded(own) if self.guarded else llm.drafts_with(own)
 
     def make(self, llm: LLM, options: Options, keep: Keep, drafter: Drafter | None) -> Method:
-        """What is timed on that copy; `keep` is shown the token ids of every text."""
+        """Return the method to time on that copy; `keep` receives the token ids of every text."""
         from selfspec.drafters import PlainDrafter
         from selfspec.measure.timing import method, transformers_generate
 
@@ -67,7 +67,7 @@ class BenchMethod:
 
 
 def _named(name: str, weights: Weights = "plain") -> BenchMethod:
-    """Drafts of which the name says all, at the profile's costs."""
+    """Return a method whose draft settings follow from its name, at the profile's costs."""
 
     def profile(llm: LLM, given: Profile) -> Profile:
         from selfspec.profile.method_profiles import by_method
@@ -78,7 +78,7 @@ def _named(name: str, weights: Weights = "plain") -> BenchMethod:
 
 
 def _of_file(name: str) -> BenchMethod:
-    """What a profile of its own drafts."""
+    """Return the method that drafts by a profile in a file."""
 
     def profile(llm: LLM, _: Profile) -> Profile:
         from selfspec.profile.choosing import check_profile
@@ -92,7 +92,7 @@ def _of_file(name: str) -> BenchMethod:
 
 
 def _of_draft_model(name: str) -> BenchMethod:
-    """Drafts by a smaller model, whose steps are timed first."""
+    """Return a method that drafts with a smaller model, whose steps are timed first."""
 
     def profile(llm: LLM, given: Profile) -> Profile:
         from selfspec.drafters import ModelDrafter, TranslatedDrafter
@@ -116,7 +116,7 @@ METHODS = {
     "guarded": BenchMethod("skip", lambda _, profile: profile, guarded=True),
     EARLY_EXIT: _named(EARLY_EXIT, "skip"),
     **{name: _named(name) for name in FREE},
-    # transformers' own, its drafts from the first half of the layers, and from the prompt
+    # transformers' own: plain, early exit after half of the layers, and prompt lookup
     "hf": BenchMethod("hf"),
     "hf-early-exit": BenchMethod("hf", settings={EXIT: 2}),
     "hf-prompt-lookup": BenchMethod("hf", settings={"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
@@ -124,9 +124,9 @@ METHODS = {
 
 
 def find_method(name: str) -> BenchMethod:
-    """A method by its name; a profile's file is one too, and `model:NAME`, `staged:NAME` and `hf-model:NAME`.
+    """Return a method by name: a registered one, a profile's file, `model:NAME`, `staged:NAME` or `hf-model:NAME`.
 
-    Raises `SelfspecError` for an unknown one.
+    Raises `SelfspecError` for an unknown name.
     """
     if name in METHODS:
         return METHODS[name]
@@ -141,17 +141,17 @@ def find_method(name: str) -> BenchMethod:
 
 
 def is_profile(name: str) -> bool:
-    """Whether a method is a profile, by the name of its file."""
+    """Return whether a method's name is that of a profile's file."""
     return name.endswith((".yaml", ".yml"))
 
 
 def draft_model(name: str) -> str | None:
-    """The name of a method's draft model; None for a method without one."""
+    """Return the name of a method's draft model; None for a method without one."""
     return draft_model_of(name, (*NAMED, THEIR_DRAFT_MODEL))
 
 
 def check_methods(methods: Sequence[str]) -> None:
-    """Raise `SelfspecError` unless these are methods, each once, `plain` among them."""
+    """Raise `SelfspecError` unless all methods are known and distinct, with `plain` among them."""
     for name in methods:
         find_method(name)
     if len(set(methods)) < len(methods):
@@ -161,10 +161,10 @@ def check_methods(methods: Sequence[str]) -> None:
 
 
 def weights_of(methods: Sequence[str]) -> set[Weights]:
-    """The copies of the model that methods run on."""
+    """Return the copies of the model that the methods run on."""
     return {find_method(name).weights for name in methods}
 
 
 def any_drafts(methods: Sequence[str]) -> bool:
-    """Whether any of them drafts as the profile says."""
+    """Return whether any method runs on the copy laid out for drafting."""
     return "skip" in weights_of(methods)

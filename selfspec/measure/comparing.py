@@ -1,4 +1,4 @@
-"""Which method to use: the ones that apply to a model, the fastest of those that were measured, and its profile."""
+"""Choice of a method: the methods that apply to a model, the fastest one by measurement, and its profile."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from selfspec.types.methods import EARLY_EXIT, FREE, NAMED
 
 
 def applicable(profile: Profile, draft_model: str | None = None) -> list[str]:
-    """The names of the methods that can be measured with a profile, and with a draft model where there is one.
+    """Return the names of the methods that can be measured with a profile, and with a draft model if there is one.
 
-    `transformers`' own are among them, to be held against.
+    `transformers`' own methods are among them, as baselines.
     """
     names = ["plain"]
     if profile.drafts:
@@ -30,7 +30,7 @@ def applicable(profile: Profile, draft_model: str | None = None) -> list[str]:
 
 
 def by_turns(tasks: Sequence[str]) -> list[int]:
-    """The numbers of the prompts, so that the tasks take turns."""
+    """Return the indices of the prompts in an order that alternates between the tasks."""
     seen: dict[str, int] = {}
     turns = []
     for number, task in enumerate(tasks):
@@ -41,9 +41,9 @@ def by_turns(tasks: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The fastest method: at each temperature its speedup over plain decoding, a median and the ends of its interval.
+    """The fastest method. `speedups`: by temperature, the speedup over plain decoding as (median, low, high).
 
-    `rivals`: those whose intervals reach into its own at every temperature.
+    `rivals`: methods whose intervals overlap the fastest method's at every temperature.
     """
 
     method: str
@@ -56,7 +56,7 @@ class Recommendation:
         return all(median > 1 for median, _, _ in self.speedups.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return the recommendation, ready for JSON."""
         return {
             "method": self.method,
             "faster": self.faster,
@@ -69,9 +69,9 @@ class Recommendation:
 
 
 def recommend(measured: Sequence[Mapping[str, Any]]) -> Recommendation:
-    """Of a benchmark's temperatures, each as `Benchmark.at` gives it: the method of the highest geometric mean speedup.
+    """Return the method with the highest geometric mean speedup over a benchmark's temperatures (from `Benchmark.at`).
 
-    `transformers`' own are none of ours to recommend, and a method that was dropped was not measured to the end.
+    `transformers`' own methods are not recommended, nor are dropped methods, which were not measured to the end.
     """
     names = [name for name in measured[0]["methods"] if find_method(name).weights != "hf"]
     whole = [name for name in names if all(at["methods"][name]["dropped_after"] is None for at in measured)]
@@ -91,9 +91,9 @@ def _speedups(measured: Sequence[Mapping[str, Any]], name: str) -> dict[float, t
 
 
 def fastest_by_task(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """For each task, the prompts, and our methods that ran on all of them by their mean speed over plain's, best first.
+    """Return, for each task, its prompts and our methods' mean speedup over plain decoding, fastest first.
 
-    Empty where prompts have no tasks.
+    Only methods that ran on all prompts count. The list is empty if prompts have no tasks.
     """
     methods = {name: m["by_task"]["tasks"] for name, m in measured["methods"].items() if "by_task" in m}
     ours = {name: tasks for name, tasks in methods.items() if find_method(name).weights != "hf"}
@@ -108,7 +108,7 @@ def fastest_by_task(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def fastest_first(measured: Mapping[str, Any]) -> list[str]:
-    """The methods by their speedup over plain decoding's; those that were dropped last."""
+    """Return the methods by their speedup over plain decoding, fastest first; dropped ones come last."""
     methods = measured["methods"]
     return sorted(
         methods, key=lambda n: (methods[n]["dropped_after"] is not None, -methods[n]["ratio"]["plain"]["median"])
@@ -116,13 +116,13 @@ def fastest_first(measured: Mapping[str, Any]) -> list[str]:
 
 
 def profile_of(llm: LLM, name: str, profile: Profile) -> Profile:
-    """What a method of ours drafts, as a profile; plain decoding's says so."""
+    """Return the profile that a method of ours drafts with; for plain decoding, one that drafts nothing."""
     known = find_method(name)
     return Profile(model=llm.identity) if known.profile is None else known.profile(llm, profile)
 
 
 def preparation(profile: Profile) -> float | None:
-    """Minutes that a profile's search took, and the training of its parts; None where neither is known."""
+    """Return the minutes that a profile's search and the training of its parts took; None if neither is known."""
     seconds = [] if profile.search is None else [profile.search.seconds]
     if profile.folder is not None:
         files = [part.file for part in profile.parts.values()]
@@ -135,7 +135,7 @@ def preparation(profile: Profile) -> float | None:
 
 
 def measurements(found: Mapping[str, Any], name: str, *, held_out: bool) -> list[Measurement]:
-    """Of a benchmark's figures, a method's own, as profiles keep them."""
+    """Return a method's own figures from a benchmark, in the form that profiles store."""
     made = []
     for at in found["temperatures"]:
         mine, ratio = at["methods"][name], at["methods"][name]["ratio"]["plain"]

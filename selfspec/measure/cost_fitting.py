@@ -1,6 +1,6 @@
-"""Measuring a `CostModel` in the loop itself: every round drafts along some path, then verifies, both timed.
+"""Measurement of a `CostModel` in the decoding loop: each round drafts along a path, then verifies, both timed.
 
-So the figures include what the loop, the drafter and the sampler cost in addition to the forward passes, and caches are
+So the figures include the costs of the loop, the drafter and the sampler on top of the forward passes, and caches are
 in the state in which decoding leaves them.
 """
 
@@ -30,18 +30,18 @@ from selfspec.types.costs import CostModel, Prices
 from selfspec.types.draft_path import FULL, LOW, DraftPath, HeadMode, Mode, as_path
 from selfspec.types.skip import SkipSet
 
-LONGER = 4  # times longer where something disturbs the machine
-DOUBTFUL = 0.1  # error on fresh paths
-FIRST = ((0.2, 0.7), (0.75, 0.2), (0.5, 0.75))  # shares of attention and of MLPs that the first paths bypass
-OTHERS = 0.3  # of a random path's sub-layers, that may run in another mode than most of their kind
+LONGER = 4  # factor on the time if other work disturbs the machine
+DOUBTFUL = 0.1  # error on fresh paths above which a fit is measured for longer
+FIRST = ((0.2, 0.7), (0.75, 0.2), (0.5, 0.75))  # shares of attention and of MLPs bypassed by the first paths
+OTHERS = 0.3  # the share of a random path's sub-layers that may run in a mode other than most of their kind
 
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """Seconds per draft, per draft step, and per attention and MLP of each mode that a draft step runs, full first.
+    """Fitted seconds per draft, per draft step, and per attention and MLP sub-layer of each mode (full first).
 
-    `error`: the mean, over paths that were not fitted to, of the median relative error of their draft times; None
-    where there is no such path, as a model of a layer or two has few.
+    `error`: the mean, over paths that were not fitted to, of the median relative error of their draft times; None if
+    there is no such path, as for a model of one or two layers.
     """
 
     start: float
@@ -57,7 +57,7 @@ class _Fit:
         modes: Sequence[Mode],
         layers: int,
     ) -> _Fit:
-        """Least squares of the relative errors, bounded below by 0, with outliers counting less."""
+        """Fit by least squares of the relative errors, bounded below by 0, with outliers weighing less (soft L1)."""
         import numpy as np
         from scipy.optimize import least_squares
 
@@ -85,7 +85,7 @@ class _Fit:
     def through(
         self, path: DraftPath, drafts: Mapping[tuple[DraftPath, int], float], modes: Sequence[Mode], layers: int
     ) -> _Fit:
-        """The same, every draft step dearer or cheaper by as much as makes those along `path` what they were."""
+        """Return the fit with `base` shifted by the median error per draft step along `path`, so that it fits there."""
         figures = (self.start, self.base, *(x for pair in self.prices for x in pair))
 
         def off(k: int, seen: float) -> float:
@@ -97,7 +97,7 @@ class _Fit:
 
 
 def _parts(path: DraftPath, k: int, modes: Sequence[Mode], layers: int) -> tuple[int, ...]:
-    """How many times each of a `_Fit`'s figures is paid for drafting `k` tokens along `path`."""
+    """Return how often each of a `_Fit`'s figures counts when drafting `k` tokens along `path`."""
     of = path.modes(layers)
     counts = (k * part.count(mode) for mode in modes for part in (of[:layers], of[layers:]))
     return (1, k, *counts)
@@ -114,15 +114,15 @@ def measure_costs(
     modes: Collection[Mode] = ("full", "skip"),
     on_decoding: Callable[[int, int], None] = lambda done, of: None,
 ) -> CostModel:
-    """Time draft steps along random paths and verifications of several widths, and fit the cost model.
+    """Time draft steps along random paths and verification passes of several widths, and fit the cost model.
 
-    Paths wholly in few bits are among them, and the fit is right for the first of these: what is searched is near it,
-    and weights that a cache cannot hold cost more than the few that random paths leave.
+    Paths quantised throughout are among them, and the fit is calibrated on the first of these: searched paths are close
+    to it, and weights that exceed the processor's cache cost more than the few that random paths leave.
 
-    `context`: keys in the cache; less where the model's own context leaves no room. `sampler`: how tokens will be
-    chosen. Goes on for `seconds` at least, longer where the machine is disturbed, and until every path was seen once.
-    `within`: seconds that it may take, for which fewer rounds and paths are timed. `modes`: of the paths' sub-layers.
-    `on_decoding` is told how many decodings are done, and of how many. Raises `BusyError` while the runtime has a
+    `context`: keys in the KV cache; less if the model's context is too short. `sampler`: how tokens will be sampled.
+    Measures for at least `seconds`, longer if the machine is disturbed, and until every path was timed once. `within`:
+    the seconds that it may take, for which fewer rounds and paths are timed. `modes`: of the paths' sub-layers.
+    `on_decoding` receives the numbers of finished and of all decodings. Raises `BusyError` while the runtime has a
     stream.
     """
     sampler = sampler or Sampler()
@@ -144,7 +144,7 @@ def measure_costs(
             done += 1
             on_decoding(done, effort.decodings * (sweeps + 1))
         sweeps += 1
-        drafts = {  # as if the head had run in full
+        drafts = {  # corrected to a head in full precision
             (path, k): t + k * (heads["full"] - heads[path.head])
             for (path, k), t in _quiet_drafts(sweep.samples).items()
         }
@@ -174,7 +174,7 @@ def measure_path_costs(
     decodings: int = 3,
     seed: int = 0,
 ) -> CostModel:
-    """`measure_costs` for one path: `base` is the whole of its draft step, `attention` and `mlp` are 0.
+    """Measure the costs of one path as `measure_costs`; `base` is its whole draft step, `attention` and `mlp` are 0.
 
     Times `decodings` decodings along it and as many plain ones. Raises `BusyError` while the runtime has a stream.
     """
@@ -191,7 +191,7 @@ def measure_path_costs(
 
 
 def _line(times: Mapping[int, float]) -> tuple[float, float]:
-    """Seconds per draft and per token of it, neither below 0, by least squares of the relative errors."""
+    """Fit seconds per draft and per drafted token, neither below 0, by least squares of the relative errors."""
     import numpy as np
     from scipy.optimize import nnls
 
@@ -201,19 +201,19 @@ def _line(times: Mapping[int, float]) -> tuple[float, float]:
 
 
 def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, Prices], path: DraftPath) -> CostModel:
-    """The cost model of what was timed; `path`: by which draft steps over several tokens are judged."""
+    """Return the cost model of the timed sweep; `path`: the path for timing draft steps over several tokens."""
     from scipy.optimize import isotonic_regression
 
     runtime, context, samples = sweep.runtime, sweep.context, sweep.samples
     repeats = 2 * sweep.effort.rounds
     forward = forward_seconds(runtime, context, repeats=repeats)
-    # Step by step, so that what a decoding takes to settle counts as it does when decoding.
+    # Averaged step by step, so that the slower first steps of a decoding count as they do in use.
     plain = statistics.mean(quiet(step) for step in zip(*sweep.plain, strict=True))
     overhead = max(plain - forward, 0.0)
-    one = plain - overhead  # more rows than one cost no less, though on a disturbed machine it may look so
+    one = plain - overhead  # a wider pass costs no less, though on a disturbed machine it may seem to
     lengths = sorted({sample.drafted for sample in samples})
     seen = [max(one, quiet([s.rest for s in samples if s.drafted == k]) + fit.start - overhead) for k in lengths]
-    verify = [float(x) for x in isotonic_regression([one, *seen]).x]  # nor do more rows than others
+    verify = [float(x) for x in isotonic_regression([one, *seen]).x]  # monotone in the width
     return CostModel(
         context=context,
         base=fit.base,
@@ -232,7 +232,7 @@ def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, Prices], path: DraftPa
 
 
 def _quiet_drafts(samples: Sequence[RoundSample]) -> dict[tuple[DraftPath, int], float]:
-    """Seconds of drafting k tokens along a path."""
+    """Return the seconds of drafting k tokens along each path."""
     found: dict[tuple[DraftPath, int], list[float]] = defaultdict(list)
     for sample in samples:
         if sample.drafted:
@@ -243,9 +243,9 @@ def _quiet_drafts(samples: Sequence[RoundSample]) -> dict[tuple[DraftPath, int],
 def _random_path(
     layers: int, modes: Sequence[HeadMode], draw: random.Random, shares: tuple[float, float] | None = None
 ) -> DraftPath:
-    """Up to three quarters of attention and of MLP sub-layers bypassed, the rest mostly in one of the modes.
+    """Return a path with up to 3/4 of attention and of MLP sub-layers bypassed, the rest mostly in one of the modes.
 
-    Attention and MLPs are drawn independently, so that the fit can tell them apart; `shares` says how many of them.
+    Attention and MLPs are drawn independently, so that the fit can tell them apart; `shares`: the shares to bypass.
     """
     chosen: list[Mode] = []
     for part in range(2):
@@ -259,7 +259,7 @@ def _random_path(
 
 
 def _disturbed(plain: Sequence[Sequence[float]]) -> bool:
-    """Whether the quieter half of the plain decodings differ: something else uses the machine."""
+    """Return whether the faster half of the plain decodings differ by over 10%: other work disturbs the machine."""
     half = sorted(map(quiet, plain))[: max(2, (len(plain) + 1) // 2)]
     return half[-1] > 1.1 * half[0]
 
@@ -267,7 +267,7 @@ def _disturbed(plain: Sequence[Sequence[float]]) -> bool:
 def forward_seconds(
     runtime: Runtime, context: int, *, rows: int = 1, repeats: int = 48, path: DraftPath = FULL
 ) -> float:
-    """Seconds of a bare forward of `rows` rows over `context` keys and themselves, once caches have settled.
+    """Return the seconds of a bare forward of `rows` tokens over `context` keys and themselves, once caches are warm.
 
     Raises `BusyError` while the runtime has a stream.
     """
@@ -278,10 +278,10 @@ def forward_seconds(
 
 
 def fastest_plain(llms: Sequence[LLM], *, context: int = 128, sweeps: int = 3) -> LLM:
-    """Of the same model with its weights laid out in several ways, the one whose plain step takes least, timed in turn.
+    """Return the copy of a model, among several weight layouts, with the fastest plain step, timed alternately.
 
-    How weights lie is chosen by products of some layers, measured once; plain decoding, which everything is held
-    against, is to be the fastest that can be had. Raises `BusyError` while one has a stream.
+    The layouts were chosen by timing the products of some layers once. Plain decoding is the baseline of every figure,
+    so it must run on the fastest layout available. Raises `BusyError` while one has a stream.
     """
     if len(llms) == 1:
         return llms[0]
@@ -294,7 +294,7 @@ def fastest_plain(llms: Sequence[LLM], *, context: int = 128, sweeps: int = 3) -
 
 
 def _wider(runtime: Runtime, context: int, path: DraftPath, repeats: int) -> list[float]:
-    """What passes along a path over 2, 3, .. tokens take, over one of one token; none takes less than a narrower."""
+    """Return the cost of draft passes over 2, 3, .. tokens relative to one token; it never falls with the width."""
     import numpy as np
 
     widths = [rows for rows in WIDE if rows <= max(runtime.skeleton.context - context, 1)]
@@ -305,7 +305,7 @@ def _wider(runtime: Runtime, context: int, path: DraftPath, repeats: int) -> lis
 
 
 def _prefill_seconds(runtime: Runtime, context: int) -> float:
-    """A full forward over `context` tokens without the head."""
+    """Return the seconds of a full forward over `context` tokens without the head."""
     tokens = torch.zeros((1, context), dtype=torch.long, device=runtime.device)
     with runtime.session(context):
         return _timed(lambda: runtime.forward(tokens, 0, logits=None), runtime, 5)
@@ -313,14 +313,14 @@ def _prefill_seconds(runtime: Runtime, context: int) -> float:
 
 @torch.inference_mode()
 def _head_seconds(runtime: Runtime, mode: HeadMode = "full") -> float:
-    """The head over one row, in a mode."""
+    """Return the seconds of the head over one token, in a mode."""
     x = torch.zeros((1, runtime.skeleton.sizes.hidden), dtype=runtime.dtype, device=runtime.device)
     compiled = runtime.compile(DraftPath(head=mode))
     return _timed(lambda: compiled.head(x), runtime, 24)
 
 
 def _timed(call: Callable[[], object], runtime: Runtime, repeats: int) -> float:
-    """Seconds of a call, the first quarter of them left out."""
+    """Return the seconds of a call; the first quarter of the repeats is left out."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -331,7 +331,7 @@ def _timed(call: Callable[[], object], runtime: Runtime, repeats: int) -> float:
 
 
 def _per_key(runtime: Runtime, context: int, near: float, repeats: int) -> float:
-    """What one more key costs one attention sub-layer."""
+    """Return the seconds that one more key in the KV cache costs one attention sub-layer."""
     far = min(context + 1024, runtime.skeleton.context - 1)
     if far <= context:
         return 0.0

@@ -1,4 +1,4 @@
-"""Rounds timed in the decoding loop, for a cost model to be fitted to: how many, of which drafts, and each of them."""
+"""Timed rounds of the decoding loop for fitting a cost model, and the choice of their number and drafts."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.skip import SkipSet
 
-# Drafted tokens, and how often in one decoding: short drafts are common when decoding, and caches settle accordingly.
+# Draft lengths and their counts in one decoding: short drafts are common in use, and caches settle accordingly.
 LENGTHS = {1: 6, 2: 5, 3: 4, 4: 3, 5: 2, 7: 2, 11: 1, 15: 1}
-ROUNDS = sum(LENGTHS.values())  # of one decoding: few, so that the context stays near the one asked for
-SETTLING = 5  # rounds before them that are not counted, until caches have settled
-LONG = 20.0  # seconds that a sweep may take without being thinned out
-WIDE = (1, 2, 4, 8)  # tokens of draft steps that are timed, too
-WIDE_STEPS = 9.0  # what one of each takes in plain steps, where rows are dear
-ROUND_STEPS = 4.0  # what a round with a draft takes, in plain steps, on average over `LENGTHS`
-PACE = 6  # plain steps that tell how long a sweep will take
+ROUNDS = sum(LENGTHS.values())  # of one decoding: few, so that the context stays near the requested one
+SETTLING = 5  # warm-up rounds before them, not counted
+LONG = 20.0  # seconds that a sweep may take before fewer rounds are timed
+WIDE = (1, 2, 4, 8)  # widths of draft steps that are timed, too
+WIDE_STEPS = 9.0  # cost of one of each in plain steps, where width is expensive
+ROUND_STEPS = 4.0  # mean cost of a round with a draft over `LENGTHS`, in plain steps
+PACE = 6  # plain steps that estimate how long a sweep will take
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What one sweep times: decodings with `fitted` random paths to fit to, and `fresh` ones to test the fit on.
+    """The size of a sweep: decodings with `fitted` random paths to fit to, and `fresh` ones to test the fit on.
 
-    Each decoding has so many `rounds`, after `settling` ones that are not counted; between them, plain ones.
+    Each decoding has `rounds` counted rounds after `settling` uncounted ones; plain decodings come in between.
     """
 
     fitted: int
@@ -41,21 +41,19 @@ class Effort:
 
     @property
     def decodings(self) -> int:
-        """Along paths, and plain ones: one before every third."""
+        """The number of decodings along paths, and of plain ones: one before every third."""
         return self.fitted + self.fresh + -(-(self.fitted + self.fresh) // 3)
 
     def seconds(self, step: float, prompt: float) -> float:
-        """About what a sweep and the fit take where a plain step takes `step` and a prompt's pass `prompt` seconds."""
+        """Estimate the seconds of a sweep and its fit, for a plain step of `step` and a prefill of `prompt` seconds."""
         drafting, plain = self.fitted + self.fresh, 2 * self.rounds
         steps = drafting * (self.settling + self.rounds) * ROUND_STEPS
-        steps += (
-            self.decodings - drafting
-        ) * plain + self.decodings  # and the round that reads the prompt's last token
+        steps += (self.decodings - drafting) * plain + self.decodings  # one more round reads the prompt's last token
         steps += WIDE_STEPS * self.rounds
         return (steps + PACE + 2 * plain) * step + (self.decodings + 6) * prompt
 
 
-# Of a model whose plain step takes 29 ms, the draft steps of 40 other skip sets came out wrong by (root mean square, 30
+# Errors of the fitted draft steps of 40 other skip sets, on a model with a plain step of 29 ms (root mean square, 30
 # draws from 720 rounds): 1.7%, 2.3%, 3.0%, 4.6%, 5.1%, 5.6%, 9.6%.
 EFFORTS = (
     Effort(10, 5, ROUNDS, SETTLING),
@@ -66,13 +64,14 @@ EFFORTS = (
     Effort(4, 2, 4, 2),
     Effort(3, 1, 4, 1),
 )
-GOOD = 2  # the least of them that is good enough where there is time
+GOOD = 2  # index of the effort that is thorough enough beyond `LONG` seconds
 
 
 def effort_within(seconds: float, step: float, prompt: float, *, further: int = 0) -> Effort:
-    """The most thorough sweep that takes no longer than `seconds`, and `LONG` if a good one can; else the least.
+    """Return the most thorough sweep within `seconds`; the least thorough one if none is.
 
-    `further`: how many more paths are to be fitted to, as there are more prices.
+    Sweeps more thorough than `EFFORTS[GOOD]` must also take at most `LONG` seconds. `further`: the number of additional
+    paths to fit to, as further modes have costs of their own.
     """
     efforts = [replace(effort, fitted=effort.fitted + further) for effort in EFFORTS]
     for number, effort in enumerate(efforts):
@@ -84,7 +83,7 @@ def effort_within(seconds: float, step: float, prompt: float, *, further: int = 
 class Sweep:
     """Decodings with every drafter, drafts of all lengths in random order, plain decoding in between.
 
-    `samples`: of the former's rounds; `plain`: of each of the latter, the seconds of every step.
+    `samples`: the rounds of the drafting decodings; `plain`: the seconds of every step of each plain decoding.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class Sweep:
         self._lengths = _shuffled(lengths, draw)
 
     def over(self, drafters: Sequence[LayerSkipDrafter]) -> Iterator[None]:
-        """Once with every drafter; yields after every decoding."""
+        """Decode once with every drafter; yields after every decoding."""
         effort = self.effort
         for number, drafter in enumerate(drafters):
             if number % 3 == 0:
@@ -119,14 +118,14 @@ class Sweep:
 
 
 def _shuffled(lengths: Sequence[int], draw: random.Random) -> Iterator[int]:
-    """Draft lengths, each as often as `LENGTHS` has it and every one before any comes again, without end."""
+    """Yield draft lengths without end: all once in random order, then the further repeats that `LENGTHS` asks for."""
     while True:
         further = [k for k in lengths for _ in range(LENGTHS[k] - 1)]
         yield from [*draw.sample(lengths, len(lengths)), *draw.sample(further, len(further))]
 
 
 def pace(runtime: Runtime, context: int, sampler: Sampler, draw: random.Random) -> tuple[float, float]:
-    """About the seconds of a plain step, and of a prompt's pass, by a short decoding."""
+    """Estimate the seconds of a plain step and of a prefill, by a short decoding."""
     drafter = LayerSkipDrafter(runtime, SkipSet(), FixedK(1))
     begun = time.perf_counter()
     steps = [step.rest for step in timed_rounds(runtime, context, sampler, drafter, [0] * PACE, draw)]
@@ -135,7 +134,7 @@ def pace(runtime: Runtime, context: int, sampler: Sampler, draw: random.Random) 
 
 
 def room_for(runtime: Runtime, context: int) -> tuple[int, list[int]]:
-    """The context asked for, or less, and the draft lengths, that leave room for a decoding."""
+    """Return the requested context, reduced if necessary, and the draft lengths that fit a decoding."""
     limit = runtime.skeleton.context
     longest = max(LENGTHS) + 1
     context = max(1, min(context, limit - (ROUNDS + SETTLING) * longest))
@@ -143,5 +142,5 @@ def room_for(runtime: Runtime, context: int) -> tuple[int, list[int]]:
 
 
 def quiet(times: Sequence[float]) -> float:
-    """The lower quartile: what something takes while nothing else disturbs the machine."""
+    """Return the lower quartile: the time while nothing else disturbs the machine."""
     return max(min(times), statistics.quantiles(times, n=4)[0]) if len(times) > 1 else times[0]

@@ -1,4 +1,4 @@
-"""What a drafter holds in memory beside the model that it drafts for."""
+"""The memory that a drafter takes in addition to the model that it drafts for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from selfspec.speculation.drafter import Drafter
 
 
 def held_beside(drafter: Drafter, runtime: Runtime) -> int:
-    """Bytes of weights in few bits, of trained parts, and of a draft model with its keys and values."""
+    """Return the bytes of quantised weights, of trained parts, and of a draft model with its KV cache."""
     match drafter:
         case Guard():
             return held_beside(drafter.drafter, runtime)

@@ -1,4 +1,4 @@
-"""The copies of a model that methods are measured on: each on weights that lie as suits it best."""
+"""The copies of a model that methods are measured on, each with the weight layout that suits it best."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from selfspec.types.identity import Identity
 
 @dataclass(frozen=True)
 class Subjects:
-    """The models of a benchmark: each method on weights that lie as suits it best, `transformers` on its own.
+    """The models of a benchmark, each with the weight layout that suits its methods; `hf` keeps the layout as loaded.
 
-    `plain` and `skip` share a model where their layouts agree. `identity` is the model's before it was widened.
+    `plain` and `skip` are the same model if their layouts agree. `identity` is the model's before it was widened.
     """
 
     plain: LLM
@@ -31,7 +31,7 @@ class Subjects:
     widened: int
 
     def on(self, weights: Weights) -> LLM:
-        """The model that methods on such weights run. Raises `ValueError` for one that was not loaded."""
+        """Return the model for methods on these weights. Raises `ValueError` for a copy that was not loaded."""
         llm = {"plain": self.plain, "skip": self.skip, "hf": self.hf}[weights]
         if llm is None:
             raise ValueError(f"no model was loaded for {weights}; name its methods to load_subjects")
@@ -39,7 +39,7 @@ class Subjects:
 
     @property
     def models(self) -> dict[str, LLM]:
-        """Every model once."""
+        """The distinct models by name."""
         found = {"plain": self.plain, "skip": self.skip} | ({} if self.hf is None else {"hf": self.hf})
         return {name: llm for name, llm in found.items() if name != "skip" or llm is not self.plain}
 
@@ -53,9 +53,9 @@ def load_subjects(
     dtype: str,
     few_bits: bool | Callable[[Identity], bool] = False,
 ) -> Subjects:
-    """Load, and perhaps widen, a model, as many times as the methods need. Raises `SelfspecError`.
+    """Load a model and optionally widen it, with a copy for each layout that the methods need. Raises `SelfspecError`.
 
-    `few_bits`: whether drafts run in few bits, which may depend on which model it is.
+    `few_bits`: whether drafts are quantised, which may depend on the model's identity.
     """
     model, tokenizer = load_model(name, device=device, dtype=dtype)
     identity = wrap(model, tokenizer, profile="none", name=name).identity

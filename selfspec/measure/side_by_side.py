@@ -1,4 +1,4 @@
-"""One prompt decoded plainly, with a drafter and by `transformers`, interleaved, and whether the texts agree."""
+"""Comparison of one prompt decoded plainly, with a drafter and by `transformers`, interleaved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from selfspec.text.prompt import Prompt
 class Comparison:
     """One prompt decoded plainly, with a drafter, and by `transformers`' generate, interleaved.
 
-    `difference` is set when the texts of the first two differ though they should not.
+    `comparable`: whether the first two texts must be equal. `difference`: their first difference, if they are not.
     """
 
     plain: Generation
@@ -35,18 +35,18 @@ class Comparison:
 
     @property
     def identical(self) -> bool | None:
-        """Whether the tokens are the same; None for sampling without a seed, where only the distribution is."""
+        """Whether the tokens are equal; None for untied sampling, where only the distributions are."""
         return self.plain.tokens == self.draft.tokens if self.comparable else None
 
     @property
     def verdict(self) -> str:
-        """`identical` in words."""
+        """The result of the comparison as text."""
         if not self.comparable:
             return "not comparable (sampled other than by rule match: the same distribution, other draws)"
         return "yes" if self.difference is None else f"no: {self.difference}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the texts, ready for JSON."""
+        """Return everything but the texts, ready for JSON."""
         return {
             "identical": self.identical,
             "speedup": self.speedup,
@@ -71,7 +71,7 @@ def compare(
 ) -> Comparison:
     """Decode one prompt plainly, with `drafter`, and by `transformers`, `rounds` times each, and compare.
 
-    `plain_llm`: the same model with its weights as suits plain decoding; `as_loaded`: as suits `transformers`.
+    `plain_llm`: the same model with the weight layout for plain decoding; `as_loaded`: with the one for `transformers`.
     """
     last: dict[str, Generation] = {}
     planned = llm.plan(prompt, options)

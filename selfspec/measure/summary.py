@@ -1,4 +1,4 @@
-"""A benchmark's figures from its runs: ratios, latencies, acceptance, and what formulas make of them."""
+"""A benchmark's figures, computed from its runs: ratios, latencies, acceptance, and theoretical speedups."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def summary(runs: Runs, name: str, *, bases: Sequence[str]) -> Json:
-    """What a method did: speed, ratios to `bases` with intervals, latencies in seconds, what its rounds gave.
+    """Return a method's figures: speed, ratios to `bases` with intervals, latencies in seconds, acceptance.
 
-    Tokens that are given out together share the time since the emission before: that is their inter-token latency.
-    `draft_cost`: seconds of drafting for each drafted token, in steps of plain decoding, where both were run.
+    Tokens emitted together share the time since the previous emission: that is their inter-token latency. `draft_cost`:
+    seconds of drafting per drafted token, in plain decode steps, if both were measured.
     """
     total = runs.total(name)
     step = _step(runs)
@@ -43,7 +43,7 @@ def summary(runs: Runs, name: str, *, bases: Sequence[str]) -> Json:
 
 
 def _step(runs: Runs) -> float | None:
-    """Seconds of a step of plain decoding, by the median of those after a text's first."""
+    """Return the median seconds of a plain decode step, without the first round of each text."""
     each = (run for prompt in runs.stats.get("plain", ()) for run in prompt)
     seconds = [done.seconds for run in each for done in run.log[1:]]
     return median(seconds) if seconds else None
@@ -52,12 +52,12 @@ def _step(runs: Runs) -> float | None:
 def by_task(
     runs: Runs, name: str, tasks: Sequence[str], *, bases: Sequence[str], verdicts: Sequence[Verdict] | None
 ) -> Json:
-    """A method's figures for each task and for all prompts, where `tasks` and `verdicts` are the prompts' own.
+    """Return a method's figures for each task and for all prompts; `tasks` and `verdicts` have one entry per prompt.
 
-    Those of Spec-Bench, as its `evaluation/speed.py` has them: `mean_accepted_tokens`, emitted tokens a pass over all
-    passes; `mean_tokens_per_second`, the mean over prompts of each one's tokens per second, prompt's pass included; and
-    `speedup`, that mean over a base's. With several rounds, the mean of the rounds' figures. And `ratio`, as in
-    `summary`; `sources`: the share of the tokens that each source came up with, as far as it is told.
+    The figures are Spec-Bench's, as in its `evaluation/speed.py`: `mean_accepted_tokens`, emitted tokens per pass over
+    all passes; `mean_tokens_per_second`, the mean over prompts of each one's tokens per second, prefill included; and
+    `speedup`, that mean over a base's. With several rounds, they are the mean of the rounds' figures. `ratio` is as in
+    `summary`; `sources`: the share of the tokens that each source proposed, as far as known.
     """
     found: Json = {"tasks": []}
     for task in dict.fromkeys(tasks):
@@ -89,10 +89,10 @@ def _ratios(runs: Runs, name: str, bases: Sequence[str]) -> Json:
 
 
 def theory(rounds: Sequence[Round], costs: CostModel) -> float:
-    """Speedup over plain decoding were every drafted token accepted alike and every draft of the mean length.
+    """Return the speedup over plain decoding if acceptance were i.i.d. and every draft had the mean length.
 
     E / (g * c + v(g + 1)) with E = (1 - a^(g + 1)) / (1 - a) (Leviathan et al. 2211.17192, with v(w) in place of 1).
-    The chance a is that of a token all before which were accepted.
+    The acceptance rate a is conditional: of a token whose predecessors were all accepted.
     """
     drafted, n = sum(done.drafted for done in rounds), len(rounds)
     if not drafted:
@@ -107,7 +107,7 @@ def theory(rounds: Sequence[Round], costs: CostModel) -> float:
 
 
 def expected(rounds: Sequence[Round], costs: CostModel) -> float:
-    """Speedup over plain decoding, the prompt's pass left out, if every round cost what was measured for its kind."""
+    """Return the speedup over plain decoding, prefill excluded, if every round took the measured cost of its kind."""
     tokens = sum(done.tokens for done in rounds)
     if not tokens:
         return 1.0

@@ -1,4 +1,4 @@
-"""Honest timing: every method on the same prompts, interleaved, warmed up; ratios, not absolute claims."""
+"""Fair timing: every method on the same prompts, interleaved, after a warm-up; ratios, not absolute figures."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ Method = Callable[[Prompt], Stats]
 
 @dataclass(frozen=True)
 class Runs:
-    """What each method did: `stats[name][prompt][round]`; of one that was dropped, as far as it went."""
+    """The statistics of each method's runs: `stats[name][prompt][round]`; of a dropped method, until the drop."""
 
     stats: Mapping[str, Sequence[Sequence[Stats]]]
 
     def total(self, name: str) -> Stats:
-        """All runs of a method added up."""
+        """Return the sum of a method's runs."""
         return Stats.total(run for prompt in self.stats[name] for run in prompt)
 
     def ratios(self, name: str, base: str) -> list[float]:
-        """For each prompt, how many times `base`'s tokens per second; the median over rounds."""
+        """Return, for each prompt, the ratio of tokens per second to `base`'s; the median over rounds."""
         pairs = zip(self.stats[name], self.stats[base], strict=False)
         return [
             statistics.median(a.tokens_per_second / b.tokens_per_second for a, b in zip(mine, theirs, strict=False))
@@ -52,16 +52,16 @@ class Runs:
         ]
 
     def speedup(self, name: str, base: str) -> tuple[float, tuple[float, float]]:
-        """The median over prompts of `ratios`, and its 95% bootstrap interval."""
+        """Return the median over prompts of `ratios`, and its 95% bootstrap interval."""
         ratios = self.ratios(name, base)
         return statistics.median(ratios), interval(ratios)
 
     def mean_speeds(self, name: str) -> list[float]:
-        """For each round, the mean over prompts of a method's tokens per second."""
+        """Return, for each round, the mean over prompts of a method's tokens per second."""
         return [statistics.mean(run.tokens_per_second for run in same) for same in zip(*self.stats[name], strict=True)]
 
     def of(self, prompts: Sequence[int]) -> Runs:
-        """What was done on these prompts, by their numbers."""
+        """Return the runs on these prompts, by index."""
         return Runs({name: [done[index] for index in prompts] for name, done in self.stats.items()})
 
 
@@ -75,12 +75,12 @@ def interleave(
     go_on: Callable[[Runs], bool] = lambda runs: True,
     drop: Callable[[Runs], Collection[str]] = lambda runs: (),
 ) -> Runs:
-    """Run every method on every prompt, one after the other, `rounds` times; the order turns with every prompt.
+    """Run every method on every prompt, interleaved, `rounds` times; the order of methods rotates with every prompt.
 
-    The first prompt is run once by every method beforehand and not counted; `on_warm` is shown that run, and `on_run`
-    is told the method and the prompt's number after every counted one. `go_on` is shown the runs so far whenever all
-    methods have run on another prompt, and may end it there; prompts that were not run are left out. `drop` is shown
-    them too, and says which methods go no further.
+    Every method first runs the first prompt once as a warm-up, which is not counted; `on_warm` receives that run.
+    `on_run` receives the method and the prompt's index after every counted run. `go_on` receives the runs so far after
+    each prompt that all methods have run, and may stop there; prompts that were not run are left out. `drop` receives
+    them too, and returns the methods to run no further.
     """
     names = list(methods)
     for name in names:
@@ -107,7 +107,7 @@ def method(
     keep: Callable[[Generation], None] | None = None,
     first_plain: bool = False,
 ) -> Method:
-    """Decoding with a drafter, as a method to be timed from prompt to text; `keep` is shown every generation.
+    """Return decoding with a drafter as a method, timed from prompt to text; `keep` receives every generation.
 
     `first_plain`: as when streaming, the first round drafts nothing.
     """
@@ -136,7 +136,7 @@ def method(
 
 
 class _Timed:
-    """A drafter whose proposing is timed; on a device that works by itself, until all of it was asked for."""
+    """A drafter whose `propose` is timed; on an asynchronous device, until its work is submitted."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
@@ -164,14 +164,14 @@ class _Timed:
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]
-    """Notes when `transformers`' generate gives out tokens; the prompt comes first."""
+    """A streamer that records when `transformers`' generate emits tokens; the prompt comes first."""
 
     def __init__(self) -> None:
         self._prompt, self._last = True, time.perf_counter()
         self.log: list[Round] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """The prompt, then one emission after the other."""
+        """Receive the prompt, then one emission after the other."""
         if self._prompt:
             self._prompt = False
             return
@@ -180,7 +180,7 @@ class _Clock(BaseStreamer):  # type: ignore[misc]
         self._last = now
 
     def end(self) -> None:
-        """Nothing to do."""
+        """Do nothing, as the interface requires the method."""
 
 
 def transformers_generate(
@@ -191,21 +191,21 @@ def transformers_generate(
     assistant: tuple[Any, Any] | None = None,
     keep: Callable[[Sequence[int]], None] | None = None,
 ) -> Method:
-    """`transformers`' own `generate` with the same options, as a method to be timed; it has no seed.
+    """Return `transformers`' own `generate` with the same options as a method to time; it has no seed.
 
-    `settings`: further fields of its `GenerationConfig`, such as `prompt_lookup_num_tokens`; `assistant`: a draft
-    model of its own, and its tokenizer. `keep` is shown every text's token ids.
+    `settings`: further fields of its `GenerationConfig`, such as `prompt_lookup_num_tokens`; `assistant`: a draft model
+    of its own, and its tokenizer. `keep` receives every text's token ids.
     """
     check_alone(llm.runtime, "transformers' own generate")
     model, tokenizer = copy.copy(llm.model), llm.tokenizer
-    model.generation_config = GenerationConfig()  # or it would fill in what the options leave open
+    model.generation_config = GenerationConfig()  # else its own defaults would apply where the options set nothing
     aided = {} if assistant is None else {"assistant_model": assistant[0]}
     if assistant is not None and assistant[0].config.vocab_size != model.config.vocab_size:
         aided["assistant_tokenizer"] = assistant[1]
 
     def run(prompt: Prompt) -> Stats:
         planned = llm.plan(prompt, options)
-        planned.config.max_length = None  # max_new_tokens says it
+        planned.config.max_length = None  # max_new_tokens limits the text
         for name, value in settings.items():
             setattr(planned.config, name, value)
         clock = _Clock()
@@ -235,10 +235,10 @@ def transformers_generate(
 
 
 def same_length(options: Options) -> Options:
-    """The same, of texts that are all as long: sampled ones do not end before their last token.
+    """Return options under which all sampled texts have the same length: they do not end before their last token.
 
-    Each method draws a text of its own. Of one that ends at its first token the time is the prompt's, of another the
-    tokens', and speeds of the two could not be compared. Greedy texts are the same and end where they do.
+    Each method samples a different text. A text that ends at its first token mostly measures prefill, a longer one
+    mostly decoding, so that their speeds are not comparable. Greedy texts are equal and end where they do.
     """
     if not options.temperature:
         return options
@@ -258,10 +258,10 @@ def measure(
     on_run: Callable[[str, int], None] = lambda name, prompt: None,
     go_on: Callable[[Runs], bool] = lambda runs: True,
 ) -> Measurement:
-    """Measure a drafter against plain decoding, interleaved, with the conditions written down.
+    """Measure a drafter against plain decoding, interleaved, and record the conditions.
 
-    `plain_llm`: the same model with its weights laid out in memory as suits plain decoding, which then runs on it.
-    `on_run` and `go_on` as `interleave` takes them: what was run is what is written down.
+    `plain_llm`: the same model with the weight layout for plain decoding, which then runs on it. `on_run` and `go_on`:
+    as in `interleave`; the result covers the runs that were made.
     """
     methods = {"plain": method(plain_llm or llm, PlainDrafter(), options), "draft": method(llm, drafter, options)}
     runs = interleave(methods, prompts, rounds=rounds, on_run=on_run, go_on=go_on)
@@ -287,7 +287,7 @@ def measure(
 
 
 def conditions(runtime: Runtime) -> dict[str, Any]:
-    """What a figure must be told with: machine, device, dtype and threads."""
+    """Return the conditions to report with every figure: machine, device, dtype and threads."""
     return {
         "machine": machine(runtime.device),
         "device": runtime.device.type,
@@ -297,7 +297,7 @@ def conditions(runtime: Runtime) -> dict[str, Any]:
 
 
 def interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
-    """95% percentile bootstrap interval of the median of `values`; a single value is its own interval."""
+    """Return the 95% percentile bootstrap interval of the median of `values`; a single value is its own interval."""
     import numpy as np
     from scipy.stats import bootstrap
 

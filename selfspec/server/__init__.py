@@ -1,1 +1,1 @@
-"""The OpenAI API over a model that drafts for itself. Knows nothing of drafts and caches: a `Batch` decodes."""
+"""The OpenAI-compatible HTTP server over a model that drafts for itself. A `Batch` does the decoding."""

@@ -1,4 +1,4 @@
-"""The server's routes. Knows nothing of what stands behind them: `Service` answers."""
+"""The server's routes; `Service` answers the requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from selfspec.server.service import Service
 
 
 def make_app(service: Service) -> FastAPI:
-    """The app of a service, whose pool must be running when requests come."""
+    """Return the app of a service, whose worker pool must be running when requests arrive."""
     app = FastAPI(title="selfspec", openapi_url=None)
     app.add_middleware(AuthMiddleware, api_key=service.settings.api_key, log=service.log)
     app.add_exception_handler(ApiError, _refused)
@@ -31,7 +31,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 def _add_looks(app: FastAPI, service: Service) -> None:
-    """The routes that only look."""
+    """Add the read-only routes: models, health, metrics and the web page."""
     started, shown = int(time.time()), page()
 
     def model(name: str) -> dict[str, Any]:

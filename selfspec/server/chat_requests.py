@@ -1,4 +1,4 @@
-"""Messages of a request as a chat template takes them: roles and texts. Knows nothing of models."""
+"""The messages of a chat request, read into the roles and texts that a chat template takes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from selfspec.server.errors import wrong
 from selfspec.text.prompt import Message
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_READ = ("role", "content", "name")  # a name is not told to the model
+_READ = ("role", "content", "name")  # a name is accepted, but the model does not see it
 _NOTHING: tuple[Any, ...] = (None, [], "", {})
 
 
 def read_messages(messages: list[Any]) -> list[Message]:
-    """The messages, contents in parts joined. Raises `ApiError` that names the message."""
+    """Return the messages with multi-part contents joined. Raises `ApiError` that names the message."""
     if not messages:
         raise wrong("messages: the list is empty; expected at least one message of the user", "messages")
     return [_message(one, f"messages[{number}]") for number, one in enumerate(messages)]

@@ -1,4 +1,4 @@
-"""Errors as the OpenAI API tells them: a status, and JSON that says what is wrong, where. Knows nothing of models."""
+"""Errors in the OpenAI API's format: an HTTP status, and JSON that says what is wrong and where."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from selfspec.basics.errors import one_line
 
-MOST = 500  # characters of a message, which may quote what was sent
+MOST = 500  # characters of a message, which may quote the request
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """What a client is told: `status` (4xx: its request is wrong or too early; 5xx: the server's state) and a line."""
+    """An error for the client: `status` (4xx: a wrong or too early request; 5xx: the server's state) and a message."""
 
     def __init__(
         self,
@@ -29,11 +29,11 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def as_dict(self) -> dict[str, Any]:
-        """The body of the answer."""
+        """The body of the error response."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def wrong(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A request that cannot be served as it is."""
+    """Return a 400 error for a request that cannot be served as it is."""
     return ApiError(400, message, param=param, code=code)

@@ -1,4 +1,4 @@
-"""What Prometheus asks for: requests, tokens, what drafts brought, queue and latencies. Knows nothing of HTTP."""
+"""Prometheus metrics: requests, tokens, drafted and accepted tokens, queue and latencies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from selfspec.server.worker_pool import WorkerPool
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-_COUNTS = {  # of a batch's counters
+_COUNTS = {  # a batch's counters, and their help texts
     "rounds": "full passes that verified drafts",
     "tokens": "new tokens",
     "drafted": "tokens drafted one after the other",
@@ -26,12 +26,12 @@ _COUNTS = {  # of a batch's counters
 
 
 class Metrics:
-    """One server's figures, in a registry of their own."""
+    """One server's metrics, in a registry of their own."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_OfPool(pool))
-        self._mean = 1.0  # seconds of a request, the last ones weighing most
+        self._mean = 1.0  # seconds of a request, an exponential moving average
         self.requests = Counted(
             "selfspec_requests", "requests by path and status", ["path", "status"], registry=self._registry
         )
@@ -48,11 +48,11 @@ class Metrics:
 
     @property
     def mean_seconds(self) -> float:
-        """What a request takes, by the last ones."""
+        """The mean seconds of a request, an exponential moving average over the recent ones."""
         return self._mean
 
     def ended(self, call: Call) -> None:
-        """A call has ended; what it took."""
+        """Record the latencies and prompt tokens of a call that has ended."""
         times, whole = call.times, call.times.seconds
         self._mean += (whole - self._mean) / 8
         self.prompt_tokens.inc(call.ask.prompt_tokens)
@@ -67,18 +67,18 @@ class Metrics:
                 self._token.observe((whole - to_first) / (most - 1))
 
     def written(self) -> bytes:
-        """All figures, in Prometheus' own form."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class _OfPool:
-    """The figures that the pool and its replicas hold themselves, read when asked for."""
+    """The metrics that the pool and its replicas count themselves, collected at every scrape."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
 
     def collect(self) -> Iterable[Metric]:
-        """Each figure."""
+        """Yield each metric."""
         pool, counters = self._pool, [replica.batch.counters for replica in self._pool.replicas]
         for name, said in _COUNTS.items():
             yield CounterMetricFamily(f"selfspec_{name}", said, sum(getattr(one, name) for one in counters))

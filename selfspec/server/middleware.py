@@ -1,4 +1,4 @@
-"""What every request passes: an id, the key, one line in the log. Knows nothing of models."""
+"""The middleware around every request: a request id, the API key check, one line in the log."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from selfspec.server.errors import ApiError
 
-NOTES = "selfspec.notes"  # of a request's scope: what its line in the log says besides
-_POLLED = ("/health", "/metrics")  # which would fill the log
+NOTES = "selfspec.notes"  # key of a request's scope: further fields of its log line
+_POLLED = ("/health", "/metrics")  # paths that are not logged: machines poll them
 Log = Callable[[dict[str, Any]], None]
 
 
 def log_line(entry: dict[str, Any]) -> None:
-    """One JSON line on standard error; whoever read it may have gone."""
+    """Write one JSON line to standard error; a closed stream is ignored."""
     with contextlib.suppress(OSError):
         sys.stderr.write(json.dumps(entry, ensure_ascii=False) + "\n")
         sys.stderr.flush()
 
 
 def refusal(error: ApiError) -> JSONResponse:
-    """An error as an answer."""
+    """Return an error as a response."""
     return JSONResponse(error.as_dict(), error.status, error.headers)
 
 
 class AuthMiddleware:
-    """Around the whole app. `log` is told each request's line, but of those that machines ask again and again."""
+    """ASGI middleware around the whole app. `log` receives every request's log entry, except for polled paths."""
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, log: Log) -> None:
         self._app, self._log = app, log
         self._key = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """Handle one ASGI connection."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         name, start = uuid4().hex, time.perf_counter()
         notes: dict[str, Any] = {"id": name}
         scope[NOTES] = notes
-        told = {"status": 499}  # the client was gone before there was an answer
+        told = {"status": 499}  # the status if the client disconnects before the response
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -70,7 +70,7 @@ class AuthMiddleware:
         return None
 
     def _known(self, scope: Scope) -> bool:
-        """Whether a request may pass; compared in a time that says nothing of the key."""
+        """Return whether a request may pass; the key is compared in constant time."""
         if self._key is None or not scope["path"].startswith("/v1"):
             return True
         given = dict(scope["headers"]).get(b"authorization", b"")

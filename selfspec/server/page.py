@@ -1,4 +1,4 @@
-"""The page on which a model is tried: one file, which asks for nothing but this server. Knows nothing of requests."""
+"""The web page for trying a model: one file, which loads nothing from any other server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POLICY = (
 
 
 def page() -> str:
-    """The page, with the colours and meanings that tokens have everywhere."""
+    """Return the page, with the colours and meanings that token origins have everywhere."""
     styles = "\n".join(f".{_name(origin)} {{ {look.css} }}" for origin, look in LOOKS.items())
     legend = " ".join(
         f'<span class="{_name(origin)}" title="{escape(origin.meaning)}">{escape(origin)}</span>' for origin in Origin

@@ -1,4 +1,4 @@
-"""What a request asks of the model: prompts as token ids, how to decode each text. Knows nothing of HTTP."""
+"""Parsing of requests: from a request's body to prompts as token ids and the decoding options of each text."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from selfspec.text.guided import Guide
     from selfspec.text.prompt import Prompt
 
-_GUIDES = 32  # schemas whose guides are kept
+_GUIDES = 32  # JSON schemas whose guides are cached
 
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """One text that is asked for: what it continues, and how."""
+    """One requested text: its prompt and its decoding options."""
 
     prompt: tuple[int, ...]
     options: Options
@@ -34,10 +34,11 @@ class TextRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A request, as far as the pool and the answers need it.
+    """A parsed request, as far as the worker pool and the responses need it.
 
-    `texts`: n for each prompt, in order. `shown`: what comes before each in the answer (`echo`). `prompt_tokens`: those
-    of each prompt once. `top`: as `Batch.add` takes it. `sources`: tell where each piece came from.
+    `texts`: n for each prompt, in order. `shown`: the text before each in the response (`echo`). `prompt_tokens`: the
+    tokens of each prompt, counted once. `top`: as `Batch.add` takes it. `usage`: report the usage in a stream.
+    `sources`: report the origin of each piece of text.
     """
 
     model: str
@@ -51,7 +52,7 @@ class Ask:
 
 
 class RequestParser:
-    """Reads requests for one model. Its methods can take a while, for long prompts; one thread at a time."""
+    """Parser of requests for one model. Its methods are slow for long prompts; call them from one thread at a time."""
 
     def __init__(self, llm: LLM, settings: Settings) -> None:
         self._llm, self._settings = llm, settings
@@ -59,7 +60,7 @@ class RequestParser:
 
     @property
     def context(self) -> int:
-        """Positions of the model."""
+        """The model's context length in tokens."""
         return int(self._llm.runtime.skeleton.context)
 
     @property
@@ -68,7 +69,7 @@ class RequestParser:
         return bool(getattr(self._llm.tokenizer, "chat_template", None))
 
     def check_model(self, name: str) -> None:
-        """Raise `ApiError` for another model than the one that is served."""
+        """Raise `ApiError` for a model other than the served ones."""
         if name not in self._settings.names:
             served = ", ".join(self._settings.names)
             raise ApiError(
@@ -76,12 +77,12 @@ class RequestParser:
             )
 
     def chat(self, body: ChatBody) -> Ask:
-        """What a chat asks. Raises `ApiError`."""
+        """Parse a chat request. Raises `ApiError`."""
         messages = read_messages(body.messages)
         return self._ask(body, body.top, [("messages", self._encode(messages, "messages"))], echo=False)
 
     def completion(self, body: CompletionBody) -> Ask:
-        """What a completion asks. Raises `ApiError`."""
+        """Parse a completion request. Raises `ApiError`."""
         prompts = [("prompt", self._encode(prompt, "prompt")) for prompt in body.prompts]
         return self._ask(body, body.top, prompts, echo=body.echo)
 
@@ -117,7 +118,7 @@ class RequestParser:
             raise wrong(str(error), param) from None
 
     def _options(self, body: BaseRequest) -> Options:
-        """How to decode, but for what depends on the prompt."""
+        """Return the decoding options that do not depend on the prompt."""
         from selfspec.llm.options import Options
 
         given: dict[str, Any] = {}
@@ -142,7 +143,7 @@ class RequestParser:
         )
 
     def _fitted(self, body: BaseRequest, how: Options, ids: Sequence[int], param: str) -> Options:
-        """`how` for one prompt. Raises `ApiError` for what cannot be done."""
+        """Return the options `how` completed for one prompt. Raises `ApiError` if the request cannot be served."""
         most, left = self._settings.max_tokens, self.context - len(ids)
         if most is not None and body.limit is not None and body.limit > most:
             raise wrong(f"expected at most {most} new tokens, got {body.limit}", "max_tokens")

@@ -1,6 +1,6 @@
-"""Bodies of requests, checked field by field: what is served, what is harmless, and what is refused by name.
+"""Schemas of request bodies, checked field by field: served fields, harmless fields, and fields refused by name.
 
-Knows nothing of models; errors are `ApiError`s that name the field.
+Errors are `ApiError`s that name the field.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from selfspec.server.errors import ApiError, wrong
 
-HARMLESS = frozenset(  # what changes no text: taken, and not read
+HARMLESS = frozenset(  # fields that change no text: accepted and ignored
     (
         "metadata",
         "parallel_tool_calls",
@@ -25,7 +25,7 @@ HARMLESS = frozenset(  # what changes no text: taken, and not read
         "user",
     )
 )
-REFUSED = {  # what would change the text, or what comes beside it; where it asks for nothing, it may stand
+REFUSED = {  # fields that would change the response: refused unless their value requests nothing
     "tools": "tools are not served",
     "tool_choice": "tools are not served",
     "functions": "functions are not served",
@@ -45,13 +45,13 @@ Body = TypeVar("Body", bound="BaseRequest")
 
 
 class Strict(BaseModel):
-    """Fields of the very types that are named, and no others."""
+    """A model of exactly the named fields and types; no other field and no type conversion is accepted."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
 
 class StreamOptions(Strict):
-    """What a stream tells besides text. `selfspec`: where each piece came from, and what drafts brought."""
+    """Options of a stream. `selfspec`: also send the origin of each piece of text and the draft statistics."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -59,7 +59,7 @@ class StreamOptions(Strict):
 
 
 class JsonSchema(Strict):
-    """A schema by name, as the API has it; it is followed to the letter, `strict` or not."""
+    """A named JSON schema in the API's format; the text always follows it, with or without `strict`."""
 
     name: str = ""
     description: str | None = None
@@ -68,7 +68,7 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """What the text must be."""
+    """The required format of the text."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -84,7 +84,7 @@ class ResponseFormat(Strict):
 
 
 class BaseRequest(Strict):
-    """What both endpoints take. Fields that are null are as if they were left out."""
+    """The fields that both endpoints accept. A field that is null counts as left out."""
 
     model: str
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
@@ -115,7 +115,7 @@ class BaseRequest(Strict):
 
     @property
     def biases(self) -> dict[int, float]:
-        """What is added to the logits of which tokens. Raises `ApiError`."""
+        """The logit biases by token id. Raises `ApiError`."""
         try:
             return {int(token): bias for token, bias in self.logit_bias.items()}
         except ValueError:
@@ -123,12 +123,12 @@ class BaseRequest(Strict):
 
     @property
     def limit(self) -> int | None:
-        """The most new tokens that were asked for."""
+        """The requested maximum of new tokens."""
         return self.max_tokens
 
 
 class ChatBody(BaseRequest):
-    """What `/v1/chat/completions` takes."""
+    """The body of a request to `/v1/chat/completions`."""
 
     messages: list[Any]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -138,21 +138,21 @@ class ChatBody(BaseRequest):
 
     @property
     def limit(self) -> int | None:
-        """The most new tokens that were asked for, by the newer name or the older. Raises `ApiError`."""
+        """The requested maximum of new tokens, by the newer or the older name of the field. Raises `ApiError`."""
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise wrong("max_tokens and max_completion_tokens contradict each other; give one", "max_completion_tokens")
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def top(self) -> int | None:
-        """How many tokens' log probabilities are told beside each one's own; None: none at all. Raises `ApiError`."""
+        """The number of top log probabilities per token; None: no log probabilities at all. Raises `ApiError`."""
         if self.top_logprobs is not None and not self.logprobs:
             raise wrong("top_logprobs are told only with logprobs: true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionBody(BaseRequest):
-    """What `/v1/completions` takes."""
+    """The body of a request to `/v1/completions`."""
 
     prompt: Any
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -161,7 +161,7 @@ class CompletionBody(BaseRequest):
 
     @property
     def top(self) -> int | None:
-        """As `ChatBody.top`. Raises `ApiError` for what is not served."""
+        """The number of top log probabilities, as `ChatBody.top`. Raises `ApiError` for what is not served."""
         if self.best_of is not None and self.best_of != self.n:
             raise wrong("best_of other than n is not served; ask for n and choose", "best_of")
         if self.echo and self.logprobs is not None:
@@ -170,7 +170,7 @@ class CompletionBody(BaseRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt, a text or token ids. Raises `ApiError`."""
+        """The prompts, each a text or token ids. Raises `ApiError`."""
         given = self.prompt
         if isinstance(given, str) or (isinstance(given, list) and given and all(map(_is_whole, given))):
             return [given]
@@ -180,7 +180,7 @@ class CompletionBody(BaseRequest):
 
 
 def read_body(kind: type[Body], raw: bytes) -> Body:
-    """The body of a request. Raises `ApiError` that names what is wrong, and where."""
+    """Parse and validate the body of a request. Raises `ApiError` that names what is wrong, and where."""
     try:
         data = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -198,7 +198,7 @@ def read_body(kind: type[Body], raw: bytes) -> Body:
 
 
 def _told(error: ValidationError) -> ApiError:
-    """The first thing that is wrong, in a line."""
+    """Return the first validation error as an `ApiError` of one line."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     where = ".".join(map(str, first["loc"]))[:200]
     match first["type"]:

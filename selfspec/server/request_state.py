@@ -1,4 +1,4 @@
-"""A request under way: its texts, and what comes of them, from the threads that decode to the one that answers."""
+"""The state of a running request: its texts, and their updates from the decoding threads to the event loop."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from selfspec.types.stats import Finish
 
 
-SHARED = 32  # tokens of a prompt that is worth being read once for several texts
+SHARED = 32  # tokens from which on a prompt is prefilled once for several texts
 
 
 class Why(StrEnum):
-    """Why a text was ended from outside."""
+    """The reason why the server ended a text."""
 
     GONE = "the client is gone"
     TIME = "time"
@@ -33,10 +33,10 @@ class Why(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TextUpdate:
-    """What is new of one text. `tokens`, `drafted`, `accepted` and `rounds` are all so far.
+    """The news of one text since its last update. `tokens`, `drafted`, `accepted` and `rounds` are totals so far.
 
-    `spans`: the text cut where tokens meet, where that was asked for. `ended`: nothing more comes; then `finish` says
-    why, or `why`, or `error`.
+    `spans`: the new text split at token boundaries, each part with its token's origin, if requested. `kept`: prompt
+    tokens found in the KV cache. `ended`: no update follows; then `finish`, `why` or `error` gives the reason.
     """
 
     index: int
@@ -56,10 +56,10 @@ class TextUpdate:
 
 @dataclass(eq=False, slots=True)
 class TextJob:
-    """One text of a call. The thread that decodes it alone touches `request` and `told`, how much was passed on.
+    """One text of a call. Only its decoding thread touches `request` and `told`, the number of log probabilities sent.
 
-    `first`: another of the same prompt, which is to be read before this one begins; `begun`: whether its own has been,
-    or never will be.
+    `first`: an earlier job with the same prompt, which must be prefilled before this job begins. `begun`: whether this
+    job's own prompt has been prefilled, or never will be.
     """
 
     call: Call
@@ -73,7 +73,7 @@ class TextJob:
 
 @dataclass(eq=False, slots=True)
 class Times:
-    """When what happened (`time.perf_counter`); None: not yet."""
+    """Times of a call's events (`time.perf_counter`); None: not yet."""
 
     arrived: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
@@ -81,14 +81,14 @@ class Times:
 
     @property
     def seconds(self) -> float:
-        """Since it arrived."""
+        """Seconds since the arrival."""
         return time.perf_counter() - self.arrived
 
 
 def _jobs(call: Call, ask: Ask) -> list[TextJob]:
-    """A job for each text; of those of one long prompt, all but the first wait until it is read: they need not be."""
+    """Return a job for each text; texts that share a long prompt wait for the first one's prefill and reuse it."""
     jobs: list[TextJob] = []
-    firsts: dict[int, TextJob] = {}  # by the prompt itself, which all of its texts have
+    firsts: dict[int, TextJob] = {}  # by the identity of the prompt, which its texts share
     for index, text in enumerate(ask.texts):
         first = firsts.get(id(text.prompt)) if len(text.prompt) >= SHARED else None
         jobs.append(TextJob(call, index, text, first))
@@ -97,9 +97,9 @@ def _jobs(call: Call, ask: Ask) -> list[TextJob]:
 
 
 class Call:
-    """One request's texts under way; made in the loop that answers it.
+    """The running texts of one request; must be made in the event loop that answers it.
 
-    `latest`: of each text, the last update. Iterating over `updates` ends when all texts have.
+    `latest`: the last update of each text. Iterating over `updates` ends when all texts have ended.
     """
 
     def __init__(self, ask: Ask) -> None:
@@ -111,7 +111,7 @@ class Call:
         self._loop = asyncio.get_running_loop()
 
     def tell(self, *updates: TextUpdate) -> None:
-        """Pass on what is new, from any thread."""
+        """Send updates to the event loop, from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(self._put, updates)
 
@@ -124,11 +124,11 @@ class Call:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether all texts have ended."""
         return all(update.ended for update in self.latest)
 
     async def updates(self) -> AsyncIterator[TextUpdate]:
-        """What comes, as it comes."""
+        """Yield the updates as they arrive."""
         open_texts = len(self.jobs)
         while open_texts:
             update = await self._queue.get()
@@ -136,10 +136,10 @@ class Call:
             yield update
 
     def total(self, name: str) -> int:
-        """A count over all texts."""
+        """Return the sum of a count over all texts."""
         return sum(getattr(update, name) for update in self.latest)
 
     @property
     def finishes(self) -> list[Any]:
-        """Why each text ended."""
+        """The reason why each text ended."""
         return [update.finish or update.why or (update.error and Why.FAILED) for update in self.latest]

@@ -1,4 +1,4 @@
-"""The two endpoints' answers, whole and in pieces, as the OpenAI API has them. Knows nothing of HTTP and of models."""
+"""The two endpoints' responses, whole and as stream chunks, in the OpenAI API's format."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ from selfspec.server.request_state import Call, TextUpdate, Why
 if TYPE_CHECKING:
     from selfspec.llm.request import TokenLogprobs
 
-LOWEST = -9999.0  # what the API says where a probability is 0
+LOWEST = -9999.0  # the API's log probability of a token with probability 0
 _FINISH = {"end": "stop", "stop": "stop", "guide": "stop", "length": "length", "time": "length"}
 Spell = Callable[[int], bytes]
 
 
 class ResponseSchema(Protocol):
-    """How one endpoint tells things. `prefix`: of ids; `whole` and `piece`: what its answers are called."""
+    """The response format of one endpoint. `prefix`: of ids; `whole`, `piece`: object names of responses and chunks."""
 
     prefix: str
     whole: str
     piece: str
 
     def choice(self, index: int, text: str, logprobs: dict[str, Any] | None, finish: str | None) -> dict[str, Any]:
-        """One finished text."""
+        """Return the choice of one finished text."""
 
     def delta(
         self, index: int, text: str | None, logprobs: dict[str, Any] | None, finish: str | None, *, first: bool
     ) -> dict[str, Any]:
-        """A piece of a text; `first`: nothing came before."""
+        """Return the choice of a stream chunk; `first`: it is the first of its text."""
 
     def logprobs(self, told: Sequence[TokenLogprobs], spell: Spell, offset: int) -> dict[str, Any]:
-        """Log probabilities of tokens; `offset`: characters before them."""
+        """Return log probabilities of tokens; `offset`: the number of characters before the tokens."""
 
 
 class ChatSchema:
-    """Of `/v1/chat/completions`."""
+    """The response format of `/v1/chat/completions`."""
 
     prefix, whole, piece = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def choice(self, index: int, text: str, logprobs: dict[str, Any] | None, finish: str | None) -> dict[str, Any]:
-        """As `Shape.choice`."""
+        """Implement `ResponseSchema.choice`."""
         said = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": said, "logprobs": logprobs, "finish_reason": finish}
 
     def delta(
         self, index: int, text: str | None, logprobs: dict[str, Any] | None, finish: str | None, *, first: bool
     ) -> dict[str, Any]:
-        """As `Shape.delta`."""
+        """Implement `ResponseSchema.delta`."""
         said = {"role": "assistant"} if first else {}
         said |= {} if text is None else {"content": text}
         return {"index": index, "delta": said, "logprobs": logprobs, "finish_reason": finish}
 
     def logprobs(self, told: Sequence[TokenLogprobs], spell: Spell, offset: int) -> dict[str, Any]:
-        """As `Shape.logprobs`."""
+        """Implement `ResponseSchema.logprobs`."""
         content = []
         for one in told:
             top = [_chat_token(token, logprob, spell) for token, logprob in one.top]
@@ -62,22 +62,22 @@ class ChatSchema:
 
 
 class CompletionSchema:
-    """Of `/v1/completions`."""
+    """The response format of `/v1/completions`."""
 
     prefix, whole, piece = "cmpl-", "text_completion", "text_completion"
 
     def choice(self, index: int, text: str, logprobs: dict[str, Any] | None, finish: str | None) -> dict[str, Any]:
-        """As `Shape.choice`."""
+        """Implement `ResponseSchema.choice`."""
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def delta(
         self, index: int, text: str | None, logprobs: dict[str, Any] | None, finish: str | None, *, first: bool
     ) -> dict[str, Any]:
-        """As `Shape.delta`."""
+        """Implement `ResponseSchema.delta`."""
         return self.choice(index, text or "", logprobs, finish)
 
     def logprobs(self, told: Sequence[TokenLogprobs], spell: Spell, offset: int) -> dict[str, Any]:
-        """As `Shape.logprobs`; a token that is not whole characters is written as its bytes, as the API does."""
+        """Implement `ResponseSchema.logprobs`; a token of invalid UTF-8 is written as its bytes, as in the API."""
         texts = [_written(spell(one.token)) for one in told]
         offsets = []
         for one in told:
@@ -97,14 +97,14 @@ COMPLETION: ResponseSchema = CompletionSchema()
 
 
 def finish_reason(update: TextUpdate) -> str | None:
-    """Why a text ended, in the API's words; None while it goes on. Cut by the server counts as cut by length."""
+    """Return the API's finish reason of a text; None while it runs. A text that the server ended counts as "length"."""
     if not update.ended:
         return None
     return _FINISH[update.finish] if update.finish is not None else "length"
 
 
 def usage(call: Call) -> dict[str, Any]:
-    """The tokens of a call: its prompts' once, and all new ones; `cached_tokens` were not read again."""
+    """Return a call's token usage: each prompt once, and all new tokens; `cached_tokens` come from the KV cache."""
     prompt, new = call.ask.prompt_tokens, call.total("tokens")
     return {
         "prompt_tokens": prompt,
@@ -115,7 +115,7 @@ def usage(call: Call) -> dict[str, Any]:
 
 
 def sources(call: Call, update: TextUpdate) -> dict[str, Any]:
-    """What the extension tells of a text: where a piece came from (`spans`), and what drafts have brought so far."""
+    """Return the extension's fields of a chunk: the origins of its text (`spans`) and the draft statistics so far."""
     return {
         "spans": [[str(origin), text] for origin, text in update.spans],
         **{name: getattr(update, name) for name in ("tokens", "drafted", "accepted", "rounds")},
@@ -125,7 +125,7 @@ def sources(call: Call, update: TextUpdate) -> dict[str, Any]:
 
 
 def cut_short(update: TextUpdate) -> bool:
-    """Whether the server ended a text before it began, as its time was up or the server is ending."""
+    """Return whether the server ended a text before its first token, by timeout or shutdown."""
     return update.why in (Why.TIME, Why.SHUTDOWN) and not update.tokens
 
 

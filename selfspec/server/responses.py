@@ -1,4 +1,4 @@
-"""A call's answer while it is made: whole, or piece by piece as events. Knows nothing of bodies and of models."""
+"""The response to a call while it is decoded: as one body, or streamed as server-sent events."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _CUT = {
 
 
 class Answer(Response):
-    """Answers one call that the pool has. A client that goes away, and time that is up, end the call.
+    """The response to one call that the pool has accepted. A client disconnect and a timeout end the call.
 
-    `spell`: the bytes of a token. `ended` is told the call when all is over.
+    `spell`: returns the bytes of a token. `ended` is called with the call at the end.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Answer(Response):
         self._timeout, self._ended = timeout, ended
         self._made = int(time.time())
         self._begun = [False] * len(call.jobs)
-        self._written = [len(shown) for shown in call.ask.shown]  # characters of each text
+        self._written = [len(shown) for shown in call.ask.shown]  # characters of each text that were sent
         self._name = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """Send the response, as an ASGI application."""
         notes = scope.get(NOTES, {})
         self._name = f"{self._shape.prefix}{notes.get('id', '')}"
         try:
@@ -99,7 +99,7 @@ class Answer(Response):
         return JSONResponse(self._framed(shape.whole, choices) | {"usage": usage(call)})
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The status waits for the first token, so that what is wrong before it still has one of its own."""
+        """Stream the events; the status waits for the first update, so that an error before it sets the status."""
         updates = self._call.updates()
         first = await anext(updates)
         if (problem := _problem([first])) is not None:
@@ -155,7 +155,7 @@ async def _when_gone(receive: Receive, act: Callable[[], None]) -> None:
 
 
 def _problem(updates: list[TextUpdate]) -> ApiError | None:
-    """Why there is no text to answer with; None where there is."""
+    """Return the error to respond with if there is no text; otherwise None."""
     for update in updates:
         if update.error is not None:
             return update.error
@@ -166,7 +166,7 @@ def _problem(updates: list[TextUpdate]) -> ApiError | None:
 
 
 def _noted(call: Call) -> dict[str, Any]:
-    """What the log says of a call."""
+    """Return the log entry's fields of a call."""
     times, seconds, tokens = call.times, call.times.seconds, call.total("tokens")
     finishes = [str(finish or Why.GONE) for finish in call.finishes]
     return {

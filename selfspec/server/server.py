@@ -1,4 +1,4 @@
-"""The server on its socket, from the first request to the last. Knows nothing of models and of what requests ask."""
+"""The server process: its socket, its shutdown, and its timeout for request headers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from selfspec.server.app import make_app
 from selfspec.server.request_state import Why
 from selfspec.server.service import Service
 
-LAST = 5  # seconds for answers to reach their clients when all texts have ended
+LAST = 5  # seconds for responses to reach their clients once all texts have ended
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket at a place, not listening yet. Raises `SelfspecError` where that cannot be."""
+    """Return a socket bound to a host and port, not listening yet. Raises `SelfspecError` if it cannot be bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -39,13 +39,13 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def url(at: socket.socket) -> str:
-    """Where a bound socket is reached."""
+    """Return the URL of a bound socket."""
     host, port = at.getsockname()[:2]
     return f"http://[{host}]:{port}" if at.family == socket.AF_INET6 else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):
-    """Serves until it is told to end: then nothing new begins, and what runs has its grace; told again, at once."""
+    """A server that drains on the first signal: only running requests go on, for their grace. The second ends all."""
 
     def __init__(self, service: Service) -> None:
         config = uvicorn.Config(
@@ -61,19 +61,19 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._service = service
-        self._end: float | None = None  # by when what runs must have ended
+        self._end: float | None = None  # when running requests are ended
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal to end."""
+        """Handle a signal to exit."""
         self.end(at_once=self._end is not None)
 
     def end(self, *, at_once: bool = False) -> None:
-        """Begin to end."""
+        """Begin the shutdown."""
         self._end = time.monotonic() + (0 if at_once else self._service.settings.grace)
         self._service.draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second."""
+        """Check the shutdown; uvicorn calls it ten times a second."""
         if self._end is not None and (self._service.idle or time.monotonic() >= self._end):
             self._service.pool.cancel_all(Why.SHUTDOWN)
             self.should_exit = True
@@ -86,7 +86,7 @@ def serve(service: Service, at: socket.socket) -> None:
 
 
 def _impatient(seconds: float) -> type[H11Protocol]:
-    """The protocol of uvicorn, which closes a connection on which a request's head does not come in time."""
+    """Return uvicorn's HTTP protocol with a timeout for request headers, after which the connection is closed."""
 
     class Impatient(H11Protocol):
         _head: asyncio.TimerHandle | None = None
@@ -105,7 +105,7 @@ def _impatient(seconds: float) -> type[H11Protocol]:
                 self._head.cancel()
 
         def send_400_response(self, msg: str) -> None:
-            """What came is no HTTP: say so where nothing has been said; whoever makes an answer stops."""
+            """Reject invalid HTTP: respond if nothing has been sent yet, else close; disconnect a running request."""
             if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 super().send_400_response(msg)
             else:

@@ -1,4 +1,4 @@
-"""What answers requests: reads a body, asks the pool, makes the answer. Knows nothing of routes and sockets."""
+"""The service that answers requests: it parses the body, submits the call to the pool and makes the response."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
 
 Body = TypeVar("Body", bound=BaseRequest)
-PATHS = ("/", "/v1/chat/completions", "/v1/completions", "/v1/models")  # that are counted by name
+PATHS = ("/", "/v1/chat/completions", "/v1/completions", "/v1/models")  # labelled in the metrics
 
 
 class Service:
-    """One model behind one pool. A context manager, which the pool is inside of; `log` is told a line a request.
+    """One model behind one pool. A context manager, which enters the pool; `log` receives one entry per request.
 
-    Prompts are read on a thread of their own, so that a long one keeps nobody from being answered.
+    Requests are parsed on a thread of their own, so that a long prompt does not block other responses.
     """
 
     def __init__(self, llm: LLM, pool: WorkerPool, settings: Settings, *, log: Log = log_line) -> None:
@@ -55,21 +55,21 @@ class Service:
 
     @property
     def idle(self) -> bool:
-        """Whether no text is under way."""
+        """Whether no text is running or waiting."""
         return not (self.pool.running or self.pool.waiting)
 
     def log(self, entry: dict[str, Any]) -> None:
-        """Count a request and write its line."""
+        """Count a request in the metrics and write its log line."""
         path = entry["path"] if entry["path"] in PATHS else "other"
         self.metrics.requests.labels(path, str(entry["status"])).inc()
         self._log(entry)
 
     async def chat(self, request: Request) -> Response:
-        """Answer a chat. Raises `ApiError`."""
+        """Answer a chat request. Raises `ApiError`."""
         return await self._answer(request, ChatBody, self.reader.chat, CHAT)
 
     async def completion(self, request: Request) -> Response:
-        """Answer a completion. Raises `ApiError`."""
+        """Answer a completion request. Raises `ApiError`."""
         return await self._answer(request, CompletionBody, self.reader.completion, COMPLETION)
 
     async def _answer(
@@ -95,9 +95,9 @@ class Service:
 
 
 async def read_raw(request: Request, *, most: int, seconds: float) -> bytes:
-    """The body of a request, of at most so many bytes, which must be there in time. Raises `ApiError`.
+    """Return a request's body of at most `most` bytes, which must arrive within `seconds`. Raises `ApiError`.
 
-    It must say that it is JSON: so no other site's page can post one from a browser unasked.
+    The content type must be JSON, so that another site's page cannot post a request from a browser without a preflight.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "expected a body of JSON, and the header 'Content-Type: application/json'")

@@ -1,4 +1,4 @@
-"""What a server is told: names, keys and limits. Knows nothing of models."""
+"""The settings of a server: model names, API key and limits."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Who may ask for what, and how much of it.
+    """Access and limits of a server.
 
-    `names`: the model's, the first of which answers bear. `api_key`: what requests to `/v1` must bear, if any. `rows`:
-    texts that each replica decodes at a time. `queue`: texts that may wait for a row. `max_tokens`: the most new tokens
-    of a text (None: what the context leaves). `max_body`: bytes. `timeout`: seconds of a request, from its arrival;
-    `reading`: seconds in which its head, and then its body, must be there. `grace`: seconds that running requests have
-    when the server is asked to end.
+    `names`: the model's names; responses bear the first. `api_key`: the key that requests to `/v1` must bear, if any.
+    `rows`: texts that each replica decodes at a time. `queue`: texts that may wait for a row. `max_tokens`: the maximum
+    of new tokens of a text (None: what the context leaves). `max_body`: bytes. `timeout`: seconds of a request, from
+    its arrival; `reading`: seconds in which its header, and then its body, must arrive. `grace`: seconds that running
+    requests have at shutdown.
     """
 
     names: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""One batch and the texts in it, on one thread. Knows nothing of queues and of HTTP."""
+"""One worker: a batch and the texts in it, on one thread."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LOGGER = logging.getLogger("selfspec.server")
 
 
 class Replica:
-    """Decodes with one batch, on one thread; the others only look at it.
+    """A worker that decodes one batch on one thread; other threads only read its state.
 
-    `device`: on which the model is. `jobs`: texts that have a row or are about to; `free` and `places`: of the batch's
-    memory, after the last step.
+    `device`: the model's device. `jobs`: texts that have a row or are about to get one. `free` and `places`: the free
+    and all token slots of the batch's KV cache, after the last step.
     """
 
     def __init__(self, batch: Batch, device: str = "cpu") -> None:
@@ -36,7 +36,7 @@ class Replica:
         if self._device.startswith("cuda"):
             import torch
 
-            torch.cuda.set_device(torch.device(self._device))  # each thread has a current one of its own
+            torch.cuda.set_device(torch.device(self._device))  # each thread has its own current device
         self.batch.__enter__()
         return self
 
@@ -45,15 +45,15 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """Texts that it decodes."""
+        """The number of texts that it decodes."""
         return len(self.jobs)
 
     def jobs_of(self, call: Call) -> list[TextJob]:
-        """Those of a call."""
+        """Return the jobs of a call."""
         return [job for job in tuple(self.jobs) if job.call is call]
 
     def turn(self, taken: Sequence[TextJob], cancelled: Sequence[tuple[TextJob, Why]]) -> None:
-        """One turn: who goes, who comes, and one step of all. What fails ends the texts that it concerns."""
+        """Run one iteration: cancel jobs, add jobs, and step the batch. A failure ends the texts that it affects."""
         for job, why in cancelled:
             if job in self.jobs:  # it may have ended by itself
                 self._end(job, why)
@@ -81,7 +81,7 @@ class Replica:
             self._leave(job, TextUpdate(job.index, ended=True, error=failed))
 
     def _end(self, job: TextJob, why: Why, error: ApiError | None = None) -> None:
-        """End a text from outside."""
+        """End a text from outside the batch."""
         if job.request is None:
             return self._leave(job, TextUpdate(job.index, ended=True, why=why, error=error))
         try:
@@ -113,7 +113,7 @@ class Replica:
 
 
 def _news(job: TextJob, request: Request, *, why: Why | None = None, error: ApiError | None = None) -> TextUpdate:
-    """What is new of a text since it was last asked."""
+    """Return the update of a text since its last update."""
     sources = job.call.ask.sources
     spans = tuple(request.spans()) if sources else ()
     text = "".join(piece for _, piece in spans) if sources else request.take()

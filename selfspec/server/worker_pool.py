@@ -1,4 +1,4 @@
-"""One queue, and a thread for each replica that takes from it. Knows nothing of HTTP, and of what a text is."""
+"""One queue of texts, and a worker thread for each replica that takes from it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from selfspec.server.errors import ApiError, wrong
 from selfspec.server.request_state import Call, TextJob, TextUpdate, Why
 from selfspec.server.worker import Replica
 
-MOST_SECONDS = 60  # that a client is told to wait
+MOST_SECONDS = 60  # the longest Retry-After sent to a client
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a replica is to do before its next step."""
+    """A replica's work before its next step: jobs to add and jobs to cancel."""
 
     taken: list[TextJob]
     cancelled: list[tuple[TextJob, Why]]
 
 
 class WorkerPool:
-    """Texts wait in one line; each replica takes as many as it has rows, the one with the fewest first.
+    """One queue for all texts; each replica takes up to `rows` of them, the least loaded replica first.
 
-    A context manager: when it is entered, all replicas are ready, and what one fails with is raised; leaving it ends
-    the threads, and what still runs.
+    A context manager: once entered, all replicas are ready. Entering raises the exception of a replica that fails to
+    start. Leaving ends the threads and all running texts.
     """
 
     def __init__(self, replicas: Sequence[Replica], *, rows: int, queue: int) -> None:
@@ -68,21 +68,21 @@ class WorkerPool:
 
     @property
     def waiting(self) -> int:
-        """Texts that wait for a row."""
+        """The number of texts that wait for a row."""
         return len(self._line)
 
     @property
     def running(self) -> int:
-        """Texts that have a row, or wait inside a replica for memory."""
+        """The number of texts that have a row, or wait inside a replica for memory."""
         return sum(replica.load for replica in self.replicas)
 
     @property
     def alive(self) -> bool:
-        """Whether any thread decodes."""
+        """Whether any worker thread is alive."""
         return any(thread.is_alive() for thread in self._threads)
 
     def submit(self, call: Call, *, retry_after: float = 1.0) -> None:
-        """Let a call's texts wait in line. Raises `ApiError` where there is no room for them."""
+        """Queue a call's texts. Raises `ApiError` if the queue has no space for them."""
         most = self._queue + self._rows * len(self.replicas)
         if len(call.jobs) > most:
             raise wrong(f"a request has at most {most} texts here (n for each prompt); got {len(call.jobs)}", "n")
@@ -97,7 +97,7 @@ class WorkerPool:
             self._changed.notify_all()
 
     def cancel(self, call: Call, why: Why) -> None:
-        """End what has not ended of a call; its rows are free before the next step."""
+        """End the texts of a call that have not ended; their rows are free before the next step."""
         with self._changed:
             waiting = [job for job in call.jobs if job in self._line]
             for job in waiting:
@@ -108,14 +108,14 @@ class WorkerPool:
         call.tell(*(TextUpdate(job.index, ended=True, why=why) for job in waiting))
 
     def cancel_all(self, why: Why) -> None:
-        """End everything."""
+        """End the texts of all calls."""
         with self._changed:
             calls = {job.call for job in self._line} | {job.call for one in self.replicas for job in tuple(one.jobs)}
         for call in calls:
             self.cancel(call, why)
 
     def _serve(self, replica: Replica, ready: Future[None]) -> None:
-        """A replica's thread."""
+        """Run a replica's thread."""
         with ExitStack() as held:
             try:
                 held.enter_context(replica)
@@ -125,12 +125,12 @@ class WorkerPool:
             while (work := self._work(replica)) is not None:
                 replica.turn(work.taken, work.cancelled)
                 if self._line:
-                    with self._changed:  # a text may have begun that others wait for
+                    with self._changed:  # a text may have begun for which others wait
                         self._changed.notify_all()
             return replica.turn((), [(job, Why.SHUTDOWN) for job in replica.jobs])
 
     def _work(self, replica: Replica) -> Work | None:
-        """Wait for what a replica is to do; None: to end."""
+        """Wait for a replica's next work; return None at shutdown."""
         with self._changed:
             cancels = self._cancels[replica]
             while not (self._closing or cancels or replica.load or self._next()):
@@ -146,7 +146,7 @@ class WorkerPool:
             return Work(taken, cancels)
 
     def _next(self) -> TextJob | None:
-        """The first in line that need not wait for another's prompt."""
+        """Return the first queued job that need not wait for another job's prefill."""
         return next((job for job in self._line if job.first is None or job.first.begun), None)
 
     def _loads(self) -> Iterable[int]:

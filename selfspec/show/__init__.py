@@ -1,1 +1,1 @@
-"""What a person looks at: tables, plots, pages, coloured text. Knows nothing of models and of decoding."""
+"""Presentation of results: tables, plots, pages and coloured text."""

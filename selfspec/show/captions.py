@@ -1,4 +1,4 @@
-"""How to read each plot, in two or three sentences that hold its own figures. Knows nothing of torch."""
+"""Captions of plots: two or three sentences on how to read each, with its own figures. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from selfspec.types.draft_work import DRAFT_PATH
 
 
 def skip_map(profile: Profile) -> str:
-    """Of `plots.profile.skip_map`."""
+    """Return the caption of `plots.profile_plots.skip_map`."""
     layers, skip, path = profile.model.layers, profile.skip_set, profile.path
     columns = f"Each column is one of the model's {layers} layers, counted from 0."
     white = (
@@ -35,7 +35,7 @@ def skip_map(profile: Profile) -> str:
 
 
 def acceptance_by_confidence(profile: Profile) -> str:
-    """Of `plots.profile.acceptance_by_confidence`; the profile must hold a curve."""
+    """Return the caption of `plots.profile_plots.acceptance_by_confidence`; the profile must have a curve."""
     curve = profile.acceptance
     assert curve is not None
     low, high = (f"{curve.accepted[i]:.0%} at {curve.confidence[i]:.2g}" for i in (0, -1))
@@ -52,7 +52,7 @@ def acceptance_by_confidence(profile: Profile) -> str:
 
 
 def sensitivity(frame: pd.DataFrame) -> str:
-    """Of `plots.study.sensitivity`."""
+    """Return the caption of `plots.study_plots.sensitivity`."""
     known = frame[frame["gain"].notna()]
     what = (
         f"Each cell is one part of the model, bypassed alone while always {frame['draft_tokens'].iloc[0]} tokens are "
@@ -71,7 +71,7 @@ def sensitivity(frame: pd.DataFrame) -> str:
 
 
 def pareto(frame: pd.DataFrame) -> str:
-    """Of `plots.study.pareto`."""
+    """Return the caption of `plots.study_plots.pareto`."""
     front = frame[frame["on_front"]].sort_values("draft_cost")
     if front.empty:
         return "These trials were timed, so that no draft cost is known of them."
@@ -91,7 +91,7 @@ def pareto(frame: pd.DataFrame) -> str:
 
 
 def speedup_against_skipped(frame: pd.DataFrame) -> str:
-    """Of `plots.study.speedup_against_skipped`."""
+    """Return the caption of `plots.study_plots.speedup_against_skipped`."""
     best = _fastest(frame)
     if best is None:
         return "Every trial was pruned: its figures are of a share of the texts."
@@ -105,7 +105,7 @@ def speedup_against_skipped(frame: pd.DataFrame) -> str:
 
 
 def progress(frame: pd.DataFrame) -> str:
-    """Of `plots.study.progress`."""
+    """Return the caption of `plots.study_plots.progress`."""
     best = _fastest(frame)
     if best is None:
         return "Every trial was pruned, so that there is no best."
@@ -120,7 +120,7 @@ def progress(frame: pd.DataFrame) -> str:
 
 
 def acceptance_by_position(frame: pd.DataFrame) -> str:
-    """Of `plots.bench.acceptance_by_position`."""
+    """Return the caption of `plots.bench_plots.acceptance_by_position`."""
     groups = list(frame.groupby(["method", "temperature"], sort=False))
     firsts = [
         f"{some['acceptance'].iloc[0]:.0%}" + ("" if len(groups) == 1 else f" ({method}, temperature {temperature:g})")
@@ -140,7 +140,7 @@ def acceptance_by_position(frame: pd.DataFrame) -> str:
 
 
 def tokens_by_source(frame: pd.DataFrame) -> str:
-    """Of `plots.bench.tokens_by_source`."""
+    """Return the caption of `plots.bench_plots.tokens_by_source`."""
     (method, temperature), some = next(
         iter(frame[frame["task"] == "all"].groupby(["method", "temperature"], sort=False))
     )
@@ -156,7 +156,7 @@ def _named(source: str) -> str:
 
 
 def bench_bars(frame: pd.DataFrame) -> str:
-    """Of `plots.bench.bench_bars`."""
+    """Return the caption of `plots.bench_plots.bench_bars`."""
     told = []
     for temperature, some in frame[(frame["method"] != "plain") & frame["speedup"].notna()].groupby("temperature"):
         best = some.loc[some["speedup"].idxmax()]

@@ -1,4 +1,4 @@
-"""How tokens look by where they came from, and a generation as HTML with styles of its own. Knows nothing of torch."""
+"""Styles of tokens by their origin, and generations as self-contained HTML. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from selfspec.types.stats import Stats
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A colour `#rrggbb` that the colour-blind tell apart (Okabe and Ito), and what tells it apart without colour."""
+    """A colour-blind-safe colour `#rrggbb` (Okabe and Ito), and a font style that distinguishes it without colour."""
 
     color: str | None = None
     bold: bool = False
@@ -23,7 +23,7 @@ class Look:
 
     @property
     def css(self) -> str:
-        """As an inline style: the colour as a tint, so that text of any colour stays readable on it."""
+        """The inline CSS style; the colour is a background tint, so that text of any colour stays readable on it."""
         style = []
         if self.color is not None:
             red, green, blue = (int(self.color[i : i + 2], 16) for i in (1, 3, 5))
@@ -48,7 +48,7 @@ LOOKS = {
 
 
 def tokens_html(events: Sequence[TokenEvent]) -> str:
-    """The text of a generation, each token coloured by its origin; hovering says what is known of it."""
+    """Return a generation's text as HTML, each token coloured by its origin, with its details as a tooltip."""
     shown = (event for event in events if event.text)
     return (
         '<div style="font-family:monospace;line-height:1.5;white-space:pre-wrap;overflow-wrap:anywhere">'
@@ -58,7 +58,7 @@ def tokens_html(events: Sequence[TokenEvent]) -> str:
 
 
 def legend_html(events: Sequence[TokenEvent], stats: Stats | None = None) -> str:
-    """How many tokens came from where, as one line; with `stats`, what was accepted of what was drafted too."""
+    """Return the token counts by origin as one line of HTML; with `stats`, also the acceptance rate."""
     parts = [
         f"{_span(origin, LOOKS[origin], origin.meaning)} {number} ({number / len(events):.0%})"
         for origin, number in counts(events).items()
@@ -69,21 +69,21 @@ def legend_html(events: Sequence[TokenEvent], stats: Stats | None = None) -> str
 
 
 def acceptance(stats: Stats) -> str:
-    """What was accepted of what was drafted, in words."""
+    """Return the acceptance rate as text."""
     if not stats.drafted:
         return "nothing was drafted"
     return f"acceptance {stats.acceptance_rate:.0%} ({stats.accepted} of {stats.drafted} drafted{by_source(stats)})"
 
 
 def by_source(stats: Stats) -> str:
-    """What came up with the accepted ones, where that was not the draft path alone."""
+    """Return the accepted tokens by source as text; empty if the draft path was the only source."""
     if set(stats.sources) <= {DRAFT_PATH}:
         return ""
     return ": " + ", ".join(f"{source} {tokens}" for source, tokens in stats.sources.most_common())
 
 
 def _title(event: TokenEvent) -> str:
-    """What is known of a token, in one line."""
+    """Return a token's details in one line."""
     parts = [str(event.origin), f"round {event.round}"]
     if event.place is not None:
         parts.append(f"place {event.place} of the draft")
@@ -109,5 +109,5 @@ def _span(text: str, look: Look, title: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """As HTML text that a browser reads as it is: it would make carriage returns newlines, and takes no NUL."""
+    """Return the text escaped for HTML, with carriage returns kept and NUL replaced, which browsers would change."""
     return escape(text).replace("\r", "&#13;").replace("\0", "\ufffd")

@@ -1,6 +1,6 @@
-"""A page that shows what was found and measured: one HTML file that needs nothing else. Knows nothing of torch.
+"""A report page of searches and measurements: one self-contained HTML file. Does not import torch.
 
-What came from outside (names, notes, prompts, tokens) is escaped; only what is drawn here stands as it is.
+External text (names, notes, prompts, tokens) is escaped; only markup generated here is inserted as it is.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from selfspec.show.tables import bench_frame, bench_position_frame, source_frame
 from selfspec.types.draft_path import WORDS
 from selfspec.types.skip import SkipSet
 
-WIDTH = 7.2  # inches of a plot
+WIDTH = 7.2  # width of a plot in inches
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Texts in rows; `heads`: the first cell of each row is its heading."""
+    """A table of texts; the first cell of each row is its heading."""
 
     caption: str
     columns: tuple[str, ...]
@@ -37,7 +37,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A plot as an `<svg>` element, and how to read it."""
+    """A plot as an `<svg>` element, and its caption."""
 
     drawn: Markup
     reading: str
@@ -45,7 +45,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class ShownSample:
-    """A prompt, and what the model said: its tokens and their legend as HTML."""
+    """A prompt and its generation: the tokens and their legend as HTML."""
 
     prompt: str
     tokens: Markup
@@ -54,7 +54,7 @@ class ShownSample:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of the page; `name` is its anchor, `notes` are lines such as which option would give what is missing."""
+    """A section of the page. `name`: its anchor; `notes`: lines such as which option would produce missing content."""
 
     name: str
     title: str
@@ -76,7 +76,7 @@ class Report:
 
 
 def render(report: Report) -> str:
-    """The page's HTML."""
+    """Return the page's HTML."""
     environment = Environment(
         loader=PackageLoader("selfspec.show", "templates"),
         autoescape=True,
@@ -85,16 +85,16 @@ def render(report: Report) -> str:
         lstrip_blocks=True,
     )
     page = environment.get_template("report.html").render(report=report)
-    return page.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be written
+    return page.encode("utf-8", "replace").decode()  # a lone surrogate cannot be encoded
 
 
 def picture(name: str, draw: Callable[..., Any], subject: Any, text: str, label: str) -> Picture:
-    """A plot of a profile or a frame; `label` is read out in its stead, `name` keeps its ids apart."""
+    """Plot a profile or a frame; `label` is its text alternative, `name` keeps its element ids unique."""
     return Picture(Markup(svg(draw(subject, width=WIDTH), name=name, label=label)), text)
 
 
 def skip_section(profile: Profile) -> Section:
-    """The skip map."""
+    """Return the section with the skip map."""
     path = profile.path
     label = f"Skip map. Bypassed while drafting: {_of_layers(path.skip)}."
     for mode, of in path.few:
@@ -110,7 +110,7 @@ def _of_layers(some: SkipSet) -> str:
 
 
 def study_section(trials: pd.DataFrame, sensitivities: pd.DataFrame | None, place: str) -> Section:
-    """A search's trials, and its sensitivities where it has any."""
+    """Return the section on a search's trials, and its sensitivities if it has any."""
     drawn, notes = [], []
     if sensitivities is not None:
         text = reading.sensitivity(sensitivities)
@@ -133,7 +133,7 @@ def study_section(trials: pd.DataFrame, sensitivities: pd.DataFrame | None, plac
 
 
 def acceptance_section(positions: pd.DataFrame | None, profile: Profile | None, notes: Iterable[str]) -> Section:
-    """Acceptance by position in the draft, as measured for this page, and by confidence, as the profile says."""
+    """Return the section on acceptance by position, as measured for this page, and by confidence, from the profile."""
     drawn, notes = [], list(notes)
     if positions is not None and len(positions):
         text = reading.acceptance_by_position(positions)
@@ -149,7 +149,7 @@ def acceptance_section(positions: pd.DataFrame | None, profile: Profile | None, 
 
 
 def bench_section(bench: dict[str, Any]) -> Section:
-    """A benchmark's bars, its acceptance by position, and its table."""
+    """Return the section on a benchmark: its bars, its acceptance by position, and its table."""
     frame, positions = bench_frame(bench), bench_position_frame(bench)
     drawn, notes = [], []
     if (frame["speedup"].notna() & (frame["method"] != "plain")).any():
@@ -198,5 +198,5 @@ def _known(value: float, form: str) -> str:
 
 
 def facts_table(caption: str, facts: Sequence[tuple[str, str]]) -> Table:
-    """Two columns: of what, and what is said of it."""
+    """Return a table of two columns: names and values."""
     return Table(caption, (), tuple(facts))

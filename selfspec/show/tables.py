@@ -1,6 +1,6 @@
-"""Tidy data frames of what was found and measured: one row for each observation, for plots and for notebooks.
+"""Tidy data frames of results, one row per observation, for plots and for notebooks. Does not import torch.
 
-Knows nothing of torch. Those of a search's trials are `selfspec.search.trial_tables`.
+The frames of a search's trials are in `selfspec.search.trial_tables`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class _Read(BaseModel):
-    """What is read of a benchmark's JSON; there is more in it."""
+    """Base of the schemas of the fields read from a benchmark's JSON; other fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -84,7 +84,7 @@ class _Bench(_Read):
 
 
 def read_bench(path: Path) -> Json:
-    """What `selfspec bench --out` wrote. Raises `SelfspecError` for anything else."""
+    """Read the output of `selfspec bench --out`. Raises `SelfspecError` for anything else."""
     text = read_text(path)
     try:
         found: Json = json.loads(text)
@@ -97,7 +97,7 @@ def read_bench(path: Path) -> Json:
 
 
 def check_bench(bench: Any) -> None:
-    """Raise `SelfspecError` unless this is what `selfspec bench` measured."""
+    """Raise `SelfspecError` unless `bench` is a result of `selfspec bench`."""
     try:
         _Bench.model_validate(bench)
     except ValidationError as error:
@@ -109,11 +109,11 @@ def check_bench(bench: Any) -> None:
 
 
 def bench_frame(bench: Json) -> pd.DataFrame:
-    """A row for each temperature and method of a benchmark.
+    """Return a frame with a row for each temperature and method of a benchmark.
 
-    `speedup`: over plain decoding, the median over prompts, `low` to `high` its 95% bootstrap interval;
-    `first_token_ms`, `next_ms` and `next_ms_95`: milliseconds to the first token, and from token to token (median, 95%
-    quantile). Raises `SelfspecError`.
+    `speedup`: over plain decoding, the median over prompts; `low` to `high`: its 95% bootstrap interval.
+    `first_token_ms`: median TTFT in milliseconds; `next_ms` and `next_ms_95`: median and 95% quantile of the
+    inter-token latency in milliseconds. Raises `SelfspecError`.
     """
     check_bench(bench)
     rows = []
@@ -140,7 +140,7 @@ def bench_frame(bench: Json) -> pd.DataFrame:
 
 
 def bench_position_frame(bench: Json) -> pd.DataFrame:
-    """Acceptance by position of the methods of a benchmark that draft, as `position_frame` has it; `drafts` unknown.
+    """Return the acceptance by position of a benchmark's drafting methods, as `position_frame`; `drafts` is unknown.
 
     Raises `SelfspecError`.
     """
@@ -154,10 +154,10 @@ def bench_position_frame(bench: Json) -> pd.DataFrame:
 
 
 def source_frame(bench: Json) -> pd.DataFrame:
-    """A row for each temperature, method, task and source of a benchmark; task `all`: all prompts.
+    """Return a frame with a row for each temperature, method, task and source of a benchmark; task `all`: all prompts.
 
-    `share`: of the tokens that came out, those that a source (the draft path, lookup, ..) came up with; the others are
-    the model's own. Methods of which no source is told are left out. Raises `SelfspecError`.
+    `share`: the share of the emitted tokens that a source (the draft path, lookup, ..) proposed; the others are the
+    model's own. Methods without known sources are left out. Raises `SelfspecError`.
     """
     check_bench(bench)
     rows = []
@@ -173,7 +173,7 @@ def source_frame(bench: Json) -> pd.DataFrame:
 
 
 def position_frame(rounds: Sequence[Round], *, method: str = "skip", temperature: float = 0.0) -> pd.DataFrame:
-    """For each position in a draft, from 1: the share of tokens there that were accepted, of how many `drafts`."""
+    """Return, for each position in a draft, from 1, the share of accepted tokens among the `drafts` that long."""
     frame = _positions(acceptance_by_position(rounds), method, temperature)
     frame["drafts"] = [float(sum(done.drafted >= place for done in rounds)) for place in frame["position"]]
     return frame
@@ -187,9 +187,9 @@ def _positions(shares: Sequence[float], method: str, temperature: float) -> pd.D
 
 
 def skip_frame(profile: Profile) -> pd.DataFrame:
-    """A row for each sub-layer of a profile's model, layers counted from 0.
+    """Return a frame with a row for each sub-layer of a profile's model, layers counted from 0.
 
-    `mode`: how it runs while drafting: `full`, `int8`, `int4` or `skip`; `bypassed`: whether that is `skip`.
+    `mode`: how it runs while drafting: `full`, `int8`, `int4` or `skip`; `bypassed`: whether the mode is `skip`.
     """
     layers = profile.model.layers
     modes = profile.path.modes(layers)

@@ -1,4 +1,4 @@
-"""How trainings of parts went, as they tell it beside the part: one file for each. Knows nothing of torch."""
+"""The records that trainings write next to their parts, one file each, and their frames. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Training(BaseModel):
-    """What one training came to; `history`: held-out tokens a pass by seconds of fitting."""
+    """The record of one training; `history`: pairs of seconds of fitting and held-out tokens per pass."""
 
     model_config = ConfigDict(extra="ignore")
     kind: str
@@ -33,7 +33,7 @@ class Training(BaseModel):
 
 
 def read_trainings(source: Path) -> list[Training]:
-    """Of a file that `selfspec train` wrote beside a part, or of all such in a folder. Raises `SelfspecError`."""
+    """Read a file that `selfspec train` wrote next to a part, or all of a folder's. Raises `SelfspecError`."""
     if kind(source) == "folder":
         files = [path for path in files_in(source) if path.suffix == ".json" and '"history"' in read_text(path)]
         if not files:
@@ -54,12 +54,15 @@ def _read(path: Path) -> Training:
 
 
 def learning_frame(trainings: list[Training]) -> pd.DataFrame:
-    """A row for each look at what was held out: `kind`, `minutes` of fitting, `tokens_per_pass`."""
+    """Return a frame with a row for each held-out evaluation: `kind`, `minutes` of fitting, `tokens_per_pass`."""
     rows = [(of.kind, seconds / 60, brings) for of in trainings for seconds, brings in of.history]
     return pd.DataFrame(rows, columns=["kind", "minutes", "tokens_per_pass"])
 
 
 def place_frame(trainings: list[Training]) -> pd.DataFrame:
-    """A row for each place of a draft, from 1: `acceptance`, how often held-out texts go on with all up to there."""
+    """Return a frame with a row for each draft position, from 1: `kind`, `place`, `acceptance`.
+
+    `acceptance`: the share of drafts of held-out texts that match the text up to that position.
+    """
     rows = [(of.kind, place, share) for of in trainings for place, share in enumerate(of.acceptance, start=1)]
     return pd.DataFrame(rows, columns=["kind", "place", "acceptance"])

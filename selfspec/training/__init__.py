@@ -1,1 +1,1 @@
-"""Trained parts: the model's own texts to learn from, and fitting a part to them. Knows nothing of the command line."""
+"""Training of draft heads, bridges, adapters and draft models on the model's own texts."""

@@ -1,6 +1,6 @@
 """Bridges over bypassed layers in closed form: ridge regression, from front to back (after ReplaceMe, 2505.02819).
 
-Each leads from the draft's own stream before a run of bypassed layers to the target's stream after it.
+Each bridge maps the draft's own stream before a run of bypassed layers to the target's stream after the run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.training.texts import TrainingText
 from selfspec.types.draft_path import DraftPath
 
-RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of the inputs' mean variance; what errs least on held-out texts is taken
+RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # in units of the inputs' mean variance; held-out error selects one
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class _Moments:
         return cls(0, zeros, zeros.clone(), square, square.clone())
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Rows of `[n, D]` more."""
+        """Add rows `[n, D]`."""
         x, y = x.double().cpu(), y.double().cpu()
         self.count += len(x)
         self.x += x.sum(0)
@@ -49,7 +49,7 @@ class _Moments:
         self.xy += x.t() @ y
 
     def about(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean products of x and x, and of x and y, about these means."""
+        """Return the mean products of x and x, and of x and y, about these means."""
         n = self.count
         mean_x, mean_y = self.x / n, self.y / n
         between = torch.outer(mean_x, x), torch.outer(mean_x, y) + torch.outer(x, mean_y)
@@ -68,9 +68,10 @@ def drafted(
     of_draft: Sequence[int] = (),
     logits: Literal["all"] | None = "all",
 ) -> tuple[ForwardOutput, ForwardOutput]:
-    """What the model, and what a draft path, gives at each of `tokens` `[n]`, with streams that leave such layers.
+    """Run the model and a draft path at each of `tokens` `[n]`, and return both outputs.
 
-    The draft reads the model's keys and values of all tokens before its own, as the first token of every draft does.
+    `of_model` and `of_draft`: numbers of layers after which the streams are returned. At each token the draft attends
+    to the model's keys and values of all earlier tokens, as the first token of every draft does.
     """
     n = len(tokens)
     tokens = tokens.to(runtime.device).unsqueeze(0)
@@ -95,10 +96,10 @@ def fit_bridges(
     rank: int | None = None,
     told: Callable[[int], None] = lambda done: None,
 ) -> Trained:
-    """Bridges over the runs of layers that `path` bypasses whole, of a `rank` where one is named.
+    """Fit bridges over the runs of layers that `path` bypasses whole; `rank` limits their rank.
 
-    Beside what the path `began` with. `told` hears how many there are. Raises `SelfspecError` for a rank that is more
-    than the stream is wide.
+    They are added to what the path `began` with. `told` receives the number of finished bridges. Raises `SelfspecError`
+    for a rank above the width of the stream.
     """
     width = runtime.skeleton.sizes.hidden
     if rank is not None and rank > width:
@@ -124,7 +125,7 @@ def _moments(runtime: Runtime, compiled: CompiledPath, texts: Sequence[TrainingT
 
 
 def _bridge(seen: _Moments, held: _Moments, rank: int | None) -> Bridge:
-    """The map of least squares with the ridge that errs least on what was not fitted to."""
+    """Return the least-squares map with the ridge that has the lowest held-out error."""
     x, y = seen.x / seen.count, seen.y / seen.count
     xx, xy = seen.about(x, y)
     held_xx, held_xy = held.about(x, y)
@@ -135,7 +136,7 @@ def _bridge(seen: _Moments, held: _Moments, rank: int | None) -> Bridge:
         found = torch.linalg.solve(xx + ridge * variance * eye, xy)
         return found if rank is None else _of_rank(found, xx, rank)[2]
 
-    def error(found: Tensor) -> float:  # but for what no map changes
+    def error(found: Tensor) -> float:  # up to a constant that does not depend on the map
         return float((found * (held_xx @ found)).sum() - 2 * (found * held_xy).sum())
 
     found = min((fitted(ridge) for ridge in RIDGES), key=error)
@@ -147,9 +148,9 @@ def _bridge(seen: _Moments, held: _Moments, rank: int | None) -> Bridge:
 
 
 def _of_rank(found: Tensor, xx: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A map `[D, D]` (from the left) through `rank` numbers that gives most of what it gave: both halves, and itself.
+    """Return the best rank-`rank` approximation of a map `[D, D]` (x @ map): both factors, and their product.
 
-    Reduced-rank regression (Izenman 1975): onto the principal directions of what is fitted.
+    Reduced-rank regression (Izenman 1975): a projection onto the principal directions of the fitted values.
     """
     directions = torch.linalg.eigh(found.t() @ xx @ found).eigenvectors[:, -rank:]
     into = (found @ directions).t()
@@ -157,7 +158,10 @@ def _of_rank(found: Tensor, xx: Tensor, rank: int) -> tuple[Tensor, Tensor, Tens
 
 
 def agreement(runtime: Runtime, path: DraftPath, texts: Sequence[TrainingText]) -> tuple[float, float]:
-    """At how many places of answers a path's best token is the model's, and how much of its probability it shares."""
+    """Return the share of answer positions where a path's best token is the model's, and the mean overlap of both.
+
+    The overlap is the sum over tokens of the smaller of the two probabilities.
+    """
     compiled, right, shared, places = runtime.compile(path), 0.0, 0.0, 0
     for text in texts:
         whole, own = drafted(runtime, compiled, text.tokens)

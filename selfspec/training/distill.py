@@ -1,4 +1,4 @@
-"""Distilling the model into a smaller one that drafts for it: some of its own layers, or another model's."""
+"""Distillation of the model into a smaller draft model: some of its own layers, or another model."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from selfspec.training.texts import TrainingText
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.draft_path import FULL, DraftPath
 
-KEPT = 5  # of so many layers, one is kept, where it is not said how many
-OF_LAYERS, NUMBERED = ("layer_types", "no_rope_layers"), "mlp_only_layers"  # what configurations say of each layer
-CONTEXT, REPEATS = 128, 20  # keys in the cache while steps are timed, and how often
+KEPT = 5  # by default one layer in this many is kept
+OF_LAYERS, NUMBERED = ("layer_types", "no_rope_layers"), "mlp_only_layers"  # per-layer fields of configurations
+CONTEXT, REPEATS = 128, 20  # keys in the KV cache while steps are timed, and repeats
 
 
 def some_layers(model: Any, count: int) -> Any:
-    """A model of `count` of another's layers, evenly spread, first and last among them, with weights of its own.
+    """Return a model of `count` of another's layers, evenly spaced with the first and the last, with its own weights.
 
     Raises `SelfspecError` for more layers than there are, or none.
     """
@@ -66,9 +66,9 @@ def some_layers(model: Any, count: int) -> Any:
 
 
 def drafted_layers(runtime: Runtime, layers: int | None) -> int:
-    """So many layers as drafts are to take: a fifth of the model's where it is not said.
+    """Return the number of layers for drafting: `layers`, or a fifth of the model's by default.
 
-    Raises `SelfspecError` for more than there are.
+    Raises `SelfspecError` for more layers than the model has.
     """
     if layers is not None and layers > runtime.layers:
         raise SelfspecError(f"layers {layers}: the model has {runtime.layers}, so 1 to {runtime.layers} can be kept")
@@ -76,10 +76,10 @@ def drafted_layers(runtime: Runtime, layers: int | None) -> int:
 
 
 class DistillLearner:
-    """A smaller model under training; its embeddings and its head stay as they are.
+    """A smaller model under training; its embeddings and its head are frozen.
 
-    `student`: a model by name, else so many of the model's own `layers`. Raises `SelfspecError` where it cannot be
-    loaded, or has other tokens.
+    `student`: a model by name; by default `layers` of the model's own layers. Raises `SelfspecError` if the student
+    cannot be loaded, or has another vocabulary size.
     """
 
     depth, places, rate = 1, PLACES, 1.5e-3
@@ -102,7 +102,7 @@ class DistillLearner:
         self.net = nn.ModuleList(trained).requires_grad_(True)
 
     def loss(self, windows: Sequence[TrainingText]) -> Tensor:
-        """How far the student's distributions are from the model's, over windows of one length."""
+        """Return the divergence between the student's and the model's distributions, over windows of one length."""
         ids = torch.stack([window.tokens for window in windows]).to(self.runtime.device)
         with torch.no_grad():
             log_p = self.runtime.model(ids, use_cache=False).logits.float().log_softmax(-1)
@@ -111,7 +111,7 @@ class DistillLearner:
 
     @torch.no_grad()
     def acceptance(self, texts: Sequence[TrainingText]) -> list[float]:
-        """For each place of a draft, how often all of it up to there is what the text goes on with, in answers."""
+        """Return, for each draft position, how often all greedy drafted tokens up to it match the text, in answers."""
         right, all_of = torch.zeros(self.places), 0
         for text in texts:
             agrees = self._agrees(text)
@@ -124,14 +124,14 @@ class DistillLearner:
         return (right / max(all_of, 1)).tolist()
 
     def _agrees(self, text: TrainingText) -> Tensor:
-        """At which places of the answer the student's best token is the text's."""
+        """Return at which positions of the answer the student's best token is the text's."""
         ids = text.tokens[None].to(self.runtime.device)
         logits: Tensor = self.student(ids, use_cache=False).logits
         return logits[0, text.answer - 1 : -1].argmax(-1).cpu() == text.tokens[text.answer :]
 
 
 def write_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a model and its tokenizer to a folder, whole or not at all, in the place of what it holds."""
+    """Write a model and its tokenizer to a folder atomically, replacing its contents."""
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
         with quietly():
@@ -146,7 +146,7 @@ def write_model(model: Any, tokenizer: Any, folder: Path) -> None:
 def write_student(llm: LLM, learner: DistillLearner, out: Path) -> tuple[Path, Path]:
     """Write the student to the folder `out` / distill, and a profile that drafts with it.
 
-    In full, or in 8 bits where that is cheaper here.
+    The student drafts in full precision, or in int8 if that is faster on this machine.
     """
     folder = out / "distill"
     write_model(learner.student, llm.tokenizer, folder)

@@ -1,4 +1,4 @@
-"""Fitting a part: make texts, fit until time is up, keep the best; killed at any point, it goes on where it was."""
+"""Training of a draft part: make texts, fit until time is up, keep the best weights; a killed run can be resumed."""
 
 from __future__ import annotations
 
@@ -37,25 +37,26 @@ from selfspec.training.profiles import write_profiles
 from selfspec.training.state import Fittable, Progress, State
 from selfspec.training.texts import TextStore, TrainingText, layers_of
 
-WINDOW = 128  # pairs of a text that are fitted to at once
-BATCH = 8  # windows that are fitted to at once
-RATE = 1.5e-3  # of what begins at random
-WARM_UP, WARM_SHARE = 50, 0.05  # steps, or the share of fitting where that is less, until the learning rate is reached
-LOWEST = 0.05  # of it, at the end
+WINDOW = 128  # pairs per window
+BATCH = 8  # windows per step
+RATE = 1.5e-3  # learning rate of randomly initialised weights
+WARM_UP, WARM_SHARE = 50, 0.05  # warm-up of the learning rate: steps, or share of fitting
+LOWEST = 0.05  # share of the learning rate at the end
 CLIP = 1.0
-EVERY = 60.0  # seconds between looks at what was held out, which are also what is kept
-LOOKED_AT = 48  # held-out texts, at most
-BRIDGED = 32  # texts that are made for bridges, where it is not said, and that they are fitted to at most
-AGREED = 16  # held-out texts that a draft path is held against the model on, at most
-DECODED = 4  # held-out prompts that are decoded in the end
+EVERY = 60.0  # seconds between held-out evaluations, each with a checkpoint
+LOOKED_AT = 48  # held-out texts in an evaluation, at most
+BRIDGED = 32  # texts made for bridges by default, and fitted to at most
+AGREED = 16  # held-out texts for a draft path's agreement with the model, at most
+DECODED = 4  # held-out prompts decoded at the end
 _log = logging.getLogger("selfspec")
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A fitted part: its file, profiles that draft with it, and how it went. `interrupted`: time was not up.
+    """A trained part: its file, the profiles that draft with it, and its progress. `interrupted`: time was not up.
 
-    `told`: how it went as the file beside the part tells it, for plots. `changed`: the part is the model, changed.
+    `told`: the training's record as written to the JSON file next to the part, for plots. `changed`: the part is a
+    changed copy of the model itself.
     """
 
     part: Path
@@ -78,11 +79,11 @@ def fit(
     options: TrainOptions | None = None,
     watch: TrainingCallbacks | None = None,
 ) -> Fitted:
-    """Fit a part of a model to its own texts, in `options.minutes`; save it, and profiles that use it, in `out`.
+    """Train a part on a model's own texts for `options.minutes`; save it in `out`, with profiles that use it.
 
-    `prompts`: what texts begin with, as user's messages with `chat`; the model makes them up when left out. `profile`:
-    its draft path is to have the part below it. The same call after an interrupt goes on. Raises `SelfspecError` where
-    nothing can be fitted, and where `out` is no folder to write to.
+    `prompts`: the beginnings of the texts, as user messages with `chat`; made up by the model by default. `profile`:
+    its draft path gets a head below it, and is the path that a bridge or an adapter is for. The same call after an
+    interrupt resumes. Raises `SelfspecError` if nothing can be fitted, or if `out` is not a writable folder.
     """
     options, watch = options or TrainOptions(), watch or SilentTraining()
     check_kind(part)
@@ -96,7 +97,7 @@ def fit(
         return _finished(llm, part, out, fitted, profile, own, texts, progress, options, watch, interrupted=False)
     state = State(out / f"{part}.checkpoint", _told(llm, part, options, own))
     interrupted = False
-    student = _student(llm, part, options)  # before minutes are spent on texts
+    student = _student(llm, part, options)  # raises before minutes are spent on texts
     try:
         if not state.begun:
             make_texts(llm, texts, prompts, chat, options, watch)
@@ -117,7 +118,7 @@ def fit(
 
 
 def _some(texts: TextStore) -> tuple[list[TrainingText], list[TrainingText]]:
-    """Those that bridges are fitted to, and those that they are held against."""
+    """Return the texts that bridges are fitted to, and the held-out ones."""
     fitted, unseen = (texts.numbers(held_out=held_out)[:BRIDGED] for held_out in (False, True))
     return [texts.read(number) for number in fitted], [texts.read(number) for number in unseen]
 
@@ -136,7 +137,7 @@ def _finished(
     *,
     interrupted: bool,
 ) -> Fitted:
-    """Write it all."""
+    """Write the part, its profiles and its record."""
     path = out / f"{part}.safetensors"
     write_part(path, fitted)
     watch.stage("measuring", None)
@@ -148,7 +149,7 @@ def _finished(
     else:
         written, agrees = write_path_profile(llm, path, fitted, own, unseen)
         profiles = (written,)
-    if own is not None and not progress.history:  # a bridge's, for one drafted token
+    if own is not None and not progress.history:  # a bridge: acceptance of one drafted token
         before, after = agrees["right"]
         progress.history, progress.best, progress.acceptance = [(0.0, 1 + before)], 1 + after, [after]
         progress.history.append((progress.seconds, 1 + after))
@@ -168,7 +169,7 @@ def _finished_model(
     *,
     interrupted: bool,
 ) -> Fitted:
-    """Write a model."""
+    """Write a trained model, its profile and its record."""
     more: dict[str, Any] = {}
     changed = isinstance(learner, LayerSkipLearner)
     if isinstance(learner, LayerSkipLearner):
@@ -182,7 +183,7 @@ def _finished_model(
 
 
 def _story(llm: LLM, part: Kind, options: TrainOptions, texts: TextStore, done: Progress) -> dict[str, Any]:
-    """How it went."""
+    """Return the record of a training."""
     return {
         "kind": part,
         "model": llm.name,
@@ -201,7 +202,7 @@ def _story(llm: LLM, part: Kind, options: TrainOptions, texts: TextStore, done: 
 
 
 def check_folder(out: Path) -> None:
-    """Raise `SelfspecError` unless a part can be written in the folder, which is made where it is missing."""
+    """Raise `SelfspecError` unless a part can be written to the folder, which is created if missing."""
     if kind(out) == "missing" and kind(out.parent) == "folder":
         out.mkdir()
     if kind(out) != "folder":
@@ -210,7 +211,7 @@ def check_folder(out: Path) -> None:
 
 
 def _told(llm: LLM, of: str, options: TrainOptions, own: OwnPath | None) -> dict[str, Any]:
-    """What a checkpoint must have been made with to be gone on from."""
+    """Return the configuration that a checkpoint must have been made with to be resumed."""
     identity = llm.identity.model_dump(mode="json", exclude={"name"})
     told = {"version": 2, "kind": of, "model": identity, "vocabulary": options.vocabulary, "seed": options.seed}
     if of in ("distill", "layerskip"):
@@ -230,7 +231,7 @@ def _learner(
 
 
 def _student(llm: LLM, part: Kind, options: TrainOptions) -> DistillLearner | None:
-    """What is fitted where that is a model."""
+    """Return the learner if the kind trains a whole model; otherwise None."""
     told: dict[str, Any] = {"layers": options.layers, "loss": options.loss, "seed": options.seed}
     if part == "layerskip":
         return LayerSkipLearner(llm.runtime, **told)
@@ -238,7 +239,7 @@ def _student(llm: LLM, part: Kind, options: TrainOptions) -> DistillLearner | No
 
 
 def _fit(learner: Fittable, texts: TextStore, options: TrainOptions, state: State, watch: TrainingCallbacks) -> None:
-    """Steps until all are done or time is up, a look at what was held out now and then."""
+    """Take steps until all are done or time is up, with held-out evaluations in between."""
     if len(texts.numbers(held_out=False)) < FEWEST:
         raise SelfspecError("there was too little time to make texts to fit to; give more --minutes")
     device = learner.runtime.device.type
@@ -286,14 +287,14 @@ def _fit(learner: Fittable, texts: TextStore, options: TrainOptions, state: Stat
 
 
 def _share(options: TrainOptions, done: Progress) -> float:
-    """How much of fitting is done; it has all minutes where making texts may take whatever it takes."""
+    """Return the share of fitting that is done; it has all the minutes if the number of texts is fixed."""
     if options.steps is not None:
         return done.steps / options.steps
     return done.seconds / (60 * options.minutes * (1 - MAKING if options.texts is None else 1))
 
 
 def _windows(texts: TextStore, numbers: Sequence[int], depth: int, draw: random.Random) -> list[TrainingText]:
-    """Of texts, windows that all have as many pairs as the shortest text, `WINDOW` at most."""
+    """Return a window of each text, all with as many pairs as the shortest text, at most `WINDOW`."""
     every = [texts.pairs(number, depth) for number in numbers]
     pairs = min(WINDOW, *every)
     firsts = [draw.randrange(of - pairs + 1) for of in every]

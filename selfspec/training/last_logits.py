@@ -1,4 +1,4 @@
-"""The logits that a model makes of streams that leave its last layer, in float32, as training goes through them."""
+"""The model's logits from the output streams of its last layer, in float32 and differentiable."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class LastLogits:
         self._head = head
 
     def __call__(self, streams: Tensor) -> Tensor:
-        """Logits of the words, of streams `[.., D]`."""
+        """Return the logits of these vocabulary rows, for streams `[.., D]`."""
         return self.of_normed(self._norm(streams))
 
     def of_normed(self, read: Tensor) -> Tensor:
-        """The same of what the head reads. Products are in bfloat16 where autocast asks for it."""
+        """Return the logits for normed streams. Products are in bfloat16 under autocast."""
         head = self._head.to(torch.bfloat16) if torch.is_autocast_enabled(read.device.type) else self._head
         logits = F.linear(read, head).float()
         return logits if self._then is None else self._then(logits)

@@ -1,6 +1,6 @@
-"""Fine-tuning a model so that it can exit early: the recipe of LayerSkip (Elhoushi et al. 2404.16710).
+"""Fine-tuning of a model for early exit with the recipe of LayerSkip (Elhoushi et al. 2404.16710).
 
-It changes the model: what comes out is the fine-tuned model's text, not the one's that it began as.
+It changes the model: the output text is that of the fine-tuned model, not that of the original one.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from selfspec.training.texts import TrainingText
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.draft_path import DraftPath, Mode
 
-DROPPED = 0.1  # the chance that a text goes around the last layer
-SCALE = 0.2  # of an early exit's weight in the loss
-EVERY = 8  # of so many exits, one has its turn in a step
+DROPPED = 0.1  # layer dropout of the last layer
+SCALE = 0.2  # scale of an early exit's weight in the loss
+EVERY = 8  # each step trains one in this many exits
 
 
 def dropped(layers: int, most: float = DROPPED) -> list[float]:
-    """The chance that a text goes around each layer: none for the first, rising exponentially to `most`."""
+    """Return each layer's dropout probability: 0 for the first, rising exponentially to `most` for the last."""
     return [most * (math.exp(i * math.log(2) / max(layers - 1, 1)) - 1) for i in range(layers)]
 
 
 def weights(layers: int, exits: Sequence[int], drafting: int) -> list[float]:
-    """What the loss of each exit counts for, of those that have their turn: one together.
+    """Return the loss weights of a step's exits; they sum to one.
 
-    Exits are layers that are left, from 0. As in the paper, e(l) = .2 (0 + 1 + .. + l), and L - 1 more for the last
-    (without its own .2 L - .2); but the one that drafts take counts L - 1 more too.
+    Exits are layer indices from 0, after which the model exits. As in the paper, e(l) = .2 (0 + 1 + .. + l), and L - 1
+    more for the last (without its own .2 L - .2). Unlike in the paper, the exit for drafting gets L - 1 more too.
     """
     last = layers - 1
     raw = [SCALE * sum(range(min(layer + 1, last))) + last * (layer in (drafting, last)) for layer in exits]
@@ -49,12 +49,12 @@ def weights(layers: int, exits: Sequence[int], drafting: int) -> list[float]:
 
 
 class LayerSkipLearner(DistillLearner):
-    """A copy of the model under training, so that its head reads what leaves its early layers, too.
+    """A copy of the model under training, so that its head can also read the streams of early layers.
 
-    Each step, some texts go around some layers, the later the likelier, and the loss is that of the last layer, of the
-    one after which drafts exit, and of every eighth of the others by turns: how far their distributions are from the
-    model's that it began as (the paper holds them against the next token). `layers`: after which drafts exit, a fifth
-    when left out.
+    Each step, layer dropout bypasses layers per text, later ones more often. The loss is that of the last layer, of the
+    exit for drafting, and of one in eight other exits in rotation: the divergence from the original model's
+    distributions (the paper uses the next token as the target). `layers`: the number of layers before the exit for
+    drafting, by default a fifth of the model's.
     """
 
     rate = 1e-3
@@ -66,7 +66,7 @@ class LayerSkipLearner(DistillLearner):
         self._steps = 0
 
     def loss(self, windows: Sequence[TrainingText]) -> Tensor:
-        """Over windows of one length."""
+        """Return the weighted loss of this step's exits, over windows of one length."""
         ids = torch.stack([window.tokens for window in windows]).to(self.runtime.device)
         with torch.no_grad():
             log_p = self.runtime.model(ids, use_cache=False).logits.float().log_softmax(-1)
@@ -82,7 +82,7 @@ class LayerSkipLearner(DistillLearner):
         return total
 
     def _streams(self, ids: Tensor, chances: Sequence[float] | None = None) -> list[Tensor]:
-        """What leaves each layer, `[B, n, D]`; `chances`: that a text goes around it."""
+        """Return each layer's output stream, `[B, n, D]`; `chances`: each layer's dropout probability."""
         left: list[Tensor] = []
 
         def after(number: int) -> Any:
@@ -112,7 +112,7 @@ class LayerSkipLearner(DistillLearner):
 
     @torch.no_grad()
     def _agrees(self, text: TrainingText) -> Tensor:
-        """At which places of the answer the exit's best token is the last layer's."""
+        """Return at which positions of the answer the exit's best token is the last layer's."""
         streams = self._streams(text.tokens[None].to(self.runtime.device))
         of = slice(text.answer - 1, -1)
         early, last = (self._logits(streams[i][0, of]).argmax(-1) for i in (self.exit - 1, -1))
@@ -121,7 +121,7 @@ class LayerSkipLearner(DistillLearner):
 
 @torch.no_grad()
 def perplexity(model: Any, texts: Sequence[TrainingText]) -> float:
-    """Of the answers of texts, by a `transformers` model."""
+    """Return the perplexity of the texts' answers by a `transformers` model."""
     total, count = 0.0, 0
     for text in texts:
         ids = text.tokens[None].to(model.device)
@@ -135,9 +135,9 @@ def perplexity(model: Any, texts: Sequence[TrainingText]) -> float:
 def write_layerskip(
     llm: LLM, learner: LayerSkipLearner, out: Path, unseen: Sequence[TrainingText]
 ) -> tuple[Path, Path, dict[str, Any]]:
-    """Write the fine-tuned model to the folder `out` / layerskip, and a profile of it that drafts by an early exit.
+    """Write the fine-tuned model to the folder `out` / layerskip, and a profile of it that drafts by early exit.
 
-    What runs while drafting does so in full, or in 8 bits where that took less here. Also tells the perplexity of
+    The draft path runs in full precision, or in int8 if that is faster on this machine. Also returns the perplexity of
     held-out answers before and after.
     """
     told = {"perplexity": [perplexity(of, unseen) for of in (llm.model, learner.student)], "exit": learner.exit}
@@ -154,7 +154,7 @@ def write_layerskip(
 
 
 def early_exit(layers: int, kept: int, way: Literal["full", "int8"]) -> DraftPath:
-    """Of a model with `layers` layers, the path that leaves after `kept` of them."""
+    """Return the path that exits after `kept` of a model's `layers` layers."""
     run: list[Mode] = [way] * kept
     bypassed: list[Mode] = ["skip"] * (layers - kept)
     return DraftPath.of([*run, *bypassed, *run, *bypassed], head=way)

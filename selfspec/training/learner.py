@@ -1,4 +1,4 @@
-"""Fitting a head to a model's own texts, whatever its kind: the common trainer."""
+"""The common trainer of draft heads of every kind, on a model's own texts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from selfspec.training.last_logits import LastLogits
 from selfspec.training.pairs import ChimeraNet, EagleNet, MtpNet
 from selfspec.training.texts import TrainingText
 
-LATER = 0.8  # what each further step of a draft counts for
-PLACES = 6  # of a draft that held-out acceptance is told for, at most
+LATER = 0.8  # factor on the loss of each further draft step
+PLACES = 6  # draft positions with a held-out acceptance, at most
 
 
 class Net(NamedTuple):
-    """What is fitted: `depth` steps together; `last`: whether it reads the last stream alone, normed."""
+    """The network to train: `depth` steps are trained together; `last`: it reads only the last stream, normed."""
 
     module: nn.Module
     settings: dict[str, Any]
@@ -72,7 +72,7 @@ def _steps(kind: type[Steps], places: int, **more: Any) -> Callable[[Runtime, in
         if kind is MlpSpeculatorNet:
             made["inner"] = sizes.hidden
         net = kind(**made)
-        for parameter in net.parameters():  # heads begin by saying what the model says of the next token
+        for parameter in net.parameters():  # heads start from the model's own next-token prediction
             if parameter.dim() > 1 and kind is not MlpSpeculatorNet:
                 nn.init.normal_(parameter, 0, 0.005)
         for block in net.modules():
@@ -96,10 +96,10 @@ NETS: dict[str, Callable[[Runtime, int], Net]] = {
 
 
 class Learner:
-    """A head of a kind under training for a model. `words`: the tokens that it may draft.
+    """A draft head of a kind under training for a model. `words`: the tokens of its draft vocabulary.
 
-    Texts hold the streams of `layers`, the last of which leaves the model's last layer. Raises `SelfspecError` where
-    the model's head is not at hand.
+    Texts hold the streams of `layers`, the last of which is the model's last layer. Raises `SelfspecError` if the
+    model's head is not accessible.
     """
 
     def __init__(self, runtime: Runtime, kind: str, words: Sequence[int], layers: Sequence[int], *, seed: int) -> None:
@@ -115,9 +115,9 @@ class Learner:
         self._layers = tuple(layers[-1:] if made.last else layers)
 
     def loss(self, windows: Sequence[TrainingText]) -> Tensor:
-        """Cross-entropy against the model's own distribution over the draft's tokens.
+        """Return the cross-entropy against the model's own distribution over the draft vocabulary.
 
-        Windows of n + `depth` tokens each; the first n pairs are drafted from.
+        Windows have n + `depth` tokens each; drafts start at the first n pairs.
         """
         tokens, streams = torch.stack([w.tokens for w in windows]), torch.stack([w.streams for w in windows])
         n = streams.shape[1] - self.depth
@@ -136,7 +136,7 @@ class Learner:
         return tokens, self.runtime.skeleton.embed(tokens).float(), streams.to(device).float()
 
     def _given(self, streams: Tensor) -> Tensor:
-        """Of `[B, n, layers, D]`, what the net reads."""
+        """Return the net's input from streams `[B, n, layers, D]`."""
         return self._normed(streams[:, :, -1]) if self._made.last else streams.flatten(2)
 
     def _normed(self, streams: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class Learner:
 
     @torch.no_grad()
     def acceptance(self, texts: Sequence[TrainingText]) -> list[float]:
-        """For each place of a draft, how often all of it up to there is what the text goes on with, in answers."""
+        """Return, for each draft position, how often all greedy drafted tokens up to it match the text, in answers."""
         right, all_of = torch.zeros(self.places), 0
         for text in texts:
             n = text.pairs(self.places)
@@ -160,7 +160,7 @@ class Learner:
         return (right / max(all_of, 1)).tolist()
 
     def part(self) -> PartFile:
-        """The head as it now is."""
+        """Return the current head as a part file."""
         tensors = dict(self.net.state_dict())
         if self._made.last:
             tensors["given_norm.weight"] = self._norm

@@ -1,4 +1,4 @@
-"""Making the texts that parts are fitted to, and telling how it goes."""
+"""Generation of the texts that parts are trained on, with callbacks for the progress."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from selfspec.training.options import TrainOptions
 from selfspec.training.texts import TextStore, make
 from selfspec.training.training_prompts import beginnings, made_up
 
-MAKING = 0.4  # of the time, which making texts may take
+MAKING = 0.4  # share of the time for making texts
 MOST_TEXTS = 100_000
 
 
 class TrainingCallbacks(Protocol):
-    """Is told how it goes."""
+    """Callbacks of a training's progress."""
 
     def stage(self, name: str, total: float | None) -> None:
-        """What happens now, and how much of it there is."""
+        """Begin a stage; `total`: its size, if known."""
 
     def step(self, done: float, said: str) -> None:
-        """So much of the stage is done."""
+        """Report that `done` of the stage's total is done."""
 
 
 class SilentTraining:
-    """Tells nobody."""
+    """Training callbacks that do nothing."""
 
     def stage(self, name: str, total: float | None) -> None:
-        """Nothing."""
+        """Ignore the stage."""
 
     def step(self, done: float, said: str) -> None:
-        """Nothing."""
+        """Ignore the progress."""
 
 
 def folder_of(llm: LLM, prompts: Sequence[Prompt] | None, chat: bool, options: TrainOptions) -> Path:
-    """Where texts are kept that begin so, by all that they depend on."""
+    """Return the folder that caches the texts, named by everything that they depend on."""
     digest = None if prompts is None else hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
     what = {
         "version": 2,
@@ -64,7 +64,7 @@ def make_texts(
     options: TrainOptions,
     watch: TrainingCallbacks,
 ) -> None:
-    """Make as many texts as were asked for, or as there is time for."""
+    """Make the requested number of texts, or as many as fit the time."""
     seconds = 60 * options.minutes * MAKING
     own, given = None, None
     if prompts is None:

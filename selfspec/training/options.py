@@ -1,4 +1,4 @@
-"""What a training can be told, written once: the command line follows from it. Imports nothing heavy.
+"""The options of a training, defined once; the command line is derived from them. Imports nothing heavy.
 
 Annotations are kept as values, for the command line.
 """
@@ -14,20 +14,19 @@ Kind = Literal["eagle", "medusa", "hydra", "mlp", "mtp", "chimera", "bridge", "a
 Loss = Literal["forward-kl", "reverse-kl", "tv"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 OF_PATHS: tuple[Kind, ...] = ("bridge", "adapter")
-"""What belongs to a draft path; `distill` and `layerskip` give models, and the other kinds are heads."""
-FEWEST = 2  # texts without which nothing can be fitted
+"""The kinds that belong to a draft path; `distill` and `layerskip` make models, and the other kinds are heads."""
+FEWEST = 2  # the fewest texts that can be fitted to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """`minutes` in all, of fitting alone where `texts` are counted; `max_new_tokens` of each text's answer.
+    """Options of a training. `minutes`: of all, or of fitting alone with `texts`; `max_new_tokens`: of each answer.
 
-    `vocabulary`: tokens that a head may draft.
-    `rank` of bridges (whole when left out) and of adapters (16); `loss` of adapters and models, between the model's
-    distribution and the draft's. `student`: the model to distil into, else `layers` of the model's own, a fifth of them
-    when left out; after so many, drafts of `layerskip` exit. `texts` and `steps`: so many, whatever time they take;
-    with both, the same call gives the same part. `rows`: texts that are decoded together. Raises `SelfspecError` for a
-    value out of range.
+    `vocabulary`: the number of tokens that a head may draft. `rank` of bridges (full by default) and of adapters (16).
+    `loss` of adapters and models, between the model's distribution and the draft's. `student`: the model to distil
+    into, by default `layers` of the model's own layers. Drafts of `layerskip` exit after `layers` layers. The default
+    of `layers` is a fifth of the model's. `texts` and `steps`: fixed numbers, whatever time they take; with both, the
+    same call makes the same part. `rows`: texts decoded together. Raises `SelfspecError` for a value out of range.
     """
 
     minutes: Annotated[float, Option(help="For all of it; with --texts, for fitting alone.")] = 20.0
@@ -68,7 +67,7 @@ class TrainOptions:
 
 
 def check_kind(kind: str) -> Kind:
-    """The kind itself. Raises `SelfspecError` for one that is not known."""
+    """Return the kind itself. Raises `SelfspecError` for an unknown one."""
     for known in KINDS:
         if kind == known:
             return known

@@ -1,7 +1,8 @@
-"""Layers over pairs under training: EAGLE's one, on its own streams too (EAGLE-3's way), MTP's several, Chimera's.
+"""Networks over (token, stream) pairs under training: EAGLE (with EAGLE-3's training on its own streams), MTP, Chimera.
 
-A net gives, for each of `depth` steps, what the head over the vocabulary reads `[B, n, D]`. It is told the pairs'
-tokens and those after them, embedded `[B, n + depth - 1, D]`, and the model's streams there `[B, n, D * layers]`.
+For each of `depth` steps, a net returns what the head over the vocabulary reads, `[B, n, D]`. Its inputs are the
+embedded tokens of the pairs and of those after them, `[B, n + depth - 1, D]`, and the model's streams at the pairs,
+`[B, n, D * layers]`.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class LayerModule(nn.Module):
 
     @torch.no_grad()
     def begin(self, layer: nn.Module, norm: Tensor, plus: float = 0.0) -> None:
-        """From a layer of the model's, as far as it is like a LLaMA's, and what the model's last norm multiplies with.
+        """Initialise from a layer of the model, as far as it matches a LLaMA layer, and from the last norm's gain.
 
-        `plus`: what its norms multiply with beside their weights.
+        `plus`: the constant that the model's norms add to their weights.
         """
         own = {name.removeprefix("self_attn.").removeprefix("mlp."): p for name, p in layer.named_parameters()}
         for name, tensor in self.named_parameters():
@@ -66,7 +67,7 @@ class LayerModule(nn.Module):
         self.norm.weight.copy_(norm)
 
     def heads(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, scaled, keys and values `[B, H, n, d]` of the own stream at positions `[n]`."""
+        """Return scaled queries, keys and values `[B, H, n, d]` of the layer's stream at positions `[n]`."""
         s, (batch, n, _) = self.shape, x.shape
         read, group = self.input_layernorm(x), s.heads // s.kv_heads
 
@@ -78,7 +79,7 @@ class LayerModule(nn.Module):
         return q, k, split(self.v_proj(read), s.kv_heads).repeat_interleave(group, 1)
 
     def after(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """The stream that leaves the layer, by what attention mixed `[B, H, n, d]`."""
+        """Return the layer's output stream from the output of attention `[B, H, n, d]`."""
         x = x + self.o_proj(mixed.transpose(1, 2).flatten(2)).float()
         read = self.post_attention_layernorm(x)
         left: Tensor = x + self.down_proj(F.silu(self.gate_proj(read)) * self.up_proj(read)).float()
@@ -86,7 +87,7 @@ class LayerModule(nn.Module):
 
 
 class PairModule(LayerModule):
-    """A `PairLayer`'s weights, by its names. `layers`: so many streams of the model stand side by side."""
+    """A `PairLayer`'s weights, by its names. `layers`: the number of the model's streams, concatenated."""
 
     def __init__(self, shape: LayerShape, *, layers: int = 1) -> None:
         super().__init__(shape)
@@ -96,26 +97,26 @@ class PairModule(LayerModule):
 
     @torch.no_grad()
     def begin(self, layer: nn.Module, norm: Tensor, plus: float = 0.0) -> None:
-        """The same; of streams, from the last one."""
+        """Initialise as `LayerModule.begin`; the fused stream starts close to the last one."""
         super().begin(layer, norm, plus)
         self.fc.weight.normal_(0, 0.02)
         if self.fuse is not None:
             self.fuse.weight.normal_(0, 0.02)[:, -self.shape.hidden :] += torch.eye(self.shape.hidden)
 
     def given(self, streams: Tensor) -> Tensor:
-        """The model's streams as one."""
+        """Fuse the model's streams into one."""
         return streams if self.fuse is None else self.fuse(streams).float()
 
     def joined(self, embedded: Tensor, stream: Tensor) -> Tensor:
-        """The layer's own stream `[B, n, D]`."""
+        """Return the layer's input stream `[B, n, D]`."""
         joined: Tensor = self.fc(torch.cat((self.embed_norm(embedded), self.stream_norm(stream)), -1)).float()
         return joined
 
 
 class EagleNet(nn.Module):
-    """One layer: at step k, the row of pair i stands at pair i + k, and reads its own stream of step k - 1.
+    """One layer: at step k, row i has the position of pair i + k, and reads its own output stream of step k - 1.
 
-    It sees all pairs up to i as the model left them, and its own row's steps.
+    Row i attends to the keys of step 0 up to pair i, made from the model's streams, and to its own keys of later steps.
     """
 
     def __init__(self, shape: LayerShape, *, layers: int = 1) -> None:
@@ -123,7 +124,7 @@ class EagleNet(nn.Module):
         self.layer = PairModule(shape, layers=layers)
 
     def forward(self, tokens: Tensor, embedded: Tensor, streams: Tensor, depth: int) -> list[Tensor]:
-        """See the module's docstring."""
+        """Return each step's normed stream; see the module's docstring."""
         stream, n = self.layer.given(streams), streams.shape[1]
         causal = _causal(n, streams)
         keys, values, out = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -146,7 +147,7 @@ class MtpNet(nn.Module):
         self.layers = nn.ModuleList(self.stack)
 
     def forward(self, tokens: Tensor, embedded: Tensor, streams: Tensor, depth: int) -> list[Tensor]:
-        """See the module's docstring."""
+        """Return each step's normed stream; see the module's docstring."""
         stream, n = self.stack[0].given(streams), streams.shape[1]
         causal, out = _causal(n, streams), list[Tensor]()
         for k, layer in enumerate(self.stack[:depth]):
@@ -158,7 +159,7 @@ class MtpNet(nn.Module):
 
 
 class ChimeraNet(nn.Module):
-    """A trigram encoder, a layer over its codes and streams, and a map for each place, by `ChimeraHead`'s names."""
+    """A trigram encoder, a layer over its codes and streams, and a map per draft position, by `ChimeraHead`'s names."""
 
     def __init__(self, shape: LayerShape, places: int) -> None:
         super().__init__()
@@ -169,14 +170,14 @@ class ChimeraNet(nn.Module):
 
     @torch.no_grad()
     def begin(self, layer: nn.Module, norm: Tensor, plus: float = 0.0) -> None:
-        """From a layer of the model's; each map from what the layer gives."""
+        """Initialise from a layer of the model; each map starts as the identity of the layer's output."""
         self.layer.begin(layer, norm, plus)
         hidden = self.layer.shape.hidden
         for one in self.maps:
             one.weight.normal_(0, 0.005)[:, hidden:] += torch.eye(hidden)  # type: ignore[operator]
 
     def forward(self, tokens: Tensor, embedded: Tensor, streams: Tensor, depth: int) -> list[Tensor]:
-        """See the module's docstring; `streams` are normed."""
+        """Return each step's mapped stream; see the module's docstring. `streams` are normed."""
         n, width = streams.shape[1], embedded.shape[1]
         padded = torch.cat((embedded[:, :1].expand(-1, REACH, -1), embedded), 1)
         read = torch.cat([padded[:, i : i + width] for i in range(REACH + 1)], -1)
@@ -196,7 +197,7 @@ class ChimeraNet(nn.Module):
 
 
 def mix(q: Tensor, keys: list[Tensor], values: list[Tensor], causal: Tensor) -> Tensor:
-    """Attention `[B, H, n, d]` of each row over the first keys, as `causal` lets it, and over its own of the others."""
+    """Return attention `[B, H, n, d]` of each row over the first keys, masked by `causal`, and its own later keys."""
     first = keys[0].shape[2]
     scores = [q @ keys[0].transpose(-1, -2) + causal]
     scores += [(q * own).sum(-1, keepdim=True) for own in keys[1:]]
@@ -212,7 +213,7 @@ def _causal(n: int, like: Tensor) -> Tensor:
 
 
 def _turned(x: Tensor, at: Tensor, theta: float) -> Tensor:
-    """Rope on `[B, H, n, d]` at positions `[n]`, as a LLaMA has it."""
+    """Apply RoPE to `[B, H, n, d]` at positions `[n]`, as LLaMA does."""
     half = x.shape[-1] // 2
     angles = at[:, None].float() * theta ** (-torch.arange(half, device=x.device) / half)
     cos, sin = angles.cos(), angles.sin()

@@ -1,4 +1,4 @@
-"""Fitting what changes a draft path's weights: distillation of the model into the path, on the model's own texts."""
+"""Training of a draft path's adapter: distillation of the model into the path, on the model's own texts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from selfspec.training.path_net import PathNet
 from selfspec.training.texts import TrainingText
 from selfspec.types.draft_path import DraftPath
 
-DEPTH = 2  # steps of a draft that are fitted together: the second reads what the first wrote
-PLACES = 6  # of a draft that held-out acceptance is told for
-LATER = 0.8  # what each further step of a draft counts for
+DEPTH = 2  # draft steps trained together: the second reads the first's keys
+PLACES = 6  # draft positions with a held-out acceptance
+LATER = 0.8  # factor on the loss of each further draft step
 
 
 def _forward(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -41,11 +41,11 @@ LOSSES: dict[Loss, Callable[[Tensor, Tensor], Tensor]] = {
     "reverse-kl": _reverse,
     "tv": _variation,
 }
-"""Of the model's distribution p and the draft's q. Total variation is one minus what is accepted of a sampled token."""
+"""Losses of the model's distribution p and the draft's q. Total variation is one minus a sampled token's acceptance."""
 
 
 class PathLearner:
-    """A draft path's changes under training. `trained`: what the path has already. Raises as `PathNet` and heads do."""
+    """A draft path's adapter under training. `trained`: the path's parts. Raises as `PathNet` and `head_rows` do."""
 
     depth, places = DEPTH, PLACES
 
@@ -61,7 +61,7 @@ class PathLearner:
         self._logits = LastLogits(runtime, head_rows(runtime, words).float())
 
     def loss(self, windows: Sequence[TrainingText]) -> Tensor:
-        """How far the path's distributions are from the model's, over windows of one length."""
+        """Return the divergence between the path's and the model's distributions, over windows of one length."""
         ids = torch.stack([window.tokens for window in windows]).to(self.runtime.device)
         keys, stream = self.net.model(ids)
         log_p = self._logits(stream).log_softmax(-1)
@@ -74,7 +74,7 @@ class PathLearner:
 
     @torch.no_grad()
     def acceptance(self, texts: Sequence[TrainingText]) -> list[float]:
-        """For each place of a draft, how often all of it up to there is what the text goes on with, in answers."""
+        """Return, for each draft position, how often all greedy drafted tokens up to it match the text, in answers."""
         self.net.round()
         right, all_of = torch.zeros(self.places), 0
         for text in texts:
@@ -92,9 +92,9 @@ class PathLearner:
         return (right / max(all_of, 1)).tolist()
 
     def trained(self) -> Trained:
-        """What the path has now."""
+        """Return the path's present bridges and updates."""
         return replace(self._began, updates={**self._began.updates, **self.net.trained()})
 
     def part(self) -> PartFile:
-        """The same, as a file holds it."""
+        """Return the present bridges and updates as a part file."""
         return path_part("adapter", self._settings, self.trained(), self.runtime)

@@ -1,6 +1,6 @@
-"""A draft path as it is fitted: through the model's own modules, some bypassed, some with changed weights, rounded.
+"""A trainable draft path through the model's own modules: some bypassed, some quantised with a low-rank update.
 
-Only what changes weights is fitted. Rounding is passed straight through (Bengio et al. 1308.3432).
+Only the updates are trained. Gradients pass straight through the rounding (Bengio et al. 1308.3432).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from selfspec.runtime.compiled_path import BITS
 from selfspec.runtime.forward import Runtime
 from selfspec.types.draft_path import DraftPath, Mode
 
-SMALL = 0.02  # what `down` begins with; `up` begins with nothing
+SMALL = 0.02  # standard deviation of the initial `down`; `up` starts at 0
 
 
 class _Keys:
-    """What attention calls a cache: the model's keys and values `[B, H, n, d]`, then those of each of the own steps."""
+    """A KV cache for attention: the model's keys and values `[B, H, n, d]`, then those of each own step."""
 
     def __init__(self, of_model: Mapping[int, tuple[Tensor, Tensor]] | None = None) -> None:
         self.held = {layer: [pair] for layer, pair in (of_model or {}).items()}
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Keep what a pass adds to a layer; all there is of it."""
+        """Append a pass's keys and values to a layer; return all of the layer's."""
         held = self.held.setdefault(layer, [])
         held.append((keys, values))
         k, v = zip(*held, strict=True)
@@ -41,10 +41,10 @@ class _Keys:
 
 
 class _Nothing(nn.Module):
-    """Stands where a sub-layer is bypassed."""
+    """The replacement of a bypassed sub-layer, which returns zeros."""
 
     def __init__(self, *, beside: bool) -> None:
-        """`beside`: whether the sub-layer gives something beside what is added."""
+        """Initialise; `beside`: whether the sub-layer returns a second output."""
         super().__init__()
         self._beside = beside
 
@@ -54,7 +54,7 @@ class _Nothing(nn.Module):
 
 
 class _Changed:
-    """A group of linears in few bits, with a change of low rank, which is fitted."""
+    """A group of quantised linears with a trainable low-rank update."""
 
     def __init__(self, group: Group, bits: Bits, update: nn.ParameterDict) -> None:
         self._bits, self._update = bits, update
@@ -67,7 +67,7 @@ class _Changed:
 
     @torch.no_grad()
     def round(self) -> None:
-        """With the change as it now is."""
+        """Quantise the weights with the current update."""
         change = self._update["up"] @ self._update["down"]
         self._now = [
             quantize(weight + change[start : start + len(weight)].to(weight), self._bits).weight(weight.dtype)
@@ -75,7 +75,7 @@ class _Changed:
         ]
 
     def product(self, number: int, x: Tensor) -> Tensor:
-        """Of one of the linears with x. Its gradient is as if nothing had been rounded."""
+        """Return one linear's output for x. Its gradient is as if nothing had been rounded."""
         up = self._update["up"][self._starts[number] : self._starts[number + 1]].to(x.dtype)
         through = F.linear(F.linear(x.detach(), self._update["down"].to(x.dtype)), up)
         return F.linear(x, self._now[number], self._biases[number]) + (through - through.detach())
@@ -92,9 +92,9 @@ class _ChangedLinear(nn.Module):
 
 
 class PathNet(nn.Module):
-    """A draft path with changes of `rank` to everything that it runs in few bits.
+    """A draft path with updates of `rank` to all its quantised sub-layers.
 
-    Begins as what was trained already, if anything. Raises `SelfspecError` where nothing runs in few bits.
+    Starts from the updates trained already, if any. Raises `SelfspecError` if no sub-layer is quantised.
     """
 
     def __init__(self, runtime: Runtime, path: DraftPath, trained: Trained, *, rank: int) -> None:
@@ -131,7 +131,7 @@ class PathNet(nn.Module):
     def _with_changes(
         self, groups: tuple[Group, ...], bits: Bits, layer: int, first: int, trained: Trained, rank: int
     ) -> nn.Module:
-        """The module of attention or an MLP, its linears replaced."""
+        """Return a copy of the attention or MLP module with its linears replaced."""
         parent: nn.Module = groups[0].parent
         twin = copy.copy(parent)
         twin._modules = dict(parent._modules)
@@ -152,17 +152,17 @@ class PathNet(nn.Module):
         return twin
 
     def trained(self) -> dict[tuple[int, int], Update]:
-        """The changes as they are, by layer and number of the group."""
+        """Return the current updates, by layer and group number."""
         return {at: Update(update["down"].detach(), update["up"].detach()) for at, update in self._by_group.items()}
 
     def round(self) -> None:
-        """Round all weights with their changes as they now are: before passes, after each step of fitting."""
+        """Quantise all weights with their current updates: before passes, and after each training step."""
         for changed in self._changed:
             changed.round()
 
     @torch.no_grad()
     def model(self, ids: Tensor) -> tuple[dict[int, tuple[Tensor, Tensor]], Tensor]:
-        """The model's own keys and values at `ids` `[B, n]`, by layer, and its last stream `[B, n, D]`."""
+        """Return the model's own keys and values at `ids` `[B, n]`, by layer, and its last stream `[B, n, D]`."""
         at = torch.arange(ids.shape[1], device=ids.device)
         keys = _Keys()
         x = self._through(
@@ -174,10 +174,10 @@ class PathNet(nn.Module):
         return {layer: held[0] for layer, held in keys.held.items()}, x
 
     def forward(self, ids: Tensor, of_model: Mapping[int, tuple[Tensor, Tensor]], depth: int) -> list[Tensor]:
-        """The draft's stream `[B, n, D]` at each of `depth` steps.
+        """Return the draft's stream `[B, n, D]` at each of `depth` steps.
 
-        At step k the token at t reads the model's keys of tokens before t - k, then those that the draft wrote itself:
-        what it drafted up to there was right, or nothing of it would be asked for.
+        At step k the token at t attends to the model's keys of tokens before t - k, then to the draft's own keys. The
+        draft's earlier tokens are taken from the text: if one of them were wrong, the later ones would not count.
         """
         n = ids.shape[1]
         at = torch.arange(n, device=ids.device)
@@ -219,7 +219,7 @@ class PathNet(nn.Module):
 
 
 def _mask(seen: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Additive, `[1, 1, n, S]`, of keys of n tokens once or several times over."""
+    """Return the additive mask `[1, 1, n, S]`; S is a multiple of n, as the keys of n tokens repeat for each step."""
     n, keys = seen.shape
     if window is not None:
         at = torch.arange(n, device=seen.device)
@@ -229,7 +229,7 @@ def _mask(seen: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
 
 
 def _cache_name(layer: nn.Module) -> str:
-    """What a decoder layer calls the cache."""
+    """Return a decoder layer's argument name for the KV cache."""
     return "layer_past" if "layer_past" in inspect.signature(layer.forward).parameters else "past_key_values"
 
 

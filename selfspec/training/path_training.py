@@ -1,4 +1,4 @@
-"""Fitting what belongs to a draft path: the path as a profile has it, bridges over it, and the profile that results."""
+"""Training of a draft path's parts: the profile's path, its bridges, and the resulting profile."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from selfspec.training.state import Progress
 from selfspec.training.texts import TrainingText
 from selfspec.types.draft_path import DraftPath
 
-RANK = 16  # of an adapter's changes, where none is named
+RANK = 16  # default rank of an adapter
 
 
 @dataclass(frozen=True, slots=True)
 class OwnPath:
-    """A profile that drafts along a path, the path, and what was trained for it already."""
+    """A profile that drafts along a path, the path, and the parts trained for it already."""
 
     profile: Profile
     path: DraftPath
@@ -39,7 +39,7 @@ class OwnPath:
 
     @classmethod
     def of(cls, runtime: Runtime, profile: Profile | None, kind: Kind) -> OwnPath:
-        """Raises `SelfspecError` where the profile drafts along no path, or what it names is not at hand."""
+        """Return a profile's draft path. Raises `SelfspecError` if it has none, or if one of its files is missing."""
         if profile is None or not isinstance(profile.draft, LayerSkipSpec) or not profile.drafts:
             raise SelfspecError(f"a part of kind '{kind}' belongs to a draft path; expected a profile that has one")
         spec = profile.draft
@@ -52,15 +52,15 @@ class OwnPath:
         return cls(profile, path, had)
 
     def story(self) -> dict[str, Any]:
-        """What a part for it is fitted to, as a checkpoint tells it."""
+        """Return the path's settings that a part is trained for, for a checkpoint."""
         return {"path": self.profile.draft.model_dump(mode="json", include={"skip", "int8", "int4", "head", "trained"})}
 
     def with_part(self, file: Path) -> Profile:
-        """The profile with a part in the place of what was trained; it has its head below only if that lies beside."""
+        """Return the profile with a part replacing the trained one; a head below stays only if in the same folder."""
         assert isinstance(self.profile.draft, LayerSkipSpec)
         name, below = file.stem, self.profile.draft.below
         if below is not None and self.profile.part_path(below.part).parent.resolve() != file.parent.resolve():
-            below = None  # a profile's parts lie beside it
+            below = None  # a profile's parts are in its own folder
         kept = {} if below is None else {below.part: self.profile.parts[below.part]}
         return self.profile.model_copy(
             update={
@@ -81,7 +81,7 @@ def bridged(
     options: TrainOptions,
     watch: TrainingCallbacks,
 ) -> tuple[PartFile, Progress]:
-    """Bridges over everything that the path bypasses whole, in the place of those that it has."""
+    """Fit bridges over all layers that the path bypasses whole; they replace its present ones."""
     begun, runs = time.perf_counter(), own.path.runs(llm.runtime.layers)
     watch.stage("fitting", len(runs))
     trained = fit_bridges(
@@ -100,9 +100,9 @@ def bridged(
 def write_path_profile(
     llm: LLM, file: Path, part: PartFile, own: OwnPath, unseen: Sequence[TrainingText]
 ) -> tuple[Path, dict[str, Any]]:
-    """Write a part's profile beside it, and tell how the path agrees with the model, before and after.
+    """Write a part's profile next to it, and return the path's agreement with the model, before and after.
 
-    `right`: at how many held-out places of answers its best token is the model's; `shared`: how much of probability.
+    `right`: the share of held-out answer positions whose best token is the model's; `shared`: the probability overlap.
     """
     path = replace(own.path, trained=sha256_of(file))
     llm.runtime.learn(path.trained or "", trained_of(llm.runtime, part))

@@ -1,4 +1,4 @@
-"""Profiles that draft with a fitted part, and what its steps take on this machine."""
+"""Profiles that draft with a trained head, including its step's cost on this machine."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.controller import ControllerSpec
 
-CONTEXT = 128  # keys in the cache while steps are timed
+CONTEXT = 128  # keys in the KV cache while steps are timed
 REPEATS = 30
-DRAFTED = 4  # tokens of the drafts that are timed
-LONGEST = 6  # tokens that a head alone drafts
-TOKENS = 48  # decoded after each prompt, to see what guesses spare
+DRAFTED = 4  # draft length while steps are timed
+LONGEST = 6  # longest draft of a head alone
+TOKENS = 48  # tokens decoded after each prompt, to measure the saving by the head
 
 
 def write_profiles(
     llm: LLM, part: Path, head: Head, own: Profile | None, prompts: Sequence[Sequence[int]]
 ) -> tuple[Path, ...]:
-    """Write, beside the part, a profile of its head alone, and one of `own` with the head below its draft path.
+    """Write next to the part a profile of its head alone, and one of `own` with the head below its draft path.
 
-    `prompts` (token ids): decoded to see what the head spares a draft path.
+    `prompts` (token ids): decoded to measure how much of a draft path's cost the head saves.
     """
     step, plain = _step_seconds(head), forward_seconds(llm.runtime, CONTEXT, repeats=REPEATS)
     parts = {head.kind: ModuleFile(file=part.name, sha256=sha256_of(part))}
@@ -58,7 +58,7 @@ def write_profiles(
 
 
 def _step_seconds(head: Head) -> float:
-    """Of each token of a draft, its first pair read and the others its own, once caches have settled."""
+    """Return the seconds per drafted token, for a draft of one pair and then its own tokens, once caches are warm."""
     head.reserve(CONTEXT + DRAFTED)
     device = head.target.device
     tokens = torch.zeros(CONTEXT, dtype=torch.long, device=device)
@@ -77,7 +77,7 @@ def _step_seconds(head: Head) -> float:
 
 
 def _spared(llm: LLM, profile: Profile, prompts: Sequence[Sequence[int]]) -> float | None:
-    """The share of a draft step that guesses spare each drafted token of a few texts."""
+    """Return the share of a draft step's cost that proposals below the path save per drafted token, on a few texts."""
     payoff, drafter = profile.payoff, make_drafter(llm.runtime, profile)
     took = tokens = 0.0
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""Published heads as parts, with the profiles that a training writes."""
+"""Conversion of published heads into parts, with the same profiles as a training writes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from selfspec.training.profiles import write_profiles
 
 
 def convert(llm: LLM, folder: Path, out: Path, profile: Profile | None) -> tuple[Path, tuple[Path, ...], str, float]:
-    """Write a published head's part and profiles to a folder; its file, those, its kind, and its megabytes at work.
+    """Write a published head's part and profiles to a folder; return its file, profiles, kind, and megabytes in use.
 
-    Raises `SelfspecError` for a head that is not known, or of another model.
+    Raises `SelfspecError` for an unknown head, or one of another model.
     """
     part = read_published(folder, llm.runtime)
     head = make_head(llm.runtime, part)

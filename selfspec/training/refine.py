@@ -1,6 +1,6 @@
-"""Refining a draft path between prompts, by what the model said of its tokens (after DVI, 2510.05421).
+"""Online refinement of a draft path between prompts, from the model's verified distributions (after DVI, 2510.05421).
 
-Opt-in: what is drafted then depends on earlier prompts. What comes out does not.
+Opt-in: drafts then depend on earlier prompts. The output does not.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from selfspec.training.path_training import RANK, OwnPath
 from selfspec.training.texts import TrainingText
 
 RATE = 3e-4
-LONGEST = 512  # tokens, of the end of a text, that a step is taken by
+LONGEST = 512  # last tokens of a text that a step is taken on
 
 
 class Refiner:
-    """Generates with an adapter of a profile's draft path, and takes a step of fitting it by every text.
+    """A generator with an adapter on a profile's draft path, which takes a training step on every text.
 
-    The model says of every token of the text how likely it was, as it did of those that verification accepted and
-    rejected; the path is drawn towards that. `adapter.safetensors` and `adapter.yaml` in `out` are written after each
-    text, and can be gone on from: `Refiner(llm, read_profile(out / "adapter.yaml"), out=out)`. A step takes about what
-    three passes of the whole model over the text take, and rounds the path's weights anew. Raises `SelfspecError` for
-    a profile without a draft path in few bits, and an `out` that is no folder to write to.
+    A step distils the model's distribution at every token of the text into the path. `adapter.safetensors` and
+    `adapter.yaml` in `out` are written after each text, and can be resumed from: `Refiner(llm, read_profile(out /
+    "adapter.yaml"), out=out)`. A step costs about three passes of the whole model over the text, and quantises the
+    path's weights anew. Raises `SelfspecError` for a profile without a quantised draft path, and for an `out` that is
+    not a writable folder.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Refiner:
         self.losses: list[float] = []
 
     def generate(self, prompt: Prompt, **options: Any) -> Generation:
-        """As `LLM.generate`, and then a step. Raises `SelfspecError` for a seed, and as that does."""
+        """Generate as `LLM.generate`, then take a step. Raises `SelfspecError` for a seed, and as `generate` does."""
         if options.get("seed") is not None:
             raise SelfspecError("drafts that depend on earlier prompts have no seed; leave it out")
         ids = self._llm.encode(prompt)
@@ -67,7 +67,7 @@ class Refiner:
         return found
 
     def learn(self, tokens: list[int]) -> None:
-        """Take a step by a text that the model wrote, and draft with what comes of it."""
+        """Take a step on a text that the model wrote, and draft with the result."""
         tokens = tokens[-LONGEST:]
         if len(tokens) <= self._learner.depth:
             return

@@ -1,4 +1,4 @@
-"""How far a fit has come, in one file: killed at any point, it goes on from there."""
+"""The checkpoint of a training in one file; an interrupted training resumes from it."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _log = logging.getLogger("selfspec")
 
 
 class Fittable(Protocol):
-    """What is fitted by steps."""
+    """A learner that is trained by steps."""
 
     runtime: Runtime
 
     @property
     def net(self) -> nn.Module:
-        """Its weights."""
+        """The trainable weights."""
 
     @property
     def depth(self) -> int:
-        """Steps of a draft that are fitted together."""
+        """Draft steps that are trained together."""
 
     def loss(self, windows: Sequence[TrainingText]) -> Tensor:
-        """Of windows of one length."""
+        """Return the loss over windows of one length."""
 
     def acceptance(self, texts: Sequence[TrainingText]) -> list[float]:
-        """For each place of a draft, how often all of it up to there is what a text goes on with."""
+        """Return, for each draft position, how often all drafted tokens up to it match a text."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far fitting has come. `best`: held-out tokens a pass; `history`: of them, by seconds of fitting."""
+    """The progress of a training. `best`: held-out tokens per pass; `history`: pairs of seconds and tokens per pass."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -51,7 +51,7 @@ class Progress:
 
 
 class State:
-    """What is kept of a fit: weights, the optimiser, the best weights, and progress, in one file."""
+    """The checkpoint: weights, the optimiser, the best weights, and the progress, in one file."""
 
     def __init__(self, path: Path, told: dict[str, Any]) -> None:
         self.path = path
@@ -64,26 +64,26 @@ class State:
                 if held["told"] == told:
                     self._held = held
                     self.progress = Progress(**held["progress"])
-            except Exception:  # torn, or of another version
+            except Exception:  # damaged, or of another version
                 _log.warning("%s cannot be gone on from; fitting begins anew", path)
 
     @property
     def begun(self) -> bool:
-        """Whether there is anything to go on from."""
+        """Whether there is a checkpoint to resume from."""
         return bool(self._held)
 
     def into(self, learner: Fittable, optimizer: torch.optim.Optimizer) -> None:
-        """Go on from what is kept."""
+        """Load the checkpoint, if any."""
         if self.begun:
             learner.net.load_state_dict(self._held["net"])
             optimizer.load_state_dict(self._held["optimizer"])
 
     def best_into(self, learner: Fittable) -> None:
-        """The best weights that were seen."""
+        """Load the best weights so far."""
         learner.net.load_state_dict(self._held["best"])
 
     def keep(self, learner: Fittable, optimizer: torch.optim.Optimizer, acceptance: list[float]) -> None:
-        """Write it all, whole or not at all."""
+        """Write the checkpoint atomically."""
         done = self.progress
         brings = 1 + sum(acceptance)
         done.history.append((done.seconds, brings))

@@ -1,7 +1,7 @@
-"""The model's own texts, and streams that left some of its layers at every token: what parts are fitted to.
+"""The training texts: the model's own, with the output streams of some of its layers at every token.
 
-Texts are decoded together and kept on disk by what they depend on, some in each file; only what is read of them is in
-memory, by windows. A call that is killed loses no file that was written, and the next goes on where it ended.
+Texts are decoded together and cached on disk, several in a file; only the windows in use are in memory. An interrupted
+call loses no file that was written, and the next call continues from there.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.training.training_prompts import USERS_TURN, Beginning, UserTurns
 
-ROWS = 128  # texts that are decoded together: their products then are as fast as they get
-EACH = 32  # texts of a file
-HELD_OUT = 16  # every so many-th text is not fitted to
-TEMPERATURES = (0.0, 0.8)  # by turns
+ROWS = 128  # texts decoded together: enough for full throughput
+EACH = 32  # texts per file
+HELD_OUT = 16  # one in this many texts is held out
+TEMPERATURES = (0.0, 0.8)  # alternating
 
 
 class TrainingText(NamedTuple):
-    """Tokens `[n]`, and the streams `[n - 1 or n, layers, D]` that left the layers at them, bfloat16.
+    """Tokens `[n]`, and the layers' output streams at them, `[n - 1 or n, layers, D]`, bfloat16.
 
-    `answer`: the first token of the answer.
+    `answer`: the index of the answer's first token.
     """
 
     tokens: Tensor
@@ -44,12 +44,12 @@ class TrainingText(NamedTuple):
     answer: int
 
     def pairs(self, depth: int) -> int:
-        """Pairs that are followed by what `depth` steps from them are held against."""
+        """Return the number of pairs that are followed by the targets of `depth` steps."""
         return min(len(self.streams), len(self.tokens) - 1) - depth
 
 
 class _Place(NamedTuple):
-    """Where a text lies, and its sizes."""
+    """The file of a text, and its sizes."""
 
     path: Path
     tokens: int
@@ -58,13 +58,13 @@ class _Place(NamedTuple):
 
 
 def layers_of(layers: int) -> tuple[int, ...]:
-    """The layers whose streams are kept, of so many: a low one, one in the middle, and the last (as EAGLE-3)."""
+    """Return the layers whose streams are stored, of `layers`: a low one, a middle one, and the last (as EAGLE-3)."""
     return tuple(sorted({min(2, layers), (layers + 1) // 2, layers}))
 
 
 @dataclass(slots=True)
 class TextStore:
-    """Texts in the files of a folder, by number; the first `most` of them, where that is told."""
+    """Texts in the files of a folder, by number; only the first `most` of them, if set."""
 
     folder: Path
     most: int | None = None
@@ -79,7 +79,7 @@ class TextStore:
         try:
             with safe_open(path, "pt") as file:
                 held = json.loads(file.metadata()["texts"])
-        except Exception:  # torn, or of another's making: made again
+        except Exception:  # a damaged or foreign file: its texts are made again
             return
         found = {int(number): _Place(path, *sizes) for number, sizes in held.items()}
         self.index.update({n: place for n, place in found.items() if self.most is None or n < self.most})
@@ -88,7 +88,7 @@ class TextStore:
         return len(self.index)
 
     def add(self, texts: dict[int, TrainingText]) -> None:
-        """Keep texts in a file of their own."""
+        """Write texts to a new file."""
         tensors, held = {}, {}
         for number, text in texts.items():
             tensors[f"{number}.tokens"], tensors[f"{number}.streams"] = text.tokens.int(), text.streams
@@ -99,7 +99,7 @@ class TextStore:
         self.index.update({number: _Place(path, *sizes) for number, sizes in held.items()})
 
     def read(self, number: int, first: int = 0, last: int | None = None) -> TrainingText:
-        """One of them from its file, or only its tokens and streams from `first` to before `last`."""
+        """Read a text from its file, or only its tokens and streams from `first` to before `last`."""
         place, of = self.index[number], slice(first, last)
         with safe_open(place.path, "pt") as file:
             streams: Tensor = file.get_slice(f"{number}.streams")[of]
@@ -107,27 +107,27 @@ class TextStore:
 
     @property
     def total(self) -> int:
-        """Tokens of them all."""
+        """The number of tokens of all texts."""
         return sum(place.tokens for place in self.index.values())
 
     def tokens(self, number: int) -> Tensor:
-        """The tokens of one."""
+        """Read the tokens of a text."""
         with safe_open(self.index[number].path, "pt") as file:
             tokens: Tensor = file.get_tensor(f"{number}.tokens").long()
             return tokens
 
     def pairs(self, number: int, depth: int) -> int:
-        """As `Text.pairs`, of one that is not read."""
+        """Return `TrainingText.pairs` of a text without reading it."""
         place = self.index[number]
         return min(place.streams, place.tokens - 1) - depth
 
     def numbers(self, *, held_out: bool) -> list[int]:
-        """Those to fit to, or those that are not."""
+        """Return the numbers of the held-out texts, or of the others."""
         return sorted(n for n in self.index if (n % HELD_OUT == 0) == held_out)
 
 
 class _Collector(PlainDrafter):
-    """Decodes plainly, and keeps the streams that leave layers."""
+    """A plain drafter that collects the layers' output streams."""
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         self.hidden = layers
@@ -157,10 +157,10 @@ def make(
     on_tokens: Callable[[int], None] = lambda new: None,
     rows: int = ROWS,
 ) -> None:
-    """Decode texts, an answer of at most `room` tokens each, until there are `most` or `go_on` says no.
+    """Decode texts with an answer of at most `room` tokens each, until there are `most` or `go_on` returns False.
 
-    Greedily and at temperature .8 by turns. Text `n` has the n-th beginning and the seed n. `on_tokens` is told how
-    many tokens have come. What is under way when `go_on` says no is kept as far as it came, if that is into the answer.
+    They alternate between greedy and temperature .8. Text `n` has the n-th beginning and the seed n. `on_tokens`
+    receives the number of new tokens. If `go_on` returns False, unfinished texts that have reached the answer are kept.
     """
     ends = runtime.skeleton.ends
     collector = _Collector(layers_of(runtime.layers))
@@ -214,7 +214,7 @@ def _sequence(number: int, beginning: Beginning, room: int, ends: frozenset[int]
     seen: list[int] = []
 
     def ended(token: int) -> bool:
-        """An end token ends a text unless it ends the user's turn."""
+        """Return whether a token ends the text: an end token does, unless it ends the user's turn."""
         seen.append(token)
         return token in ends and turns.answering(seen[:-1])
 

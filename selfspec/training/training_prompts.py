@@ -1,7 +1,7 @@
-"""What the texts to learn from begin with: given prompts, or a user's turn that the model makes up itself.
+"""The beginnings of training texts: given prompts, or a user's turn that the model makes up.
 
-An instruct model that reads its chat template up to where the user speaks goes on as a user would (Magpie, Xu et al.
-2406.08464); a model without a template goes on from nothing at all.
+An instruct model that is prompted with its chat template up to the user's message writes one itself (Magpie, Xu et al.
+2406.08464). A model without a template starts from its first token alone.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from transformers import LogitsProcessor
 
 from selfspec.basics.errors import SelfspecError
 
-USERS_TURN = 96  # tokens of a user's turn that is made up, at most
+USERS_TURN = 96  # tokens of a made-up user's turn, at most
 _MARK = "selfspec-user-turn"
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Token ids that a text begins with; `turn`: what ends the user's turn that is to be made up first, if one is."""
+    """Token ids that a text begins with; `turn`: the tokens that end the user's turn, if one is to be made up first."""
 
     tokens: tuple[int, ...]
     turn: tuple[int, ...] = ()
 
 
 def made_up(tokenizer: Any, ends: frozenset[int], start: int | None) -> Beginning:
-    """The beginning of every text of a model that makes up its own prompts.
+    """Return the common beginning of all texts of a model that makes up its own prompts.
 
-    `ends`: its end tokens; `start`: the token that texts begin with. Raises `SelfspecError` where there is neither a
-    chat template that goes from the user's turn to the answer by an end token, nor any token to begin with.
+    `ends`: its end tokens; `start`: the token that texts begin with. Raises `SelfspecError` if there is neither a chat
+    template whose user's turn ends with an end token, nor a token to begin with.
     """
     if getattr(tokenizer, "chat_template", None):
         message = [{"role": "user", "content": _MARK}]
@@ -50,13 +50,13 @@ def made_up(tokenizer: Any, ends: frozenset[int], start: int | None) -> Beginnin
 
 
 class UserTurns(LogitsProcessor):  # type: ignore[misc]
-    """The user's turn at temperature 1, then the template's `turn`, then the answer, greedy or at `temperature`."""
+    """Logits processor: the user's turn at temperature 1, then `turn`, then the answer greedily or at `temperature`."""
 
     def __init__(self, beginning: Beginning, temperature: float) -> None:
         self.beginning, self.temperature = beginning, temperature
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """`[1, V]` scores after `[1, n]` tokens."""
+        """Return the processed scores `[1, V]` after `[1, n]` tokens."""
         said = input_ids[0, len(self.beginning.tokens) :].tolist()
         turn = self.beginning.turn
         if turn:
@@ -71,7 +71,7 @@ class UserTurns(LogitsProcessor):  # type: ignore[misc]
         return scores / self.temperature
 
     def answering(self, said: Sequence[int]) -> bool:
-        """Whether the tokens after the beginning reach into the answer."""
+        """Return whether the tokens after the beginning reach into the answer."""
         turn = self.beginning.turn
         return not turn or (turn[0] in said and len(said) - list(said).index(turn[0]) >= len(turn))
 
@@ -83,7 +83,7 @@ def _only(scores: Tensor, token: int) -> Tensor:
 
 
 def beginnings(given: Sequence[Sequence[int]] | None, own: Beginning | None, *, seed: int) -> Iterator[Beginning]:
-    """What texts begin with, without end: given prompts (token ids), by `seed` and round and round, or `own`."""
+    """Yield beginnings without end: given prompts (token ids), shuffled by `seed` in every cycle, or `own`."""
     draw = random.Random(seed)
     while True:
         if given is None:

@@ -1,6 +1,6 @@
-"""Plots of what was measured: each takes a tidy data frame or a profile and returns a matplotlib figure.
+"""Plots of results: each function takes a tidy data frame or a profile and returns a matplotlib figure.
 
-Knows nothing of torch and of the search.
+Does not import torch.
 """
 
 from __future__ import annotations

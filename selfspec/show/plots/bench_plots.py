@@ -1,4 +1,4 @@
-"""Plots of a benchmark: how fast the methods are, and how far into a draft tokens are accepted."""
+"""Plots of a benchmark: the methods' speedups, the sources of tokens, and acceptance by draft position."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo")
 
 
 def bench_bars(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """Speedup over plain decoding with its interval: a group of bars for each method, one for each temperature.
+    """Plot the speedup over plain decoding with its interval: a group of bars per method, one bar per temperature.
 
-    Raises `SelfspecError` where nothing but plain decoding was measured.
+    Raises `SelfspecError` if only plain decoding was measured.
     """
     others = frame[(frame["method"] != PLAIN) & frame["speedup"].notna()]
     methods, temperatures = list(dict.fromkeys(others["method"])), sorted(set(others["temperature"]))
@@ -46,7 +46,7 @@ def bench_bars(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
                 text = axes.annotate(
                     f"{value:.2f}", (middle, high), (0, 3), textcoords="offset points", ha="center", fontsize=8
                 )
-                text.set_bbox({"fc": "white", "ec": "none", "pad": 0.6})  # over the line of plain decoding
+                text.set_bbox({"fc": "white", "ec": "none", "pad": 0.6})  # readable over the reference line
         axes.set_xticks(range(len(methods)), methods)
         axes.tick_params(axis="x", length=0)
         axes.margins(x=0.02, y=0.12)
@@ -58,9 +58,9 @@ def bench_bars(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
 
 
 def tokens_by_source(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """What came up with the tokens of each task, stacked: a panel for each method and temperature.
+    """Plot the sources of each task's tokens as stacked bars: a panel for each method and temperature.
 
-    What is missing to 100% is the model's own. Raises `SelfspecError` where no source is told.
+    The rest up to 100% is the model's own. Raises `SelfspecError` if no source is known.
     """
     if frame.empty:
         raise SelfspecError(
@@ -98,9 +98,9 @@ def tokens_by_source(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
 
 
 def acceptance_by_position(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """The share of drafted tokens that were accepted, by their position in the draft; a line for each method.
+    """Plot the share of drafted tokens that were accepted, by their position in the draft; a line for each method.
 
-    Of how many drafts, where there is one line that says so. Raises `SelfspecError` where nothing was drafted.
+    A single line is annotated with the number of drafts, if known. Raises `SelfspecError` if nothing was drafted.
     """
     if frame.empty:
         raise SelfspecError("nothing was drafted, so that there is no acceptance to draw")

@@ -1,4 +1,4 @@
-"""How drafts go: thresholds, lengths, acceptance, controllers compared."""
+"""Plots of drafting: thresholds, draft lengths, acceptance, and controllers compared."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from selfspec.show.plots.style import BLACK, BLUE, GREY, MARKS, ORANGE, SERIES, reference, series, styled, subplots
 from selfspec.types.acceptance import AcceptanceCurve
 
-FEWEST = 8  # tokens of a place that is drawn
+FEWEST = 8  # fewest tokens at a draft position that is plotted
 
 
 def trajectories(runs: Mapping[str, pd.DataFrame]) -> Figure:
-    """The threshold round by round, and what share of each draft was accepted, for several controllers by name.
+    """Plot the threshold round by round, and the accepted share of each draft, for several controllers by name.
 
-    Each frame as `selfspec.search.analysis.drafted.rounds_frame` returns it.
+    Each frame is as returned by `selfspec.search.analysis.drafted.rounds_frame`.
     """
     with styled():
         figure, (above, below) = subplots(2, 1, height=2.3, sharex=True)
@@ -42,7 +42,7 @@ def trajectories(runs: Mapping[str, pd.DataFrame]) -> Figure:
 
 
 def draft_lengths(runs: Mapping[str, pd.DataFrame]) -> Figure:
-    """How many tokens the rounds drafted, as shares of the rounds, for several controllers by name."""
+    """Plot the distribution of draft lengths over rounds, for several controllers by name."""
     with styled():
         figure, axes = subplots(1, len(runs), height=2.7, sharey=True)
         longest = max(int(rounds["drafted"].max()) for rounds in runs.values())
@@ -59,7 +59,7 @@ def draft_lengths(runs: Mapping[str, pd.DataFrame]) -> Figure:
 
 
 def best_lengths(frame: pd.DataFrame) -> Figure:
-    """The best fixed draft length, and its speedup, against acceptance: by theory, and on traces."""
+    """Plot the best fixed draft length, and its speedup, against acceptance: by theory, and on traces."""
     theory, traces = (frame[frame["source"] == source] for source in ("theory", "trace"))
     with styled():
         figure, (left, right) = subplots(1, 2, height=3.2)
@@ -80,9 +80,9 @@ def best_lengths(frame: pd.DataFrame) -> Figure:
 
 
 def acceptance(by_place: pd.DataFrame, by_confidence: pd.DataFrame, curve: AcceptanceCurve | None = None) -> Figure:
-    """Acceptance by place in the draft, and by the draft's confidence: a calibration curve, with 95% intervals.
+    """Plot acceptance by draft position, and by the draft's confidence: a calibration curve, with 95% intervals.
 
-    Frames as `selfspec.search.analysis.drafted.acceptance_by` returns them; `curve`: the one that a profile carries.
+    The frames are as returned by `selfspec.search.analysis.drafted.acceptance_by`; `curve`: a profile's own.
     """
     with styled():
         figure, (left, right) = subplots(1, 2, height=3.2, sharey=True)
@@ -112,9 +112,9 @@ def _with_intervals(ax: Axes, frame: pd.DataFrame, x: str) -> None:
 
 
 def controllers(frame: pd.DataFrame) -> Figure:
-    """Controllers on one trace, with chains and with the most candidates that were tried; the bounds as lines.
+    """Plot controllers on one trace, with chains and with the largest number of candidates; the bounds are lines.
 
-    `frame`: as `selfspec.search.analysis.drafted.compare_controllers` returns it.
+    `frame`: as returned by `selfspec.search.analysis.drafted.compare_controllers`.
     """
     kinds = list(dict.fromkeys(frame["controller"]))
     most = int(frame["candidates"].max())
@@ -139,7 +139,7 @@ def controllers(frame: pd.DataFrame) -> Figure:
 
 
 def candidates(frame: pd.DataFrame) -> Figure:
-    """What several candidates for each drafted position bring: speedup, and tokens a pass."""
+    """Plot speedup and tokens per pass against the number of candidates per draft position, for each controller."""
     with styled():
         figure, (left, right) = subplots(1, 2, height=3.2)
         reference(left, 1, "plain decoding")

@@ -1,4 +1,4 @@
-"""Plots of a profile: how sub-layers run while drafting, and how often its drafts were right by their confidence."""
+"""Plots of a profile: how sub-layers run while drafting, and acceptance by the draft's confidence."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from selfspec.types.draft_path import MODES, SIGNS, WORDS, DraftPath, Mode
 
 COLOURS: dict[Mode, str] = {"full": BLUE, "int8": SKY, "int4": "#F0E442", "skip": "#FFFFFF"}  # ever lighter in print
 _SAID: dict[Mode, str] = {"full": "in full", "int8": "8: in 8 bits", "int4": "4: in 4 bits", "skip": "bypassed"}
-_FURTHER = 4  # candidates whose chances are drawn
-_LEGIBLE = 0.09  # inches of a cell that a sign fits into
+_FURTHER = 4  # candidates whose acceptance is plotted
+_LEGIBLE = 0.09  # smallest cell in inches with a sign
 
 
 def skip_map(profile: Profile, *, width: float = WIDTH) -> Figure:
-    """A grid of layers: attention above, MLP below; the less of a sub-layer a draft step reads, the lighter it is.
+    """Plot a grid of layers: attention above, MLP below; the fewer bytes a draft step reads, the lighter the cell.
 
-    What runs in 8 or 4 bits says so by a digit, where there is room.
+    Sub-layers in int8 or int4 are marked with a digit if it fits.
     """
     layers, path = profile.model.layers, profile.path
     modes = np.array([MODES.index(mode) for mode in path.modes(layers)]).reshape(2, layers)
@@ -49,7 +49,7 @@ def _signs(grid: Grid, modes: NDArray[Any]) -> None:
 
 
 def _legend(path: DraftPath, used: set[Mode]) -> list[Patch]:
-    """What each colour means: of a path that only bypasses, always both."""
+    """Return the legend; a path that only bypasses sub-layers always lists both colours."""
     words: dict[Mode, str] = {"full": "runs", "skip": "bypassed while drafting"}
     head: dict[Mode, str] = {}
     if path.low_precision:
@@ -60,9 +60,9 @@ def _legend(path: DraftPath, used: set[Mode]) -> list[Patch]:
 
 
 def acceptance_by_confidence(profile: Profile, *, width: float = WIDTH) -> Figure:
-    """The profile's acceptance curve: of a drafted token, of the one after it, of other candidates for its place.
+    """Plot the profile's acceptance curves: of a drafted token, of the one after it, and of its other candidates.
 
-    Raises `SelfspecError` where the profile has none.
+    Raises `SelfspecError` if the profile has none.
     """
     curve = profile.acceptance
     if curve is None:

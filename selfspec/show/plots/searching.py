@@ -1,4 +1,4 @@
-"""Searches watched, and what they rest on: predictions and costs beside what was timed."""
+"""Plots of searches and their basis: progress by strategy, and predictions and costs against measurements."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from selfspec.show.plots.style import BLUE, GREY, MARKS, ORANGE, reference, seri
 
 
 def races(frame: pd.DataFrame) -> Figure:
-    """Best predicted speedup so far against seconds and against trials, for each strategy.
+    """Plot the best predicted speedup so far against seconds and against trials, for each strategy.
 
-    `frame`: as `selfspec.search.analysis.contests.race` returns it; a line for each seed.
+    `frame`: as returned by `selfspec.search.analysis.contests.race`; a line for each seed.
     """
     with styled():
         figure, axes = subplots(1, 2, height=3.7, sharey=True)
@@ -29,7 +29,7 @@ def races(frame: pd.DataFrame) -> Figure:
         axes[1].set(xlabel="trials")
         axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
         low, high = frame["best"][frame["best"] > 0].quantile(0.05), frame["best"].max()
-        axes[0].set_ylim(low - 0.02, high + 0.01)  # without the first trials, which any search leaves behind
+        axes[0].set_ylim(low - 0.02, high + 0.01)  # leaves out the first trials, which every search soon improves on
         if low <= 1 <= high:
             for ax in axes:
                 reference(ax, 1, "plain decoding")
@@ -38,9 +38,9 @@ def races(frame: pd.DataFrame) -> Figure:
 
 
 def importances(frame: pd.DataFrame) -> Figure:
-    """A heat map of how much each sub-layer explains of the trials' speedups; `+` where bypassing it went with more.
+    """Plot how much each sub-layer explains of the trials' speedups; `+` where bypassing it correlates with more.
 
-    `frame`: as `selfspec.search.analysis.contests.importance` returns it.
+    `frame`: as returned by `selfspec.search.analysis.contests.importance`.
     """
     layers = int(frame["layer"].max()) + 1
     parts = ["attention", "mlp"]
@@ -62,9 +62,9 @@ def importances(frame: pd.DataFrame) -> Figure:
 
 
 def predicted_against_measured(frame: pd.DataFrame) -> Figure:
-    """Each skip set's predicted speedup against the one measured, with 95% intervals, by temperature.
+    """Plot each skip set's predicted speedup against the measured one, with 95% intervals, by temperature.
 
-    `frame`: as `selfspec.search.analysis.contests.predictions` returns it.
+    `frame`: as returned by `selfspec.search.analysis.contests.predictions`.
     """
     with styled():
         figure, (ax,) = subplots(1, 1, height=3.8, width=4.6)
@@ -91,9 +91,9 @@ def predicted_against_measured(frame: pd.DataFrame) -> Figure:
 
 
 def costs(fit: pd.DataFrame, verification: pd.DataFrame) -> Figure:
-    """The cost model's draft steps against timed ones, and what a pass over several rows costs.
+    """Plot the cost model's draft steps against timed ones, and the cost of a pass by the number of tokens.
 
-    Frames as `selfspec.search.analysis.contests.cost_fit` and `verification_costs` return them.
+    The frames are as returned by `cost_fit` and `verification_costs` of `selfspec.search.analysis.contests`.
     """
     with styled():
         figure, (left, right) = subplots(1, 2, height=3.3)

@@ -1,4 +1,4 @@
-"""Plots of a study: what its trials are worth, and what each sub-layer alone does.
+"""Plots of a study: the scores of its trials, and the effect of each sub-layer alone.
 
 The frames are those of `selfspec.search.trial_tables`.
 """
@@ -16,11 +16,11 @@ from selfspec.show.plots.grid import Grid
 from selfspec.show.plots.style import BLUE, DIVERGING, GREY, ORANGE, WIDTH, reference, styled, subplots
 
 PLAIN = "plain\ndecoding"
-_WRITTEN = 0.3  # inches of a cell in which its value is written
+_WRITTEN = 0.3  # smallest cell in inches with a written value
 
 
 def sensitivity(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """A heat map of `gain`: how much faster drafting is with one sub-layer alone bypassed; what is unknown is grey."""
+    """Plot a heat map of `gain`: the change in drafting speed with one sub-layer alone bypassed; grey if unknown."""
     layers = int(frame["layer"].max()) + 1
     parts = [part for part in ("layer", "attention", "mlp") if part in set(frame["part"])]
     gains = np.full((len(parts), layers), np.nan)
@@ -43,7 +43,7 @@ def sensitivity(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
 
 
 def _write(axes: Axes, gains: np.ndarray, first: int, last: int, limit: float, *, values: bool) -> None:
-    """The value of each cell, or where cells are small a dot in those above 0, which grey print cannot tell."""
+    """Write the value in each cell, or in small cells a dot for gains above 0, which greyscale print cannot show."""
     for row, layer in zip(*np.nonzero(np.isfinite(gains[:, first:last])), strict=True):
         gain = float(gains[row, first + layer])
         text = _percent(gain, 0) if values else "•" if gain > 0 else ""
@@ -53,7 +53,7 @@ def _write(axes: Axes, gains: np.ndarray, first: int, last: int, limit: float, *
 
 
 def pareto(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """Acceptance against draft cost: trials, those that none beats joined, and the fastest."""
+    """Plot acceptance against draft cost: the trials, the Pareto front as a line, and the fastest trial."""
     known = frame[frame["draft_cost"].notna()]
     front = known[known["on_front"]].sort_values("draft_cost")
     with styled():
@@ -69,7 +69,7 @@ def pareto(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
 
 
 def speedup_against_skipped(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """Predicted speedup of trials against how many sub-layers they bypass, the best of each number joined."""
+    """Plot the trials' predicted speedup against their number of bypassed sub-layers; a line joins the best."""
     whole = frame[~frame["pruned"]]
     best = whole.loc[whole.groupby("skipped")["speedup"].idxmax()].sort_values("skipped")
     with styled():
@@ -85,7 +85,7 @@ def speedup_against_skipped(frame: pd.DataFrame, *, width: float = WIDTH) -> Fig
 
 
 def progress(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """The best predicted speedup so far against the seconds that scoring took, and the trials it came from."""
+    """Plot the best predicted speedup so far, and all trials, against the seconds of scoring."""
     with styled():
         figure, (axes,) = subplots(width=width)
         _trials(axes, frame, "seconds", "speedup")

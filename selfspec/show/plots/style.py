@@ -1,4 +1,4 @@
-"""How every plot looks: colours that the colour-blind tell apart, marks that differ in print, no clutter."""
+"""The common style of all plots: colour-blind-safe colours, markers that differ in print, no clutter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import write_bytes
 
-# Okabe and Ito (2008), without the yellow, which white paper swallows.
+# Okabe and Ito (2008), without the yellow, which is hardly visible on white.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK, GREY = (
     "#0072B2",
     "#E69F00",
@@ -33,9 +33,9 @@ MARKS = ("o", "s", "^", "D", "v", "P", "X", "<")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (8, 2, 1, 2)))
 DIVERGING, SEQUENTIAL = "PuOr", "cividis"
 FORMATS = ("png", "svg", "pdf")
-WIDTH = 7.2  # inches; one column of a page
+WIDTH = 7.2  # inches, the width of a page's column
 _RC = {
-    "font.family": ["DejaVu Sans", "sans-serif"],  # the second for who reads an SVG and lacks the first
+    "font.family": ["DejaVu Sans", "sans-serif"],  # the second applies to SVGs where the first is not installed
     "font.size": 9.5,
     "axes.titlesize": 10.5,
     "axes.titlelocation": "left",
@@ -51,13 +51,13 @@ _RC = {
     "figure.facecolor": "white",
     "savefig.dpi": 150,
     "svg.fonttype": "none",
-    "svg.hashsalt": "selfspec",  # the same plot is the same file
+    "svg.hashsalt": "selfspec",  # reproducible files
 }
 
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Draw in this project's style; what is set elsewhere stays."""
+    """Draw in this project's style; the global settings are restored afterwards."""
     with mpl.rc_context(_RC):
         yield
 
@@ -65,9 +65,9 @@ def styled() -> Iterator[None]:
 def subplots(
     rows: int = 1, columns: int = 1, *, height: float = 3.4, width: float = WIDTH, **how: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure and its axes, row by row; `height` of each row and `width` of all in inches.
+    """Return a figure and its axes, row by row; `height` of each row and `width` of the figure in inches.
 
-    It belongs to no window, so that nothing needs to be closed. `how`: as `Figure.subplots` takes it.
+    The figure belongs to no window, so that it need not be closed. `how`: keyword arguments of `Figure.subplots`.
     """
     figure = Figure(figsize=(width, height * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False, **how)
@@ -75,9 +75,9 @@ def subplots(
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as its name says: `.png`, `.svg` or `.pdf`, whole or not at all.
+    """Write a figure atomically in the format of its file name: `.png`, `.svg` or `.pdf`.
 
-    Raises `SelfspecError` for other names and places.
+    Raises `SelfspecError` for other suffixes, and if the file cannot be written.
     """
     check_format(path)
     write_bytes(path, _drawn(figure, path.suffix[1:].lower()))
@@ -92,20 +92,20 @@ def _drawn(figure: Figure, form: str) -> bytes:
 
 
 def check_format(path: Path) -> None:
-    """Raise `SelfspecError` where `save` could not tell the format by the name."""
+    """Raise `SelfspecError` if the file name has no format that `save` supports."""
     if path.suffix[1:].lower() not in FORMATS:
         raise SelfspecError(f"{path}: expected a name that ends with .{', .'.join(FORMATS[:-1])} or .{FORMATS[-1]}")
 
 
 def svg(figure: Figure, *, name: str = "", label: str = "") -> str:
-    """A figure as an `<svg>` element, for a page; what `label` says is read out in its stead.
+    """Return a figure as an `<svg>` element for a page; `label` is its text alternative.
 
-    `name`, of letters and digits, keeps its ids apart from those of the page's other figures.
+    `name`, of letters and digits, keeps its element ids distinct from those of the page's other figures.
     """
     text = _drawn(figure, "svg").decode()
     text = text[text.index("<svg") :]
     text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, count=1, flags=re.DOTALL)
-    text = re.sub(r"\s*<style.*?</style>", "", text, count=1, flags=re.DOTALL)  # which would rule the whole page
+    text = re.sub(r"\s*<style.*?</style>", "", text, count=1, flags=re.DOTALL)  # it would apply to the whole page
     if name:
         text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{name}-", text)
     said = f' role="img" aria-label="{escape(label)}"' if label else ""
@@ -113,13 +113,13 @@ def svg(figure: Figure, *, name: str = "", label: str = "") -> str:
 
 
 def series(number: int, *, marked: bool = False) -> dict[str, Any]:
-    """Colour and dashes of the `number`-th line of a plot, and with `marked` its marks."""
+    """Return the colour and dashes of a plot's `number`-th line, with `marked` also its marker."""
     how = {"color": SERIES[number % len(SERIES)], "ls": DASHES[number % len(DASHES)]}
     return {**how, "marker": MARKS[number % len(MARKS)]} if marked else how
 
 
 def reference(axes: Axes, value: float, label: str) -> None:
-    """A line to compare with, such as plain decoding's speed; its label stands on the right of the axes."""
+    """Draw a reference line, such as plain decoding's speed, labelled on the right of the axes."""
     axes.axhline(value, color=GREY, lw=1, ls=(0, (4, 3)), zorder=1)
     axes.annotate(
         label,

@@ -1,4 +1,4 @@
-"""Speedup against the number of bypassed sub-layers."""
+"""Plots of the speedup against the number of bypassed sub-layers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def speedup_curves(
     by: str = "temperature",
     title: str = "temperature {}",
 ) -> Figure:
-    """Predicted speedup over plain decoding against the number of bypassed sub-layers; an axes for each value of `by`.
+    """Plot predicted speedup over plain decoding by the number of bypassed sub-layers; axes for each value of `by`.
 
-    `rows`: as `search.analysis.sweep.sweep` returns them; with `measured`, `low` and `high` where something was
-    measured, which is drawn as open marks with their 95% intervals, and with `bound` where it is known. `families`: the
-    ones to draw, in order; all when left out. `title` is filled with the value of `by`.
+    `rows`: as returned by `search.analysis.sweep.sweep`. Columns `measured`, `low` and `high`, if present, are drawn as
+    open markers with 95% intervals, and `bound` as a line. `families`: the families to draw, in order; all by default.
+    `title` is formatted with the value of `by`.
     """
     values, known = list(dict.fromkeys(rows[by])), list(dict.fromkeys(rows["family"]))
     numbers = {family: known.index(family) for family in families or known if family in known}
@@ -44,7 +44,7 @@ def speedup_curves(
 
 
 def _curves(ax: Axes, rows: pd.DataFrame, numbers: Mapping[str, int]) -> None:
-    """`numbers`: each family's own, whose look it keeps from plot to plot."""
+    """Draw the families' curves; `numbers`: each family's own number, so that its style is the same in all plots."""
     ax.axhline(1, color=GREY, lw=1, ls=(0, (4, 3)), zorder=1)
     bounded = rows.dropna(subset=["bound"]) if "bound" in rows else rows[:0]
     if len(curve := bounded[~bounded["family"].isin([*SCATTERED, *SINGLE])].sort_values("skipped")):
@@ -66,7 +66,7 @@ def _curves(ax: Axes, rows: pd.DataFrame, numbers: Mapping[str, int]) -> None:
         if "measured" in own and len(own := own.dropna(subset=["measured"])):
             below, above = own["measured"] - own["low"], own["high"] - own["measured"]
             ax.errorbar(
-                own["skipped"] + 0.13 * (number - 3),  # beside each other
+                own["skipped"] + 0.13 * (number - 3),  # shifted, so that families do not overlap
                 own["measured"],
                 yerr=[below.clip(lower=0), above.clip(lower=0)],
                 fmt=mark,

@@ -1,4 +1,4 @@
-"""Plots of trainings: what is accepted of held-out texts, by minutes and by place of a draft."""
+"""Plots of trainings: held-out acceptance by minutes of fitting and by draft position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from selfspec.show.plots.style import WIDTH, series, styled, subplots
 
 
 def learning_curves(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """Held-out tokens a pass by minutes of fitting, a line for each kind; `frame` as `learning_frame` gives it."""
+    """Plot held-out tokens per pass by minutes of fitting, a line for each kind; `frame`: from `learning_frame`."""
     with styled():
         figure, axes = _by_kind(frame, "minutes", "tokens_per_pass", width)
         axes.set(xlabel="minutes of fitting", ylabel="held-out tokens a pass,\ngreedy drafts")
@@ -20,7 +20,7 @@ def learning_curves(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
 
 
 def acceptance_by_place(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """How often all of a draft up to a place is right, a line for each kind; `frame` as `place_frame` gives it."""
+    """Plot the share of drafts right up to each position, a line for each kind; `frame`: from `place_frame`."""
     with styled():
         figure, axes = _by_kind(frame, "place", "acceptance", width)
         axes.set(xlabel="place in the draft", ylabel="right up to there")
@@ -31,7 +31,7 @@ def acceptance_by_place(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
 
 
 def _by_kind(frame: pd.DataFrame, x: str, y: str, width: float) -> tuple[Figure, Axes]:
-    """A line of the column `y` over `x` for each kind."""
+    """Plot column `y` over `x`, a line for each kind."""
     figure, (axes,) = subplots(width=width, height=3.2)
     for number, (kind, some) in enumerate(frame.groupby("kind", sort=False)):
         axes.plot(some[x], some[y], label=kind, **series(number))
