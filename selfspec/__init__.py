@@ -46,7 +46,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and transformers, and the rooms, only when they are needed."""
+    """Import the public names and the subpackages on first access, so that torch is imported only when needed."""
     from importlib import import_module
     from importlib.util import find_spec
 

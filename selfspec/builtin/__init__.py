@@ -13,22 +13,22 @@ Part = Literal["calibration", "heldout"]
 
 
 def model_folder() -> Path:
-    """The folder of the built-in model, as `from_pretrained` reads it."""
+    """Return the folder of the built-in model, which `from_pretrained` reads."""
     return Path(str(resources.files("selfspec.builtin") / "model"))
 
 
 def prompts(part: Part) -> list[str]:
-    """Excerpts of Python's standard library: from files the model was trained on, or from held-out files only.
+    """Return excerpts of Python's standard library: from files that the model was trained on, or from held-out files.
 
-    In an order shuffled once, so that the first n are a random sample.
+    The order was shuffled once, so the first n are a random sample.
     """
     return [row["prompt"] for row in _rows(part)]
 
 
 def chat_prompts(part: Part) -> list[tuple[str, str]]:
-    """Everyday requests to an assistant, each with its task, such as `translation`; the two parts share none.
+    """Return everyday requests to an assistant, each with its task, such as `translation`; the parts are disjoint.
 
-    In an order shuffled once, so that the first n are a random sample.
+    The order was shuffled once, so the first n are a random sample.
     """
     return [(row["prompt"], row["task"]) for row in _rows(f"chat-{part}")]
 

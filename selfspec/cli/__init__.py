@@ -1,15 +1,15 @@
-"""The command line. Imports nothing heavy until a command needs it, so that `--help` is instant."""
+"""The command line. Heavy modules are imported only when a command needs them, so that `--help` is instant."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-INTERRUPTED = 130  # what typer makes of Ctrl-C
+INTERRUPTED = 130  # exit code that typer returns for Ctrl-C
 
 
 def main() -> None:
-    """Run `selfspec`; wrong input is one line on standard error and exit code 2."""
+    """Run `selfspec`; invalid input prints one line on standard error and exits with code 2."""
     from selfspec.basics.errors import SelfspecError
     from selfspec.cli.app import app
 
@@ -21,11 +21,11 @@ def main() -> None:
         _fail(str(error))
     except OSError as error:
         if sys.stdout is not None:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails again when it flushes
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit fails again
         print(f"error: {error.strerror or error}", file=sys.stderr)
         sys.exit(1)
     except Exception as error:
-        # Typer's own usage errors, whichever module of click or typer they come from.
+        # Usage errors of typer, recognised by their method because they come from several modules of click and typer.
         if not hasattr(error, "format_message"):
             raise
         _fail(error.format_message())
@@ -35,8 +35,8 @@ def main() -> None:
 
 
 def _fail(message: str) -> None:
-    if message and sys.stderr is not None:  # no command at all has shown the help, and says nothing more
-        rank = os.environ.get("RANK", "0")  # of one of several processes that torchrun has started
+    if message and sys.stderr is not None:  # the message is empty if no command was named: the help was printed
+        rank = os.environ.get("RANK", "0")  # set by torchrun, which starts several processes
         where = "" if rank == "0" else f" (process {rank})"
         print(f"error{where}: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)

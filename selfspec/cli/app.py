@@ -1,4 +1,4 @@
-"""The commands. Their options are in `options`, and each one's work in a module of its own, imported when it runs."""
+"""The commands. Their options are in `options`; each command's implementation is a module imported when it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`selfspec audit`."""
+"""The command `selfspec audit`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def run(options: AuditCommand) -> int:
-    """Check everything that can be checked before the model is loaded, then audit. 1 when a bug was found."""
+    """Validate the options before loading the model, then audit; return 1 if a bug was found."""
     quiet()
     model, profile, spec = chosen(options.drafting)
     read = options.data.read(held_out=True)
@@ -84,7 +84,7 @@ def _report(llm: LLM, found: Audit, where: dict[str, str], prompts: str) -> None
 
 
 def _words(llm: LLM, difference: Difference) -> str:
-    """The difference for people, with the tokens' texts."""
+    """Describe a difference in words, with the texts of the tokens."""
     ids = (difference.plain, difference.other)
     mine, theirs = ("nothing" if i is None else repr(printable(llm.tokenizer.decode([i]))) for i in ids)
     return f"{difference}: {mine} when decoded plainly, {theirs} when drafted"

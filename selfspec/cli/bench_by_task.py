@@ -1,4 +1,4 @@
-"""What `selfspec bench` shows by task, as Spec-Bench reports it and as we do, and of texts that are the same or not."""
+"""Tables of `selfspec bench` by task, with Spec-Bench's figures and our own, and the line on identical texts."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 from rich.table import Table
 
-LEAST = 2  # prompts a task, on average, from which on figures by task are shown
-WIDEST = 23  # of a task's name, so that a table fits 80 columns
+LEAST = 2  # mean prompts per task below which no figures by task are shown
+WIDEST = 23  # columns of a task's name, so that a table fits 80 columns
 
 
 def by_task_tables(at: Mapping[str, Any]) -> list[Table]:
-    """For each method but plain decoding, a row for each task and one for all; each table fits 80 columns."""
+    """Return a table per method except plain decoding: a row per task and one for all tasks, within 80 columns."""
     methods = {name: m["by_task"] for name, m in at["methods"].items() if name != "plain" and _shown(m)}
     return [_table(f"{name}, temperature {at['temperature']:g}", found) for name, found in methods.items()]
 
 
 def by_task_notes(at: Mapping[str, Any]) -> list[str]:
-    """What the columns are, under the tables; nothing where there are none."""
+    """Return notes that explain the columns; empty without tables."""
     if not by_task_tables(at):
         return []
     return [
@@ -28,13 +28,13 @@ def by_task_notes(at: Mapping[str, Any]) -> list[str]:
 
 
 def texts_line(at: Mapping[str, Any]) -> list[str]:
-    """A line on which methods gave plain decoding's texts; nothing where they were sampled."""
+    """Return a line on which methods produced plain decoding's texts; empty for sampled texts."""
     told = [f"{name} {_same(m['same_text'])}" for name, m in at["methods"].items() if m["same_text"] is not None]
     return [f"texts the same as plain's, by token ids: {'; '.join(told)}"] if told else []
 
 
 def _shown(method: Mapping[str, Any]) -> bool:
-    """Whether there are enough prompts for figures by task."""
+    """Return whether a method has enough prompts for figures by task."""
     if "by_task" not in method:
         return False
     tasks = method["by_task"]["tasks"]

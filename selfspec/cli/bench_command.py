@@ -1,4 +1,4 @@
-"""`selfspec bench`."""
+"""The command `selfspec bench`."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from selfspec.measure.model_copies import Subjects
     from selfspec.types.costs import CostModel
 
-PROMPTS, TOKENS, ROUNDS = (12, 6), (96, 64), (5, 3)  # as it is, widened
+PROMPTS, TOKENS, ROUNDS = (12, 6), (96, 64), (5, 3)  # of a model as it is, and widened
 
 
 def run(options: BenchCommand) -> int:
-    """Check everything that can be checked before the model is loaded, then measure. 130 after an interrupt."""
+    """Validate the options before loading the model, then measure; return 130 after an interrupt."""
     quiet()
     name, profile, spec = chosen(options.drafting)
     methods = tuple(part.strip() for part in options.methods.split(","))
@@ -109,7 +109,7 @@ def measured(
     out: Path | None = None,
     oracle: Oracle | None = None,
 ) -> tuple[dict[str, Any], bool]:
-    """What was measured, kept in `out` after each temperature, and whether an interrupt ended it before the last."""
+    """Measure each temperature and write `out` after each; return the results and whether they were interrupted."""
     from selfspec.measure.bench import Benchmark
 
     with _Progress(stderr(), len(temperatures)) as shown:
@@ -129,7 +129,7 @@ def measured(
 
 
 def check_named(methods: Sequence[str]) -> None:
-    """Check the draft models and the profiles that are methods. Raises `SelfspecError`."""
+    """Check the draft models and profiles that are named as methods. Raises `SelfspecError`."""
     for name in methods:
         if model := draft_model(name):
             check_at_hand(model)
@@ -138,7 +138,7 @@ def check_named(methods: Sequence[str]) -> None:
 
 
 def read_temperatures(text: str) -> list[float]:
-    """Temperatures separated by commas. Raises `SelfspecError`."""
+    """Parse temperatures separated by commas. Raises `SelfspecError`."""
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
@@ -154,7 +154,7 @@ def _oracle(llm: LLM, task: BenchTask, costs: CostModel, temperature: float) -> 
 
 
 class _Progress:
-    """What is being done, how long it will take, and a bar of the runs."""
+    """Progress display: the current stage, the estimated time, and a bar of the runs."""
 
     def __init__(self, console: Console, temperatures: int) -> None:
         self._console, self._temperatures = console, temperatures
@@ -171,7 +171,7 @@ class _Progress:
         self._bar.stop()
 
     def watch(self) -> BenchCallbacks:
-        """For the benchmark to tell."""
+        """Return the callbacks through which the benchmark updates the display."""
         from selfspec.measure.bench import BenchCallbacks
 
         return BenchCallbacks(self._stage, self._estimate, lambda: self._bar.advance(self._task))
@@ -226,7 +226,7 @@ def _report(found: dict[str, Any], console: Console) -> None:
 
 
 def _tables(at: dict[str, Any]) -> list[Table]:
-    """The methods at one temperature: their speeds, and their latencies and memory; each fits 80 columns."""
+    """Return two tables of the methods at one temperature, within 80 columns: speeds, and latencies with memory."""
     bases = list(next(iter(at["methods"].values()))["ratio"])
     speeds = method_table(
         f"temperature {at['temperature']:g}", "tok/s", *(f"/ {base}" for base in bases), "tok/pass", "accept"
@@ -246,7 +246,7 @@ def _tables(at: dict[str, Any]) -> list[Table]:
 
 
 def method_table(title: str | None, *columns: str) -> Table:
-    """A table with a row for each method."""
+    """Return an empty table with a column for the method and one for each of `columns`."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("method", no_wrap=True)
     for name in columns:
@@ -282,7 +282,7 @@ def _notes(found: dict[str, Any], at: dict[str, Any]) -> list[str]:
 
 
 def ratio(r: Mapping[str, float]) -> str:
-    """A median and the ends of its interval."""
+    """Format a median and the ends of its interval."""
     return f"{r['median']:.2f} {r['low']:.2f}-{r['high']:.2f}"
 
 
@@ -291,7 +291,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def size(size: float) -> str:
-    """Bytes in words."""
+    """Format a number of bytes with its decimal unit, from B to GB."""
     for unit in ("B", "kB", "MB"):
         if abs(size) < 1000:
             return f"{size:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""`selfspec chat`: a conversation in the terminal, or with what comes through a pipe, each line a message."""
+"""The command `selfspec chat`: a conversation in the terminal or through a pipe; each line is a message."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from selfspec.speculation.drafter import Drafter
     from selfspec.text.prompt import Prompt
 
-NEW_TOKENS = 1024  # of an answer, where nothing says how many
+NEW_TOKENS = 1024  # default length of an answer
 ASK = "> "
 
 
 def run(given: ChatCommand) -> int:
-    """Check everything that can be checked before the model is loaded, then talk; the exit code.
+    """Validate the options before loading the model, then chat; return the exit code.
 
-    That is 2 where something that came through a pipe could not be answered or done.
+    The exit code is 2 if a message or command from a pipe failed.
     """
     quiet()
     asked = decoding(given.decoding)
@@ -59,20 +59,20 @@ def run(given: ChatCommand) -> int:
 
 @dataclass(slots=True)
 class _Talk:
-    """A conversation with whoever types, or with a pipe. Standard output holds the answers alone."""
+    """A conversation with a terminal or a pipe. Only the answers go to standard output."""
 
     llm: LLM
     conversation: Conversation
     how: Options
     drafter: Drafter
     color: bool
-    typed: bool  # in a terminal
+    typed: bool  # standard input is a terminal
     given: list[Generation] = field(default_factory=list)  # the answers since the start or the last /reset
-    saved: set[Path] = field(default_factory=set)  # by this chat, so that it may write over them
+    saved: set[Path] = field(default_factory=set)  # files that this chat wrote and may overwrite
     ended: bool = False
 
     def run(self) -> int:
-        """Until the input ends, or is told to."""
+        """Process lines until the input ends or `/exit`; return the exit code."""
         if self.typed:
             _say(f"{self.llm.name}: /help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat", style="dim")
         refused = False
@@ -91,7 +91,7 @@ class _Talk:
         return 2 if refused and not self.typed else 0
 
     def _hear(self, line: str) -> None:
-        """Obey a command, or answer a message; an empty line is neither."""
+        """Run a command or answer a message; an empty line is ignored."""
         if line.startswith("/"):
             name, _, rest = line.partition(" ")
             if name not in COMMANDS:
@@ -125,16 +125,17 @@ class _Talk:
         _say(", ".join(part for part in (speed_line(answer.stats), ended) if part), style="dim")
 
     def _why(self, answer: Generation, planned: Plan) -> str:
-        """Why an answer ended where it did not end by itself."""
+        """Return why an answer was cut; empty if the model ended it."""
         if len(answer.tokens) < planned.max_new_tokens or answer.tokens[-1] in planned.ends:
             return ""
         full = answer.stats.prompt + planned.max_new_tokens == self.llm.runtime.skeleton.context
         return "cut: the context is full, /reset begins anew" if full else "cut: a larger --max-new-tokens allows more"
 
     def _how(self, prompt: Prompt) -> Options:
-        """The options of the answer to a prompt: no more tokens than fit, and with a seed one of its own.
+        """Return the options for an answer, with new tokens limited to the free context and the answer's own seed.
 
-        That is the seed given, and one more for each answer before it: the first answer has that of `generate --chat`.
+        The seed is the given one plus the number of earlier answers, so the first answer has the seed of
+        `generate --chat`.
         """
         how = self.how
         if how.seed is not None:
@@ -145,14 +146,14 @@ class _Talk:
             raise SelfspecError(f"{error}; nothing is lost: /save keeps the conversation, /reset begins anew") from None
 
     def reset(self, rest: str) -> None:
-        """`/reset`."""
+        """Run `/reset`: begin a new conversation."""
         _no_more("/reset", rest)
         self.conversation.reset()
         self.given.clear()
         _say("a new conversation begins", style="dim")
 
     def stats(self, rest: str) -> None:
-        """`/stats`."""
+        """Run `/stats`: show statistics of the answers so far."""
         _no_more("/stats", rest)
         if not self.given:
             _say("nothing has been said yet")
@@ -169,14 +170,14 @@ class _Talk:
             legend(stderr(), list(chain.from_iterable(one.events for one in self.given)), total, self.llm.profile)
 
     def save(self, rest: str) -> None:
-        """`/save FILE`."""
+        """Run `/save FILE`: write the messages as JSON lines. Raises `SelfspecError`."""
         if not rest:
             raise SelfspecError("/save: expected a file, such as /save chat.jsonl")
         if not self.conversation.answers:
             raise SelfspecError("/save: nothing has been said yet")
         try:
             path = Path(rest).expanduser().absolute()
-        except RuntimeError as error:  # no such home
+        except RuntimeError as error:  # unknown home directory
             raise SelfspecError(f"/save {rest}: {error}") from None
         if kind(path) != "missing" and path not in self.saved:
             raise SelfspecError(f"{rest} is there already; expected another name, as nothing is written over")
@@ -189,14 +190,14 @@ class _Talk:
         _say(f"{len(messages)} messages are in {rest}, as JSON lines", style="dim")
 
     def help(self, rest: str) -> None:
-        """`/help`."""
+        """Run `/help`: list the commands."""
         _no_more("/help", rest)
         for name, command in COMMANDS.items():
             _say(f"{f'{name} {command.wants}'.strip():12} {command.does}")
         _say("Ctrl-C ends an answer; what was said of it stays", style="dim")
 
     def exit(self, rest: str) -> None:
-        """`/exit`."""
+        """Run `/exit`: end the chat."""
         _no_more("/exit", rest)
         self.ended = True
 
@@ -218,12 +219,12 @@ COMMANDS = {
 
 
 def _typed() -> Iterator[str]:
-    """Lines that are typed in a terminal; Ctrl-C drops one."""
+    """Yield the lines typed in a terminal; Ctrl-C discards the current line."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  with it, lines can be edited, and those before called back
+        import readline  # noqa: F401  importing it enables line editing and history
     while True:
         try:
-            if not sys.stdout.isatty():  # where the prompt does not belong
+            if not sys.stdout.isatty():  # the prompt must not go into redirected output
                 sys.stderr.write(ASK)
                 sys.stderr.flush()
             yield input(ASK if sys.stdout.isatty() else "")
@@ -237,7 +238,7 @@ def _typed() -> Iterator[str]:
 
 
 def _piped() -> Iterator[str]:
-    """Lines that come through a pipe; empty ones say nothing."""
+    """Yield the lines of a pipe. Raises `SelfspecError` for a line that is not UTF-8."""
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
             yield line.decode("utf-8").rstrip("\r\n")

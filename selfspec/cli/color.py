@@ -1,4 +1,4 @@
-"""Text coloured by where its tokens came from, for terminals."""
+"""Terminal text coloured by the origins of its tokens."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from selfspec.types.stats import Stats
 if TYPE_CHECKING:
     from selfspec.llm.stream import Stream
 
-_WIDE = 76  # columns from which the legend says what the origins mean
-# What a terminal would act on, as the characters that stand for it; newlines and tabs stay.
+_WIDE = 76  # least columns for a legend that explains the origins
+# Control characters, mapped to visible symbols so that a terminal does not act on them; newlines and tabs stay.
 _CONTROLS = {
     **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},
     0x7F: 0x2421,
     **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
 }
 
-# For terminals of 16 colours, whose nearest to the others would be two alike, and white.
+# For terminals of 16 colours: the nearest of them to the usual colours would include white and one colour twice.
 _BASIC = {
     Origin.ACCEPTED_DRAFT: "cyan",
     Origin.ACCEPTED_CANDIDATE: "blue",
@@ -41,17 +41,17 @@ _BASIC = {
 
 
 def write(stream: Stream, *, color: bool, fold: bool = False) -> None:
-    """Write a stream's text to standard output as it comes; a terminal shows where it came from, with `color`.
+    """Write a stream's text to standard output as it arrives; with `color`, a terminal shows the tokens' origins.
 
-    With `fold`, a terminal's lines end between words. The stream ends with this, however it ends; what was held back
-    until then is written too.
+    With `fold`, lines are wrapped between words on a terminal. The stream is closed in any case, and text that was
+    buffered until then is written too.
     """
     console, given = stdout(), 0
     folding = Folding[Origin | None](console.width) if fold and console.is_terminal else None
     pieces = stream.spans() if color and console.is_terminal else ((None, piece) for piece in stream)
     try:
         for origin, text in pieces:
-            given += len(text)  # before it is written: should that be interrupted, it is not to be written twice
+            given += len(text)  # counted before writing, so that an interrupt does not write it twice
             for part in [(origin, text)] if folding is None else folding.feed(origin, text):
                 _put(console, *part)
     finally:
@@ -71,17 +71,17 @@ def _put(console: Console, origin: Origin | None, text: str) -> None:
 
 
 def show(console: Console, origin: Origin, text: str) -> None:
-    """Write a piece of text at once, as it is: nothing is wrapped, no markup is read, and no tab becomes spaces."""
+    """Write a piece of text verbatim: without wrapping, markup or tab expansion."""
     console.print(Segments([Segment(text.translate(_CONTROLS), style(console, origin))]), soft_wrap=True)
 
 
 def colored(console: Console, events: Sequence[TokenEvent]) -> Text:
-    """The whole text, for a table's cell."""
+    """Return the whole coloured text, for a table's cell."""
     return Text.assemble(*((event.text.translate(_CONTROLS), style(console, event.origin)) for event in events))
 
 
 def style(console: Console, origin: Origin) -> Style:
-    """How a console shows tokens of an origin."""
+    """Return the style of an origin's tokens on a console."""
     look = LOOKS[origin]
     return Style(
         color=_BASIC.get(origin) if console.color_system == "standard" else look.color,
@@ -92,9 +92,9 @@ def style(console: Console, origin: Origin) -> Style:
 
 
 def legend(console: Console, events: Sequence[TokenEvent], stats: Stats, profile: Profile | None = None) -> None:
-    """Print how many tokens came from where, and what was accepted of what was drafted.
+    """Print the number of tokens of each origin, and the acceptance of the drafts.
 
-    With the profile that drafted, also what ran in few bits.
+    With the profile that drafted, also its quantised sub-layers.
     """
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)

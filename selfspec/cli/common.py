@@ -1,4 +1,4 @@
-"""What the commands share: consoles, threads, warnings as one line each."""
+"""Helpers of all commands: consoles, profiles, progress bars, skip maps, threads, and warnings on one line each."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ from selfspec.types.draft_path import MODES, SIGNS, WORDS
 from selfspec.types.identity import Identity
 from selfspec.types.stats import Finish, Stats
 
-SIGN_STYLES = {"#": "bold green", "8": "bold cyan", "4": "bold yellow", ".": "red"}  # of skip maps, by sign
+SIGN_STYLES = {"#": "bold green", "8": "bold cyan", "4": "bold yellow", ".": "red"}  # styles of a skip map's signs
 SEARCH_HINT = "no profile known to be faster: decoding plainly. Search one with: selfspec search --model {model}"
 
 
 def stderr() -> Console:
-    """A console on standard error."""
+    """Return a console on standard error."""
     return Console(stderr=True, highlight=False)
 
 
 def stdout() -> Console:
-    """A console on standard output."""
+    """Return a console on standard output."""
     return Console(highlight=False)
 
 
 def checked_profile(name: str) -> Profile:
-    """A profile by file or name, its controller checked too. Raises `SelfspecError` naming the file."""
+    """Return a profile by file or name, with its controller checked. Raises `SelfspecError` that names the file."""
     profile = find_profile_file(name)
     try:
         make_controller(profile.layer_skip.controller)
@@ -65,7 +65,7 @@ def checked_profile(name: str) -> Profile:
 
 
 def chosen(given: DraftingOptions) -> tuple[str, Profile | None, ControllerSpec | None]:
-    """The model's name, the profile (None: `auto`) and the controller of a command that drafts, each checked.
+    """Return model name, profile (None: `auto`) and controller of a command that drafts, each checked.
 
     Raises `SelfspecError`.
     """
@@ -77,7 +77,7 @@ def chosen(given: DraftingOptions) -> tuple[str, Profile | None, ControllerSpec 
 
 
 def model_for(model: str | None, profile: Profile | None) -> str:
-    """The model named, else the profile's, else the built-in one. Raises `SelfspecError` when it can be none."""
+    """Return the named model, else the profile's, else the built-in one. Raises `SelfspecError` if unavailable."""
     named = profile.model.name if profile is not None else None
     name = model if model is not None else named or builtin.NAME
     check_at_hand(name)
@@ -86,7 +86,7 @@ def model_for(model: str | None, profile: Profile | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What to draft with, and where that comes from."""
+    """A profile to draft with, and a description of its source."""
 
     profile: Profile
     source: str
@@ -99,10 +99,10 @@ def drafted_with(
     controller: ControllerSpec | None = None,
     store: Path | None = None,
 ) -> Drafting:
-    """What to draft with, perhaps another controller than the profile's, and a store to guess from.
+    """Return the profile to draft with: the given one, else one shipped for this model, else every second layer.
 
-    A profile, by its name, or one that ships for this model, or every second layer. Raises `SelfspecError` for a
-    profile of another model, or one that drafts nothing.
+    `controller` replaces the profile's; `store` adds a retrieval store. Raises `SelfspecError` for a profile of another
+    model, and for a profile that drafts nothing.
     """
     from selfspec.profile.choosing import check_profile, shipped_for
 
@@ -126,7 +126,7 @@ def drafted_with(
 
 
 def progress(console: Console, *columns: ProgressColumn) -> Progress:
-    """A progress bar: description, bar, counts, `columns`, time left; nothing where nobody sees it move."""
+    """Return a progress bar: description, bar, counts, `columns`, time left; disabled unless on a terminal."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -139,20 +139,20 @@ def progress(console: Console, *columns: ProgressColumn) -> Progress:
 
 
 def stage_line(console: Console, line: str) -> None:
-    """A line where no progress bar says it, as standard error is no terminal."""
+    """Print a line if the console is not a terminal, where progress bars are disabled."""
     if not console.is_terminal:
         console.print(line, soft_wrap=True, markup=False)
 
 
 class _Counts(MofNCompleteColumn):
-    """How much of how much is done, where that is known."""
+    """Column of completed and total steps; empty if the total is unknown."""
 
     def render(self, task: Task) -> Text:
         return Text("") if task.total is None else super().render(task)
 
 
 def printable(text: str) -> str:
-    """The text without anything that a terminal would act on or could not show."""
+    """Replace every character that a terminal would act on or cannot show."""
     return "".join(char if char.isprintable() else "\ufffd" for char in text)
 
 
@@ -167,7 +167,7 @@ _FINISH: dict[Finish | None, str] = {
 
 
 def stats_line(stats: Stats) -> str:
-    """What a generation, or several, took and what drafting gave, on one line."""
+    """Format time, rounds and acceptance of one or several generations as one line."""
     return (
         f"{stats.tokens} tokens in {stats.seconds:.2f} s ({stats.tokens_per_second:.1f} a second), "
         f"{stats.rounds} rounds, {stats.drafted} drafted, {stats.accepted} accepted ({stats.acceptance_rate:.0%}"
@@ -177,23 +177,23 @@ def stats_line(stats: Stats) -> str:
 
 
 def speed_line(stats: Stats) -> str:
-    """How fast a generation was, in few words."""
+    """Format the speed of a generation briefly."""
     a_pass = f", {stats.tokens_per_round:.1f} a pass" if stats.drafted else ""
     return f"{stats.tokens_per_second:.1f} tokens/s, {stats.tokens} tokens{a_pass}"
 
 
 def print_json(data: dict[str, Any]) -> None:
-    """One JSON object on standard output."""
+    """Print one JSON object on standard output."""
     sys.stdout.write(json.dumps(data, ensure_ascii=False) + "\n")
 
 
 def quiet() -> None:
-    """Keep libraries' chatter off the terminal; warnings become one line on standard error."""
+    """Silence the libraries' log messages; print each warning as one line on standard error."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("accelerate").setLevel(logging.ERROR)
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: weights in huge pages, which are read faster
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: huge pages make reading weights faster
     console = stderr()
 
     def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
@@ -204,7 +204,7 @@ def quiet() -> None:
 
 
 def set_threads(threads: int | None) -> None:
-    """Tell PyTorch how many CPU threads to use."""
+    """Set PyTorch's number of CPU threads; None keeps its default."""
     if threads is not None:
         import torch
 
@@ -213,9 +213,9 @@ def set_threads(threads: int | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayerMap:
-    """Rows of one mark for each layer, under a ruler, in as many blocks as the console's width asks for."""
+    """Rows with one mark per layer, under a ruler, split into blocks that fit the console's width."""
 
-    rows: Mapping[str, str]  # by name; all of the same length
+    rows: Mapping[str, str]  # marks by the row's name; all of the same length
     styles: Mapping[str, str]  # by mark
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -246,14 +246,14 @@ class LayerMap:
 
 
 def skip_map(profile: Profile) -> Group:
-    """The skip map: a ruler of layers, a row of attention, a row of MLP, a sign for each mode; and its legend."""
+    """Return the skip map, a ruler of layers above rows of attention and MLP with a sign per mode, and its legend."""
     attention, mlp = profile.path.rows(profile.model.layers)
     marks = LayerMap({"attention": attention, "mlp": mlp}, SIGN_STYLES)
     return Group(marks, Text("\n".join(map_legend(profile)), style="dim"))
 
 
 def map_legend(profile: Profile) -> list[str]:
-    """How many sub-layers run in which mode, with its sign in the map; the head's mode, and what a draft step reads."""
+    """Return the lines on sub-layers per mode with its sign, the head's mode, and the bits that a draft step reads."""
     path, layers = profile.path, profile.model.layers
     counts = Counter(path.modes(layers))
     if path.low_precision:

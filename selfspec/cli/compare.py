@@ -1,4 +1,4 @@
-"""`selfspec compare`: a benchmark of all methods that apply, and the one to use."""
+"""The command `selfspec compare`: benchmark all methods that apply to a model, and recommend one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPTS = 24
 
 
 def run(options: CompareCommand) -> int:
-    """Check everything that can be checked before the model is loaded, then measure. 130 after an interrupt."""
+    """Validate the options before loading the model, then measure; return 130 after an interrupt."""
     quiet()
     given = None if options.profile in ("auto", "none") else checked_profile(options.profile)
     name = model_for(options.model, given)
@@ -61,7 +61,7 @@ def run(options: CompareCommand) -> int:
         dtype=options.where.dtype,
         few_bits=lambda identity: _profile(identity, given, options.profile)[0].path.low_precision,
     )
-    profile, source = _profile(subjects.identity, given, options.profile)  # which weights it is says what ships for it
+    profile, source = _profile(subjects.identity, given, options.profile)  # now chosen by the weights' fingerprint
     methods = asked or applicable(profile, options.draft_model)
     if not profile.drafts:
         _check_without_profile(methods)
@@ -80,7 +80,7 @@ def run(options: CompareCommand) -> int:
 
 
 def _profile(identity: Identity, given: Profile | None, name: str) -> tuple[Profile, str]:
-    """What `skip` drafts, and where that is from; a profile that drafts nothing where there is none.
+    """Return the profile of method `skip` and its source; a profile that drafts nothing if none is found.
 
     Raises `SelfspecError` for a profile of another model.
     """
@@ -96,7 +96,7 @@ def _profile(identity: Identity, given: Profile | None, name: str) -> tuple[Prof
 
 
 def _named(options: CompareCommand, *, may_draft: bool) -> list[str] | None:
-    """The methods that were named, plain decoding with them; None: all that apply. Raises `SelfspecError`."""
+    """Return the named methods, with plain decoding; None for all that apply. Raises `SelfspecError`."""
     model = [] if options.draft_model is None else [f"{DRAFT_MODEL}{options.draft_model}"]
     named = [part.strip() for part in (options.methods or "plain").split(",")]
     named = [*named, *model] if "plain" in named else ["plain", *named, *model]
@@ -108,7 +108,7 @@ def _named(options: CompareCommand, *, may_draft: bool) -> list[str] | None:
 
 
 def _check_without_profile(methods: Sequence[str]) -> None:
-    """Raise `SelfspecError` for methods that a profile describes."""
+    """Raise `SelfspecError` for methods that need a profile that drafts."""
     for name in methods:
         if name in ("skip", "path", "guarded"):
             raise SelfspecError(
@@ -119,7 +119,7 @@ def _check_without_profile(methods: Sequence[str]) -> None:
 def _task(
     options: CompareCommand, subjects: Subjects, profile: Profile, methods: list[str]
 ) -> tuple[BenchTask, dict[str, Any]]:
-    """What is run, tasks by turns, and what the figures are told with."""
+    """Return the benchmark's task, its prompts alternating between tasks, and the fields that describe the prompts."""
     from selfspec.measure.bench import BenchTask
     from selfspec.measure.comparing import by_turns
 
@@ -146,7 +146,7 @@ def _task(
 
 
 def _prepared(llm: LLM, task: BenchTask) -> dict[str, float]:
-    """Minutes that it took to make what methods draft with, where that is known."""
+    """Return the minutes of search and training by method, if known."""
     from selfspec.measure.comparing import preparation, profile_of
 
     own = [name for name in task.methods if name in ("skip", "path", "guarded") or is_profile(name)]
@@ -172,7 +172,7 @@ def _report(found: Mapping[str, Any], prepared: Mapping[str, float], console: Co
 
 
 def _table(at: Mapping[str, Any], prepared: Mapping[str, float]) -> Table:
-    """The methods at one temperature, fastest first; 80 columns wide at most."""
+    """Return the table of methods at one temperature, fastest first, within 80 columns."""
     from selfspec.measure.comparing import fastest_first
 
     names = ("/ plain", "tok/pass", "accept", "draft", "memory", "minutes")
@@ -194,7 +194,7 @@ def _table(at: Mapping[str, Any], prepared: Mapping[str, float]) -> Table:
 
 
 def _notes(at: Mapping[str, Any]) -> list[str]:
-    """What the columns are, which methods were dropped, and the fastest by task."""
+    """Return notes on columns, dropped methods, the fastest methods by task, and identical output."""
     from selfspec.measure.comparing import fastest_by_task
 
     lines = [
@@ -217,7 +217,7 @@ def _notes(at: Mapping[str, Any]) -> list[str]:
 
 
 def _recommend(best: Recommendation, options: CompareCommand, model: str, console: Console) -> None:
-    """The sentence that recommends, and how to use it."""
+    """Print the recommendation and the command that uses it."""
     told = ", ".join(
         f"{median:.2f} ({low:.2f}-{high:.2f}) at temperature {temperature:g}"
         for temperature, (median, low, high) in best.speedups.items()
@@ -236,7 +236,7 @@ def _recommend(best: Recommendation, options: CompareCommand, model: str, consol
 
 
 def _use(method: str, options: CompareCommand) -> str:
-    """The options of `generate` that decode by a method."""
+    """Return the options of `generate` that select a method."""
     if options.out is not None:
         return f"--profile {options.out}"
     if is_profile(method):
@@ -247,7 +247,7 @@ def _use(method: str, options: CompareCommand) -> str:
 
 
 def _save(llm: LLM, best: Recommendation, task: BenchTask, found: Mapping[str, Any], options: CompareCommand) -> None:
-    """Write the profile of the method that is recommended, with what was measured of it."""
+    """Write the profile of the recommended method, with its measurements."""
     from selfspec.measure.comparing import measurements, profile_of
 
     assert options.out is not None

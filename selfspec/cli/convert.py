@@ -1,4 +1,4 @@
-"""`selfspec convert`."""
+"""The command `selfspec convert`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from selfspec.models.loading import check_at_hand
 
 
 def run(given: ConvertCommand) -> None:
-    """Check the folders, load the model, and write the part and its profiles. Raises `SelfspecError`."""
+    """Check the folders, load the model, and write the draft module and its profiles. Raises `SelfspecError`."""
     quiet()
     check_at_hand(given.model)
     set_threads(given.where.threads)

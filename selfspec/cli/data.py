@@ -1,4 +1,4 @@
-"""The options that say which prompts a command uses, and reading them. Annotations are kept as values, for `flat`."""
+"""Options that select a command's prompts, and their reading. `flat` evaluates the annotations as values."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +20,13 @@ MANY = "Many prompts"
 
 
 def as_typed(template: str | None) -> str | None:
-    r"""A template in which `\n`, as a shell leaves it, is a new line."""
+    r"""Return a template with each typed `\n` replaced by a newline."""
     return None if template is None else template.replace("\\n", "\n")
 
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """Which prompts, as given; `source` None: the built-in ones."""
+    """Options that select prompts; `source` None selects the built-in ones."""
 
     source: Annotated[
         str | None, typer.Option("--data", help=f"A {_KINDS}; else built-in ones, chats for a chat model.")
@@ -49,9 +49,9 @@ class DataOptions:
     ] = False
 
     def read(self, *, held_out: bool = False) -> "Prompts | None":
-        r"""The prompts, None for the built-in ones; `held_out`: not those that searches draw from.
+        r"""Read the prompts; None for the built-in ones. `held_out`: the split that searches do not draw from.
 
-        In the template `\n`, as a shell leaves it, is a new line. Raises `SelfspecError`.
+        Each typed `\n` in the template becomes a newline. Raises `SelfspecError`.
         """
         from selfspec.text.prompt_files import read_prompts
 
@@ -63,13 +63,13 @@ class DataOptions:
 
     @property
     def preset(self) -> bool:
-        """Whether the prompts are a set of the hub, which is too large to be used whole."""
+        """Whether the prompts are a data set of the hub, which is too large to use whole."""
         from selfspec.text.datasets_prompts import PRESETS
 
         return self.source in PRESETS
 
     def check_not_written(self, place: Path, option: str) -> None:
-        """Raise `SelfspecError` where writing `place`, as `option` has it, would destroy the data."""
+        """Raise `SelfspecError` if `place`, the file that `option` names, is one of the data files."""
         if self.source is None or self.preset:
             return
         from selfspec.text.datasets_prompts import text_files
@@ -85,7 +85,7 @@ class DataOptions:
 
 @dataclass(frozen=True, slots=True)
 class TrainDataOptions(DataOptions):
-    """Which prompts to make texts from, as given; `source` None: the model makes them up."""
+    """Options that select prompts for training texts; with `source` None the model generates the texts freely."""
 
     source: Annotated[
         str | None, typer.Option("--data", help="Prompts to begin with, as search's; else the model makes them up.")
@@ -94,7 +94,7 @@ class TrainDataOptions(DataOptions):
 
 @dataclass(frozen=True, slots=True)
 class ManyPrompts(DataOptions):
-    """Prompts to decode all of, as given; `source` None: there is one, given otherwise."""
+    """Options that select a file of prompts to decode; with `source` None the command decodes a single prompt."""
 
     source: Annotated[str | None, typer.Option("--prompts", help=f"Many: a {_KINDS}.", rich_help_panel=MANY)] = None
     column: Annotated[
@@ -110,7 +110,7 @@ class ManyPrompts(DataOptions):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Prompts as a model is given them, in `prompts`, and as they were read. `chat`: as a user's messages."""
+    """Prompts: `texts` as read, and `prompts` encoded for the model. `chat`: the texts are a user's messages."""
 
     source: str
     texts: tuple[str, ...]
@@ -120,13 +120,13 @@ class Given:
 
     @property
     def said(self) -> str:
-        """Where they come from, in words."""
+        """Description of the prompts' source."""
         return f"{self.source}{', as chat messages' * self.chat}"
 
 
 @dataclass(frozen=True, slots=True)
 class PromptOptions(DataOptions):
-    """Which prompts to decode, as given; `source` None: the built-in held-out ones."""
+    """Options that select prompts to decode; `source` None selects the built-in held-out ones."""
 
     source: Annotated[
         str | None, typer.Option("--prompts", help=f"A {_KINDS}; else built-in ones, chats for a chat model.")
@@ -135,9 +135,9 @@ class PromptOptions(DataOptions):
     def given(
         self, llm: "LLM", read: "Prompts | None", *, limit: int, max_new_tokens: int, last: bool = False
     ) -> Given:
-        """At most `limit` of the prompts that were read, None for the built-in ones, cut to leave room for new tokens.
+        """Return at most `limit` of the prompts `read` (None: the built-in ones), cut to leave room for new tokens.
 
-        The first or the last ones, as many of each task as there can be. Raises `SelfspecError`.
+        The first prompts, or the `last`, balanced over tasks. Raises `SelfspecError`.
         """
         from selfspec.llm.prompt_encoding import encode, fitting, takes_messages, warn_of_cuts
         from selfspec.text.prompt_files import prompts_for

@@ -1,4 +1,4 @@
-"""A command whose options are the fields of a class, of classes among them, so that nothing is written twice."""
+"""Commands whose options are the fields of a dataclass and its nested dataclasses, so that nothing is written twice."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typer.models import ParameterInfo
 from selfspec.basics.option import Option
 
 Given = TypeVar("Given")
-_READ = (bool, int, float, str, Path, list[str])  # what typer makes of text; any other type is given as text
+_READ = (bool, int, float, str, Path, list[str])  # types that typer parses; options of other types are read as text
 
 
 def flat(command: Callable[[Given], int | None]) -> Callable[..., None]:
-    """`command` as typer takes it: with an option for each field, instead of the class that it is called with.
+    """Return `command` in typer's form: with one option per field of the dataclass that it takes.
 
-    A field is an option (or an argument) if its annotation says so, as in `Annotated[int, Option(help=...)]`; a
-    field that is a dataclass stands for its own fields; any other is none of the command line. Annotations must be
-    there as values. Options that are left out keep their fields' defaults. What `command` returns is the exit code.
+    A field is an option (or an argument) if its annotation says so, as in `Annotated[int, Option(help=...)]`; a field
+    that is a dataclass contributes its own fields; other fields are not on the command line. The dataclass must not
+    postpone its annotations. Omitted options keep their fields' defaults. `command` returns the exit code.
     """
     kind = next(iter(get_type_hints(command).values()))
 
@@ -60,14 +60,14 @@ def _made(kind: type[Given], given: Mapping[str, Any]) -> Given:
 
 
 def _option(field: Field[Any]) -> ParameterInfo | None:
-    """Return how a field is given on the command line, or None where the command line does not have it."""
+    """Return a field's typer option or argument; None if the field is not on the command line."""
     marks = get_args(field.type)[1:] if get_origin(field.type) is Annotated else ()
     mark = next((mark for mark in marks if isinstance(mark, (ParameterInfo, Option))), None)
     return _typer_option(mark) if isinstance(mark, Option) else mark
 
 
 def _typer_option(option: Option) -> ParameterInfo:
-    """Return typer's form of an option that a room below the command line describes."""
+    """Return typer's form of an option defined outside the command line."""
     made: ParameterInfo = typer.Option(
         *option.flags,
         help=option.help,
@@ -80,7 +80,7 @@ def _typer_option(option: Option) -> ParameterInfo:
 
 
 def _read_as(kind: Any) -> Any:
-    """The type that typer reads for a field of this type, which may be None besides."""
+    """Return the type that typer parses for a field's type, None aside; `str` for types that typer cannot parse."""
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     some = [part for part in kinds if part is not NoneType]
     return some[0] if len(some) == 1 and some[0] in _READ else str

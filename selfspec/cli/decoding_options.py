@@ -1,4 +1,4 @@
-"""What `generate` and `chat` share: options, checked before anything is loaded, and the model that they decode with."""
+"""The common part of `generate` and `chat`: options, checked before anything is loaded, and loading of the model."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from selfspec.text.prompt import Prompt
     from selfspec.types.controller import ControllerSpec
 
-OWN_CONFIG = "model"  # --generation-config: the checkpoint's own
+OWN_CONFIG = "model"  # value of --generation-config that selects the checkpoint's own
 
 
 @dataclass(frozen=True, slots=True)
 class DecodingRequest:
-    """What was asked for, checked as far as that goes without the model."""
+    """Decoding options as given, checked as far as possible without the model."""
 
     given: DecodingOptions
     model: str
@@ -42,7 +42,7 @@ class DecodingRequest:
     schema: str | None
 
     def check(self) -> Options:
-        """The options of decoding, but for what needs the model; raises `SelfspecError` for any that none could use."""
+        """Return the decoding options that need no model. Raises `SelfspecError` for options that no model takes."""
         given = self.given
         set_threads(given.where.threads)
 
@@ -66,7 +66,7 @@ class DecodingRequest:
         return how
 
     def check_chat(self, *, chat: bool, system: str | None) -> None:
-        """Raise `SelfspecError` where the model is none for chats, and for a system message that cannot be had."""
+        """Raise `SelfspecError` for a model without chat template, and for an unsupported system message."""
         from selfspec.llm.messages import message
         from selfspec.llm.prompt_encoding import check_chat
 
@@ -76,7 +76,7 @@ class DecodingRequest:
             check_chat(self.model, system=system is not None)
 
     def load(self) -> LLM:
-        """The model with its profile."""
+        """Load the model with its profile."""
         from selfspec.llm.llm import load
 
         given = self.given
@@ -92,20 +92,20 @@ class DecodingRequest:
         )
 
     def follow(self) -> None:
-        """In a process that shares the model with the first: its part, until that ends. Only the first comes back."""
+        """Work for the first tensor-parallel process until it ends, without returning; in that process, do nothing."""
         if self.given.where.follows:
             set_threads(self.given.where.threads)
             self.load()
 
     def load_plain(self, *, layout: str = "auto") -> LLM:
-        """The model without a profile; its weights, unless it is said how, as suits plain decoding."""
+        """Load the model without a profile; by default in the fastest weight layout for plain decoding."""
         from selfspec.llm.llm import load
 
         where = self.given.where
         return load(self.model, profile="none", device=where.place, dtype=where.dtype, layout=layout)
 
     def complete(self, llm: LLM, how: Options) -> Options:
-        """`how` with what needs the model."""
+        """Return `how` with the options that need the model: its own generation configuration, and the guide."""
         if self.given.generation_config == OWN_CONFIG:
             how = replace(how, config=llm.model.generation_config)
         if self._guided:
@@ -113,7 +113,7 @@ class DecodingRequest:
         return how
 
     def hint(self, llm: LLM, prompt: Prompt, how: Options) -> None:
-        """Name options that have no effect, and say how to find a profile where there is none.
+        """Print which options have no effect, and how to search for a profile if there is none.
 
         Raises `SelfspecError` for options that do not fit the model and the prompt.
         """
@@ -125,7 +125,7 @@ class DecodingRequest:
             _say(SEARCH_HINT.format(model=self.model))
 
     def drafter(self, llm: LLM) -> Drafter:
-        """The profile's drafter, perhaps with another controller."""
+        """Return the profile's drafter, with the given controller if there is one."""
         if self.controller is None:
             return llm.drafter
         if llm.profile is None or not llm.profile.drafts:
@@ -139,7 +139,7 @@ class DecodingRequest:
 
 
 def decoding(given: DecodingOptions) -> DecodingRequest:
-    """What can be checked at once. Raises `SelfspecError`."""
+    """Return a request, its options checked as far as possible without heavy imports. Raises `SelfspecError`."""
     profile: str | Profile = given.profile
     if given.profile not in ("auto", "none"):
         profile = checked_profile(given.profile)
@@ -166,7 +166,7 @@ def _setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     parsed: Any = None
     try:
-        parsed = json.loads(value)  # which, unlike YAML, reads 3e-4 as a number
+        parsed = json.loads(value)  # JSON, unlike YAML, reads 3e-4 as a number
     except ValueError:
         try:
             parsed = yaml.safe_load(value)

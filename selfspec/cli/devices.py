@@ -1,4 +1,4 @@
-"""The options that say on what a command runs. Annotations are kept as values, for `flat`."""
+"""Options that select a command's devices. `flat` evaluates the annotations as values."""
 
 import os
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _PANEL = "Device"
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
-    """On what to run: one device, or several for a model larger than one. Raises `SelfspecError` for what cannot be."""
+    """Devices: one, or several for a model larger than one device. Raises `SelfspecError` for invalid options."""
 
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=_PANEL)] = "auto"
     dtype: Annotated[
@@ -54,13 +54,13 @@ class DeviceOptions:
 
     @property
     def place(self) -> str | DeviceMap:
-        """The device, or how the model is spread over several."""
+        """The device, or the map of the model over several devices."""
         return parse_devices(self.device, self.device_map, self.max_memory, self.offload_folder)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedDeviceOptions(DeviceOptions):
-    """The same where processes may share a model. Raises `SelfspecError` for what cannot be."""
+    """Devices, with tensor parallelism. Raises `SelfspecError` for invalid options."""
 
     tensor_parallel: Annotated[
         bool,
@@ -78,5 +78,5 @@ class SharedDeviceOptions(DeviceOptions):
 
     @property
     def follows(self) -> bool:
-        """Whether this process only follows the first of those that share the model."""
+        """Whether this is a tensor-parallel process other than the first."""
         return self.tensor_parallel and os.environ["RANK"] != "0"

@@ -1,4 +1,4 @@
-"""`selfspec profile diff`: what two profiles say differently."""
+"""The command `selfspec profile diff`: differences between two profiles."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from selfspec.types.draft_path import MODES, SIGNS, WORDS, Mode
 BY_BOTH, BY_NONE, BY_A, BY_B = ".", "#", "A", "B"
 STYLES = {BY_BOTH: "red", BY_NONE: "bold green", BY_A: "bold cyan", BY_B: "bold magenta"}
 PARTS = ("attention", "mlp")
-MODES_OF = ("draft.skip.", "draft.int8.", "draft.int4.")  # keys that the maps show
-Difference = tuple[str, Any, Any]  # where, and what stands there in either; None: nothing
+MODES_OF = ("draft.skip.", "draft.int8.", "draft.int4.")  # keys that the skip maps show
+Difference = tuple[str, Any, Any]  # key, and its value in A and in B; None if missing
 
 
 def run(a: str, b: str, *, as_json: bool) -> int:
-    """Say what differs between two profiles, by file or name: 0 when nothing does, 1 otherwise."""
+    """Print the differences between two profiles, by file or name; return 0 if there are none, 1 otherwise."""
     one, other = checked_profile(a), checked_profile(b)
     found = list(_differences(one.model_dump(mode="json"), other.model_dump(mode="json")))
     if as_json:
@@ -45,7 +45,7 @@ def run(a: str, b: str, *, as_json: bool) -> int:
 
 
 def _differences(a: Any, b: Any, where: str = "") -> Iterator[Difference]:
-    """Every value that differs; a record or a list of which only one has any is one value."""
+    """Yield every value that differs; a record or a list that only one side has counts as one value."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in {**a, **b}:
             yield from _differences(a.get(key), b.get(key), f"{where}.{key}" if where else key)
@@ -71,7 +71,7 @@ def _as_json(names: dict[str, str], a: Profile, b: Profile, found: list[Differen
 
 
 def _alone(a: Profile, b: Profile) -> dict[str, list[int]]:
-    """The layers of each part that `a` skips and `b` does not."""
+    """Return, for each part, the layers that `a` skips and `b` does not."""
     mine, theirs = a.skip_set, b.skip_set
     return {
         "attention": sorted(set(mine.attention) - set(theirs.attention)),
@@ -81,7 +81,7 @@ def _alone(a: Profile, b: Profile) -> dict[str, list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """Sub-layers of a part that run in one mode in A, in another in B."""
+    """Sub-layers of a part whose mode is `a` in A and `b` in B."""
 
     part: str
     layers: tuple[int, ...]
@@ -93,7 +93,7 @@ class _Change:
 
 
 def _changes(a: Profile, b: Profile) -> list[_Change]:
-    """The sub-layers whose modes differ, alike ones together; those of layers that only one model has are left out."""
+    """Return the sub-layers whose modes differ, grouped by change, among the layers that both models have."""
     found: dict[tuple[str, Mode, Mode], list[int]] = {}
     for first, part in enumerate(PARTS):
         mine, theirs = (p.path.modes(p.model.layers)[first * p.model.layers :] for p in (a, b))
@@ -115,7 +115,7 @@ def _print(console: Console, names: dict[str, str], a: Profile, b: Profile, foun
 
 
 def _draw(console: Console, a: Profile, b: Profile, changes: list[_Change]) -> None:
-    """The maps: one where both only bypass, else that of A above that of B, and what changes in words."""
+    """Print one joint map if neither is quantised, else A's rows above B's with the changes in words."""
     if a.model.layers != b.model.layers:
         console.print(skip_map(a), skip_map(b), sep="\n")
     elif not (a.path.few or b.path.few):
@@ -143,7 +143,7 @@ def _marks(a: Profile, b: Profile, part: str) -> str:
 
 
 def _table(a: Profile, b: Profile, found: list[Difference]) -> Table:
-    """Each field that differs, as `show` puts it; what it would not show, by its key in the file."""
+    """Return a table of the fields that differ, as `show` prints them; other fields by their key in the file."""
     table = Table("", "A", "B", box=None, padding=(0, 2, 0, 0), header_style="bold")
     if _reads(a) != _reads(b):
         table.add_row("a draft step reads", _lines(_reads(a)), _lines(_reads(b)))

@@ -1,4 +1,4 @@
-"""`selfspec export`."""
+"""The command `selfspec export`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def run(given: ExportCommand) -> None:
-    """Check everything that can be checked before the model is loaded, rehearse, and write. Raises `SelfspecError`."""
+    """Validate the options before loading the model, rehearse, and write. Raises `SelfspecError`."""
     quiet()
     profile = checked_profile(given.profile)
     name = model_for(given.model, profile)

@@ -1,4 +1,4 @@
-"""What a file is, by what it holds: a profile, a search's trials, a benchmark, a training; and opening a study."""
+"""Kinds of files, recognised by content (profile, trials of a search, benchmark, training); opening of a study."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ What = Literal["profile", "study", "bench", "training"]
 
 
 def recognise(source: str, storage: str | None) -> What:
-    """What `source` is: a study where a `storage` is named; else by the file's content, or a shipped profile's name.
+    """Return the kind of `source`: a study if `storage` is named, a shipped profile's name, else by the file's content.
 
-    That the content is right is for whoever reads it. Raises `SelfspecError` for a file that is none of them.
+    The content is not validated here. Raises `SelfspecError` for a file of no known kind.
     """
     if storage is not None:
         return "study"
     found_there = kind(Path(source)) if source else "missing"
     if found_there == "missing":
-        return "profile"  # a shipped one's name, or nothing, as who reads it will say
+        return "profile"  # a shipped profile's name, or missing: its reader raises the error
     if found_there == "folder":
         return "training"
     text = read_text(Path(source)).lstrip()
@@ -41,7 +41,7 @@ def recognise(source: str, storage: str | None) -> What:
 
 
 def open_study(study: str, storage: str | None) -> Ledger:
-    """A study by its file of trials, or by its name in a storage. Raises `SelfspecError` where there is none."""
+    """Open a study by its file of trials, or by its name in a storage. Raises `SelfspecError` if there is none."""
     from selfspec.search.ledger import Ledger
     from selfspec.search.storage import place
 

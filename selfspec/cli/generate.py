@@ -1,4 +1,4 @@
-"""`selfspec generate`."""
+"""The command `selfspec generate`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPARE_ROUNDS = 3
 
 
 def run(options: GenerateCommand) -> int:
-    """Check everything that can be checked before the model is loaded, then generate."""
+    """Validate the options before loading the model, then generate; return the exit code."""
     if options.data.source is not None:
         from selfspec.cli.generate_file import run_many
 
@@ -58,7 +58,7 @@ def run(options: GenerateCommand) -> int:
 
 
 def _check_one(options: GenerateCommand) -> None:
-    """Raise `SelfspecError` for options of many prompts, and for a system message without a chat."""
+    """Raise `SelfspecError` for options that need many prompts, and for a system message without a chat."""
     options.data.read()
     for name, given in (("--out", options.out is not None), ("--memory", options.memory is not None)):
         if given:
@@ -105,7 +105,7 @@ def _stream(llm: LLM, prompt: Prompt, drafter: Drafter, how: Options, *, stats: 
 
 
 def _warn(generation: Generation, how: Options, *, chat: bool) -> None:
-    """Say so where the text is not all that its guide asks for, and where there is none."""
+    """Warn if the text was cut before its guide was complete, and if it is empty."""
     if generation.finish == "end" and not generation.text.strip() and not chat:
         stderr().print("the model ended the text at once; an instruct model wants --chat", soft_wrap=True)
     if how.guide is not None and generation.finish in ("length", "time"):
@@ -115,7 +115,7 @@ def _warn(generation: Generation, how: Options, *, chat: bool) -> None:
 def _compare(
     llm: LLM, asked: DecodingRequest, prompt: Prompt, drafter: Drafter, how: Options, *, as_json: bool, color: bool
 ) -> None:
-    """Against plain decoding on weights that lie as suits it, and `transformers` on them as it loads them."""
+    """Compare with plain decoding in its fastest weight layout, and with `transformers` in layout `rows`."""
     from selfspec.measure.cost_fitting import fastest_plain
     from selfspec.measure.side_by_side import compare
 

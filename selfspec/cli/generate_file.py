@@ -1,4 +1,4 @@
-"""`selfspec generate --prompts`: many prompts, decoded together, their results in a file that is gone on with."""
+"""`selfspec generate --prompts`: decode many prompts in a batch into a file of results, from which a run resumes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from selfspec.llm.options import Options
     from selfspec.llm.request import Request
 
-SINGLE = ("prompt", "compare", "color", "json")  # what is of one prompt
-TOLD = 32  # results after which how it goes is told where no progress bar says it
+SINGLE = ("prompt", "compare", "color", "json")  # options for a single prompt
+TOLD = 32  # results between two progress lines where there is no progress bar
 
 
 def run_many(given: GenerateCommand) -> int:
-    """Check everything that can be checked before the model is loaded, then decode what is not in the file yet.
+    """Validate the options before loading the model, then decode the prompts whose results are missing in the file.
 
-    130 after an interrupt; 1 where a prompt failed.
+    Returns 130 after an interrupt, and 1 if a prompt failed.
     """
     quiet()
     _check(given)
@@ -69,7 +69,7 @@ def run_many(given: GenerateCommand) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A prompt of the file, as text and as token ids, and what its result depends on."""
+    """A prompt of the file, as text and as token ids; `key`: a hash of everything that its result depends on."""
 
     index: int
     text: str
@@ -93,7 +93,7 @@ def _check(given: GenerateCommand) -> None:
 
 
 def _key(llm: LLM, given: GenerateCommand, prompt: Sequence[int]) -> str:
-    """What a result depends on, in few letters: the model, the prompt, and how it is decoded."""
+    """Return a short hash of everything that a result depends on: model, prompt and decoding options."""
     asked = given.decoding
     what = [
         llm.identity.model_dump(mode="json", exclude={"name"}),
@@ -110,9 +110,9 @@ def _key(llm: LLM, given: GenerateCommand, prompt: Sequence[int]) -> str:
 
 
 def _done(out: Path, jobs: Sequence[_Job]) -> set[int]:
-    """The prompts whose results the file holds. A last line that was not written whole is taken off.
+    """Return the indices of the prompts with results in the file, and truncate an incomplete last line.
 
-    Raises `SelfspecError` where it holds anything else.
+    Raises `SelfspecError` if the file holds anything else.
     """
     if kind(out) == "missing":
         return set()
@@ -136,7 +136,7 @@ def _done(out: Path, jobs: Sequence[_Job]) -> set[int]:
 
 
 def _decode(given: GenerateCommand, llm: LLM, how: Options, jobs: Sequence[_Job]) -> int:
-    """All of these; each result is written as it comes."""
+    """Decode the jobs and write each result as it ends; return the exit code."""
     from selfspec.llm.batch import Batch
     from selfspec.llm.generate_many import decoded
 
@@ -173,7 +173,7 @@ def _decode(given: GenerateCommand, llm: LLM, how: Options, jobs: Sequence[_Job]
 
 
 def _row(job: _Job, request: Request) -> dict[str, Any]:
-    """A result, as a line of the file."""
+    """Return a result as a record of the file."""
     return {
         "index": job.index,
         "prompt": job.text,
@@ -186,7 +186,7 @@ def _row(job: _Job, request: Request) -> dict[str, Any]:
 
 
 def _write(out: TextIO, row: dict[str, Any]) -> None:
-    """A line that is on the disk before the next is begun. Raises `SelfspecError` where there is no room for it."""
+    """Write a line and sync it to disk. Raises `SelfspecError` if it cannot be written."""
     try:
         out.write(json.dumps(row, ensure_ascii=False) + "\n")
         out.flush()
@@ -196,7 +196,7 @@ def _write(out: TextIO, row: dict[str, Any]) -> None:
 
 
 def _stats(counters: BatchCounters, seconds: float) -> str:
-    """What all of it took, on one line."""
+    """Format time, rounds and acceptance of the run as one line."""
     c = counters
     share = c.accepted / c.drafted if c.drafted else 0.0
     return (

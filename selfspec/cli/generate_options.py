@@ -1,4 +1,4 @@
-"""What `generate` can be told: of one prompt, and of many. As in `options`, nothing heavy is imported."""
+"""Options of `generate`, for one prompt and for many. The module imports nothing heavy, as `options`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from selfspec.cli.options import DecodingOptions, Json, System
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCommand:
-    """What `generate` was told."""
+    """Options of `generate`."""
 
     prompt: Annotated[str | None, typer.Argument(help="The prompt; standard input when left out.")] = None
     decoding: DecodingOptions

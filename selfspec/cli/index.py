@@ -1,4 +1,4 @@
-"""`selfspec index`: a store of texts to guess from."""
+"""The command `selfspec index`: make a retrieval store of texts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from selfspec.proposers.history import Answers, keeps_answers
 from selfspec.proposers.store import Store, write_store
 from selfspec.text.prompt_files import read_texts
 
-BATCH = 64  # texts that are encoded together
+BATCH = 64  # texts encoded per call of the tokenizer
 
 
 def run(options: IndexCommand) -> None:
-    """Check everything, read the texts, and write the store. Raises `SelfspecError`."""
+    """Validate the options, read the texts, and write the store. Raises `SelfspecError`."""
     begun = time.perf_counter()
     check_at_hand(options.model)
     check_writable(options.out)
@@ -57,7 +57,7 @@ def run(options: IndexCommand) -> None:
 
 
 def _encoded(model: str, texts: list[str]) -> Iterator[list[int]]:
-    """The texts as token ids, without those that begin or end a prompt."""
+    """Yield the texts' token ids, without special tokens."""
     tokenizer = load_tokenizer(model)
     with progress(stderr()) as shown:
         task = shown.add_task("encoding", total=len(texts))

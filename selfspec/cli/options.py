@@ -1,6 +1,6 @@
-"""What each command can be told, written once: its options, their help, and what its work is given.
+"""Options of the commands, each defined once with its help; the commands' implementations take these classes.
 
-Imports nothing heavy, so that `--help` is instant. Annotations are kept as values, for `flat`.
+The module imports nothing heavy, so that `--help` is instant. `flat` evaluates the annotations as values.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ Tokens = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens that conti
 
 @dataclass(frozen=True, slots=True)
 class DraftingOptions:
-    """Which model, and what to draft with."""
+    """Options that select the model and its drafts."""
 
     model: Model = None
     profile: Annotated[
@@ -60,7 +60,7 @@ class DraftingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchCommand:
-    """What `search` was told."""
+    """Options of `search`."""
 
     model: Annotated[str, typer.Option(help="A folder, GGUF file, hub id, smollm2-135m, or builtin.")] = "builtin"
     data: DataOptions
@@ -71,7 +71,7 @@ class SearchCommand:
 
     @property
     def kept_in(self) -> str | Path:
-        """Where the trials are kept: a file, `memory` or a database."""
+        """The storage of the trials: a file, `memory` or a database."""
         from selfspec.search.storage import place
 
         beside = self.out.parent / f"{self.out.name}.trials.jsonl"
@@ -81,7 +81,7 @@ class SearchCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainCommand:
-    """What `train` was told."""
+    """Options of `train`."""
 
     kind: Annotated[
         str,
@@ -105,7 +105,7 @@ class TrainCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertCommand:
-    """What `convert` was told."""
+    """Options of `convert`."""
 
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of the head: its config.json and weights.")]
     model: Annotated[str, typer.Option(help="Whose head it is: a folder, GGUF file, hub id, or smollm2-135m.")]
@@ -119,7 +119,7 @@ class ConvertCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodingOptions:
-    """Which model, what to draft with and how to decode; `how` lacks what is written otherwise on the command line."""
+    """Options of model, drafts and decoding; options with another form on the command line are not part of `how`."""
 
     model: Model = None
     profile: Annotated[str, typer.Option(help="A file, the name of a shipped one, auto, or none.")] = "auto"
@@ -169,7 +169,7 @@ class DecodingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCommand:
-    """What `chat` was told."""
+    """Options of `chat`."""
 
     decoding: DecodingOptions
     system: System = None
@@ -178,7 +178,7 @@ class ChatCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditCommand:
-    """What `audit` was told."""
+    """Options of `audit`."""
 
     drafting: DraftingOptions
     data: PromptOptions
@@ -192,7 +192,7 @@ class AuditCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchCommand:
-    """What `bench` was told."""
+    """Options of `bench`."""
 
     drafting: DraftingOptions
     methods: Annotated[
@@ -229,7 +229,7 @@ class BenchCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareCommand:
-    """What `compare` was told."""
+    """Options of `compare`."""
 
     model: Model = None
     profile: Annotated[
@@ -256,7 +256,7 @@ class CompareCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportCommand:
-    """What `export` was told."""
+    """Options of `export`."""
 
     profile: Annotated[str, typer.Argument(metavar="PROFILE", help="A file, or the name of a shipped one.")]
     to: Annotated[str, typer.Option(metavar="ENGINE", help="vllm, sglang, llama.cpp, tensorrt-llm or hf.")]
@@ -280,7 +280,7 @@ class ExportCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexCommand:
-    """What `index` was told."""
+    """Options of `index`."""
 
     texts: Annotated[
         list[str], typer.Argument(help="Files and folders of texts; .jsonl and .parquet files by row.", metavar="TEXTS")
@@ -297,7 +297,7 @@ class IndexCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportCommand:
-    """What `report` was told."""
+    """Options of `report`."""
 
     out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("report.html")
     profile: Annotated[

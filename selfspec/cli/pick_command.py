@@ -1,4 +1,4 @@
-"""`selfspec profile pick`."""
+"""The command `selfspec profile pick`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(
     max_memory: float | None = None,
     as_json: bool,
 ) -> None:
-    """Show a study's Pareto front, and save a profile of its best trial within a draft cost and memory."""
+    """Show a study's Pareto front, and save a profile of its best trial within the limits of draft cost and memory."""
     quiet()
     if max_draft_cost is not None and not max_draft_cost > 0:
         raise SelfspecError(f"--max-draft-cost {max_draft_cost:g}: expected more than 0, as a share of a plain step")

@@ -1,4 +1,4 @@
-"""`selfspec plot`."""
+"""The command `selfspec plot`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NAMES: dict[What, str] = {"profile": "a profile", "study": "a study", "bench": 
 
 @dataclass(frozen=True, slots=True)
 class PlotOptions:
-    """The command's options, as given; `width` in inches."""
+    """Options of `plot`; `width` in inches."""
 
     source: str
     out: Path
@@ -39,7 +39,7 @@ class PlotOptions:
 
 
 def run(options: PlotOptions) -> None:
-    """Draw one plot of a profile, a study, a benchmark or a training."""
+    """Draw one plot of a profile, a study, a benchmark or a training, and save it."""
     quiet()
     check_writable(options.out)
     if options.out.resolve() in {Path(read).resolve() for read in (options.source, options.storage) if read}:

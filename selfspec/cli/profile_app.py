@@ -1,4 +1,4 @@
-"""The commands under `selfspec profile` and their options; their work is in modules imported when they run."""
+"""The commands under `selfspec profile` and their options; the implementations are imported when they run."""
 
 from __future__ import annotations
 

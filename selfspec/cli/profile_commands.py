@@ -1,4 +1,4 @@
-"""`selfspec profile list`, `show`, `validate`, `import` and `schema`."""
+"""The commands `selfspec profile list`, `show`, `validate`, `join`, `import` and `schema`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from selfspec.types.identity import Identity
 
 
 def show(file: str) -> None:
-    """Print a profile for people."""
+    """Print a profile as a skip map and a table of its fields."""
     profile = checked_profile(file)
     console = stdout()
     if profile.path.cheaper:
@@ -37,7 +37,7 @@ def show(file: str) -> None:
 
 
 def validate(file: str, model: str | None) -> None:
-    """Check a profile, and with `model` that it fits that model's configuration."""
+    """Check a profile; with `model`, also that it fits the model's configuration. Raises `SelfspecError`."""
     quiet()
     profile = checked_profile(file)
     if model is not None:
@@ -50,7 +50,7 @@ def validate(file: str, model: str | None) -> None:
 
 
 def list_profiles(folder: Path | None, *, as_json: bool) -> None:
-    """Print what profiles there are; in a folder, a file that is none is named on standard error."""
+    """List the shipped profiles or those in `folder`; invalid files are named on standard error."""
     profiles = shipped_profiles() if folder is None else _profiles_in(folder)
     if as_json:
         print_json({"profiles": [_summary(name, profile) for name, profile in profiles.items()]})
@@ -59,7 +59,7 @@ def list_profiles(folder: Path | None, *, as_json: bool) -> None:
 
 
 def join(files: Sequence[str], out: Path) -> None:
-    """Write one profile of several. Raises `SelfspecError`."""
+    """Join several profiles into one and write it. Raises `SelfspecError`."""
     quiet()
     if len(files) < 2:
         raise SelfspecError(f"{files[0]} alone is one profile already; expected two or more")
@@ -83,7 +83,7 @@ def schema() -> None:
 def import_profile(
     file: Path, *, format_name: str, model: str, key: str | None, layers: int | None, out: Path | None
 ) -> None:
-    """Make a profile of a published skip set: on standard output, or at `out`. Raises `SelfspecError`."""
+    """Write a profile of a published skip set to standard output or `out`. Raises `SelfspecError`."""
     quiet()
     check_format(format_name)
     check_model_name(model)
@@ -106,7 +106,7 @@ def import_profile(
 
 
 def _identity(model: str, layers: int | None) -> Identity:
-    """Which model is meant: by its configuration where that is on this machine, else by name and layers."""
+    """Return the model's identity: by its configuration if that is on this machine, else by name and layers."""
     folder = stored_config(model)
     if folder is None:
         if layers is None:
@@ -155,7 +155,7 @@ def _table(profiles: Mapping[str, Profile]) -> Table:
 
 
 def _skipped(profile: Profile) -> str:
-    """How many attentions and MLPs are bypassed; below it, how many sub-layers are in few bits, and the head."""
+    """Format the numbers of skipped attention and MLP sub-layers, then of quantised ones, then the head's mode."""
     path = profile.path
     if profile.drafts and not path.cheaper:
         return profile.draft.kind

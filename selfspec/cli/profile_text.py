@@ -1,4 +1,4 @@
-"""What a profile says, as lines for people: for `selfspec profile show`, `diff` and `list`."""
+"""Profiles formatted as lines of text, for `selfspec profile show`, `diff` and `list`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import WORDS, Mode
 
 LABELS = {"draft.kind": "draft", "draft.vocabulary": "drafted from", "acceptance": "accepted"}
-DRAWN = ("skip", "int8", "int4")  # fields of what drafts that the skip map shows
+DRAWN = ("skip", "int8", "int4")  # fields of the draft that the skip map shows
 
 
 def facts(profile: Profile) -> dict[str, list[str]]:
-    """The lines on each field of a profile but what the map shows, by its key in the file; none where it is empty."""
+    """Return a profile's lines by key in the file, without empty fields and fields that the skip map shows."""
     some = {
         "model": _model(profile),
         **_draft(profile.draft),
@@ -36,19 +36,19 @@ def facts(profile: Profile) -> dict[str, list[str]]:
 
 
 def label(key: str) -> str:
-    """What the lines on a field are headed with."""
+    """Return the heading of a field's lines."""
     return LABELS.get(key, key.removeprefix("draft."))
 
 
 def standing(profile: Profile) -> str:
-    """Whether a profile was measured, in a few words."""
+    """Describe briefly whether a profile was measured."""
     if profile.measured:
         return "measured"
     return "published, not measured here" if profile.published else "not measured"
 
 
 def source(profile: Profile) -> str:
-    """Where a skip set comes from, in a few words; empty where the profile does not say."""
+    """Describe briefly the source of a skip set; empty if unknown."""
     if published := profile.published:
         return next(filter(None, (published.paper, published.repository, published.file)), "")
     if profile.search is None:
@@ -66,7 +66,7 @@ def _model(profile: Profile) -> list[str]:
 
 
 def _draft(draft: DraftSpec) -> dict[str, list[str]]:
-    """The lines on each field of what drafts but the modes of sub-layers, which are drawn."""
+    """Return the lines of the draft's fields, without the modes of sub-layers, which the skip map shows."""
     fields = [name for name in type(draft).model_fields if name not in DRAWN]
     told = {name: getattr(draft, name) for name in fields if getattr(draft, name) is not None}
     return {f"draft.{name}": [_TOLD.get(name, str)(value)] for name, value in told.items()}
@@ -111,7 +111,7 @@ def _below(below: Below) -> str:
     return f"the trained head {below.part}, {below.step:g} of a draft step"
 
 
-# How a field of what drafts is told; others as they are.
+# Formatters of the draft's fields; other fields are formatted by `str`.
 _TOLD: dict[str, Callable[[Any], str]] = {
     "head": _head,
     "confidence": _confidence,
@@ -154,7 +154,7 @@ def _search(search: SearchRecord) -> list[str]:
 
 
 def plain_step(costs: CostModel) -> str:
-    """What a plain decoding step takes: as fast as can be, and on the weights that were measured where they differ."""
+    """Format the time of a plain step in the fastest weight layout, and in the measured layout if another."""
     ours = f"{costs.plain * 1e3:.3g} ms"
     return (
         ours if costs.fastest is None else f"{costs.fastest * 1e3:.3g} ms ({ours} with weights as drafting wants them)"

@@ -1,4 +1,4 @@
-"""The commands that show what was found, `plot` and `report`; their work is in other modules."""
+"""The commands that show results, `plot` and `report`; the implementations are imported when they run."""
 
 from __future__ import annotations
 

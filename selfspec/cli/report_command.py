@@ -1,4 +1,4 @@
-"""`selfspec report`."""
+"""The command `selfspec report`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _GIVE_BENCH = "No benchmark was given: --bench FILE (written by selfspec bench -
 
 @dataclass(frozen=True)
 class _Decoded:
-    """What was decoded for the page: the texts, and acceptance by position; `conditions`: a row of that table."""
+    """Texts decoded for the page, and acceptance by position; `conditions`: their row of the table of conditions."""
 
     samples: tuple[ShownSample, ...]
     positions: pd.DataFrame
@@ -50,7 +50,7 @@ class _Decoded:
 
 
 def run(options: ReportCommand) -> None:
-    """Check everything that can be checked before the model is loaded, then decode, draw, and write the page."""
+    """Validate the options before loading the model, then decode, draw, and write the page."""
     quiet()
     _check(options)
     from selfspec.show.tables import read_bench
@@ -77,7 +77,7 @@ def _check(options: ReportCommand) -> None:
 
 
 def _profile(options: ReportCommand, ledger: Ledger | None) -> Profile | None:
-    """The profile named, else that of the study's best trial, else, where nothing is shown yet, the shipped one."""
+    """Return the named profile, else the study's best, else the shipped one unless only a benchmark is shown."""
     if options.profile is not None:
         return checked_profile(options.profile)
     if ledger is not None:
@@ -146,7 +146,7 @@ def _sampled(llm: LLM, profile: Profile, given: Given, n: int) -> _Decoded:
 
 
 def _hovered(html: str) -> Markup:
-    """The tokens' titles as what a page can show at a tap and by keyboard, too."""
+    """Replace the tokens' `title` attributes by data that the page can also show on tap and by keyboard."""
     from markupsafe import Markup
 
     return Markup(re.sub(r'(<span(?: style="[^"]*")?) title=', r'\1 tabindex="0" data-said=', html))
@@ -233,7 +233,7 @@ def _conditions(
     bench: dict[str, Any] | None,
     decoded: _Decoded | None,
 ) -> Section:
-    """Which model, which profile, and where each figure was measured."""
+    """Return the section on model, profile, and the conditions of each measurement."""
     from selfspec.show.report import Section, Table, facts_table
 
     tables: list[Table] = []
@@ -267,7 +267,7 @@ def _machine(said: dict[str, Any]) -> str:
 
 
 def _searched(ledger: Ledger) -> list[tuple[str, str]]:
-    """What a study's search was told, in words."""
+    """Return the rows on a study's search: its name, model, trials and options."""
     said = ledger.settings
     named = ("dtype", "objective", "strategy", "seed", "max_new_tokens", "temperature", "rule", "kv")
     told = ", ".join(f"{key.replace('_', ' ')} {_word(said[key])}" for key in named if key in said)

@@ -1,4 +1,4 @@
-"""`selfspec search`."""
+"""The command `selfspec search`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def run(given: SearchCommand) -> int:
-    """Check everything that can be checked before the model is loaded, then search. 130 after an interrupt."""
+    """Validate the options before loading the model, then search; return 130 after an interrupt."""
     quiet()
     budget = _budget(given.how.minutes)
     check_at_hand(given.model)
@@ -56,7 +56,7 @@ def run(given: SearchCommand) -> int:
 
 
 def _search(given: SearchCommand, prompts: Prompts | None, budget: Budget, watch: _Watch) -> Profile | None:
-    """Load the model and search; None where another worker saves what was found."""
+    """Load the model and search; return None if another worker saves the profile."""
     set_threads(given.where.threads)
 
     from selfspec.llm.llm import load
@@ -88,14 +88,14 @@ def _search(given: SearchCommand, prompts: Prompts | None, budget: Budget, watch
 
 
 def _budget(minutes: float | None) -> Budget:
-    """The time of the whole command, which runs from now on."""
+    """Start the time budget of the whole command."""
     from selfspec.search.budget import Budget
 
     return Budget(None if minutes is None else 60 * minutes)
 
 
 def _took(budget: Budget) -> str:
-    """What the command took, beside what it was to take, and why it took longer where it did."""
+    """Format the command's time and its budget, with the reason if it took over 10% longer."""
     asked = f" of {budget.seconds:.3g} s asked for" if budget.limited else ""
     late = budget.limited and budget.spent > 1.1 * budget.seconds
     why = f"; {budget.loaded:.1f} s had passed when the model was loaded" if late else ""
@@ -103,7 +103,7 @@ def _took(budget: Budget) -> str:
 
 
 def _check_places(given: SearchCommand) -> None:
-    """Raise `SelfspecError` where the profile or the trials cannot be written, or would be over something else."""
+    """Raise `SelfspecError` if profile or trials cannot be written, or would overwrite each other or the data."""
     from selfspec.search.storage import check_storage
 
     out, kept_in, storage = given.out, given.kept_in, given.how.storage
@@ -120,7 +120,7 @@ def _check_places(given: SearchCommand) -> None:
 
 
 class _Watch:
-    """The progress bar: what is done now, the best so far, time left."""
+    """Progress bar of a search: the current stage, the best trial so far, the time left."""
 
     def __init__(self, console: Console) -> None:
         self._best = -math.inf
@@ -136,26 +136,26 @@ class _Watch:
             self._bar.stop()
 
     def loading(self) -> None:
-        """The model is loaded."""
+        """Show the bar while the model is loading."""
         self._bar.start()
 
     def stage(self, name: str, total: int | None) -> None:
-        """What happens now; the bar shows from the first stage on, when everything has been checked.
+        """Begin a stage of `total` steps (None: unknown) and show the bar.
 
-        Where there is none, as standard error is no terminal, a line.
+        If standard error is not a terminal, a line is printed instead.
         """
         self._bar.start()
         stage_line(self._console, f"{name} ...")
         best = self._bar.tasks[0].fields["best"]
-        self._bar.remove_task(self._task)  # a task whose total is known cannot forget it
+        self._bar.remove_task(self._task)  # the total of a task cannot be reset to unknown
         self._task = self._bar.add_task(name, total=total, best=best)
 
     def step(self, done: int) -> None:
-        """So many steps of the stage are done."""
+        """Report that `done` steps of the stage are done."""
         self._bar.update(self._task, completed=done)
 
     def trial(self, trial: Trial) -> None:
-        """A trial is done; one that betters all before has a line of its own."""
+        """Report a finished trial; a new best trial is printed as a line."""
         score = trial.score
         if not score.pruned and score.speedup > self._best:
             self._best = score.speedup
@@ -169,7 +169,7 @@ class _Watch:
         self._bar.update(self._task, completed=trial.number + 1, best=best)
 
     def say(self, line: str) -> None:
-        """A line of its own."""
+        """Print a line above the bar."""
         self._bar.console.print(line, soft_wrap=True, markup=False)
 
 

@@ -1,4 +1,4 @@
-"""`selfspec serve`."""
+"""The command `selfspec serve`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NEEDED = ("fastapi", "prometheus_client", "uvicorn")
 
 
 def run(given: ServeCommand) -> int:
-    """Check everything that can be checked, take the port, load a replica for each device, and serve."""
+    """Validate the options, bind the port, load a replica per device, and serve; return the exit code."""
     if any(find_spec(name) is None for name in _NEEDED):
         raise SelfspecError('serving needs more packages; install them with: pip install "selfspec[serve]"')
     quiet()
@@ -56,7 +56,7 @@ def _load(
     profile: str | Profile,
     adapters: Mapping[str, str] | None = None,
 ) -> LLM:
-    """A replica's model; it does not come back where processes share it and this one is not the first."""
+    """Load a replica's model; does not return in a tensor-parallel process other than the first."""
     from selfspec.llm.llm import load
 
     return load(
@@ -92,7 +92,7 @@ def _serve(given: ServeCommand, llms: list[LLM], at: socket.socket) -> None:
 
 
 def _adapters(given: Sequence[str]) -> dict[str, str]:
-    """Adapters' folders by name. Raises `SelfspecError`."""
+    """Parse adapters as folders by name. Raises `SelfspecError`."""
     found: dict[str, str] = {}
     for text in given:
         name, _, folder = text.partition("=")
@@ -120,7 +120,7 @@ def _settings(given: ServeCommand, name: str) -> Settings:
 
 
 def replicas(given: ServeCommand) -> list[SharedDeviceOptions]:
-    """Where each replica runs. Raises `SelfspecError`."""
+    """Return the device options of each replica. Raises `SelfspecError`."""
     if given.devices is None:
         return [given.where]
     if given.where.device != "auto" or given.where.device_map is not None or given.where.tensor_parallel:

@@ -1,4 +1,4 @@
-"""What `serve` can be told: its options, and their help. Annotations are kept as values, for `flat`."""
+"""Options of `serve`, with their help. `flat` evaluates the annotations as values."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,7 +13,7 @@ _LIMITS, _WHO = "Limits", "Where, and for whom"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitOptions:
-    """How much of what."""
+    """Limits of the server: batch size, memory, lengths, queue and times."""
 
     rows: Annotated[
         int, typer.Option(min=1, max=1024, metavar="N", help="Texts decoded at a time.", rich_help_panel=_LIMITS)
@@ -55,7 +55,7 @@ class LimitOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeCommand:
-    """What `serve` was told."""
+    """Options of `serve`."""
 
     model: Model = None
     profile: Annotated[str, typer.Option(help="A file, the name of a shipped one, auto, or none.")] = "auto"

@@ -1,4 +1,4 @@
-"""`selfspec train`."""
+"""The command `selfspec train`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from selfspec.cli.options import TrainCommand
 from selfspec.models.loading import check_at_hand
 from selfspec.training.options import check_kind
 
-EVERY = 30  # seconds, after which how it goes is told where no progress bar says it
+EVERY = 30  # seconds between two progress lines where there is no progress bar
 
 if TYPE_CHECKING:
     from selfspec.training.fit import Fitted
 
 
 def run(given: TrainCommand) -> int:
-    """Check everything that can be checked before the model is loaded, then train. 130 after an interrupt."""
+    """Validate the options before loading the model, then train; return 130 after an interrupt."""
     quiet()
     kind = check_kind(given.kind)
     check_at_hand(given.model)
@@ -62,7 +62,7 @@ def run(given: TrainCommand) -> int:
 
 
 class _Watch:
-    """A progress bar: what is done now, and how it goes; lines now and then where nobody sees it move."""
+    """Progress bar of a training: the current stage and its figures; periodic lines if there is no terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._told = console, time.monotonic()
@@ -77,13 +77,13 @@ class _Watch:
         self._bar.stop()
 
     def stage(self, name: str, total: float | None) -> None:
-        """What happens now."""
+        """Begin a stage of `total` steps; None: unknown."""
         stage_line(self._console, f"{name} ...")
         self._bar.remove_task(self._task)
         self._task = self._bar.add_task(name, total=total, said="")
 
     def step(self, done: float, said: str) -> None:
-        """So much of it is done."""
+        """Report `done` steps of the stage, with a line on the figures so far."""
         self._bar.update(self._task, completed=done, said=said)
         if said and time.monotonic() > self._told + EVERY:
             stage_line(self._console, said)
@@ -112,7 +112,7 @@ def _report(fitted: Fitted, console: Console) -> None:
 
 
 def use(profiles: Sequence[Path], console: Console, *, model: Path | None = None) -> None:
-    """Say how profiles that were saved are used; `model`: where they are of another."""
+    """Print how saved profiles are used; `model`: the folder of their model, if training changed it."""
     of = "" if model is None else f"--model {shlex.quote(str(model))} "
     for path in profiles:
         command = f"selfspec generate {of}--profile {shlex.quote(str(path))} 'your prompt'"

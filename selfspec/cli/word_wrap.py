@@ -1,4 +1,4 @@
-"""Text that comes in pieces, its lines folded between words where a terminal ends. Knows nothing of tokens."""
+"""Word wrapping of streamed text to the width of a terminal."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from rich.cells import cell_len
 
 Kind = TypeVar("Kind")
 _TAB = 8
-# A line's end, a gap, a sign of a script that has none (a word of its own), or a part of a word.
+# A newline, a gap, a character of a script without spaces (a word by itself), or a part of a word.
 _PARTS = re.compile(r"\n|[^\S\n]+|[\u2e80-\U0010ffff]|[^\s\u2e80-\U0010ffff]+")
 
 
 class Folding(Generic[Kind]):
-    """Folds text to `width` columns: where a word does not fit, a line's end takes the place of the gap before it.
+    """Word wrapper to `width` columns: the gap before a word that does not fit is replaced by a newline.
 
-    A word is held back until it is complete, or too long for its line. Each piece is of some `Kind`, which stays with
-    what comes of it.
+    A word is buffered until it is complete, or too long for its line. Each piece has a `Kind`, which its parts keep.
     """
 
     def __init__(self, width: int) -> None:
@@ -28,7 +27,7 @@ class Folding(Generic[Kind]):
         self._word: list[tuple[Kind, str]] = []
 
     def feed(self, kind: Kind, text: str) -> Iterator[tuple[Kind, str]]:
-        """What may be shown now that this piece has come."""
+        """Add a piece of text; yield the parts that can be shown now."""
         for part in _PARTS.findall(text):
             if part == "\n":
                 yield from self.end()
@@ -45,13 +44,13 @@ class Folding(Generic[Kind]):
                     yield from self._settle()
 
     def end(self) -> Iterator[tuple[Kind, str]]:
-        """What was held back, as no more comes on this line."""
+        """Yield the buffered text, because the line ends."""
         yield from self._settle()
         yield from self._gap
         self._gap = []
 
     def _settle(self) -> Iterator[tuple[Kind, str]]:
-        """The word that was held back, on this line or the next."""
+        """Yield the buffered word, on this line or the next."""
         if not self._word:
             return
         after = self._after()
@@ -63,7 +62,7 @@ class Folding(Generic[Kind]):
         self._column, self._gap, self._word = after if after <= self._width else after % self._width, [], []
 
     def _after(self) -> int:
-        """The column after the gap and the word, on this line."""
+        """Return the column after the buffered gap and word on this line."""
         column = self._column
         for _, text in (*self._gap, *self._word):
             for part in re.split("(\t)", text):

@@ -1,1 +1,1 @@
-"""Profiles for other engines: files, the command to run, what is lost and to be expected. Knows nothing of the cli."""
+"""Export of profiles to other engines: files, the command to run, limitations and the expected acceptance."""

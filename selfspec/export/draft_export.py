@@ -1,7 +1,4 @@
-"""What a profile drafts with, as engines tell it apart: n-grams, the model's sub-layers, another model, a head.
-
-Knows nothing of engines.
-"""
+"""The kinds of drafts that engines distinguish: n-gram lookup, the model's own sub-layers, another model, a head."""
 
 from __future__ import annotations
 
@@ -20,28 +17,28 @@ from selfspec.types.draft_path import DraftPath
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """What followed before is guessed to follow again; `answers`: in earlier answers too."""
+    """Prompt lookup; `answers`: earlier answers are looked up too."""
 
     answers: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Sublayers:
-    """The model's own sub-layers along a path, from the whole vocabulary."""
+    """The model's own sub-layers along a draft path, with the whole vocabulary."""
 
     path: DraftPath
 
 
 @dataclass(frozen=True, slots=True)
 class Another:
-    """Another model, by its description."""
+    """A separate draft model, by its specification."""
 
     spec: ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedHead:
-    """A trained head, and the most tokens that it drafts in a row."""
+    """A trained draft head; `places`: its longest draft, in tokens."""
 
     part: PartFile
     places: int
@@ -49,7 +46,7 @@ class TrainedHead:
 
 @dataclass(frozen=True, slots=True)
 class OnlyHere:
-    """What no engine has: its `kind` in profiles, and what an engine could run instead."""
+    """A draft method that no engine has: its `kind` in profiles, and what an engine could run instead."""
 
     kind: str
     instead: str
@@ -67,11 +64,11 @@ _INSTEAD = {
     "clasp": _WHOLE,
     "merged": "one of its drafters, in a profile of its own",
 }
-_FAR = 2**16  # tokens in a row: more than any engine drafts
+_FAR = 2**16  # draft length, in tokens: longer than any engine drafts
 
 
 def drafts_of(profile: Profile) -> Drafts:
-    """What a profile drafts with. Raises `SelfspecError` for one that drafts nothing, or in several ways."""
+    """Return how a profile drafts. Raises `SelfspecError` if it drafts nothing or has several draft methods."""
     if not profile.drafts:
         raise SelfspecError("the profile drafts nothing, so there is nothing to export")
     if profile.also:
@@ -96,7 +93,7 @@ def drafts_of(profile: Profile) -> Drafts:
 
 
 def fixed(profile: Profile, tokens: int) -> Profile:
-    """The same drafting chains of so many tokens each, and nothing guessed beside, as engines do."""
+    """Return the profile with chains of `tokens` tokens and no lookup tokens or candidates beside, as engines draft."""
     spec = profile.draft
     update: dict[str, object] = {"candidates": 1, "proposers": None, "confidence": None, "vocabulary": None}
     if isinstance(spec, GuessesSpec):

@@ -1,7 +1,7 @@
-"""How many tokens an engine should draft at a time, and how many of them to expect to be accepted.
+"""The draft length that an engine should use, and the acceptance to expect from it.
 
-Told by rehearsing what the engine will run: a path by replay, on keys of its own as an engine's draft model has them;
-anything else by decoding with it, always so many tokens. Else by what the profile says.
+Both come from a rehearsal of the engine's drafts. A draft path is replayed on its own keys, which an engine's draft
+model has too; any other drafter decodes with a fixed draft length. Without a rehearsal both come from the profile.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from selfspec.types.acceptance import PayoffModel
 from selfspec.types.draft_path import FULL, DraftPath
 from selfspec.types.stats import Stats
 
-MOST = 12  # tokens of a draft that are considered
-UNKNOWN = 3  # tokens of a draft where nothing is known
+MOST = 12  # longest draft length that is considered
+UNKNOWN = 3  # draft length if nothing is known
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """`tokens` of a draft, None where a controller says; of them the share accepted, and tokens a pass of the model.
+    """Draft length, acceptance rate and acceptance length, and the source of the figures.
 
-    Where nothing is known, both are None.
+    `tokens`: the draft length; None if a controller decides. `acceptance`: the share of drafted tokens accepted.
+    `per_pass`: tokens per target pass. Both are None if unknown.
     """
 
     tokens: int | None
@@ -44,7 +45,7 @@ class Expected:
 
     @property
     def said(self) -> str:
-        """In a sentence."""
+        """The figures as a sentence."""
         drafts = "drafts that a controller ends" if self.tokens is None else f"{self.tokens} tokens a draft"
         if self.acceptance is None or self.per_pass is None:
             return f"{drafts}; what is accepted is not known ({self.source})"
@@ -58,10 +59,10 @@ Counted = Callable[[int], Stats]
 def rehearsed(
     llm: LLM, profile: Profile, offer: Offer, prompts: Texts, *, new: int, tokens: int | None = None
 ) -> Expected:
-    """By greedy texts of `new` tokens after these prompts (token ids).
+    """Return what a rehearsal measures, on greedy texts of `new` tokens after `prompts` (token ids).
 
-    `tokens` of a draft; when left out, as many as bring most tokens in the time of a plain step. Raises `SelfspecError`
-    where the drafter cannot be made.
+    `tokens`: the draft length; by default the one with the most tokens in the time of a plain step. Raises
+    `SelfspecError` if the drafter cannot be made.
     """
     most = min(offer.most, MOST) if tokens is None else tokens
     how = "decoded here with the drafter itself"
@@ -86,9 +87,9 @@ def _told(tokens: int | None, found: Stats, how: str, prompts: Texts) -> Expecte
 
 
 def _by_replay(llm: LLM, draft: Any, path: DraftPath, prompts: Texts, new: int, most: int) -> Counted:
-    """What drafts of k tokens each come to, for every k up to `most`, by one replay of a model along a path.
+    """Return a function from draft length k, up to `most`, to its statistics, from one replay of a model along a path.
 
-    A greedy text needs no more of the model that wrote it.
+    The texts are greedy, so the replay needs nothing of the target but their tokens.
     """
     texts = continue_prompts(llm, prompts, DecodingSettings(new))
     like = llm.runtime if draft is llm.model else None
@@ -98,7 +99,7 @@ def _by_replay(llm: LLM, draft: Any, path: DraftPath, prompts: Texts, new: int, 
 
 
 def _by_decoding(llm: LLM, profile: Profile, prompts: Texts, new: int, most: int) -> tuple[Counted, Counted]:
-    """About what drafts of k tokens come to, by decoding once with the longest; and exactly, by decoding with those."""
+    """Return two functions from draft length k to statistics: estimated from one run at `most`, and measured at k."""
 
     def exact(k: int) -> Stats:
         return _decoded(llm, fixed(profile, k), prompts, new)
@@ -114,7 +115,7 @@ def _by_decoding(llm: LLM, profile: Profile, prompts: Texts, new: int, most: int
 
 
 def _rounds(llm: LLM, profile: Profile, prompts: Texts, new: int) -> list[tuple[int, int, int]]:
-    """Of each round of decoding with a profile's drafter: tokens drafted, accepted and emitted."""
+    """Decode with a profile's drafter; return each round's numbers of tokens drafted, accepted and emitted."""
     drafter = llm.drafts_with(profile)
     seqs = [SequenceState(list(prompt), new, Sampler(), llm.runtime.skeleton.ends) for prompt in prompts]
     rounds = (outcome for seq in seqs for outcome in decode(llm.runtime, drafter, seq))
@@ -122,21 +123,21 @@ def _rounds(llm: LLM, profile: Profile, prompts: Texts, new: int) -> list[tuple[
 
 
 def _decoded(llm: LLM, profile: Profile, prompts: Texts, new: int) -> Stats:
-    """What decoding with a profile's drafter comes to."""
+    """Decode with a profile's drafter; return the statistics."""
     rounds = _rounds(llm, profile, prompts, new)
     drafted, accepted, tokens = (sum(of) for of in zip(*rounds, strict=True))
     return Stats(rounds=len(rounds), drafted=drafted, accepted=accepted, tokens=tokens)
 
 
 def _best(counted: Counted, payoff: PayoffModel, most: int) -> int:
-    """The number of tokens whose drafts bring most in the time of a plain step."""
+    """Return the draft length with the most tokens in the time of a plain step."""
     return max(
         range(1, most + 1), key=lambda k: counted(k).tokens_per_round / (k * payoff.draft + payoff.rounds[k + 1])
     )
 
 
 def _outlook(profile: Profile, path: DraftPath | None) -> PayoffModel:
-    """What drafting costs, without guesses that spare steps."""
+    """Return the costs of drafting along a path, without lookup tokens, which would spare draft steps."""
     layers, costs = profile.model.layers, profile.costs
     if path is None or costs is None:
         return profile.unaided.payoff
@@ -144,7 +145,7 @@ def _outlook(profile: Profile, path: DraftPath | None) -> PayoffModel:
 
 
 def by_profile(profile: Profile, offer: Offer, *, tokens: int | None = None) -> Expected:
-    """By what the profile's search or its measurement says of its own drafts; a guess, which says so."""
+    """Estimate from the profile's measurement, else its search's prediction; `source` says that it is an estimate."""
     known: list[Measurement | Prediction] = [*profile.measured, *([profile.predicted] if profile.predicted else [])]
     most = min(offer.most, MOST) if tokens is None else tokens
     source = "from what the profile was measured to accept" if profile.measured else "from what its search predicted"
@@ -170,12 +171,12 @@ def _aided(profile: Profile) -> bool:
 
 
 def _chain(chance: float, k: int) -> float:
-    """Tokens accepted of k, each right with that chance where those before it are."""
+    """Return the expected tokens accepted of k; `chance`: acceptance probability after an accepted prefix."""
     return sum(chance**i for i in range(1, k + 1))
 
 
 def _chance(accepted: float, drafted: float) -> float:
-    """The chance of each token, by so many accepted of a draft of so many."""
+    """Return the acceptance probability of a token, by bisection, from mean tokens accepted and drafted per round."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -186,6 +187,6 @@ def _chance(accepted: float, drafted: float) -> float:
 
 
 def check_tokens(tokens: int | None, most: int) -> None:
-    """Raise `SelfspecError` where more tokens are asked for than the drafter drafts in a row."""
+    """Raise `SelfspecError` if the requested draft length exceeds the drafter's longest draft."""
     if tokens is not None and tokens > most:
         raise SelfspecError(f"--tokens {tokens}: this head drafts {most} in a row at most")

@@ -1,4 +1,4 @@
-"""What every engine's exporter is, and what it is told and tells."""
+"""The interface of an engine's exporter, with its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from selfspec.types.draft_path import DraftPath
 
 @dataclass(frozen=True, slots=True)
 class ExportJob:
-    """What is to be exported: the profile, what it drafts with, the model, and the type of the target's weights."""
+    """An export: model, profile, kind of drafts, output folder, and the type of the target's weights in GGUF files."""
 
     llm: LLM
     profile: Profile
@@ -27,7 +27,7 @@ class ExportJob:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was written: commands by what they do, and notes on how to use it."""
+    """The result of writing: commands, each after what it does, and notes on their use."""
 
     commands: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = ()
@@ -35,12 +35,12 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What an engine can run of a job, `drafted` in words.
+    """The part of a job that an engine can run; `drafted` describes its drafts in words.
 
-    Rehearsed is `draft()`, a model with weights as the engine will hold them; without one, drafting along the `path`;
-    without that, the profile's own drafter. `itself`: selfspec runs there, and drafts as it does here. `most`: tokens
-    that it drafts in a row. `write(folder, tokens)` writes the files for drafts of so many. `lost`: what is not as it
-    was.
+    `write(folder, tokens)` writes the files for drafts of `tokens` tokens. The rehearsal runs `draft()`, a model with
+    the weights as the engine will store them; without `draft` it drafts along `path`, without `path` with the profile's
+    own drafter. `most`: the longest draft, in tokens. `lost`: limitations of the engine. `itself`: the engine runs
+    selfspec, which drafts as it does here.
     """
 
     drafted: str
@@ -53,17 +53,20 @@ class Offer:
 
 
 class Exporter(Protocol):
-    """An engine: its `name`, and what was `read` to write its files, with versions."""
+    """An exporter for one engine.
+
+    `name`: the engine. `read`: the sources, with versions, of its file formats. `tried`: how its exports were tested.
+    """
 
     name: str
     read: str
     tried: str
 
     def offer(self, job: ExportJob) -> Offer:
-        """What it can run. Raises `SelfspecError` where it has nothing of the kind, with what it could run instead."""
+        """Return what the engine can run. Raises `SelfspecError`, with an alternative, if nothing fits."""
         ...
 
 
 def refused(engine: str, drafts: str, instead: str) -> SelfspecError:
-    """That an engine has nothing of the kind."""
+    """Return the error for an engine that lacks a kind of drafts."""
     return SelfspecError(f"{engine} has nothing for {drafts}; it could run instead: {instead}")

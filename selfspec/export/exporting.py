@@ -1,4 +1,4 @@
-"""An export from beginning to end, and the engines by name."""
+"""The export of a profile from beginning to end, and the engines by name."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from selfspec.profile.choosing import check_profile
 from selfspec.profile.schema import Profile
 
 ENGINES: dict[str, Exporter] = {of.name: of for of in (Vllm(), Sglang(), LlamaCpp(), TensorRtLlm(), Transformers())}
-"""A new engine is one file, and one name here."""
+"""The engines; a new one takes one file and one entry here."""
 
-NEW = 64  # tokens after each prompt of a rehearsal
+NEW = 64  # tokens that a rehearsal decodes after each prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written to `out`: `files` below it; the commands; what is `lost`; what to expect."""
+    """A finished export to `out`: `files` relative to it, drafts, commands, limitations and expected acceptance."""
 
     out: Path
     files: tuple[str, ...]
@@ -42,14 +42,14 @@ class Exported:
 
 
 def find_engine(name: str) -> Exporter:
-    """An engine by name. Raises `SelfspecError`."""
+    """Return an engine by name. Raises `SelfspecError` for an unknown name."""
     if name not in ENGINES:
         raise SelfspecError(f"--to {name}: expected one of {', '.join(ENGINES)}")
     return ENGINES[name]
 
 
 def check(engine: str, profile: Profile, out: Path, *, type_name: str | None = None, force: bool = False) -> None:
-    """Raise `SelfspecError` for what can be seen to be wrong before the model is loaded."""
+    """Raise `SelfspecError` for errors that show before the model is loaded."""
     find_engine(engine)
     check_out(out, force=force)
     check_type(type_name)
@@ -69,12 +69,12 @@ def export(
     force: bool = False,
     name: str = "profile",
 ) -> Exported:
-    """Write what an engine needs to draft as a profile does, as far as it can, with a README.md.
+    """Write the files with which an engine drafts as a profile does, as far as it can, and a README.md.
 
-    `prompts` (token ids): what is rehearsed on, `new` tokens after each; without them, what to expect is the profile's
-    word. `tokens` of a draft; the best number when left out. `type_name`: of the target's weights in GGUF files.
-    `force`: write over what is in `out`. The llm's weights must lie in rows (`layout="rows"`). Raises `SelfspecError`
-    where the engine has nothing of the kind, or nothing can be written; then nothing is.
+    `prompts` (token ids): prompts of the rehearsal, with `new` tokens after each; without prompts the expected
+    acceptance comes from the profile. `tokens`: the draft length; the best one by default. `type_name`: the type of the
+    target's weights in GGUF files. `force`: overwrite files in `out`. The llm needs the weight layout `rows`. Raises
+    `SelfspecError`, and writes nothing, if the engine lacks the kind of drafts or `out` cannot be written.
     """
     check(engine, profile, out, type_name=type_name, force=force)
     check_profile(profile, llm.identity)

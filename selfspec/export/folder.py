@@ -1,4 +1,4 @@
-"""The folder that an export goes to: filled beside it, and put in its place whole or not at all."""
+"""The output folder of an export: files are written to a temporary folder beside it, then moved into place."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def check_out(out: Path, *, force: bool) -> None:
 
 @contextlib.contextmanager
 def filling(out: Path, *, force: bool) -> Iterator[Path]:
-    """A folder to fill, which becomes `out` when nothing was raised. With `force`, what else is there stays.
+    """Yield a temporary folder that becomes `out` on success. With `force`, other files in `out` are kept.
 
-    Raises `SelfspecError` as `check_out` does, and where nothing can be written there.
+    Raises `SelfspecError` as `check_out` does, and if `out` cannot be written.
     """
     check_out(out, force=force)
     out = out.absolute()
@@ -48,7 +48,7 @@ def filling(out: Path, *, force: bool) -> Iterator[Path]:
 
 
 def _put(made: Path, out: Path) -> None:
-    """Move what was made to its place; a folder that is not there yet comes whole."""
+    """Move the finished folder to `out`, or its entries if `out` is a folder already."""
     umask = os.umask(0)
     os.umask(umask)
     made.chmod(0o777 & ~umask)

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as GGUF files, of llama.cpp's architecture `eagle3`."""
+"""EAGLE-3 heads as GGUF files of llama.cpp's architecture `eagle3`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HIDDEN = "hidden_norm"
 
 
 def write_eagle_3(path: Path, head: HeadFiles, words: Sequence[Key], *, width: int) -> None:
-    """A head; `width` is that of the model's streams. Its matrices are in 16 bits."""
+    """Write a head with its matrices in 16 bits; `width`: the target's hidden size."""
     config = _config(head)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     tensors = []
@@ -45,7 +45,7 @@ def write_eagle_3(path: Path, head: HeadFiles, words: Sequence[Key], *, width: i
 
 
 def _config(head: HeadFiles) -> LlamaConfig:
-    """The head's layer as a LLaMA's."""
+    """Return the configuration of the head's layer, which is a LLaMA layer."""
     named: dict[str, Any] = {
         name: value for name, value in head.config.items() if name not in ("rope_theta", "rope_scaling")
     }

@@ -1,4 +1,4 @@
-"""Writing GGUF files: a model of a LLaMA's kind, each matrix in a type of its own. `model.gguf` reads them.
+"""A writer of GGUF files: models like LLaMA, each matrix in its own type. `models.gguf` reads them.
 
 Formats: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and llama.cpp's `convert_hf_to_gguf.py`.
 """
@@ -20,7 +20,7 @@ from selfspec.export.gguf_tokenizer import Key
 from selfspec.export.weights import Weights
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1")
-GROUP = 32  # weights of a row that share a scale
+GROUP = 32  # group size: weights of a row that share a scale
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -40,23 +40,23 @@ _DTYPES = {torch.float16: Type.F16, torch.bfloat16: Type.BF16}
 
 
 def check_type(name: str | None) -> None:
-    """Raise `SelfspecError` for a type that weights cannot be written in."""
+    """Raise `SelfspecError` for an unsupported type of weights."""
     if name is not None and name.lower() not in TYPES:
         raise SelfspecError(f"--type {name}: expected one of {', '.join(TYPES)}")
 
 
 def type_of(name: str | None, dtype: torch.dtype) -> Type:
-    """A type by its name; without one, what holds the dtype."""
+    """Return a type by its name; without a name, the type of the dtype."""
     return _DTYPES.get(dtype, Type.F32) if name is None else Type[name.upper()]
 
 
 def write_model(
     path: Path, weights: Weights, words: Sequence[Key], types: Callable[[str], Type], *, context: int, name: str
 ) -> list[str]:
-    """Write a model; gives the modules whose rows do not divide into groups, which stay in full.
+    """Write a model; return the modules stored as F16 because their rows do not divide into groups.
 
-    `types(module)`: of a module's matrix, by `transformers`' name. Raises `SelfspecError` for rope that has no name in
-    GGUF.
+    `types(module)`: the type of a module's matrix, by `transformers`' name of the module. Raises `SelfspecError` for
+    RoPE scaling that GGUF has no name for.
     """
     config, llama = weights.config, weights.config.model_type != "qwen2"
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -78,14 +78,14 @@ def write_model(
 
 
 def _held(tensor: Tensor, kind: Type) -> Type:
-    """A tensor's type: what is wanted, but for a vector, and for rows that do not divide into groups."""
+    """Return a tensor's type: `kind`, but F32 for a vector and F16 for rows that do not divide into groups."""
     if tensor.ndim == 1:
         return Type.F32
     return Type.F16 if kind not in (Type.F32, Type.F16, Type.BF16) and tensor.shape[-1] % GROUP else kind
 
 
 def rounded(weights: Weights, types: Callable[[str], Type]) -> Weights:
-    """The same as a file of these types holds them, in the dtype that they have."""
+    """Return the weights quantised to the file's types and dequantised to their own dtype."""
     tensors = {}
     for name, tensor in weights.tensors.items():
         kind = _held(tensor, types(name.rpartition(".")[0]))
@@ -95,7 +95,7 @@ def rounded(weights: Weights, types: Callable[[str], Type]) -> Weights:
 
 
 def write(path: Path, architecture: str, keys: Sequence[Key], tensors: Sequence[tuple[str, Tensor, Type]]) -> None:
-    """A file of keys and tensors, one tensor in memory at a time."""
+    """Write a file of keys and tensors; converts one tensor at a time to save memory."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value, kind, inner in keys:
         writer.add_key_value(key, value, kind, inner)
@@ -115,7 +115,7 @@ def write(path: Path, architecture: str, keys: Sequence[Key], tensors: Sequence[
 
 
 def _as(tensor: Tensor, kind: Type) -> np.ndarray[Any, Any]:
-    """A tensor's values in a type."""
+    """Return a tensor's values converted to a type."""
     if kind == Type.I64:
         whole: np.ndarray[Any, Any] = tensor.cpu().numpy()
         return whole
@@ -124,7 +124,7 @@ def _as(tensor: Tensor, kind: Type) -> np.ndarray[Any, Any]:
 
 
 def sizes(architecture: str, config: Any, context: int, name: str) -> list[Key]:
-    """What a file says of the model."""
+    """Return the keys that describe the model. Raises `SelfspecError` for RoPE scaling that GGUF has no name for."""
     integer, number, text = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.FLOAT32, gguf.GGUFValueType.STRING
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = dict(config.rope_parameters or {})
@@ -158,20 +158,20 @@ def sizes(architecture: str, config: Any, context: int, name: str) -> list[Key]:
 
 
 def rope_divisors(config: Any) -> Tensor | None:
-    """What Llama 3.1's scaling divides rope's frequencies by, `[d / 2]`; None where rope is not scaled so."""
+    """Return the divisors of RoPE's frequencies in Llama 3.1's scaling, `[d / 2]`; None for any other RoPE."""
     rope: Mapping[str, Any] = config.rope_parameters or {}
     if rope.get("rope_type") != "llama3":
         return None
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     base, factor = float(rope["rope_theta"]), float(rope["factor"])
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-    lengths = 2 * np.pi * base ** (np.arange(0, head, 2) / head)  # of the waves, in positions
+    lengths = 2 * np.pi * base ** (np.arange(0, head, 2) / head)  # wavelengths, in positions
     share = np.clip((rope["original_max_position_embeddings"] / lengths - low) / (high - low), 0, 1)
     return torch.from_numpy((1 / ((1 - share) / factor + share)).astype(np.float32))
 
 
 def module_name(module: str) -> str:
-    """A module as llama.cpp names it."""
+    """Return llama.cpp's name of a module."""
     if module.startswith("model.layers."):
         _, _, layer, rest = module.split(".", 3)
         return f"blk.{layer}.{_NAMES[rest]}"
@@ -179,6 +179,6 @@ def module_name(module: str) -> str:
 
 
 def paired(tensor: Tensor, heads: int) -> Tensor:
-    """Rows `[H * d, ...]` as llama.cpp's rope wants them: the two of a pair side by side, not half a head apart."""
+    """Reorder rows `[H * d, ...]` for llama.cpp's RoPE: rotated pairs are adjacent instead of half a head apart."""
     halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape)

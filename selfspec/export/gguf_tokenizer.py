@@ -1,6 +1,6 @@
-"""A model's tokenizer as GGUF files hold it: copied from the GGUF file that the model came from, or a byte-level BPE's.
+"""A model's tokenizer as keys of a GGUF file: copied from the model's own GGUF file, or made from a byte-level BPE.
 
-How such a tokenizer splits text has a name in llama.cpp, by which it knows the rule; a rule without one is refused.
+llama.cpp identifies a pre-tokenizer (the rule that splits text) by name; a rule without a name raises an error.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import gguf
 
 from selfspec.basics.errors import SelfspecError
 
-Key = tuple[str, Any, Any, Any]  # as GGUFWriter.add_key_value takes it
+Key = tuple[str, Any, Any, Any]  # arguments of GGUFWriter.add_key_value
 
 _LLAMA = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5  # of gguf.TokenType
+_NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5  # values of gguf.TokenType
 
 
 def words_of_file(path: Path) -> list[Key]:
-    """The tokenizer's keys of a GGUF file, as they are."""
+    """Return the tokenizer's keys of a GGUF file, unchanged."""
     keys = []
     for name, field in gguf.GGUFReader(path).fields.items():
         if name.startswith("tokenizer."):
@@ -33,7 +33,7 @@ def words_of_file(path: Path) -> list[Key]:
 
 
 def words_of(tokenizer: Any, generation: Any, vocabulary: int) -> list[Key]:
-    """A byte-level BPE's keys. Raises `SelfspecError` for any other, and for one that splits text in its own way."""
+    """Return a byte-level BPE's keys. Raises `SelfspecError` for other tokenizers and unknown pre-tokenizers."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     data = {} if backend is None else json.loads(backend.to_str())
     pre = _pre(data)
@@ -54,7 +54,7 @@ def words_of(tokenizer: Any, generation: Any, vocabulary: int) -> list[Key]:
 
 
 def _pre(data: dict[str, Any]) -> str:
-    """llama.cpp's name for how a tokenizer splits text."""
+    """Return llama.cpp's name of a tokenizer's pre-tokenizer. Raises `SelfspecError` if it has none."""
     model, pieces = data.get("model") or {}, _pieces(data.get("pre_tokenizer"))
     normal = (data.get("normalizer") or {}).get("type", "NFC") == "NFC"
     if model.get("type") == "BPE" and not model.get("byte_fallback") and normal:
@@ -68,7 +68,7 @@ def _pre(data: dict[str, Any]) -> str:
 
 
 def _pieces(pre: dict[str, Any] | None) -> tuple[Any, ...]:
-    """What a pre-tokenizer does, in order, without what makes no difference."""
+    """Return the steps of a pre-tokenizer, in order, reduced to the settings that matter."""
     if pre is None:
         return ()
     if pre["type"] == "Sequence":
@@ -92,11 +92,11 @@ _SPLITS: dict[str, tuple[tuple[Any, ...], bool]] = {
     "llama-bpe": (_split("{1,3}"), True),
     "qwen2": (_split(""), False),
 }
-"""By llama.cpp's names: the pieces, and whether a word that is a token is one whatever merges say."""
+"""Pre-tokenizers by llama.cpp's names: the steps, and whether a word in the vocabulary ignores the merges."""
 
 
 def _tokens(data: dict[str, Any], vocabulary: int) -> tuple[list[str], list[int]]:
-    """Every token's text and kind, by its number; numbers that no token has are filled."""
+    """Return text and kind of every token id below `vocabulary`; unused ids become `[PAD...]`."""
     tokens, kinds = [f"[PAD{i}]" for i in range(vocabulary)], [_UNUSED] * vocabulary
     for text, number in data["model"]["vocab"].items():
         if number < vocabulary:
@@ -108,7 +108,7 @@ def _tokens(data: dict[str, Any], vocabulary: int) -> tuple[list[str], list[int]
 
 
 def _specials(tokenizer: Any, generation: Any) -> list[Key]:
-    """The tokens that begin and end texts, and whether they are put there."""
+    """Return the keys of the special tokens, and of whether the tokenizer adds the begin and end tokens."""
     number, flag = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.BOOL
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     named = {"bos": begin, "eos": end, "padding": tokenizer.pad_token_id, "unknown": tokenizer.unk_token_id}

@@ -1,6 +1,6 @@
-"""Trained heads in the formats that engines read: EAGLE, EAGLE-3, Medusa, MLPSpeculator; `parts.published` reads them.
+"""Trained draft heads in the formats that engines read: EAGLE, EAGLE-3, Medusa and MLPSpeculator.
 
-A head of a form that no engine has is refused, with what could be run instead.
+`draft_modules.published_heads` reads these formats. A head that no engine can run raises an error with an alternative.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ INSTEAD = "selfspec train medusa, or a head of EAGLE-3's own form by selfspec co
 
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
-    """A head's `form` (eagle, eagle3, medusa, mlp_speculator), its configuration and its tensors by their names."""
+    """A head in its published `form` (eagle, eagle3, medusa, mlp_speculator), as configuration and named tensors.
+
+    `layers`: the target layers whose hidden states it reads. `lost`: limitations of the form.
+    """
 
     form: str
     config: Mapping[str, Any]
@@ -35,7 +38,7 @@ class HeadFiles:
 
 
 def form_of(part: PartFile) -> str:
-    """Which published form a part has. Raises `SelfspecError` where it has none that engines run."""
+    """Return the published form of a draft module. Raises `SelfspecError` if no engine can run it."""
     if part.kind in ("medusa", "mlp"):
         return {"mlp": "mlp_speculator"}.get(part.kind, part.kind)
     if part.kind == "eagle":
@@ -52,7 +55,7 @@ def form_of(part: PartFile) -> str:
 
 
 def head_files(part: PartFile, target: Runtime) -> HeadFiles:
-    """A part in its published form. Raises `SelfspecError` where it has none, or is of another model."""
+    """Return a draft module in its published form. Raises `SelfspecError` without a form, and for another model."""
     part.check(part.kind, target.skeleton.identity)
     return _FORMS[form_of(part)](part, target)
 
@@ -63,7 +66,7 @@ def _words(part: PartFile) -> Tensor | None:
 
 
 def _rows(part: PartFile, target: Runtime, words: Tensor | None, name: str = "head.weight") -> Tensor:
-    """The head over the words: the part's own, else the model's, as bfloat16."""
+    """Return the head's rows for the draft vocabulary `words`: the module's own, else the model's as bfloat16."""
     if name in part.tensors:
         return part.tensors[name]
     every = torch.arange(target.skeleton.identity.vocabulary or 0)
@@ -71,7 +74,7 @@ def _rows(part: PartFile, target: Runtime, words: Tensor | None, name: str = "he
 
 
 def _layer(part: PartFile, prefix: str) -> Tensors:
-    """A decoder layer's tensors by their published names, norms of its input left out."""
+    """Return a decoder layer's tensors by their published names, without the norms of its input."""
     found = {}
     for name, tensor in part.tensors.items():
         own, _, what = name.removeprefix("layer.").rpartition(".")
@@ -83,7 +86,7 @@ def _layer(part: PartFile, prefix: str) -> Tensors:
 
 
 def _config(part: PartFile, target: Runtime, *, arch: str) -> dict[str, Any]:
-    """The configuration of a layer, as a LLaMA's of one layer."""
+    """Return the configuration of a decoder layer, as a LLaMA with one layer."""
     shape = part.settings["shape"]
     biases = any(name.endswith("_proj.bias") for name in part.tensors)
     return {
@@ -107,7 +110,7 @@ def _config(part: PartFile, target: Runtime, *, arch: str) -> dict[str, Any]:
 
 
 def _rope(part: PartFile) -> dict[str, Any]:
-    """Rope's base, and how its frequencies are scaled. Raises `SelfspecError` where the part does not say."""
+    """Return RoPE's base and scaling. Raises `SelfspecError` if the module does not record its scaling."""
     shape, held = part.settings["shape"], part.tensors.get("layer.inv_freq")
     theta = float(shape["theta"])
     if held is None:
@@ -144,7 +147,7 @@ def _eagle(part: PartFile, target: Runtime) -> HeadFiles:
 
 
 def _medusa(part: PartFile, target: Runtime) -> HeadFiles:
-    """By vLLM's names; the words that it drafts are its `token_map`."""
+    """Return a Medusa head by vLLM's names; `token_map` is its draft vocabulary."""
     net, words = part.settings["net"], _words(part)
     vocabulary = target.skeleton.identity.vocabulary or 0
     places, blocks = int(net["places"]), int(net.get("blocks", 1))
@@ -176,7 +179,7 @@ def _medusa(part: PartFile, target: Runtime) -> HeadFiles:
 
 
 def _mlp(part: PartFile, target: Runtime) -> HeadFiles:
-    """Tables over the vocabulary: a map of the model's embeddings, where the part has one, is worked out for each."""
+    """Return an MLPSpeculator with embedding tables; a map from the model's embeddings is expanded to a table."""
     net, vocabulary = part.settings["net"], target.skeleton.identity.vocabulary or 0
     places, tied = int(net["places"]), bool(net.get("tied", False))
     tensors = {name: t for name, t in part.tensors.items() if name.split(".")[0] in ("proj", "ln")}

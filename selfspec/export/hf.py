@@ -26,14 +26,14 @@ inputs = tokenizer("PROMPT", return_tensors="pt")
 
 
 class Transformers:
-    """`transformers`' own generate."""
+    """Exporter for `transformers`' own generate."""
 
     name = "hf"
     read = "transformers 5.23"
     tried = "loaded by from_pretrained and run by transformers' own generate in this project's tests"
 
     def offer(self, job: ExportJob) -> Offer:
-        """What it can run. Raises `SelfspecError`."""
+        """Return what `transformers` can run. Raises `SelfspecError` for trained heads and files beside a profile."""
         match job.drafts:
             case Guesses():
                 return Offer("n-grams of prompt and output", partial(_guesses, job))
@@ -61,7 +61,7 @@ _NO_MODEL = "No layer is bypassed whole, so in its own dtype no draft model woul
 
 
 def _itself(job: ExportJob, *, note: str | None = None) -> Offer:
-    """The profile as it is, which selfspec runs. Raises `SelfspecError` where it has files that cannot travel."""
+    """Return an offer to run the profile by selfspec. Raises `SelfspecError` for files that generate.py cannot hold."""
     below = getattr(job.profile.draft, "below", None)
     if job.profile.draft.beside or len(job.profile.parts) > (below is not None):
         raise SelfspecError("the profile has files beside it, which cannot travel in generate.py; expected one without")
@@ -77,7 +77,7 @@ def _itself(job: ExportJob, *, note: str | None = None) -> Offer:
 
 
 def _own(profile: Profile) -> Profile:
-    """The profile as it can travel in generate.py: without parts, stores and answers."""
+    """Return the profile for generate.py: without draft modules, retrieval stores and earlier answers."""
     spec = profile.draft
     known = type(spec).model_fields
     kept = [of for of in getattr(spec, "proposers", None) or () if of.kind == "lookup"]
@@ -89,7 +89,7 @@ def _own(profile: Profile) -> Profile:
 
 
 def _custom(job: ExportJob, folder: Path) -> tuple[str, str]:
-    """Write `custom_generate`, and say how it is used."""
+    """Write `custom_generate`; return its description and the call that uses it."""
     hf(profile=_own(job.profile)).save(folder)
     call = f"model.generate(**inputs, custom_generate={str(job.out)!r}, trust_remote_code=True)"
     return "the profile as it is, where selfspec is installed", call
@@ -101,7 +101,7 @@ def _code(job: ExportJob, folder: Path, call: str) -> str:
 
 
 def _settings(job: ExportJob, tokens: int) -> GenerationConfig:
-    """What a draft model's folder says of how many tokens it drafts."""
+    """Return a draft model's generation configuration, with a constant draft length of `tokens`."""
     config = copy.deepcopy(job.llm.model.generation_config)
     config.num_assistant_tokens = tokens
     config.num_assistant_tokens_schedule = "constant"

@@ -1,4 +1,4 @@
-"""What every engine leaves out of a profile, in a line each. Knows nothing of torch."""
+"""Limitations that every engine has compared with selfspec, one line each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from selfspec.profile.schema import Profile
 
 
 def lost_everywhere(profile: Profile) -> list[str]:
-    """The controller, candidates, guesses and rule, as far as the profile has them."""
+    """Return a line for each feature of the profile that no engine has, such as its controller and lookup tokens."""
     spec, lost = profile.draft, []
     controller = getattr(spec, "controller", None)
     if controller is not None and controller.name != "fixed":

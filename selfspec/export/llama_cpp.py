@@ -1,4 +1,4 @@
-"""llama.cpp: GGUF files of the model and of what drafts, and the commands of its speculative programs."""
+"""llama.cpp: GGUF files of the target and the draft, and the commands of its speculative programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from selfspec.llm.llm import LLM
 from selfspec.models.loading import gguf_file
 from selfspec.types.draft_path import DraftPath, Mode
 
-NGRAM = 2  # tokens that are looked up, as the project's own lookup begins with
+NGRAM = 2  # length of the n-gram that is looked up, in tokens
 _LOW: dict[Mode, Type] = {"int8": Type.Q8_0, "int4": Type.Q4_0}
 _SCALES = {
     Type.Q8_0: "8 bits are Q8_0: a scale for 32 weights, not one for a row",
@@ -36,14 +36,14 @@ Load = Callable[[], tuple[Any, Any]]
 
 
 class LlamaCpp:
-    """llama.cpp."""
+    """Exporter for llama.cpp."""
 
     name = "llama.cpp"
     read = "llama.cpp at 0c1e570 (October 2026), as vendored by llama-cpp-python 0.3.36, and gguf 0.19"
     tried = "such files were run here by that llama.cpp's llama-speculative-simple: see the project's docs/export.md"
 
     def offer(self, job: ExportJob) -> Offer:
-        """What it can run. Raises `SelfspecError`."""
+        """Return what llama.cpp can run. Raises `SelfspecError`, with an alternative, for other kinds of drafts."""
         match job.drafts:
             case Guesses(answers):
                 lost = ("earlier answers: llama.cpp's ngram-cache keeps its own",) if answers else ()
@@ -58,7 +58,7 @@ class LlamaCpp:
             case TrainedHead(part, places):
                 if (form := form_of(part)) != "eagle3":
                     raise refused(self.name, f"a head of the form {form}", "an EAGLE-3 head, by selfspec convert")
-                if max(part.settings["layers"]) >= job.llm.identity.layers:  # of the last, it gives another stream
+                if max(part.settings["layers"]) >= job.llm.identity.layers:  # llama.cpp's stream differs there
                     raise refused(self.name, "a head that reads what leaves the last layer", INSTEAD)
                 return Offer("an EAGLE-3 head", partial(_eagle_3, job, job.drafts), most=places)
             case OnlyHere(kind, instead):
@@ -66,7 +66,7 @@ class LlamaCpp:
 
 
 def words(llm: LLM) -> list[Key]:
-    """The model's tokenizer: that of the GGUF file it came from, else its own. Raises `SelfspecError`."""
+    """Return the tokenizer's keys: those of the model's GGUF file, else its tokenizer's. Raises `SelfspecError`."""
     file = gguf_file(llm.name)
     if file is not None:
         return words_of_file(file)
@@ -122,9 +122,9 @@ def _sublayers(job: ExportJob, path: DraftPath) -> Offer:
 
 
 def draft_types(path: DraftPath, weights: Weights, full: Type, *, layers: int) -> dict[str, Type]:
-    """The type of each module that drafts along a path of a model of `layers` layers; the others' is `full`.
+    """Return the types of a draft path's modules in a model of `layers` layers; modules left out have type `full`.
 
-    Zeros take the least room.
+    Zeroed modules have the smallest type.
     """
     modes, found = path.modes(layers), dict[str, Type]()
     for name in weights.tensors:
@@ -140,9 +140,9 @@ def draft_types(path: DraftPath, weights: Weights, full: Type, *, layers: int) -
 
 
 def _drafting(job: ExportJob, path: DraftPath) -> tuple[Weights, Callable[[str], Type]]:
-    """What drafts along a path, and the type of each of its modules."""
+    """Return the weights that draft along a path, and a function from module to type."""
     weights, full = kept(weights_of(job.llm.model), path), type_of(job.type_name, job.llm.runtime.dtype)
-    if path.head != "full" and "lm_head.weight" not in weights.tensors:  # tied: the head in few bits is one of its own
+    if path.head != "full" and "lm_head.weight" not in weights.tensors:  # tied: a quantised head is a tensor of its own
         config = copy.deepcopy(weights.config)
         config.tie_word_embeddings = False
         tensors = {**weights.tensors, "lm_head.weight": weights.tensors["model.embed_tokens.weight"]}
@@ -152,7 +152,7 @@ def _drafting(job: ExportJob, path: DraftPath) -> tuple[Weights, Callable[[str],
 
 
 def _as_written(job: ExportJob, path: DraftPath) -> Any:
-    """A model of the weights as a GGUF file holds them."""
+    """Return a model with the weights as the GGUF file stores them."""
     weights, types = _drafting(job, path)
     return model_of(rounded(weights, types))
 
@@ -170,7 +170,7 @@ def _path(job: ExportJob, path: DraftPath, folder: Path, tokens: int) -> Written
 
 
 def _other(job: ExportJob, drafts: Another, load: Load) -> tuple[Weights, Type]:
-    """Another model's weights, and the type of its matrices. Raises `SelfspecError` for another tokenizer's."""
+    """Return a draft model's weights and their type. Raises `SelfspecError` if its tokenizer is another."""
     model, _ = load()
     if not same_tokens(job, model):
         raise refused(

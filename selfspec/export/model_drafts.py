@@ -1,4 +1,4 @@
-"""Draft models for engines that load a folder: layers of the model, or another model."""
+"""Draft models for engines that load a folder: some of the model's layers, or another model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from selfspec.types.draft_path import DraftPath
 
 
 def in_full(path: DraftPath) -> DraftPath:
-    """The same sub-layers, none in few bits."""
+    """Return the path without quantisation: the same skip set alone."""
     return DraftPath(path.skip)
 
 
 def check_shorter(job: ExportJob, drafts: Sublayers, engine: str, instead: str) -> None:
-    """Raise `SelfspecError` unless a layer is left out, without which drafts would cost what decoding does."""
+    """Raise `SelfspecError` unless the path skips a whole layer; otherwise drafting would cost as much as decoding."""
     path, layers = drafts.path, job.llm.identity.layers
     if path.runs(layers):
         return
@@ -34,7 +34,7 @@ def check_shorter(job: ExportJob, drafts: Sublayers, engine: str, instead: str) 
 
 
 def said_of(path: DraftPath, layers: int) -> tuple[str, tuple[str, ...]]:
-    """The draft model in words, and what is lost where layers are bypassed by half."""
+    """Return a description of the draft model, and the limitation if only one sub-layer of a layer is skipped."""
     attention, mlp = set(path.skip.attention), set(path.skip.mlp)
     left = layers - len(attention & mlp)
     said = f"{left} of the model's {layers} layers, as a model of their own"
@@ -51,7 +51,7 @@ def said_of(path: DraftPath, layers: int) -> tuple[str, tuple[str, ...]]:
 def layers_folder(
     job: ExportJob, drafts: Sublayers, folder: Path, generation: GenerationConfig | None = None
 ) -> Weights:
-    """Write the layers that a path keeps as a model."""
+    """Write the layers that a path keeps as a model; return its weights."""
     weights = kept(weights_of(job.llm.model), drafts.path)
     config = generation or job.llm.model.generation_config
     save(folder, weights, job.llm.tokenizer, config)
@@ -59,17 +59,17 @@ def layers_folder(
 
 
 def other_model(job: ExportJob, drafts: Another) -> tuple[Any, Any]:
-    """The draft model that a profile names, and its tokenizer. Raises `SelfspecError` as loading does."""
+    """Load the draft model that a profile names, with its tokenizer. Raises `SelfspecError` as loading does."""
     beside = None if job.profile.folder is None else job.profile.folder / drafts.spec.model
     name = str(beside) if beside is not None and beside.is_dir() else drafts.spec.model
     return load_model(name, device="cpu", dtype=drafts.spec.dtype)
 
 
 def same_tokens(job: ExportJob, model: Any) -> bool:
-    """Whether a draft model has as many tokens as the model."""
+    """Return whether draft model and target have vocabularies of the same size."""
     return bool(model.config.vocab_size == job.llm.identity.vocabulary)
 
 
 def model_folder(model: Any, tokenizer: Any, folder: Path, generation: GenerationConfig | None = None) -> None:
-    """Write another model."""
+    """Write a separate draft model as a folder."""
     save(folder, weights_of(model), tokenizer, generation or copy.deepcopy(model.generation_config))

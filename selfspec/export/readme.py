@@ -1,4 +1,4 @@
-"""The page that an export writes beside its files."""
+"""The README.md of an export."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from selfspec.llm.llm import LLM
 def page(
     engine: Exporter, llm: LLM, profile: str, offer: Offer, written: Written, expected: Expected, lost: Sequence[str]
 ) -> str:
-    """What drafts, the commands, what is lost, what to expect, and what was tried."""
+    """Return the page in Markdown: drafts, commands, expected acceptance, limitations, versions and tests."""
     language = "python" if engine.name == "hf" else "bash"
     lines = [
         f"# {llm.name} for {engine.name}",

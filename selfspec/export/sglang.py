@@ -1,4 +1,4 @@
-"""SGLang: the flags of its server, draft models as folders, and EAGLE heads in its own form."""
+"""SGLang: the flags of its server, draft models as folders, and EAGLE heads in its own format."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _ARCHITECTURES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLME
 
 
 class Sglang:
-    """SGLang."""
+    """Exporter for SGLang."""
 
     name = "sglang"
     read = "sglang 0.5.23: its flags of speculative decoding, and the loaders of its EAGLE models"
     tried = "not run by SGLang here, which needs a GPU; heads are read back by this project's own reader"
 
     def offer(self, job: ExportJob) -> Offer:
-        """What it can run. Raises `SelfspecError`."""
+        """Return what SGLang can run. Raises `SelfspecError`, with an alternative, for other kinds of drafts."""
         match job.drafts:
             case Guesses(answers):
                 lost = ("earlier answers of other runs: SGLang's cache of n-grams begins empty",) if answers else ()
@@ -68,7 +68,7 @@ def _served(job: ExportJob, folder: Path, algorithm: str, *flags: str, notes: tu
 
 
 def _chain(tokens: int) -> tuple[str, ...]:
-    """Flags of drafts that are chains of so many tokens."""
+    """Return the flags for chain drafts of `tokens` tokens."""
     steps, wide = "--speculative-num-steps", "--speculative-eagle-topk"
     return (steps, str(tokens), wide, "1", "--speculative-num-draft-tokens", str(tokens + 1))
 
@@ -112,7 +112,7 @@ def _another(job: ExportJob, drafts: Another, folder: Path, tokens: int) -> Writ
 def _write_head(job: ExportJob, files: HeadFiles, folder: Path, tokens: int) -> Written:
     config: dict[str, Any] = {**files.config, "architectures": [_ARCHITECTURES[files.form]]}
     tensors = dict(files.tensors)
-    if files.form == "eagle3":  # which counts streams by the layers that they leave
+    if files.form == "eagle3":  # SGLang numbers a hidden state by the layer that outputs it
         left = [layer - 1 for layer in files.layers]
         config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": left}
     elif "fc.bias" not in tensors:

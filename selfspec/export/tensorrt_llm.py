@@ -28,14 +28,14 @@ _NGRAM = 4
 
 
 class TensorRtLlm:
-    """TensorRT-LLM."""
+    """Exporter for TensorRT-LLM."""
 
     name = "tensorrt-llm"
     read = "TensorRT-LLM's llm_args.py and docs/source/features/speculative-decoding.md at 04c8822 (2026)"
     tried = "not run by TensorRT-LLM here, which needs a GPU; heads are read back by this project's own reader"
 
     def offer(self, job: ExportJob) -> Offer:
-        """What it can run. Raises `SelfspecError`."""
+        """Return what TensorRT-LLM can run. Raises `SelfspecError`, with an alternative, for other kinds of drafts."""
         match job.drafts:
             case Guesses(answers):
                 empty = ("earlier answers of other runs: its pool of n-grams begins empty",) if answers else ()
@@ -102,6 +102,6 @@ def _another(job: ExportJob, drafts: Another, folder: Path, tokens: int) -> Writ
 
 def _head(job: ExportJob, files: HeadFiles, folder: Path, tokens: int) -> Written:
     save_head(folder / "head", dict(files.config), dict(files.tensors))
-    left = [layer - 1 for layer in files.layers]  # it counts streams by the layers that they leave
+    left = [layer - 1 for layer in files.layers]  # a hidden state is numbered by its output layer
     config = {"decoding_type": "Eagle", "max_draft_len": tokens, "speculative_model": str(job.out / "head")}
     return _served(job, folder, {**config, "eagle3_layers_to_capture": left})

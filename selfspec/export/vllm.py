@@ -1,4 +1,4 @@
-"""vLLM: its `--speculative-config`, draft models as folders, heads under its own names or as `speculators` has them."""
+"""vLLM: its `--speculative-config`, draft models as folders, heads in its own format or that of `speculators`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from selfspec.export.weights import target_of
 from selfspec.types.draft_path import DraftPath
 
 SPECULATORS = "0.9.0"
-_ONLINE = "fp8"  # what vLLM quantises weights to when it loads them
+_ONLINE = "fp8"  # the type to which vLLM quantises weights on loading
 _NGRAM = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
 
 class Vllm:
-    """vLLM."""
+    """Exporter for vLLM."""
 
     name = "vllm"
     read = f"vLLM's vllm/config/speculative.py at 002e77c (2026) and its models' loaders, and speculators {SPECULATORS}"
@@ -41,7 +41,7 @@ class Vllm:
     )
 
     def offer(self, job: ExportJob) -> Offer:
-        """What it can run. Raises `SelfspecError`."""
+        """Return what vLLM can run. Raises `SelfspecError`, with an alternative, for other kinds of drafts."""
         match job.drafts:
             case Guesses(answers):
                 said = "suffixes of prompt, output and earlier answers" if answers else "n-grams of prompt and output"
@@ -62,13 +62,13 @@ class Vllm:
 
 
 def few_bits(bits: str | None) -> str:
-    """What becomes of weights in few bits."""
+    """Return the limitation of quantised weights: the engine quantises them in its own type instead."""
     said = (bits or "few").removeprefix("int")
     return f"weights in {said} bits: all of the draft model's become {_ONLINE} (e4m3) when it is loaded"
 
 
 def _written(job: ExportJob, folder: Path, config: dict[str, Any], *notes: str) -> Written:
-    """The configuration, and the command that takes it."""
+    """Write the configuration; return the command that uses it."""
     text = json.dumps(config, indent=2)
     (folder / "speculative_config.json").write_text(text + "\n", encoding="utf-8")
     target, _ = target_of(job.llm, folder, job.out)
@@ -125,14 +125,14 @@ def _head(job: ExportJob, files: HeadFiles, folder: Path, tokens: int) -> Writte
 
 
 def save_head(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """A head's configuration and weights."""
+    """Write a head's configuration and weights to a new folder."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
 
 
 def speculators_config(job: ExportJob, files: HeadFiles, tokens: int) -> dict[str, Any]:
-    """An EAGLE-3 head's configuration as `speculators` has it."""
+    """Return an EAGLE-3 head's configuration in the format of `speculators`."""
     own = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "architectures")
     layer = {name: value for name, value in files.config.items() if name not in (*own, "torch_dtype")}
     proposal = {

@@ -1,4 +1,4 @@
-"""A model's weights as files of others hold them: all of them, or of the layers that a draft path keeps."""
+"""A model's weights for export: all of them, or those of the layers that a draft path keeps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from selfspec.llm.llm import LLM
 from selfspec.types.draft_path import DraftPath
 
 FAMILIES = ("llama", "mistral", "qwen2")
-"""Whose sub-layers add nothing when the last of their matrices is zero."""
+"""Model families whose sub-layers add zero to the hidden state if their last matrix is zero."""
 
 _LAYERS = "model.layers."
 _LAST = {"attention": "self_attn.o_proj", "mlp": "mlp.down_proj"}
@@ -28,9 +28,9 @@ _LAST = {"attention": "self_attn.o_proj", "mlp": "mlp.down_proj"}
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Tensors by `transformers`' names, and the configuration that they go with.
+    """Tensors by `transformers`' names, with their configuration.
 
-    `layers`: which of the model's they are, in order. `zeroed`: names of modules whose output is to be nothing.
+    `layers`: indices of the model's layers that they hold, in order. `zeroed`: names of modules whose output is zero.
     """
 
     config: Any
@@ -40,7 +40,10 @@ class Weights:
 
 
 def weights_of(model: Any) -> Weights:
-    """All of a model's. Raises `SelfspecError` where they are no plain numbers, or not in memory."""
+    """Return all weights of a model.
+
+    Raises `SelfspecError` for weights that are not plain floats in memory in layout `rows`, and for other families.
+    """
     config, tensors = model.config, dict(model.state_dict())
     if getattr(config, "tie_word_embeddings", False):
         tensors.pop("lm_head.weight", None)
@@ -61,10 +64,10 @@ def weights_of(model: Any) -> Weights:
 
 
 def kept(whole: Weights, path: DraftPath) -> Weights:
-    """Those that drafting along a path runs, in full. A layer that is bypassed whole is left out.
+    """Return the weights that a draft path runs, unquantised, without the layers whose two sub-layers are both skipped.
 
-    Of one that is bypassed by half the other half stays, and the last matrix of what is bypassed becomes zero: drafts
-    are the path's, though its time is not saved. Raises `SelfspecError` where no layer is left.
+    If only one sub-layer of a layer is skipped, the layer is kept and the skipped sub-layer's last matrix is zero: the
+    drafts equal the path's, but no time is saved. Raises `SelfspecError` if no layer is left.
     """
     attention, mlp = set(path.skip.attention), set(path.skip.mlp)
     layers = tuple(i for i in whole.layers if i not in attention & mlp)
@@ -87,7 +90,7 @@ def kept(whole: Weights, path: DraftPath) -> Weights:
 
 
 def model_of(weights: Weights) -> Any:
-    """A model of these very tensors, which are not copied."""
+    """Return a model that shares the tensors."""
     config = copy.deepcopy(weights.config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -98,7 +101,7 @@ def model_of(weights: Weights) -> Any:
 
 
 def _cut(config: Any, layers: tuple[int, ...]) -> Any:
-    """A configuration of these layers alone."""
+    """Return a configuration reduced to the given layers."""
     cut, before = copy.deepcopy(config), config.num_hidden_layers
     cut.num_hidden_layers = len(layers)
     if isinstance(kinds := getattr(config, "layer_types", None), list) and len(kinds) == before:
@@ -109,7 +112,7 @@ def _cut(config: Any, layers: tuple[int, ...]) -> Any:
 
 
 def save(folder: Path, weights: Weights, tokenizer: Any, generation: Any) -> None:
-    """A folder that `from_pretrained` loads."""
+    """Write a folder that `from_pretrained` loads."""
     folder.mkdir(parents=True)
     config = copy.deepcopy(weights.config)
     config.dtype = weights.tensors["model.embed_tokens.weight"].dtype
@@ -123,15 +126,15 @@ def save(folder: Path, weights: Weights, tokenizer: Any, generation: Any) -> Non
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """A tensor in memory of its own: where it is a part of a larger one, files would refuse it."""
+    """Return a contiguous tensor in its own storage, because files refuse a view of a larger tensor."""
     whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def target_of(llm: LLM, folder: Path, out: Path) -> tuple[str, bool]:
-    """What an engine is told as the model, and whether it was written below `folder`, which will be `out`.
+    """Return the target's name for an engine, and whether its weights were written below `folder` (later `out`).
 
-    A folder or a hub id is named; of a GGUF file, an adapter or a model without a name the weights are written.
+    A model folder or a hub id is named; for a GGUF file, an adapter or an unnamed model the weights are written.
     """
     name = llm.name
     if name == builtin.NAME:

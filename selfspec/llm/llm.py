@@ -1,4 +1,4 @@
-"""selfspec from Python: load or wrap a model, generate, stream."""
+"""The Python interface of selfspec: load or wrap a model, generate text, stream it, chat."""
 
 from __future__ import annotations
 
@@ -49,37 +49,37 @@ if TYPE_CHECKING:
 
 
 def _generate(llm: LLM, prompt: Prompt, options: GenerateOptions) -> Generation:
-    """Continue `prompt` as `LLM.generate` does, with its options in one object."""
+    """Continue `prompt` as `LLM.generate` does, with the options in one object."""
     return llm.run(prompt, options, drafter=options.drafter, probabilities=options.probabilities)
 
 
 def _stream(llm: LLM, prompt: Prompt, options: GenerateOptions) -> Stream:
-    """Return at once a `Stream` of pieces of text, with the arguments of `generate`.
+    """Return a `Stream` of pieces of text without waiting for the first; takes the arguments of `generate`.
 
-    The first round drafts nothing, so that the first token comes as soon as plain decoding's. With a seed and rule
-    `token` or `block`, which draw in the order of the rounds, the text is therefore not `generate`'s.
+    The first round drafts nothing, so the first token is as fast as in plain decoding. The rules `token` and `block`
+    draw in the order of the rounds, so with a seed their text therefore differs from the text of `generate`.
     """
     return llm.start(prompt, options, drafter=options.drafter, probabilities=options.probabilities)
 
 
 def _chat(llm: LLM, messages: Sequence[Message], options: GenerateOptions) -> Generation:
-    """Answer the last of `messages`, by the tokenizer's chat template; options as in `generate`.
+    """Answer the last of `messages`, formatted by the tokenizer's chat template; options as in `generate`.
 
     Each message is `{"role": "system" or "user" or "assistant", "content": text}`; the last one is the user's. Raises
-    `SelfspecError` as `generate` does, for messages that are none, and where there is no template or it fails on them.
+    `SelfspecError` as `generate` does, for malformed messages, and if the template is missing or fails on the messages.
     """
     return _generate(llm, render(llm.tokenizer, checked(messages)), options)
 
 
 def _chat_stream(llm: LLM, messages: Sequence[Message], options: GenerateOptions) -> Stream:
-    """Like `chat`, but returns at once; iterate over the pieces of text as they come, as with `stream`."""
+    """Answer as `chat` does, but return a `Stream` of pieces of text, as `stream` does."""
     return _stream(llm, render(llm.tokenizer, checked(messages)), options)
 
 
 class LLM:
-    """A model, its tokenizer, and the profile it drafts with; made by `load` or `wrap`.
+    """A model, its tokenizer, and the profile that drafts for it; made by `load` or `wrap`.
 
-    Without a profile, or with one that drafts nothing, it decodes plainly. One stream at a time.
+    Without a profile, or with a profile that drafts nothing, decoding is plain. One stream runs at a time.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, name: str | None = None, profile: Profile | None = None) -> None:
@@ -88,7 +88,7 @@ class LLM:
         self.adapters = Adapters(model)
         self._turns = AdapterSwitcher(self.adapters)
         self.name = name or self.runtime.skeleton.identity.name or "unnamed"
-        self.layout: str | None = None  # how `load` laid the weights out, and would have for plain decoding
+        self.layout: str | None = None  # the layout that `load` chose; `plain_layout`: for plain decoding
         self.plain_layout: str | None = None
         self.profile: Profile | None = None
         self.drafter: Drafter = PlainDrafter()
@@ -103,12 +103,12 @@ class LLM:
 
     @property
     def identity(self) -> Identity:
-        """Which model this is, as a profile records it."""
+        """The identity of the model, as a profile records it."""
         return self.runtime.skeleton.identity.model_copy(update={"name": self.name})
 
     @property
     def weight_bytes(self) -> int:
-        """Memory that the model's weights take."""
+        """The size of the model's weights in memory, in bytes."""
         return weight_bytes(self.model)
 
     def layer_skip(
@@ -119,11 +119,11 @@ class LLM:
         *,
         candidates: int = 1,
     ) -> LayerSkipDrafter:
-        """A drafter along a path, or that bypasses a skip set; without a controller, the profile's, else the adaptive.
+        """Return a drafter that runs a draft path, or the whole model without a skip set.
 
-        A controller may be given as text, such as `fixed:k=4`. `vocabulary`: the only tokens that are drafted, for a
-        cheaper head. `candidates`: tokens proposed for each place at most, the drafted one counted. Raises
-        `SelfspecError`.
+        `controller`: an object, or text such as `fixed:k=4`; the profile's by default, without a profile the adaptive
+        one. `vocabulary`: the only tokens that are drafted, for a cheaper head. `candidates`: the most tokens proposed
+        for a position, the drafted one included. Raises `SelfspecError`.
         """
         if isinstance(controller, str):
             controller = parse_controller(controller)
@@ -135,20 +135,20 @@ class LLM:
         known = own is not None and replace(own.path, vocabulary=path.vocabulary) == path
         base = own if own is not None and known else Profile(model=self.identity)
         confidence = base.layer_skip.confidence
-        # made without checks: the drafter makes them
+        # `model_copy` does not validate `candidates`: making the drafter does
         draft = LayerSkipSpec.of(path, controller, confidence=confidence).model_copy(update={"candidates": candidates})
         return make_layer_skip(self.runtime, draft, base.model_copy(update={"draft": draft}))
 
     def guarded(self, profile: Profile) -> Drafter:
-        """The drafter that a profile describes, kept from costing more than the guard's bound. Raises as that does."""
+        """Return the profile's drafter, wrapped by the guard that bounds its cost. Raises as `make_guarded` does."""
         return make_guarded(self.runtime, profile, local_payoff)
 
     def drafts_with(self, profile: Profile) -> Drafter:
-        """The drafter that a profile describes. Raises `SelfspecError` where it does not fit the model."""
+        """Return the drafter that a profile describes. Raises `SelfspecError` if it does not fit the model."""
         return make_drafter(self.runtime, profile)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids, a text's as `tokenizer(prompt)` gives them, messages' by its template. Raises `SelfspecError`."""
+        """Return token ids, of text by `tokenizer(prompt)`, of messages by the template. Raises `SelfspecError`."""
         if isinstance(prompt, str) and not is_unicode(prompt):
             raise SelfspecError("the prompt is not valid Unicode text; give UTF-8")
         if is_chat(prompt):
@@ -163,13 +163,13 @@ class LLM:
         return ids
 
     def check(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
-        """The token ids of a prompt that leaves room for the new tokens; raises `SelfspecError` otherwise."""
+        """Return the prompt's token ids; raises `SelfspecError` if prompt and new tokens exceed the context."""
         ids = self.encode(prompt)
         self.check_room(len(ids), whole(max_new_tokens, "max_new_tokens", least=1))
         return ids
 
     def check_room(self, n: int, max_new_tokens: int) -> None:
-        """Raise `SelfspecError` where a prompt of `n` tokens and so many new ones outgrow the context."""
+        """Raise `SelfspecError` if `n` prompt tokens and `max_new_tokens` new ones exceed the context."""
         s = self.runtime.skeleton
         if n + max_new_tokens > s.context:
             fits = f"at most {s.context - n} new tokens fit" if n < s.context else "no new token fits"
@@ -179,9 +179,9 @@ class LLM:
             )
 
     def guide(self, *, regex: str | None = None, json_schema: str | Mapping[str, Any] | None = None) -> Guide:
-        """A grammar that generated text must follow: a regular expression of the whole of it, or a JSON schema.
+        """Return a grammar that generated text must follow: a regular expression for the whole text, or a JSON schema.
 
-        Needs the optional `llguidance`. Raises `SelfspecError`.
+        Needs the optional package `llguidance`. Raises `SelfspecError`.
         """
         return Guide(self.tokenizer, ends=self.runtime.skeleton.ends, regex=regex, json_schema=json_schema)
 
@@ -206,24 +206,23 @@ class LLM:
     ) -> Generation:
         """Continue `prompt` (text or token ids), greedily by default.
 
-        `config` is a `transformers` `GenerationConfig`, with the meaning that it has in `transformers`' generate. A
-        field that it leaves open comes from the model's own `generation_config` (`llm.model.generation_config` itself
-        may be passed), then from `transformers`' defaults, such as top-k 50. The other arguments override it. Without a
-        config, `temperature` is 0 (greedy), `top_k` and `top_p` are off, and the checkpoint gives the end tokens
-        alone; its end tokens also serve a config that names none. At most `max_new_tokens` tokens are generated, 128
-        by default.
+        `config`: a `transformers` `GenerationConfig`, with its semantics in `transformers`' generate. Unset fields come
+        from the model's own `generation_config` (`llm.model.generation_config` itself may be passed), then from
+        `transformers`' defaults, such as top-k 50. The other arguments override the config. Without a config,
+        `temperature` is 0 (greedy), `top_k` and `top_p` are off, and only the end tokens come from the checkpoint.
+        The checkpoint's end tokens also apply if a config names none. `max_new_tokens` is 128 by default.
 
         With a `seed`, sampling is repeatable; under rule `match` the text is the same with and without drafting. The
         text ends before the first of the `stop` strings, which are searched for in the new text without its special
-        tokens. `logits_processor`: further `transformers` processors, each a function of the tokens before a position;
-        drafted positions get the right ones. `guide`: a grammar for the text, from `self.guide`. `rule`: the
-        verification rule, one of `rules.RULES`; by default greedy, match with a seed, else block. `settings`: other
-        fields of a `GenerationConfig`. `adapter`: the name of one of the model's adapters, or `base`. `drafter`
-        replaces the profile's; `PlainDrafter()` decodes plainly. With `probabilities`, the generation's events hold
-        the target's probability of each token, before temperature and processors.
+        tokens. `logits_processor`: further `transformers` logits processors, each a function of the tokens before a
+        position; a drafted position gets the drafted tokens before it. `guide`: a grammar for the text, from
+        `self.guide`. `rule`: the verification rule, one of `rules.RULES`; by default greedy, match with a seed, else
+        block. `settings`: other fields of a `GenerationConfig`. `adapter`: the name of one of the model's adapters, or
+        `base`. `drafter` replaces the profile's drafter; `PlainDrafter()` decodes plainly. With `probabilities`, the
+        events of the generation hold the target's probability of each token, before temperature and processors.
 
-        Raises `SelfspecError` for a wrong argument, and when prompt and output outgrow the context; `BusyError` while
-        a stream of this model has not ended.
+        Raises `SelfspecError` for an invalid argument, and if prompt and output exceed the context; `BusyError` while
+        another stream of this model is running.
         """
         options = GenerateOptions(
             config,
@@ -249,17 +248,17 @@ class LLM:
     generate_many = takes(ManyOptions, generate_many)
 
     def conversation(self, *, system: str | None = None) -> Conversation:
-        """A chat that goes on: `send` and `stream` say something, and read only what is new since the last answer.
+        """Start a chat of several turns: `send` and `stream` add a message, and prefill only the new tokens.
 
-        `system`: a message that comes first. Raises `SelfspecError` where the tokenizer has no chat template, or one
-        that takes no system message.
+        `system`: the system message. Raises `SelfspecError` if the tokenizer has no chat template, or if its template
+        takes no system message.
         """
         return Conversation(self, system=system)
 
     def run(
         self, prompt: Prompt, options: Options, *, drafter: Drafter | None = None, probabilities: bool = False
     ) -> Generation:
-        """`generate`, with its options in one object."""
+        """Generate as `generate` does, with the options in one object."""
         stream = self.start(
             prompt, options, drafter=drafter, first_plain=False, pieces=False, probabilities=probabilities
         )
@@ -279,11 +278,11 @@ class LLM:
         reuse: bool = False,
         ended: Callable[[str], None] | None = None,
     ) -> Stream:
-        """`stream`, with its options in one object.
+        """Stream as `stream` does, with the options in one object.
 
-        `first_plain`: the first round drafts nothing. Without `pieces` all text comes at the end. With `reuse` only
-        what follows of the beginning that the prompt shares with the last one of those that reused is read. `ended`
-        is told the text when it is over, if there is any token of it.
+        `first_plain`: the first round drafts nothing. Without `pieces` all text comes at the end. `reuse`: keep the KV
+        cache of the prefix that the prompt shares with the last sequence started with `reuse`, and prefill the rest.
+        `ended` is called with the text when the stream ends, if it emitted a token.
         """
         ids = self.encode(prompt)
         planned = self.plan(ids, options)
@@ -299,13 +298,13 @@ class LLM:
         return Stream(rounds, seq, text, pieces=pieces, probabilities=probabilities, guided=guided, ended=ended)
 
     def fitted(self, prompt: Prompt, options: Options) -> Options:
-        """`options`, with fewer new tokens where no more fit after the prompt. Raises `SelfspecError` where none do."""
+        """Return `options` with new tokens limited to the free context. Raises `SelfspecError` if no token fits."""
         self.check_room(n := len(self.encode(prompt)), 1)
         left = self.runtime.skeleton.context - n
         return options if new_tokens(self.model, options, n) <= left else replace(options, max_new_tokens=left)
 
     def plan(self, prompt: Prompt, options: Options) -> Plan:
-        """What options come to for a prompt. Raises `SelfspecError` for what cannot be done."""
+        """Resolve options for a prompt. Raises `SelfspecError` for unsupported options and too long a prompt."""
         ids = self.encode(prompt)
         planned = plan(self.model, options, ids, ends=self.runtime.skeleton.ends)
         self.check_room(len(ids), planned.max_new_tokens)
@@ -327,16 +326,16 @@ def load(
     tensor_parallel: bool = False,
     adapters: Mapping[str, str | Path] | None = None,
 ) -> LLM:
-    """Load a folder, a GGUF file, a hub id, `smollm2-135m` or `builtin`, with the profile to draft with.
+    """Load a model (folder, GGUF file, hub id, `smollm2-135m` or `builtin`) with the profile that drafts for it.
 
-    `profile`: `auto` (a shipped one measured on these very weights, unless it was slower), `none`, a file, the name of
-    a shipped profile, or a `Profile`. `device`: one, or a `DeviceMap` for a model larger than one. `dtype` `auto`:
-    float32 on a CPU, else the checkpoint's. `layout`: how the weights lie in memory, see `layout.lay_out_`; `auto` is
-    what was measured to be fastest here, for drafting or for plain decoding. `drafting` says for which, and `few_bits`
-    whether drafts run in few bits; left out, as the profile does. `store`: a file of texts to guess from, which
-    `selfspec index` made; `answers`: one of earlier answers to guess from, to which new ones are added.
-    `method`: another way to draft than the profile's (`profile.methods`). `tensor_parallel`: the processes of
-    `torchrun` share it; only the first comes back. `adapters`: PEFT folders by name, of which requests choose by
+    `profile`: `auto` (a shipped profile measured on the same weights, unless it was slower), `none`, a file, the name
+    of a shipped profile, or a `Profile`. `device`: one device, or a `DeviceMap` for a model larger than one device.
+    `dtype`: `auto` is float32 on a CPU, else the checkpoint's. `layout`: the weight layout, see `layout.lay_out_`;
+    `auto` is the layout measured as fastest on this machine, for drafting or for plain decoding. `drafting` selects
+    which, and `few_bits` whether drafts are quantised; both follow the profile by default. `store`: a retrieval store,
+    made by `selfspec index`. `answers`: a file of earlier answers to look up, to which new answers are added.
+    `method`: another draft method than the profile's (`profile.methods`). `tensor_parallel`: split the model over the
+    processes of `torchrun`; only the first process returns. `adapters`: PEFT folders by name; a request selects one by
     `adapter`. Raises `SelfspecError`.
     """
     check_layout(layout)
@@ -368,10 +367,10 @@ def wrap(
     answers: str | Path | None = None,
     method: str | None = None,
 ) -> LLM:
-    """Use a model that `transformers` has loaded; it is not changed, and can still be used as before.
+    """Wrap a model that `transformers` has loaded; the model is not changed, and can still be used as before.
 
-    Adapters, and hooks on leaf modules, should be in place already; wrap again after moving, casting or replacing
-    weights. `profile`, `store`, `answers` and `method` as in `load`. Raises `SelfspecError`.
+    Attach adapters, and hooks on leaf modules, before wrapping; wrap again after moving, casting or replacing
+    weights. `profile`, `store`, `answers` and `method` are as in `load`. Raises `SelfspecError`.
     """
     named = named_profile(profile)
     llm = LLM(model, tokenizer, name=name)

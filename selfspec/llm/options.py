@@ -1,7 +1,7 @@
-"""What decoding can be told, written once: `LLM.run` takes it, and the command line's options follow from it.
+"""Decoding options, defined once: `LLM.run` takes them, and the options of the command line are derived from them.
 
-Imports nothing heavy, as the command line reads it to show its help; for the same reason annotations are kept as
-values, not as text, and what they name need not be there.
+The module imports nothing heavy, because the command line reads it to show its help. The command line also evaluates
+the annotations, so this module does not postpone them; types of heavy modules are quoted and need not be importable.
 """
 
 import difflib
@@ -38,12 +38,12 @@ TopP = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to decode, as `LLM.generate` takes it.
+    """Decoding options, as `LLM.generate` takes them.
 
-    `config`: everything that `transformers`' generate reads from it; what it leaves open comes from the model's own
-    `generation_config`, then from `transformers`' defaults. The other options, where given, go before it; without a
-    `config`, `temperature` is 0, `top_k` and `top_p` are off, and 128 tokens are the most. `settings`: any other fields
-    of a `GenerationConfig`, which go before the config's and need none. `adapter`: one of the model's by name, or base.
+    `config`: a `GenerationConfig`, with its semantics in `transformers`' generate; unset fields come from the model's
+    own `generation_config`, then from `transformers`' defaults. The other options override it. Without a `config`,
+    `temperature` is 0, `top_k` and `top_p` are off, and `max_new_tokens` is 128. `settings`: other fields of a
+    `GenerationConfig`, which override those of `config`. `adapter`: the name of one of the model's adapters, or `base`.
     """
 
     config: "GenerationConfig | None" = None
@@ -77,7 +77,7 @@ class Options:
     adapter: str | None = None
 
     def check(self) -> None:
-        """Raise `SelfspecError` for an option that no model could use."""
+        """Raise `SelfspecError` for an option that is invalid for every model."""
         from transformers import GenerationConfig
 
         from selfspec.speculation.rules import check_rule
@@ -106,9 +106,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions(Options):
-    """How to decode, and what else `LLM.generate` and `LLM.stream` take as arguments.
+    """Decoding options and the further arguments of `LLM.generate` and `LLM.stream`.
 
-    `drafter` replaces the profile's. With `probabilities` the generation's events hold the model's own.
+    `drafter` replaces the profile's drafter. With `probabilities` the events hold the target's probabilities.
     """
 
     _: KW_ONLY
@@ -118,10 +118,10 @@ class GenerateOptions(Options):
 
 @dataclass(frozen=True, slots=True)
 class ManyOptions(Options):
-    """How to decode, and what else `LLM.generate_many` takes as arguments.
+    """Decoding options and the further arguments of `LLM.generate_many`.
 
-    `batch_size`: the most prompts that are decoded at a time; `memory`: GiB for their keys and values (`Batch`);
-    `ended`: told the number and the generation of each prompt as it ends. `probabilities` as in `GenerateOptions`.
+    `batch_size`: the most prompts that are decoded at a time. `memory`: size of the KV cache in GiB (`Batch`).
+    `ended`: called with index and generation of each prompt as it ends. `probabilities`: as in `GenerateOptions`.
     """
 
     _: KW_ONLY
@@ -132,7 +132,7 @@ class ManyOptions(Options):
 
 
 def stop_texts(stop: str | Sequence[str] | None, where: str = "") -> tuple[str, ...]:
-    """Stop strings: one, several or none. Raises `SelfspecError` for what is no text."""
+    """Return stop strings as a tuple. Raises `SelfspecError` for one that is empty or not valid text."""
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if not all(isinstance(text, str) and text and is_unicode(text) for text in stops):
         raise SelfspecError(f"{where}a stop string is empty or no text; expected at least one character")

@@ -1,4 +1,4 @@
-"""Methods that take the fields of options as arguments, so that these are written once."""
+"""Methods whose arguments are the fields of an options class, so that the fields are written once."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ Given = TypeVar("Given", bound=Options)
 def takes(
     options: Callable[P, Given], call: Callable[[Of, Asked, Given], Made]
 ) -> Callable[Concatenate[Of, Asked, P], Made]:
-    """A method that takes what is asked, then the fields of the options, and does and says what `call` does."""
+    """Return a method that takes a request and the fields of the options, and passes both to `call`.
+
+    The method has the name (without a leading `_`), the docstring and the return type of `call`.
+    """
 
     def method(self: Of, asked: Asked, /, *given: P.args, **named: P.kwargs) -> Made:
         return call(self, asked, options(*given, **named))
 
     method.__name__, method.__doc__ = call.__name__.removeprefix("_"), call.__doc__
-    known = list(inspect.signature(call).parameters.values())[:2]  # whose method it is, and what is asked
+    known = list(inspect.signature(call).parameters.values())[:2]  # `self` and the request
     show_signature(method, options, *known, returns=call.__annotations__["return"])
     return method
