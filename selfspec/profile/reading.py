@@ -16,7 +16,6 @@ from selfspec.basics.files import read_text, write_text
 from selfspec.profile.draft_spec import PlainSpec, draft_kinds
 from selfspec.profile.module_files_spec import bring_parts, check_parts
 from selfspec.profile.schema import Profile
-from selfspec.profile.versions import NEW_KEYS, Version1, latest
 
 
 class _Loader(yaml.SafeLoader):
@@ -42,7 +41,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def parse_profile(text: str, *, source: str) -> Profile:
-    """Parse and check a profile's YAML of any version; `source` names it in errors. Raises only `SelfspecError`."""
+    """Parse and check a profile's YAML; `source` names it in errors. Raises only `SelfspecError`."""
     try:
         data = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -53,7 +52,8 @@ def parse_profile(text: str, *, source: str) -> Profile:
     if not isinstance(data, dict):
         raise SelfspecError(f"{source}: expected a profile (a mapping with 'model' and 'draft'), got {_kind(data)}")
     try:
-        return Profile.model_validate(latest(data))
+        _check_version(data)
+        return Profile.model_validate(data)
     except ValidationError as error:
         raise SelfspecError(f"{source}: {_explain(error)}") from None
     except SelfspecError as error:
@@ -84,27 +84,13 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def profile_schema() -> dict[str, Any]:
-    """Return the JSON schema of a profile, of either version, for editors.
-
-    `parse_profile` checks more, such as that each layer exists.
-    """
+    """Return the JSON schema of a profile, for editors. `parse_profile` checks more, such as that each layer exists."""
     kinds: Any = functools.reduce(operator.or_, draft_kinds().values())
     draft: Any = Annotated[kinds, Field(discriminator="kind", description="What drafts, by its kind.")]
     made = create_model("Profile", __base__=Profile, __doc__=Profile.__doc__, draft=(draft, PlainSpec()))
-    now, before = (model.model_json_schema(schema_generator=_Schema) for model in (made, Version1))
-    definitions = {**now.pop("$defs"), **before["$defs"]}
-    kept = {key: value for key, value in now["properties"].items() if key not in NEW_KEYS}
-    first = {"version": {"const": 1, "default": 1, "description": "Of the format."}}
-    now["required"] = ["version", *now["required"]]
-    old = {**now, "description": before["description"], "required": ["model"]}
-    old["properties"] = {**first, "model": kept.pop("model"), **before["properties"], **kept, **first}
-    return {
-        "$schema": _Schema.schema_dialect,
-        "title": "selfspec profile",
-        "description": "A profile of version 2, or of version 1.",
-        "oneOf": [{"$ref": "#/$defs/Profile"}, {"$ref": "#/$defs/Version1"}],
-        "$defs": {**definitions, "Profile": now, "Version1": {**old, "title": "Version1"}},
-    }
+    schema = made.model_json_schema(schema_generator=_Schema)
+    required = ["version", *schema["required"]]
+    return {"$schema": _Schema.schema_dialect, **schema, "title": "selfspec profile", "required": required}
 
 
 class _Schema(GenerateJsonSchema):
@@ -112,6 +98,13 @@ class _Schema(GenerateJsonSchema):
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
+
+
+def _check_version(data: dict[Any, Any]) -> None:
+    version = data.get("version")
+    if type(version) is not int or version != 2:
+        got = "none" if version is None else short(version)
+        raise SelfspecError(f"version: expected 2, got {got}; `selfspec search` makes a profile of version 2")
 
 
 def _explain(error: ValidationError) -> str:

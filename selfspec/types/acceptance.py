@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from selfspec.basics.checked_model import Data
 from selfspec.basics.errors import SelfspecError
@@ -24,12 +24,6 @@ Chance = Annotated[float, Field(ge=0, le=1)]
 Chances = Annotated[list[Chance], Field(min_length=2)]
 
 
-def _also_as_version_1_named_it(schema: dict[str, Any]) -> None:
-    """Add the field name that version 1 files use to the JSON schema."""
-    named = schema["properties"]["candidates"]
-    schema["properties"]["beside"] = {**named, "deprecated": True, "description": "`candidates`, in version 1."}
-
-
 class AcceptanceCurve(Data):
     """The acceptance rate of a drafted token by its confidence c, given that all tokens before it are accepted.
 
@@ -40,20 +34,10 @@ class AcceptanceCurve(Data):
     instead, `candidates[1]` the third, and so on; the drafted token is the first candidate.
     """
 
-    model_config = ConfigDict(json_schema_extra=_also_as_version_1_named_it)
-
     confidence: Chances = [0.0, 1.0]
     accepted: Chances = [0.0, 1.0]
     following: Chances = [0.5, 0.9]
     candidates: list[Chances] = [[0.3, 0.0], [0.1, 0.0]]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_version_1_named_it(cls, data: Any) -> Any:
-        """Rename `beside`, the version 1 name of `candidates`."""
-        if isinstance(data, Mapping) and "beside" in data and "candidates" not in data:
-            return {"candidates" if key == "beside" else key: value for key, value in data.items()}
-        return data
 
     @model_validator(mode="after")
     def _same_knots(self) -> Self:

@@ -713,7 +713,7 @@ WRONG = {
     ),
     "missing profile": (["generate", "x", "--profile", "no.yaml"], "profile no.yaml: no such file"),
     "broken profile": (["generate", "x", "--profile", "broken.yaml"], "broken.yaml, line 2: not valid YAML"),
-    "unknown key": (["generate", "x", "--profile", "key.yaml"], "key.yaml: unknown key 'skip.heads'"),
+    "unknown key": (["generate", "x", "--profile", "key.yaml"], "key.yaml: unknown key 'draft.skip.heads'"),
     "index out of range": (["generate", "x", "--profile", "index.yaml"], "layer 16 does not exist; the model has 16"),
     "another model's": (["generate", "x", "--profile", "other.yaml"], "another model: layers 4 in the profile, 16"),
     "validate another's": (
@@ -986,22 +986,24 @@ def test_wrong_input_is_one_clear_line(cli, tmp_path, monkeypatch, old_trials, n
         missing("llguidance")
     files = {
         "broken.yaml": "model: {layers: 16\nskip: ]",
-        "key.yaml": "model: {layers: 16}\nskip: {heads: [1]}",
-        "index.yaml": "model: {layers: 16}\nskip: {mlp: [16]}",
-        "other.yaml": "model: {layers: 4}\nskip: {mlp: [1]}",
-        "controller.yaml": "model: {layers: 16}\nskip: {mlp: [1]}\ncontroller: {name: magic}",
+        "key.yaml": "version: 2\nmodel: {layers: 16}\ndraft: {kind: layer-skip, skip: {heads: [1]}}",
+        "index.yaml": "version: 2\nmodel: {layers: 16}\ndraft: {kind: layer-skip, skip: {mlp: [16]}}",
+        "other.yaml": "version: 2\nmodel: {layers: 4}\ndraft: {kind: layer-skip, skip: {mlp: [1]}}",
+        "controller.yaml": "version: 2\nmodel: {layers: 16}\n"
+        "draft: {kind: layer-skip, skip: {mlp: [1]}, controller: {name: magic}}",
         "empty.txt": "\n",
-        "huge.yaml": f"model: {{layers: 0x{'f' * 6000}}}",
-        "endless.yaml": "model: {layers: 16}\nnote:\n- &a0 [x, x, x, x, x, x, x, x, x]\n"
+        "huge.yaml": f"version: 2\nmodel: {{layers: 0x{'f' * 6000}}}",
+        "endless.yaml": "version: 2\nmodel: {layers: 16}\nnote:\n- &a0 [x, x, x, x, x, x, x, x, x]\n"
         + "\n".join(f"- &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)),
-        "layers.yaml": "model: {layers: 99999999}",
+        "layers.yaml": "version: 2\nmodel: {layers: 99999999}",
         "half.txt": "a",
         "twice.yaml": "skip: {}\nskip: {}\nmodel: {layers: 16}",
         "key.json": "{}",
         "schema.json": '{"type": "thing"}',
-        "index2.yaml": "model: {layers: 16}",
+        "index2.yaml": "version: 2\nmodel: {layers: 16}",
         "sets.json": '{"a": {"attention": [3], "mlp": []}, "b": {"attention": [], "mlp": [1, 1]}}',
-        "costs.yaml": "model: {layers: 16}\ncosts: {context: 9, base: 0.1, attention: 0.1, mlp: 0.1, widths: [2], "
+        "costs.yaml": "version: 2\nmodel: {layers: 16}\n"
+        "costs: {context: 9, base: 0.1, attention: 0.1, mlp: 0.1, widths: [2], "
         "verify: [0.1], round: 0.1}",
         "old.yaml.trials.jsonl": old_trials,
         "bad.yaml.trials.jsonl": old_trials + "{\n",
@@ -1040,7 +1042,9 @@ def test_wrong_input_is_one_clear_line(cli, tmp_path, monkeypatch, old_trials, n
 
 
 def test_odd_text_in_a_profile_is_shown_as_text(cli, tmp_path):
-    (tmp_path / "p.yaml").write_text('model: {layers: 3, name: "[/usr/x]"}\nnote: "\\e]0;title\\x07 \\ud800"\n')
+    (tmp_path / "p.yaml").write_text(
+        'version: 2\nmodel: {layers: 3, name: "[/usr/x]"}\nnote: "\\e]0;title\\x07 \\ud800"\n'
+    )
     code, out, _ = cli("profile", "show", "p.yaml")
     assert code == 0
     assert "[/usr/x]" in out
@@ -1048,7 +1052,7 @@ def test_odd_text_in_a_profile_is_shown_as_text(cli, tmp_path):
 
 
 def test_a_byte_order_mark_is_no_text(cli, tmp_path):
-    (tmp_path / "p.yaml").write_bytes(b"\xef\xbb\xbfmodel: {layers: 3}\r\n")
+    (tmp_path / "p.yaml").write_bytes(b"\xef\xbb\xbfversion: 2\r\nmodel: {layers: 3}\r\n")
     assert cli("profile", "validate", "p.yaml")[0] == 0
 
 
@@ -1102,7 +1106,9 @@ def test_a_read_only_place(cli, tmp_path):
 
 
 def test_other_weights_are_one_warning(cli, tmp_path):
-    (tmp_path / "p.yaml").write_text("model: {layers: 16, fingerprint: '0'}\nskip: {mlp: [3]}")
+    (tmp_path / "p.yaml").write_text(
+        "version: 2\nmodel: {layers: 16, fingerprint: '0'}\ndraft: {kind: layer-skip, skip: {mlp: [3]}}"
+    )
     code, _, err = cli("generate", PROMPT, "--profile", "p.yaml", "--max-new-tokens", 2)
     assert code == 0
     assert err.startswith("warning: the profile was made for other weights")

@@ -23,7 +23,9 @@ def cli(monkeypatch, capsys, tmp_path, llm):
     config = LlamaConfig(**{**SIZES, "vocab_size": 4096, "eos_token_id": None})
     tiny(config, dtype=torch.float64).save_pretrained("m")
     llm.tokenizer.save_pretrained("m")
-    (tmp_path / "p.yaml").write_text("model: {layers: 4}\nskip: {attention: [1], mlp: [2]}\n")
+    (tmp_path / "p.yaml").write_text(
+        "version: 2\nmodel: {layers: 4}\ndraft: {kind: layer-skip, skip: {attention: [1], mlp: [2]}}\n"
+    )
     (tmp_path / "texts.txt").write_text("import os\ndef f(x):\n")
     asked = []
     load = loading.load_model

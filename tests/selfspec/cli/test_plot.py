@@ -29,8 +29,12 @@ def cli(cli, tmp_path):
     (tmp_path / "sources.json").write_text(json.dumps(bench))
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "eagle.json").write_text(json.dumps(training()))
-    (tmp_path / "p.yaml").write_text("model: {layers: 4}\nskip: {attention: [1], mlp: [2, 3]}\n")
-    (tmp_path / "p.json").write_text('{"model": {"layers": 4}, "skip": {"mlp": [2]}}')
+    (tmp_path / "p.yaml").write_text(
+        "version: 2\nmodel: {layers: 4}\ndraft: {kind: layer-skip, skip: {attention: [1], mlp: [2, 3]}}\n"
+    )
+    (tmp_path / "p.json").write_text(
+        '{"version": 2, "model": {"layers": 4}, "draft": {"kind": "layer-skip", "skip": {"mlp": [2]}}}'
+    )
 
     def run(*args):
         code, _, err = cli("plot", *args)

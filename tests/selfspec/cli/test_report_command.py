@@ -200,7 +200,7 @@ def test_a_benchmark_alone_shows_no_profile(cli):
 
 
 def test_a_profile_that_skips_nothing_is_not_decoded_with(cli, tmp_path):
-    (tmp_path / "none.yaml").write_text("model: {layers: 16, name: builtin}\n")
+    (tmp_path / "none.yaml").write_text("version: 2\nmodel: {layers: 16, name: builtin}\n")
     code, _, page = cli("--profile", "none.yaml")
     assert code == 0
     assert "The profile drafts nothing" in page
@@ -236,7 +236,9 @@ WRONG = {
 
 @pytest.mark.parametrize(("args", "said"), WRONG.values(), ids=WRONG)
 def test_wrong_input_is_one_clear_line(cli, tmp_path, args, said):
-    (tmp_path / "small.yaml").write_text("model: {layers: 4}\nskip: {attention: [1]}\n")
+    (tmp_path / "small.yaml").write_text(
+        "version: 2\nmodel: {layers: 4}\ndraft: {kind: layer-skip, skip: {attention: [1]}}\n"
+    )
     (tmp_path / "empty.jsonl").write_text("")
     small_study(tmp_path / "little.jsonl", **{"calibration text": None})
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}

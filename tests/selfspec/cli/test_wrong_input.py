@@ -245,39 +245,34 @@ json_like = st.recursive(
     max_leaves=8,
 )
 RIGHT = {
-    "model": {"layers": 16, "hidden": 128},
-    "skip": {"attention": [1, 2], "mlp": [3]},
-    "controller": {"name": "static", "options": {"threshold": 0.5}},
-    "note": "right",
-}
-RIGHT_2 = {
     "version": 2,
-    "model": RIGHT["model"],
-    "draft": {"kind": "layer-skip", "skip": RIGHT["skip"], "controller": RIGHT["controller"], "candidates": 2},
+    "model": {"layers": 16, "hidden": 128},
+    "draft": {
+        "kind": "layer-skip",
+        "skip": {"attention": [1, 2], "mlp": [3]},
+        "controller": {"name": "static", "options": {"threshold": 0.5}},
+        "candidates": 2,
+    },
     "note": "right",
 }
 FIELDS = {
     "model": json_like.filter(lambda v: not (isinstance(v, dict) and type(v.get("layers")) is int)),
-    "skip": json_like.filter(lambda v: v != {}),
-    "controller": json_like,
+    "draft": json_like,
+    "skip": json_like,
     "measured": json_like.filter(lambda v: v != []),
     "costs": json_like.filter(lambda v: v is not None),
     "search": json_like.filter(lambda v: v is not None),
     "versions": json_like.filter(lambda v: not isinstance(v, dict)),
-    "version": json_like.filter(lambda v: v != 1 or v is True),
+    "version": json_like.filter(lambda v: v != 2),
     "other": json_like,
 }
-FIELDS_2 = {**FIELDS, "draft": json_like, "version": FIELDS["version"].filter(lambda v: v != 2), "siblings": json_like}
-wrong_profiles = st.sampled_from([(RIGHT, FIELDS), (RIGHT_2, FIELDS_2)]).flatmap(
-    lambda both: st.sampled_from(sorted(both[1])).flatmap(
-        lambda name: both[1][name].map(lambda value: yaml.safe_dump({**both[0], name: value}))
-    )
+wrong_profiles = st.sampled_from(sorted(FIELDS)).flatmap(
+    lambda name: FIELDS[name].map(lambda value: yaml.safe_dump({**RIGHT, name: value}))
 )
 
 
-@pytest.mark.parametrize("right", [RIGHT, RIGHT_2])
-def test_the_profile_that_is_made_wrong_is_right(cli, tmp_path, right):
-    (tmp_path / "p.yaml").write_text(yaml.safe_dump(right))
+def test_the_profile_that_is_made_wrong_is_right(cli, tmp_path):
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(RIGHT))
     assert cli("profile", "validate", "p.yaml")[0] == 0
 
 

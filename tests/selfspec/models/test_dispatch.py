@@ -108,7 +108,9 @@ def test_loaded_by_its_name(folder, whole, tmp_path):
 
 
 def test_from_the_command_line(folder, monkeypatch, capsys, tmp_path):
-    (tmp_path / "p.yaml").write_text("model: {layers: 4}\nskip: {attention: [1], mlp: [2]}\n")
+    (tmp_path / "p.yaml").write_text(
+        "version: 2\nmodel: {layers: 4}\ndraft: {kind: layer-skip, skip: {attention: [1], mlp: [2]}}\n"
+    )
     command = ["generate", "--model", str(folder), "--profile", str(tmp_path / "p.yaml"), "--max-new-tokens", "6"]
     texts = []
     for more in ([], ["--device-map", "auto", "--max-memory", "cpu=2200KB", "--offload-folder", str(tmp_path / "off")]):

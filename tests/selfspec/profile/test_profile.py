@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import jsonschema
 import pytest
 import yaml
@@ -9,7 +7,6 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.profile.draft_spec import LayerSkipSpec, PlainSpec, Skip
 from selfspec.profile.module_files_spec import ModuleFile
@@ -141,73 +138,6 @@ def test_what_a_draft_step_reads_by_what_was_measured():
     assert (plain.path, plain.bits_read.draft) == (FULL, 32)
 
 
-def as_version_1(profile):
-    """What a layer skip's profile was written as in version 1."""
-    data = yaml.safe_load(profile_text(profile))
-    draft = data.pop("draft")
-    data |= {"version": 1, "skip": draft["skip"], "controller": draft["controller"], "siblings": draft["candidates"]}
-    return data | ({"draft_vocabulary": draft["vocabulary"]} if "vocabulary" in draft else {})
-
-
-version_1 = st.tuples(profiles, layer_skips).map(
-    lambda both: both[0].model_copy(update={"draft": both[1], "parts": {}})
-)
-
-
-@given(version_1, st.booleans())
-def test_version_1_reads_as_what_it_meant(profile, numbered):
-    data = as_version_1(profile)
-    if not numbered:
-        del data["version"]
-    assert parse_profile(yaml.safe_dump(data), source="p") == profile
-
-
-@given(
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "skip": st.fixed_dictionaries({}, optional={"attention": indices, "mlp": indices}),
-            "controller": st.just({"name": "fixed"}),
-            "siblings": st.integers(1, 64),
-            "draft_vocabulary": vocabularies.filter(bool),
-        },
-    )
-)
-def test_what_version_1_leaves_out_is_as_it_was(said):
-    profile = parse_profile(yaml.safe_dump({"model": {"layers": 10}, **said}), source="p")
-    skip = said.get("skip", {})
-    assert profile.draft.skip == Skip(attention=skip.get("attention", []), mlp=skip.get("mlp", []))
-    assert profile.draft.controller == ControllerSpec(name="fixed" if "controller" in said else "adaptive")
-    assert profile.draft.candidates == said.get("siblings", 1)
-    assert profile.draft.vocabulary == said.get("draft_vocabulary")
-    assert profile.drafts == (len(profile.skip_set) > 0)
-
-
-VERSION_1 = sorted((Path(__file__).parent / "version-1").glob("*.yaml"))
-
-
-def test_every_profile_that_ships_shipped_in_version_1():
-    assert {file.stem for file in VERSION_1} <= shipped_profiles().keys()
-    assert len(VERSION_1) == 10
-
-
-@pytest.mark.parametrize("file", VERSION_1, ids=lambda file: file.stem)
-def test_what_shipped_in_version_1_is_what_ships(file):
-    profile = read_profile(file)
-    assert profile == find_profile_file(file.stem)
-    assert "\nsiblings: " in file.read_text()
-    assert profile_text(profile) == profile_text(find_profile_file(file.stem))
-
-
-def test_the_built_in_models_drafts_as_in_version_1():
-    (file,) = (file for file in VERSION_1 if file.stem == builtin.PROFILE)
-    draft = read_profile(file).draft
-    assert draft.skip == Skip(attention=[2, 3, 6, 8, 10, 11, 12, 13, 14], mlp=[1, 3, 4, 5, 7, 10, 11, 12, 13, 14])
-    options = {"rate": 1.0, "k_max": 12, "floor": 0.05, "strength": 16.0, "memory": 0.99}
-    assert draft.controller == ControllerSpec(name="rate", options=options)
-    assert (draft.candidates, draft.vocabulary) == (4, None)
-
-
 json_like = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -267,22 +197,38 @@ KINDS = "plain, layer-skip, guesses, recycle, swift, clasp, input, jacobi, looka
     [
         ("", "expected a profile .* got nothing"),
         ("- 1", "got a list"),
-        ("model: {layers: 4}\nlayers: 3", "unknown key 'layers'"),
-        ("model: {layers: 4, width: 3}", "unknown key 'model.width'"),
-        ("skip: {attention: [1]}", "model: Field required"),
-        ("model: {hidden: 4}", "model.layers: Field required"),
-        ("model: {layers: 4}\nskip: {attention: [4]}", "skip.attention: layer 4 does not exist; the model has 4"),
-        ("model: {layers: 4}\nskip: {mlp: [1, 1]}", "skip.mlp: layer 1 is listed twice"),
-        ("model: {layers: 4}\nskip: {mlp: [-1]}", "skip.mlp.0: .* greater than or equal to 0, got -1"),
-        ("model: {layers: 4}\nskip: {mlp: ['1']}", "skip.mlp.0: .* integer, got '1'"),
-        ("model: {layers: 4}\nversion: 3", "p.yaml: version: expected 1 or 2, got 3"),
-        ("model: {layers: 4}\nversion: true", "version: expected 1 or 2, got True"),
-        ("model: {layers: 4}\nsiblings: 0", "p.yaml: siblings: .* greater than or equal to 1, got 0"),
-        (f"{V2}skip: {{}}", "'skip' is version 1's; in version 2 it is draft.skip"),
-        (f"{V2}siblings: 2\ndraft: {{kind: plain}}", "'siblings' is version 1's; in version 2 it is draft.candidates"),
-        ("model: {layers: 4}\nversion: 1\ndraft: {kind: plain}", "'draft' is version 2's; say 'version: 2'"),
-        ("model: {layers: 4}\ndraft: {kind: plain}", "'draft' is version 2's; say 'version: 2'"),
-        ("model: {layers: 4}\nparts: {}", "'parts' is version 2's; say 'version: 2'"),
+        ("version: 2\nmodel: {layers: 4}\nlayers: 3", "unknown key 'layers'"),
+        ("version: 2\nmodel: {layers: 4, width: 3}", "unknown key 'model.width'"),
+        ("version: 2", "model: Field required"),
+        ("version: 2\nmodel: {hidden: 4}", "model.layers: Field required"),
+        (
+            "version: 2\nmodel: {layers: 4}\ndraft: {kind: layer-skip, skip: {attention: [4]}}",
+            "skip.attention: layer 4 does not exist; the model has 4",
+        ),
+        (
+            "version: 2\nmodel: {layers: 4}\ndraft: {kind: layer-skip, skip: {mlp: [1, 1]}}",
+            "skip.mlp: layer 1 is listed twice",
+        ),
+        (
+            "version: 2\nmodel: {layers: 4}\ndraft: {kind: layer-skip, skip: {mlp: [-1]}}",
+            "skip.mlp.0: .* greater than or equal to 0, got -1",
+        ),
+        (
+            "version: 2\nmodel: {layers: 4}\ndraft: {kind: layer-skip, skip: {mlp: ['1']}}",
+            "skip.mlp.0: .* integer, got '1'",
+        ),
+        ("model: {layers: 4}\nversion: 3", "p.yaml: version: expected 2, got 3"),
+        ("model: {layers: 4}\nversion: true", "version: expected 2, got True"),
+        (f"{V2}draft: {{kind: layer-skip, candidates: 0}}", "candidates: .* greater than or equal to 1, got 0"),
+        (f"{V2}skip: {{}}", "unknown key 'skip'"),
+        (
+            "model: {layers: 4}\nskip: {mlp: [1]}",
+            "expected 2, got none; `selfspec search` makes a profile of version 2",
+        ),
+        (
+            "model: {layers: 4}\nversion: 1\nskip: {}",
+            "expected 2, got 1; `selfspec search` makes a profile of version 2",
+        ),
         (
             f"{V2}draft: {{kind: magic}}",
             "draft.kind: 'magic' is not known; known: plain, layer-skip, guesses, .*, head",
@@ -311,7 +257,7 @@ KINDS = "plain, layer-skip, guesses, recycle, swift, clasp, input, jacobi, looka
         (f"{V2}draft: {{kind: layer-skip, head: skip}}", "draft.head: .* 'int8' or 'int4', got 'skip'"),
         (f"{V2}draft: {{kind: layer-skip, confidence: {{gap: -1}}}}", "draft.confidence.gap: .* equal to 0, got -1"),
         (f"{V2}draft: {{kind: layer-skip, confidence: {{gaps: 1}}}}", "unknown key 'draft.confidence.gaps'"),
-        ("model: {layers: 4}\nint8: {mlp: [1]}", "unknown key 'int8'"),
+        ("version: 2\nmodel: {layers: 4}\nint8: {mlp: [1]}", "unknown key 'int8'"),
         (f"{V2}parts: {{a: {{file: a.safetensors}}}}", "parts.a.sha256: Field required"),
         (f"{V2}parts: {{a: {{file: a.safetensors, sha256: '0'}}}}", "parts.a.sha256: .* got '0'"),
         ("model: {layers: 4\nskip: ]", "line 2: not valid YAML"),
@@ -319,9 +265,9 @@ KINDS = "plain, layer-skip, guesses, recycle, swift, clasp, input, jacobi, looka
         (V2 + "draft: {kind: clasp, skip_layers: 5}", "draft.skip_layers: 5 layers; the model has 4"),
         ('a: "\\U80000000"', "not valid YAML"),  # beyond what a character's number may be
         ("model: {layers: 4}\nskip: {mlp: [1]}\nskip: {}", "line 3: not valid YAML .'skip' is given twice"),
-        ("a: &a [*a]", "unknown key|model"),
-        ("model: {layers: 4}\npublished: {papers: x}", "unknown key 'published.papers'"),
-        ("model: {layers: 4}\npublished: {commit: 1}", "published.commit: .* string, got 1"),
+        ("version: 2\na: &a [*a]", "unknown key|model"),
+        ("version: 2\nmodel: {layers: 4}\npublished: {papers: x}", "unknown key 'published.papers'"),
+        ("version: 2\nmodel: {layers: 4}\npublished: {commit: 1}", "published.commit: .* string, got 1"),
     ],
 )
 def test_what_is_wrong_is_said(text, message):
@@ -331,7 +277,9 @@ def test_what_is_wrong_is_said(text, message):
 
 def test_a_published_set_without_measurements_is_valid():
     profile = parse_profile(
-        "model: {layers: 40, name: meta-llama/Llama-2-13b-hf}\nskip: {attention: [3], mlp: [6]}", source="p"
+        "version: 2\nmodel: {layers: 40, name: meta-llama/Llama-2-13b-hf}\n"
+        "draft: {kind: layer-skip, skip: {attention: [3], mlp: [6]}}",
+        source="p",
     )
     assert len(profile.skip_set) == 2
     assert profile.measured == []
@@ -388,10 +336,9 @@ def test_shipped_profiles_are_valid_and_found_by_name():
     [("[]", "vocabulary"), ("[1, 1]", "named twice"), ("[5, 64]", "token 64 is not among"), ("[-1]", "vocabulary.0")],
 )
 def test_a_wrong_draft_vocabulary(tokens, why):
-    model = "model: {layers: 4, vocabulary: 64}"
-    for draft in (f"draft_vocabulary: {tokens}", f"version: 2\ndraft: {{kind: layer-skip, vocabulary: {tokens}}}"):
-        with pytest.raises(SelfspecError, match=why):
-            parse_profile(f"{model}\n{draft}\n", source="p")
+    model = "version: 2\nmodel: {layers: 4, vocabulary: 64}"
+    with pytest.raises(SelfspecError, match=why):
+        parse_profile(f"{model}\ndraft: {{kind: layer-skip, vocabulary: {tokens}}}\n", source="p")
 
 
 class TestSchema:
@@ -409,19 +356,6 @@ class TestSchema:
 
         check()
 
-    def test_so_is_version_1(self, validator):
-        @settings(max_examples=examples(50))
-        @given(version_1, st.booleans())
-        def check(profile, numbered):
-            data = as_version_1(profile)
-            validator.validate(data if numbered else {k: v for k, v in data.items() if k != "version"})
-
-        check()
-
-    @pytest.mark.parametrize("file", VERSION_1, ids=lambda file: file.stem)
-    def test_so_is_what_shipped(self, validator, file):
-        validator.validate(yaml.safe_load(file.read_text()))
-
     @pytest.mark.parametrize("name", shipped_profiles())
     def test_so_is_what_ships(self, validator, name):
         validator.validate(yaml.safe_load(profile_text(find_profile_file(name))))
@@ -431,10 +365,10 @@ class TestSchema:
         [
             "[]",
             "skip: {}",
-            "model: {layers: 0}",
-            "model: {layers: 4, width: 3}",
-            "model: {layers: 4}\nskip: {mlp: [-1]}",
-            "model: {layers: 4}\nskip: {mlp: ['1']}",
+            "version: 2\nmodel: {layers: 0}",
+            "version: 2\nmodel: {layers: 4, width: 3}",
+            "version: 2\nmodel: {layers: 4}\ndraft: {kind: layer-skip, skip: {mlp: [-1]}}",
+            "version: 2\nmodel: {layers: 4}\ndraft: {kind: layer-skip, skip: {mlp: ['1']}}",
             "model: {layers: 4}\nversion: 3",
             "model: {layers: 4}\ndraft: {kind: plain}",
             "model: {layers: 4}\nversion: 1\nparts: {}",
@@ -447,8 +381,8 @@ class TestSchema:
             f"{V2}draft: {{kind: layer-skip, head: skip}}",
             f"{V2}draft: {{kind: layer-skip, confidence: {{gap: -1}}}}",
             f"{V2}parts: {{a: {{file: a.safetensors, sha256: '0'}}}}",
-            "model: {layers: 4}\ncontroller: {options: {}}",
-            "model: {layers: 4}\npublished: {papers: x}",
+            "version: 2\nmodel: {layers: 4}\ncontroller: {options: {}}",
+            "version: 2\nmodel: {layers: 4}\npublished: {papers: x}",
         ],
     )
     def test_what_is_refused_is_not(self, validator, text):
