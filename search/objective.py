@@ -190,7 +190,7 @@ class Replayed:
         return self._as_score(path, value, value.speed, pruned=False)
 
     def _guessed(self, traces: Sequence[Trace]) -> list[Trace]:
-        """Return the traces with the draft passes that lookup tokens spare."""
+        """Return the traces with lookup tokens, which need no draft step of their own."""
         return with_guesses(self._replay, traces, self._ahead)
 
     def _in_play(self, draft: float) -> Sequence[Controller]:

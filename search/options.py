@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 OBJECTIVES = ("replay", "wallclock")
 KV = ("shared", "own")
 STUDY = "selfspec"  # the default name of a study
-_DRAFTS = "How drafts are made and verified"
-_SETS = "Which sets are tried"
-_METHOD = "How the search goes"
-_PAPER = "To search as the paper does (with --strategy skopt)"
-_KEPT = "Where trials are kept"
+_DRAFTS = "Drafting and verification"
+_SETS = "Search space"
+_METHOD = "Search method"
+_PAPER = "Search as in the paper (with --strategy skopt)"
+_KEPT = "Storage of trials"
 _DECODING = ("max_new_tokens", "temperature", "top_k", "top_p", "logits_processor", "rule")
 _NOT_COMPARED = {  # options that set how far a search goes, and where, but do not change a trial's score
     "prompts",  # the ledger has their hash
@@ -98,33 +98,36 @@ class SearchOptions:
     _: KW_ONLY
     source: str = "prompts"
     chat: bool = False
-    trials: Annotated[int, Option(min=1, metavar="N", help="Skip sets to try.")] = 40
+    trials: Annotated[int, Option(min=1, metavar="N", help="Number of trials.")] = 40
     minutes: Annotated[
-        float | None, Option(min=0, metavar="X", help="Take no longer, from loading to the profile.")
+        float | None, Option(min=0, metavar="X", help="Time limit, from loading the model to the saved profile.")
     ] = None
     count: Annotated[
-        int, Option(flags=("--prompts",), min=1, metavar="N", help="Prompts to search on, drawn by the seed.")
+        int,
+        Option(flags=("--prompts",), min=1, metavar="N", help="Number of calibration prompts, sampled with the seed."),
     ] = 8
-    max_new_tokens: Annotated[int, Option(min=1, metavar="N", help="Tokens that continue each prompt.")] = 64
-    temperature: Annotated[float, Option(min=0, metavar="X", help="As the model will be used; 0 is greedy.")] = 0.0
+    max_new_tokens: Annotated[int, Option(min=1, metavar="N", help="New tokens for each prompt.")] = 64
+    temperature: Annotated[
+        float, Option(min=0, metavar="X", help="Sampling temperature that the model will be used with; 0 is greedy.")
+    ] = 0.0
     top_k: TopK = None
     top_p: TopP = None
     logits_processor: "Sequence[LogitsProcessor]" = ()
     rule: Annotated[
         str | None,
         Option(
-            help="How sampled drafts will be verified: block (default), match (with seeds), token.",
+            help="Verification of sampled drafts: block (default), match (with seeds) or token.",
             panel=_DRAFTS,
         ),
     ] = None
     controller: Annotated[
         "ControllerSpec | str | None",
-        Option(help="When to stop drafting, such as fixed:k=4; tuned with the set when left out.", panel=_DRAFTS),
+        Option(help="When to stop drafting, such as fixed:k=4; tuned by the search by default.", panel=_DRAFTS),
     ] = None
     kv: Annotated[
         str,
         Option(
-            help="Drafts read the target's cache (shared), or have their own, as an exported draft model (own).",
+            help="KV cache of drafts: the target's (shared), or a separate one, as of an exported draft model (own).",
             panel=_DRAFTS,
         ),
     ] = "shared"
@@ -136,7 +139,7 @@ class SearchOptions:
         str | Sequence[str] | None,
         Option(
             metavar="MODES",
-            help="How sub-layers may draft, of full, int8, int4 and skip (all); full,skip is Draft & Verify.",
+            help="Modes that sub-layers may draft in: full, int8, int4, skip (all); full,skip is Draft & Verify.",
             panel=_SETS,
         ),
     ] = None
@@ -145,7 +148,7 @@ class SearchOptions:
         Option(
             min=0,
             metavar="X",
-            help="Weights in few bits may take so much more, of the model's bytes; .3 in float32, else .55.",
+            help="Memory for quantised draft weights, as a share of the model's bytes; .3 in float32, else .55.",
             panel=_SETS,
         ),
     ] = None
@@ -153,37 +156,41 @@ class SearchOptions:
         str,
         Option(
             metavar="NAMES",
-            help="What may guess tokens that one draft step checks together: lookup, or none.",
+            help="Proposers whose tokens one draft step checks together: lookup, or none.",
             panel=_DRAFTS,
         ),
     ] = "lookup"
     store: Annotated[
         Path | None,
-        Option(metavar="FILE", help="Texts to guess from, too: what index made.", panel=_DRAFTS),
+        Option(metavar="FILE", help="Retrieval store to propose tokens from, too, as made by index.", panel=_DRAFTS),
     ] = None
-    granularity: Annotated[str, Option(help="sublayer (attention and MLP apart) or layer.", panel=_SETS)] = "sublayer"
+    granularity: Annotated[
+        str, Option(help="Unit of choice: sublayer (attention and MLP separately) or layer.", panel=_SETS)
+    ] = "sublayer"
     max_draft_cost: Annotated[
         float | None,
         Option(
             metavar="X",
-            help="The most that a draft step may cost, as a share of a plain step.",
+            help="Maximum time of a draft step, as a share of a plain decoding step.",
             panel=_SETS,
         ),
     ] = None
     keep_best: Annotated[
         bool,
-        Option(flags=("--keep-best",), help="Save the best set even if plain decoding is faster.", panel=_SETS),
+        Option(
+            flags=("--keep-best",), help="Save the best profile found even if plain decoding is faster.", panel=_SETS
+        ),
     ] = False
     strategy: Annotated[
         str,
-        Option(help="climb, tpe, dp, greedy, cmaes, gp, skopt (the paper's kind), or random.", panel=_METHOD),
+        Option(help="Optimiser: climb, tpe, dp, greedy, cmaes, gp, skopt (as in the paper), or random.", panel=_METHOD),
     ] = "climb"
     context: Annotated[
         int | None,
         Option(
             min=1,
             metavar="N",
-            help="Measure costs over so many keys; the prompts' length when left out.",
+            help="Context length at which costs are measured; the prompts' length by default.",
             panel=_METHOD,
         ),
     ] = None
@@ -193,14 +200,14 @@ class SearchOptions:
             min=0,
             max=2**32 - 1,
             metavar="N",
-            help="Seed of the draw and of the strategy.",
+            help="Random seed of prompts and optimiser.",
             panel=_METHOD,
         ),
     ] = 0
     objective: Annotated[
         str,
         Option(
-            help="replay: predicted, without decoding. wallclock: every trial decodes, as the paper does.",
+            help="replay: predict the speed without decoding; wallclock: decode in every trial, as in the paper.",
             panel=_PAPER,
         ),
     ] = "replay"
@@ -208,19 +215,19 @@ class SearchOptions:
         bool,
         Option(
             flags=("--warm-starts/--no-warm-starts",),
-            help="Try a few likely sets first; the paper does not.",
+            help="Try a few promising profiles first; the paper does not.",
             panel=_PAPER,
         ),
     ] = True
     storage: Annotated[
         str | Path | None,
         Option(
-            help="memory, a file, or a database's URL, which several workers may share; OUT.trials.jsonl, until the "
-            "profile is saved, when left out.",
+            help="Where trials are stored: memory, a file, or a database URL, which workers can share; by default "
+            "OUT.trials.jsonl, until the profile is saved.",
             panel=_KEPT,
         ),
     ] = None
-    study: Annotated[str, Option(help="The study's name in the storage.", panel=_KEPT)] = STUDY
+    study: Annotated[str, Option(help="Name of the study in the storage.", panel=_KEPT)] = STUDY
     watch: "SearchCallbacks | None" = None
     budget: "Budget | None" = None
     plain_llm: "Callable[[], LLM] | None" = None

@@ -201,7 +201,7 @@ def _costs(search: Search, texts: Sequence[TargetText], context: int | None) -> 
 
 
 def _gains(search: Search, worth: Replayed, deadline: Deadline) -> Gains:
-    """Return the gain of each single change to a cheaper mode; empty where there is not enough time.
+    """Return the speedup of each single change to a cheaper mode; empty if there is no time to measure them all.
 
     All changes are compared on the same share of the starts, as large as the time allows for all of them. A change that
     is not tried has gain 0, which is below every speedup.

@@ -203,7 +203,7 @@ class Replay:
         window: Sequence[tuple[int, int]],
         record: Record,
     ) -> None:
-        """Draft from the starts in each text's `window`."""
+        """Draft along `path` from the starts in the `window` of each text in `group`; write the results to `record`."""
         live = self._rows(group, window)
         used = self._longest
         for step in range(self.depth if live.real.any() else 0):

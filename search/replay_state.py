@@ -40,7 +40,7 @@ class ReplayState:
 
 
 class Record:
-    """The record of the draft from every start: `[starts, depth]` and `[starts]`."""
+    """The draft from every start: `token` and `confidence` are `[starts, depth]`, the other fields `[starts]`."""
 
     def __init__(self, starts: int, depth: int) -> None:
         self.token = torch.zeros((starts, depth), dtype=torch.long)

@@ -40,8 +40,8 @@ def rounds_frame(traces: Sequence[Trace], controller: Controller, *, candidates:
 def drafted_tokens(traces: Sequence[Trace]) -> pd.DataFrame:
     """Return every drafted token, from every start, whose predecessors in the draft all match the text.
 
-    Columns: `place` (position in the draft, from 1), `confidence`, `accepted`, `rank` (which candidate matches where
-    the drafted token does not: 1 for the second; 0: no known one).
+    Columns: `place` (position in the draft, from 1), `confidence`, `accepted`, `rank` (for a rejected token, the
+    candidate that is the text's token: 1 for the second; 0: accepted, or none known).
     """
     tokens = pd.DataFrame([token for trace in traces for token in drafted(trace)], columns=list(Drafted._fields))
     return tokens[["place", "confidence", "accepted", "rank"]]

@@ -140,6 +140,6 @@ class Workbench:
         return PayoffModel.of(self.costs, self.path(of), self.space.layers, curve)
 
     def bound(self, of: DraftPath | SkipSet) -> Bound:
-        """Return the oracle bound of drafts along a path, where every draft ends exactly where it should."""
+        """Return the speedup of drafts along a path if every draft ended just before its first rejected token."""
         draft = self.costs.draft(self.path(of), self.space.layers)
         return oracle_bound(self.traces(of), self.costs, draft, candidates=self.replay.candidates)

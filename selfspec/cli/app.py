@@ -49,7 +49,7 @@ def _root(
 @app.command()
 @flat
 def search(given: SearchCommand) -> int:
-    """Find which sub-layers of this model, on this machine, to bypass while drafting; save a profile."""
+    """Find how each sub-layer of this model should run while drafting on this machine; save a profile."""
     from selfspec.cli.search import run
 
     return run(given)
@@ -58,7 +58,7 @@ def search(given: SearchCommand) -> int:
 @app.command()
 @flat
 def train(given: TrainCommand) -> int:
-    """Train a small part on the model's own texts that drafts far better; the model and its output stay the same."""
+    """Train a draft head, adapter or draft model on the model's own texts; the model's output stays the same."""
     from selfspec.cli.train import run
 
     return run(given)
@@ -67,7 +67,7 @@ def train(given: TrainCommand) -> int:
 @app.command()
 @flat
 def convert(given: ConvertCommand) -> None:
-    """Make a part of a published head (EAGLE, EAGLE-3, Medusa, Hydra, MLPSpeculator), and profiles that use it."""
+    """Convert a published head (EAGLE, EAGLE-3, Medusa, Hydra, MLPSpeculator), and write profiles that use it."""
     from selfspec.cli.convert import run
 
     run(given)
@@ -76,7 +76,7 @@ def convert(given: ConvertCommand) -> None:
 @app.command()
 @flat
 def export(given: ExportCommand) -> None:
-    """Write what another engine needs to draft so: files, the command, what is lost, and the acceptance to expect."""
+    """Export a profile to another engine: files, command, limitations and expected acceptance."""
     from selfspec.cli.export import run
 
     run(given)
@@ -85,7 +85,7 @@ def export(given: ExportCommand) -> None:
 @app.command()
 @flat
 def generate(given: GenerateCommand) -> int:
-    """Continue a prompt, or many together, drafting with a profile: the same output as plain decoding, sooner."""
+    """Generate text with a profile, for one prompt or many: the same output as plain decoding, sooner."""
     from selfspec.cli.generate import run
 
     return run(given)
@@ -94,7 +94,7 @@ def generate(given: GenerateCommand) -> int:
 @app.command()
 @flat
 def chat(given: ChatCommand) -> int:
-    """Talk to an instruct model: answers come as they are decoded, and only what is new is read. /help says more."""
+    """Chat with an instruct model, with streamed answers; each turn prefills only new tokens. See /help."""
     from selfspec.cli.chat import run
 
     return run(given)
@@ -103,7 +103,7 @@ def chat(given: ChatCommand) -> int:
 @app.command()
 @flat
 def audit(given: AuditCommand) -> int:
-    """Check that drafting changes nothing: near-ties are counted, and exit code 1 means a bug was found."""
+    """Check that drafting does not change the output; counts near-ties. Exit code 1: a bug was found."""
     from selfspec.cli.audit_command import run
 
     return run(given)
@@ -112,7 +112,7 @@ def audit(given: AuditCommand) -> int:
 @app.command()
 @flat
 def bench(given: BenchCommand) -> int:
-    """Measure every method on the same prompts, interleaved: plain, layer skip, and transformers' own."""
+    """Measure all methods on the same prompts, interleaved: plain, layer skip, and transformers' own."""
     from selfspec.cli.bench_command import run
 
     return run(given)
@@ -121,7 +121,7 @@ def bench(given: BenchCommand) -> int:
 @app.command()
 @flat
 def compare(given: CompareCommand) -> int:
-    """Measure all methods that apply to a model, and recommend one: which is best for your model and your text?"""
+    """Measure all methods that apply to a model on your text, and recommend one."""
     from selfspec.cli.compare import run
 
     return run(given)
@@ -130,7 +130,7 @@ def compare(given: CompareCommand) -> int:
 @app.command()
 @flat
 def index(given: IndexCommand) -> None:
-    """Make a store of texts, your own or earlier answers, that drafts are guessed from: --store."""
+    """Build a retrieval store from texts or earlier answers, for drafting with --store."""
     from selfspec.cli.index import run
 
     run(given)
@@ -139,7 +139,7 @@ def index(given: IndexCommand) -> None:
 @app.command()
 @flat
 def serve(given: ServeCommand) -> int:
-    """Serve the OpenAI API: chats and completions, many at a time, and a page to try it."""
+    """Serve the OpenAI API (chat and completions) with continuous batching, and a page to try it."""
     from selfspec.cli.serve import run
 
     return run(given)

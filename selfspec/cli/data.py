@@ -28,23 +28,24 @@ def as_typed(template: str | None) -> str | None:
 class DataOptions:
     """Options that select prompts; `source` None selects the built-in ones."""
 
-    source: Annotated[
-        str | None, typer.Option("--data", help=f"A {_KINDS}; else built-in ones, chats for a chat model.")
-    ] = None
+    source: Annotated[str | None, typer.Option("--data", help=f"Prompts: a {_KINDS}; built-in ones by default.")] = None
     column: Annotated[
         str | None,
-        typer.Option(help="Column of the prompts; 'prompt', else 'text', when left out.", rich_help_panel=_PANEL),
+        typer.Option(help="Column of the prompts; by default 'prompt', else 'text'.", rich_help_panel=_PANEL),
     ] = None
     template: Annotated[
         str | None,
         typer.Option(
-            help="Prompts made of columns, as 'Q: {question}\\nA:'; \\n is a new line.", rich_help_panel=_PANEL
+            help="Template of a prompt from columns, such as 'Q: {question}\\nA:'; \\n is a new line.",
+            rich_help_panel=_PANEL,
         ),
     ] = None
     chat: Annotated[
         bool,
         typer.Option(
-            "--chat", help="Each prompt is a user's message, by the model's chat template.", rich_help_panel=_PANEL
+            "--chat",
+            help="Apply the model's chat template, with each prompt as a user message.",
+            rich_help_panel=_PANEL,
         ),
     ] = False
 
@@ -88,7 +89,8 @@ class TrainDataOptions(DataOptions):
     """Options that select prompts for training texts; with `source` None the model generates the texts freely."""
 
     source: Annotated[
-        str | None, typer.Option("--data", help="Prompts to begin with, as search's; else the model makes them up.")
+        str | None,
+        typer.Option("--data", help="Prompts to start from, as for search; by default the model generates its own."),
     ] = None
 
 
@@ -96,15 +98,19 @@ class TrainDataOptions(DataOptions):
 class ManyPrompts(DataOptions):
     """Options that select a file of prompts to decode; with `source` None the command decodes a single prompt."""
 
-    source: Annotated[str | None, typer.Option("--prompts", help=f"Many: a {_KINDS}.", rich_help_panel=MANY)] = None
+    source: Annotated[
+        str | None,
+        typer.Option("--prompts", help=f"Several prompts: a {_KINDS}.", rich_help_panel=MANY),
+    ] = None
     column: Annotated[
-        str | None, typer.Option(help="Their column; 'prompt', else 'text', when left out.", rich_help_panel=MANY)
+        str | None, typer.Option(help="Column of the prompts; by default 'prompt', else 'text'.", rich_help_panel=MANY)
     ] = None
     template: Annotated[
-        str | None, typer.Option(help="Made of columns, as 'Q: {question}\\nA:'.", rich_help_panel=MANY)
+        str | None,
+        typer.Option(help="Template of a prompt from columns, such as 'Q: {question}\\nA:'.", rich_help_panel=MANY),
     ] = None
     chat: Annotated[
-        bool, typer.Option("--chat", help="A prompt is a user's message, by the model's chat template.")
+        bool, typer.Option("--chat", help="Apply the model's chat template, with the prompt as a user message.")
     ] = False
 
 
@@ -128,9 +134,9 @@ class Given:
 class PromptOptions(DataOptions):
     """Options that select prompts to decode; `source` None selects the built-in held-out ones."""
 
-    source: Annotated[
-        str | None, typer.Option("--prompts", help=f"A {_KINDS}; else built-in ones, chats for a chat model.")
-    ] = None
+    source: Annotated[str | None, typer.Option("--prompts", help=f"Prompts: a {_KINDS}; built-in ones by default.")] = (
+        None
+    )
 
     def given(
         self, llm: "LLM", read: "Prompts | None", *, limit: int, max_new_tokens: int, last: bool = False

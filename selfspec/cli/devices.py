@@ -28,24 +28,28 @@ class DeviceOptions:
     threads: Annotated[
         int | None,
         typer.Option(
-            min=1, max=4096, metavar="N", help="CPU threads; PyTorch's choice when left out.", rich_help_panel=_PANEL
+            min=1,
+            max=4096,
+            metavar="N",
+            help="Number of CPU threads; PyTorch's default if not given.",
+            rich_help_panel=_PANEL,
         ),
     ] = None
     device_map: Annotated[
         str | None,
         typer.Option(
-            help="For models larger than one device: auto, balanced, balanced_low_0, sequential.",
+            help="Device map for models larger than one device: auto, balanced, balanced_low_0, sequential.",
             rich_help_panel=_PANEL,
         ),
     ] = None
     max_memory: Annotated[
         str | None,
         typer.Option(
-            help="What --device-map may use of each device, such as 0=20GiB,cpu=60GiB.", rich_help_panel=_PANEL
+            help="Maximum memory of each device for --device-map, such as 0=20GiB,cpu=60GiB.", rich_help_panel=_PANEL
         ),
     ] = None
     offload_folder: Annotated[
-        Path | None, typer.Option(help="Where --device-map may keep weights on disk.", rich_help_panel=_PANEL)
+        Path | None, typer.Option(help="Folder for weights that --device-map offloads to disk.", rich_help_panel=_PANEL)
     ] = None
 
     def __post_init__(self) -> None:
@@ -66,7 +70,7 @@ class SharedDeviceOptions(DeviceOptions):
         bool,
         typer.Option(
             "--tensor-parallel",
-            help="Share the model with the processes that torchrun has started.",
+            help="Split the model over the processes that torchrun has started.",
             rich_help_panel=_PANEL,
         ),
     ] = False

@@ -14,17 +14,17 @@ from selfspec.cli.options import DecodingOptions, Json, System
 class GenerateCommand:
     """Options of `generate`."""
 
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; standard input when left out.")] = None
+    prompt: Annotated[str | None, typer.Argument(help="Prompt; standard input by default.")] = None
     decoding: DecodingOptions
     data: ManyPrompts
     batch_size: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Prompts that are decoded together.", rich_help_panel=MANY)
+        int, typer.Option(min=1, metavar="N", help="Batch size: prompts decoded together.", rich_help_panel=MANY)
     ] = 8
     memory: Annotated[
         float | None,
         typer.Option(
             metavar="GIB",
-            help="For their keys and values; for 2,048 tokens each when left out.",
+            help="Memory of the KV cache; by default for 2,048 tokens a row, or half of what is free.",
             rich_help_panel=MANY,
         ),
     ] = None
@@ -32,14 +32,14 @@ class GenerateCommand:
         Path | None,
         typer.Option(
             metavar="FILE.jsonl",
-            help="Where results go, as they come; those that it has are not made again.",
+            help="File that results are appended to; prompts that it has already are not run again.",
             rich_help_panel=MANY,
         ),
     ] = None
     system: System = None
-    stats: Annotated[bool, typer.Option("--stats", help="Show rounds, acceptance and speed.")] = False
-    compare: Annotated[bool, typer.Option("--compare", help="Plain decoding beside it, interleaved.")] = False
+    stats: Annotated[bool, typer.Option("--stats", help="Show rounds, acceptance rate and speed.")] = False
+    compare: Annotated[bool, typer.Option("--compare", help="Run plain decoding, too, interleaved.")] = False
     color: Annotated[
-        bool, typer.Option("--color", help="Colour tokens by where they came from; with --json, add their events.")
+        bool, typer.Option("--color", help="Colour tokens by their source; with --json, add their events.")
     ] = False
     json: Json = False

@@ -18,32 +18,37 @@ from selfspec.training.options import TrainOptions
 from selfspec.types.methods import OWN
 
 _DRAFTING = "Drafting"
-_GUIDED = "What the text must be (needs llguidance)"
+_GUIDED = "Guided generation (needs llguidance)"
 _SAMPLING = "Sampling"
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, all else on standard error.")]
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON object to standard output, and everything else to standard error."),
+]
 Model = Annotated[
     str | None,
-    typer.Option(help="A folder, GGUF file, hub id, smollm2-135m, or builtin; the profile's when left out."),
+    typer.Option(help="Model: a folder, GGUF file, hub id, smollm2-135m, or builtin; the profile's by default."),
 ]
 Controller = Annotated[
     str | None,
     typer.Option(
         help="When to stop drafting: fixed:k=4, static:threshold=0.6,k_max=8, adaptive:threshold=0.6; the profile's "
-        "when left out.",
+        "by default.",
         rich_help_panel=_DRAFTING,
     ),
 ]
 Store = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="Texts to guess from, beside the prompt: what index made.", rich_help_panel=_DRAFTING
+        metavar="FILE",
+        help="Retrieval store to propose tokens from, besides the prompt, as made by index.",
+        rich_help_panel=_DRAFTING,
     ),
 ]
 System = Annotated[
-    str | None, typer.Option(metavar="TEXT", help="A system message, which comes before the user's first.")
+    str | None, typer.Option(metavar="TEXT", help="System message, placed before the first user message.")
 ]
-Storage = Annotated[str | None, typer.Option(help="The file or the database that holds the study.")]
-Tokens = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens that continue each prompt.")]
+Storage = Annotated[str | None, typer.Option(help="File or database that holds the study.")]
+Tokens = Annotated[int, typer.Option(min=1, metavar="N", help="New tokens for each prompt.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,10 @@ class DraftingOptions:
 
     model: Model = None
     profile: Annotated[
-        str, typer.Option(help="A file, the name of a shipped one, or auto: one made for the model, else half of it.")
+        str,
+        typer.Option(
+            help="Profile: a file, the name of a shipped one, or auto: one made for the model, else every second layer."
+        ),
     ] = "auto"
     controller: Controller = None
     store: Store = None
@@ -62,9 +70,11 @@ class DraftingOptions:
 class SearchCommand:
     """Options of `search`."""
 
-    model: Annotated[str, typer.Option(help="A folder, GGUF file, hub id, smollm2-135m, or builtin.")] = "builtin"
+    model: Annotated[str, typer.Option(help="Model: a folder, GGUF file, hub id, smollm2-135m, or builtin.")] = (
+        "builtin"
+    )
     data: DataOptions
-    out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.yaml")
+    out: Annotated[Path, typer.Option(help="File to write the profile to.")] = Path("profile.yaml")
     how: SearchOptions
     where: DeviceOptions
     json: Json = False
@@ -89,15 +99,19 @@ class TrainCommand:
             metavar="KIND", help="eagle, medusa, hydra, mlp, mtp, chimera; bridge, adapter; distill, layerskip."
         ),
     ]
-    model: Annotated[str, typer.Option(help="A folder, GGUF file, hub id, smollm2-135m, or builtin.")] = "builtin"
+    model: Annotated[str, typer.Option(help="Model: a folder, GGUF file, hub id, smollm2-135m, or builtin.")] = (
+        "builtin"
+    )
     profile: Annotated[
         str,
         typer.Option(
-            help="Whose draft path the part is for, or is to have below it: a file, a shipped one, auto, or none."
+            help="Profile with the draft path to train for: a file, the name of a shipped one, auto, or none."
         ),
     ] = "auto"
     data: TrainDataOptions
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the part and its profiles go.")] = Path("parts")
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Folder to write the trained module and its profiles to.")
+    ] = Path("parts")
     how: TrainOptions
     where: DeviceOptions
     json: Json = False
@@ -107,12 +121,21 @@ class TrainCommand:
 class ConvertCommand:
     """Options of `convert`."""
 
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of the head: its config.json and weights.")]
-    model: Annotated[str, typer.Option(help="Whose head it is: a folder, GGUF file, hub id, or smollm2-135m.")]
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder of the head, with its config.json and weights.")
+    ]
+    model: Annotated[
+        str, typer.Option(help="Model that the head is for: a folder, GGUF file, hub id, or smollm2-135m.")
+    ]
     profile: Annotated[
-        str, typer.Option(help="Whose draft path is to have the head below it: a file, a shipped one, auto, or none.")
+        str,
+        typer.Option(
+            help="Profile whose draft path the head proposes to: a file, the name of a shipped one, auto, or none."
+        ),
     ] = "auto"
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the part and its profiles go.")] = Path("parts")
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Folder to write the trained module and its profiles to.")
+    ] = Path("parts")
     where: DeviceOptions
     json: Json = False
 
@@ -122,15 +145,14 @@ class DecodingOptions:
     """Options of model, drafts and decoding; options with another form on the command line are not part of `how`."""
 
     model: Model = None
-    profile: Annotated[str, typer.Option(help="A file, the name of a shipped one, auto, or none.")] = "auto"
+    profile: Annotated[str, typer.Option(help="Profile: a file, the name of a shipped one, auto, or none.")] = "auto"
     how: Options
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given again.")
-    ] = None
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop string; can be repeated.")] = None
     generation_config: Annotated[
         str | None,
         typer.Option(
-            help="A generation_config.json or its folder; 'model': the checkpoint's own.", rich_help_panel=_SAMPLING
+            help="Path of a generation_config.json or its folder; 'model': the checkpoint's own.",
+            rich_help_panel=_SAMPLING,
         ),
     ] = None
     settings: Annotated[
@@ -138,14 +160,15 @@ class DecodingOptions:
         typer.Option(
             "--set",
             metavar="NAME=VALUE",
-            help="Any other field of transformers' GenerationConfig, such as min_p=0.05; may be given again.",
+            help="Any other field of transformers' GenerationConfig, such as min_p=0.05; can be repeated.",
             rich_help_panel=_SAMPLING,
         ),
     ] = None
     method: Annotated[
         str | None,
         typer.Option(
-            help=f"Draft by another method: {', '.join(OWN)}, model:NAME, staged:NAME.", rich_help_panel=_DRAFTING
+            help=f"Drafting method instead of the profile's: {', '.join(OWN)}, model:NAME, staged:NAME.",
+            rich_help_panel=_DRAFTING,
         ),
     ] = None
     controller: Controller = None
@@ -154,15 +177,15 @@ class DecodingOptions:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Earlier answers to guess from, beside the prompt; new ones are added.",
+            help="File of earlier answers to propose tokens from; new ones are added.",
             rich_help_panel=_DRAFTING,
         ),
     ] = None
     regex: Annotated[
-        str | None, typer.Option(help="The new text matches this regular expression.", rich_help_panel=_GUIDED)
+        str | None, typer.Option(help="Regular expression that the new text must match.", rich_help_panel=_GUIDED)
     ] = None
     json_schema: Annotated[
-        Path | None, typer.Option(help="The new text is JSON that this schema describes.", rich_help_panel=_GUIDED)
+        Path | None, typer.Option(help="JSON schema that the new text must satisfy.", rich_help_panel=_GUIDED)
     ] = None
     where: SharedDeviceOptions
 
@@ -173,7 +196,7 @@ class ChatCommand:
 
     decoding: DecodingOptions
     system: System = None
-    color: Annotated[bool, typer.Option("--color", help="Colour tokens by where they came from.")] = False
+    color: Annotated[bool, typer.Option("--color", help="Colour tokens by their source.")] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,10 +205,12 @@ class AuditCommand:
 
     drafting: DraftingOptions
     data: PromptOptions
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="The most prompts.")] = 20
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of prompts.")] = 20
     max_new_tokens: Tokens = 64
-    temperature: Annotated[float, typer.Option(min=0, metavar="X", help="Above 0: sampled with the seed.")] = 0.0
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of what is sampled.")] = 0
+    temperature: Annotated[
+        float, typer.Option(min=0, metavar="X", help="Sampling temperature; above 0, texts are sampled with the seed.")
+    ] = 0.0
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Random seed of sampling.")] = 0
     where: DeviceOptions
     json: Json = False
 
@@ -199,30 +224,37 @@ class BenchCommand:
         str,
         typer.Option(
             show_default=False,
-            help=f"Of {', '.join(METHODS)}.",
+            help=f"Methods: {', '.join(METHODS)}.",
         ),
     ] = "plain,skip,hf,hf-early-exit,hf-prompt-lookup"
     data: PromptOptions
     limit: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="The most prompts; all of a file or folder, or 12 of others (widened 6)."
+            min=1,
+            metavar="N",
+            help="Maximum number of prompts; all of a file or folder, 12 of others (6 widened) by default.",
         ),
     ] = None
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Tokens that continue each prompt; 96, or 64 widened, when left out."),
+        typer.Option(min=1, metavar="N", help="New tokens for each prompt; 96, or 64 widened, by default."),
     ] = None
-    temperature: Annotated[str, typer.Option(help="One or several, separated by commas; 0 is greedy.")] = "0,0.8"
+    temperature: Annotated[str, typer.Option(help="Sampling temperatures, separated by commas; 0 is greedy.")] = "0,0.8"
     rounds: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Runs of each method on each prompt; 5, or 3 widened, when left out."),
+        typer.Option(min=1, metavar="N", help="Runs of each method on each prompt; 5, or 3 widened, by default."),
     ] = None
     widen: Annotated[
         int,
-        typer.Option(min=1, max=64, metavar="N", help="Times wider, with the same output: a large model's cost."),
+        typer.Option(
+            min=1,
+            max=64,
+            metavar="N",
+            help="Factor to widen the model by, with the same output, for the cost of a large model.",
+        ),
     ] = 1
-    out: Annotated[Path | None, typer.Option(help="Write everything that was measured here, as JSON.")] = None
+    out: Annotated[Path | None, typer.Option(help="JSON file to write all measurements to.")] = None
     where: DeviceOptions
     json: Json = False
 
@@ -233,23 +265,29 @@ class CompareCommand:
 
     model: Model = None
     profile: Annotated[
-        str, typer.Option(help="A file, the name of a shipped one, auto (one made for the model), or none.")
+        str, typer.Option(help="Profile: a file, the name of a shipped one, auto (one made for the model), or none.")
     ] = "auto"
     methods: Annotated[
         str | None,
-        typer.Option(help="As bench's, and profiles by their files, separated by commas; all that apply if left out."),
+        typer.Option(help="Methods as for bench, and profile files, separated by commas; by default all that apply."),
     ] = None
-    draft_model: Annotated[str | None, typer.Option(metavar="MODEL", help="A smaller model, to draft too.")] = None
+    draft_model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Smaller model to compare as a draft model.")
+    ] = None
     data: PromptOptions
-    limit: Annotated[int | None, typer.Option(min=2, metavar="N", help="The most prompts; 24 if left out.")] = None
+    limit: Annotated[int | None, typer.Option(min=2, metavar="N", help="Maximum number of prompts; 24 by default.")] = (
+        None
+    )
     max_new_tokens: Tokens = 64
-    temperature: Annotated[str, typer.Option(help="One or several, separated by commas; 0 is greedy.")] = "0,0.8"
+    temperature: Annotated[str, typer.Option(help="Sampling temperatures, separated by commas; 0 is greedy.")] = "0,0.8"
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of each method on each prompt.")] = 1
     patience: Annotated[
         int,
-        typer.Option(min=2, metavar="N", help="Prompts after which a method slower than plain decoding is dropped."),
+        typer.Option(
+            min=2, metavar="N", help="Prompts after which a method that is slower than plain decoding is dropped."
+        ),
     ] = 8
-    out: Annotated[Path | None, typer.Option(help="Write a profile of the method that is recommended here.")] = None
+    out: Annotated[Path | None, typer.Option(help="File to write a profile of the recommended method to.")] = None
     where: DeviceOptions
     json: Json = False
 
@@ -258,20 +296,25 @@ class CompareCommand:
 class ExportCommand:
     """Options of `export`."""
 
-    profile: Annotated[str, typer.Argument(metavar="PROFILE", help="A file, or the name of a shipped one.")]
-    to: Annotated[str, typer.Option(metavar="ENGINE", help="vllm, sglang, llama.cpp, tensorrt-llm or hf.")]
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where all goes: an empty folder, or a new one.")]
+    profile: Annotated[str, typer.Argument(metavar="PROFILE", help="Profile: a file, or the name of a shipped one.")]
+    to: Annotated[
+        str, typer.Option(metavar="ENGINE", help="Runtime to export to: vllm, sglang, llama.cpp, tensorrt-llm or hf.")
+    ]
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write to, empty or new.")]
     model: Model = None
     tokens: Annotated[
-        int | None, typer.Option(min=1, max=64, metavar="N", help="Of each draft; the best number when left out.")
+        int | None, typer.Option(min=1, max=64, metavar="N", help="Tokens of each draft; the best number by default.")
     ] = None
     type: Annotated[
-        str | None, typer.Option(help="Of the model's weights in GGUF files, such as q8_0; its own when left out.")
+        str | None, typer.Option(help="Type of the weights in GGUF files, such as q8_0; the model's own by default.")
     ] = None
-    force: Annotated[bool, typer.Option("--force", help="Write over what is in the folder.")] = False
+    force: Annotated[bool, typer.Option("--force", help="Overwrite what is in the folder.")] = False
     data: PromptOptions
     limit: Annotated[
-        int, typer.Option(min=0, metavar="N", help="The most prompts that are rehearsed; 0: go by the profile's word.")
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Maximum number of prompts to check on; 0: rely on the profile's figures."
+        ),
     ] = 8
     max_new_tokens: Tokens = 64
     where: DeviceOptions
@@ -283,15 +326,22 @@ class IndexCommand:
     """Options of `index`."""
 
     texts: Annotated[
-        list[str], typer.Argument(help="Files and folders of texts; .jsonl and .parquet files by row.", metavar="TEXTS")
+        list[str],
+        typer.Argument(help="Files and folders of texts; .jsonl and .parquet files are read by row.", metavar="TEXTS"),
     ]
-    model: Annotated[str, typer.Option(help="Whose tokens: a folder, GGUF file, hub id, smollm2-135m, or builtin.")] = (
-        "builtin"
+    model: Annotated[
+        str, typer.Option(help="Model whose tokenizer is used: a folder, GGUF file, hub id, smollm2-135m, or builtin.")
+    ] = "builtin"
+    out: Annotated[Path, typer.Option(help="File to write the retrieval store to.")] = Path("texts.store")
+    add: Annotated[bool, typer.Option("--add", help="Add to the retrieval store at --out instead of replacing it.")] = (
+        False
     )
-    out: Annotated[Path, typer.Option(help="Where the store goes.")] = Path("texts.store")
-    add: Annotated[bool, typer.Option("--add", help="Keep what the store at --out holds already.")] = False
-    column: Annotated[str | None, typer.Option(help="Column of the texts; 'prompt', else 'text', if left out.")] = None
-    template: Annotated[str | None, typer.Option(help="Texts made of columns, as '{question}\\n{answer}'.")] = None
+    column: Annotated[
+        str | None, typer.Option(help="Column of the texts; by default 'prompt', 'text' or 'messages'.")
+    ] = None
+    template: Annotated[
+        str | None, typer.Option(help="Template of a text from columns, such as '{question}\\n{answer}'.")
+    ] = None
     json: Json = False
 
 
@@ -299,19 +349,21 @@ class IndexCommand:
 class ReportCommand:
     """Options of `report`."""
 
-    out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("report.html")
+    out: Annotated[Path, typer.Option(help="File to write the page to.")] = Path("report.html")
     profile: Annotated[
         str | None,
-        typer.Option(help="A file, or a shipped one's name; the study's best, else the built-in model's, if left out."),
+        typer.Option(
+            help="Profile: a file, or the name of a shipped one; by default the study's best or the built-in model's."
+        ),
     ] = None
-    study: Annotated[str | None, typer.Option(help="A file of trials, or a study's name in --storage.")] = None
+    study: Annotated[str | None, typer.Option(help="Study: a file of trials, or its name in --storage.")] = None
     storage: Storage = None
     bench: Annotated[Path | None, typer.Option(help="What bench --out wrote.")] = None
     model: Annotated[
         str | None, typer.Option(help="A folder, GGUF file, hub id, smollm2-135m, or builtin; else the profile's.")
     ] = None
     data: PromptOptions
-    limit: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="The most prompts.")] = 4
+    limit: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="Maximum number of prompts.")] = 4
     max_new_tokens: Tokens = 64
     no_sample: Annotated[bool, typer.Option("--no-sample", help="Decode nothing, and do not load the model.")] = False
     where: DeviceOptions

@@ -9,15 +9,15 @@ import typer
 
 from selfspec.cli.options import Json
 
-profile_app = typer.Typer(no_args_is_help=True, help="List profiles, look at them, check, compare and import them.")
+profile_app = typer.Typer(no_args_is_help=True, help="List, show, check, compare and import profiles.")
 
-Profile = Annotated[str, typer.Argument(help="A file, or the name of a shipped profile.")]
+Profile = Annotated[str, typer.Argument(help="Profile: a file, or the name of a shipped one.")]
 
 
 @profile_app.command("list")
 def list_profiles(
     folder: Annotated[
-        Path | None, typer.Argument(help="List the profiles in this folder; those that ship when left out.")
+        Path | None, typer.Argument(help="Folder to list the profiles of; by default the shipped ones.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -29,7 +29,7 @@ def list_profiles(
 
 @profile_app.command()
 def show(file: Profile) -> None:
-    """Draw a profile's skip map and say how it was found and measured."""
+    """Show a profile: its skip map, how it was found, and what was measured."""
     from selfspec.cli.profile_commands import show
 
     show(file)
@@ -38,9 +38,9 @@ def show(file: Profile) -> None:
 @profile_app.command()
 def validate(
     file: Profile,
-    model: Annotated[str | None, typer.Option(help="Check it against this model's configuration too.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model to check the profile against, too.")] = None,
 ) -> None:
-    """Check a profile; exit code 2 and one line when something is wrong."""
+    """Check a profile; an error is one line, with exit code 2."""
     from selfspec.cli.profile_commands import validate
 
     validate(file, model)
@@ -52,7 +52,7 @@ def diff(
     b: Profile,
     json: Json = False,
 ) -> None:
-    """Say what two profiles differ in; exit code 0 when in nothing, 1 otherwise."""
+    """Show the differences of two profiles; exit code 0 if there are none, 1 otherwise."""
     from selfspec.cli.diff import run
 
     if code := run(a, b, as_json=json):
@@ -61,18 +61,21 @@ def diff(
 
 @profile_app.command("import")
 def import_profile(
-    file: Annotated[Path, typer.Argument(help="The published file.")],
-    model: Annotated[str, typer.Option(help="A folder, a GGUF file, a hub id, or builtin: the model that it is for.")],
+    file: Annotated[Path, typer.Argument(help="Published file.")],
+    model: Annotated[str, typer.Option(help="Model that it is for: a folder, GGUF file, hub id, or builtin.")],
     format_name: Annotated[
-        str, typer.Option("--format", help="draft-verify: Draft & Verify's skip_layers.json, and SWIFT's.")
+        str,
+        typer.Option(
+            "--format", help="Format of the file; draft-verify: skip_layers.json of Draft & Verify and SWIFT."
+        ),
     ] = "draft-verify",
-    key: Annotated[str | None, typer.Option(help="Which of the file's sets; needed where it has several.")] = None,
+    key: Annotated[str | None, typer.Option(help="Key of the skip set; needed if the file has several.")] = None,
     layers: Annotated[
-        int | None, typer.Option(min=1, max=10_000, help="The model's layers, where it is not on this machine.")
+        int | None, typer.Option(min=1, max=10_000, help="Number of layers, if the model is not on this machine.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where the profile goes; standard output when left out.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write the profile to; standard output by default.")] = None,
 ) -> None:
-    """Make a profile of a skip set that others published."""
+    """Make a profile from a published skip set."""
     from selfspec.cli.profile_commands import import_profile
 
     import_profile(file, format_name=format_name, model=model, key=key, layers=layers, out=out)
@@ -80,10 +83,10 @@ def import_profile(
 
 @profile_app.command()
 def join(
-    files: Annotated[list[str], typer.Argument(help="Files, or names of shipped profiles, of one model.")],
-    out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.yaml"),
+    files: Annotated[list[str], typer.Argument(help="Profiles of one model: files, or names of shipped ones.")],
+    out: Annotated[Path, typer.Option(help="File to write the profile to.")] = Path("profile.yaml"),
 ) -> None:
-    """Make one profile of several: each sequence takes the one that has brought most, one with a seed the first."""
+    """Join profiles into one that routes each sequence to the fastest so far, or to the first if seeded."""
     from selfspec.cli.profile_commands import join
 
     join(files, out)
@@ -99,18 +102,18 @@ def schema() -> None:
 
 @profile_app.command()
 def pick(
-    study: Annotated[str, typer.Argument(help="A file of trials, or a study's name in --storage.")],
-    storage: Annotated[str | None, typer.Option(help="The file or the database that holds the study.")] = None,
+    study: Annotated[str, typer.Argument(help="Study: a file of trials, or its name in --storage.")],
+    storage: Annotated[str | None, typer.Option(help="File or database that holds the study.")] = None,
     max_draft_cost: Annotated[
-        float | None, typer.Option(help="The most that a draft step may cost, as a share of a plain step.")
+        float | None, typer.Option(help="Maximum time of a draft step, as a share of a plain decoding step.")
     ] = None,
     max_memory: Annotated[
-        float | None, typer.Option(help="The most that drafts may hold beside the model, as a share of its bytes.")
+        float | None, typer.Option(help="Maximum extra memory of drafts, as a share of the model's bytes.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.yaml"),
+    out: Annotated[Path, typer.Option(help="File to write the profile to.")] = Path("profile.yaml"),
     json: Json = False,
 ) -> None:
-    """Save the best set of a search whose draft is cheap enough; show acceptance against draft cost and memory."""
+    """Save the best profile of a search within limits of cost and memory; show the Pareto front."""
     from selfspec.cli.pick_command import run
 
     run(study, storage, max_draft_cost, out, max_memory=max_memory, as_json=json)

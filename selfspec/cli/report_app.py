@@ -22,19 +22,19 @@ def plot(
             "bench --out wrote, or the folder of train."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Where the picture goes: a .png, .svg or .pdf file.")],
+    out: Annotated[Path, typer.Option(help="File to write the picture to: .png, .svg or .pdf.")],
     kind: Annotated[
         str | None,
         typer.Option(
-            help="Of a profile: skip-map or confidence; of a study: skipped, pareto, sensitivity or progress; of a "
-            "benchmark: bars, position or sources; of trainings: learning or places. The first of each when left out."
+            help="Kind of plot. Profile: skip-map, confidence; study: skipped, pareto, sensitivity, progress; "
+            "benchmark: bars, position, sources; training: learning, places. The first of each by default."
         ),
     ] = None,
     storage: Storage = None,
-    width: Annotated[float | None, typer.Option(min=3, max=40, help="Inches; 7.2 when left out.")] = None,
-    title: Annotated[str | None, typer.Option(help="Written above it.")] = None,
+    width: Annotated[float | None, typer.Option(min=3, max=40, help="Width in inches; 7.2 by default.")] = None,
+    title: Annotated[str | None, typer.Option(help="Title of the plot.")] = None,
 ) -> None:
-    """Draw a profile, a search's trials, a benchmark, or trainings."""
+    """Plot a profile, the trials of a search, a benchmark, or training."""
     from selfspec.cli.plot import PlotOptions, run
 
     run(PlotOptions(source=source, out=out, kind=kind, storage=storage, width=width, title=title))
@@ -43,7 +43,7 @@ def plot(
 @see_app.command()
 @flat
 def report(given: ReportCommand) -> None:
-    """Write one page, which needs nothing else, on a profile, its search, and a benchmark, with coloured texts."""
+    """Write a self-contained HTML report on a profile, its search and a benchmark, with coloured texts."""
     from selfspec.cli.report_command import run
 
     run(given)

@@ -46,7 +46,7 @@ class ChimeraHead(Head):
         self._tails: dict[int, tuple[int, Tensor]] = {}  # by row: first pair, embeddings from there on
 
     def reserve(self, slots: int) -> None:
-        """Reserve `slots` pairs of each cache row, two entries each."""
+        """Reserve `slots` token pairs in each row of the KV cache; each pair takes two cache entries."""
         self._layer.reserve(2 * slots)
 
     def _read(self, row: int, start: int, tokens: Tensor, embedded: Tensor, streams: Tensor) -> tuple[Tensor, Any]:
@@ -69,7 +69,7 @@ class ChimeraHead(Head):
         return self._said(place, state), state
 
     def _codes(self, embedded: Tensor) -> Tensor:
-        """Return the codes `[n, D]` of the last n of embeddings `[n + REACH, D]`."""
+        """Encode each of the last n tokens with the REACH tokens before it: `[n + REACH, D]` to `[n, D]`."""
         read = torch.cat([embedded[i : len(embedded) - REACH + i] for i in range(REACH + 1)], -1)
         return self._narrow(read + F.silu(self._wide(read)))
 

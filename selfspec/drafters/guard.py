@@ -53,7 +53,7 @@ class _Round:
 
 @dataclass(slots=True)
 class _Prices:
-    """Recent times in seconds: plain rounds, each part of the drafting work, and drafted rounds without drafting.
+    """Recent times in seconds: plain rounds, each part of the drafting work, and drafted rounds less their drafting.
 
     `sequences`: the batch size of these rounds.
     """
@@ -107,7 +107,7 @@ class _Prices:
         return sum(calls * self.part(part) for part, calls in work)
 
     def beside_drafts(self) -> float:
-        """Return the seconds of a drafted round without drafting; an assumed value before the first such round."""
+        """Return the seconds of a drafted round less its drafting; an assumed value before the first drafted round."""
         return _dear(self.rest) if self.rest else FIRST_REST * self.step
 
 

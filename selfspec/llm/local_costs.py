@@ -41,9 +41,9 @@ def local_payoff(runtime: Runtime, profile: Profile) -> PayoffModel | None:
     """Return a profile's payoff model with the round and draft-step costs of this runtime.
 
     The profile's costs come from some other machine and weight layout. Rounds are timed here once for each kind of
-    model and path, and cached on disk, so that seeded text is the same from run to run. If the context leaves no room
-    for timing, returns the profile's payoff model, or None for a profile without costs. Raises `BusyError` while the
-    runtime has a stream.
+    model and path, and cached on disk: draft lengths, and so seeded texts, do not vary with later timings. If the
+    context leaves no room for timing, returns the profile's payoff model, or None for a profile without costs. Raises
+    `BusyError` while the runtime is generating.
     """
     told, path = profile.payoff, profile.path
     file = _file(runtime, path)

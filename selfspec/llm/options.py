@@ -24,13 +24,13 @@ DEFAULT_NEW_TOKENS = 128
 _SAMPLING = "Sampling"
 TopK = Annotated[
     int | None,
-    Option(min=1, metavar="N", help="Draw from the N most probable tokens alone.", panel=_SAMPLING),
+    Option(min=1, metavar="N", help="Sample from the N most probable tokens only.", panel=_SAMPLING),
 ]
 TopP = Annotated[
     float | None,
     Option(
         metavar="X",
-        help="Draw from the most probable tokens that make up X of all probability.",
+        help="Sample from the most probable tokens with total probability X.",
         panel=_SAMPLING,
     ),
 ]
@@ -49,9 +49,11 @@ class Options:
     config: "GenerationConfig | None" = None
     _: KW_ONLY
     max_new_tokens: Annotated[
-        int | None, Option(min=1, metavar="N", help="128 where nothing says how many; in a chat 1024.")
+        int | None, Option(min=1, metavar="N", help="Maximum number of new tokens; 128 by default, 1024 in a chat.")
     ] = None
-    temperature: Annotated[float | None, Option(min=0, metavar="X", help="0, the default, is greedy decoding.")] = None
+    temperature: Annotated[
+        float | None, Option(min=0, metavar="X", help="Sampling temperature; 0, the default, is greedy decoding.")
+    ] = None
     top_k: TopK = None
     top_p: TopP = None
     seed: Annotated[
@@ -59,7 +61,7 @@ class Options:
         Option(
             min=0,
             metavar="N",
-            help="Makes sampling repeatable, and the same with and without drafting.",
+            help="Seed that makes sampling repeatable, and the same with and without drafting.",
             panel=_SAMPLING,
         ),
     ] = None
@@ -69,7 +71,7 @@ class Options:
     rule: Annotated[
         str | None,
         Option(
-            help="How drafts are verified: greedy; match (default with a seed), block (default), token.",
+            help="Verification of drafts: greedy; match (default with a seed), block (default) or token.",
             panel="Drafting",
         ),
     ] = None

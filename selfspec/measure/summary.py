@@ -20,7 +20,7 @@ def summary(runs: Runs, name: str, *, bases: Sequence[str]) -> Json:
     """Return a method's figures: speed, ratios to `bases` with intervals, latencies in seconds, acceptance.
 
     Tokens emitted together share the time since the previous emission: that is their inter-token latency. `draft_cost`:
-    seconds of drafting per drafted token, in plain decode steps, if both were measured.
+    drafting time per drafted token divided by the time of a plain decode step, if both were measured.
     """
     total = runs.total(name)
     step = _step(runs)

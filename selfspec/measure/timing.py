@@ -34,7 +34,7 @@ Method = Callable[[Prompt], Stats]
 
 @dataclass(frozen=True)
 class Runs:
-    """The statistics of each method's runs: `stats[name][prompt][round]`; of a dropped method, until the drop."""
+    """The statistics of each method's runs: `stats[name][prompt][round]`, up to the drop of a method."""
 
     stats: Mapping[str, Sequence[Sequence[Stats]]]
 

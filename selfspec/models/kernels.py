@@ -114,7 +114,7 @@ def four_bits_on_cuda(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
 
 
 def float8(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
-    """Pack float8 weights (e4m3) for rows cast to float8, with a scale for each output and each row.
+    """Pack float8 weights (e4m3) for inputs cast to float8, with a scale for each output and each input row.
 
     For CUDA from compute capability 8.9 on. torch requires multiples of 16 outputs and inputs.
     """

@@ -275,14 +275,14 @@ class Product(Protocol):
 
     @property
     def product(self) -> Call:
-        """The callable that multiplies."""
+        """The callable that multiplies an input by the packed weight."""
 
 
 class PartLinear(nn.Module):
-    """Replacement of a linear whose weight is some rows, from `start` on, of the fused weight of `whole`.
+    """Replacement of a linear whose weight is a part of the fused weight of `whole`: its rows from `start` on.
 
     Its own forward is slower than one call of `whole`: it computes the whole product and returns its part. `readable`:
-    whether its `weight` is exactly what it multiplies with. `bits`: the bits of its quantised weight, None if full.
+    False if `weight` only approximates the packed weight. `bits`: the bits of its quantised weight, None if full.
     """
 
     readable: ClassVar[bool] = False

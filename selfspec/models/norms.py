@@ -1,4 +1,4 @@
-"""Norms as the runtime calls them: in few, cheap operations if the arithmetic allows it, else by the module itself."""
+"""Norms of the runtime: a cheap equivalent where it gives the same result as the module, else the module itself."""
 
 from __future__ import annotations
 

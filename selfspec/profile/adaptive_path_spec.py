@@ -15,14 +15,18 @@ from selfspec.types.limits import WIDEST_DRAFT
 
 
 class _ChosenSpec(DraftSpec):
-    step: Step = Field(0.6, description="What a draft step takes at first, in plain decoding steps.")
+    step: Step = Field(0.6, description="Initial time of one draft step, in plain decoding steps.")
     confidence: Confidence | None = Field(
-        None, description="What says how likely a drafted token is right; its probability when left out."
+        None, description="How the confidence in a drafted token is computed; its probability by default."
     )
-    controller: ControllerSpec = Field(ControllerSpec(name="rate"), description="What ends drafts.")
-    candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(1, description="For each place at most.")
+    controller: ControllerSpec = Field(
+        ControllerSpec(name="rate"), description="Controller, which decides when drafting stops."
+    )
+    candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(
+        1, description="Maximum number of candidates for each position."
+    )
     proposers: Proposers | None = Field(
-        None, description="What guesses tokens that one of its steps checks together; nothing when left out."
+        None, description="Proposers whose tokens one draft step checks together; none by default."
     )
 
     @property
@@ -43,9 +47,13 @@ class SwiftSpec(_ChosenSpec):
     """
 
     kind: Literal["swift"] = "swift"
-    window: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(32, description="Tokens that sets are compared on.")
+    window: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(
+        32, description="Tokens on which skip sets are compared."
+    )
     every: Annotated[int, Field(ge=1)] = Field(8, description="Rounds between trials.")
-    patience: Annotated[int, Field(ge=0)] = Field(40, description="Trials without a better set that end a search.")
+    patience: Annotated[int, Field(ge=0)] = Field(
+        40, description="Trials without improvement after which the search ends."
+    )
 
     @property
     def said(self) -> str:
@@ -58,9 +66,9 @@ class ClaspSpec(_ChosenSpec):
 
     kind: Literal["clasp"] = "clasp"
     skip_layers: Annotated[int, Field(ge=1, lt=WIDEST_DRAFT)] | None = Field(
-        None, description="Layers that are bypassed; half of the model's when left out."
+        None, description="Number of skipped layers; half of the model's by default."
     )
-    every: Annotated[int, Field(ge=1)] = Field(16, description="Rounds between choices.")
+    every: Annotated[int, Field(ge=1)] = Field(16, description="Rounds between choices of the skip set.")
 
     @property
     def said(self) -> str:

@@ -24,8 +24,8 @@ from selfspec.types.skip import SkipSet
 class Skip(Data):
     """A set of sub-layers in a profile, such as those that drafting bypasses."""
 
-    attention: list[Count] = Field([], description="The layers, counted from 0, whose attention is meant.")
-    mlp: list[Count] = Field([], description="The layers, counted from 0, whose MLP is meant.")
+    attention: list[Count] = Field([], description="Layers whose attention is listed, counted from 0.")
+    mlp: list[Count] = Field([], description="Layers whose MLP is listed, counted from 0.")
 
     @classmethod
     def of(cls, skip: SkipSet) -> Self:
@@ -99,7 +99,7 @@ class ProposerSpec(Data):
     """
 
     kind: Literal["lookup", "store", "answers"] = "lookup"
-    path: str | None = Field(None, description="The file of the store, or of the answers.")
+    path: str | None = Field(None, description="File of the retrieval store, or of the answers.")
 
     @model_validator(mode="after")
     def _path_of_a_file(self) -> Self:
@@ -116,8 +116,12 @@ class GuessesSpec(DraftSpec):
     """Drafting by lookup alone, without a draft model (prompt lookup, REST)."""
 
     kind: Literal["guesses"] = "guesses"
-    proposers: Proposers = Field([ProposerSpec()], description="What guesses; the guess that promises most is drafted.")
-    controller: ControllerSpec = Field(ControllerSpec(name="rate"), description="What ends drafts.")
+    proposers: Proposers = Field(
+        [ProposerSpec()], description="Proposers; the proposal with the highest expected gain is drafted."
+    )
+    controller: ControllerSpec = Field(
+        ControllerSpec(name="rate"), description="Controller, which decides when drafting stops."
+    )
 
     @property
     def said(self) -> str:
@@ -139,8 +143,12 @@ class RecycleSpec(DraftSpec):
     """Token recycling: drafts the tokens that the model's last logits after a token ranked highest."""
 
     kind: Literal["recycle"] = "recycle"
-    candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(4, description="For each place at most.")
-    controller: ControllerSpec = Field(ControllerSpec(name="rate"), description="What ends drafts.")
+    candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(
+        4, description="Maximum number of candidates for each position."
+    )
+    controller: ControllerSpec = Field(
+        ControllerSpec(name="rate"), description="Controller, which decides when drafting stops."
+    )
 
     @property
     def step_share(self) -> float | None:
@@ -155,8 +163,8 @@ Step = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class Below(Data):
     """A draft head below a draft path, whose lookup tokens the path checks. `step`: its cost in draft steps."""
 
-    part: PartName = Field("eagle", description="The head's name among the profile's parts.")
-    step: Step = Field(0.1, description="What a step of the head takes, over a draft step.")
+    part: PartName = Field("eagle", description="Name of the head among the profile's parts.")
+    step: Step = Field(0.1, description="Time of one step of the head, in draft steps.")
 
 
 class LayerSkipSpec(DraftSpec):
@@ -169,30 +177,32 @@ class LayerSkipSpec(DraftSpec):
     """
 
     kind: Literal["layer-skip"] = "layer-skip"
-    skip: Annotated[Skip, Field(description="The sub-layers that are bypassed while drafting.")] = Skip()
-    int8: Skip | None = Field(None, description="The sub-layers that run with their weights in 8 bits while drafting.")
-    int4: Skip | None = Field(None, description="The sub-layers that run with their weights in 4 bits while drafting.")
-    head: Literal["int8", "int4"] | None = Field(None, description="How the head runs while drafting, if not in full.")
+    skip: Annotated[Skip, Field(description="Sub-layers that are skipped while drafting.")] = Skip()
+    int8: Skip | None = Field(None, description="Sub-layers that run with int8 weights while drafting.")
+    int4: Skip | None = Field(None, description="Sub-layers that run with int4 weights while drafting.")
+    head: Literal["int8", "int4"] | None = Field(
+        None, description="Mode of the language-model head while drafting; full by default."
+    )
     confidence: Confidence | None = Field(
-        None, description="What says how likely a drafted token is right; its probability when left out."
+        None, description="How the confidence in a drafted token is computed; its probability by default."
     )
     controller: ControllerSpec = ControllerSpec(name="adaptive")
     candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(
-        1, description="Tokens proposed for each place at most, the drafted one counted."
+        1, description="Maximum number of candidates for each position, with the drafted token."
     )
     vocabulary: Annotated[list[Count], Field(min_length=1)] | None = Field(
-        None, description="The only tokens that are drafted; all when left out."
+        None, description="Draft vocabulary: the only tokens that are drafted; all by default."
     )
     proposers: Proposers | None = Field(
-        None, description="What guesses tokens that one draft step checks together; nothing when left out."
+        None, description="Proposers whose tokens one draft step checks together; none by default."
     )
     spared: Chance | None = Field(
-        None, description="The share of a draft step that guesses spare each drafted token; 0 when left out."
+        None, description="Share of a draft step that proposers save for each drafted token; 0 by default."
     )
-    below: Below | None = Field(None, description="A trained head that guesses, too; none when left out.")
+    below: Below | None = Field(None, description="Trained head that proposes tokens, too; none by default.")
     trained: PartName | None = Field(
         None,
-        description="What training adds to the path, by its name among the profile's parts; nothing when left out.",
+        description="Bridges or adapters of the draft path, by name among the profile's parts; none by default.",
     )
 
     @classmethod

@@ -23,7 +23,9 @@ class InputSpec(_FreeSpec):
     """Input-guided decoding (2205.10350): drafts the rest of the prompt, anchored again after each divergence."""
 
     kind: Literal["input"] = "input"
-    controller: ControllerSpec = Field(ControllerSpec(name="rate"), description="What ends drafts.")
+    controller: ControllerSpec = Field(
+        ControllerSpec(name="rate"), description="Controller, which decides when drafting stops."
+    )
 
     @property
     def said(self) -> str:
@@ -39,10 +41,10 @@ class JacobiSpec(_FreeSpec):
     """
 
     kind: Literal["jacobi"] = "jacobi"
-    method: Literal["jacobi", "gauss-seidel", "hybrid"] = Field("gauss-seidel", description="What a block is.")
-    block: Annotated[int, Field(ge=2, le=WIDEST_DRAFT)] = Field(8, description="Tokens of a block.")
+    method: Literal["jacobi", "gauss-seidel", "hybrid"] = Field("gauss-seidel", description="How blocks are decoded.")
+    block: Annotated[int, Field(ge=2, le=WIDEST_DRAFT)] = Field(8, description="Tokens in a block.")
     parallel: Annotated[int, Field(ge=1)] = Field(64, description="Tokens that `hybrid` decodes in blocks.")
-    start: Literal["padding", "prompt", "before"] = Field("before", description="What unknown places hold at first.")
+    start: Literal["padding", "prompt", "before"] = Field("before", description="Initial guess for unknown positions.")
 
     @property
     def said(self) -> str:
@@ -55,9 +57,11 @@ class LookaheadSpec(_FreeSpec):
     """Lookahead decoding (2402.02057): one pass makes n-grams from Jacobi trajectories and verifies n-grams."""
 
     kind: Literal["lookahead"] = "lookahead"
-    window: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(7, description="Columns of the window.")
-    ngram: Annotated[int, Field(ge=2, le=WIDEST_DRAFT)] = Field(4, description="Tokens of an n-gram.")
-    guesses: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(7, description="N-grams verified at once at most.")
+    window: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(7, description="Window size W of lookahead decoding.")
+    ngram: Annotated[int, Field(ge=2, le=WIDEST_DRAFT)] = Field(4, description="N-gram size N.")
+    guesses: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(
+        7, description="Maximum number G of n-grams verified together."
+    )
 
     @model_validator(mode="after")
     def _held_by_a_verification(self) -> Self:

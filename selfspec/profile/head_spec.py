@@ -19,15 +19,19 @@ class HeadSpec(DraftSpec):
     """
 
     kind: Literal["head"] = "head"
-    part: PartName = Field("eagle", description="The head's name among the profile's parts.")
-    step: Step = Field(0.05, description="What a step of the head takes, in plain decoding steps.")
+    part: PartName = Field("eagle", description="Name of the head among the profile's parts.")
+    step: Step = Field(0.05, description="Time of one step of the head, in plain decoding steps.")
     confidence: Confidence | None = Field(
-        None, description="What says how likely a drafted token is right; its probability when left out."
+        None, description="How the confidence in a drafted token is computed; its probability by default."
     )
-    controller: ControllerSpec = Field(ControllerSpec(name="rate"), description="What ends drafts.")
-    candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(1, description="For each place at most.")
+    controller: ControllerSpec = Field(
+        ControllerSpec(name="rate"), description="Controller, which decides when drafting stops."
+    )
+    candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(
+        1, description="Maximum number of candidates for each position."
+    )
     proposers: Proposers | None = Field(
-        None, description="What guesses, in place of a draft where that promises more; nothing when left out."
+        None, description="Proposers, used instead of a draft where their expected gain is higher; none by default."
     )
 
     @property

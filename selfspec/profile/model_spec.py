@@ -19,18 +19,28 @@ class ModelSpec(DraftSpec):
     """
 
     kind: Literal["model"] = "model"
-    model: Annotated[str, Field(min_length=1, description="A folder, beside the profile or not, a file, or a hub id.")]
-    dtype: str = Field("auto", description="Of its weights, as --dtype says it.")
-    device: str = Field("auto", description="Where it runs; where the model does when left out.")
-    bits: Literal["int8", "int4"] | None = Field(None, description="Its weights in few bits, if not in full.")
-    step: Step = Field(0.3, description="What a step of it takes, in plain decoding steps.")
+    model: Annotated[
+        str,
+        Field(
+            min_length=1,
+            description="Draft model: a folder (absolute, or relative to the profile), a file, or a hub id.",
+        ),
+    ]
+    dtype: str = Field("auto", description="Dtype of its weights, as for --dtype.")
+    device: str = Field("auto", description="Device; the target model's by default.")
+    bits: Literal["int8", "int4"] | None = Field(None, description="Quantisation of its weights; none by default.")
+    step: Step = Field(0.3, description="Time of one draft step, in plain decoding steps.")
     confidence: Confidence | None = Field(
-        None, description="What says how likely a drafted token is right; its probability when left out."
+        None, description="How the confidence in a drafted token is computed; its probability by default."
     )
-    controller: ControllerSpec = Field(ControllerSpec(name="rate"), description="What ends drafts.")
-    candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(1, description="For each place at most.")
+    controller: ControllerSpec = Field(
+        ControllerSpec(name="rate"), description="Controller, which decides when drafting stops."
+    )
+    candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(
+        1, description="Maximum number of candidates for each position."
+    )
     proposers: Proposers | None = Field(
-        None, description="What guesses tokens that one of its steps checks together; nothing when left out."
+        None, description="Proposers whose tokens one draft step checks together; none by default."
     )
 
     @property

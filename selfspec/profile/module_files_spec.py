@@ -19,8 +19,8 @@ SUFFIX = ".safetensors"
 class ModuleFile(Data):
     """A file of trained weights: its path beside the profile and its SHA-256."""
 
-    file: str = Field(description="Relative to the profile's own folder; a .safetensors file, without '..'.")
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] = Field(description="Of the file, in hexadecimal.")
+    file: str = Field(description="Path of a .safetensors file, relative to the profile's folder, without '..'.")
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] = Field(description="SHA-256 of the file, in hexadecimal.")
 
     @model_validator(mode="after")
     def _beside_the_profile(self) -> Self:

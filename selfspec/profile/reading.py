@@ -86,7 +86,7 @@ def write_profile(profile: Profile, path: Path) -> None:
 def profile_schema() -> dict[str, Any]:
     """Return the JSON schema of a profile, for editors. `parse_profile` checks more, such as that each layer exists."""
     kinds: Any = functools.reduce(operator.or_, draft_kinds().values())
-    draft: Any = Annotated[kinds, Field(discriminator="kind", description="What drafts, by its kind.")]
+    draft: Any = Annotated[kinds, Field(discriminator="kind", description="Drafting method, by its kind.")]
     made = create_model("Profile", __base__=Profile, __doc__=Profile.__doc__, draft=(draft, PlainSpec()))
     schema = made.model_json_schema(schema_generator=_Schema)
     required = ["version", *schema["required"]]

@@ -35,12 +35,12 @@ from selfspec.types.skip import SkipSet
 class Published(Data):
     """Source of a published skip set. Published measurements are not part of the profile."""
 
-    paper: str | None = Field(None, description="Such as arXiv:2309.08168.")
-    repository: str | None = Field(None, description="Owner and name on GitHub.")
-    commit: str | None = Field(None, description="The commit that the file was read at.")
-    file: str | None = Field(None, description="The file that held the set.")
-    key: str | None = Field(None, description="The set's key in that file.")
-    calibration: str | None = Field(None, description="The text that it was searched on, by name.")
+    paper: str | None = Field(None, description="Paper, such as arXiv:2309.08168.")
+    repository: str | None = Field(None, description="GitHub repository, as owner/name.")
+    commit: str | None = Field(None, description="Commit from which the file was read.")
+    file: str | None = Field(None, description="File that holds the skip set.")
+    key: str | None = Field(None, description="Key of the skip set in that file.")
+    calibration: str | None = Field(None, description="Name of the dataset that it was searched on.")
 
 
 class Calibration(Data):
@@ -50,14 +50,16 @@ class Calibration(Data):
     model's chat template. `drawn_from`: the number of distinct prompts in the source.
     """
 
-    source: str = Field(description="'builtin', 'built-in chat prompts', or a file's, folder's or preset's name.")
-    column: str | None = Field(None, description="The column that held the prompts.")
-    template: str | None = Field(None, description="What was made of each row.")
-    chat: bool = Field(False, description="Whether each was a user's message, by the model's chat template.")
-    drawn_from: Positive | None = Field(None, description="How many different prompts there were.")
+    source: str = Field(description="'builtin', 'built-in chat prompts', or the name of a file, folder or preset.")
+    column: str | None = Field(None, description="Column that holds the prompts.")
+    template: str | None = Field(None, description="Template that makes a prompt of each row.")
+    chat: bool = Field(
+        False, description="Whether the model's chat template was applied, with each prompt as a user message."
+    )
+    drawn_from: Positive | None = Field(None, description="Number of distinct prompts.")
     prompts: Positive
     tokens: Positive
-    sha256: str = Field(description="Of the token ids.")
+    sha256: str = Field(description="SHA-256 of the token ids.")
 
 
 class SearchRecord(Data):
@@ -76,7 +78,9 @@ class SearchRecord(Data):
     kv: Annotated[str, Field(pattern="^(shared|own)$")] = "shared"
     minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     interrupted: bool = False
-    extra_bytes: Count | None = Field(None, description="Memory of the weights in few bits, beside the model's own.")
+    extra_bytes: Count | None = Field(
+        None, description="Bytes of quantised draft weights, in addition to the model's own."
+    )
 
 
 class Prediction(Data):
@@ -119,20 +123,20 @@ class Profile(Data):
     `also`: further profiles of the model.
     """
 
-    version: Literal[2] = Field(2, description="Of the format.")
+    version: Literal[2] = Field(2, description="Version of the profile format.")
     model: Identity
     draft: Annotated[SerializeAsAny[DraftSpec], BeforeValidator(parse_draft)] = PlainSpec()
-    parts: dict[str, ModuleFile] = Field({}, description="Trained weights beside this file, by name.")
+    parts: dict[str, ModuleFile] = Field({}, description="Files of trained modules beside this file, by name.")
     published: Published | None = None
     calibration: Calibration | None = None
     search: SearchRecord | None = None
     costs: CostModel | None = None
     acceptance: AcceptanceCurve | None = None
     predicted: Prediction | None = None
-    measured: list[Measurement] = Field([], description="Speeds measured against plain decoding; empty: none was.")
-    versions: dict[str, str] = Field({}, description="The packages that it was made with.")
-    note: str | None = Field(None, description="Anything else that a reader should know.")
-    also: list[Profile] = Field([], description="Other ways to draft, among which each sequence takes one.")
+    measured: list[Measurement] = Field([], description="Speeds measured against plain decoding; empty if none were.")
+    versions: dict[str, str] = Field({}, description="Versions of the packages that it was made with.")
+    note: str | None = Field(None, description="Free text.")
+    also: list[Profile] = Field([], description="Alternative profiles; each sequence is routed to one.")
 
     _folder: Path | None = PrivateAttr(None)
 

@@ -20,7 +20,7 @@ class MergedSpec(DraftSpec):
     """
 
     kind: Literal["merged"] = "merged"
-    drafters: Annotated[list[Drafts], Field(min_length=2, description="Drafts of other kinds, in their order.")]
+    drafters: Annotated[list[Drafts], Field(min_length=2, description="Drafts to merge, in order.")]
 
     @property
     def single(self) -> Sequence[DraftSpec]:

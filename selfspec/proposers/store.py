@@ -175,7 +175,7 @@ def _key(text: Sequence[int]) -> bytes:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Return the number of tokens in the common prefix."""
+    """Return the number of tokens in the common prefix of two packed texts, of 4 bytes a token."""
     for i in range(0, min(len(one), len(other)), 4):
         if one[i : i + 4] != other[i : i + 4]:
             return i // 4

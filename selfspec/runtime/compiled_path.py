@@ -57,7 +57,7 @@ class Paths:
     """The compiled paths of one model and their weights, each made once and kept as long as a path uses it."""
 
     def __init__(self, skeleton: Skeleton, scaling: float) -> None:
-        """Compile for `skeleton`; `scaling` multiplies queries after RoPE in native passes."""
+        """Initialise without paths; `scaling` multiplies queries after RoPE in passes of the native runner."""
         self._skeleton, self._scaling = skeleton, scaling
         self._paths: WeakValueDictionary[DraftPath, CompiledPath] = WeakValueDictionary()
         self._trained: dict[str, Trained] = {}

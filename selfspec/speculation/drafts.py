@@ -98,7 +98,7 @@ class Draft:
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """Children in order, by row: row 0 is the root's, row i + 1 token i's."""
+        """The children of each node as token indices, in order: entry 0 of the root, entry i + 1 of token i."""
         children: list[list[int]] = [[] for _ in range(len(self) + 1)]
         for node, parent in enumerate(self.parents):
             children[parent + 1].append(node)

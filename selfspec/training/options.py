@@ -29,26 +29,30 @@ class TrainOptions:
     same call makes the same part. `rows`: texts decoded together. Raises `SelfspecError` for a value out of range.
     """
 
-    minutes: Annotated[float, Option(help="For all of it; with --texts, for fitting alone.")] = 20.0
-    max_new_tokens: Annotated[int, Option(min=16, metavar="N", help="Tokens of each answer to learn from.")] = 128
-    vocabulary: Annotated[int, Option(min=16, metavar="N", help="Tokens that a head may draft.")] = 8192
+    minutes: Annotated[float, Option(help="Time limit of everything; with --texts, of fitting only.")] = 20.0
+    max_new_tokens: Annotated[int, Option(min=16, metavar="N", help="New tokens of each training text.")] = 128
+    vocabulary: Annotated[int, Option(min=16, metavar="N", help="Draft vocabulary size of a head.")] = 8192
     rank: Annotated[
-        int | None, Option(min=1, metavar="N", help="Of bridges and adapters; bridges are whole when left out.")
+        int | None, Option(min=1, metavar="N", help="Rank of bridges and adapters; bridges have full rank by default.")
     ] = None
-    loss: Annotated[Loss, Option(help="Of adapters, distill and layerskip.")] = "forward-kl"
+    loss: Annotated[Loss, Option(help="Loss of adapters, distill and layerskip.")] = "forward-kl"
     student: Annotated[
-        str | None, Option(metavar="MODEL", help="Of distill; some of the model's own layers when left out.")
+        str | None, Option(metavar="MODEL", help="Student of distill; by default a subset of the model's own layers.")
     ] = None
     layers: Annotated[
         int | None,
-        Option(min=1, metavar="N", help="That distill keeps, or after which layerskip exits; a fifth."),
+        Option(
+            min=1, metavar="N", help="Layers that distill keeps, or after which layerskip exits; a fifth by default."
+        ),
     ] = None
     texts: Annotated[
-        int | None, Option(min=FEWEST, metavar="N", help="Texts to learn from, whatever time they take.")
+        int | None, Option(min=FEWEST, metavar="N", help="Number of training texts, whatever time they take.")
     ] = None
-    steps: Annotated[int | None, Option(min=1, metavar="N", help="Steps of fitting, likewise.")] = None
-    rows: Annotated[int, Option(min=1, metavar="N", help="Texts that are decoded together.")] = 128
-    seed: Annotated[int, Option(min=0, help="Of prompts, texts and fitting.")] = 0
+    steps: Annotated[
+        int | None, Option(min=1, metavar="N", help="Number of training steps, whatever time they take.")
+    ] = None
+    rows: Annotated[int, Option(min=1, metavar="N", help="Batch size for generating texts.")] = 128
+    seed: Annotated[int, Option(min=0, help="Random seed of prompts, texts and training.")] = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.minutes < math.inf:

@@ -1,7 +1,7 @@
 """The training texts: the model's own, with the output streams of some of its layers at every token.
 
-Texts are decoded together and cached on disk, several in a file; only the windows in use are in memory. An interrupted
-call loses no file that was written, and the next call continues from there.
+Texts are decoded together and cached on disk, several in a file; only the parts that the current batch reads are in
+memory. An interrupted call keeps the files that it wrote, and the next call continues after them.
 """
 
 from __future__ import annotations

@@ -14,7 +14,5 @@ Option = Annotated[int, Field(ge=-(10**9), le=10**9)] | Annotated[float, Field(a
 class ControllerSpec(Data):
     """A controller by its registered name, with options that the registry in `controllers` checks."""
 
-    name: str = Field(description="fixed, static, adaptive or rate.")
-    options: dict[str, Option] = Field(
-        {}, description="Its options, such as threshold or k_max; defaults for the rest."
-    )
+    name: str = Field(description="Name: fixed, static, adaptive or rate.")
+    options: dict[str, Option] = Field({}, description="Options, such as threshold or k_max; defaults for the rest.")

@@ -15,15 +15,17 @@ Layers = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
 class Identity(Data):
     """The model a profile is for. Fields that are set must agree with the model; `layers` is required."""
 
-    layers: Layers = Field(description="How many decoder layers the model has.")
-    name: str | None = Field(None, description="A folder, a GGUF file, a hub id, or builtin; loaded without --model.")
-    model_type: str | None = Field(None, description="The family, as the model's config.json names it.")
-    hidden: Positive | None = Field(None, description="Width of the residual stream.")
-    heads: Positive | None = Field(None, description="Attention heads.")
-    kv_heads: Positive | None = Field(None, description="Heads of keys and values.")
-    intermediate: Positive | None = Field(None, description="Width of the MLP.")
-    vocabulary: Positive | None = Field(None, description="Tokens that the model knows.")
-    fingerprint: str | None = Field(None, description="Of the weights; written by the search.")
+    layers: Layers = Field(description="Number of decoder layers.")
+    name: str | None = Field(
+        None, description="Model to load without --model: a folder, GGUF file, hub id, or builtin."
+    )
+    model_type: str | None = Field(None, description="Model type, as in the model's config.json.")
+    hidden: Positive | None = Field(None, description="Hidden size.")
+    heads: Positive | None = Field(None, description="Number of attention heads.")
+    kv_heads: Positive | None = Field(None, description="Number of key-value heads.")
+    intermediate: Positive | None = Field(None, description="Intermediate size of the MLP.")
+    vocabulary: Positive | None = Field(None, description="Vocabulary size.")
+    fingerprint: str | None = Field(None, description="Fingerprint of the weights; written by the search.")
 
     def mismatch(self, other: Identity) -> str | None:
         """Return the first architecture field that differs from `other`, as text; None if all set fields agree."""

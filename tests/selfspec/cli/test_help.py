@@ -15,7 +15,7 @@ DRAFTING = {"Drafting": ["controller", "store"], "Prompts": PROMPTS, "Device": D
 DECODING = {
     "Sampling": ["top-k", "top-p", "seed", "generation-config", "set"],
     "Drafting": ["rule", "method", "controller", "store", "answers"],
-    "What the text must be (needs llguidance)": ["regex", "json-schema"],
+    "Guided generation (needs llguidance)": ["regex", "json-schema"],
     "Device": [*DEVICE, "tensor-parallel"],
 }
 COMMANDS = {
@@ -25,11 +25,11 @@ COMMANDS = {
         ],
         "Prompts": PROMPTS,
         "Sampling": ["top-k", "top-p"],
-        "How drafts are made and verified": ["rule", "controller", "kv", "drafters", "store"],
-        "Which sets are tried": ["keep", "modes", "extra-memory", "granularity", "max-draft-cost", "keep-best"],
-        "How the search goes": ["strategy", "context", "seed"],
-        "To search as the paper does (with --strategy skopt)": ["objective", "warm-starts"],
-        "Where trials are kept": ["storage", "study"],
+        "Drafting and verification": ["rule", "controller", "kv", "drafters", "store"],
+        "Search space": ["keep", "modes", "extra-memory", "granularity", "max-draft-cost", "keep-best"],
+        "Search method": ["strategy", "context", "seed"],
+        "Search as in the paper (with --strategy skopt)": ["objective", "warm-starts"],
+        "Storage of trials": ["storage", "study"],
         "Device": DEVICE,
     },
     "train": {
