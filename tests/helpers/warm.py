@@ -154,7 +154,9 @@ def _supervise(client: socket.socket) -> None:
 def _there(client: socket.socket) -> bool:
     """Whether the client has not closed its end; what it still sends is the command's to read."""
     try:
-        there = bool(client.recv(1, socket.MSG_PEEK))
+        there = bool(client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except BlockingIOError:  # the command has read it meanwhile
+        return True
     except OSError:
         return False
     time.sleep(0.002)

@@ -123,13 +123,6 @@ def test_it_rests_on_what_it_is_told():
     assert told.start().rate == 1.5
 
 
-def test_a_curve_as_it_was_saved_before():
-    """Under the key `beside`, which is read, and never written."""
-    saved = {"confidence": [0.1, 0.5], "accepted": [0.3, 0.7], "following": [0.5, 0.6], "beside": [[0.2, 0.1]]}
-    curve = AcceptanceCurve.model_validate(saved)
-    assert curve.model_dump() == {**{k: v for k, v in saved.items() if k != "beside"}, "candidates": [[0.2, 0.1]]}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
