@@ -156,7 +156,7 @@ class Ledger:
 
     @property
     def gains(self) -> Gains | None:
-        """The gain of each choice of each variable alone; None until they are kept."""
+        """The gain of each choice of each variable when it alone is changed; None until `keep_gains`."""
         gains: Gains | None = self._records.get("gains")
         return gains
 

@@ -264,7 +264,7 @@ class Replayed:
     def _at_its_rate(
         self, controller: Controller, payoff: PayoffModel, traces: Sequence[Trace], draft: float
     ) -> _Value:
-        """Return the value of a controller with this payoff model, at the rate that it attains (Dinkelbach 1967)."""
+        """Return the value of a controller that assumes the token rate which it attains itself (Dinkelbach 1967)."""
         best: _Value | None = None
         rate = 1.0
         for _ in range(DINKELBACH):

@@ -70,9 +70,9 @@ def best_on_others(
 
 
 def clearly_best(scores: Sequence[Score], told: Sequence[Score], start: DraftPath) -> Score:
-    """Return the one of `scores` whose score in `told` is best, or `start` if none is clearly better than it.
+    """Return the score of the fastest path by `told`, or that of `start` unless another path is faster by `CLEARLY`.
 
-    `told` may cover only the first few of `scores`.
+    `told` holds newer scores of the same paths in the same order, of all `scores` or of the first few.
     """
     speeds = [score.tokens_per_second * (CLEARLY if score.path == start else 1.0) for score in told]
     return scores[speeds.index(max(speeds))]

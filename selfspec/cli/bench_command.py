@@ -129,7 +129,7 @@ def measured(
 
 
 def check_named(methods: Sequence[str]) -> None:
-    """Check the draft models and profiles that are named as methods. Raises `SelfspecError`."""
+    """Raise `SelfspecError` if a draft model or profile named as a method does not exist."""
     for name in methods:
         if model := draft_model(name):
             check_at_hand(model)

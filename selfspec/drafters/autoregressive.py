@@ -120,7 +120,7 @@ class ChainDrafter(PlayedDrafter):
     def _begun_together(
         self, seqs: Sequence[SequenceState], rooms: Sequence[int], load: BatchDraftScheduler
     ) -> list[Chain]:
-        """Return chains without tokens; lookup tokens replace a draft if `load` finds them worth verifying."""
+        """Return the chain of each sequence: empty, to be drafted, or lookup tokens if `load` finds these better."""
         guesses = [self.guess(seq, room) for seq, room in zip(seqs, rooms, strict=True)]
         counts = load.free([guess.chances for guess in guesses], instead=True)
         chains = []

@@ -20,8 +20,8 @@ from selfspec.speculation.drafter import Drafter
 def decide_together(drafter: Drafter, load: BatchDraftScheduler | None) -> None:
     """Let `load` schedule the drafts of a drafter and its inner drafters; None: each sequence's controller decides.
 
-    Drafters without a controller are unchanged. With a `load`, guards bound the batch by the clock, seeded sequences
-    included.
+    Drafters without a controller are unchanged. With a `load`, guards use measured times for all sequences of the
+    batch, also for seeded ones.
     """
     for one in _inside(drafter):
         if isinstance(one, Guard):

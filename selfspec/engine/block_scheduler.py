@@ -20,7 +20,7 @@ class CacheAllocator(Protocol):
 
     @property
     def places(self) -> int:
-        """Cache slots in all."""
+        """The number of cache slots of all sequences together."""
 
     @property
     def free(self) -> int:
@@ -65,7 +65,7 @@ class ContiguousAllocator:
 
     @property
     def places(self) -> int:
-        """Slots of all rows."""
+        """The number of cache slots of all rows together."""
         return self.runtime.rows * self.runtime.cache.slots
 
     @property
@@ -127,7 +127,7 @@ class PagedAllocator:
 
     @property
     def places(self) -> int:
-        """Slots of all blocks."""
+        """The number of cache slots of all blocks together."""
         return self._blocks.total * self._blocks.size
 
     @property

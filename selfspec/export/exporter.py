@@ -27,7 +27,7 @@ class ExportJob:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The result of writing: commands, each after what it does, and notes on their use."""
+    """The result of an export: pairs of a description and its command, and notes on their use."""
 
     commands: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = ()

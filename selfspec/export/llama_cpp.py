@@ -140,7 +140,7 @@ def draft_types(path: DraftPath, weights: Weights, full: Type, *, layers: int) -
 
 
 def _drafting(job: ExportJob, path: DraftPath) -> tuple[Weights, Callable[[str], Type]]:
-    """Return the weights that draft along a path, and a function from module to type."""
+    """Return the weights that draft along a path, and a function from module name to GGUF type."""
     weights, full = kept(weights_of(job.llm.model), path), type_of(job.type_name, job.llm.runtime.dtype)
     if path.head != "full" and "lm_head.weight" not in weights.tensors:  # tied: a quantised head is a tensor of its own
         config = copy.deepcopy(weights.config)

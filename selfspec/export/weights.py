@@ -90,7 +90,7 @@ def kept(whole: Weights, path: DraftPath) -> Weights:
 
 
 def model_of(weights: Weights) -> Any:
-    """Return a model that shares the tensors."""
+    """Return a `transformers` model whose parameters are the tensors of `weights`, without copies."""
     config = copy.deepcopy(weights.config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def encode(llm: LLM, prompt: Prompt, *, chat: bool = False, system: str | None = None) -> list[int]:
     """Encode a prompt; with `chat`, a text becomes a user's message, after a `system` message if one is given.
 
-    A list of chat messages is encoded as it is. Raises `SelfspecError`.
+    A list of chat messages is encoded without `system`. Raises `SelfspecError` for messages if the tokenizer has no
+    chat template.
     """
     if not chat or is_chat(prompt):
         return llm.encode(prompt)

@@ -166,5 +166,5 @@ def weights_of(methods: Sequence[str]) -> set[Weights]:
 
 
 def any_drafts(methods: Sequence[str]) -> bool:
-    """Return whether any method runs on the copy laid out for drafting."""
+    """Return whether any method runs on the copy of the model whose weight layout is chosen for drafting."""
     return "skip" in weights_of(methods)

@@ -85,7 +85,7 @@ class Moved(Wrapped):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spread(Wrapped):
-    """A product that computes only the outputs `at` of `out`; the others are -inf."""
+    """A product of `out` outputs that computes only those with indices `at`; the others are -inf."""
 
     at: Tensor
     out: int

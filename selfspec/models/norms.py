@@ -149,6 +149,6 @@ class RoundedNorm:
 
 
 def _called(module: nn.Module) -> Norm:
-    """Return a norm that calls the module itself, if its formula is unknown or it has hooks."""
+    """Return a norm that calls the module itself, for modules with hooks or an unknown formula."""
     call = on_rows(module)
     return lambda x, longer, out: call(x)

@@ -167,7 +167,7 @@ class Graphs:
     """
 
     def __init__(self, passes: EagerRunner, recorder: Recorder, refused: Refused, positions: int) -> None:
-        """Capture passes of the eager runner `passes`; `positions` is the length of its RoPE tables."""
+        """Prepare to capture passes of `passes`, whose RoPE tables have `positions` positions, with `recorder`."""
         self._passes, self._recorder, self._pool, self._refused = passes, recorder, recorder.pool(), refused
         self._slots, self._device = passes.cache.slots, passes.skeleton.device
         self._end = min(positions, self._slots)

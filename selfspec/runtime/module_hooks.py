@@ -47,9 +47,10 @@ def _nothing_of(forward: Callable[..., Any], gives: int | None) -> Callable[...,
 def watched(
     of: Structure, hidden: Sequence[int], between: Sequence[int]
 ) -> Iterator[tuple[dict[int, Tensor], dict[int, Tensor]]]:
-    """Capture the input streams of layers `hidden` (the number of layers: the last output), and those `between`.
+    """Capture the inputs of layers `hidden`, and the streams between attention and MLP of layers `between`.
 
-    A stream between attention and MLP is the layer's input plus its attention's output.
+    In `hidden`, an index equal to the number of layers is the last layer's output. A stream between attention and MLP
+    is the layer's input plus its attention's output.
     """
     streams, entered, halves = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
     last = len(of.layers)

@@ -135,7 +135,7 @@ class Sampler:
         return _checked(index, total, p)
 
     def _drawn(self, p: Tensor) -> list[Tensor]:
-        """Return the index of a token drawn from `p` `[V]` by its cumulative sums, and the total, `[1]` each."""
+        """Draw a token from unnormalised `p` `[V]`; return its index `[1]` and the sum of `p` `[1]`."""
         cumulative = p.cumsum(0, dtype=torch.float64)
         total = cumulative[-1:]
         return [torch.searchsorted(cumulative, total * self._random.random(), right=True), total]
@@ -276,7 +276,7 @@ def tied_noise(seed: int, position: int, like: Tensor) -> Tensor:
 
 
 def whole(value: object, name: str, *, least: int) -> int:
-    """Return `value` as an integer of at least `least`. Raises `SelfspecError` with its name otherwise."""
+    """Return `value` as an integer of at least `least`. Raises `SelfspecError`, which names it `name`, else."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:

@@ -64,7 +64,7 @@ def make_texts(
     options: TrainOptions,
     watch: TrainingCallbacks,
 ) -> None:
-    """Make the requested number of texts, or as many as fit the time."""
+    """Generate training texts into `texts`: as many as `options` ask for, or as fit their time limit."""
     seconds = 60 * options.minutes * MAKING
     own, given = None, None
     if prompts is None:

@@ -124,7 +124,7 @@ class EagleNet(nn.Module):
         self.layer = PairModule(shape, layers=layers)
 
     def forward(self, tokens: Tensor, embedded: Tensor, streams: Tensor, depth: int) -> list[Tensor]:
-        """Return each step's normed stream; see the module's docstring."""
+        """Return the normalised hidden states after each of the `depth` draft steps; see the module's docstring."""
         stream, n = self.layer.given(streams), streams.shape[1]
         causal = _causal(n, streams)
         keys, values, out = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -147,7 +147,7 @@ class MtpNet(nn.Module):
         self.layers = nn.ModuleList(self.stack)
 
     def forward(self, tokens: Tensor, embedded: Tensor, streams: Tensor, depth: int) -> list[Tensor]:
-        """Return each step's normed stream; see the module's docstring."""
+        """Return the normalised hidden states after each of the `depth` draft steps; see the module's docstring."""
         stream, n = self.stack[0].given(streams), streams.shape[1]
         causal, out = _causal(n, streams), list[Tensor]()
         for k, layer in enumerate(self.stack[:depth]):
@@ -177,7 +177,10 @@ class ChimeraNet(nn.Module):
             one.weight.normal_(0, 0.005)[:, hidden:] += torch.eye(hidden)  # type: ignore[operator]
 
     def forward(self, tokens: Tensor, embedded: Tensor, streams: Tensor, depth: int) -> list[Tensor]:
-        """Return each step's mapped stream; see the module's docstring. `streams` are normed."""
+        """Return the mapped hidden states after each of the `depth` draft steps; see the module's docstring.
+
+        `streams` are normalised.
+        """
         n, width = streams.shape[1], embedded.shape[1]
         padded = torch.cat((embedded[:, :1].expand(-1, REACH, -1), embedded), 1)
         read = torch.cat([padded[:, i : i + width] for i in range(REACH + 1)], -1)

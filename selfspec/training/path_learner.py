@@ -74,7 +74,7 @@ class PathLearner:
 
     @torch.no_grad()
     def acceptance(self, texts: Sequence[TrainingText]) -> list[float]:
-        """Return, for each draft position, how often all greedy drafted tokens up to it match the text, in answers."""
+        """Return, for each draft position, the share of starts in answers whose greedy draft matches up to it."""
         self.net.round()
         right, all_of = torch.zeros(self.places), 0
         for text in texts:
