@@ -7,8 +7,16 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.profile.draft_spec import DraftSpec, Proposers, Step, kinds_of, register_spec
-from selfspec.types.confidence import Confidence
+from selfspec.profile.draft_spec import (
+    Candidates,
+    CheckedProposers,
+    DraftConfidence,
+    DraftController,
+    DraftSpec,
+    Step,
+    kinds_of,
+    register_spec,
+)
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.identity import Identity
 from selfspec.types.limits import WIDEST_DRAFT
@@ -16,18 +24,10 @@ from selfspec.types.limits import WIDEST_DRAFT
 
 class _ChosenSpec(DraftSpec):
     step: Step = Field(0.6, description="Initial time of one draft step, in plain decoding steps.")
-    confidence: Confidence | None = Field(
-        None, description="How the confidence in a drafted token is computed; its probability by default."
-    )
-    controller: ControllerSpec = Field(
-        ControllerSpec(name="rate"), description="Controller, which decides when drafting stops."
-    )
-    candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(
-        1, description="Maximum number of candidates for each position."
-    )
-    proposers: Proposers | None = Field(
-        None, description="Proposers whose tokens one draft step checks together; none by default."
-    )
+    confidence: DraftConfidence = None
+    controller: DraftController = ControllerSpec(name="rate")
+    candidates: Candidates = 1
+    proposers: CheckedProposers = None
 
     @property
     def step_share(self) -> float | None:

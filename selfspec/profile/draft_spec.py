@@ -110,6 +110,15 @@ class ProposerSpec(Data):
 
 
 Proposers = Annotated[list[ProposerSpec], Field(min_length=1)]
+CheckedProposers = Annotated[
+    Proposers | None, Field(description="Proposers whose tokens one draft step checks together; none by default.")
+]
+DraftConfidence = Annotated[
+    Confidence | None,
+    Field(description="How the confidence in a drafted token is computed; its probability by default."),
+]
+DraftController = Annotated[ControllerSpec, Field(description="Controller, which decides when drafting stops.")]
+Candidates = Annotated[int, Field(ge=1, le=WIDEST_DRAFT, description="Maximum number of candidates for each position.")]
 
 
 class GuessesSpec(DraftSpec):
@@ -119,9 +128,7 @@ class GuessesSpec(DraftSpec):
     proposers: Proposers = Field(
         [ProposerSpec()], description="Proposers; the proposal with the highest expected gain is drafted."
     )
-    controller: ControllerSpec = Field(
-        ControllerSpec(name="rate"), description="Controller, which decides when drafting stops."
-    )
+    controller: DraftController = ControllerSpec(name="rate")
 
     @property
     def said(self) -> str:
@@ -143,12 +150,8 @@ class RecycleSpec(DraftSpec):
     """Token recycling: drafts the tokens that the model's last logits after a token ranked highest."""
 
     kind: Literal["recycle"] = "recycle"
-    candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(
-        4, description="Maximum number of candidates for each position."
-    )
-    controller: ControllerSpec = Field(
-        ControllerSpec(name="rate"), description="Controller, which decides when drafting stops."
-    )
+    candidates: Candidates = 4
+    controller: DraftController = ControllerSpec(name="rate")
 
     @property
     def step_share(self) -> float | None:
@@ -183,9 +186,7 @@ class LayerSkipSpec(DraftSpec):
     head: Literal["int8", "int4"] | None = Field(
         None, description="Mode of the language-model head while drafting; full by default."
     )
-    confidence: Confidence | None = Field(
-        None, description="How the confidence in a drafted token is computed; its probability by default."
-    )
+    confidence: DraftConfidence = None
     controller: ControllerSpec = ControllerSpec(name="adaptive")
     candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(
         1, description="Maximum number of candidates for each position, with the drafted token."
@@ -193,9 +194,7 @@ class LayerSkipSpec(DraftSpec):
     vocabulary: Annotated[list[Count], Field(min_length=1)] | None = Field(
         None, description="Draft vocabulary: the only tokens that are drafted; all by default."
     )
-    proposers: Proposers | None = Field(
-        None, description="Proposers whose tokens one draft step checks together; none by default."
-    )
+    proposers: CheckedProposers = None
     spared: Chance | None = Field(
         None, description="Share of a draft step that proposers save for each drafted token; 0 by default."
     )

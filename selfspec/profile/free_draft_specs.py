@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.profile.draft_spec import DraftSpec, register_spec
+from selfspec.profile.draft_spec import DraftController, DraftSpec, register_spec
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.limits import WIDEST_DRAFT
 
@@ -23,9 +23,7 @@ class InputSpec(_FreeSpec):
     """Input-guided decoding (2205.10350): drafts the rest of the prompt, anchored again after each divergence."""
 
     kind: Literal["input"] = "input"
-    controller: ControllerSpec = Field(
-        ControllerSpec(name="rate"), description="Controller, which decides when drafting stops."
-    )
+    controller: DraftController = ControllerSpec(name="rate")
 
     @property
     def said(self) -> str:

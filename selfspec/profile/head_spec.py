@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from selfspec.profile.draft_spec import DraftSpec, PartName, Proposers, Step, kinds_of, register_spec
-from selfspec.types.confidence import Confidence
+from selfspec.profile.draft_spec import (
+    Candidates,
+    DraftConfidence,
+    DraftController,
+    DraftSpec,
+    PartName,
+    Proposers,
+    Step,
+    kinds_of,
+    register_spec,
+)
 from selfspec.types.controller import ControllerSpec
-from selfspec.types.limits import WIDEST_DRAFT
 
 
 class HeadSpec(DraftSpec):
@@ -21,15 +29,9 @@ class HeadSpec(DraftSpec):
     kind: Literal["head"] = "head"
     part: PartName = Field("eagle", description="Name of the head among the profile's parts.")
     step: Step = Field(0.05, description="Time of one step of the head, in plain decoding steps.")
-    confidence: Confidence | None = Field(
-        None, description="How the confidence in a drafted token is computed; its probability by default."
-    )
-    controller: ControllerSpec = Field(
-        ControllerSpec(name="rate"), description="Controller, which decides when drafting stops."
-    )
-    candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(
-        1, description="Maximum number of candidates for each position."
-    )
+    confidence: DraftConfidence = None
+    controller: DraftController = ControllerSpec(name="rate")
+    candidates: Candidates = 1
     proposers: Proposers | None = Field(
         None, description="Proposers, used instead of a draft where their expected gain is higher; none by default."
     )

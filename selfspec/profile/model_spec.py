@@ -6,10 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from selfspec.profile.draft_spec import DraftSpec, Proposers, Step, kinds_of, register_spec
-from selfspec.types.confidence import Confidence
+from selfspec.profile.draft_spec import (
+    Candidates,
+    CheckedProposers,
+    DraftConfidence,
+    DraftController,
+    DraftSpec,
+    Step,
+    kinds_of,
+    register_spec,
+)
 from selfspec.types.controller import ControllerSpec
-from selfspec.types.limits import WIDEST_DRAFT
 
 
 class ModelSpec(DraftSpec):
@@ -30,18 +37,10 @@ class ModelSpec(DraftSpec):
     device: str = Field("auto", description="Device; the target model's by default.")
     bits: Literal["int8", "int4"] | None = Field(None, description="Quantisation of its weights; none by default.")
     step: Step = Field(0.3, description="Time of one draft step, in plain decoding steps.")
-    confidence: Confidence | None = Field(
-        None, description="How the confidence in a drafted token is computed; its probability by default."
-    )
-    controller: ControllerSpec = Field(
-        ControllerSpec(name="rate"), description="Controller, which decides when drafting stops."
-    )
-    candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(
-        1, description="Maximum number of candidates for each position."
-    )
-    proposers: Proposers | None = Field(
-        None, description="Proposers whose tokens one draft step checks together; none by default."
-    )
+    confidence: DraftConfidence = None
+    controller: DraftController = ControllerSpec(name="rate")
+    candidates: Candidates = 1
+    proposers: CheckedProposers = None
 
     @property
     def said(self) -> str:
