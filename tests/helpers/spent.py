@@ -44,9 +44,7 @@ def summary_of_time(terminalreporter: Any) -> None:
     reports = [
         report for each in terminalreporter.stats.values() for report in each if hasattr(report, "user_properties")
     ]
-    slow = sorted(
-        (r for r in reports if took(r) > MUCH and not {"long", "proof"} & {*r.keywords}), key=took, reverse=True
-    )
+    slow = [report for report in reports if took(report) > MUCH and not {"long", "proof"} & {*report.keywords}]
     if slow:
         terminalreporter.section(f"unmarked tests that took more than {MUCH:g} s of a processor")
         for report in sorted(slow, key=took, reverse=True):
