@@ -268,7 +268,7 @@ class Replayed:
         best: _Value | None = None
         rate = 1.0
         for _ in range(DINKELBACH):
-            plan = _Plan(controller.told(payoff, rate=rate), self._candidates)
+            plan = _Plan(controller.with_payoff(payoff, rate=rate), self._candidates)
             value = self._priced(plan, traces, draft)
             best = value if best is None or value.speed > best.speed else best
             before, rate = rate, max(1.0, value.speed * self._costs.plain)

@@ -60,12 +60,12 @@ class Search:
     proposers: tuple[ProposerSpec, ...] = ()
     plain_llm: LLM | None = None
 
-    def plan(self, room: int | None = None) -> ScoredTexts:
-        """Return how much text fits the time; `room`: the tokens after each prompt, if they turned out to be fewer."""
+    def plan(self, max_new_tokens: int | None = None) -> ScoredTexts:
+        """Return how much text fits the time; `max_new_tokens`: the length of the texts, once they are decoded."""
         count = len(self.prompts if self.planned is None else self.planned.prompts)
         new = self.decoding.max_new_tokens if self.planned is None else self.planned.new
         described = None if self.described is None else self.described(count)
-        return ScoredTexts(prompts=count, max_new_tokens=room or new, calibration=described)
+        return ScoredTexts(prompts=count, max_new_tokens=max_new_tokens or new, calibration=described)
 
     def chosen(self, texts: ScoredTexts) -> tuple[tuple[list[int], ...], DecodingSettings]:
         """Return the prompts that `texts` covers, and the settings by which they are continued."""

@@ -69,10 +69,10 @@ def best_on_others(
     return clearly_best(scores, again if len(again) > 1 else scores, start)
 
 
-def clearly_best(scores: Sequence[Score], told: Sequence[Score], start: DraftPath) -> Score:
-    """Return the score of the fastest path by `told`, or that of `start` unless another path is faster by `CLEARLY`.
+def clearly_best(scores: Sequence[Score], rescored: Sequence[Score], start: DraftPath) -> Score:
+    """Return the score of the fastest path by `rescored`, or of `start` unless another path is faster by `CLEARLY`.
 
-    `told` holds newer scores of the same paths in the same order, of all `scores` or of the first few.
+    `rescored` holds newer scores of the same paths in the same order, of all `scores` or of the first few.
     """
-    speeds = [score.tokens_per_second * (CLEARLY if score.path == start else 1.0) for score in told]
+    speeds = [score.tokens_per_second * (CLEARLY if score.path == start else 1.0) for score in rescored]
     return scores[speeds.index(max(speeds))]

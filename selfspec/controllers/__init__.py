@@ -52,7 +52,7 @@ def make_controller(spec: ControllerSpec, payoff: PayoffModel | None = None) -> 
             raise SelfspecError(f"controller '{spec.name}' has no option '{option}'; it has: {', '.join(known)}")
     options: Mapping[str, Any] = spec.options
     controller = kind(**options)
-    return controller if payoff is None else controller.told(payoff)
+    return controller if payoff is None else controller.with_payoff(payoff)
 
 
 def parse_controller(text: str) -> ControllerSpec:

@@ -21,7 +21,7 @@ class Controller(ABC):
     Decisions depend only on the confidences (the draft's probabilities of its drafted tokens) and on earlier
     observations, so a replay decides as real decoding does. A controller holds the state of one sequence; `start` makes
     a fresh one for another. Its options are its dataclass fields, except fields with `metadata={"option": False}`.
-    `asks_payoff`: whether it decides by a `PayoffModel`, set with `told` before use.
+    `asks_payoff`: whether it decides by a `PayoffModel`, set by `with_payoff` before use.
     """
 
     name: ClassVar[str]
@@ -63,7 +63,7 @@ class Controller(ABC):
         another candidate was accepted at the first position whose drafted token was rejected.
         """
 
-    def told(self, payoff: PayoffModel, *, rate: float | None = None) -> Self:
+    def with_payoff(self, payoff: PayoffModel, *, rate: float | None = None) -> Self:
         """Return a controller that uses `payoff`, starting at `rate` if set; itself if it uses no payoff model."""
         return self
 

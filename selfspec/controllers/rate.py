@@ -172,7 +172,7 @@ class RateOptimal(Controller):
         self._tokens = self.memory * self._tokens + accepted + other + 1
         self.rate = max(1.0, self._tokens / self._time)
 
-    def told(self, payoff: PayoffModel, *, rate: float | None = None) -> Self:
+    def with_payoff(self, payoff: PayoffModel, *, rate: float | None = None) -> Self:
         """Return a controller with these options that uses `payoff`, starting at `rate` if set."""
         return dataclasses.replace(self, payoff=payoff, rate=self.rate if rate is None else rate)
 

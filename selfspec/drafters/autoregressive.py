@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from selfspec.controllers import BatchDraftScheduler, Controller, DraftLoop
-from selfspec.drafters.controlled import PlayedDrafter, check_candidates, guessed
+from selfspec.drafters.controlled import ControlledDrafter, as_draft, check_candidates
 from selfspec.proposers.base import NO_GUESS, Guess
 from selfspec.proposers.chain import ProposerChain
 from selfspec.speculation.drafter import Limit
@@ -28,7 +28,7 @@ class Chain:
 
     `logits` `[n, V]`: unused raw logits of the last pass, the next token's first; later rows are valid only if the
     draft continues with the lookup tokens `ahead`. `passes`: the number of tokens in each pass. `room`: the most tokens
-    that the draft may have. `guessed`: lookup tokens to verify instead of a draft along the path. `source`: the
+    that the draft may have. `lookup`: lookup tokens to verify instead of a draft along the path. `source`: the
     proposer of `ahead`; `sources`: for each drafted token, the path, or the proposer that had predicted it.
     `streams`: final hidden states `[.., D]` before each drafted token, if a head below reads them. `begun`: the number
     of tokens drafted before the last pass; `checked`: the lookup tokens in that pass; `told`: the head's probability
@@ -38,7 +38,7 @@ class Chain:
     seq: SequenceState
     play: DraftLoop
     room: int
-    guessed: Guess = NO_GUESS
+    lookup: Guess = NO_GUESS
     tokens: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Chain:
             self.ahead, self.logits = [], []
 
 
-class ChainDrafter(PlayedDrafter):
+class ChainDrafter(ControlledDrafter):
     """Base of drafters of one chain for each sequence, with further candidates where the controller asks for them.
 
     A pass gives the logits after each chain's last token, and after the lookup tokens that may follow it. `controller`
@@ -137,7 +137,7 @@ class ChainDrafter(PlayedDrafter):
         if load is None or not live:
             return live
         hopes, later = zip(*(chain.play.hope(load.first) for chain in live), strict=True)
-        verified = len(chains) + sum(len(chain.tokens or chain.guessed.tokens) for chain in chains)
+        verified = len(chains) + sum(len(chain.tokens or chain.lookup.tokens) for chain in chains)
         most = max(chain.room - len(chain.tokens) for chain in live)
         going = set(load.going(hopes, sum(later) / len(later), verified=verified, most=most))
         for i, chain in enumerate(live):
@@ -174,7 +174,7 @@ class ChainDrafter(PlayedDrafter):
         """Return the finished draft of a chain, with at most `nodes` tokens."""
         sampler, tokens, rows = chain.seq.sampler, chain.tokens, chain.rows
         if not tokens:
-            return guessed(chain.guessed)
+            return as_draft(chain.lookup)
         q = None if sampler.greedy else torch.stack(rows)
         work = with_head_steps(passes_of(chain.passes), chain.steps)
         draft = Draft.chain(tokens, q=q, confidence=chain.play.confidences, work=work, sources=chain.sources)

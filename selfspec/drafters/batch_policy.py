@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from selfspec.controllers import BatchDraftScheduler
 from selfspec.drafters.adaptive_path import ChosenDrafter
 from selfspec.drafters.autoregressive import ChainDrafter
-from selfspec.drafters.controlled import PlayedDrafter
+from selfspec.drafters.controlled import ControlledDrafter
 from selfspec.drafters.cross_vocabulary import TranslatedDrafter
 from selfspec.drafters.guard import Guard
 from selfspec.drafters.layer_skip import LayerSkipDrafter
@@ -26,7 +26,7 @@ def decide_together(drafter: Drafter, load: BatchDraftScheduler | None) -> None:
     for one in _inside(drafter):
         if isinstance(one, Guard):
             one.bound_together(load is not None)
-        elif isinstance(one, PlayedDrafter):
+        elif isinstance(one, ControlledDrafter):
             one.load = load
 
 

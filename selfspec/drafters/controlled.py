@@ -23,7 +23,7 @@ def check_candidates(count: int) -> None:
         raise SelfspecError(f"candidates {count}: expected 1 (the drafted token itself) to {WIDEST_DRAFT}")
 
 
-def guessed(guess: Guess, confidence: Sequence[float] = ()) -> Draft:
+def as_draft(guess: Guess, confidence: Sequence[float] = ()) -> Draft:
     """Return lookup tokens as a draft; `confidence`: one value a token if a controller saw the tokens, else empty."""
     if not guess.tokens:
         return NO_DRAFT
@@ -31,7 +31,7 @@ def guessed(guess: Guess, confidence: Sequence[float] = ()) -> Draft:
     return Draft.chain(guess.tokens, confidence=confidence, work=GUESSED, sources=sources)
 
 
-class PlayedDrafter:
+class ControlledDrafter:
     """Base of drafters with a controller and proposers.
 
     `controller`: each seeded sequence starts a fresh copy; all other sequences share one that learns. `ahead`: the

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from selfspec.controllers import Controller, DraftLoop
-from selfspec.drafters.controlled import guessed
+from selfspec.drafters.controlled import as_draft
 from selfspec.drafters.lookup_drafter import FreeDrafter
 from selfspec.proposers.base import NO_GUESS, Chances, Guess
 from selfspec.speculation.drafter import Limit
@@ -62,7 +62,7 @@ class InputDrafter(FreeDrafter):
         for chance in guess.chances:
             if not play.see(chance):
                 break
-        return guessed(guess.cut(len(play.confidences)), play.confidences)
+        return as_draft(guess.cut(len(play.confidences)), play.confidences)
 
     def _rest(self, seq: SequenceState, most: int) -> Guess:
         copy = self._copies.get(seq)

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Literal
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.drafters.controlled import guessed
+from selfspec.drafters.controlled import as_draft
 from selfspec.proposers.base import Guess
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft, Outcome
@@ -102,7 +102,7 @@ class JacobiDrafter:
             if token in seq.ends:
                 break
         block.sent = tuple(tokens)
-        return guessed(Guess(tokens, (), JACOBI))
+        return as_draft(Guess(tokens, (), JACOBI))
 
     def _first(self, seq: SequenceState, block: _Block, place: int) -> int:
         """Return the initial token of an unknown position, as `start` says."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from selfspec.controllers import Controller, DraftLoop
-from selfspec.drafters.controlled import PlayedDrafter, guessed
+from selfspec.drafters.controlled import ControlledDrafter, as_draft
 from selfspec.proposers.base import Proposer
 from selfspec.proposers.chain import ProposerChain
 from selfspec.speculation.drafter import Limit
@@ -14,7 +14,7 @@ from selfspec.speculation.sequence import SequenceState
 from selfspec.types.draft_work import GUESSED, NO_WORK, Work
 
 
-class FreeDrafter(PlayedDrafter):
+class FreeDrafter(ControlledDrafter):
     """Drafter of the lookup tokens of the proposer that expects most accepted tokens.
 
     `controller` sees each token's chance and ends the draft. Each seeded sequence starts a fresh controller.
@@ -42,4 +42,4 @@ class FreeDrafter(PlayedDrafter):
         for chance in guess.chances:
             if not play.see(chance):
                 break
-        return guessed(guess.cut(len(play.confidences)), play.confidences)
+        return as_draft(guess.cut(len(play.confidences)), play.confidences)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from selfspec.controllers import Controller, DraftLoop
-from selfspec.drafters.controlled import check_candidates, guessed
+from selfspec.drafters.controlled import as_draft, check_candidates
 from selfspec.drafters.lookup_drafter import FreeDrafter
 from selfspec.proposers.base import Chances, Guess
 from selfspec.speculation.drafter import Limit
@@ -63,7 +63,7 @@ class RecycleDrafter(FreeDrafter):
         if not tokens:
             return NO_DRAFT
         counts = play.candidates(self.candidates, nodes=limit.nodes)
-        draft = guessed(Guess(tokens, (), RECYCLED), play.confidences)
+        draft = as_draft(Guess(tokens, (), RECYCLED), play.confidences)
         others = [rest[: count - 1] for rest, count in zip(others, counts, strict=True)]
         return draft.with_candidates(others, source=RECYCLED)
 

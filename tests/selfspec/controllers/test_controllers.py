@@ -86,7 +86,7 @@ def test_every_controller(name):
 @pytest.mark.parametrize("controller", [FixedK(3), StaticThreshold(0.5), AdaptiveThreshold(0.4)])
 def test_most_controllers_ask_for_no_outlook(controller):
     assert not controller.asks_payoff
-    assert controller.told(PayoffModel(), rate=2.0) is controller
+    assert controller.with_payoff(PayoffModel(), rate=2.0) is controller
     assert controller.learnt() is None
 
 

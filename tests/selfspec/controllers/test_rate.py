@@ -113,8 +113,8 @@ def test_a_guess_is_cheaper_the_more_is_skipped():
 def test_it_rests_on_what_it_is_told():
     controller = RateOptimal(k_max=5, payoff=PayoffModel(0.2, STEPS, flat(0.9)))
     payoff = PayoffModel(0.3, STEPS, flat(0.4))
-    assert controller.told(payoff) == RateOptimal(k_max=5, payoff=payoff)
-    told = controller.told(payoff, rate=1.5)
+    assert controller.with_payoff(payoff) == RateOptimal(k_max=5, payoff=payoff)
+    told = controller.with_payoff(payoff, rate=1.5)
     assert told == RateOptimal(k_max=5, rate=1.5, payoff=payoff)
     assert told.learnt() == payoff
     told.observe([0.5], 0)
