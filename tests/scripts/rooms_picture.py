@@ -84,15 +84,17 @@ def draw(imports: dict[str, list[str]], target: Path) -> None:
         for i, room in enumerate(sorted(row, key=middle)):
             place[room] = ((i + 0.5) / len(row) + shift / len(row) ** 0.5, height)
     figure, axes = pyplot.subplots(figsize=(9.5, 0.85 * len(rows)))
+    patches = {}  # by room; arrows end at their edges
+    box = {"boxstyle": "round,pad=0.35", "facecolor": "#e8eef6", "edgecolor": "#4a6a90", "linewidth": 0.9}
+    for room, (x, y) in place.items():
+        patches[room] = axes.text(x, y, room, ha="center", va="center", bbox=box).get_bbox_patch()
     for room, others in needed(imports).items():
         for other in others:
             far = level[room] - level[other] > 1
             style = f"arc3,rad={(0.18 if place[other][0] >= place[room][0] else -0.18) if far else 0}"
-            arrow = {"arrowstyle": "->", "color": "#8a97a6", "shrinkA": 11, "shrinkB": 12, "lw": 0.9}
+            arrow = {"arrowstyle": "->", "color": "#8a97a6", "shrinkA": 0, "shrinkB": 1, "lw": 0.9}
+            arrow |= {"patchA": patches[room], "patchB": patches[other]}
             axes.annotate("", place[other], place[room], arrowprops={**arrow, "connectionstyle": style})
-    for room, (x, y) in place.items():
-        box = {"boxstyle": "round,pad=0.35", "facecolor": "#e8eef6", "edgecolor": "#4a6a90", "linewidth": 0.9}
-        axes.text(x, y, room, ha="center", va="center", bbox=box)
     axes.set_xlim(0, 1)
     axes.set_ylim(-0.5, len(rows) - 0.5)
     axes.axis("off")
