@@ -52,7 +52,7 @@ def run(given: ChatCommand) -> int:
         how = replace(how, max_new_tokens=NEW_TOKENS)
     conversation = llm.conversation(system=given.system)
     first = conversation.prompt("x")
-    asked.hint(llm, first, llm.fitted(first, how))
+    asked.hint(llm, llm.plan(first, llm.fitted(first, how)), how)
     talk = _Talk(llm, conversation, how, asked.drafter(llm), color=given.color, typed=sys.stdin.isatty())
     return talk.run()
 
@@ -107,7 +107,7 @@ class _Talk:
         prompt, before, interrupted = self.conversation.prompt(text), self.conversation.answers, False
         how = self._how(prompt)
         planned = self.llm.plan(prompt, how)
-        stream = self.conversation.start(text, how, drafter=self.drafter)
+        stream = self.conversation.start(text, how, planned=planned, drafter=self.drafter)
         try:
             write(stream, color=self.color, fold=True)
         except KeyboardInterrupt:

@@ -24,8 +24,8 @@ from selfspec.types.methods import draft_model_of
 if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
     from selfspec.llm.options import Options
+    from selfspec.llm.sampling_plan import Plan
     from selfspec.speculation.drafter import Drafter
-    from selfspec.text.prompt import Prompt
     from selfspec.types.controller import ControllerSpec
 
 OWN_CONFIG = "model"  # value of --generation-config that selects the checkpoint's own
@@ -112,14 +112,11 @@ class DecodingRequest:
             how = replace(how, guide=llm.guide(regex=self.given.regex, json_schema=self.schema))
         return how
 
-    def hint(self, llm: LLM, prompt: Prompt, how: Options) -> None:
-        """Print which options have no effect, and how to search for a profile if there is none.
-
-        Raises `SelfspecError` for options that do not fit the model and the prompt.
-        """
+    def hint(self, llm: LLM, planned: Plan, how: Options) -> None:
+        """Print which options have no effect, and how to search for a profile if there is none."""
         given = {"--seed": how.seed, "--top-k": how.top_k, "--top-p": how.top_p}
         idle = [name for name, value in given.items() if value is not None]
-        if llm.plan(prompt, how).sampler.greedy and idle:
+        if planned.sampler.greedy and idle:
             _say(f"{', '.join(idle)}: no effect on greedy decoding; --temperature above 0 samples")
         if llm.profile is None and self.profile == "auto":
             _say(SEARCH_HINT.format(model=self.model))

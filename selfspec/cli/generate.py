@@ -15,7 +15,7 @@ from selfspec.text.prompt import is_unicode
 if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
     from selfspec.llm.options import Options
-    from selfspec.llm.stream import Generation
+    from selfspec.llm.stream import Generation, Stream
     from selfspec.measure.side_by_side import Comparison
     from selfspec.speculation.drafter import Drafter
     from selfspec.text.prompt import Prompt
@@ -43,16 +43,18 @@ def run(options: GenerateCommand) -> int:
     llm = asked.load()
     prompt = encode(llm, text, chat=True, system=options.system) if chat else text
     how = asked.complete(llm, how)
-    asked.hint(llm, prompt, how)
+    planned = llm.plan(prompt, how)
+    asked.hint(llm, planned, how)
     drafter = asked.drafter(llm)
     if options.compare:
         _compare(llm, asked, prompt, drafter, how, as_json=options.json, color=options.color)
     elif options.json:
-        generation = llm.run(prompt, how, drafter=drafter, probabilities=options.color)
+        generation = llm.run(prompt, how, planned=planned, drafter=drafter, probabilities=options.color)
         _warn(generation, how, chat=chat)
         print_json(_as_json(generation, events=options.color))
     else:
-        shown = _stream(llm, prompt, drafter, how, stats=options.stats, color=options.color)
+        stream = llm.start(prompt, how, planned=planned, drafter=drafter)
+        shown = _write(llm, stream, stats=options.stats, color=options.color)
         _warn(shown, how, chat=chat)
     return 0
 
@@ -92,8 +94,7 @@ def _as_json(generation: Generation, *, events: bool) -> dict[str, Any]:
     return {**data, "events": [event.as_dict() for event in generation.events]} if events else data
 
 
-def _stream(llm: LLM, prompt: Prompt, drafter: Drafter, how: Options, *, stats: bool, color: bool) -> Generation:
-    stream = llm.start(prompt, how, drafter=drafter)
+def _write(llm: LLM, stream: Stream, *, stats: bool, color: bool) -> Generation:
     try:
         write(stream, color=color)
     finally:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
     from selfspec.llm.options import Options
     from selfspec.llm.request import Request
+    from selfspec.llm.sampling_plan import Plan
 
 SINGLE = ("prompt", "compare", "color", "json")  # options for a single prompt
 TOLD = 32  # results between two progress lines where there is no progress bar
@@ -47,7 +48,7 @@ def run_many(given: GenerateCommand) -> int:
     chat = given.data.chat or read.messages
     asked.check_chat(chat=given.data.chat, system=given.system)
 
-    from selfspec.llm.generate_many import of_prompt
+    from selfspec.llm.generate_many import check_prompts, of_prompt
     from selfspec.llm.prompt_encoding import encode, takes_messages
 
     llm = asked.load()
@@ -57,14 +58,14 @@ def run_many(given: GenerateCommand) -> int:
     for index, text in enumerate(read.texts):
         with of_prompt(index):
             prompt = encode(llm, text, chat=chat, system=given.system)
-            llm.plan(prompt, how)
         jobs.append(_Job(index, text, prompt, _key(llm, given, prompt)))
+    first = check_prompts(llm, [job.prompt for job in jobs], how)
     done = _done(given.out, jobs)
     if done:
         said = f"{given.out}: {len(done)} of {len(jobs)} are done already"
         stderr().print(said, markup=False, soft_wrap=True)
     left = [job for job in jobs if job.index not in done]
-    return _decode(given, llm, how, left) if left else 0
+    return _decode(given, llm, how, left, first) if left else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ def _done(out: Path, jobs: Sequence[_Job]) -> set[int]:
     return found
 
 
-def _decode(given: GenerateCommand, llm: LLM, how: Options, jobs: Sequence[_Job]) -> int:
+def _decode(given: GenerateCommand, llm: LLM, how: Options, jobs: Sequence[_Job], first: Plan | None) -> int:
     """Decode the jobs and write each result as it ends; return the exit code."""
     from selfspec.llm.batch import Batch
     from selfspec.llm.generate_many import decoded
@@ -151,7 +152,7 @@ def _decode(given: GenerateCommand, llm: LLM, how: Options, jobs: Sequence[_Job]
         start = time.perf_counter()
         try:
             prompts = ((job.index, job.prompt) for job in jobs)
-            for done, (index, request) in enumerate(decoded(batch, prompts, how), start=1):
+            for done, (index, request) in enumerate(decoded(batch, prompts, how, first=first), start=1):
                 if request.error is None:
                     _write(out, _row(by_index[index], request))
                 else:

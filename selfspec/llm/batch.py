@@ -20,6 +20,7 @@ from selfspec.llm.batch_costs import load_prices
 from selfspec.llm.batch_memory import runtime_for, slot_bytes
 from selfspec.llm.options import Options
 from selfspec.llm.request import Model, Request
+from selfspec.llm.sampling_plan import Plan
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
@@ -151,14 +152,23 @@ class Batch:
         """Unused capacity of the KV cache in tokens."""
         return self._engine.memory.free
 
-    def add(self, prompt: Prompt, options: Options, *, probabilities: bool = False, top: int | None = None) -> Request:
+    def add(
+        self,
+        prompt: Prompt,
+        options: Options,
+        *,
+        planned: Plan | None = None,
+        probabilities: bool = False,
+        top: int | None = None,
+    ) -> Request:
         """Queue a prompt.
 
+        `planned`: the plan of this prompt and these options, for this request; by default it is made here.
         `probabilities`: its events include the target's probabilities; `top`: keep the log probabilities of its tokens,
         and of the `top` most probable tokens at each position. Raises `SelfspecError` for a wrong option, for a prompt
         that exceeds the context, and if the whole KV cache could not hold it.
         """
-        request = Request(self.llm, prompt, options, probabilities=probabilities, top=top)
+        request = Request(self.llm, prompt, options, planned=planned, probabilities=probabilities, top=top)
         needed, longest = len(request.prompt) + request.seq.remaining, self._engine.memory.longest
         if needed > longest:
             raise SelfspecError(

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from selfspec.llm.messages import check_system, message, render
 from selfspec.llm.options import GenerateOptions, Options
+from selfspec.llm.sampling_plan import Plan
 from selfspec.llm.signature import takes
 from selfspec.llm.stream import Generation, Stream
 from selfspec.speculation.drafter import Drafter
@@ -23,6 +24,7 @@ class Speaker(Protocol):
         prompt: Prompt,
         options: Options,
         *,
+        planned: Plan | None = None,
         drafter: Drafter | None = None,
         first_plain: bool = True,
         pieces: bool = True,
@@ -108,12 +110,13 @@ class Conversation:
         text: str,
         options: Options,
         *,
+        planned: Plan | None = None,
         drafter: Drafter | None = None,
         first_plain: bool = True,
         pieces: bool = True,
         probabilities: bool = False,
     ) -> Stream:
-        """Do what `stream` does, with its options in one object; `first_plain` and `pieces` as in `LLM.start`."""
+        """Do what `stream` does, with its options in one object; the others are those of `LLM.start`."""
         before, asked = self._messages, self._with(text)
 
         def ended(answer: str) -> None:
@@ -123,6 +126,7 @@ class Conversation:
         return self._llm.start(
             render(self._llm.tokenizer, asked),
             options,
+            planned=planned,
             drafter=drafter,
             first_plain=first_plain,
             pieces=pieces,

@@ -9,6 +9,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.llm.batch import Batch, Profiled
 from selfspec.llm.options import ManyOptions, Options
 from selfspec.llm.request import Request
+from selfspec.llm.sampling_plan import Plan
 from selfspec.llm.stream import Generation
 from selfspec.text.prompt import Prompt
 
@@ -26,13 +27,17 @@ def generate_many(llm: Profiled, prompts: Sequence[Prompt], options: ManyOptions
     """
     if options.batch_size < 1:
         raise SelfspecError(f"batch_size {options.batch_size}: expected at least 1")
+    encoded = []
     for number, prompt in enumerate(prompts):
         with of_prompt(number):
-            llm.plan(prompt, options)
+            encoded.append(llm.encode(prompt))
+    first = check_prompts(llm, encoded, options)
     found: dict[int, Generation] = {}
     failed = list[SelfspecError]()
     with Batch(llm, rows=max(1, min(options.batch_size, len(prompts))), memory=options.memory) as batch:
-        for number, request in decoded(batch, enumerate(prompts), options, probabilities=options.probabilities):
+        for number, request in decoded(
+            batch, enumerate(encoded), options, first=first, probabilities=options.probabilities
+        ):
             found[number] = request.result
             if request.error is not None:
                 failed.append(SelfspecError(f"prompt {number + 1}: {request.error}"))
@@ -43,19 +48,42 @@ def generate_many(llm: Profiled, prompts: Sequence[Prompt], options: ManyOptions
     return [found[number] for number in range(len(prompts))]
 
 
+def check_prompts(llm: Profiled, prompts: Sequence[Sequence[int]], options: Options) -> Plan | None:
+    """Raise `SelfspecError`, with the prompt's number, for wrong options and for a prompt that exceeds the context.
+
+    The first prompt's plan, which is returned, shows whether the options are valid; of the other prompts only the
+    length can be wrong. None if there is no prompt.
+    """
+    first = None
+    for number, prompt in enumerate(prompts):
+        with of_prompt(number):
+            if first is None:
+                first = llm.plan(prompt, options)
+            else:
+                llm.check_fits(prompt, options)
+    return first
+
+
 def decoded(
-    batch: Batch, prompts: Iterable[tuple[int, Prompt]], options: Options, *, probabilities: bool = False
+    batch: Batch,
+    prompts: Iterable[tuple[int, Prompt]],
+    options: Options,
+    *,
+    first: Plan | None = None,
+    probabilities: bool = False,
 ) -> Iterator[tuple[int, Request]]:
     """Decode numbered prompts in a batch; yield each number and request as the request ends.
 
-    At most `batch.rows` prompts are encoded ahead of their turn. Raises `SelfspecError` for an invalid prompt.
+    At most `batch.rows` prompts are encoded ahead of their turn. `first`: the plan of prompt 0, if it was made already.
+    Raises `SelfspecError` for an invalid prompt.
     """
     numbers: dict[Request, int] = {}
     left = iter(prompts)
     while True:
         while len(batch.waiting) < batch.rows and (one := next(left, None)) is not None:
             with of_prompt(one[0]):
-                numbers[batch.add(one[1], options, probabilities=probabilities)] = one[0]
+                planned = None if one[0] else first
+                numbers[batch.add(one[1], options, planned=planned, probabilities=probabilities)] = one[0]
         if batch.idle:
             return
         for request in batch.step():

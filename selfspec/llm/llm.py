@@ -256,11 +256,23 @@ class LLM:
         return Conversation(self, system=system)
 
     def run(
-        self, prompt: Prompt, options: Options, *, drafter: Drafter | None = None, probabilities: bool = False
+        self,
+        prompt: Prompt,
+        options: Options,
+        *,
+        planned: Plan | None = None,
+        drafter: Drafter | None = None,
+        probabilities: bool = False,
     ) -> Generation:
-        """Generate as `generate` does, with the options in one object."""
+        """Generate as `generate` does, with the options in one object; `planned` as in `start`."""
         stream = self.start(
-            prompt, options, drafter=drafter, first_plain=False, pieces=False, probabilities=probabilities
+            prompt,
+            options,
+            planned=planned,
+            drafter=drafter,
+            first_plain=False,
+            pieces=False,
+            probabilities=probabilities,
         )
         for _ in stream:
             pass
@@ -271,6 +283,7 @@ class LLM:
         prompt: Prompt,
         options: Options,
         *,
+        planned: Plan | None = None,
         drafter: Drafter | None = None,
         first_plain: bool = True,
         pieces: bool = True,
@@ -280,12 +293,13 @@ class LLM:
     ) -> Stream:
         """Stream as `stream` does, with the options in one object.
 
+        `planned`: the plan of this prompt and these options, for one generation; by default it is made here.
         `first_plain`: the first round drafts nothing. Without `pieces` all text comes at the end. `reuse`: keep the KV
         cache of the prefix that the prompt shares with the last sequence started with `reuse`, and prefill the rest.
         `ended` is called with the text when the stream ends, if it emitted a token.
         """
         ids = self.encode(prompt)
-        planned = self.plan(ids, options)
+        planned = planned or self.plan(ids, options)
         drafter = drafter or self.drafter
         if planned.sampler.seeded:
             calibrate(drafter)
@@ -303,8 +317,12 @@ class LLM:
         left = self.runtime.skeleton.context - n
         return options if new_tokens(self.model, options, n) <= left else replace(options, max_new_tokens=left)
 
+    def check_fits(self, prompt: Prompt, options: Options) -> None:
+        """Raise `SelfspecError` if the prompt and its new tokens exceed the context."""
+        self.check_room(n := len(self.encode(prompt)), new_tokens(self.model, options, n))
+
     def plan(self, prompt: Prompt, options: Options) -> Plan:
-        """Resolve options for a prompt. Raises `SelfspecError` for unsupported options and too long a prompt."""
+        """Resolve options for one generation. Raises `SelfspecError` for unsupported options and too long a prompt."""
         ids = self.encode(prompt)
         planned = plan(self.model, options, ids, ends=self.runtime.skeleton.ends)
         self.check_room(len(ids), planned.max_new_tokens)

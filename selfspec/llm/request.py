@@ -30,6 +30,9 @@ class Model(Protocol):
     def encode(self, prompt: Prompt) -> list[int]:
         """Encode a prompt, as `LLM.encode`."""
 
+    def check_fits(self, prompt: Prompt, options: Options) -> None:
+        """Check a prompt's length, as `LLM.check_fits`."""
+
     def plan(self, prompt: Prompt, options: Options) -> Plan:
         """Resolve the options for a prompt, as `LLM.plan`."""
 
@@ -54,11 +57,18 @@ class Request:
     """
 
     def __init__(
-        self, llm: Model, prompt: Prompt, options: Options, *, probabilities: bool = False, top: int | None = None
+        self,
+        llm: Model,
+        prompt: Prompt,
+        options: Options,
+        *,
+        planned: Plan | None = None,
+        probabilities: bool = False,
+        top: int | None = None,
     ) -> None:
         self.prompt = llm.encode(prompt)
         self.adapter = llm.adapters.named(options.adapter)
-        planned = llm.plan(self.prompt, options)
+        planned = planned or llm.plan(self.prompt, options)
         if planned.sampler.seeded and not (planned.sampler.greedy or planned.sampler.tied):
             raise SelfspecError(
                 f"rule '{options.rule}' with a seed: among others the text would depend on them; expected rule match, "

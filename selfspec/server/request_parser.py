@@ -18,6 +18,7 @@ from selfspec.server.settings import Settings
 if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
     from selfspec.llm.options import Options
+    from selfspec.llm.sampling_plan import Plan
     from selfspec.text.guided import Guide
     from selfspec.text.prompt import Prompt
 
@@ -26,10 +27,11 @@ _GUIDES = 32  # JSON schemas whose guides are cached
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """One requested text: its prompt and its decoding options."""
+    """One requested text: its prompt, its decoding options and, if it was made already, its plan."""
 
     prompt: tuple[int, ...]
     options: Options
+    planned: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +94,13 @@ class RequestParser:
         how = replace(self._options(body), adapter=body.model if body.model in self._llm.adapters.names else None)
         texts, shown = [], []
         for param, ids in prompts:
-            planned = self._fitted(body, how, ids, param)
+            options = self._fitted(body, how, ids, param)
+            planned = self._plan(ids, options)
             before = str(self._llm.tokenizer.decode(ids, skip_special_tokens=True)) if echo else ""
             prompt = tuple(ids)
             for number in range(body.n):
                 seed = None if body.seed is None else body.seed + number
-                texts.append(TextRequest(prompt, replace(planned, seed=seed)))
+                texts.append(TextRequest(prompt, replace(options, seed=seed), None if number else planned))
                 shown.append(before)
         told = body.stream_options
         return Ask(
@@ -157,12 +160,13 @@ class RequestParser:
         penalties = []
         if body.presence_penalty or body.frequency_penalty:
             penalties.append(Penalties(len(ids), presence=body.presence_penalty, frequency=body.frequency_penalty))
-        planned = replace(how, max_new_tokens=new, logits_processor=penalties)
+        return replace(how, max_new_tokens=new, logits_processor=penalties, seed=body.seed)
+
+    def _plan(self, ids: Sequence[int], options: Options) -> Plan:
         try:
-            self._llm.plan(ids, replace(planned, seed=body.seed))
+            return self._llm.plan(ids, options)
         except SelfspecError as error:
             raise wrong(str(error)) from None
-        return planned
 
     def _guide(self, schema: dict[str, Any]) -> Guide:
         key = json.dumps(schema)

@@ -72,7 +72,7 @@ class Replica:
         ask, times = job.call.ask, job.call.times
         times.admitted = times.admitted or time.perf_counter()
         try:
-            job.request = self.batch.add(list(job.text.prompt), job.text.options, top=ask.top)
+            job.request = self.batch.add(list(job.text.prompt), job.text.options, planned=job.text.planned, top=ask.top)
         except SelfspecError as error:
             self._leave(job, TextUpdate(job.index, ended=True, error=wrong(str(error))))
         except Exception:

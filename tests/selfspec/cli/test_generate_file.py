@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from selfspec.cli import main
+from selfspec.llm.sampling_plan import plan
 
 COMMAND = Path(__file__).parents[2] / "helpers" / "command.py"
 PROMPTS = ["import os\n", "def main():\n    ", "class Reader:\n", "import os\nimport sys\n"]
@@ -118,3 +119,17 @@ def test_what_cannot_be_is_said_in_a_line(folder, monkeypatch, capsys, args, sai
     assert said in err.replace("\n", " ")
     assert len(err.strip().splitlines()) == 1
     assert not (folder / "o").exists() or not (folder / "o").read_text()
+
+
+def test_a_generation_is_planned_once(folder, monkeypatch, llm):
+    """The plan that checks the options of a command or of many prompts is the one that decodes."""
+    plans = []
+    monkeypatch.setattr("selfspec.llm.llm.plan", lambda *args, **kw: plans.append(1) or plan(*args, **kw))
+    llm.generate_many(PROMPTS, max_new_tokens=4)
+    assert len(plans) == len(PROMPTS)
+    plans.clear()
+    assert run(monkeypatch, PROMPTS[0], *HOW) == 0
+    assert len(plans) == 1
+    plans.clear()
+    assert many(monkeypatch) == 0
+    assert len(plans) == len(PROMPTS)
