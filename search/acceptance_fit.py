@@ -40,10 +40,10 @@ def fit_curve(traces: Sequence[Trace], candidates: int) -> AcceptanceCurve:
     `candidates`: the most for each position, the drafted token included. Only drafted tokens whose predecessors in the
     draft all match the text count. Without any, the default curve is returned.
     """
-    seen = sorted(token for trace in traces for token in drafted(trace))
-    if not seen:
+    tokens = sorted(token for trace in traces for token in drafted(trace))
+    if not tokens:
         return AcceptanceCurve()
-    c, hit, rank, following, _ = (np.array(values, dtype=float) for values in zip(*seen, strict=True))
+    c, hit, rank, following, _ = (np.array(values, dtype=float) for values in zip(*tokens, strict=True))
     parts = np.array_split(np.arange(len(c)), max(1, min(KNOTS, len(c) // ROWS)))
     knots = np.array([c[part].mean() for part in parts]).round(DIGITS)
     knots, first = np.unique(knots, return_index=True)
@@ -51,10 +51,10 @@ def fit_curve(traces: Sequence[Trace], candidates: int) -> AcceptanceCurve:
         knots = np.array([0.0, 1.0])
     going = (hit > 0) & (following >= 0)  # right tokens with a next drafted token
 
-    def at_knots(of: Floats, values: Floats, *, rising: bool) -> list[float]:
-        if not len(of):
+    def at_knots(confidences: Floats, values: Floats, *, rising: bool) -> list[float]:
+        if not len(confidences):
             return [0.5] * len(knots)
-        distinct, which, counts = np.unique(of, return_inverse=True, return_counts=True)
+        distinct, which, counts = np.unique(confidences, return_inverse=True, return_counts=True)
         shares = np.bincount(which, weights=values) / counts
         smooth = np.interp(c, distinct, isotonic_regression(shares, weights=counts, increasing=rising).x)
         means = [float(smooth[part].mean()) for part in parts]

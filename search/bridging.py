@@ -20,7 +20,7 @@ from selfspec.training.bridges import fit_bridges
 from selfspec.training.texts import TrainingText
 from selfspec.types.draft_path import DraftPath
 
-from .objective import Replayed, Score
+from .objective import ReplayObjective, Score
 
 NAME = "bridge"  # the module's name in a profile
 LONGEST = 512  # tokens of each text for fitting
@@ -28,7 +28,7 @@ HELD_OUT = 4  # the ridge is chosen on every fourth text
 
 
 def with_bridges(
-    worth: Replayed,
+    objective: ReplayObjective,
     score: Score,
     *,
     runtime: Runtime,
@@ -45,7 +45,7 @@ def with_bridges(
     """
     runs = score.path.runs(runtime.layers)
     took = 2 * len(runs) * sum(seconds(min(len(tokens), LONGEST)) for tokens in texts)
-    if not runs or not runtime.learns or len(texts) < 2 or not allows(took):
+    if not runs or not runtime.supports_trained or len(texts) < 2 or not allows(took):
         return None
     read = [TrainingText(torch.tensor(tokens[:LONGEST]), torch.empty(0), 0) for tokens in texts]
     unseen = read[::HELD_OUT]
@@ -55,12 +55,12 @@ def with_bridges(
     write_part(made, path_part("bridge", {"rank": None}, trained, runtime))
     path = replace(score.path, trained=sha256_of(made))
     made.replace(_file(path))
-    runtime.learn(path.trained or "", trained)
-    found = worth.score(path)
-    return found if not found.pruned and found.tokens_per_second > score.tokens_per_second else None
+    runtime.register_trained(path.trained or "", trained)
+    bridged = objective.score(path)
+    return bridged if not bridged.pruned and bridged.tokens_per_second > score.tokens_per_second else None
 
 
-def with_its_bridges(profile: Profile, path: DraftPath) -> Profile:
+def attach_bridges(profile: Profile, path: DraftPath) -> Profile:
     """Return a profile that drafts along `path`, with the bridges that the path names, if any."""
     if path.trained is None:
         return profile
@@ -68,7 +68,7 @@ def with_its_bridges(profile: Profile, path: DraftPath) -> Profile:
     assert isinstance(profile.draft, LayerSkipSpec)
     draft = profile.draft.model_copy(update={"trained": NAME})
     part = ModuleFile(file=file.name, sha256=path.trained)
-    return profile.model_copy(update={"draft": draft, "parts": {NAME: part}}).read_from(file.parent)
+    return profile.model_copy(update={"draft": draft, "parts": {NAME: part}}).with_folder(file.parent)
 
 
 def _folder() -> Path:

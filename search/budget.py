@@ -25,24 +25,24 @@ SHARES = {  # the phases in order; a phase may take its share of the time left, 
 class Deadline:
     """The time until which a phase may go on."""
 
-    at: float
+    end_time: float
     clock: Clock = field(repr=False)
 
     @property
     def left(self) -> float:
         """Seconds until the deadline; 0 when it is past."""
-        return max(0.0, self.at - self.clock())
+        return max(0.0, self.end_time - self.clock())
 
     def part(self, share: float) -> Deadline:
         """Return the deadline of a task that may take a share of the seconds left."""
-        return Deadline(self.at if math.isinf(self.at) else self.clock() + share * self.left, self.clock)
+        return Deadline(self.end_time if math.isinf(self.end_time) else self.clock() + share * self.left, self.clock)
 
     def allows(self, seconds: float = 0.0) -> bool:
         """Return whether `seconds` more fit before the deadline."""
-        return self.clock() + seconds <= self.at
+        return self.clock() + seconds <= self.end_time
 
 
-def never(clock: Clock = time.perf_counter) -> Deadline:
+def no_deadline(clock: Clock = time.perf_counter) -> Deadline:
     """Return a deadline that never comes."""
     return Deadline(math.inf, clock)
 
@@ -60,7 +60,7 @@ class Budget:
     def __init__(self, seconds: float | None = None, *, clock: Clock = time.perf_counter) -> None:
         self.seconds = math.inf if seconds is None else seconds
         self.clock = clock
-        self.begun = clock()
+        self.start_time = clock()
         self._needs: dict[str, float] = {}
 
     @property
@@ -71,7 +71,7 @@ class Budget:
     @property
     def spent(self) -> float:
         """Seconds since the search began."""
-        return self.clock() - self.begun
+        return self.clock() - self.start_time
 
     @property
     def left(self) -> float:

@@ -83,10 +83,10 @@ def choose(
 def _distinct(texts: Sequence[Prompt]) -> list[int]:
     """Return the number of each distinct text's first occurrence, by hash, as the texts may not fit in memory."""
     digests = texts.digests if isinstance(texts, FileTexts) else map(digest, texts)
-    seen: dict[bytes, int] = {}
-    for index, of in enumerate(digests):
-        seen.setdefault(of, index)
-    return list(seen.values())
+    first_index: dict[bytes, int] = {}
+    for index, text_digest in enumerate(digests):
+        first_index.setdefault(text_digest, index)
+    return list(first_index.values())
 
 
 def record(

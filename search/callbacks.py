@@ -62,7 +62,10 @@ class Logged(SilentSearch):
     def trial(self, trial: Trial) -> None:
         """Log the trial's speedup and draft path."""
         _log.info(
-            "trial %d: %.3gx plain decoding predicted, %s", trial.number + 1, trial.score.speedup, trial.score.path.said
+            "trial %d: %.3gx plain decoding predicted, %s",
+            trial.number + 1,
+            trial.score.speedup,
+            trial.score.path.summary,
         )
 
     def say(self, line: str) -> None:

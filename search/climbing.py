@@ -25,7 +25,7 @@ class Climb:
         self._random = random.Random(seed)
         self._queue = [space.point(path) for path in queue]
         self._gains = _table(space, gains)  # of each choice when it was last tried
-        changes = [(i, c) for i, of in enumerate(space.choices) for c in range(len(of))]
+        changes = [(i, c) for i, modes in enumerate(space.choices) for c in range(len(modes))]
         self._order = self._random.sample(changes, len(changes))  # the order of equally promising changes
         self._scores: dict[Point, float] = {}
         self._best: Point | None = None
@@ -70,7 +70,7 @@ class Climb:
             point = changed(base, *((i, self._other(i, base[i])) for i in places))
             if point not in self._scores:
                 return point
-        return tuple(self._random.randrange(len(of)) for of in self._space.choices)
+        return tuple(self._random.randrange(len(modes)) for modes in self._space.choices)
 
     def _other(self, i: int, choice: int) -> int:
         """Return another choice of a variable, at random."""
@@ -91,7 +91,7 @@ class Greedy:
         self._base = space.start
         self._score: float | None = None
         table = _table(space, gains)
-        self._promise = {change: table[change[0]][change[1]] for change in cheaper(space, self._base)}
+        self._promise = {change: table[change[0]][change[1]] for change in cheaper_changes(space, self._base)}
         self._tried: tuple[int, int] | None = None
 
     @property
@@ -136,10 +136,10 @@ class Greedy:
         self._climb.learn(path, score)
 
 
-def cheaper(space: Space, base: Point) -> Iterator[tuple[int, int]]:
+def cheaper_changes(space: Space, base: Point) -> Iterator[tuple[int, int]]:
     """Yield every change of one variable to a cheaper mode, as the variable's number and the choice."""
-    for i, (of, now) in enumerate(zip(space.choices, base, strict=True)):
-        yield from ((i, choice) for choice in range(now + 1, len(of)))
+    for i, (modes, now) in enumerate(zip(space.choices, base, strict=True)):
+        yield from ((i, choice) for choice in range(now + 1, len(modes)))
 
 
 def changed(point: Point, *changes: tuple[int, int]) -> Point:
@@ -151,4 +151,4 @@ def changed(point: Point, *changes: tuple[int, int]) -> Point:
 
 
 def _table(space: Space, gains: Gains) -> list[list[float]]:
-    return [list(of) for of in gains] or [[0.0] * len(of) for of in space.choices]
+    return [list(row) for row in gains] or [[0.0] * len(row) for row in space.choices]

@@ -82,9 +82,9 @@ def draft_given_text(
 
 def _rejected(p: Tensor, q: Tensor, x: Tensor, noise: Noise, candidates: int) -> tuple[Tensor, Tensor]:
     """Return the rejected drafted token, and which of the other candidates was the text's token `x` `[n, 1]`."""
-    token = wrong = noise.draw(_left(q, p, otherwise=q), 1)
+    token = wrong = noise.draw(_residual(q, p, otherwise=q), 1)
     rank = torch.zeros_like(wrong)
-    untried, r, left = torch.ones_like(wrong, dtype=torch.bool), _left(p, q, otherwise=p), q
+    untried, r, left = torch.ones_like(wrong, dtype=torch.bool), _residual(p, q, otherwise=p), q
     for candidate in range(1, candidates):
         left = left.scatter(-1, wrong.unsqueeze(-1), 0)
         total = left.sum(-1, keepdim=True)
@@ -96,8 +96,8 @@ def _rejected(p: Tensor, q: Tensor, x: Tensor, noise: Noise, candidates: int) ->
         hit = noise.coin(_chance(left_x, r_x, untried), 2 * candidate)
         rank = torch.where(hit, candidate, rank)
         untried = untried & ~hit
-        wrong = noise.draw(_left(left, r, otherwise=left), 2 * candidate + 1)
-        r = _left(r, left, otherwise=p)
+        wrong = noise.draw(_residual(left, r, otherwise=left), 2 * candidate + 1)
+        r = _residual(r, left, otherwise=p)
     return token, rank
 
 
@@ -106,7 +106,7 @@ def _chance(q: Tensor, p: Tensor, possible: Tensor) -> Tensor:
     return torch.where(possible, torch.where(q >= p, 1.0, q / p.clamp(min=torch.finfo(p.dtype).tiny)), 0.0)
 
 
-def _left(a: Tensor, b: Tensor, *, otherwise: Tensor) -> Tensor:
+def _residual(a: Tensor, b: Tensor, *, otherwise: Tensor) -> Tensor:
     """Return norm((a - b)+) for each row; `otherwise` where nothing is left."""
     left = (a - b).clamp(min=0)
     total = left.sum(-1, keepdim=True)

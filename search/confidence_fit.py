@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from selfspec.controllers import FixedK
-from selfspec.types.confidence import CLOSEST, PROBABILITY, SUREST, Confidence
+from selfspec.types.confidence import MIN_GAP, MIN_PROBABILITY, PROBABILITY, Confidence
 from selfspec.types.draft_path import DraftPath
 
 from .acceptance_fit import drafted
@@ -35,11 +35,11 @@ def fit_confidence(replay: Replay, path: DraftPath, *, draft: int, share: float)
     """
     controller = FixedK(min(draft, replay.depth))
     traces: dict[Confidence, list[Trace]] = {}
-    for told in (PROBABILITY, GAP):
-        replay.confidence = told
-        traces[told] = replay.trace(path, [controller], share=share)
+    for confidence in (PROBABILITY, GAP):
+        replay.confidence = confidence
+        traces[confidence] = replay.trace(path, [controller], share=share)
     replay.confidence = PROBABILITY
-    return chosen(*features(traces[PROBABILITY], traces[GAP]))
+    return choose_confidence(*features(traces[PROBABILITY], traces[GAP]))
 
 
 def features(by_probability: Sequence[Trace], by_gap: Sequence[Trace]) -> tuple[Floats, Floats, NDArray[np.bool_]]:
@@ -47,19 +47,22 @@ def features(by_probability: Sequence[Trace], by_gap: Sequence[Trace]) -> tuple[
 
     The traces are of the same drafts, one with probabilities as confidences, the other with `GAP`.
     """
-    p, right = _of(by_probability)
-    told, _ = _of(by_gap)
-    p, told = np.clip(p, SUREST, 1 - SUREST), np.clip(told, CLOSEST, 1 - SUREST)
-    gap = np.log(np.maximum(told / (1 - told), CLOSEST))
+    p, right = _token_arrays(by_probability)
+    gap_confidence, _ = _token_arrays(by_gap)
+    p, gap_confidence = (
+        np.clip(p, MIN_PROBABILITY, 1 - MIN_PROBABILITY),
+        np.clip(gap_confidence, MIN_GAP, 1 - MIN_PROBABILITY),
+    )
+    gap = np.log(np.maximum(gap_confidence / (1 - gap_confidence), MIN_GAP))
     return np.log(p / (1 - p)).clip(-LARGEST, LARGEST), gap.clip(-LARGEST, LARGEST), right
 
 
-def _of(traces: Sequence[Trace]) -> tuple[Floats, NDArray[np.bool_]]:
-    seen = [token for trace in traces for token in drafted(trace)]
-    return np.array([t.confidence for t in seen], dtype=float), np.array([t.accepted for t in seen], dtype=bool)
+def _token_arrays(traces: Sequence[Trace]) -> tuple[Floats, NDArray[np.bool_]]:
+    tokens = [token for trace in traces for token in drafted(trace)]
+    return np.array([t.confidence for t in tokens], dtype=float), np.array([t.accepted for t in tokens], dtype=bool)
 
 
-def chosen(odds: Floats, gap: Floats, right: NDArray[np.bool_]) -> Confidence:
+def choose_confidence(odds: Floats, gap: Floats, right: NDArray[np.bool_]) -> Confidence:
     """Return the confidence with the least log loss; both features are used only where they are clearly better.
 
     It is the share of right tokens where hardly any is wrong, or hardly any right, or where no feature helps. It is the
@@ -72,14 +75,14 @@ def chosen(odds: Floats, gap: Floats, right: NDArray[np.bool_]) -> Confidence:
     if not FEWEST / 10 <= (~right).sum() <= len(right) - FEWEST / 10:
         return always
     tried = [((odds,), (1, 0)), ((gap,), (0, 1)), ((odds, gap), (1, 1))]
-    found = [(_fitted(columns, right), reads) for columns, reads in tried]
-    singles = [((loss, weights), reads) for (loss, weights), reads in found[:2] if weights[1] > 0]
+    fits = [(_fitted(columns, right), reads) for columns, reads in tried]
+    singles = [((loss, weights), reads) for (loss, weights), reads in fits[:2] if weights[1] > 0]
     if not singles:
         return always
-    best = min(singles, key=lambda one: one[0][0])
-    (loss, weights), _ = found[2]
+    best = min(singles, key=lambda fit: fit[0][0])
+    (loss, weights), _ = fits[2]
     if min(weights[1:]) > 0 and loss < BETTER * best[0][0]:
-        best = found[2]
+        best = fits[2]
     (_, (bias, *each)), reads = best
     values = iter(each)
     probability, apart = (next(values) if read else 0.0 for read in reads)

@@ -18,7 +18,7 @@ from selfspec.speculation.rules import find_rule
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 
-from .budget import Deadline, never
+from .budget import Deadline, no_deadline
 from .target_text import TargetText
 
 FEWEST = 8  # the fewest new tokens for each prompt, however little time there is
@@ -82,25 +82,31 @@ def continue_prompts(
     A cache that cannot be written is ignored; one that cannot be read is made again. Logits processors cannot be
     identified by content, so with them nothing is cached.
     """
-    deadline, most = deadline or never(), decoding.max_new_tokens
+    deadline, most = deadline or no_deadline(), decoding.max_new_tokens
     seeds = [None if decoding.temperature == 0 else seed * 65_537 + number for number in range(len(prompts))]
     options = [replace(decoding, rule=None).options(seed=own) for own in seeds]
 
-    def kept(room: int) -> Path | None:
-        return None if decoding.logits_processor else _path(llm, prompts, replace(decoding, max_new_tokens=room), seed)
+    def cache_path(max_new_tokens: int) -> Path | None:
+        return (
+            None
+            if decoding.logits_processor
+            else _path(llm, prompts, replace(decoding, max_new_tokens=max_new_tokens), seed)
+        )
 
     half = deadline.part(0.5 if len(prompts) > 1 else 1.0)
-    (first,), room = _decode(llm, prompts[:1], options[:1], most, half, on_token)
-    path = kept(room)
-    done = None if path is None else _read(path, len(prompts), room)
+    (first,), length = _decode(llm, prompts[:1], options[:1], most, half, on_token)
+    path = cache_path(length)
+    done = None if path is None else _read(path, len(prompts), length)
     if done is None or done[0] != first:  # the cache key does not cover every weight
-        others, room = _decode(llm, prompts[1:], options[1:], room, deadline, lambda tokens: on_token(most + tokens))
-        done = [new[:room] for new in (first, *others)]
-        if (path := kept(room)) is not None:
+        others, length = _decode(
+            llm, prompts[1:], options[1:], length, deadline, lambda tokens: on_token(most + tokens)
+        )
+        done = [new[:length] for new in (first, *others)]
+        if (path := cache_path(length)) is not None:
             write_cached(path, done)
     on_token(2 * most)
     return [
-        TargetText((*prompt, *new), len(prompt), room, own)
+        TargetText((*prompt, *new), len(prompt), length, own)
         for prompt, new, own in zip(prompts, done, seeds, strict=True)
     ]
 
@@ -109,15 +115,18 @@ def _decode(
     llm: LLM,
     prompts: Sequence[Sequence[int]],
     options: Sequence[Options],
-    room: int,
+    max_new_tokens: int,
     deadline: Deadline,
     on_token: Callable[[int], None],
 ) -> tuple[list[list[int]], int]:
-    """Decode at most `room` tokens after each prompt in one batch; return them, and the length that fit the time."""
+    """Decode at most `max_new_tokens` tokens after each prompt in one batch.
+
+    Returns the tokens, and the length that fit the time.
+    """
     seqs = []
     for prompt, how in zip(prompts, options, strict=True):
         planned = llm.plan(prompt, how)
-        seqs.append(SequenceState([*prompt], room, planned.sampler, planned.ends, rule=planned.rule))
+        seqs.append(SequenceState([*prompt], max_new_tokens, planned.sampler, planned.ends, rule=planned.rule))
     if seqs:
         with Engine(llm.runtime.with_new_cache(rows=len(seqs)), PlainDrafter()) as engine:
             for seq in seqs:
@@ -126,8 +135,8 @@ def _decode(
             while engine.running and (done < FEWEST or deadline.allows()):
                 engine.step()
                 on_token(done := done + 1)
-            room = done if engine.running else room
-    return [seq.tokens[len(prompt) :] for seq, prompt in zip(seqs, prompts, strict=True)], room
+            max_new_tokens = done if engine.running else max_new_tokens
+    return [seq.tokens[len(prompt) :] for seq, prompt in zip(seqs, prompts, strict=True)], max_new_tokens
 
 
 def _path(llm: LLM, prompts: Sequence[Sequence[int]], decoding: DecodingSettings, seed: int) -> Path:
@@ -144,9 +153,9 @@ def _path(llm: LLM, prompts: Sequence[Sequence[int]], decoding: DecodingSettings
     return cached_file("continuations", what)
 
 
-def _read(path: Path, prompts: int, room: int) -> list[list[int]] | None:
+def _read(path: Path, prompts: int, max_new_tokens: int) -> list[list[int]] | None:
     data = read_cached(path)
     sound = isinstance(data, list) and len(data) == prompts
-    if not sound or not all(isinstance(new, list) and 1 <= len(new) <= room for new in data):
+    if not sound or not all(isinstance(new, list) and 1 <= len(new) <= max_new_tokens for new in data):
         return None
     return data if all(type(token) is int for new in data for token in new) else None

@@ -41,12 +41,12 @@ def long_enough(costs: CostModel, draft: float, most: int) -> int:
         return (k + 1) / (costs.round + k * draft + costs.verification(k + 1))
 
     speeds = {k: speed(k) for k in range(1, most + 1)}
-    return min(k for k, of in speeds.items() if of >= LONG_ENOUGH * max(speeds.values()))
+    return min(k for k, rate in speeds.items() if rate >= LONG_ENOUGH * max(speeds.values()))
 
 
 def deepest(controllers: Sequence[Controller]) -> int:
     """Return the most tokens that any of the controllers may draft."""
     depth = 1
-    while any(c.lowest(depth) <= 1 for c in controllers):
+    while any(c.min_confidence(depth) <= 1 for c in controllers):
         depth += 1
     return depth

@@ -16,14 +16,14 @@ from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Measurement, Profile, SearchRecord
 from selfspec.types.confidence import Confidence
 
-from .bridging import with_its_bridges
+from .bridging import attach_bridges
 from .budget import Deadline
 from .continuations import FEWEST
 from .forecast import CHOOSING, FINALISTS
 from .objective import Score, predict
 from .prepare import Search
 from .replay import Replay
-from .rescoring import Again, clearly_best
+from .rescoring import Rescore, clearly_best
 
 WITHIN_REACH = 0.9  # of plain decoding's speed: paths predicted to be slower are no finalists
 ROUNDS = 3  # the most measuring rounds
@@ -48,20 +48,20 @@ def finish(
     search: Search,
     base: Profile,
     scores: Sequence[Score],
-    on: HeldOut,
+    eval_set: HeldOut,
     replay: Replay | None,
     keep_best: bool,
-    bettered: Sequence[tuple[str, Refinement]] = (),
-    again: Again | None = None,
+    refinements: Sequence[tuple[str, Refinement]] = (),
+    rescore: Rescore | None = None,
 ) -> Profile:
     """Choose among the best few of `scores`, measure the chosen one, and complete the profile `base`.
 
-    The best of many noisy scores is biased. So `again` chooses one of the finalists, sorted with the best first, by
-    texts that none was scored on; without `again` the one that measures best is chosen. The chosen one is then measured
-    against plain decoding. Prompts and tokens are as many as fit the time. The best of an interrupted search is taken
-    unmeasured. So is the best of a search for drafts with a KV cache of their own, because selfspec does not decode
-    with one. An interrupt here ends the measuring. `bettered`: named refinements to try on the best; a better result
-    joins the finalists. Raises `SelfspecError` when nothing was scored.
+    The best of many noisy scores is biased. So `rescore` chooses one of the finalists, sorted with the best first, by
+    texts that none was scored on; without `rescore` the one that measures best is chosen. The chosen one is then
+    measured against plain decoding. Prompts and tokens are as many as fit the time. The best of an interrupted search
+    is taken unmeasured. So is the best of a search for drafts with a KV cache of their own, because selfspec does not
+    decode with one. An interrupt here ends the measuring. `refinements`: named refinements to try on the best; a better
+    result joins the finalists. Raises `SelfspecError` when nothing was scored.
     """
     record = base.search
     assert record is not None
@@ -70,45 +70,45 @@ def finish(
     if not finalists:
         raise SelfspecError("no draft path could be scored: every one proposed costs more than max_draft_cost allows")
     measured: Measurement | None = None
-    best, told = finalists[0], search.ledger.confidence
+    best, confidence = finalists[0], search.ledger.confidence
     try:
         if not record.interrupted and record.kv == "shared":
-            able = _with_better(search, finalists, bettered)
-            able = [score for score in able if score.speedup >= WITHIN_REACH] or able[:1]
-            best = _best(search, base, able, on) if again is None else again(able)
-            measured = _measured(search, drafting_as(base, best, told), on)
+            eligible = _with_refinements(search, finalists, refinements)
+            eligible = [score for score in eligible if score.speedup >= WITHIN_REACH] or eligible[:1]
+            best = _best(search, base, eligible, eval_set) if rescore is None else rescore(eligible)
+            measured = _measured(search, profile_from_score(base, best, confidence), eval_set)
     except KeyboardInterrupt:
         record = record.model_copy(update={"interrupted": True})
-    kept = keep_best or (best.speedup if measured is None else measured.speedup) > 1
-    found = drafting_as(base, best, told) if kept else base
+    use_best = keep_best or (best.speedup if measured is None else measured.speedup) > 1
+    profile = profile_from_score(base, best, confidence) if use_best else base
     predicted = None
-    if kept and replay is not None and base.costs is not None:
+    if use_best and replay is not None and base.costs is not None:
         search.watch.stage("predicting what it brings", None)
-        predicted = predict(replay, found, trained=best.path.trained)
-    held = search.llm.runtime.extra_bytes(found.path) if found.path.low_precision else None
-    return found.model_copy(
+        predicted = predict(replay, profile, trained=best.path.trained)
+    extra_bytes = search.llm.runtime.extra_bytes(profile.path) if profile.path.low_precision else None
+    return profile.model_copy(
         update={
-            "search": record.model_copy(update={"extra_bytes": held}),
+            "search": record.model_copy(update={"extra_bytes": extra_bytes}),
             "predicted": predicted,
-            "measured": [measured] if kept and measured is not None else [],
+            "measured": [measured] if use_best and measured is not None else [],
             "versions": versions(),
-            "note": _note(best, measured, record, kept=kept),
+            "note": _note(best, measured, record, use_best=use_best),
         }
     )
 
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that a search depends on; packages that are not installed are left out."""
-    found = {}
+    installed = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            installed[name] = version(name)
+    return installed
 
 
-def drafting_as(base: Profile, score: Score, confidence: Confidence | None) -> Profile:
+def profile_from_score(base: Profile, score: Score, confidence: Confidence | None) -> Profile:
     """Return a profile that drafts as was scored, with every option of its controller written out."""
-    draft = LayerSkipSpec.of(
+    draft = LayerSkipSpec.from_path(
         score.path,
         make_controller(score.controller).spec(),
         candidates=score.candidates,
@@ -116,7 +116,7 @@ def drafting_as(base: Profile, score: Score, confidence: Confidence | None) -> P
         proposers=score.proposers,
         spared=score.spared,
     )
-    return with_its_bridges(base.model_copy(update={"draft": draft, "acceptance": score.acceptance}), score.path)
+    return attach_bridges(base.model_copy(update={"draft": draft, "acceptance": score.acceptance}), score.path)
 
 
 def _finalists(search: Search, ranked: Sequence[Score]) -> list[Score]:
@@ -125,57 +125,60 @@ def _finalists(search: Search, ranked: Sequence[Score]) -> list[Score]:
     return [score for place, score in enumerate(ranked) if place < FINALISTS or score.path == start]
 
 
-def _with_better(search: Search, finalists: Sequence[Score], bettered: Sequence[tuple[str, Refinement]]) -> list[Score]:
+def _with_refinements(
+    search: Search, finalists: Sequence[Score], refinements: Sequence[tuple[str, Refinement]]
+) -> list[Score]:
     """Return the finalists and the refinements of the best one that fit the time, the best first."""
     longest = max((entry.seconds for entry in search.ledger.entries), default=0.0)
-    able = [*finalists]
-    for name, better in bettered:
+    eligible = [*finalists]
+    for name, refine in refinements:
         if search.budget.deadline("heads").left > 2 * longest:
             search.watch.stage(f"trying {name}", None)
-            if (found := better(able[0])) is not None:
-                able = sorted([found, *able], key=lambda s: -s.tokens_per_second)
-    return able
+            if (refined := refine(eligible[0])) is not None:
+                eligible = sorted([refined, *eligible], key=lambda s: -s.tokens_per_second)
+    return eligible
 
 
-def _best(search: Search, base: Profile, finalists: Sequence[Score], on: HeldOut) -> Score:
+def _best(search: Search, base: Profile, finalists: Sequence[Score], eval_set: HeldOut) -> Score:
     """Return the finalist that measures best, all interleaved; without time for that, the clearly best score."""
     deadline = search.budget.deadline("choosing")
-    prompts, able = on.prompts[:CHOOSING], [*finalists]
-    while len(able) > 1 and not (new := _tokens(search, deadline, prompts, methods=len(able))):
-        able.pop()
-    if len(able) < 2:
+    prompts, eligible = eval_set.prompts[:CHOOSING], [*finalists]
+    while len(eligible) > 1 and not (new := _tokens(search, deadline, prompts, methods=len(eligible))):
+        eligible.pop()
+    if len(eligible) < 2:
         return clearly_best(finalists, finalists, search.space.path(search.space.start))
     options = replace(search.decoding, max_new_tokens=new).timed()
     llm, watch = search.llm, search.watch
     methods = {
-        str(i): method(llm, llm.drafts_with(drafting_as(base, score, search.ledger.confidence)), options)
-        for i, score in enumerate(able)
+        str(i): method(llm, llm.drafter_for(profile_from_score(base, score, search.ledger.confidence)), options)
+        for i, score in enumerate(eligible)
     }
-    watch.stage("choosing among the best few", len(able) * len(prompts))
+    watch.stage("choosing among the best few", len(eligible) * len(prompts))
     runs = interleave(methods, prompts, rounds=1, on_run=_counted(search), go_on=_in_time(deadline))
-    return able[max(range(len(able)), key=lambda i: runs.speedup(str(i), "0")[0])]
+    return eligible[max(range(len(eligible)), key=lambda i: runs.speedup(str(i), "0")[0])]
 
 
-def _measured(search: Search, profile: Profile, on: HeldOut) -> Measurement | None:
+def _measured(search: Search, profile: Profile, eval_set: HeldOut) -> Measurement | None:
     """Measure the best against plain decoding; return None where there is no time."""
     deadline, watch = search.budget.deadline("measuring"), search.watch
-    new = _tokens(search, deadline, on.prompts, methods=2)
+    new = _tokens(search, deadline, eval_set.prompts, methods=2)
     if not new:
         return None
     on_time = _in_time(deadline)
     watch.stage(
-        "measuring the best on held-out prompts" if on.held_out else "measuring the best", 2 * ROUNDS * len(on.prompts)
+        "measuring the best on held-out prompts" if eval_set.held_out else "measuring the best",
+        2 * ROUNDS * len(eval_set.prompts),
     )
     return measure(
         search.llm,
-        search.llm.drafts_with(profile),
-        on.prompts,
+        search.llm.drafter_for(profile),
+        eval_set.prompts,
         replace(search.decoding, max_new_tokens=new).timed(),
-        held_out=on.held_out,
+        held_out=eval_set.held_out,
         rounds=ROUNDS,
         plain_llm=search.plain_llm,
         on_run=_counted(search),
-        go_on=lambda runs: on_time(runs) and not _settled(runs, len(on.prompts)),
+        go_on=lambda runs: on_time(runs) and not _settled(runs, len(eval_set.prompts)),
     )
 
 
@@ -226,26 +229,27 @@ def _settled(runs: Runs, prompts: int) -> bool:
     return high - low <= NARROW or low >= 1 + CLEAR or high <= 1 - CLEAR
 
 
-def _note(best: Score, measured: Measurement | None, search: SearchRecord, *, kept: bool) -> str | None:
+def _note(best: Score, measured: Measurement | None, search: SearchRecord, *, use_best: bool) -> str | None:
     attention, mlp = list(best.skip.attention), list(best.skip.mlp)
-    found = f"the best set found (attention {attention}, mlp {mlp})"
+    description = f"the best set found (attention {attention}, mlp {mlp})"
     if best.path.low_precision:
-        found = f"the best draft path found ({best.path.said})"
+        description = f"the best draft path found ({best.path.summary})"
     if search.kv == "own":
         ended = f"interrupted after {search.trials} trials; " if search.interrupted else ""
-        if kept:
+        if use_best:
             return f"{ended}for a draft model with a cache of its own, whose speed is predicted, not measured"
         return (
-            f"{ended}nothing is predicted to beat plain decoding: {found}, as a draft model with a cache of its own, "
-            f"comes to {best.speedup:.3g} times its speed, so this profile skips nothing"
+            f"{ended}nothing is predicted to beat plain decoding: {description}, as a draft model with a cache "
+            f"of its own, comes to {best.speedup:.3g} times its speed, so this profile skips nothing"
         )
     if measured is None:
         ended = f"interrupted after {search.trials} trials" if search.interrupted else "there was no time for more"
         return f"{ended}; not measured"
     if measured.speedup > 1:
         return None if measured.interval[0] > 1 else "not certain: the measured speedup's interval includes 1"
-    if kept:
+    if use_best:
         return f"plain decoding was faster: this set ran at {measured.speedup} times its speed where it was measured"
     return (
-        f"nothing beat plain decoding: {found} ran at {measured.speedup} times its speed, so this profile skips nothing"
+        f"nothing beat plain decoding: {description} ran at {measured.speedup} times its speed, "
+        "so this profile skips nothing"
     )

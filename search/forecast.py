@@ -18,13 +18,13 @@ from .warm_starts import BUDGETS
 
 FINALISTS, CHOOSING = 4, 4  # paths to choose among, and the prompts that they are measured on
 WIDE, SLOW = 64, 0.1  # rows of the wide pass to time, and seconds of a step from which a narrower pass is timed
-PLACES = 6  # positions of each text whose residual streams are read
+STREAM_POSITIONS = 6  # positions of each text whose residual streams are read
 TRIALS = 12  # trials that should fit the time, even if that means less text
 SCALES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05)  # shares of the texts' tokens, as time allows
 TEXTS = 3  # the fewest texts, if there are enough: with fewer, no path can be pruned
 # Draft steps from each start in a trial that is not pruned, as a share of the longest draft: a typical share, and the
 # share with a quantised base mode; then the factors from the typical time of a trial to the least and the most.
-ROWS, IN_FEW_BITS, LEAST, MOST = 0.15, 0.45, 0.6, 1.7
+ROWS, QUANTIZED_ROWS, LEAST, MOST = 0.15, 0.45, 0.6, 1.7
 CONFIDENT, CONFIDENCE_SHARE = 3, 0.25  # draft length, and share of the starts, to fit the confidence on
 OTHERS = 0.8, 1.15  # the least and the most time of the other phases, times the expected time
 LATE = 0.1  # share of the requested time by which a search may be late
@@ -38,7 +38,7 @@ class Pace:
     row: float
 
     @classmethod
-    def of(cls, runtime: Runtime, context: int) -> Pace:
+    def from_runtime(cls, runtime: Runtime, context: int) -> Pace:
         """Time the model over `context` keys, in about a second or three passes.
 
         Raises `BusyError` while the runtime has a stream.
@@ -61,33 +61,39 @@ class Pace:
 class SearchTask:
     """The amount of work in a search.
 
-    `prompts`: the tokens of each prompt searched on, `others` of each measured on; `new`: the tokens that continue
-    each. `variables`: the number of single changes to rank; 0 without ranking. `trials`: the trials still to be made.
-    `replayed`: whether trials are replayed, else decoded. `measured`: whether the best is measured. `decided`: whether
-    the study has fixed its texts; `priced`: whether costs are known. `in_few_bits`: whether likely paths run quantised,
-    with drafts that are hardly ever wrong.
+    `prompts`: the tokens of each prompt searched on, `eval_prompts` of each measured on; `max_new_tokens`: the tokens
+    that continue each. `variables`: the number of single changes to rank; 0 without ranking. `trials`: the trials still
+    to be made. `replayed`: whether trials are replayed, else decoded. `measured`: whether the best is measured.
+    `texts_fixed`: whether the study has fixed its texts; `costs_known`: whether costs are known. `quantized_base`:
+    whether likely paths run quantised, with drafts that are hardly ever wrong.
     """
 
     prompts: tuple[int, ...]
-    others: tuple[int, ...]
-    new: int
+    eval_prompts: tuple[int, ...]
+    max_new_tokens: int
     variables: int
     trials: int
     replayed: bool = True
     measured: bool = True
-    decided: bool = False
-    priced: bool = False
-    in_few_bits: bool = False
+    texts_fixed: bool = False
+    costs_known: bool = False
+    quantized_base: bool = False
 
     def scaled(self, share: float) -> SearchTask:
         """Return the task with about this share of the tokens: fewer texts, and shorter ones."""
-        count, new = len(self.prompts), self.new
+        count, new = len(self.prompts), self.max_new_tokens
         texts = max(min(TEXTS, count), round(count * math.sqrt(share)))
-        return replace(self, prompts=self.prompts[:texts], new=max(min(FEWEST, new), int(count * new * share / texts)))
+        return replace(
+            self, prompts=self.prompts[:texts], max_new_tokens=max(min(FEWEST, new), int(count * new * share / texts))
+        )
 
     def least(self) -> SearchTask:
         """Return the task with one text of the least length, unless the study has fixed its texts."""
-        return self if self.decided else replace(self, prompts=self.prompts[:1], new=min(FEWEST, self.new))
+        return (
+            self
+            if self.texts_fixed
+            else replace(self, prompts=self.prompts[:1], max_new_tokens=min(FEWEST, self.max_new_tokens))
+        )
 
     def prompt(self, pace: Pace) -> float:
         """Return the seconds of a prompt's prefill."""
@@ -96,36 +102,42 @@ class SearchTask:
     def trial(self, pace: Pace) -> float:
         """Return the seconds of a typical trial."""
         if not self.replayed:
-            return len(self.prompts) * (self.prompt(pace) + self.new * pace.step)
-        share = IN_FEW_BITS if self.in_few_bits else ROWS
-        return LONGEST_DRAFT * (pace.step + share * len(self.prompts) * self.new * pace.row)
+            return len(self.prompts) * (self.prompt(pace) + self.max_new_tokens * pace.step)
+        share = QUANTIZED_ROWS if self.quantized_base else ROWS
+        return LONGEST_DRAFT * (pace.step + share * len(self.prompts) * self.max_new_tokens * pace.row)
 
     def reading(self, pace: Pace) -> float:
         """Return the seconds of prefilling the texts, and of one replay for each of the confidence's two features."""
         n = len(self.prompts)
-        sure = 0.0 if self.decided else 2 * CONFIDENT * (pace.step + CONFIDENCE_SHARE * n * self.new * pace.row)
+        sure = (
+            0.0
+            if self.texts_fixed
+            else 2 * CONFIDENT * (pace.step + CONFIDENCE_SHARE * n * self.max_new_tokens * pace.row)
+        )
         return n * self.prompt(pace) + sure
 
     def needs(self, pace: Pace) -> dict[str, float]:
         """Return the seconds of each phase, done in full."""
         n, prompt, trial = len(self.prompts), self.prompt(pace), self.trial(pace)
-        found = dict.fromkeys(SHARES, 0.0) | {"trials": self.trials * trial}
+        seconds = dict.fromkeys(SHARES, 0.0) | {"trials": self.trials * trial}
         if self.measured:
-            run = pace.rows(statistics.mean(self.others)) + self.new * pace.step
-            found |= {
+            run = pace.rows(statistics.mean(self.eval_prompts)) + self.max_new_tokens * pace.step
+            seconds |= {
                 "choosing": (1 + FINALISTS) * (1 + CHOOSING) * run,
-                "measuring": 2 * (1 + 1.5 * len(self.others)) * run,
+                "measuring": 2 * (1 + 1.5 * len(self.eval_prompts)) * run,
             }
         if not self.replayed:
-            return found | {"costs": (1 + 1 / n) * trial, "ranking": n * prompt}
-        continued = n * prompt + self.new * (pace.step + pace.rows(n - 1))
+            return seconds | {"costs": (1 + 1 / n) * trial, "ranking": n * prompt}
+        continued = n * prompt + self.max_new_tokens * (pace.step + pace.rows(n - 1))
         if self.measured:
-            found["choosing"] = continued + (1 + FINALISTS) * trial
-        together = 1 if self.decided else pace.rows(n - 1) / pace.step
-        ranked = self.variables * ALONE * pace.rows(n * self.new * RANKING_SHARE) + BUDGETS * pace.rows(n * PLACES)
-        return found | {
-            "texts": n * prompt + self.new * (1 + together) * pace.step,
-            "costs": 0.0 if self.priced else effort_within(math.inf, pace.step, prompt).seconds(pace.step, prompt),
+            seconds["choosing"] = continued + (1 + FINALISTS) * trial
+        together = 1 if self.texts_fixed else pace.rows(n - 1) / pace.step
+        ranked = self.variables * ALONE * pace.rows(n * self.max_new_tokens * RANKING_SHARE) + BUDGETS * pace.rows(
+            n * STREAM_POSITIONS
+        )
+        return seconds | {
+            "texts": n * prompt + self.max_new_tokens * (1 + together) * pace.step,
+            "costs": 0.0 if self.costs_known else effort_within(math.inf, pace.step, prompt).seconds(pace.step, prompt),
             "ranking": self.reading(pace) + (ranked if self.variables else 0.0),
             "heads": 2 * trial if self.measured else 0.0,
             "ending": trial,
@@ -138,13 +150,13 @@ class SearchTask:
         return all(seconds <= budget.part(phase) for phase, seconds in needs.items())
 
 
-def time_for(task: SearchTask, pace: Pace, budget: Budget) -> SearchTask | None:
+def fit_to_budget(task: SearchTask, pace: Pace, budget: Budget) -> SearchTask | None:
     """Return the task with as much text as fits the time; None where no trial fits.
 
     The budget then expects the needs of the phases.
     """
     planned = task
-    if budget.limited and not task.decided:
+    if budget.limited and not task.texts_fixed:
         scaled = (task.scaled(share) for share in SCALES)
         planned = next((fewer for fewer in scaled if fewer.fits(pace, budget)), task.least())
         least = planned.least()
@@ -155,7 +167,7 @@ def time_for(task: SearchTask, pace: Pace, budget: Budget) -> SearchTask | None:
     return planned
 
 
-def said(task: SearchTask, pace: Pace, budget: Budget) -> str:
+def forecast_summary(task: SearchTask, pace: Pace, budget: Budget) -> str:
     """Return a line about how long a task takes, done in full, and the speeds that this is forecast from."""
     needs = task.needs(pace)
     others, trials = budget.spent + sum(needs.values()) - needs["trials"], needs["trials"]

@@ -9,7 +9,7 @@ from selfspec.profile.schema import Calibration, Prediction, Profile, SearchReco
 from selfspec.types.bits import extra_share
 from selfspec.types.identity import Identity
 
-from .finalists import drafting_as
+from .finalists import profile_from_score
 from .ledger import Entry, Ledger
 
 
@@ -21,9 +21,9 @@ def pareto(entries: Sequence[Entry], memory: Callable[[Entry], float | None] = l
     known = [e for e in entries if e.draft_cost is not None and not e.score.pruned]
     ranked = sorted(((e.draft_cost or 0.0, memory(e) or 0.0, -e.score.acceptance_rate, i) for i, e in enumerate(known)))
     front: list[tuple[float, float, float, int]] = []
-    for cost, held, wrong, i in ranked:  # no later trial costs less
-        if not any(other[1] <= held and other[2] <= wrong for other in front):
-            front.append((cost, held, wrong, i))
+    for cost, extra_memory, wrong, i in ranked:  # no later trial costs less
+        if not any(other[1] <= extra_memory and other[2] <= wrong for other in front):
+            front.append((cost, extra_memory, wrong, i))
     return [known[i] for *_, i in front]
 
 
@@ -42,12 +42,12 @@ def best_within(ledger: Ledger, max_draft_cost: float | None = None, max_memory:
     """
     known = [e for e in ledger.entries if not e.score.pruned]
     if max_memory is not None:
-        held = memory_of(ledger)
-        shares = [held(e) or 0.0 for e in known]
+        memory_share = memory_of(ledger)
+        shares = [memory_share(e) or 0.0 for e in known]
         known = [e for e, share in zip(known, shares, strict=True) if share <= max_memory]
         if shares and not known:
             raise SelfspecError(
-                f"{ledger.place}: no trial holds {max_memory:g} of the model's bytes or less; "
+                f"{ledger.description}: no trial holds {max_memory:g} of the model's bytes or less; "
                 f"the smallest holds {min(shares):.3f}"
             )
     if max_draft_cost is not None:
@@ -55,36 +55,36 @@ def best_within(ledger: Ledger, max_draft_cost: float | None = None, max_memory:
         known = [e for e in known if e.draft_cost is not None and e.draft_cost <= max_draft_cost]
         if costs and not known:
             raise SelfspecError(
-                f"{ledger.place}: no trial's draft step costs {max_draft_cost:g} of a plain one or less; "
+                f"{ledger.description}: no trial's draft step costs {max_draft_cost:g} of a plain one or less; "
                 f"the cheapest costs {min(costs):.3f}"
             )
     if not known:
-        raise SelfspecError(f"{ledger.place}: holds no trials that could be picked from")
+        raise SelfspecError(f"{ledger.description}: holds no trials that could be picked from")
     return max(known, key=lambda e: e.score.tokens_per_second)
 
 
 def as_profile(ledger: Ledger, entry: Entry) -> Profile:
     """Return the profile of a trial, as the search would write it, but not measured."""
-    said, texts, score = ledger.settings, ledger.texts, entry.score
+    settings, texts, score = ledger.settings, ledger.texts, entry.score
     calibration = None if texts is None else texts.calibration
     if calibration is None:
-        calibration = Calibration.model_validate(said["calibration text"])
+        calibration = Calibration.model_validate(settings["calibration text"])
     searched = SearchRecord(
-        strategy=said["strategy"],
-        objective=said["objective"],
+        strategy=settings["strategy"],
+        objective=settings["objective"],
         trials=len(ledger.scores),
-        seed=said["seed"],
+        seed=settings["seed"],
         seconds=round(sum(e.seconds for e in ledger.entries), 1),
-        max_new_tokens=said["max_new_tokens"] if texts is None else texts.max_new_tokens,
-        temperature=said["temperature"],
-        kv=said["kv"],
+        max_new_tokens=settings["max_new_tokens"] if texts is None else texts.max_new_tokens,
+        temperature=settings["temperature"],
+        kv=settings["kv"],
     )
     base = Profile(
-        model=Identity.model_validate({**said["model"], "name": said["name"]}),
+        model=Identity.model_validate({**settings["model"], "name": settings["name"]}),
         calibration=calibration,
         search=searched,
         costs=ledger.costs,
-        note=f"picked from {ledger.place}; not measured",
+        note=f"picked from {ledger.description}; not measured",
     )
     predicted = None
     if entry.draft_cost is not None:
@@ -95,4 +95,4 @@ def as_profile(ledger: Ledger, entry: Entry) -> Profile:
             tokens_per_round=round(score.tokens_per_round, 3),
             draft_cost=round(entry.draft_cost, 4),
         )
-    return drafting_as(base, score, ledger.confidence).model_copy(update={"predicted": predicted})
+    return profile_from_score(base, score, ledger.confidence).model_copy(update={"predicted": predicted})

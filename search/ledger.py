@@ -32,7 +32,7 @@ from .objective import Score
 from .options import STUDY
 from .space import Space
 from .space_filter import Choices
-from .storage import MEMORY, is_database, named, open_storage, place, storage_errors
+from .storage import MEMORY, display_name, is_database, open_storage, resolve_storage, storage_errors
 
 PATIENCE = 10.0  # times the longest trial, plus a minute: the age at which a worker's claim lapses
 
@@ -78,7 +78,7 @@ class Ledger:
         self.worker = uuid.uuid4().hex[:12]
         self.scores: dict[DraftPath, Score] = {}
         self.entries: list[Entry] = []
-        self._where = where = place(where)
+        self._where = where = resolve_storage(where)
         self._begun = time.time()
         self._records: dict[str, Any] = {}
         self._finishers: list[tuple[str, float]] = []
@@ -87,7 +87,7 @@ class Ledger:
         with self._errors():
             self._study = _study(storage, study, make=settings is not None)
         own = is_database(where) or self._study.study_name != STUDY
-        self.place = f"study '{self._study.study_name}' of {named(where)}" if own else named(where)
+        self.description = f"study '{self._study.study_name}' of {display_name(where)}" if own else display_name(where)
         self._delete = "name another study" if own else "delete it"
         self.refresh()
         if settings is not None:
@@ -96,18 +96,18 @@ class Ledger:
     @property
     def settings(self) -> dict[str, Any]:
         """The search's settings. Raises `SelfspecError` where no search has begun."""
-        found: dict[str, Any] | None = self._records.get("settings")
-        if found is None:
-            raise SelfspecError(f"{self.place}: holds no search of selfspec")
-        return found
+        settings: dict[str, Any] | None = self._records.get("settings")
+        if settings is None:
+            raise SelfspecError(f"{self.description}: holds no search of selfspec")
+        return settings
 
     def _check(self, settings: dict[str, Any]) -> None:
-        found = self._share("settings", settings)
-        keys = {*found, *settings} - {"name"}  # the same model may have another path on another machine
-        other = sorted(key for key in keys if found.get(key) != settings.get(key))
+        stored = self._store_once("settings", settings)
+        keys = {*stored, *settings} - {"name"}  # the same model may have another path on another machine
+        other = sorted(key for key in keys if stored.get(key) != settings.get(key))
         if other:
             raise SelfspecError(
-                f"{self.place} holds the trials of another search (of other {', '.join(other)}); "
+                f"{self.description} holds the trials of another search (of other {', '.join(other)}); "
                 f"resume with its options, or {self._delete}"
             )
 
@@ -125,12 +125,12 @@ class Ledger:
 
     def keep_texts(self, texts: ScoredTexts) -> ScoredTexts:
         """Keep the amount of text, unless another worker was first, and return the one kept."""
-        kept: ScoredTexts = self._share("texts", texts.model_dump(mode="json"))
-        return kept
+        stored: ScoredTexts = self._store_once("texts", texts.model_dump(mode="json"))
+        return stored
 
     def keep_costs(self, costs: CostModel) -> None:
         """Keep the cost model, unless another worker was first."""
-        self._share("costs", costs.model_dump(mode="json"))
+        self._store_once("costs", costs.model_dump(mode="json"))
 
     @property
     def confidence(self) -> Confidence | None:
@@ -140,8 +140,8 @@ class Ledger:
 
     def keep_confidence(self, confidence: Confidence) -> Confidence:
         """Keep the confidence, unless another worker was first, and return the one kept."""
-        kept: Confidence = self._share("confidence", confidence.model_dump(mode="json"))
-        return kept
+        stored: Confidence = self._store_once("confidence", confidence.model_dump(mode="json"))
+        return stored
 
     @property
     def choices(self) -> Choices | None:
@@ -151,8 +151,8 @@ class Ledger:
 
     def keep_choices(self, choices: Choices) -> Choices:
         """Keep the choices of the narrowed space, unless another worker was first, and return those kept."""
-        kept: Choices = self._share("choices", choices.model_dump(mode="json"))
-        return kept
+        stored: Choices = self._store_once("choices", choices.model_dump(mode="json"))
+        return stored
 
     @property
     def gains(self) -> Gains | None:
@@ -162,9 +162,9 @@ class Ledger:
 
     def keep_gains(self, gains: Gains) -> None:
         """Keep the gain of each choice of each variable alone, unless another worker was first."""
-        self._share("gains", [list(of) for of in gains])
+        self._store_once("gains", [list(row) for row in gains])
 
-    def _share(self, key: str, value: Any) -> Any:
+    def _store_once(self, key: str, value: Any) -> Any:
         """Store `value` under `key` unless the study has one, and return the stored value."""
         if key not in self._records:
             with self._errors():
@@ -181,9 +181,10 @@ class Ledger:
             self._study.add_trial(
                 create_trial(
                     value=score.tokens_per_second,
-                    params={name: of[number] for name, of, number in chosen},
+                    params={name: modes[number] for name, modes, number in chosen},
                     distributions={
-                        name: CategoricalDistribution(of) for name, of in zip(space.names, space.choices, strict=True)
+                        name: CategoricalDistribution(modes)
+                        for name, modes in zip(space.names, space.choices, strict=True)
                     },
                     user_attrs=attrs,
                 )
@@ -201,7 +202,7 @@ class Ledger:
                     self._read.add(trial.number)
         except (ValueError, KeyError, TypeError, AttributeError, ValidationError) as error:
             raise SelfspecError(
-                f"{self.place} is damaged ({type(error).__name__}); {self._delete} to start anew"
+                f"{self.description} is damaged ({type(error).__name__}); {self._delete} to start anew"
             ) from None
 
     def _take(self, trial: FrozenTrial) -> None:
@@ -217,7 +218,7 @@ class Ledger:
             self.entries.append(Entry(score, attrs["draft_cost"], float(attrs["seconds"]), str(attrs["worker"])))
             self.scores.setdefault(score.path, score)
 
-    def finishes(self) -> bool:
+    def claim_finish(self) -> bool:
         """Return whether this worker is to measure the finalists: the first of the study's present workers to ask."""
         with self._errors():
             value = {"worker": self.worker, "time": time.time()}
@@ -244,11 +245,11 @@ class Ledger:
         return {_path(path) for path, begun in filter(None, claims) if begun > oldest}
 
     def _errors(self) -> Any:
-        return storage_errors(self._where if isinstance(self._where, Path) else named(self._where))
+        return storage_errors(self._where if isinstance(self._where, Path) else display_name(self._where))
 
 
 def _gains(value: Sequence[Sequence[float]]) -> Gains:
-    return tuple(tuple(map(float, of)) for of in value)
+    return tuple(tuple(map(float, row)) for row in value)
 
 
 _RECORDS: dict[str, Callable[[Any], Any]] = {
@@ -277,9 +278,9 @@ def _study(storage: BaseStorage, name: str | None, *, make: bool) -> optuna.Stud
 def _as_json(score: Score) -> dict[str, Any]:
     acceptance = None if score.acceptance is None else score.acceptance.model_dump(mode="json")
     controller = score.controller.model_dump(mode="json")
-    proposers = [of.model_dump(mode="json") for of in score.proposers]
-    given = {"path": _path_as_json(score.path), "controller": controller, "acceptance": acceptance}
-    return asdict(score) | given | {"proposers": proposers}
+    proposers = [proposer.model_dump(mode="json") for proposer in score.proposers]
+    nested = {"path": _path_as_json(score.path), "controller": controller, "acceptance": acceptance}
+    return asdict(score) | nested | {"proposers": proposers}
 
 
 def _score(data: Mapping[str, Any]) -> Score:
@@ -294,7 +295,9 @@ def _score(data: Mapping[str, Any]) -> Score:
 
 def _path_as_json(path: DraftPath) -> dict[str, Any]:
     sets = {
-        mode: [list(of.attention), list(of.mlp)] for mode in ("skip", "int8", "int4") for of in [getattr(path, mode)]
+        mode: [list(sublayers.attention), list(sublayers.mlp)]
+        for mode in ("skip", "int8", "int4")
+        for sublayers in [getattr(path, mode)]
     }
     return sets | {"head": path.head, "vocabulary": None if path.vocabulary is None else list(path.vocabulary)}
 

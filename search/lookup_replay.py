@@ -16,24 +16,24 @@ from .target_text import TargetText
 from .trace import Trace
 
 
-def with_guesses(replay: Replay, traces: Sequence[Trace], ahead: ProposerChain) -> list[Trace]:
+def with_lookup_tokens(replay: Replay, traces: Sequence[Trace], chain: ProposerChain) -> list[Trace]:
     """Return the traces with the passes that draft from every start, and with lookup tokens that need no draft step.
 
     Without proposers the traces are returned unchanged.
     """
-    if not ahead.proposers:
+    if not chain.proposers:
         return [*traces]
-    return [_with_guesses(t, trace, ahead, replay.ends) for t, trace in zip(replay.texts, traces, strict=True)]
+    return [_add_lookup_tokens(t, trace, chain, replay.ends) for t, trace in zip(replay.texts, traces, strict=True)]
 
 
-def _with_guesses(text: TargetText, trace: Trace, ahead: ProposerChain, ends: Collection[int]) -> Trace:
-    reading, passes, free = ahead.reading(), [], []
+def _add_lookup_tokens(text: TargetText, trace: Trace, chain: ProposerChain, ends: Collection[int]) -> Trace:
+    reading, passes, free = chain.new_state(), [], []
     for start, drafted in enumerate(trace.drafted):
-        at, room = text.prompt + start, trace.room - start - 1
-        reading.read(text.tokens[:at])
-        passes.append(reading.passes(drafted, room))
-        guess = reading.free(room, ends)
-        same = [a == b for a, b in zip(guess.tokens, text.tokens[at:], strict=False)]
+        position, remaining = text.prompt_length + start, trace.remaining - start - 1
+        reading.read(text.tokens[:position])
+        passes.append(reading.passes(drafted, remaining))
+        guess = reading.lookup(remaining, ends)
+        same = [a == b for a, b in zip(guess.tokens, text.tokens[position:], strict=False)]
         free.append((guess.chances, same.index(False) if False in same else len(same)))
     return replace(trace, passes=passes, free=free)
 
@@ -49,5 +49,5 @@ def spared(traces: Sequence[Trace], costs: CostModel) -> float:
         for drafted, run, passes in zip(trace.drafted, trace.runs, trace.passes, strict=bool(trace.passes)):
             taken = min(run + 1, len(drafted))
             tokens += taken
-            seconds += sum(price[width - 1] for at, width in passes if at < taken)
+            seconds += sum(price[width - 1] for index, width in passes if index < taken)
     return max(1 - seconds / tokens, 0.0) if tokens else 0.0

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller, FixedK, make_controller
-from selfspec.drafters import PlainDrafter, make_ahead
+from selfspec.drafters import PlainDrafter, make_proposer_chain
 from selfspec.llm.llm import LLM
 from selfspec.measure.timing import method
 from selfspec.profile.draft_spec import ProposerSpec
@@ -30,7 +30,7 @@ from selfspec.types.stats import Stats
 from .acceptance_fit import fit_curve
 from .continuations import DecodingSettings
 from .controller_grid import LONGEST_DRAFT, controllers_in_play, long_enough
-from .lookup_replay import spared, with_guesses
+from .lookup_replay import spared, with_lookup_tokens
 from .replay import Replay
 from .trace import Trace, walk
 
@@ -77,7 +77,7 @@ class Objective(Protocol):
         """Return the score of a draft path; higher is better."""
 
 
-class WallClock:
+class WallClockObjective:
     """The paper's objective (2309.08168, section 3.2): tokens per second of real decoding, prefill included."""
 
     def __init__(
@@ -144,7 +144,7 @@ class _Incumbent:
     value: _Value
 
 
-class Replayed:
+class ReplayObjective:
     """Predicted tokens per second of decoding the replay's texts: the best over `controllers`, tuned on the trace.
 
     `controllers` None: those of `controllers_in_play`, for drafts as long as can pay. The best few are also tried with
@@ -165,7 +165,7 @@ class Replayed:
         proposers: Sequence[ProposerSpec] = (),
     ) -> None:
         self._replay, self._costs = replay, costs
-        self._proposers, self._ahead = tuple(proposers), make_ahead(proposers, costs.wider, replay.vocabulary)
+        self._proposers, self._ahead = tuple(proposers), make_proposer_chain(proposers, costs.wider, replay.vocabulary)
         self._candidates = replay.candidates if candidates is None else candidates
         self._controllers = controllers
         self._best: _Incumbent | None = None
@@ -178,20 +178,22 @@ class Replayed:
         parts: dict[float, list[Trace]] = {}
         for share in SHARES:
             drafted = self._replay.trace(path, controllers, share=share, known=drafted)
-            parts[share] = traces = self._guessed(drafted)
+            parts[share] = traces = self._with_lookup_tokens(drafted)
             if share < 1 and best is not None:
                 value = self._value(path, traces, controllers)
-                theirs = self._priced(best.value.plan, best.traces[share], self._draft(best.path))
-                if _clearly_worse(value, theirs):
-                    return self._as_score(path, value, best.value.speed * value.speed / theirs.speed, pruned=True)
+                incumbent_value = self._evaluate(best.value.plan, best.traces[share], self._draft(best.path))
+                if _clearly_worse(value, incumbent_value):
+                    return self._as_score(
+                        path, value, best.value.speed * value.speed / incumbent_value.speed, pruned=True
+                    )
         value = self._value(path, traces, controllers)
         if best is None or value.speed > best.value.speed:
             self._best = _Incumbent(path, parts, value)
         return self._as_score(path, value, value.speed, pruned=False)
 
-    def _guessed(self, traces: Sequence[Trace]) -> list[Trace]:
+    def _with_lookup_tokens(self, traces: Sequence[Trace]) -> list[Trace]:
         """Return the traces with lookup tokens, which need no draft step of their own."""
-        return with_guesses(self._replay, traces, self._ahead)
+        return with_lookup_tokens(self._replay, traces, self._ahead)
 
     def _in_play(self, draft: float) -> Sequence[Controller]:
         """Return the controllers to tune for a draft step of `draft` seconds."""
@@ -200,10 +202,10 @@ class Replayed:
         most = min(LONGEST_DRAFT, self._replay.depth)
         return controllers_in_play(long_enough(self._costs, draft, most))
 
-    def head_takes(self, share: float, path: DraftPath) -> bool:
+    def head_share_reaches(self, share: float, path: DraftPath) -> bool:
         """Return whether the head over the whole vocabulary takes at least `share` of a draft step."""
-        whole = self._draft(path)
-        return whole - self._costs.draft(path, self._replay.layers, vocabulary=0.0) >= share * whole
+        step_seconds = self._draft(path)
+        return step_seconds - self._costs.draft(path, self._replay.layers, vocabulary=0.0) >= share * step_seconds
 
     def score_with(self, path: DraftPath, heads: Sequence[tuple[int, ...]]) -> Score | None:
         """Score a path on all starts with the best draft vocabulary of `heads`, chosen on the first share of them.
@@ -215,7 +217,7 @@ class Replayed:
             tried = replace(path, vocabulary=tokens)
             controllers = self._in_play(self._draft(tried))
             traces = self._replay.trace(tried, controllers, share=SHARES[0])
-            speed = self._value(tried, self._guessed(traces), controllers).speed
+            speed = self._value(tried, self._with_lookup_tokens(traces), controllers).speed
             if best is None or speed > best[0]:
                 best = speed, tried, traces
         assert best is not None
@@ -223,7 +225,9 @@ class Replayed:
         if tried.vocabulary is None:
             return None
         controllers = self._in_play(self._draft(tried))
-        value = self._value(tried, self._guessed(self._replay.trace(tried, controllers, known=traces)), controllers)
+        value = self._value(
+            tried, self._with_lookup_tokens(self._replay.trace(tried, controllers, known=traces)), controllers
+        )
         return self._as_score(tried, value, value.speed, pruned=False)
 
     def gain(self, path: DraftPath | SkipSet, *, draft: int = ALONE, share: float = RANKING_SHARE) -> float:
@@ -234,7 +238,7 @@ class Replayed:
         """
         controller = FixedK(min(draft, self._replay.depth))
         traces = self._replay.trace(path, [controller], share=share)
-        return self._priced(_Plan(controller), traces, self._draft(as_path(path))).speed * self._costs.plain
+        return self._evaluate(_Plan(controller), traces, self._draft(as_path(path))).speed * self._costs.plain
 
     def _draft(self, path: DraftPath) -> float:
         return self._costs.draft(path, self._replay.layers, vocabulary=path.share(self._replay.vocabulary))
@@ -244,21 +248,23 @@ class Replayed:
         without = spared(traces, self._costs)
 
         def best(plans: Iterable[_Plan], count: int = 1) -> list[_Value]:
-            values = [self._priced(plan, traces, draft) for plan in plans]
+            values = [self._evaluate(plan, traces, draft) for plan in plans]
             return sorted(values, key=lambda value: value.speed, reverse=True)[:count]
 
-        found: list[_Value] = []
+        plan_values: list[_Value] = []
         asking = [c for c in controllers if c.asks_payoff]
         if others := [c for c in controllers if not c.asks_payoff]:
-            found = best(map(_Plan, others), WITH_CANDIDATES)
+            plan_values = best(map(_Plan, others), WITH_CANDIDATES)
             counts = range(2, self._candidates + 1)
-            found += best(_Plan(value.plan.controller, n) for value in found for n in counts)
+            plan_values += best(_Plan(value.plan.controller, n) for value in plan_values for n in counts)
         if asking:
             curve = fit_curve(traces, self._candidates)
             words = path.share(self._replay.vocabulary)
-            payoff = PayoffModel.of(self._costs, path, self._replay.layers, curve, vocabulary=words, spared=without)
-            found += [self._at_its_rate(controller, payoff, traces, draft) for controller in asking]
-        fastest = max(found, key=lambda value: value.speed)
+            payoff = PayoffModel.from_costs(
+                self._costs, path, self._replay.layers, curve, vocabulary=words, spared=without
+            )
+            plan_values += [self._at_its_rate(controller, payoff, traces, draft) for controller in asking]
+        fastest = max(plan_values, key=lambda value: value.speed)
         return replace(fastest, plan=replace(fastest.plan, spared=without))
 
     def _at_its_rate(
@@ -269,7 +275,7 @@ class Replayed:
         rate = 1.0
         for _ in range(DINKELBACH):
             plan = _Plan(controller.with_payoff(payoff, rate=rate), self._candidates)
-            value = self._priced(plan, traces, draft)
+            value = self._evaluate(plan, traces, draft)
             best = value if best is None or value.speed > best.speed else best
             before, rate = rate, max(1.0, value.speed * self._costs.plain)
             if abs(rate - before) < RATE_KNOWN:
@@ -277,9 +283,9 @@ class Replayed:
         assert best is not None
         return best
 
-    def _priced(self, plan: _Plan, traces: Sequence[Trace], draft: float) -> _Value:
+    def _evaluate(self, plan: _Plan, traces: Sequence[Trace], draft: float) -> _Value:
         walks = walk(traces, plan.controller, candidates=plan.candidates, seeded=self._replay.seeded)
-        prices = self._costs.prices(draft)
+        prices = self._costs.call_costs(draft)
         seconds = tuple(self._costs.seconds(w.rounds, prices) for w in walks)
         return _Value(plan, tuple(w.stats for w in walks), seconds)
 
@@ -316,13 +322,15 @@ def predict(replay: Replay, profile: Profile, *, trained: str | None = None) -> 
     controller = make_controller(described.controller, profile.payoff)
     replay.confidence = described.confidence or PROBABILITY
     traces = replay.trace(replace(profile.path, trained=trained), [controller])
-    traces = with_guesses(replay, traces, make_ahead(described.proposers or (), costs.wider, replay.vocabulary))
+    traces = with_lookup_tokens(
+        replay, traces, make_proposer_chain(described.proposers or (), costs.wider, replay.vocabulary)
+    )
     walks = walk(traces, controller, candidates=described.candidates, seeded=replay.seeded)
     total = Stats.total(done.stats for done in walks)
     rounds = sum((done.rounds for done in walks), Counter[tuple[Work, int]]())
-    prefill = costs.prefill * sum(text.prompt for text in replay.texts)
+    prefill = costs.prefill * sum(text.prompt_length for text in replay.texts)
     draft = costs.draft(profile.path, replay.layers, vocabulary=profile.draft_share)
-    seconds = prefill + costs.seconds(rounds, costs.prices(draft))
+    seconds = prefill + costs.seconds(rounds, costs.call_costs(draft))
     if replay.own_keys:
         seconds += prefill * draft / costs.plain
     return Prediction(

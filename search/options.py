@@ -39,7 +39,7 @@ _DRAFTS = "Drafting and verification"
 _SETS = "Search space"
 _METHOD = "Search method"
 _PAPER = "Search as in the paper (with --strategy skopt)"
-_KEPT = "Storage of trials"
+_STORAGE = "Storage of trials"
 _DECODING = ("max_new_tokens", "temperature", "top_k", "top_p", "logits_processor", "rule")
 _NOT_COMPARED = {  # options that set how far a search goes, and where, but do not change a trial's score
     "prompts",  # the ledger has their hash
@@ -224,10 +224,10 @@ class SearchOptions:
         Option(
             help="Where trials are stored: memory, a file, or a database URL, which workers can share; by default "
             "OUT.trials.jsonl, until the profile is saved.",
-            panel=_KEPT,
+            panel=_STORAGE,
         ),
     ] = None
-    study: Annotated[str, Option(help="Name of the study in the storage.", panel=_KEPT)] = STUDY
+    study: Annotated[str, Option(help="Name of the study in the storage.", panel=_STORAGE)] = STUDY
     watch: "SearchCallbacks | None" = None
     budget: "Budget | None" = None
     plain_llm: "Callable[[], LLM] | None" = None
@@ -298,8 +298,8 @@ class SearchOptions:
         """The sources of lookup tokens below the draft path. Raises `SelfspecError` for an unknown source."""
         from selfspec.profile.draft_spec import parse_proposers
 
-        found = parse_proposers(self.drafters, None if self.store is None else str(Path(self.store).resolve()))
-        return found if (self.objective, self.kv) == ("replay", "shared") else ()
+        specs = parse_proposers(self.drafters, None if self.store is None else str(Path(self.store).resolve()))
+        return specs if (self.objective, self.kv) == ("replay", "shared") else ()
 
     @property
     def fixed(self) -> "ControllerSpec | None":
@@ -324,16 +324,19 @@ class SearchOptions:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings, as JSON, that must be equal in all searches that share or resume a study."""
-        found = {
+        settings = {
             _NAMED.get(field.name, field.name): getattr(self, field.name)
             for field in fields(self)
             if field.name not in _NOT_COMPARED
         }
-        return found | {
+        return settings | {
             "logits processors": len(self.logits_processor),
             "rule": self.decoding.verified_by,
             "keep": list(self.kept_layers),
             "modes": list(self.allowed_modes),
-            "drafters": [of.kind if of.path is None else f"{of.kind} {of.path}" for of in self.proposers],
+            "drafters": [
+                proposer.kind if proposer.path is None else f"{proposer.kind} {proposer.path}"
+                for proposer in self.proposers
+            ],
             "controller": None if self.fixed is None else self.fixed.model_dump(mode="json"),
         }

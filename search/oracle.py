@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from selfspec.controllers import FixedK, make_controller
-from selfspec.drafters import make_ahead
+from selfspec.drafters import make_proposer_chain
 from selfspec.llm.llm import LLM
 from selfspec.profile.schema import Profile
 from selfspec.text.prompt import Prompt
@@ -15,7 +15,7 @@ from selfspec.types.draft_work import GUESSED
 
 from .continuations import DecodingSettings, continue_prompts
 from .controller_grid import deepest
-from .lookup_replay import with_guesses
+from .lookup_replay import with_lookup_tokens
 from .replay import Replay
 from .trace import Trace
 
@@ -38,19 +38,21 @@ def oracle_bound(traces: Sequence[Trace], costs: CostModel, draft: float, *, can
     the candidates up to the right one. Prefill is left out.
     """
     tokens = rounds = 0
-    seconds, prices = 0.0, costs.prices(draft)
+    seconds, prices = 0.0, costs.call_costs(draft)
     for trace in traces:
         best: list[tuple[float, int]] = [(0.0, 0)] * (trace.tokens + 1)  # seconds and rounds from each start to the end
         for start in reversed(range(len(trace.runs))):
             run, rank = trace.runs[start], trace.ranks[start]
             left = trace.tokens - start
-            ways = [(trace.work(start, k), k + 1, k + 1) for k in range(min(run, left) + 1)]  # work, rows, tokens
+            possible_rounds = [
+                (trace.work(start, k), k + 1, k + 1) for k in range(min(run, left) + 1)
+            ]  # work, rows, tokens
             if 1 <= rank < candidates:
-                ways.append((trace.work(start, run + 1), 2 + run + rank, run + 2))
+                possible_rounds.append((trace.work(start, run + 1), 2 + run + rank, run + 2))
             if trace.free:
-                ways += [(GUESSED, n + 1, n + 1) for n in range(1, min(trace.free[start][1], left) + 1)]
+                possible_rounds += [(GUESSED, n + 1, n + 1) for n in range(1, min(trace.free[start][1], left) + 1)]
             options = []
-            for work, rows, emitted in ways:
+            for work, rows, emitted in possible_rounds:
                 later, more = best[min(start + emitted, trace.tokens)]
                 options.append((costs.seconds({(work, rows): 1}, prices) + later, more + 1))
             best[start] = min(options)
@@ -80,9 +82,17 @@ def oracle(
     depth = deepest([make_controller(described.controller, profile.payoff)])
     candidates = described.candidates
     with Replay(
-        llm.model, texts, sampler=decoding.sampler(), depth=depth, candidates=candidates, seed=seed, like=llm.runtime
+        llm.model,
+        texts,
+        sampler=decoding.sampler(),
+        depth=depth,
+        candidates=candidates,
+        seed=seed,
+        base_runtime=llm.runtime,
     ) as replay:
         traces = replay.trace(profile.path, [FixedK(depth)])
-        traces = with_guesses(replay, traces, make_ahead(described.proposers or (), costs.wider, replay.vocabulary))
+        traces = with_lookup_tokens(
+            replay, traces, make_proposer_chain(described.proposers or (), costs.wider, replay.vocabulary)
+        )
     draft = costs.draft(profile.path, llm.runtime.layers)
     return oracle_bound(traces, costs, draft, candidates=candidates)

@@ -17,7 +17,7 @@ from .target_text import TargetText
 class PrefilledTexts:
     """`tokens` `[texts, longest]`, padded, and `lengths` `[texts, 1]`; a token's cache slot is its position.
 
-    The keys are made along the path last passed to `hold`; before the first call there are none.
+    The keys are made along the path last passed to `fill`; before the first call there are none.
     """
 
     def __init__(self, runtime: Runtime, texts: Sequence[TargetText]) -> None:
@@ -28,36 +28,36 @@ class PrefilledTexts:
             self.tokens[row, : len(text.tokens)] = torch.tensor(text.tokens)
         self.tokens = self.tokens.to(runtime.device)
         self.lengths = torch.tensor([len(text.tokens) for text in texts], device=runtime.device)[:, None]
-        self._held: DraftPath | None = None
+        self._cached_path: DraftPath | None = None
 
-    def hold(self, path: DraftPath) -> None:
+    def fill(self, path: DraftPath) -> None:
         """Fill the cache by a causal pass over each text along `path`, unless it has these keys already."""
-        if path == self._held:
+        if path == self._cached_path:
             return
-        self.forget()
+        self.invalidate()
         compiled = self._runtime.compile(path)
         for row, text in enumerate(self._texts):
             own, end = slice(row, row + 1), len(text.tokens) - 1  # no query reads the last token's keys
             if end:
                 self._runtime.forward(self.tokens[own, :end], 0, path=compiled, rows=own, logits=None)
-        self._held = path
+        self._cached_path = path
 
-    def forget(self) -> None:
-        """Mark the cached keys as overwritten, or about to be; the next `hold` makes them again."""
-        self._held = None
+    def invalidate(self) -> None:
+        """Mark the cached keys as overwritten, or about to be; the next `fill` makes them again."""
+        self._cached_path = None
 
     def targets(self, sampler: Sampler) -> Tensor | None:
         """Return the whole model's distribution at each start `[starts, V]`, or None without starts; cache its keys."""
-        self.forget()
-        found = []
+        self.invalidate()
+        distributions = []
         for row, text in enumerate(self._texts):
-            own, first = slice(row, row + 1), text.prompt - 1  # the first start
+            own, first = slice(row, row + 1), text.prompt_length - 1  # the first start
             if first:
                 self._runtime.forward(self.tokens[own, :first], 0, rows=own, logits=None)
-            if text.new:
+            if text.num_new_tokens:
                 step = self._runtime.forward(self.tokens[own, first : len(text.tokens) - 1], first, rows=own)
                 assert step.logits is not None
-                prefixes = (text.tokens[:end] for end in range(text.prompt, len(text.tokens)))
-                found.append(sampler.probs(sampler.scores(step.logits[0], prefixes)))
-        self._held = FULL
-        return torch.cat(found) if found else None
+                prefixes = (text.tokens[:end] for end in range(text.prompt_length, len(text.tokens)))
+                distributions.append(sampler.probs(sampler.scores(step.logits[0], prefixes)))
+        self._cached_path = FULL
+        return torch.cat(distributions) if distributions else None

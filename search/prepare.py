@@ -17,16 +17,16 @@ from selfspec.types.draft_path import DraftPath
 
 from .budget import Budget, Deadline
 from .callbacks import SearchCallbacks, SilentSearch
-from .climbing import Gains, changed, cheaper
+from .climbing import Gains, changed, cheaper_changes
 from .confidence_fit import fit_confidence
 from .continuations import DecodingSettings, continue_prompts
 from .controller_grid import LONGEST_DRAFT, deepest
-from .forecast import CONFIDENCE_SHARE, CONFIDENT, PLACES, Pace, SearchTask
+from .forecast import CONFIDENCE_SHARE, CONFIDENT, STREAM_POSITIONS, Pace, SearchTask
 from .ledger import Ledger, ScoredTexts
-from .objective import RANKING_SHARE, Objective, Replayed, WallClock
+from .objective import RANKING_SHARE, Objective, ReplayObjective, WallClockObjective
 from .replay import CANDIDATES, Replay
 from .space import Space
-from .space_filter import Choices, paying
+from .space_filter import Choices, cheaper_choices
 from .strategies import Problem
 from .target_text import TargetText
 from .warm_starts import BUDGETS, by_cosines, every_fourth, every_second, first_k, likely, programme
@@ -63,7 +63,7 @@ class Search:
     def plan(self, max_new_tokens: int | None = None) -> ScoredTexts:
         """Return how much text fits the time; `max_new_tokens`: the length of the texts, once they are decoded."""
         count = len(self.prompts if self.planned is None else self.planned.prompts)
-        new = self.decoding.max_new_tokens if self.planned is None else self.planned.new
+        new = self.decoding.max_new_tokens if self.planned is None else self.planned.max_new_tokens
         described = None if self.described is None else self.described(count)
         return ScoredTexts(prompts=count, max_new_tokens=max_new_tokens or new, calibration=described)
 
@@ -72,9 +72,9 @@ class Search:
         return self.prompts[: texts.prompts], replace(self.decoding, max_new_tokens=texts.max_new_tokens)
 
 
-def replayed(
-    search: Search, held: ExitStack, fixed: Controller | None, context: int | None, warm: bool
-) -> tuple[Search, Replayed, Problem, CostModel, Replay]:
+def prepare_replay(
+    search: Search, resources: ExitStack, fixed: Controller | None, context: int | None, warm: bool
+) -> tuple[Search, ReplayObjective, Problem, CostModel, Replay]:
     """Return the search in its narrowed space, the replay objective, the strategies' problem, the costs, the replay.
 
     Sub-layers are ranked, and warm starts planned, only with `warm`.
@@ -86,22 +86,22 @@ def replayed(
     space = search.space
     deadline = search.budget.deadline("ranking")
     watch.stage("reading the texts", None)
-    replay = held.enter_context(replay_of(search, texts, fixed))
-    replay.keep(space.path(space.start))
+    replay = resources.enter_context(replay_of(search, texts, fixed))
+    replay.pin_weights(space.path(space.start))
     _confidence(search, replay)
-    worth = Replayed(replay, costs, None if fixed is None else [fixed], proposers=search.proposers)
+    objective = ReplayObjective(replay, costs, None if fixed is None else [fixed], proposers=search.proposers)
     if not warm:
-        return search, worth, Problem(space, search.seed), costs, replay
-    planning = BUDGETS * search.pace.rows(PLACES * len(texts))
-    gains = ledger.gains or _gains(search, worth, Deadline(deadline.at - planning, deadline.clock))
+        return search, objective, Problem(space, search.seed), costs, replay
+    planning = BUDGETS * search.pace.rows(STREAM_POSITIONS * len(texts))
+    gains = ledger.gains or _gains(search, objective, Deadline(deadline.end_time - planning, deadline.clock))
     watch.stage("planning likely sets", None)
-    streams = replay.streams(PLACES)
+    streams = replay.streams(STREAM_POSITIONS)
     planned = programme(space, streams, costs) if deadline.allows(planning) else ()
-    alike = by_cosines(space, streams)
-    known = gains or alike
-    near = first_k(space, alike)
+    cosine_gains = by_cosines(space, streams)
+    known = gains or cosine_gains
+    near = first_k(space, cosine_gains)
     first = dict.fromkeys((*likely(space, known), *planned[:3], *near[1:3], every_second(space)))
-    return search, worth, Problem(space, search.seed, tuple(first), known, planned), costs, replay
+    return search, objective, Problem(space, search.seed, tuple(first), known, planned), costs, replay
 
 
 def replay_of(search: Search, texts: Sequence[TargetText], fixed: Controller | None) -> Replay:
@@ -115,7 +115,7 @@ def replay_of(search: Search, texts: Sequence[TargetText], fixed: Controller | N
         candidates=1 if search.own_keys else CANDIDATES,  # draft models of other engines draft chains
         seed=search.seed,
         own_keys=search.own_keys,
-        like=search.llm.runtime,
+        base_runtime=search.llm.runtime,
     )
     replay.confidence = search.ledger.confidence or replay.confidence
     return replay
@@ -126,14 +126,14 @@ def _narrowed(search: Search, costs: CostModel) -> Space:
     space, ledger = search.space, search.ledger
     choices = ledger.choices
     if choices is None:
-        given = Choices(
+        all_choices = Choices(
             modes=list(space.modes),
             head=list(space.head),
             attention=list(space.fixed.attention),
             mlp=list(space.fixed.mlp),
         )
-        choices = ledger.keep_choices(paying(given, costs))
-    return choices.of(space)
+        choices = ledger.keep_choices(cheaper_choices(all_choices, costs))
+    return choices.narrow(space)
 
 
 def _confidence(search: Search, replay: Replay) -> None:
@@ -145,8 +145,8 @@ def _confidence(search: Search, replay: Replay) -> None:
         search.watch.stage("reading what drafts are sure of", None)
         space = search.space
         path = space.path(space.start) if space.base != "full" else every_fourth(space)
-        found = fit_confidence(replay, path, draft=CONFIDENT, share=CONFIDENCE_SHARE)
-        replay.confidence = search.ledger.keep_confidence(found)
+        confidence = fit_confidence(replay, path, draft=CONFIDENT, share=CONFIDENCE_SHARE)
+        replay.confidence = search.ledger.keep_confidence(confidence)
 
 
 def _continued(search: Search) -> list[TargetText]:
@@ -162,7 +162,7 @@ def _continued(search: Search) -> list[TargetText]:
     if known is not None:
         return continued(*search.chosen(known), None)
     texts = continued(*search.chosen(search.plan()), search.budget.deadline("texts"))
-    mine = search.plan(texts[0].room)
+    mine = search.plan(texts[0].remaining)
     decided = search.ledger.keep_texts(mine)
     return texts if decided == mine else continued(*search.chosen(decided), None)  # another worker was first
 
@@ -172,17 +172,17 @@ def _costs(search: Search, texts: Sequence[TargetText], context: int | None) -> 
     ledger, watch = search.ledger, search.watch
     shown = 0
 
-    def show(done: int, of: int) -> None:
+    def show(done: int, total: int) -> None:
         nonlocal shown
-        if of != shown:
-            watch.stage("measuring costs" if not shown else "measuring costs again, as they vary", of)
-            shown = of
+        if total != shown:
+            watch.stage("measuring costs" if not shown else "measuring costs again, as they vary", total)
+            shown = total
         watch.step(done)
 
     if ledger.costs is None:
-        keys = round(sum(text.prompt + text.new / 2 for text in texts) / len(texts))
+        keys = round(sum(text.prompt_length + text.num_new_tokens / 2 for text in texts) / len(texts))
         watch.stage("measuring costs", None)
-        found = measure_costs(
+        measured = measure_costs(
             search.llm.runtime,
             context=context or keys,
             sampler=search.decoding.sampler(),
@@ -192,55 +192,59 @@ def _costs(search: Search, texts: Sequence[TargetText], context: int | None) -> 
             on_decoding=show,
         )
         if search.plain_llm is not None:
-            alone = forward_seconds(search.plain_llm.runtime, found.context, repeats=24)
-            found = found.model_copy(update={"fastest": min(found.plain, found.round + alone)})
-        ledger.keep_costs(found)
+            alone = forward_seconds(search.plain_llm.runtime, measured.context, repeats=24)
+            measured = measured.model_copy(update={"fastest": min(measured.plain, measured.round + alone)})
+        ledger.keep_costs(measured)
     costs = ledger.costs
     assert costs is not None
     return costs
 
 
-def _gains(search: Search, worth: Replayed, deadline: Deadline) -> Gains:
+def _gains(search: Search, objective: ReplayObjective, deadline: Deadline) -> Gains:
     """Return the speedup of each single change to a cheaper mode; empty if there is no time to measure them all.
 
     All changes are compared on the same share of the starts, as large as the time allows for all of them. A change that
     is not tried has gain 0, which is below every speedup.
     """
     space, share = search.space, RANKING_SHARE
-    changes = [*cheaper(space, space.start)]
+    changes = [*cheaper_changes(space, space.start)]
     points = [space.start, *(changed(space.start, change) for change in changes)]
     search.watch.stage("ranking sub-layers", len(points))
     begun = deadline.clock()
-    found = [worth.gain(space.path(points[0]), share=share)]
+    measured = [objective.gain(space.path(points[0]), share=share)]
     needed = (deadline.clock() - begun) * len(points)
     if needed > deadline.left:
         share *= deadline.left / needed
-        found = []
+        measured = []
     for number, point in enumerate(points):
         if share < LEAST_RANKING or not deadline.allows():
             return ()
-        if number >= len(found):
-            found.append(worth.gain(space.path(point), share=share))
+        if number >= len(measured):
+            measured.append(objective.gain(space.path(point), share=share))
         search.watch.step(number + 1)
-    gains = [[0.0] * len(of) for of in space.choices]
+    gains = [[0.0] * len(modes) for modes in space.choices]
     for i, now in enumerate(space.start):
-        gains[i][now] = found[0]
-    for (i, choice), gain in zip(changes, found[1:], strict=True):
+        gains[i][now] = measured[0]
+    for (i, choice), gain in zip(changes, measured[1:], strict=True):
         gains[i][choice] = gain
     search.ledger.keep_gains(tuple(map(tuple, gains)))
     return search.ledger.gains or ()
 
 
-def timed(search: Search, controller: ControllerSpec | None, warm: bool) -> tuple[Objective, Problem]:
+def prepare_wallclock(search: Search, controller: ControllerSpec | None, warm: bool) -> tuple[Objective, Problem]:
     """Return the paper's objective, and warm starts by the cosine of each sub-layer's input and output streams."""
     space = search.space
     starts: tuple[DraftPath, ...] = ()
     prompts, decoding = search.chosen(search.ledger.texts or search.ledger.keep_texts(search.plan()))
-    texts = [TargetText(tuple(ids), max(1, len(ids) - PLACES), PLACES + 1) for ids in prompts if len(ids) > 1]
+    texts = [
+        TargetText(tuple(ids), max(1, len(ids) - STREAM_POSITIONS), STREAM_POSITIONS + 1)
+        for ids in prompts
+        if len(ids) > 1
+    ]
     if warm and texts:
         search.watch.stage("ranking sub-layers", None)
         with Replay(search.llm.model, texts, depth=1) as replay:
-            starts = (*likely(space, by_cosines(space, replay.streams(PLACES))), every_second(space))
+            starts = (*likely(space, by_cosines(space, replay.streams(STREAM_POSITIONS))), every_second(space))
     search.watch.stage("measuring plain decoding", 1 + len(prompts))
-    worth = WallClock(search.llm, prompts, decoding, controller, on_prompt=search.watch.step)
-    return worth, Problem(space, search.seed, tuple(dict.fromkeys(starts)))
+    objective = WallClockObjective(search.llm, prompts, decoding, controller, on_prompt=search.watch.step)
+    return objective, Problem(space, search.seed, tuple(dict.fromkeys(starts)))

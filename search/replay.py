@@ -29,7 +29,7 @@ from selfspec.types.skip import SkipSet
 from .conditional_sampling import Noise, Uniforms, draft_given_text
 from .prefill_cache import PrefilledTexts
 from .replay_state import Record, ReplayState, confident, with_ties
-from .seeded_noise import Ties
+from .seeded_noise import SeededNoise
 from .target_text import Streams, TargetText
 from .trace import Trace
 
@@ -66,14 +66,14 @@ class Replay:
         seed: int = 0,
         own_keys: bool = False,
         noise: Callable[[Tensor, int], Noise] | None = None,
-        like: Runtime | None = None,
+        base_runtime: Runtime | None = None,
     ) -> None:
         self.texts = tuple(texts)
         self.sampler = sampler or Sampler()
         self._block = rule == "block"
-        self._tied = None
+        self._seeded_noise = None
         if rule == "match" and not self.sampler.greedy:
-            self._tied = [Ties(text.seed) for text in self.texts]
+            self._seeded_noise = [SeededNoise(text.seed) for text in self.texts]
         self.depth = depth
         self.candidates = candidates
         self.own_keys = own_keys
@@ -82,48 +82,50 @@ class Replay:
         self.seed = seed
         self.confidence = PROBABILITY
         self._noise = noise or self._uniforms
-        self._runtime = (like or open_runtime(model)).with_new_cache(rows=len(self.texts))
+        self._runtime = (base_runtime or open_runtime(model)).with_new_cache(rows=len(self.texts))
         self.ends = self._runtime.skeleton.ends
         self._longest = max(len(text.tokens) for text in self.texts)
         self._first = [0]  # number of each text's first start
         for text in self.texts:
-            self._first.append(self._first[-1] + text.new)
+            self._first.append(self._first[-1] + text.num_new_tokens)
         self._numbers: dict[int, Tensor] = {}
         self._targets: Tensor | None = None
-        self._held = ExitStack()
+        self._resources = ExitStack()
 
     def __enter__(self) -> Self:
-        self._held.enter_context(self._runtime.session(self._longest + self._each * self.depth))
+        self._resources.enter_context(self._runtime.session(self._longest + self._each * self.depth))
         try:
             self._read_texts()
         except BaseException:
-            self._held.close()
+            self._resources.close()
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._held.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._resources.close()
 
     def _read_texts(self) -> None:
         """Run a full forward over each text for its keys and, for sampling, the target's distribution at each start."""
         device = self._runtime.device
-        self._committed = PrefilledTexts(self._runtime, self.texts)
-        if self.sampler.greedy or self._tied is not None:
-            self._committed.hold(FULL)
+        self._prefilled = PrefilledTexts(self._runtime, self.texts)
+        if self.sampler.greedy or self._seeded_noise is not None:
+            self._prefilled.fill(FULL)
         else:
-            self._targets = self._committed.targets(self.sampler)
-        ends = [text.prompt + text.room for text in self.texts for _ in range(text.new)]
-        self._room = torch.tensor(ends, device=device)
-        self._ends = torch.tensor(sorted(self.ends), dtype=torch.long, device=device)
+            self._targets = self._prefilled.targets(self.sampler)
+        ends = [text.prompt_length + text.remaining for text in self.texts for _ in range(text.num_new_tokens)]
+        self._end_positions = torch.tensor(ends, device=device)
+        self._eos_ids = torch.tensor(sorted(self.ends), dtype=torch.long, device=device)
 
-    def keep(self, path: DraftPath) -> None:
+    def pin_weights(self, path: DraftPath) -> None:
         """Keep a path's quantised weights, which other paths share, until the replay is closed."""
-        self._kept = self._runtime.compile(path)
+        self._pinned_path = self._runtime.compile(path)
 
     @property
     def seeded(self) -> bool:
         """Whether the texts were decoded with seeds, so that controllers start each text afresh."""
-        return self.sampler.seeded or self._tied is not None
+        return self.sampler.seeded or self._seeded_noise is not None
 
     @property
     def layers(self) -> int:
@@ -144,20 +146,28 @@ class Replay:
         positions: int | Tensor = 0
         layers, slots, mask = range(self.layers), 0, None
         if self.own_keys:
-            self._committed.forget()
-            tokens = self._committed.tokens[:, :OWN_PLACES]
-            real = torch.arange(tokens.shape[1], device=tokens.device) < self._committed.lengths
+            self._prefilled.invalidate()
+            tokens = self._prefilled.tokens[:, :OWN_PLACES]
+            real = torch.arange(tokens.shape[1], device=tokens.device) < self._prefilled.lengths
         else:
             each = min(starts, self._each)
-            live = self._rows(slice(0, len(self.texts)), [(0, min(each, text.new)) for text in self.texts])
-            tokens, positions, slots, mask, real = live.token, live.start, self._longest, self._see(live), live.real
+            live = self._new_state(
+                slice(0, len(self.texts)), [(0, min(each, text.num_new_tokens)) for text in self.texts]
+            )
+            tokens, positions, slots, mask, real = (
+                live.token,
+                live.start,
+                self._longest,
+                self._attention_mask(live),
+                live.real,
+            )
         step = self._runtime.forward(
             tokens, positions, slots=slots, mask=mask, logits=None, hidden=range(self.layers + 1), between=layers
         )
 
         def branch(layer: int, part: Literal["attention", "mlp"], x: Tensor) -> Tensor:
             if self.own_keys:
-                self._committed.forget()  # the sub-layer writes to the same cache slots
+                self._prefilled.invalidate()  # the sub-layer writes to the same cache slots
             return self._runtime.branch(layer, part, x, positions, slots=slots, mask=mask)
 
         return Streams(
@@ -183,9 +193,9 @@ class Replay:
         path = as_path(path)
         compiled = self._runtime.compile(path)
         if self.own_keys:
-            self._committed.hold(replace(path, vocabulary=None))
+            self._prefilled.fill(replace(path, vocabulary=None))
         low = [len(trace.runs) for trace in known] or [0] * len(self.texts)
-        high = [-(-text.new * share // 1) for text in self.texts]
+        high = [-(-text.num_new_tokens * share // 1) for text in self.texts]
         record = Record(self._first[-1], self.depth)
         for first in range(0, len(self.texts), self._group):
             group = range(first, min(first + self._group, len(self.texts)))
@@ -204,12 +214,12 @@ class Replay:
         record: Record,
     ) -> None:
         """Draft along `path` from the starts in the `window` of each text in `group`; write the results to `record`."""
-        live = self._rows(group, window)
+        live = self._new_state(group, window)
         used = self._longest
         for step in range(self.depth if live.real.any() else 0):
             scores, used = self._forward(live, path, group, used, step)
             token, confidence, match, rank = self._choose(live, scores, group, step)
-            going = self._note(live, record, controllers, step, token, confidence, match, rank)
+            going = self._record_step(live, record, controllers, step, token, confidence, match, rank)
             width = int(going.sum(1).max())
             if not width:
                 return
@@ -218,20 +228,20 @@ class Replay:
             live.drafted = torch.cat((live.drafted, token.unsqueeze(-1)), dim=-1)
             live.pick(index, going.gather(1, index))
 
-    def _rows(self, group: slice, window: Sequence[tuple[int, int]]) -> ReplayState:
+    def _new_state(self, group: slice, window: Sequence[tuple[int, int]]) -> ReplayState:
         """Return the starts of a window that may draft; the last position with room has none for a drafted token."""
         device = self._runtime.device
         texts = self.texts[group]
         low, high = (torch.tensor(side, device=device)[:, None] for side in zip(*window, strict=True))
-        room = torch.tensor([text.room - 1 for text in texts], device=device)[:, None]
+        remaining = torch.tensor([text.remaining - 1 for text in texts], device=device)[:, None]
         offset = low + torch.arange(max(b - a for a, b in window), device=device)
-        real = offset < torch.minimum(high, room)
+        real = offset < torch.minimum(high, remaining)
         offset = offset * real  # padding repeats the text's first start
-        position = offset + torch.tensor([text.prompt - 1 for text in texts], device=device)[:, None]
+        position = offset + torch.tensor([text.prompt_length - 1 for text in texts], device=device)[:, None]
         return ReplayState(
             ids=offset + torch.tensor(self._first[group.start : group.stop], device=device)[:, None],
             start=position,
-            token=self._committed.tokens[group].gather(1, position),
+            token=self._prefilled.tokens[group].gather(1, position),
             matched=torch.ones_like(real),
             weight=torch.ones(real.shape, dtype=torch.float64, device=device),
             real=real,
@@ -242,14 +252,14 @@ class Replay:
     def _forward(self, live: ReplayState, path: CompiledPath, group: slice, used: int, step: int) -> tuple[Tensor, int]:
         """Return the processed scores `[B, n, V]` of one draft step, and the cache slots used so far."""
         width = live.real.shape[1]
-        mask = self._see(live)
+        mask = self._attention_mask(live)
         positions = (live.start + step).clamp(max=self._runtime.skeleton.context - 1)  # padding may run past the end
         out = self._runtime.forward(live.token, positions, path=path, slots=used, mask=mask, rows=group)
         assert out.logits is not None
         scores = self.sampler.scores(out.logits.flatten(0, 1), self._prefixes(live, group))
         return scores.view(*live.start.shape, -1), used + width
 
-    def _see(self, live: ReplayState) -> Tensor:
+    def _attention_mask(self, live: ReplayState) -> Tensor:
         """Return the next step's mask `[B, n, S]`: committed tokens' keys before the start, and the draft's own."""
         width = live.real.shape[1]
         columns = torch.arange(self._longest, device=live.start.device)
@@ -269,12 +279,12 @@ class Replay:
 
         The rank is that of the text's next token where the first wrong token was drafted, and 0 elsewhere.
         """
-        place = live.start + step + 1
-        inside = live.matched & (place < self._committed.lengths[group])
-        following = self._committed.tokens[group].gather(1, place.clamp(max=self._longest - 1))
+        position = live.start + step + 1
+        inside = live.matched & (position < self._prefilled.lengths[group])
+        following = self._prefilled.tokens[group].gather(1, position.clamp(max=self._longest - 1))
         q = self.sampler.probs(scores)
-        if self.sampler.greedy or self._tied is not None:
-            merits = scores if self._tied is None else with_ties(q, place, self._tied[group])
+        if self.sampler.greedy or self._seeded_noise is not None:
+            merits = scores if self._seeded_noise is None else with_ties(q, position, self._seeded_noise[group])
             token = merits.argmax(-1)
             match = inside & (token == following)
             missed = inside & ~match
@@ -295,13 +305,13 @@ class Replay:
                 self._noise(live.ids.flatten(), step),
                 self.candidates,
             )
-            token, match, rank = (t.view(place.shape) for t in chosen)
+            token, match, rank = (t.view(position.shape) for t in chosen)
             if self._block:
-                p_x, q_x = (t.gather(-1, token.flatten().unsqueeze(-1)).view(place.shape) for t in (p, flat))
+                p_x, q_x = (t.gather(-1, token.flatten().unsqueeze(-1)).view(position.shape) for t in (p, flat))
                 ratio = p_x / q_x.clamp(min=torch.finfo(q_x.dtype).tiny)
                 live.weight = torch.where(match, (live.weight * ratio).clamp(max=1.0), live.weight)
-        apart = gaps(merits if self._tied is None else merits.log()) if self.confidence.gap else None
-        confidence = confident(self.confidence, q.gather(-1, token.unsqueeze(-1)).squeeze(-1), apart)
+        logit_gap = gaps(merits if self._seeded_noise is None else merits.log()) if self.confidence.gap else None
+        confidence = confident(self.confidence, q.gather(-1, token.unsqueeze(-1)).squeeze(-1), logit_gap)
         return token, confidence, match, torch.where(inside & ~match, rank, 0)
 
     def _uniforms(self, ids: Tensor, step: int) -> Uniforms:
@@ -312,7 +322,7 @@ class Replay:
             self._numbers[step] = torch.rand(shape, generator=generator, dtype=torch.float64).to(ids.device)
         return Uniforms(self._numbers[step][ids])
 
-    def _note(
+    def _record_step(
         self,
         live: ReplayState,
         record: Record,
@@ -324,8 +334,8 @@ class Replay:
         rank: Tensor,
     ) -> Tensor:
         """Record a step of the drafts under way, and return which of them go on, `[B, n]`."""
-        may = (live.start + step + 3 < self._room[live.ids]) & torch.isin(token, self._ends).logical_not()
-        going = may & (confidence.double() >= min(c.lowest(step + 1) for c in controllers))
+        may = (live.start + step + 3 < self._end_positions[live.ids]) & torch.isin(token, self._eos_ids).logical_not()
+        going = may & (confidence.double() >= min(c.min_confidence(step + 1) for c in controllers))
         real = live.real
         ids = live.ids[real].cpu()
         record.token[ids, step] = token[real].cpu()
@@ -341,8 +351,10 @@ class Replay:
         own = slice(self._first[text] + low, self._first[text] + high)
         depth = record.depth[own].tolist()
         confidences, drafted = (
-            [row[:n] for row, n in zip(of[own].tolist(), depth, strict=True)]
-            for of in (record.confidence, record.token)
+            [row[:n] for row, n in zip(column[own].tolist(), depth, strict=True)]
+            for column in (record.confidence, record.token)
         )
-        runs, ranks, unfinished = (of[own].tolist() for of in (record.run, record.rank, record.unfinished))
-        return Trace(self.texts[text].new, self.texts[text].room, confidences, runs, ranks, unfinished, drafted)
+        runs, ranks, unfinished = (column[own].tolist() for column in (record.run, record.rank, record.unfinished))
+        return Trace(
+            self.texts[text].num_new_tokens, self.texts[text].remaining, confidences, runs, ranks, unfinished, drafted
+        )

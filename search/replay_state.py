@@ -13,7 +13,7 @@ from torch import Tensor
 
 from selfspec.types.confidence import Confidence
 
-from .seeded_noise import Ties
+from .seeded_noise import SeededNoise
 
 
 @dataclass(slots=True)
@@ -51,20 +51,20 @@ class Record:
         self.unfinished = torch.zeros(starts, dtype=torch.bool)
 
 
-def confident(told: Confidence, probability: Tensor, apart: Tensor | None) -> Tensor:
-    """Return `Confidence.of` for tokens of these probabilities `[B, n]` and gaps `apart` `[B, n]` (None: zeros)."""
-    if told.plain:
+def confident(confidence: Confidence, probability: Tensor, logit_gap: Tensor | None) -> Tensor:
+    """Return `Confidence.of` for tokens of these probabilities `[B, n]` and gaps `logit_gap` `[B, n]` (None: zeros)."""
+    if confidence.plain:
         return probability
     each = zip(
         probability.flatten().tolist(),
-        (torch.zeros_like(probability) if apart is None else apart).flatten().tolist(),
+        (torch.zeros_like(probability) if logit_gap is None else logit_gap).flatten().tolist(),
         strict=True,
     )
-    found = torch.tensor([told.of(p, g) for p, g in each], dtype=torch.float64, device=probability.device)
-    return found.view(probability.shape)
+    values = torch.tensor([confidence.estimate(p, g) for p, g in each], dtype=torch.float64, device=probability.device)
+    return values.view(probability.shape)
 
 
-def with_ties(q: Tensor, place: Tensor, tied: Sequence[Ties]) -> Tensor:
+def with_ties(q: Tensor, position: Tensor, tied: Sequence[SeededNoise]) -> Tensor:
     """Return the values `[B, n, V]` whose maximum is drafted: q over the noise tied to each row's text and position."""
-    noise = [ties.at(p, q) for ties, of in zip(tied, place.tolist(), strict=True) for p in of]
+    noise = [ties.noise(p, q) for ties, positions in zip(tied, position.tolist(), strict=True) for p in positions]
     return q / torch.stack(noise).view(q.shape)

@@ -14,7 +14,7 @@ from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import DraftPath
 
 from .continuations import continue_prompts
-from .objective import Replayed, Score
+from .objective import ReplayObjective, Score
 from .prepare import Search, replay_of
 
 PROMPTS = 12  # prompts to continue
@@ -25,10 +25,10 @@ FEWEST = 3  # prompts, below which rescoring is no better than the scores of the
 TEXTS_SHARE = 0.4  # share of the time for continuing the prompts
 HELD_BACK = 1.3  # times the longest rescoring so far, the time reserved for the next
 
-Again = Callable[[Sequence[Score]], Score]
+Rescore = Callable[[Sequence[Score]], Score]
 
 
-def best_on_others(
+def best_rescored(
     search: Search,
     costs: CostModel,
     fixed: Controller | None,
@@ -54,19 +54,19 @@ def best_on_others(
         on_token=watch.step,
         deadline=deadline.part(TEXTS_SHARE),
     )
-    again: list[Score] = []
+    rescored: list[Score] = []
     with replay_of(search, texts, fixed) as replay:
-        worth = Replayed(replay, costs, None if fixed is None else [fixed], proposers=search.proposers)
+        objective = ReplayObjective(replay, costs, None if fixed is None else [fixed], proposers=search.proposers)
         watch.stage("choosing among the best few", len(scores))
         longest = 0.0
         for score in scores:
             if not deadline.allows(HELD_BACK * longest):
                 break
             begun = deadline.clock()
-            again.append(worth.score(score.path))
+            rescored.append(objective.score(score.path))
             longest = max(longest, deadline.clock() - begun)
-            watch.step(len(again))
-    return clearly_best(scores, again if len(again) > 1 else scores, start)
+            watch.step(len(rescored))
+    return clearly_best(scores, rescored if len(rescored) > 1 else scores, start)
 
 
 def clearly_best(scores: Sequence[Score], rescored: Sequence[Score], start: DraftPath) -> Score:

@@ -12,7 +12,7 @@ from .prepare import Search
 RECORDED = ("strategy", "objective", "seed", "temperature", "kv", "minutes")  # options recorded in the profile
 
 
-def begun(
+def initial_profile(
     search: Search, options: SearchOptions, *, interrupted: bool = False, costs: CostModel | None = None
 ) -> Profile:
     """Return the profile of a search before any result is added; its seconds are not known yet."""
@@ -28,7 +28,7 @@ def begun(
     return Profile(model=search.llm.identity, calibration=calibration, search=searched, costs=costs)
 
 
-def untried(search: Search, options: SearchOptions) -> Profile:
+def profile_without_trials(search: Search, options: SearchOptions) -> Profile:
     """Return the profile of a search without time for any trial: it skips nothing, and its note says why."""
     budget = search.budget
     note = (
@@ -36,13 +36,13 @@ def untried(search: Search, options: SearchOptions) -> Profile:
         f"when the model was loaded, and the rest is too little at {search.pace.step * 1e3:.3g} ms a plain step; "
         "give it more minutes"
     )
-    base = begun(search, options)
+    base = initial_profile(search, options)
     assert base.search is not None
     record = base.search.model_copy(update={"seconds": round(budget.spent, 1)})
     return base.model_copy(update={"search": record, "versions": versions(), "note": note})
 
 
-def with_shortage(search: Search, options: SearchOptions, profile: Profile) -> Profile:
+def with_shortfall_note(search: Search, options: SearchOptions, profile: Profile) -> Profile:
     """Return the profile with the search's seconds, and with the work that time did not allow in its note."""
     budget, texts, made = search.budget, search.ledger.texts, profile.search
     assert texts is not None

@@ -48,10 +48,12 @@ class Space:
     @cached_property
     def _parts(self) -> tuple[tuple[SkipSet, tuple[Mode, ...]], ...]:
         each = [(SkipSet((i,), ()), SkipSet((), (i,))) for i in range(self.layers)]
-        whole = self.granularity == "layer"
-        parts = [SkipSet((i,), (i,)) for i in range(self.layers)] if whole else [part for pair in each for part in pair]
-        found = ((part, self._modes_of(part)) for part in parts)
-        return tuple((part, modes) for part, modes in found if len(modes) > 1)
+        by_layer = self.granularity == "layer"
+        parts = (
+            [SkipSet((i,), (i,)) for i in range(self.layers)] if by_layer else [part for pair in each for part in pair]
+        )
+        part_modes = ((part, self._modes_of(part)) for part in parts)
+        return tuple((part, modes) for part, modes in part_modes if len(modes) > 1)
 
     def _modes_of(self, part: SkipSet) -> tuple[Mode, ...]:
         (layer,) = {*part.attention, *part.mlp}
@@ -98,24 +100,24 @@ class Space:
     def path(self, point: Sequence[int]) -> DraftPath:
         """Return the draft path of a point."""
         modes: list[Mode] = ["full"] * (2 * self.layers)
-        for part, of, number in zip(self.variables, self.choices, point, strict=False):
+        for part, choices, number in zip(self.variables, self.choices, point, strict=False):
             for i in (*part.attention, *(self.layers + i for i in part.mlp)):
-                modes[i] = of[number]
+                modes[i] = choices[number]
         head = self.choices[-1][point[-1]] if len(self.head) > 1 else self.head[0]
-        return DraftPath.of(modes, head="full" if head == "skip" else head)
+        return DraftPath.from_modes(modes, head="full" if head == "skip" else head)
 
     def point(self, path: DraftPath | SkipSet) -> Point:
         """Return the nearest point to a path; a variable whose sub-layers differ in mode runs in full."""
         path = as_path(path)
         modes = path.modes(self.layers)
-        found = []
-        for part, of in zip(self.variables, self.choices, strict=False):
+        indices = []
+        for part, choices in zip(self.variables, self.choices, strict=False):
             mine = {modes[i] for i in (*part.attention, *(self.layers + i for i in part.mlp))}
             mode = mine.pop() if len(mine) == 1 else "full"
-            found.append(of.index(mode) if mode in of else 0)
+            indices.append(choices.index(mode) if mode in choices else 0)
         if len(self.head) > 1:
-            found.append(self.head.index(path.head) if path.head in self.head else 0)
-        return tuple(found)
+            indices.append(self.head.index(path.head) if path.head in self.head else 0)
+        return tuple(indices)
 
     def nearest(self, path: DraftPath | SkipSet) -> DraftPath:
         """Return the path of the nearest point."""
@@ -140,11 +142,11 @@ def parse_keep(text: str) -> tuple[int, ...]:
 
 def parse_modes(text: str) -> tuple[Mode, ...]:
     """Parse modes such as `full,int8,skip`, sorted as in `MODES`. Raises `SelfspecError` for anything else."""
-    given = [part.strip() for part in text.split(",") if part.strip()]
-    wrong = next((part for part in given if part not in MODES), None)
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    wrong = next((part for part in names if part not in MODES), None)
     if wrong is not None:
         raise SelfspecError(f"modes: '{wrong}' is not known; known: {', '.join(MODES)}")
-    found: tuple[Mode, ...] = tuple(mode for mode in MODES if mode in (*given, "full"))
-    if len(found) < 2:
+    modes: tuple[Mode, ...] = tuple(mode for mode in MODES if mode in (*names, "full"))
+    if len(modes) < 2:
         raise SelfspecError(f"modes '{text}': expected one beside full, of {', '.join(MODES[1:])}")
-    return found
+    return modes

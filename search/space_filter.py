@@ -27,23 +27,23 @@ class Choices(Data):
     attention: list[Count] = []
     mlp: list[Count] = []
 
-    def of(self, space: Space) -> Space:
+    def narrow(self, space: Space) -> Space:
         """Return the space with these choices."""
         fixed = SkipSet(tuple(self.attention), tuple(self.mlp))
         return replace(space, modes=tuple(self.modes), head=tuple(self.head), fixed=fixed)
 
 
-def possible(llm: LLM, modes: Sequence[Mode], *, memory: float) -> Choices:
+def supported_choices(llm: LLM, modes: Sequence[Mode], *, memory: float) -> Choices:
     """Return the choices that the model allows; quantised modes need accessible weights, and a `memory` above 0."""
     runtime = llm.runtime
     layers = range(runtime.layers)
     low = [mode for mode in LOW if mode in modes and memory > 0]
 
     def without(part: str, mode: Mode) -> list[int]:
-        return [i for i in layers if runtime.held(part, i, mode) is None]
+        return [i for i in layers if runtime.part_bytes(part, i, mode) is None]
 
     low = [mode for mode in low if len(without("attention", mode)) + len(without("mlp", mode)) < 2 * len(layers)]
-    head: list[Mode] = ["full", *(mode for mode in low[:1] if runtime.held("head", 0, mode) is not None)]
+    head: list[Mode] = ["full", *(mode for mode in low[:1] if runtime.part_bytes("head", 0, mode) is not None)]
     return Choices(
         modes=[mode for mode in modes if mode in (*BYPASSING, *low)],
         head=head,
@@ -52,20 +52,20 @@ def possible(llm: LLM, modes: Sequence[Mode], *, memory: float) -> Choices:
     )
 
 
-def paying(choices: Choices, costs: CostModel) -> Choices:
+def cheaper_choices(choices: Choices, costs: CostModel) -> Choices:
     """Return the choices that are cheaper than running in full. Raises `SelfspecError` where none is left."""
     slow = {mode for mode in LOW if mode in choices.modes and not costs.cheaper_in(mode)}
-    found = choices.model_copy(
+    narrowed = choices.model_copy(
         update={
             "modes": [mode for mode in choices.modes if mode not in slow],
             "head": [mode for mode in choices.head if mode not in slow],
         }
     )
-    if found.modes == ["full"] and len(found.head) < 2:
+    if narrowed.modes == ["full"] and len(narrowed.head) < 2:
         raise SelfspecError(
             f"modes: {', '.join(slow)} is no cheaper than running in full here; expected skip among them"
         )
-    return found
+    return narrowed
 
 
 @dataclass(frozen=True)
@@ -73,18 +73,18 @@ class MemoryBudget:
     """The extra memory of quantised weights and its limit, as shares of the model's bytes."""
 
     runtime: Runtime
-    own: int
+    model_bytes: int
     limit: float
 
     @classmethod
-    def of(cls, llm: LLM, limit: float | None) -> MemoryBudget:
+    def from_llm(cls, llm: LLM, limit: float | None) -> MemoryBudget:
         """Return a model's budget; the default limit is 0.3 for float32, and 0.55 for types of half its size."""
         size = llm.runtime.dtype.itemsize
         return cls(llm.runtime, llm.weight_bytes, SHARES.get(size, 0.3) if limit is None else limit)
 
     def share(self, path: DraftPath) -> float:
         """Return a path's extra memory."""
-        return self.runtime.extra_bytes(path) / self.own
+        return self.runtime.extra_bytes(path) / self.model_bytes
 
     def excess(self, path: DraftPath) -> float:
         """Return a path's memory over the limit; 0 or less where it is within the limit."""
@@ -92,10 +92,10 @@ class MemoryBudget:
 
 
 @dataclass(frozen=True)
-class Bounded:
+class BoundedObjective:
     """An objective with bounds on a path's draft cost and memory."""
 
-    worth: Objective
+    objective: Objective
     costs: CostModel | None
     space: Space
     max_draft_cost: float | None
@@ -105,7 +105,7 @@ class Bounded:
         """Return the score of a path; None for one that is over its cost or memory bound."""
         if self.excess(path) > 0:
             return None
-        return self.worth.score(path)
+        return self.objective.score(path)
 
     def excess(self, path: DraftPath) -> float:
         """Return the excess over the bounds: a share of a plain step or of the model's memory, whichever is larger."""

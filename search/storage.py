@@ -34,23 +34,25 @@ def is_database(where: str | Path) -> bool:
     return isinstance(where, str) and "://" in where
 
 
-def place(where: str | Path) -> str | Path:
+def resolve_storage(where: str | Path) -> str | Path:
     """Resolve a storage's name: `memory` and a database's URL stay as they are, anything else is a file's path."""
     return where if where == MEMORY or is_database(where) else Path(where)
 
 
-def named(where: str | Path) -> str:
+def display_name(where: str | Path) -> str:
     """Return a storage's name for display, with a URL's password hidden."""
     if not is_database(where):
         return str(where)
     head, _, rest = str(where).partition("://")
-    user, at, host = rest.rpartition("@")
-    return f"{head}://{user.partition(':')[0]}:***@{host}" if at and ":" in user else str(where)
+    user, separator, host = rest.rpartition("@")
+    return f"{head}://{user.partition(':')[0]}:***@{host}" if separator and ":" in user else str(where)
 
 
 def open_storage(where: str | Path) -> BaseStorage:
-    """Open the storage at a `place`: `memory`, a URL such as `postgresql://...`, else a journal file, made if missing.
+    """Open a study's storage.
 
+    `where`, as `resolve_storage` returns it, is `memory`, a URL such as `postgresql://...`, or else the path of a
+    journal file, which is made if it is missing.
     Raises `SelfspecError` for a file that is no journal, and for a database that cannot be reached or has no driver.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -126,7 +128,7 @@ def _torn(file: BinaryIO) -> bool:
 def _database(url: str) -> BaseStorage:
     from sqlalchemy.exc import ArgumentError
 
-    name = named(url)
+    name = display_name(url)
     scheme, _, rest = url.partition("://")
     kind_of, _, driver = scheme.partition("+")
     if not driver and kind_of in DRIVERS and find_spec(DRIVERS[kind_of]) is not None:
@@ -171,8 +173,8 @@ def storage_errors(name: str | Path) -> Iterator[None]:
         raise
     except (StorageInternalError, SQLAlchemyError, OSError) as error:
         cause = error.__cause__ or error
-        said = str(getattr(cause, "orig", None) or cause).strip().splitlines()
-        raise SelfspecError(f"storage {name}: {said[0] if said else type(cause).__name__}") from cause
+        lines = str(getattr(cause, "orig", None) or cause).strip().splitlines()
+        raise SelfspecError(f"storage {name}: {lines[0] if lines else type(cause).__name__}") from cause
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(name, Path):
             raise SelfspecError(f"{name} is damaged ({type(error).__name__}); delete it to start anew") from None

@@ -63,10 +63,10 @@ class OptunaSampler:
             sampler = make(optuna.samplers, problem.seed)
             self._study = optuna.create_study(direction="maximize", sampler=sampler)
         self._distributions: dict[str, BaseDistribution] = {
-            f"variable{i:03d}": optuna.distributions.IntDistribution(0, len(of) - 1)
-            if ordered or len(of) == 2
-            else optuna.distributions.CategoricalDistribution(range(len(of)))
-            for i, of in enumerate(self._space.choices)
+            f"variable{i:03d}": optuna.distributions.IntDistribution(0, len(modes) - 1)
+            if ordered or len(modes) == 2
+            else optuna.distributions.CategoricalDistribution(range(len(modes)))
+            for i, modes in enumerate(self._space.choices)
         }
         for path in problem.warm:
             self._study.enqueue_trial(self._named(path))
@@ -117,7 +117,7 @@ class SkOpt:
             warnings.simplefilter("ignore")
             asked = zip(self._optimizer.ask(), self._space.choices, strict=True)
             return self._space.path(
-                [min(math.ceil(value * len(of)) - 1, len(of) - 1) if value > 0 else 0 for value, of in asked]
+                [min(math.ceil(value * len(modes)) - 1, len(modes) - 1) if value > 0 else 0 for value, modes in asked]
             )
 
     def tell(self, path: DraftPath, score: float) -> None:
@@ -125,7 +125,7 @@ class SkOpt:
         point = zip(self._space.point(path), self._space.choices, strict=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the library warns of repeated points and of its own dependencies
-            self._optimizer.tell([number / (len(of) - 1) for number, of in point], -score)
+            self._optimizer.tell([number / (len(modes) - 1) for number, modes in point], -score)
 
     learn = tell
 

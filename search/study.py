@@ -13,11 +13,11 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.basics.keywords import show_signature
 from selfspec.controllers import make_controller
 from selfspec.llm.llm import LLM
-from selfspec.llm.prompt_encoding import encode, fit, takes_messages, warn_of_cuts
+from selfspec.llm.prompt_encoding import encode, fit, takes_messages, warn_if_cut
 from selfspec.measure.cost_fitting import fastest_plain
-from selfspec.measure.cost_sweeps import room_for
+from selfspec.measure.cost_sweeps import fit_context
 from selfspec.profile.schema import Calibration, Profile
-from selfspec.runtime.worker_group import check_alone
+from selfspec.runtime.worker_group import check_runtime_unsharded
 from selfspec.text.prompt import Prompt
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import DraftPath
@@ -26,19 +26,19 @@ from .bridging import with_bridges
 from .budget import Budget
 from .calibration import PromptSet, choose, record
 from .callbacks import Logged, Trial
-from .climbing import cheaper
+from .climbing import cheaper_changes
 from .draft_vocabulary import with_smaller_head
 from .finalists import HeldOut, Refinement, finish
-from .forecast import Pace, SearchTask, said, time_for
+from .forecast import Pace, SearchTask, fit_to_budget, forecast_summary
 from .ledger import Ledger
 from .objective import Objective, Score
 from .options import SearchOptions
-from .prepare import Search, replayed, timed
+from .prepare import Search, prepare_replay, prepare_wallclock
 from .replay import Replay
-from .rescoring import FEWEST, PROMPTS, Again, best_on_others
-from .search_record import begun, untried, with_shortage
+from .rescoring import FEWEST, PROMPTS, Rescore, best_rescored
+from .search_record import initial_profile, profile_without_trials, with_shortfall_note
 from .space import Space
-from .space_filter import Bounded, MemoryBudget, possible
+from .space_filter import BoundedObjective, MemoryBudget, supported_choices
 from .storage import MEMORY
 from .strategies import Problem, Strategy, make_strategy
 
@@ -61,34 +61,36 @@ def run_search(llm: LLM, options: SearchOptions) -> Profile:
     options that do not fit the model, for no prompts, and where `max_new_tokens` do not fit the context;
     `AnotherFinishes` in a worker whose study another worker completes.
     """
-    check_alone(llm.runtime, "a search")
+    check_runtime_unsharded(llm.runtime, "a search")
     search, drawn = _begin(llm, options)
     if search.planned is None:
-        return untried(search, options)
-    with ExitStack() as held:
-        known = _known_beforehand(search, options, held, drawn)
+        return profile_without_trials(search, options)
+    with ExitStack() as resources:
+        known = _prepare(search, options, resources, drawn)
         search = known.search
-        memory = MemoryBudget.of(llm, options.extra_memory)
-        bounded = Bounded(known.worth, known.costs, search.space, options.max_draft_cost, memory)
+        memory = MemoryBudget.from_llm(llm, options.extra_memory)
+        bounded = BoundedObjective(known.objective, known.costs, search.space, options.max_draft_cost, memory)
         propose = partial(make_strategy, options.strategy, known.problem)
         interrupted = _run_trials(search, bounded, propose, options.trials)
-        if not interrupted and not search.ledger.finishes():
-            raise AnotherFinishes(f"{search.ledger.place}: another worker measures the best and saves the profile")
+        if not interrupted and not search.ledger.claim_finish():
+            raise AnotherFinishes(
+                f"{search.ledger.description}: another worker measures the best and saves the profile"
+            )
         profile = finish(
             search,
-            begun(search, options, interrupted=interrupted, costs=known.costs),
+            initial_profile(search, options, interrupted=interrupted, costs=known.costs),
             list(search.ledger.scores.values()),
             drawn.held_out,
             known.replay,
             options.keep_best,
-            known.bettered,
-            known.again,
+            known.refinements,
+            known.rescore,
         )
-    return with_shortage(search, options, profile)
+    return with_shortfall_note(search, options, profile)
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class _OtherPrompts:
     """Prompts that are not searched on.
 
     `held_out`: to measure on. `others`: token ids, to rescore the finalists on. `rest`: to count token frequencies in.
@@ -100,13 +102,13 @@ class _Drawn:
     chat: bool
 
 
-def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
+def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _OtherPrompts]:
     """Check the options, report the expected duration, and plan how much text fits the time."""
     budget = options.budget or Budget(None if options.minutes is None else 60 * options.minutes)
     budget.loaded = budget.spent
     space = _space(llm, options)
     options.decoding.check()
-    if options.context is not None and (most := room_for(llm.runtime, options.context)[0]) < options.context:
+    if options.context is not None and (most := fit_context(llm.runtime, options.context)[0]) < options.context:
         raise SelfspecError(
             f"context {options.context}: expected at most {most}, to which the model's context of "
             f"{llm.runtime.skeleton.context} has room for the rounds that are timed"
@@ -130,9 +132,9 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
         plain_llm = options.plain_llm()
         plain_llm = None if fastest_plain((plain_llm, llm)) is llm else plain_llm
     watch.stage("timing the model", None)
-    pace = Pace.of(llm.runtime, max(map(len, prompts)))
+    pace = Pace.from_runtime(llm.runtime, max(map(len, prompts)))
     task = _task(options, space, ledger, prompts, measured)
-    watch.say(said(task, pace, budget))
+    watch.say(forecast_summary(task, pace, budget))
     search = Search(
         llm=llm,
         space=space,
@@ -143,27 +145,29 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _Drawn]:
         watch=watch,
         budget=budget,
         pace=pace,
-        planned=time_for(task, pace, budget),
+        planned=fit_to_budget(task, pace, budget),
         described=described,
         own_keys=options.kv == "own",
         proposers=options.proposers,
         plain_llm=plain_llm,
     )
-    return search, _Drawn(HeldOut(measured, chosen.held_out), others, chosen.rest[PROMPTS:], chosen.chat)
+    return search, _OtherPrompts(HeldOut(measured, chosen.held_out), others, chosen.rest[PROMPTS:], chosen.chat)
 
 
 def _space(llm: LLM, options: SearchOptions) -> Space:
     """Return the search space: the options' choices, as far as the model allows them."""
-    choices = possible(llm, options.allowed_modes, memory=MemoryBudget.of(llm, options.extra_memory).limit)
-    return choices.of(Space(llm.runtime.layers, options.kept_layers, options.granularity))
+    choices = supported_choices(
+        llm, options.allowed_modes, memory=MemoryBudget.from_llm(llm, options.extra_memory).limit
+    )
+    return choices.narrow(Space(llm.runtime.layers, options.kept_layers, options.granularity))
 
 
 def _with_keywords(options: Callable[P, SearchOptions]) -> Callable[Concatenate[LLM, P], Profile]:
     """Return `run_search` with the fields of `SearchOptions` as arguments, with the types and defaults of `options`."""
 
-    def find_profile(llm: LLM, /, *given: P.args, **named: P.kwargs) -> Profile:
+    def find_profile(llm: LLM, /, *args: P.args, **kwargs: P.kwargs) -> Profile:
         """`run_search`, with the fields of `SearchOptions` as arguments."""
-        return run_search(llm, options(*given, **named))
+        return run_search(llm, options(*args, **kwargs))
 
     model = inspect.Parameter("llm", inspect.Parameter.POSITIONAL_ONLY, annotation=LLM)
     show_signature(find_profile, options, model, returns=Profile)
@@ -185,15 +189,15 @@ def _task(
     lengths = tuple(map(len, prompts))
     return SearchTask(
         prompts=lengths if texts is None else lengths[: texts.prompts],
-        others=tuple(map(len, others)),
-        new=options.max_new_tokens if texts is None else texts.max_new_tokens,
-        variables=len([*cheaper(space, space.start)]) if options.warm and ledger.gains is None else 0,
+        eval_prompts=tuple(map(len, others)),
+        max_new_tokens=options.max_new_tokens if texts is None else texts.max_new_tokens,
+        variables=len([*cheaper_changes(space, space.start)]) if options.warm and ledger.gains is None else 0,
         trials=max(options.trials - len(ledger.scores), 0),
         replayed=options.objective == "replay",
         measured=options.kv == "shared",
-        decided=texts is not None,
-        priced=ledger.costs is not None,
-        in_few_bits=space.base != "full",
+        texts_fixed=texts is not None,
+        costs_known=ledger.costs is not None,
+        quantized_base=space.base != "full",
     )
 
 
@@ -222,49 +226,52 @@ def _ledger(llm: LLM, options: SearchOptions, calibration: Calibration) -> Ledge
 
 
 @dataclass(frozen=True)
-class _Known:
+class _Preparation:
     """The results of the preparation before the first trial: the objective and, with replay, the cost model.
 
-    `bettered`: named refinements to try on the best path, where they can pay. `again` picks a finalist by other texts.
+    `refinements`: named refinements to try on the best path, where they can pay. `rescore` picks a finalist by other
+    texts.
     """
 
     search: Search
-    worth: Objective
+    objective: Objective
     problem: Problem
     costs: CostModel | None = None
     replay: Replay | None = None
-    bettered: tuple[tuple[str, Refinement], ...] = ()
-    again: Again | None = None
+    refinements: tuple[tuple[str, Refinement], ...] = ()
+    rescore: Rescore | None = None
 
 
-def _known_beforehand(search: Search, options: SearchOptions, held: ExitStack, drawn: _Drawn) -> _Known:
-    """Make the objective, kept open in `held`, and the refinements that this model allows.
+def _prepare(search: Search, options: SearchOptions, resources: ExitStack, drawn: _OtherPrompts) -> _Preparation:
+    """Make the objective, kept open in `resources`, and the refinements that this model allows.
 
     Smaller draft vocabularies are chosen by token frequencies in further prompts.
     """
     llm, fixed = search.llm, options.fixed
     if options.objective == "wallclock":
-        return _Known(search, *timed(search, fixed, options.warm))
+        return _Preparation(search, *prepare_wallclock(search, fixed, options.warm))
     controller = None if fixed is None else make_controller(fixed)
-    search, worth, problem, costs, replay = replayed(search, held, controller, options.context, options.warm)
-    bettered: list[tuple[str, Refinement]] = []
+    search, objective, problem, costs, replay = prepare_replay(
+        search, resources, controller, options.context, options.warm
+    )
+    refinements: list[tuple[str, Refinement]] = []
     if options.kv == "shared":
         fitted_to = [*search.prompts, *drawn.others]
         bridges = partial(
             with_bridges,
-            worth,
+            objective,
             runtime=llm.runtime,
             texts=fitted_to,
             seconds=search.pace.rows,
             allows=lambda seconds: search.budget.deadline("heads").allows(seconds),
         )
-        bettered.append(("bridges over bypassed layers", bridges))
+        refinements.append(("bridges over bypassed layers", bridges))
     if options.kv == "shared" and llm.runtime.skeleton.head_over([0]) is not None:  # the head's weight is accessible
         counted = _encoded(llm, drawn.rest, chat=drawn.chat)
-        heads = partial(with_smaller_head, worth, texts=counted, size=llm.identity.vocabulary or 0)
-        bettered.append(("smaller draft vocabularies", heads))
-    again = partial(best_on_others, search, costs, controller, drawn.others) if len(drawn.others) >= FEWEST else None
-    return _Known(search, worth, problem, costs, replay, tuple(bettered), again)
+        heads = partial(with_smaller_head, objective, texts=counted, size=llm.identity.vocabulary or 0)
+        refinements.append(("smaller draft vocabularies", heads))
+    rescore = partial(best_rescored, search, costs, controller, drawn.others) if len(drawn.others) >= FEWEST else None
+    return _Preparation(search, objective, problem, costs, replay, tuple(refinements), rescore)
 
 
 def _fitted(llm: LLM, chosen: PromptSet, options: SearchOptions) -> Iterator[tuple[list[int], ...]]:
@@ -279,7 +286,7 @@ def _fitted(llm: LLM, chosen: PromptSet, options: SearchOptions) -> Iterator[tup
         )
     parts = chosen.search, chosen.measure, chosen.rest[:PROMPTS]
     encoded = [[encode(llm, prompt, chat=chosen.chat) for prompt in part] for part in parts]
-    warn_of_cuts((len(ids) for part in encoded for ids in part), context - new)
+    warn_if_cut((len(ids) for part in encoded for ids in part), context - new)
     framed = chosen.chat or chosen.template is not None
     return (tuple(fit(ids, context - new, framed=framed) for ids in part) for part in encoded)
 
@@ -291,42 +298,42 @@ def _encoded(llm: LLM, prompts: Iterable[Prompt], *, chat: bool) -> Iterator[lis
             yield encode(llm, prompt, chat=chat)
 
 
-def _run_trials(search: Search, worth: Bounded, strategy: Callable[[], Strategy], trials: int) -> bool:
+def _run_trials(search: Search, objective: BoundedObjective, strategy: Callable[[], Strategy], trials: int) -> bool:
     """Ask, score and tell until the study has `trials` trials by all workers; return whether an interrupt ended it.
 
     A resumed search proposes the same paths as before, whose scores are known. Paths that other workers score now count
     as the worst score so far (constant liar), until the true score is known.
     """
-    ledger, told, idle = search.ledger, set[DraftPath](), 0
+    ledger, reported, idle = search.ledger, set[DraftPath](), 0
     deadline, longest = search.budget.deadline("trials"), 0.0
     search.watch.stage("searching", trials)
 
     def take(score: Score, *, known: bool) -> None:
-        if score.path not in told:
-            search.watch.trial(Trial(len(told), score, known))
-            told.add(score.path)
+        if score.path not in reported:
+            search.watch.trial(Trial(len(reported), score, known))
+            reported.add(score.path)
 
     try:
         proposer = strategy()
         if ledger.scores:  # makes the best one the incumbent that later paths are compared with
-            worth.score(max(ledger.scores.values(), key=lambda score: score.tokens_per_second).path)
-        while len(told) < trials and idle < trials and (not told or deadline.allows(longest)):
+            objective.score(max(ledger.scores.values(), key=lambda score: score.tokens_per_second).path)
+        while len(reported) < trials and idle < trials and (not reported or deadline.allows(longest)):
             begun = deadline.clock()
             ledger.refresh()
             path, idle = proposer.ask(), idle + 1
             if (known := ledger.scores.get(path)) is not None:
-                idle = idle if path in told else 0
+                idle = idle if path in reported else 0
                 proposer.tell(path, known.tokens_per_second)
                 take(known, known=True)
                 continue
-            for other in [score for score in ledger.scores.values() if score.path not in told]:
+            for other in [score for score in ledger.scores.values() if score.path not in reported]:
                 proposer.learn(other.path, other.tokens_per_second)
                 take(other, known=True)
             if path in ledger.claimed():
                 proposer.tell(path, min((s.tokens_per_second for s in ledger.scores.values()), default=0.0))
-            elif len(told) < trials:
-                score = _scored(search, worth, path)
-                proposer.tell(path, -worth.excess(path) if score is None else score.tokens_per_second)
+            elif len(reported) < trials:
+                score = _scored(search, objective, path)
+                proposer.tell(path, -objective.excess(path) if score is None else score.tokens_per_second)
                 if score is not None:
                     take(score, known=False)
                     idle = 0
@@ -339,12 +346,12 @@ def _run_trials(search: Search, worth: Bounded, strategy: Callable[[], Strategy]
     return False
 
 
-def _scored(search: Search, worth: Bounded, path: DraftPath) -> Score | None:
+def _scored(search: Search, objective: BoundedObjective, path: DraftPath) -> Score | None:
     """Score a path, claimed meanwhile, and keep the score; return None for a path over a cost or memory bound."""
     search.ledger.claim(path)
     begun = search.budget.spent
-    score = worth.score(path)
+    score = objective.score(path)
     if score is not None:
         seconds = search.budget.spent - begun
-        search.ledger.keep_score(score, search.space, draft_cost=worth.draft_cost(path), seconds=seconds)
+        search.ledger.keep_score(score, search.space, draft_cost=objective.draft_cost(path), seconds=seconds)
     return score

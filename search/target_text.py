@@ -11,21 +11,21 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TargetText:
-    """A prompt of the first `prompt` tokens of `tokens`, and the target's own continuation of it.
+    """A prompt of the first `prompt_length` tokens of `tokens`, and the target's own continuation of it.
 
-    `room`: the tokens that the continuation was allowed; it is shorter where the text ended by itself. `seed`: the seed
-    that it was sampled with.
+    `remaining`: the tokens that the continuation was allowed; it is shorter where the text ended by itself. `seed`: the
+    seed that it was sampled with.
     """
 
     tokens: tuple[int, ...]
-    prompt: int
-    room: int
+    prompt_length: int
+    remaining: int
     seed: int | None = None
 
     @property
-    def new(self) -> int:
+    def num_new_tokens(self) -> int:
         """The number of tokens in the continuation."""
-        return len(self.tokens) - self.prompt
+        return len(self.tokens) - self.prompt_length
 
 
 @dataclass(frozen=True, slots=True)

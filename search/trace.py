@@ -18,20 +18,20 @@ from selfspec.types.stats import Stats
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The draft from every start in one text of `tokens` new tokens, of which `room` were allowed.
+    """The draft from every start in one text of `tokens` new tokens, of which `remaining` were allowed.
 
-    Start i is the position after i emitted tokens of the text; `room` - i more may be emitted from it. A trace may hold
-    the first starts only; a walk then ends with them. `confidences[i]` are those of the tokens drafted from start i;
-    the first `runs[i]` of them match the text. `ranks[i]`: which candidate for the position after those is the text's
-    token (1: the second one; 0: none of them; the drafted token, the first candidate, does not match). `unfinished[i]`:
-    the draft ended because no controller in play would have gone on, not because it had to. `drafted[i]`: the tokens
-    drafted from start i. `passes[i]`: the draft passes from start i where lookup tokens spare some, each as its first
-    token's index and its number of tokens; empty: one pass for each token. `free[i]`: the chances of lookup tokens that
-    may be verified without a draft step, and how many of them match the text.
+    Start i is the position after i emitted tokens of the text; `remaining` - i more may be emitted from it. A trace may
+    hold the first starts only; a walk then ends with them. `confidences[i]` are those of the tokens drafted from start
+    i; the first `runs[i]` of them match the text. `ranks[i]`: which candidate for the position after those is the
+    text's token (1: the second one; 0: none of them; the drafted token, the first candidate, does not match).
+    `unfinished[i]`: the draft ended because no controller in play would have gone on, not because it had to.
+    `drafted[i]`: the tokens drafted from start i. `passes[i]`: the draft passes from start i where lookup tokens spare
+    some, each as its first token's index and its number of tokens; empty: one pass for each token. `free[i]`: the
+    chances of lookup tokens that may be verified without a draft step, and how many of them match the text.
     """
 
     tokens: int
-    room: int
+    remaining: int
     confidences: Sequence[Sequence[float]]
     runs: Sequence[int]
     ranks: Sequence[int]
@@ -44,7 +44,7 @@ class Trace:
         """Return this trace followed by `later`, the trace of the next starts."""
         parts = ("confidences", "runs", "ranks", "unfinished", "drafted", "passes", "free")
         joined = ([*getattr(self, part), *getattr(later, part)] or () for part in parts)
-        return Trace(self.tokens, self.room, *joined)
+        return Trace(self.tokens, self.remaining, *joined)
 
     def work(self, start: int, drafted: int) -> Work:
         """Return the draft work of `drafted` tokens from `start`."""
@@ -60,14 +60,14 @@ class Walk:
 
 
 class WalkStep(NamedTuple):
-    """One round of a walk: the confidences of the drafted tokens, and in `kept` how many of them match the text.
+    """One round of a walk: the confidences of the drafted tokens, of which the first `num_accepted` match the text.
 
     `candidates`: the tokens verified at all positions, the drafted ones included. `other`: whether another candidate
     was right where the drafted token was not. `emitted`: a number of tokens. `work`: the draft work.
     """
 
     confidences: Sequence[float]
-    kept: int
+    num_accepted: int
     candidates: int
     other: bool
     emitted: int
@@ -92,13 +92,13 @@ def walk(traces: Iterable[Trace], controller: Controller, *, candidates: int = 1
 def _walk(trace: Trace, controller: Controller, most: int) -> Walk:
     done = Walk()
     stats = done.stats
-    for confidences, kept, candidates, other, emitted, work in steps(trace, controller, candidates=most):
+    for confidences, num_accepted, candidates, other, emitted, work in steps(trace, controller, candidates=most):
         drafted = len(confidences) or candidates
         done.rounds[work, 1 + candidates] += 1
         stats.rounds += 1
         stats.drafted += drafted
         stats.nodes += candidates
-        stats.accepted += min(kept + other, emitted)
+        stats.accepted += min(num_accepted + other, emitted)
         stats.tokens += emitted
     return done
 
@@ -107,38 +107,38 @@ def steps(trace: Trace, controller: Controller, *, candidates: int = 1) -> Itera
     """Yield the rounds of decoding one text, in order; `controller` has observed each round before it is yielded."""
     start, deepest = 0, WIDEST_DRAFT // candidates
     while start < len(trace.runs):
-        if guessed := _guessed(trace, start, controller):
+        if guessed := _lookup_step(trace, start, controller):
             yield guessed
             start += guessed.emitted
             continue
-        play = _played(trace, start, controller, deepest)
-        counts, run = play.candidates(candidates, nodes=WIDEST_DRAFT), trace.runs[start]
+        draft_loop = _draft_from(trace, start, controller, deepest)
+        counts, run = draft_loop.candidates(candidates, nodes=WIDEST_DRAFT), trace.runs[start]
         drafted, verified = len(counts), sum(counts)
         other = run < drafted and 1 <= trace.ranks[start] < counts[run]
-        kept = min(run, drafted)
-        emitted = min(kept + other + 1, trace.tokens - start)
-        controller.observe(play.confidences, kept, candidates=verified, other=other)
-        yield WalkStep(play.confidences, kept, verified, other, emitted, trace.work(start, drafted))
+        num_accepted = min(run, drafted)
+        emitted = min(num_accepted + other + 1, trace.tokens - start)
+        controller.observe(draft_loop.confidences, num_accepted, candidates=verified, other=other)
+        yield WalkStep(draft_loop.confidences, num_accepted, verified, other, emitted, trace.work(start, drafted))
         start += emitted
 
 
-def _guessed(trace: Trace, start: int, controller: Controller) -> WalkStep | None:
+def _lookup_step(trace: Trace, start: int, controller: Controller) -> WalkStep | None:
     """Return the round from `start` if the controller verifies lookup tokens without a draft step, else None."""
     chances, run = trace.free[start] if trace.free else ((), 0)
-    taken = controller.free(chances)
+    taken = controller.lookup_length(chances)
     if not taken:
         return None
-    kept = min(run, taken)
-    return WalkStep((), kept, taken, False, min(kept + 1, trace.tokens - start), GUESSED)
+    num_accepted = min(run, taken)
+    return WalkStep((), num_accepted, taken, False, min(num_accepted + 1, trace.tokens - start), GUESSED)
 
 
-def _played(trace: Trace, start: int, controller: Controller, deepest: int) -> DraftLoop:
+def _draft_from(trace: Trace, start: int, controller: Controller, deepest: int) -> DraftLoop:
     """Return the draft from `start` as `controller` would end it."""
-    play = DraftLoop(controller, depth=min(trace.room - start - 1, deepest))
+    draft_loop = DraftLoop(controller, depth=min(trace.remaining - start - 1, deepest))
     for confidence in trace.confidences[start]:
-        if not play.wants:
-            return play
-        play.see(confidence)
-    if play.wants and trace.unfinished[start]:
+        if not draft_loop.wants:
+            return draft_loop
+        draft_loop.record(confidence)
+    if draft_loop.wants and trace.unfinished[start]:
         raise ValueError("the trace is too short for this controller; replay with it in play")
-    return play
+    return draft_loop

@@ -52,7 +52,7 @@ def trials_frame(ledger: Ledger) -> pd.DataFrame:
             }
         )
     if not rows:
-        raise SelfspecError(f"{ledger.place}: holds no trials yet")
+        raise SelfspecError(f"{ledger.description}: holds no trials yet")
     frame = pd.DataFrame(rows).astype({"draft_cost": float})
     frame["seconds"] = frame["seconds"].cumsum()
     best = frame["speedup"].where(~frame["pruned"]).cummax().ffill()
@@ -71,33 +71,34 @@ def sensitivity_frame(ledger: Ledger) -> pd.DataFrame:
     costs, gains = ledger.costs, ledger.gains
     if gains is None or costs is None:
         raise SelfspecError(
-            f"{ledger.place}: holds nothing on single sub-layers; a search with --objective replay and warm starts does"
+            f"{ledger.description}: holds nothing on single sub-layers; "
+            "expected a search with --objective replay and warm starts"
         )
     space = _space(ledger)
     if len(space) != len(gains):
-        raise SelfspecError(f"{ledger.place} is damaged ({len(gains)} gains for {len(space)} parts)")
+        raise SelfspecError(f"{ledger.description} is damaged ({len(gains)} gains for {len(space)} parts)")
     drafted = _drafted(ledger.settings)
-    whole = costs.round + drafted * costs.draft(FULL, space.layers) + costs.verification(drafted + 1)
-    nothing = (drafted + 1) * costs.plain / whole  # with nothing bypassed, every drafted token is right
+    round_seconds = costs.round + drafted * costs.draft(FULL, space.layers) + costs.verification(drafted + 1)
+    nothing = (drafted + 1) * costs.plain / round_seconds  # with nothing bypassed, every drafted token is right
     rows = []
-    for name, of, values, start in zip(space.names, space.choices, gains, space.start, strict=True):
+    for name, modes, values, start in zip(space.names, space.choices, gains, space.start, strict=True):
         part, _, layer = name.partition(" ")
-        if "skip" in of:
-            speedup = values[of.index("skip")] or float("nan")
+        if "skip" in modes:
+            speedup = values[modes.index("skip")] or float("nan")
             rows.append((int(layer), part, speedup, speedup / (values[start] or nothing) - 1, drafted))
     return pd.DataFrame(rows, columns=["layer", "part", "speedup", "gain", "draft_tokens"])
 
 
 def _space(ledger: Ledger) -> Space:
-    said = ledger.settings
+    settings = ledger.settings
     try:
-        space = Space(said["model"]["layers"], tuple(said["keep"]), said["granularity"])
-        return space if ledger.choices is None else ledger.choices.of(space)
+        space = Space(settings["model"]["layers"], tuple(settings["keep"]), settings["granularity"])
+        return space if ledger.choices is None else ledger.choices.narrow(space)
     except (KeyError, TypeError) as error:
-        raise SelfspecError(f"{ledger.place} is damaged ({type(error).__name__})") from None
+        raise SelfspecError(f"{ledger.description} is damaged ({type(error).__name__})") from None
 
 
-def _drafted(said: dict[str, Any]) -> int:
+def _drafted(settings: dict[str, Any]) -> int:
     """Return the fixed draft length of the drafts that tried parts alone."""
-    spec = said.get("controller")
+    spec = settings.get("controller")
     return ALONE if spec is None else min(ALONE, deepest([make_controller(ControllerSpec.model_validate(spec))]))

@@ -29,10 +29,10 @@ def likely(space: Space, gains: Gains) -> tuple[DraftPath, ...]:
     """
     if space.base == "full":
         return first_k(space, gains)
-    found = [space.path(space.all_in(mode)) for mode in LOW if mode in space.modes]
+    paths = [space.path(space.all_in(mode)) for mode in LOW if mode in space.modes]
     for mode in space.modes[space.modes.index(space.base) + 1 :]:
-        found += first_k(space, gains, mode=mode, shares=FEW, rest=space.start)
-    return (*found, *first_k(space, gains)[:2])
+        paths += first_k(space, gains, mode=mode, shares=FEW, rest=space.start)
+    return (*paths, *first_k(space, gains)[:2])
 
 
 def first_k(
@@ -47,10 +47,10 @@ def first_k(
 
     The best variables gain most (or lose least) in the mode.
     """
-    able = {i: of.index(mode) for i, of in enumerate(space.choices) if mode in of}
+    able = {i: modes.index(mode) for i, modes in enumerate(space.choices) if mode in modes}
     ranked = sorted(able, key=lambda i: -gains[i][able[i]])
     chosen = ({*ranked[: round(len(able) * share)]} for share in shares)
-    return tuple(space.choose(some, mode, rest=rest) for some in chosen if some)
+    return tuple(space.choose(variables, mode, rest=rest) for variables in chosen if variables)
 
 
 def every_second(space: Space) -> DraftPath:
@@ -67,10 +67,10 @@ def every_fourth(space: Space) -> DraftPath:
 
 def by_cosines(space: Space, streams: Streams) -> Gains:
     """Return gains by how little skipping a variable changes the stream: its cosine less 1; 0 for the other modes."""
-    alike = [*_cosines(space, streams), 1.0]  # the head, where it is a variable, has no cosine
+    cosines = [*_cosines(space, streams), 1.0]  # the head, where it is a variable, has no cosine
     return tuple(
-        tuple(alike[min(i, len(alike) - 1)] - 1 if mode == "skip" else 0.0 for mode in of)
-        for i, of in enumerate(space.choices)
+        tuple(cosines[min(i, len(cosines) - 1)] - 1 if mode == "skip" else 0.0 for mode in modes)
+        for i, modes in enumerate(space.choices)
     )
 
 

@@ -40,7 +40,7 @@ BUDGETS = {  # added to a command's own options, so that the last word is theirs
 }
 CONSTANTS = {  # of measuring, which need not be exact here: once, of few rounds, however doubtful that is
     "selfspec.measure.cost_fitting.DOUBTFUL": -1,
-    "selfspec.measure.cost_fitting.LONGER": 0,
+    "selfspec.measure.cost_fitting.DISTURBED_FACTOR": 0,
     "selfspec.measure.cost_sweeps.LONG": 0,
     "selfspec.models.layout._BUDGET": 0,
     "selfspec.search.finalists.FINALISTS": 1,

@@ -60,13 +60,13 @@ def importance(bench: Workbench, trials: pd.DataFrame, *, seed: int = 0) -> pd.D
     for speedup, point in zip(distinct["speedup"], bits.astype(int).to_dict("records"), strict=True):
         study.add_trial(optuna.trial.create_trial(value=speedup, params=point, distributions=dict.fromkeys(point, bit)))
     evaluator = optuna.importance.FanovaImportanceEvaluator(seed=seed)
-    found = optuna.importance.get_param_importances(study, evaluator=evaluator)
+    importances = optuna.importance.get_param_importances(study, evaluator=evaluator)
     speedups = distinct["speedup"].reset_index(drop=True)
     rows = []
     for name in bench.space.names:
         part, layer = name.split()
         effect = speedups[bits[name]].mean() - speedups[~bits[name]].mean()
-        rows.append((int(layer), part, found.get(name, 0.0), effect))
+        rows.append((int(layer), part, importances.get(name, 0.0), effect))
     return pd.DataFrame(rows, columns=["layer", "part", "importance", "effect"])
 
 
@@ -96,8 +96,8 @@ def cost_fit(bench: Workbench, *, sets: int = 8, seed: int = 0) -> pd.DataFrame:
         timed = measure_path_costs(
             bench.llm.runtime, skip, context=costs.context, sampler=bench.decoding.sampler(), seed=seed
         )
-        kept = layers - len(skip.attention), layers - len(skip.mlp)
-        rows.append((*kept, costs.draft_share(skip, layers), timed.base / timed.plain))
+        counts = layers - len(skip.attention), layers - len(skip.mlp)
+        rows.append((*counts, costs.draft_share(skip, layers), timed.base / timed.plain))
     return pd.DataFrame(rows, columns=["attention", "mlp", "predicted", "timed"])
 
 

@@ -11,7 +11,7 @@ from selfspec.controllers import CONTROLLERS, Controller, FixedK
 from selfspec.types.skip import SkipSet
 
 from ..acceptance_fit import Drafted, drafted
-from ..objective import Replayed
+from ..objective import ReplayObjective
 from ..oracle import oracle_bound
 from ..trace import Trace, steps, walk
 from .workbench import Workbench
@@ -32,7 +32,9 @@ def rounds_frame(traces: Sequence[Trace], controller: Controller, *, candidates:
         for number, step in enumerate(steps(trace, state, candidates=candidates), 1):
             threshold = state.spec().options.get("threshold")
             drafted = len(step.confidences)
-            rows.append((text, number, drafted, step.kept, step.candidates, step.other, step.emitted, threshold))
+            rows.append(
+                (text, number, drafted, step.num_accepted, step.candidates, step.other, step.emitted, threshold)
+            )
     columns = ["text", "round", "drafted", "accepted", "candidates", "other", "emitted", "threshold"]
     return pd.DataFrame(rows, columns=columns)
 
@@ -89,8 +91,8 @@ def best_lengths(bench: Workbench, skips: Sequence[SkipSet], *, most: int = 8) -
     for skip in skips:
         traces, draft = bench.traces(skip), costs.draft(skip, layers)
         acceptance = float(drafted_tokens(traces)["accepted"].mean())
-        found = [(0, 1.0), *((k, _speedup(bench, traces, FixedK(k), draft)) for k in range(1, most + 1))]
-        rows.append(("trace", acceptance, *max(found, key=lambda each: each[1])))
+        speedups = [(0, 1.0), *((k, _speedup(bench, traces, FixedK(k), draft)) for k in range(1, most + 1))]
+        rows.append(("trace", acceptance, *max(speedups, key=lambda each: each[1])))
     return pd.DataFrame(rows, columns=["source", "acceptance", "k", "speedup"])
 
 
@@ -106,7 +108,7 @@ def compare_controllers(bench: Workbench, skip: SkipSet) -> pd.DataFrame:
     for candidates in range(1, bench.replay.candidates + 1):
         bound = oracle_bound(traces, bench.costs, draft, candidates=candidates).speedup
         for kind, playing in kinds.items():
-            score = Replayed(bench.replay, bench.costs, playing, candidates=candidates).score(skip)
+            score = ReplayObjective(bench.replay, bench.costs, playing, candidates=candidates).score(skip)
             rates = score.acceptance_rate, score.tokens_per_round
             rows.append((kind, candidates, score.speedup, bound, *rates, score.controller.options))
     columns = ["controller", "candidates", "speedup", "bound", "acceptance_rate", "tokens_per_round", "options"]
@@ -116,5 +118,5 @@ def compare_controllers(bench: Workbench, skip: SkipSet) -> pd.DataFrame:
 def _speedup(bench: Workbench, traces: Sequence[Trace], controller: Controller, draft: float) -> float:
     walks = walk(traces, controller, seeded=bench.replay.seeded)
     tokens = sum(done.stats.tokens for done in walks)
-    prices = bench.costs.prices(draft)
+    prices = bench.costs.call_costs(draft)
     return tokens * bench.costs.plain / sum(bench.costs.seconds(done.rounds, prices) for done in walks)

@@ -73,8 +73,8 @@ def _sets(bench: Workbench, counts: Sequence[int], each: int, seed: int) -> Iter
     yield from ((GREEDY, skip) for skip in elimination(bench, counts))
     halved = every_second(space).skip
     for share in (4, 2, 1):  # every eighth layer, every fourth, every second
-        kept = halved.attention[share - 1 :: share]
-        yield EVERY_SECOND, SkipSet(kept, kept)
+        layers = halved.attention[share - 1 :: share]
+        yield EVERY_SECOND, SkipSet(layers, layers)
     for family, part in ((ATTENTION, "attention"), (MLP, "mlp")):
         ranked = sorted((i for i, name in enumerate(space.names) if name.startswith(part)), key=lambda i: -gains[i][-1])
         for count in counts:
@@ -107,8 +107,8 @@ def measure_rows(bench: Workbench, rows: pd.DataFrame, *, rounds: int = 2) -> pd
 
     It is the median over held-out prompts, interleaved with plain decoding, with its 95% bootstrap interval.
     """
-    found = bench.measure([bench.profile(score) for score in rows["score"]], bench.held_out, rounds=rounds)
-    return rows.join(pd.DataFrame(found, columns=["measured", "low", "high"], index=rows.index))
+    measured = bench.measure([bench.profile(score) for score in rows["score"]], bench.held_out, rounds=rounds)
+    return rows.join(pd.DataFrame(measured, columns=["measured", "low", "high"], index=rows.index))
 
 
 def representatives(rows: pd.DataFrame, *, each: int = 3) -> pd.DataFrame:
@@ -168,14 +168,14 @@ def speedups(
                 front = [entry.score for entry in pareto(Ledger(searched["storage"], None).entries)]
         known = costs if profile is None else profile.costs
         with Workbench(llm, prompts, costs=known, rest=rest, **how) as bench:
-            found = sweep(bench, counts=counts, each=each, seed=seed)
+            frame = sweep(bench, counts=counts, each=each, seed=seed)
             others = [row(bench, FRONT, bench.score(score.path), bound=False) for score in front]
             if profile is not None:
                 others.append(row(bench, CHOSEN, bench.score(profile.path)))
-            found = pd.concat([found, pd.DataFrame(others)], ignore_index=True) if others else found
+            frame = pd.concat([frame, pd.DataFrame(others)], ignore_index=True) if others else frame
             if rounds and costs is None:
-                measured = measure_rows(bench, representatives(found), rounds=rounds)
-                found = found.join(measured[["measured", "low", "high"]])
-            rows.append(found)
+                measured = measure_rows(bench, representatives(frame), rounds=rounds)
+                frame = frame.join(measured[["measured", "low", "high"]])
+            rows.append(frame)
             sensitivity[temperature, rest] = sensitivity_frame(bench.ledger)
     return Speedups(pd.concat(rows, ignore_index=True), sensitivity)

@@ -25,11 +25,11 @@ from ..acceptance_fit import fit_curve
 from ..calibration import choose
 from ..continuations import DecodingSettings
 from ..controller_grid import LONGEST_DRAFT, controllers_in_play, deepest
-from ..finalists import drafting_as
+from ..finalists import profile_from_score
 from ..ledger import Ledger
-from ..objective import Replayed, Score
+from ..objective import ReplayObjective, Score
 from ..oracle import Bound, oracle_bound
-from ..prepare import Search, replayed
+from ..prepare import Search, prepare_replay
 from ..replay import Replay
 from ..space import Space
 from ..space_filter import Choices
@@ -80,66 +80,68 @@ class Workbench:
         self.ledger.keep_choices(Choices(modes=[*self.space.modes], head=[*self.space.head]))
         if costs is not None:
             self.ledger.keep_costs(costs)
-        self._held = ExitStack()
+        self._resources = ExitStack()
 
     def __enter__(self) -> Self:
         search = Search(self.llm, self.space, self.decoding, self.prompts, self.seed, self.ledger)
         try:
-            _, _, self.problem, self.costs, self.replay = replayed(search, self._held, None, None, warm=True)
+            _, _, self.problem, self.costs, self.replay = prepare_replay(search, self._resources, None, None, warm=True)
         except BaseException:
-            self._held.close()
+            self._resources.close()
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._held.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._resources.close()
 
     @property
     def temperature(self) -> float:
         """The temperature of the texts and drafts."""
         return self.decoding.temperature
 
-    def objective(self) -> Replayed:
+    def objective(self) -> ReplayObjective:
         """Return the search's objective as before the first trial: without an incumbent, so that no path is pruned."""
-        return Replayed(self.replay, self.costs, self.controllers)
+        return ReplayObjective(self.replay, self.costs, self.controllers)
 
-    def path(self, of: DraftPath | SkipSet) -> DraftPath:
+    def path(self, path: DraftPath | SkipSet) -> DraftPath:
         """Return the draft path of a skip set in this space; a draft path is returned unchanged."""
-        return self.space.nearest(of) if isinstance(of, SkipSet) else of
+        return self.space.nearest(path) if isinstance(path, SkipSet) else path
 
-    def score(self, of: DraftPath | SkipSet) -> Score:
+    def score(self, path: DraftPath | SkipSet) -> Score:
         """Return the score of a skip set or a path with the best of the controllers, on all starts."""
-        return self.objective().score(self.path(of))
+        return self.objective().score(self.path(path))
 
     def profile(self, score: Score) -> Profile:
         """Return a profile that drafts as was scored."""
-        return drafting_as(Profile(model=self.llm.identity, costs=self.costs), score, self.replay.confidence)
+        return profile_from_score(Profile(model=self.llm.identity, costs=self.costs), score, self.replay.confidence)
 
     def measure(
         self, profiles: Sequence[Profile], prompts: Sequence[Prompt], *, rounds: int
     ) -> list[tuple[float, float, float]]:
         """Return each profile's median speedup over plain decoding, and its 95% bootstrap interval; all interleaved."""
         options = self.decoding.timed()
-        methods = {str(i): method(self.llm, self.llm.drafts_with(p), options) for i, p in enumerate(profiles)}
+        methods = {str(i): method(self.llm, self.llm.drafter_for(p), options) for i, p in enumerate(profiles)}
         methods = {"plain": method(self.llm, PlainDrafter(), options), **methods}
         runs = interleave(methods, prompts, rounds=rounds)
-        found = (runs.speedup(str(i), "plain") for i in range(len(profiles)))
-        return [(speedup, low, high) for speedup, (low, high) in found]
+        speedups = (runs.speedup(str(i), "plain") for i in range(len(profiles)))
+        return [(speedup, low, high) for speedup, (low, high) in speedups]
 
-    def traces(self, of: DraftPath | SkipSet) -> list[Trace]:
+    def traces(self, path: DraftPath | SkipSet) -> list[Trace]:
         """Return the drafts from every start of the texts, as long as any of the controllers may draft."""
-        return self.replay.trace(self.path(of), [FixedK(deepest(self.controllers))])
+        return self.replay.trace(self.path(path), [FixedK(deepest(self.controllers))])
 
-    def draft_cost(self, of: DraftPath | SkipSet) -> float:
+    def draft_cost(self, path: DraftPath | SkipSet) -> float:
         """Return a draft step as a share of a plain step."""
-        return self.costs.draft_share(self.path(of), self.space.layers)
+        return self.costs.draft_share(self.path(path), self.space.layers)
 
-    def payoff(self, of: DraftPath | SkipSet) -> PayoffModel:
+    def payoff(self, path: DraftPath | SkipSet) -> PayoffModel:
         """Return the payoff model of drafts along a path, for a rate-optimal controller."""
-        curve = fit_curve(self.traces(of), self.replay.candidates)
-        return PayoffModel.of(self.costs, self.path(of), self.space.layers, curve)
+        curve = fit_curve(self.traces(path), self.replay.candidates)
+        return PayoffModel.from_costs(self.costs, self.path(path), self.space.layers, curve)
 
-    def bound(self, of: DraftPath | SkipSet) -> Bound:
+    def bound(self, path: DraftPath | SkipSet) -> Bound:
         """Return the speedup of drafts along a path if every draft ended just before its first rejected token."""
-        draft = self.costs.draft(self.path(of), self.space.layers)
-        return oracle_bound(self.traces(of), self.costs, draft, candidates=self.replay.candidates)
+        draft = self.costs.draft(self.path(path), self.space.layers)
+        return oracle_bound(self.traces(path), self.costs, draft, candidates=self.replay.candidates)

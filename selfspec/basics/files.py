@@ -104,8 +104,8 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 def cache_folder() -> Path:
     """Return the folder for reproducible data: `SELFSPEC_CACHE`, else `selfspec` in the user's cache folder."""
-    if given := os.environ.get("SELFSPEC_CACHE"):
-        return Path(given)
+    if folder := os.environ.get("SELFSPEC_CACHE"):
+        return Path(folder)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
     except RuntimeError:  # no home directory

@@ -53,10 +53,10 @@ def read_bandwidth(size: int, device: torch.device, *, repeats: int = 5) -> floa
     )
     best = float("inf")
     for _ in range(repeats):
-        for way in ways:
+        for operation in ways:
             synchronise(device)
             start = time.perf_counter()
-            way()
+            operation()
             synchronise(device)
             best = min(best, time.perf_counter() - start)
     return weights.numel() * 4 / best
@@ -68,20 +68,20 @@ def process_peak() -> int | None:
         import resource
     except ImportError:  # Windows
         return None
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return held if sys.platform == "darwin" else held * 1024
+    max_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max_rss if sys.platform == "darwin" else max_rss * 1024
 
 
 @contextmanager
 def peak_growth(device: torch.device) -> Iterator[list[int]]:
     """Yield a list, to which the peak growth of torch's GPU memory in bytes is appended on exit; stays empty on CPU."""
-    found: list[int] = []
+    growth: list[int] = []
     if device.type != "cuda":
-        yield found
+        yield growth
         return
     import torch
 
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    yield found
-    found.append(torch.cuda.max_memory_allocated(device) - before)
+    yield growth
+    growth.append(torch.cuda.max_memory_allocated(device) - before)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli.dataclass_options import flat
+from selfspec.cli.dataclass_options import flatten_options
 from selfspec.cli.generate_options import GenerateCommand
 from selfspec.cli.options import (
     AuditCommand,
@@ -20,7 +20,7 @@ from selfspec.cli.options import (
     TrainCommand,
 )
 from selfspec.cli.profile_app import profile_app
-from selfspec.cli.report_app import see_app
+from selfspec.cli.report_app import report_app
 from selfspec.cli.serve_options import ServeCommand
 
 app = typer.Typer(
@@ -32,7 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(profile_app, name="profile")
-app.add_typer(see_app)
+app.add_typer(report_app)
 
 
 @app.callback(invoke_without_command=True)
@@ -47,99 +47,99 @@ def _root(
 
 
 @app.command()
-@flat
-def search(given: SearchCommand) -> int:
+@flatten_options
+def search(command: SearchCommand) -> int:
     """Find how each sub-layer of this model should run while drafting on this machine; save a profile."""
     from selfspec.cli.search import run
 
-    return run(given)
+    return run(command)
 
 
 @app.command()
-@flat
-def train(given: TrainCommand) -> int:
+@flatten_options
+def train(command: TrainCommand) -> int:
     """Train a draft head, adapter or draft model on the model's own texts; the model's output stays the same."""
     from selfspec.cli.train import run
 
-    return run(given)
+    return run(command)
 
 
 @app.command()
-@flat
-def convert(given: ConvertCommand) -> None:
+@flatten_options
+def convert(command: ConvertCommand) -> None:
     """Convert a published head (EAGLE, EAGLE-3, Medusa, Hydra, MLPSpeculator), and write profiles that use it."""
     from selfspec.cli.convert import run
 
-    run(given)
+    run(command)
 
 
 @app.command()
-@flat
-def export(given: ExportCommand) -> None:
+@flatten_options
+def export(command: ExportCommand) -> None:
     """Export a profile to another engine: files, command, limitations and expected acceptance."""
     from selfspec.cli.export import run
 
-    run(given)
+    run(command)
 
 
 @app.command()
-@flat
-def generate(given: GenerateCommand) -> int:
+@flatten_options
+def generate(command: GenerateCommand) -> int:
     """Generate text with a profile, for one prompt or many: the same output as plain decoding, sooner."""
     from selfspec.cli.generate import run
 
-    return run(given)
+    return run(command)
 
 
 @app.command()
-@flat
-def chat(given: ChatCommand) -> int:
+@flatten_options
+def chat(command: ChatCommand) -> int:
     """Chat with an instruct model, with streamed answers; each turn prefills only new tokens. See /help."""
     from selfspec.cli.chat import run
 
-    return run(given)
+    return run(command)
 
 
 @app.command()
-@flat
-def audit(given: AuditCommand) -> int:
+@flatten_options
+def audit(command: AuditCommand) -> int:
     """Check that drafting does not change the output; counts near-ties. Exit code 1: a bug was found."""
     from selfspec.cli.audit_command import run
 
-    return run(given)
+    return run(command)
 
 
 @app.command()
-@flat
-def bench(given: BenchCommand) -> int:
+@flatten_options
+def bench(command: BenchCommand) -> int:
     """Measure all methods on the same prompts, interleaved: plain, layer skip, and transformers' own."""
     from selfspec.cli.bench_command import run
 
-    return run(given)
+    return run(command)
 
 
 @app.command()
-@flat
-def compare(given: CompareCommand) -> int:
+@flatten_options
+def compare(command: CompareCommand) -> int:
     """Measure all methods that apply to a model on your text, and recommend one."""
     from selfspec.cli.compare import run
 
-    return run(given)
+    return run(command)
 
 
 @app.command()
-@flat
-def index(given: IndexCommand) -> None:
+@flatten_options
+def index(command: IndexCommand) -> None:
     """Build a retrieval store from texts or earlier answers, for drafting with --store."""
     from selfspec.cli.index import run
 
-    run(given)
+    run(command)
 
 
 @app.command()
-@flat
-def serve(given: ServeCommand) -> int:
+@flatten_options
+def serve(command: ServeCommand) -> int:
     """Serve the OpenAI API (chat and completions) with continuous batching, and a page to try it."""
     from selfspec.cli.serve import run
 
-    return run(given)
+    return run(command)

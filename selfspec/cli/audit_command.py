@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from selfspec.cli.common import (
-    chosen,
-    drafted_with,
     print_json,
     printable,
     progress,
     quiet,
+    resolve_drafting,
+    select_drafting,
     set_threads,
     stderr,
     stdout,
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 def run(options: AuditCommand) -> int:
     """Validate the options before loading the model, then audit; return 1 if a bug was found."""
     quiet()
-    model, profile, spec = chosen(options.drafting)
-    read = options.data.read(held_out=True)
-    set_threads(options.where.threads)
+    model, profile, spec = resolve_drafting(options.drafting)
+    raw_prompts = options.data.read(held_out=True)
+    set_threads(options.device_options.threads)
 
     from selfspec.basics.machine import machine
     from selfspec.llm.llm import load
@@ -38,16 +38,22 @@ def run(options: AuditCommand) -> int:
     Options(temperature=options.temperature).check()
     if options.data.chat:
         check_chat(model)
-    llm = load(model, profile="none", device=options.where.place, dtype=options.where.dtype, drafting=True)
-    drafting = drafted_with(llm.identity, profile, options.drafting.profile, spec, options.drafting.store)
-    drafter = llm.drafts_with(drafting.profile)
-    given = options.data.given(llm, read, limit=options.limit, max_new_tokens=options.max_new_tokens)
+    llm = load(
+        model,
+        profile="none",
+        device=options.device_options.placement,
+        dtype=options.device_options.dtype,
+        drafting=True,
+    )
+    drafting = select_drafting(llm.identity, profile, options.drafting.profile, spec, options.drafting.store)
+    drafter = llm.drafter_for(drafting.profile)
+    encoded = options.data.encode_prompts(llm, raw_prompts, limit=options.limit, max_new_tokens=options.max_new_tokens)
     with progress(stderr()) as bar:
-        task = bar.add_task("auditing", total=len(given.prompts))
-        found = audit(
+        task = bar.add_task("auditing", total=len(encoded.prompts))
+        result = audit(
             llm,
             drafter,
-            given.prompts,
+            encoded.prompts,
             max_new_tokens=options.max_new_tokens,
             temperature=options.temperature,
             seed=options.seed,
@@ -59,26 +65,26 @@ def run(options: AuditCommand) -> int:
         "device": llm.runtime.device.type,
         "dtype": str(llm.runtime.dtype).removeprefix("torch."),
         "skip": drafting.source,
-        "prompt_source": given.source,
+        "prompt_source": encoded.source,
     }
     if options.json:
-        print_json({**where, "chat": given.chat, "temperature": options.temperature, **found.as_dict()})
+        print_json({**where, "chat": encoded.chat, "temperature": options.temperature, **result.as_dict()})
     else:
-        _report(llm, found, where, given.said)
-    return 1 if found.bugs else 0
+        _report(llm, result, where, encoded.summary)
+    return 1 if result.bugs else 0
 
 
-def _report(llm: LLM, found: Audit, where: dict[str, str], prompts: str) -> None:
+def _report(llm: LLM, result: Audit, where: dict[str, str], prompts: str) -> None:
     console = stdout()
-    for prompt, difference in found.differences:
+    for prompt, difference in result.differences:
         line = f"prompt {prompt + 1}, {_words(llm, difference)}"
         console.print(line, markup=False, soft_wrap=True, style=None if difference.near_tie else "bold red")
-    s = found.stats
+    s = result.stats
     console.print(f"{where['model']}, {where['machine']}, {where['dtype']}; drafts: {where['skip']}", soft_wrap=True)
     console.print(f"prompts: {prompts}", markup=False, soft_wrap=True)
     console.print(
-        f"{found.prompts} prompts, {found.tokens} tokens, {s.drafted} drafted, {s.accepted} accepted "
-        f"({s.acceptance_rate:.0%}): {found.near_ties} near-ties, {found.bugs} bugs",
+        f"{result.prompts} prompts, {result.tokens} tokens, {s.drafted} drafted, {s.accepted} accepted "
+        f"({s.acceptance_rate:.0%}): {result.near_ties} near-ties, {result.bugs} bugs",
         soft_wrap=True,
     )
 

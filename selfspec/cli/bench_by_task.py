@@ -7,19 +7,19 @@ from typing import Any
 
 from rich.table import Table
 
-LEAST = 2  # mean prompts per task below which no figures by task are shown
-WIDEST = 23  # columns of a task's name, so that a table fits 80 columns
+MIN_PROMPTS_PER_TASK = 2  # mean prompts per task below which no figures by task are shown
+MAX_NAME_WIDTH = 23  # columns of a task's name, so that a table fits 80 columns
 
 
-def by_task_tables(at: Mapping[str, Any]) -> list[Table]:
+def by_task_tables(result: Mapping[str, Any]) -> list[Table]:
     """Return a table per method except plain decoding: a row per task and one for all tasks, within 80 columns."""
-    methods = {name: m["by_task"] for name, m in at["methods"].items() if name != "plain" and _shown(m)}
-    return [_table(f"{name}, temperature {at['temperature']:g}", found) for name, found in methods.items()]
+    methods = {name: m["by_task"] for name, m in result["methods"].items() if name != "plain" and _has_task_figures(m)}
+    return [_table(f"{name}, temperature {result['temperature']:g}", by_task) for name, by_task in methods.items()]
 
 
-def by_task_notes(at: Mapping[str, Any]) -> list[str]:
+def by_task_notes(result: Mapping[str, Any]) -> list[str]:
     """Return notes that explain the columns; empty without tables."""
-    if not by_task_tables(at):
+    if not by_task_tables(result):
         return []
     return [
         "tok/s (mean over prompts), tok/pass and / plain (of tok/s): as in Spec-Bench",
@@ -27,26 +27,30 @@ def by_task_notes(at: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def texts_line(at: Mapping[str, Any]) -> list[str]:
+def texts_line(result: Mapping[str, Any]) -> list[str]:
     """Return a line on which methods produced plain decoding's texts; empty for sampled texts."""
-    told = [f"{name} {_same(m['same_text'])}" for name, m in at["methods"].items() if m["same_text"] is not None]
-    return [f"texts the same as plain's, by token ids: {'; '.join(told)}"] if told else []
+    by_method = [
+        f"{name} {_format_verdicts(m['same_text'])}"
+        for name, m in result["methods"].items()
+        if m["same_text"] is not None
+    ]
+    return [f"texts the same as plain's, by token ids: {'; '.join(by_method)}"] if by_method else []
 
 
-def _shown(method: Mapping[str, Any]) -> bool:
+def _has_task_figures(method: Mapping[str, Any]) -> bool:
     """Return whether a method has enough prompts for figures by task."""
     if "by_task" not in method:
         return False
     tasks = method["by_task"]["tasks"]
-    return bool(method["by_task"]["overall"]["prompts"] >= LEAST * len(tasks))
+    return bool(method["by_task"]["overall"]["prompts"] >= MIN_PROMPTS_PER_TASK * len(tasks))
 
 
-def _table(title: str, found: Mapping[str, Any]) -> Table:
+def _table(title: str, by_task: Mapping[str, Any]) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("task", no_wrap=True, max_width=WIDEST)
+    table.add_column("task", no_wrap=True, max_width=MAX_NAME_WIDTH)
     for name in ("n", "tok/s", "tok/pass", "/ plain", "median", "same"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in (*found["tasks"], {"task": "overall", **found["overall"]}):
+    for row in (*by_task["tasks"], {"task": "overall", **by_task["overall"]}):
         ratio, same = row["ratio"]["plain"], row["same_text"]
         table.add_row(
             row["task"],
@@ -60,8 +64,8 @@ def _table(title: str, found: Mapping[str, Any]) -> Table:
     return table
 
 
-def _same(verdicts: Mapping[str, int]) -> str:
-    others = [f"{verdicts['near_ties']} near-ties"] if verdicts["near_ties"] else []
-    others += [f"{verdicts['bugs']} BUGS, please report"] if verdicts["bugs"] else []
-    told = f" ({', '.join(others)})" if others else ""
-    return f"{verdicts['same']} of {sum(verdicts.values())}{told}"
+def _format_verdicts(verdicts: Mapping[str, int]) -> str:
+    failures = [f"{verdicts['near_ties']} near-ties"] if verdicts["near_ties"] else []
+    failures += [f"{verdicts['bugs']} BUGS, please report"] if verdicts["bugs"] else []
+    suffix = f" ({', '.join(failures)})" if failures else ""
+    return f"{verdicts['same']} of {sum(verdicts.values())}{suffix}"

@@ -15,11 +15,11 @@ from selfspec.cli.bench_by_task import by_task_notes, by_task_tables, texts_line
 from selfspec.cli.common import (
     Drafting,
     checked_profile,
-    chosen,
-    drafted_with,
     print_json,
     progress,
     quiet,
+    resolve_drafting,
+    select_drafting,
     set_threads,
     stderr,
     stdout,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from selfspec.llm.llm import LLM
     from selfspec.measure.bench import BenchCallbacks, BenchTask, Oracle
-    from selfspec.measure.model_copies import Subjects
+    from selfspec.measure.model_copies import ModelCopies
     from selfspec.types.costs import CostModel
 
 PROMPTS, TOKENS, ROUNDS = (12, 6), (96, 64), (5, 3)  # of a model as it is, and widened
@@ -45,22 +45,22 @@ PROMPTS, TOKENS, ROUNDS = (12, 6), (96, 64), (5, 3)  # of a model as it is, and 
 def run(options: BenchCommand) -> int:
     """Validate the options before loading the model, then measure; return 130 after an interrupt."""
     quiet()
-    name, profile, spec = chosen(options.drafting)
+    name, profile, spec = resolve_drafting(options.drafting)
     methods = tuple(part.strip() for part in options.methods.split(","))
     temperatures = read_temperatures(options.temperature)
     if options.out is not None:
         check_writable(options.out)
         options.data.check_not_written(options.out, f"--out {options.out}")
     wide = options.widen > 1
-    if wide and options.where.device_map is not None:
+    if wide and options.device_options.device_map is not None:
         raise SelfspecError("--widen and --device-map: a widened model is made on one device; expected one of them")
-    read = options.data.read(held_out=True)
-    limit = options.limit or (PROMPTS[wide] if read is None or options.data.preset else len(read.texts))
-    set_threads(options.where.threads)
+    raw_prompts = options.data.read(held_out=True)
+    limit = options.limit or (PROMPTS[wide] if raw_prompts is None or options.data.preset else len(raw_prompts.texts))
+    set_threads(options.device_options.threads)
 
     from selfspec.llm.prompt_encoding import check_chat
     from selfspec.measure.bench import BenchTask
-    from selfspec.measure.model_copies import load_subjects
+    from selfspec.measure.model_copies import load_model_copies
     from selfspec.speculation.sampling import check_sampling
 
     check_methods(methods)
@@ -69,42 +69,44 @@ def run(options: BenchCommand) -> int:
     for temperature in temperatures:
         check_sampling(temperature, None, None)
     if drafts:
-        drafted_with(read_identity(name), profile, options.drafting.profile, spec)
+        select_drafting(read_identity(name), profile, options.drafting.profile, spec)
     if options.data.chat:
         check_chat(name)
 
     def drafting_of(identity: Identity) -> Drafting:
         if not drafts:
             return Drafting(Profile(model=identity), "not drafting")
-        return drafted_with(identity, profile, options.drafting.profile, spec, options.drafting.store)
+        return select_drafting(identity, profile, options.drafting.profile, spec, options.drafting.store)
 
-    subjects = load_subjects(
+    subjects = load_model_copies(
         name,
         methods,
         widened=options.widen,
-        device=options.where.place,
-        dtype=options.where.dtype,
-        few_bits=lambda identity: drafting_of(identity).profile.path.low_precision,
+        device=options.device_options.placement,
+        dtype=options.device_options.dtype,
+        quantized_drafts=lambda identity: drafting_of(identity).profile.path.low_precision,
     )
     drafting = drafting_of(subjects.identity)
     tokens = options.max_new_tokens or TOKENS[wide]
-    given = options.data.given(subjects.plain, read, limit=limit, max_new_tokens=tokens, last=read is None)
+    encoded = options.data.encode_prompts(
+        subjects.plain, raw_prompts, limit=limit, max_new_tokens=tokens, last=raw_prompts is None
+    )
     rounds = options.rounds or ROUNDS[wide]
-    task = BenchTask(methods, given.prompts, tokens, rounds, drafting.profile, given.tasks)
-    told = {"source": drafting.source, "prompt_source": given.source, "chat": given.chat}
-    found, interrupted = measured(subjects, task, temperatures, told, out=options.out, oracle=_oracle)
+    task = BenchTask(methods, encoded.prompts, tokens, rounds, drafting.profile, encoded.tasks)
+    metadata = {"source": drafting.source, "prompt_source": encoded.source, "chat": encoded.chat}
+    bench, interrupted = run_benchmark(subjects, task, temperatures, metadata, out=options.out, oracle=_oracle)
     if options.json:
-        print_json(found)
+        print_json(bench)
     else:
-        _report(found, stdout())
+        _report(bench, stdout())
     return 130 if interrupted else 0
 
 
-def measured(
-    subjects: Subjects,
+def run_benchmark(
+    subjects: ModelCopies,
     task: BenchTask,
     temperatures: list[float],
-    told: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     *,
     out: Path | None = None,
     oracle: Oracle | None = None,
@@ -114,18 +116,18 @@ def measured(
 
     with _Progress(stderr(), len(temperatures)) as shown:
         bench = Benchmark(subjects, task, oracle, shown.watch())
-        found: dict[str, Any] = {**bench.conditions(), **told, "temperatures": []}
+        results: dict[str, Any] = {**bench.conditions(), **metadata, "temperatures": []}
         try:
             for temperature in temperatures:
                 shown.temperature = temperature
-                found["temperatures"].append(bench.at(temperature))
+                results["temperatures"].append(bench.run_temperature(temperature))
                 if out is not None:
-                    write_text(out, json.dumps(found, indent=1) + "\n")
+                    write_text(out, json.dumps(results, indent=1) + "\n")
         except KeyboardInterrupt:
-            if not found["temperatures"]:
+            if not results["temperatures"]:
                 raise
-            return found, True
-    return found, False
+            return results, True
+    return results, False
 
 
 def check_named(methods: Sequence[str]) -> None:
@@ -192,47 +194,49 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
-def _report(found: dict[str, Any], console: Console) -> None:
-    wide = f" widened {found['widened']} times" if found["widened"] > 1 else ""
-    threads = "1 thread" if found["threads"] == 1 else f"{found['threads']} threads"
-    bits = found["bits_per_weight"]
-    read = f"; {BitsRead(**bits).said}" if bits is not None and bits["draft"] < bits["plain"] else ""
-    bypassed = f"{found['skipped']} of {found['sub_layers']} sub-layers bypassed"
+def _report(bench: dict[str, Any], console: Console) -> None:
+    wide = f" widened {bench['widened']} times" if bench["widened"] > 1 else ""
+    threads = "1 thread" if bench["threads"] == 1 else f"{bench['threads']} threads"
+    bits = bench["bits_per_weight"]
+    bits_text = f"; {BitsRead(**bits).summary}" if bits is not None and bits["draft"] < bits["plain"] else ""
+    bypassed = f"{bench['skipped']} of {bench['sub_layers']} sub-layers bypassed"
     lines = [
-        f"{found['model']}{wide}; {found['machine']}; {threads}; {found['dtype']}; {found['prompts']} prompts x "
-        f"{found['max_new_tokens']} tokens x {found['rounds']} rounds",
-        f"prompts: {found['prompt_source']}{', as chat messages' * found['chat']}",
-        f"skip: {bypassed} ({found['source']}){read}" if found["skipped"] else f"skip: {found['source']}{read}",
-        f"weights: {size(found['weight_bytes'])}, {found['layouts']['plain']} for plain decoding, "
-        f"{found['layouts']['skip']} for drafting ({size(found['extra_bytes'])} more)",
+        f"{bench['model']}{wide}; {bench['machine']}; {threads}; {bench['dtype']}; {bench['prompts']} prompts x "
+        f"{bench['max_new_tokens']} tokens x {bench['rounds']} rounds",
+        f"prompts: {bench['prompt_source']}{', as chat messages' * bench['chat']}",
+        f"skip: {bypassed} ({bench['source']}){bits_text}"
+        if bench["skipped"]
+        else f"skip: {bench['source']}{bits_text}",
+        f"weights: {size(bench['weight_bytes'])}, {bench['layouts']['plain']} for plain decoding, "
+        f"{bench['layouts']['skip']} for drafting ({size(bench['extra_bytes'])} more)",
     ]
-    for name, passes in found["passes"].items():
-        layout = found["layouts"].get(name, "as loaded")
+    for name, passes in bench["passes"].items():
+        layout = bench["layouts"].get(name, "as loaded")
         ratios = " ".join(f"{seconds / passes['1']:.2f}" for seconds in passes.values())
         lines.append(f"pass over {', '.join(passes)} rows, {layout}: {passes['1'] * 1e3:.3g} ms x {ratios}")
     for line in lines:
         console.print(line, soft_wrap=True, markup=False)
-    for at in found["temperatures"]:
+    for result in bench["temperatures"]:
         console.print()
-        for table in _tables(at):
+        for table in _tables(result):
             console.print(table)
-        for line in _notes(found, at):
+        for line in _notes(bench, result):
             console.print(line, soft_wrap=True, markup=False)
-        for table in by_task_tables(at):
+        for table in by_task_tables(result):
             console.print()
             console.print(table)
-        for line in by_task_notes(at):
+        for line in by_task_notes(result):
             console.print(line, soft_wrap=True, markup=False)
 
 
-def _tables(at: dict[str, Any]) -> list[Table]:
+def _tables(result: dict[str, Any]) -> list[Table]:
     """Return two tables of the methods at one temperature, within 80 columns: speeds, and latencies with memory."""
-    bases = list(next(iter(at["methods"].values()))["ratio"])
+    bases = list(next(iter(result["methods"].values()))["ratio"])
     speeds = method_table(
-        f"temperature {at['temperature']:g}", "tok/s", *(f"/ {base}" for base in bases), "tok/pass", "accept"
+        f"temperature {result['temperature']:g}", "tok/s", *(f"/ {base}" for base in bases), "tok/pass", "accept"
     )
     others = method_table(None, "first token", "next, p50", "next, p95", "memory")
-    for name, m in at["methods"].items():
+    for name, m in result["methods"].items():
         speeds.add_row(
             name,
             f"{m['tokens_per_second']:.4g}",
@@ -254,31 +258,31 @@ def method_table(title: str | None, *columns: str) -> Table:
     return table
 
 
-def _notes(found: dict[str, Any], at: dict[str, Any]) -> list[str]:
+def _notes(bench: dict[str, Any], result: dict[str, Any]) -> list[str]:
     lines = ["memory: weights, and keys and values for the longest text; on a GPU also what torch took beside them"]
-    if at["process_peak_bytes"] is not None:
-        lines[0] += f"; this process, all methods together, held {size(at['process_peak_bytes'])} at most"
-    if at["plain_of_roofline"] is not None:
+    if result["process_peak_bytes"] is not None:
+        lines[0] += f"; this process, all methods together, held {size(result['process_peak_bytes'])} at most"
+    if result["plain_of_roofline"] is not None:
         lines.append(
-            f"roofline of plain decoding: {size(found['bytes_read'])} at {at['read_bandwidth'] / 1e9:.1f} GB/s are "
-            f"{at['read_bandwidth'] / found['bytes_read']:.4g} tok/s; a plain step takes {at['plain_of_roofline']:.0%} "
-            "of its time to read the weights"
+            f"roofline of plain decoding: {size(bench['bytes_read'])} at {result['read_bandwidth'] / 1e9:.1f} GB/s are "
+            f"{result['read_bandwidth'] / bench['bytes_read']:.4g} tok/s; a plain step takes "
+            f"{result['plain_of_roofline']:.0%} of its time to read the weights"
         )
-    if skip := at.get("skip"):
-        places = " ".join(f"{share:.0%}" for share in at["methods"]["skip"]["acceptance_by_position"])
+    if skip := result.get("skip"):
+        places = " ".join(f"{share:.0%}" for share in result["methods"]["skip"]["acceptance_by_position"])
         v = " ".join(f"v({w}) {value:.2f}" for w, value in skip["v"].items())
-        accepted = at["methods"]["skip"]["accepted_per_round"]
+        accepted = result["methods"]["skip"]["accepted_per_round"]
         lines.append(f"skip: {accepted:.2f} drafted tokens accepted a pass; by place: {places}")
         lines.append(
             f"of a plain step: draft step c {skip['c']:.2f}; verification {v}; beside them {skip['round']:.2f}"
         )
-        by = " by rule token" if at["temperature"] else ""
+        by = " by rule token" if result["temperature"] else ""
         bound = f"; oracle bound{by} {skip['oracle']['speedup']:.2f}" if "oracle" in skip else ""
         lines.append(
             f"speedup over plain by theory (i.i.d.) {skip['theory']:.2f}, by the costs of its rounds "
             f"{skip['costs_of_its_rounds']:.2f}{bound}"
         )
-    return [*lines, *texts_line(at)]
+    return [*lines, *texts_line(result)]
 
 
 def ratio(r: Mapping[str, float]) -> str:

@@ -34,31 +34,33 @@ NEW_TOKENS = 1024  # default length of an answer
 ASK = "> "
 
 
-def run(given: ChatCommand) -> int:
+def run(command: ChatCommand) -> int:
     """Validate the options before loading the model, then chat; return the exit code.
 
     The exit code is 2 if a message or command from a pipe failed.
     """
     quiet()
-    asked = decoding(given.decoding)
-    asked.follow()
+    request = decoding(command.decoding)
+    request.run_as_worker()
     if sys.stdin is None:
         raise SelfspecError("standard input is closed; give it messages, each on a line")
-    how = asked.check()
-    asked.check_chat(chat=True, system=given.system)
-    llm = asked.load()
-    how = asked.complete(llm, how)
+    how = request.check()
+    request.check_chat(chat=True, system=command.system)
+    llm = request.load()
+    how = request.complete(llm, how)
     if how.config is None and how.max_new_tokens is None and not {"max_new_tokens", "max_length"} & set(how.settings):
         how = replace(how, max_new_tokens=NEW_TOKENS)
-    conversation = llm.conversation(system=given.system)
+    conversation = llm.conversation(system=command.system)
     first = conversation.prompt("x")
-    asked.hint(llm, llm.plan(first, llm.fitted(first, how)), how)
-    talk = _Talk(llm, conversation, how, asked.drafter(llm), color=given.color, typed=sys.stdin.isatty())
+    request.hint(llm, llm.plan(first, llm.fit_options(first, how)), how)
+    talk = _ChatSession(
+        llm, conversation, how, request.drafter(llm), color=command.color, interactive=sys.stdin.isatty()
+    )
     return talk.run()
 
 
 @dataclass(slots=True)
-class _Talk:
+class _ChatSession:
     """A conversation with a terminal or a pipe. Only the answers go to standard output."""
 
     llm: LLM
@@ -66,31 +68,31 @@ class _Talk:
     how: Options
     drafter: Drafter
     color: bool
-    typed: bool  # standard input is a terminal
-    given: list[Generation] = field(default_factory=list)  # the answers since the start or the last /reset
+    interactive: bool  # standard input is a terminal
+    generations: list[Generation] = field(default_factory=list)  # the answers since the start or the last /reset
     saved: set[Path] = field(default_factory=set)  # files that this chat wrote and may overwrite
     ended: bool = False
 
     def run(self) -> int:
         """Process lines until the input ends or `/exit`; return the exit code."""
-        if self.typed:
+        if self.interactive:
             _say(f"{self.llm.name}: /help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat", style="dim")
         refused = False
-        for line in _typed() if self.typed else _piped():
+        for line in _terminal_lines() if self.interactive else _pipe_lines():
             try:
-                self._hear(line)
+                self._handle_line(line)
             except SelfspecError as error:
                 _say(f"error: {' '.join(str(error).split())}")
                 refused = True
             except KeyboardInterrupt:
-                if not self.typed:
+                if not self.interactive:
                     raise
                 _say("interrupted", style="dim")
             if self.ended:
                 break
-        return 2 if refused and not self.typed else 0
+        return 2 if refused and not self.interactive else 0
 
-    def _hear(self, line: str) -> None:
+    def _handle_line(self, line: str) -> None:
         """Run a command or answer a message; an empty line is ignored."""
         if line.startswith("/"):
             name, _, rest = line.partition(" ")
@@ -99,39 +101,39 @@ class _Talk:
                     f"there is no command {name}; known: {', '.join(COMMANDS)}; a message that begins with a slash "
                     "wants a space before it"
                 )
-            COMMANDS[name].obey(self, rest.strip())
+            COMMANDS[name].handler(self, rest.strip())
         elif text := line.strip():
             self._answer(text)
 
     def _answer(self, text: str) -> None:
         prompt, before, interrupted = self.conversation.prompt(text), self.conversation.answers, False
-        how = self._how(prompt)
+        how = self._fitted_options(prompt)
         planned = self.llm.plan(prompt, how)
         stream = self.conversation.start(text, how, planned=planned, drafter=self.drafter)
         try:
             write(stream, color=self.color, fold=True)
         except KeyboardInterrupt:
-            if not self.typed:
+            if not self.interactive:
                 raise
             interrupted = True
         finally:
             answer = stream.result
             if answer.tokens:
-                self.given.append(answer)
+                self.generations.append(answer)
         if self.conversation.answers == before:
             _say("interrupted before it began: the message is not kept", style="dim")
             return
-        ended = self._why(answer, planned) if not interrupted else "interrupted"
+        ended = self._cut_reason(answer, planned) if not interrupted else "interrupted"
         _say(", ".join(part for part in (speed_line(answer.stats), ended) if part), style="dim")
 
-    def _why(self, answer: Generation, planned: Plan) -> str:
+    def _cut_reason(self, answer: Generation, planned: Plan) -> str:
         """Return why an answer was cut; empty if the model ended it."""
         if len(answer.tokens) < planned.max_new_tokens or answer.tokens[-1] in planned.ends:
             return ""
         full = answer.stats.prompt + planned.max_new_tokens == self.llm.runtime.skeleton.context
         return "cut: the context is full, /reset begins anew" if full else "cut: a larger --max-new-tokens allows more"
 
-    def _how(self, prompt: Prompt) -> Options:
+    def _fitted_options(self, prompt: Prompt) -> Options:
         """Return the options for an answer, with new tokens limited to the free context and the answer's own seed.
 
         The seed is the given one plus the number of earlier answers, so the first answer has the seed of
@@ -141,7 +143,7 @@ class _Talk:
         if how.seed is not None:
             how = replace(how, seed=how.seed + self.conversation.answers)
         try:
-            return self.llm.fitted(prompt, how)
+            return self.llm.fit_options(prompt, how)
         except SelfspecError as error:
             raise SelfspecError(f"{error}; nothing is lost: /save keeps the conversation, /reset begins anew") from None
 
@@ -149,25 +151,30 @@ class _Talk:
         """Run `/reset`: begin a new conversation."""
         _no_more("/reset", rest)
         self.conversation.reset()
-        self.given.clear()
+        self.generations.clear()
         _say("a new conversation begins", style="dim")
 
     def stats(self, rest: str) -> None:
         """Run `/stats`: show statistics of the answers so far."""
         _no_more("/stats", rest)
-        if not self.given:
+        if not self.generations:
             _say("nothing has been said yet")
             return
-        last = self.given[-1].stats
-        total = Stats.total(one.stats for one in self.given)
-        read = last.prompt - last.kept
-        _say(f"{len(self.given)} {'answer' if len(self.given) == 1 else 'answers'}: {stats_line(total)}")
+        last = self.generations[-1].stats
+        total = Stats.total(generation.stats for generation in self.generations)
+        read = last.prompt - last.num_cached
+        _say(f"{len(self.generations)} {'answer' if len(self.generations) == 1 else 'answers'}: {stats_line(total)}")
         _say(
             f"the last answer read {read} of its prompt's {last.prompt} tokens, the cache held the others; "
             f"{last.prompt + last.tokens} of {self.llm.runtime.skeleton.context} positions are taken"
         )
         if self.color:
-            legend(stderr(), list(chain.from_iterable(one.events for one in self.given)), total, self.llm.profile)
+            legend(
+                stderr(),
+                list(chain.from_iterable(generation.events for generation in self.generations)),
+                total,
+                self.llm.profile,
+            )
 
     def save(self, rest: str) -> None:
         """Run `/save FILE`: write the messages as JSON lines. Raises `SelfspecError`."""
@@ -183,7 +190,7 @@ class _Talk:
             raise SelfspecError(f"{rest} is there already; expected another name, as nothing is written over")
         messages = self.conversation.messages
         try:
-            write_text(path, "".join(f"{json.dumps(one, ensure_ascii=False)}\n" for one in messages))
+            write_text(path, "".join(f"{json.dumps(message, ensure_ascii=False)}\n" for message in messages))
         except OSError as error:
             raise SelfspecError(f"{rest}: cannot be written ({error.strerror or error})") from None
         self.saved.add(path)
@@ -193,7 +200,7 @@ class _Talk:
         """Run `/help`: list the commands."""
         _no_more("/help", rest)
         for name, command in COMMANDS.items():
-            _say(f"{f'{name} {command.wants}'.strip():12} {command.does}")
+            _say(f"{f'{name} {command.argument}'.strip():12} {command.description}")
         _say("Ctrl-C ends an answer; what was said of it stays", style="dim")
 
     def exit(self, rest: str) -> None:
@@ -204,21 +211,21 @@ class _Talk:
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    obey: Callable[[_Talk, str], None]
-    does: str
-    wants: str = ""
+    handler: Callable[[_ChatSession, str], None]
+    description: str
+    argument: str = ""
 
 
 COMMANDS = {
-    "/reset": _Command(_Talk.reset, "begin a new conversation; a system message stays"),
-    "/stats": _Command(_Talk.stats, "rounds, acceptance and speed so far, and how much of the context is taken"),
-    "/save": _Command(_Talk.save, "write the messages to a new file, each a line of JSON", wants="FILE"),
-    "/help": _Command(_Talk.help, "this list"),
-    "/exit": _Command(_Talk.exit, "end the chat, as Ctrl-D does"),
+    "/reset": _Command(_ChatSession.reset, "begin a new conversation; a system message stays"),
+    "/stats": _Command(_ChatSession.stats, "rounds, acceptance and speed so far, and how much of the context is taken"),
+    "/save": _Command(_ChatSession.save, "write the messages to a new file, each a line of JSON", argument="FILE"),
+    "/help": _Command(_ChatSession.help, "this list"),
+    "/exit": _Command(_ChatSession.exit, "end the chat, as Ctrl-D does"),
 }
 
 
-def _typed() -> Iterator[str]:
+def _terminal_lines() -> Iterator[str]:
     """Yield the lines typed in a terminal; Ctrl-C discards the current line."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  importing it enables line editing and history
@@ -237,7 +244,7 @@ def _typed() -> Iterator[str]:
             return
 
 
-def _piped() -> Iterator[str]:
+def _pipe_lines() -> Iterator[str]:
     """Yield the lines of a pipe. Raises `SelfspecError` for a line that is not UTF-8."""
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:

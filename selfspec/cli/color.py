@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from selfspec.cli.common import stdout
-from selfspec.cli.word_wrap import Folding
+from selfspec.cli.word_wrap import WordWrapper
 from selfspec.profile.schema import Profile
 from selfspec.show.markup import LOOKS, acceptance
 from selfspec.types.events import Origin, TokenEvent, counts
@@ -46,18 +46,18 @@ def write(stream: Stream, *, color: bool, fold: bool = False) -> None:
     With `fold`, lines are wrapped between words on a terminal. The stream is closed in any case, and text that was
     buffered until then is written too.
     """
-    console, given = stdout(), 0
-    folding = Folding[Origin | None](console.width) if fold and console.is_terminal else None
+    console, num_written = stdout(), 0
+    wrapper = WordWrapper[Origin | None](console.width) if fold and console.is_terminal else None
     pieces = stream.spans() if color and console.is_terminal else ((None, piece) for piece in stream)
     try:
         for origin, text in pieces:
-            given += len(text)  # counted before writing, so that an interrupt does not write it twice
-            for part in [(origin, text)] if folding is None else folding.feed(origin, text):
+            num_written += len(text)  # counted before writing, so that an interrupt does not write it twice
+            for part in [(origin, text)] if wrapper is None else wrapper.feed(origin, text):
                 _put(console, *part)
     finally:
         stream.close()
-        rest = stream.result.text[given:]
-        for part in [(None, rest)] if folding is None else [*folding.feed(None, rest), *folding.end()]:
+        rest = stream.result.text[num_written:]
+        for part in [(None, rest)] if wrapper is None else [*wrapper.feed(None, rest), *wrapper.end()]:
             _put(console, *part)
         _put(console, None, "\n")
 
@@ -107,5 +107,5 @@ def legend(console: Console, events: Sequence[TokenEvent], stats: Stats, profile
         console.print(table)
     how = ""
     if stats.drafted and profile is not None and profile.path.low_precision:
-        how = f"; drafts ran with {profile.path.said}"
+        how = f"; drafts ran with {profile.path.summary}"
     console.print(acceptance(stats) + how, highlight=False, soft_wrap=True, markup=False)

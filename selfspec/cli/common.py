@@ -64,16 +64,16 @@ def checked_profile(name: str) -> Profile:
     return profile
 
 
-def chosen(given: DraftingOptions) -> tuple[str, Profile | None, ControllerSpec | None]:
+def resolve_drafting(options: DraftingOptions) -> tuple[str, Profile | None, ControllerSpec | None]:
     """Return model name, profile (None: `auto`) and controller of a command that drafts, each checked.
 
     Raises `SelfspecError`.
     """
-    found = None if given.profile == "auto" else checked_profile(given.profile)
-    name = model_for(given.model, found)
-    if given.store is not None:
-        Store(given.store)
-    return name, found, None if given.controller is None else parse_controller(given.controller)
+    profile = None if options.profile == "auto" else checked_profile(options.profile)
+    name = model_for(options.model, profile)
+    if options.store is not None:
+        Store(options.store)
+    return name, profile, None if options.controller is None else parse_controller(options.controller)
 
 
 def model_for(model: str | None, profile: Profile | None) -> str:
@@ -92,7 +92,7 @@ class Drafting:
     source: str
 
 
-def drafted_with(
+def select_drafting(
     identity: Identity,
     profile: Profile | None,
     name: str,
@@ -117,11 +117,11 @@ def drafted_with(
     elif not profile.drafts:
         raise SelfspecError(f"profile {name} drafts nothing; expected another")
     else:
-        source = f"profile {name}, {profile.draft.said}"
+        source = f"profile {name}, {profile.draft.summary}"
     if controller is not None:
-        profile = profile.controlled_by(controller)
+        profile = profile.with_controller(controller)
     if store is not None:
-        profile, source = profile.guessing_from(store=store), f"{source}, and what {store} holds"
+        profile, source = profile.with_proposers(store=store), f"{source}, and what {store} holds"
     return Drafting(profile, source)
 
 
@@ -220,22 +220,26 @@ class LayerMap:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         layers = max(map(len, self.rows.values()))
-        fitting = max((options.max_width - self._beside - 1) // 10 * 10, 10)
-        for first in range(0, layers, fitting):
+        layers_per_block = max((options.max_width - self._name_width - 1) // 10 * 10, 10)
+        for first in range(0, layers, layers_per_block):
             if first:
                 yield Text("")
-            yield from self._block(first, min(first + fitting, layers), tens=layers > 10)
+            yield from self._block(first, min(first + layers_per_block, layers), tens=layers > 10)
 
     @property
-    def _beside(self) -> int:
+    def _name_width(self) -> int:
         return max(10, *map(len, self.rows))
 
     def _block(self, first: int, last: int, *, tens: bool) -> RenderResult:
-        beside = self._beside
-        lines = [Text(f"{'':{beside}} " + "".join(_ten(i) for i in range(first, last)), style="dim")] if tens else []
-        lines.append(Text(f"{'layer':{beside}} " + "".join(str(i % 10) for i in range(first, last)), style="dim"))
+        name_width = self._name_width
+        lines = (
+            [Text(f"{'':{name_width}} " + "".join(_tens_digit(i) for i in range(first, last)), style="dim")]
+            if tens
+            else []
+        )
+        lines.append(Text(f"{'layer':{name_width}} " + "".join(str(i % 10) for i in range(first, last)), style="dim"))
         for name, row in self.rows.items():
-            line = Text(f"{name:{beside}} ")
+            line = Text(f"{name:{name_width}} ")
             for mark in row[first:last]:
                 line.append(mark, style=self.styles.get(mark, ""))
             lines.append(line)
@@ -257,15 +261,15 @@ def map_legend(profile: Profile) -> list[str]:
     path, layers = profile.path, profile.model.layers
     counts = Counter(path.modes(layers))
     if path.low_precision:
-        told = (f"{counts[mode]} {WORDS[mode]} ({SIGNS[mode]})" for mode in MODES if counts[mode])
-        lines = [f"{2 * layers} sub-layers: {', '.join(told)}"]
+        parts = (f"{counts[mode]} {WORDS[mode]} ({SIGNS[mode]})" for mode in MODES if counts[mode])
+        lines = [f"{2 * layers} sub-layers: {', '.join(parts)}"]
     else:
         lines = [f"{counts['skip']} of {2 * layers} sub-layers bypassed (# runs, . bypassed)"]
     more = [] if path.head == "full" else [f"the head {WORDS[path.head]}"]
     if path.cheaper and (read := profile.bits_read) is not None:
-        more.append(read.said)
+        more.append(read.summary)
     return [*lines, "; ".join(more)] if more else lines
 
 
-def _ten(layer: int) -> str:
+def _tens_digit(layer: int) -> str:
     return str(layer // 10 % 10) if layer % 10 == 0 and layer else " "

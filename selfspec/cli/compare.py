@@ -11,7 +11,7 @@ from rich.table import Table
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable
 from selfspec.cli.bench_by_task import texts_line
-from selfspec.cli.bench_command import check_named, measured, method_table, ratio, read_temperatures, size
+from selfspec.cli.bench_command import check_named, method_table, ratio, read_temperatures, run_benchmark, size
 from selfspec.cli.common import checked_profile, model_for, print_json, quiet, set_threads, stdout
 from selfspec.cli.options import CompareCommand
 from selfspec.measure.bench_methods import check_methods, is_profile
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
     from selfspec.measure.bench import BenchTask
     from selfspec.measure.comparing import Recommendation
-    from selfspec.measure.model_copies import Subjects
+    from selfspec.measure.model_copies import ModelCopies
 
 PROMPTS = 24
 
@@ -35,63 +35,65 @@ PROMPTS = 24
 def run(options: CompareCommand) -> int:
     """Validate the options before loading the model, then measure; return 130 after an interrupt."""
     quiet()
-    given = None if options.profile in ("auto", "none") else checked_profile(options.profile)
-    name = model_for(options.model, given)
+    named_profile = None if options.profile in ("auto", "none") else checked_profile(options.profile)
+    name = model_for(options.model, named_profile)
     temperatures = read_temperatures(options.temperature)
     if options.out is not None:
         check_writable(options.out)
         options.data.check_not_written(options.out, f"--out {options.out}")
-    found_profile, _ = _profile(read_identity(name), given, options.profile)
-    asked = _named(options, may_draft=options.profile == "auto" or found_profile.drafts)
-    set_threads(options.where.threads)
+    found_profile, _ = _profile(read_identity(name), named_profile, options.profile)
+    named_methods = _named(options, may_draft=options.profile == "auto" or found_profile.drafts)
+    set_threads(options.device_options.threads)
 
     from selfspec.llm.prompt_encoding import check_chat
     from selfspec.measure.comparing import applicable, recommend
-    from selfspec.measure.model_copies import load_subjects
+    from selfspec.measure.model_copies import load_model_copies
     from selfspec.speculation.sampling import check_sampling
 
     for temperature in temperatures:
         check_sampling(temperature, None, None)
     if options.data.chat:
         check_chat(name)
-    subjects = load_subjects(
+    subjects = load_model_copies(
         name,
-        asked or ["skip", *applicable(found_profile, options.draft_model)],
-        device=options.where.place,
-        dtype=options.where.dtype,
-        few_bits=lambda identity: _profile(identity, given, options.profile)[0].path.low_precision,
+        named_methods or ["skip", *applicable(found_profile, options.draft_model)],
+        device=options.device_options.placement,
+        dtype=options.device_options.dtype,
+        quantized_drafts=lambda identity: _profile(identity, named_profile, options.profile)[0].path.low_precision,
     )
-    profile, source = _profile(subjects.identity, given, options.profile)  # now chosen by the weights' fingerprint
-    methods = asked or applicable(profile, options.draft_model)
+    profile, source = _profile(
+        subjects.identity, named_profile, options.profile
+    )  # now chosen by the weights' fingerprint
+    methods = named_methods or applicable(profile, options.draft_model)
     if not profile.drafts:
         _check_without_profile(methods)
-    task, told = _task(options, subjects, profile, methods)
-    found, interrupted = measured(subjects, task, temperatures, {**told, "source": source})
-    best = recommend(found["temperatures"])
-    found["recommended"] = best.as_dict()
+    task, metadata = _task(options, subjects, profile, methods)
+    bench, interrupted = run_benchmark(subjects, task, temperatures, {**metadata, "source": source})
+    best = recommend(bench["temperatures"])
+    bench["recommended"] = best.as_dict()
     if options.json:
-        print_json(found)
+        print_json(bench)
     else:
-        _report(found, _prepared(subjects.skip, task), stdout())
+        _report(bench, _prepared(subjects.skip, task), stdout())
         _recommend(best, options, name, stdout())
     if options.out is not None:
-        _save(subjects.skip, best, task, found, options)
+        _save(subjects.skip, best, task, bench, options)
     return 130 if interrupted else 0
 
 
-def _profile(identity: Identity, given: Profile | None, name: str) -> tuple[Profile, str]:
+def _profile(identity: Identity, named_profile: Profile | None, name: str) -> tuple[Profile, str]:
     """Return the profile of method `skip` and its source; a profile that drafts nothing if none is found.
 
     Raises `SelfspecError` for a profile of another model.
     """
     from selfspec.profile.choosing import check_profile, shipped_for
 
-    if given is not None:
-        check_profile(given, identity)
-        return given, f"profile {name}, {given.draft.said}"
+    if named_profile is not None:
+        check_profile(named_profile, identity)
+        return named_profile, f"profile {name}, {named_profile.draft.summary}"
     if name == "auto":
         for shipped, profile in shipped_for(identity).items():
-            return profile, f"profile {shipped}, {profile.draft.said}"
+            return profile, f"profile {shipped}, {profile.draft.summary}"
     return Profile(model=identity), "no profile; a search may find one that is faster: selfspec search"
 
 
@@ -117,32 +119,34 @@ def _check_without_profile(methods: Sequence[str]) -> None:
 
 
 def _task(
-    options: CompareCommand, subjects: Subjects, profile: Profile, methods: list[str]
+    options: CompareCommand, subjects: ModelCopies, profile: Profile, methods: list[str]
 ) -> tuple[BenchTask, dict[str, Any]]:
     """Return the benchmark's task, its prompts alternating between tasks, and the fields that describe the prompts."""
     from selfspec.measure.bench import BenchTask
     from selfspec.measure.comparing import by_turns
 
-    read = options.data.read(held_out=True)
-    asked = options.data.given(
+    raw_prompts = options.data.read(held_out=True)
+    encoded = options.data.encode_prompts(
         subjects.plain,
-        read,
+        raw_prompts,
         limit=options.limit or PROMPTS,
         max_new_tokens=options.max_new_tokens,
-        last=read is None,
+        last=raw_prompts is None,
     )
-    order = by_turns(asked.tasks or [""] * len(asked.prompts))
-    prompts, tasks = ([of[number] for number in order] if of else [] for of in (asked.prompts, asked.tasks))
+    order = by_turns(encoded.tasks or [""] * len(encoded.prompts))
+    prompts, tasks = (
+        [column[number] for number in order] if column else [] for column in (encoded.prompts, encoded.tasks)
+    )
     task = BenchTask(
         tuple(methods),
         prompts,
         options.max_new_tokens,
         options.rounds,
         profile if profile.drafts else Profile(model=subjects.identity),
-        [str(one) for one in tasks],
+        [str(task_name) for task_name in tasks],
         patience=options.patience,
     )
-    return task, {"prompt_source": asked.source, "chat": asked.chat}
+    return task, {"prompt_source": encoded.source, "chat": encoded.chat}
 
 
 def _prepared(llm: LLM, task: BenchTask) -> dict[str, float]:
@@ -150,36 +154,36 @@ def _prepared(llm: LLM, task: BenchTask) -> dict[str, float]:
     from selfspec.measure.comparing import preparation, profile_of
 
     own = [name for name in task.methods if name in ("skip", "path", "guarded") or is_profile(name)]
-    found = {name: preparation(profile_of(llm, name, task.profile)) for name in own}
-    return {name: minutes for name, minutes in found.items() if minutes is not None}
+    minutes_by_method = {name: preparation(profile_of(llm, name, task.profile)) for name in own}
+    return {name: minutes for name, minutes in minutes_by_method.items() if minutes is not None}
 
 
-def _report(found: Mapping[str, Any], prepared: Mapping[str, float], console: Console) -> None:
-    threads = "1 thread" if found["threads"] == 1 else f"{found['threads']} threads"
+def _report(bench: Mapping[str, Any], prepared: Mapping[str, float], console: Console) -> None:
+    threads = "1 thread" if bench["threads"] == 1 else f"{bench['threads']} threads"
     lines = [
-        f"{found['model']}; {found['machine']}; {threads}; {found['dtype']}; {found['prompts']} prompts x "
-        f"{found['max_new_tokens']} tokens x {found['rounds']} rounds",
-        f"prompts: {found['prompt_source']}{', as chat messages' * found['chat']}",
-        f"skip: {found['source']}",
+        f"{bench['model']}; {bench['machine']}; {threads}; {bench['dtype']}; {bench['prompts']} prompts x "
+        f"{bench['max_new_tokens']} tokens x {bench['rounds']} rounds",
+        f"prompts: {bench['prompt_source']}{', as chat messages' * bench['chat']}",
+        f"skip: {bench['source']}",
     ]
     for line in lines:
         console.print(line, soft_wrap=True, markup=False)
-    for at in found["temperatures"]:
+    for result in bench["temperatures"]:
         console.print()
-        console.print(_table(at, prepared))
-        for line in _notes(at):
+        console.print(_table(result, prepared))
+        for line in _notes(result):
             console.print(line, soft_wrap=True, markup=False)
 
 
-def _table(at: Mapping[str, Any], prepared: Mapping[str, float]) -> Table:
+def _table(result: Mapping[str, Any], prepared: Mapping[str, float]) -> Table:
     """Return the table of methods at one temperature, fastest first, within 80 columns."""
     from selfspec.measure.comparing import fastest_first
 
     names = ("/ plain", "tok/pass", "accept", "draft", "memory", "minutes")
-    table = method_table(f"temperature {at['temperature']:g}", *names)
-    least = at["methods"]["plain"]["memory_bytes"]
-    for name in fastest_first(at):
-        m = at["methods"][name]
+    table = method_table(f"temperature {result['temperature']:g}", *names)
+    least = result["methods"]["plain"]["memory_bytes"]
+    for name in fastest_first(result):
+        m = result["methods"][name]
         more = m["memory_bytes"] - least
         table.add_row(
             Path(name).name if is_profile(name) else name,
@@ -193,7 +197,7 @@ def _table(at: Mapping[str, Any], prepared: Mapping[str, float]) -> Table:
     return table
 
 
-def _notes(at: Mapping[str, Any]) -> list[str]:
+def _notes(result: Mapping[str, Any]) -> list[str]:
     """Return notes on columns, dropped methods, the fastest methods by task, and identical output."""
     from selfspec.measure.comparing import fastest_by_task
 
@@ -202,23 +206,25 @@ def _notes(at: Mapping[str, Any]) -> list[str]:
         "draft: what drafting a token takes, in steps of plain decoding; memory: beside plain decoding's; minutes: of "
         "search and training, where known",
     ]
-    dropped = [f"{name} ({m['dropped_after']})" for name, m in at["methods"].items() if m["dropped_after"] is not None]
+    dropped = [
+        f"{name} ({m['dropped_after']})" for name, m in result["methods"].items() if m["dropped_after"] is not None
+    ]
     if dropped:
         lines.append(f"slower than plain decoding, and dropped after so many prompts: {', '.join(dropped)}")
-    for row in fastest_by_task(at):
-        told = [f"{name} {speedup:.2f}" for name, speedup in list(row["speedups"].items())[:3]]
-        lines.append(f"{row['task']} ({row['prompts']}): {', '.join(told)}")
-    verdicts = [m["same_text"] for m in at["methods"].values() if m["same_text"] is not None]
+    for row in fastest_by_task(result):
+        speedups = [f"{name} {speedup:.2f}" for name, speedup in list(row["speedups"].items())[:3]]
+        lines.append(f"{row['task']} ({row['prompts']}): {', '.join(speedups)}")
+    verdicts = [m["same_text"] for m in result["methods"].values() if m["same_text"] is not None]
     if not verdicts:
         return [*lines, "output: sampled; each of ours has plain decoding's distribution"]
     if all(counts["same"] == sum(counts.values()) for counts in verdicts):
         return [*lines, "output: the same tokens as plain decoding's, of every method on every prompt"]
-    return [*lines, *texts_line(at)]
+    return [*lines, *texts_line(result)]
 
 
 def _recommend(best: Recommendation, options: CompareCommand, model: str, console: Console) -> None:
     """Print the recommendation and the command that uses it."""
-    told = ", ".join(
+    speedups = ", ".join(
         f"{median:.2f} ({low:.2f}-{high:.2f}) at temperature {temperature:g}"
         for temperature, (median, low, high) in best.speedups.items()
     )
@@ -228,7 +234,7 @@ def _recommend(best: Recommendation, options: CompareCommand, model: str, consol
         return
     rivals = f"; within its intervals: {', '.join(best.rivals)}" if best.rivals else ""
     console.print(
-        f"recommended: {best.method}; times plain decoding's speed: {told}{rivals}", soft_wrap=True, markup=False
+        f"recommended: {best.method}; times plain decoding's speed: {speedups}{rivals}", soft_wrap=True, markup=False
     )
     if not best.faster:
         console.print("it is not faster at every temperature; generate's guard bounds what it costs", soft_wrap=True)
@@ -246,7 +252,7 @@ def _use(method: str, options: CompareCommand) -> str:
     return f"--profile {options.profile} --method {method}" if method == "path" else f"--method {method}"
 
 
-def _save(llm: LLM, best: Recommendation, task: BenchTask, found: Mapping[str, Any], options: CompareCommand) -> None:
+def _save(llm: LLM, best: Recommendation, task: BenchTask, bench: Mapping[str, Any], options: CompareCommand) -> None:
     """Write the profile of the recommended method, with its measurements."""
     from selfspec.measure.comparing import measurements, profile_of
 
@@ -254,5 +260,5 @@ def _save(llm: LLM, best: Recommendation, task: BenchTask, found: Mapping[str, A
     profile = profile_of(llm, best.method, task.profile)
     held_out = options.data.source is None
     if best.method != "plain":
-        profile = profile.model_copy(update={"measured": measurements(found, best.method, held_out=held_out)})
+        profile = profile.model_copy(update={"measured": measurements(bench, best.method, held_out=held_out)})
     write_profile(profile, options.out)

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 from selfspec.cli.common import print_json, quiet, set_threads, stderr
 from selfspec.cli.options import ConvertCommand
-from selfspec.cli.train import use
+from selfspec.cli.train import print_usage
 from selfspec.models.loading import check_at_hand
 
 
-def run(given: ConvertCommand) -> None:
+def run(command: ConvertCommand) -> None:
     """Check the folders, load the model, and write the draft module and its profiles. Raises `SelfspecError`."""
     quiet()
-    check_at_hand(given.model)
-    set_threads(given.where.threads)
+    check_at_hand(command.model)
+    set_threads(command.device_options.threads)
 
     from selfspec.llm.llm import load
     from selfspec.training.fit import check_folder
     from selfspec.training.published_modules import convert
 
-    check_folder(given.out)
-    llm = load(given.model, profile=given.profile, device=given.where.place, dtype=given.where.dtype)
-    part, profiles, kind, megabytes = convert(llm, given.folder, given.out, llm.profile)
-    if given.json:
+    check_folder(command.out)
+    llm = load(
+        command.model,
+        profile=command.profile,
+        device=command.device_options.placement,
+        dtype=command.device_options.dtype,
+    )
+    part, profiles, kind, megabytes = convert(llm, command.folder, command.out, llm.profile)
+    if command.json:
         files = [str(path) for path in profiles]
         print_json({"part": str(part), "kind": kind, "megabytes": megabytes, "profiles": files})
     console = stderr()
     console.print(f"saved {part}: {kind}, {megabytes:.1f} MB while drafting", markup=False, soft_wrap=True)
-    use(profiles, console)
+    print_usage(profiles, console)

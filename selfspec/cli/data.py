@@ -19,7 +19,7 @@ _PANEL = "Prompts"
 MANY = "Many prompts"
 
 
-def as_typed(template: str | None) -> str | None:
+def unescape_newlines(template: str | None) -> str | None:
     r"""Return a template with each typed `\n` replaced by a newline."""
     return None if template is None else template.replace("\\n", "\n")
 
@@ -60,7 +60,9 @@ class DataOptions:
             if self.column is not None or self.template is not None:
                 raise SelfspecError("--column and --template are of data of your own; say which, or leave them out")
             return None
-        return read_prompts(self.source, column=self.column, template=as_typed(self.template), held_out=held_out)
+        return read_prompts(
+            self.source, column=self.column, template=unescape_newlines(self.template), held_out=held_out
+        )
 
     @property
     def preset(self) -> bool:
@@ -115,7 +117,7 @@ class ManyPrompts(DataOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class EncodedPrompts:
     """Prompts: `texts` as read, and `prompts` encoded for the model. `chat`: the texts are a user's messages."""
 
     source: str
@@ -125,7 +127,7 @@ class Given:
     chat: bool
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """Description of the prompts' source."""
         return f"{self.source}{', as chat messages' * self.chat}"
 
@@ -138,20 +140,20 @@ class PromptOptions(DataOptions):
         None
     )
 
-    def given(
-        self, llm: "LLM", read: "Prompts | None", *, limit: int, max_new_tokens: int, last: bool = False
-    ) -> Given:
-        """Return at most `limit` of the prompts `read` (None: the built-in ones), cut to leave room for new tokens.
+    def encode_prompts(
+        self, llm: "LLM", raw_prompts: "Prompts | None", *, limit: int, max_new_tokens: int, last: bool = False
+    ) -> EncodedPrompts:
+        """Return at most `limit` of `raw_prompts` (None: the built-in ones), cut to leave room for new tokens.
 
         The first prompts, or the `last`, balanced over tasks. Raises `SelfspecError`.
         """
-        from selfspec.llm.prompt_encoding import encode, fitting, takes_messages, warn_of_cuts
+        from selfspec.llm.prompt_encoding import encode, fit_prompt, takes_messages, warn_if_cut
         from selfspec.text.prompt_files import prompts_for
 
-        used = prompts_for(read, "heldout", chat=self.chat, takes_messages=takes_messages(llm))
-        some = used.some(limit, last=last)
-        chat, framed = some.messages, some.template is not None
-        prompts = tuple(fitting(llm, text, max_new_tokens, chat=chat, framed=framed) for text in some.texts)
-        lengths = (len(encode(llm, text, chat=chat)) for text in some.texts)
-        warn_of_cuts(lengths, llm.runtime.skeleton.context - max_new_tokens)
-        return Given(some.source, tuple(some.texts), prompts, some.tasks, chat)
+        all_prompts = prompts_for(raw_prompts, "heldout", chat=self.chat, takes_messages=takes_messages(llm))
+        selected = all_prompts.subset(limit, last=last)
+        chat, framed = selected.messages, selected.template is not None
+        prompts = tuple(fit_prompt(llm, text, max_new_tokens, chat=chat, framed=framed) for text in selected.texts)
+        lengths = (len(encode(llm, text, chat=chat)) for text in selected.texts)
+        warn_if_cut(lengths, llm.runtime.skeleton.context - max_new_tokens)
+        return EncodedPrompts(selected.source, tuple(selected.texts), prompts, selected.tasks, chat)

@@ -14,11 +14,18 @@ from typer.models import ParameterInfo
 
 from selfspec.basics.option import Option
 
-Given = TypeVar("Given")
-_READ = (bool, int, float, str, Path, list[str])  # types that typer parses; options of other types are read as text
+CommandT = TypeVar("CommandT")
+_PARSED_TYPES = (
+    bool,
+    int,
+    float,
+    str,
+    Path,
+    list[str],
+)  # types that typer parses; options of other types are read as text
 
 
-def flat(command: Callable[[Given], int | None]) -> Callable[..., None]:
+def flatten_options(command: Callable[[CommandT], int | None]) -> Callable[..., None]:
     """Return `command` in typer's form: with one option per field of the dataclass that it takes.
 
     A field is an option (or an argument) if its annotation says so, as in `Annotated[int, Option(help=...)]`; a field
@@ -27,8 +34,8 @@ def flat(command: Callable[[Given], int | None]) -> Callable[..., None]:
     """
     kind = next(iter(get_type_hints(command).values()))
 
-    def run(**given: Any) -> None:
-        if code := command(_made(kind, given)):
+    def run(**values: Any) -> None:
+        if code := command(_build(kind, values)):
             raise typer.Exit(code)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
@@ -41,22 +48,24 @@ def _parameters(kind: Any) -> Iterator[Parameter]:
         if is_dataclass(field.type):
             yield from _parameters(field.type)
         elif (option := _option(field)) is not None:
-            read, default = _read_as(get_args(field.type)[0]), field.default
+            parsed_type, default = _parsed_type(get_args(field.type)[0]), field.default
             if default is MISSING:
                 default = Parameter.empty
-            elif get_origin(read) is not None or not isinstance(default, read):
-                read, default = read | None, None
-            yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[read, option])
+            elif get_origin(parsed_type) is not None or not isinstance(default, parsed_type):
+                parsed_type, default = parsed_type | None, None
+            yield Parameter(
+                field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[parsed_type, option]
+            )
 
 
-def _made(kind: type[Given], given: Mapping[str, Any]) -> Given:
-    made: dict[str, Any] = {}
+def _build(kind: type[CommandT], values: Mapping[str, Any]) -> CommandT:
+    kwargs: dict[str, Any] = {}
     for field in fields(kind):  # type: ignore[arg-type]
         if isinstance(field.type, type) and is_dataclass(field.type):
-            made[field.name] = _made(field.type, given)
-        elif _option(field) is not None and given[field.name] is not None:
-            made[field.name] = given[field.name]
-    return kind(**made)
+            kwargs[field.name] = _build(field.type, values)
+        elif _option(field) is not None and values[field.name] is not None:
+            kwargs[field.name] = values[field.name]
+    return kind(**kwargs)
 
 
 def _option(field: Field[Any]) -> ParameterInfo | None:
@@ -79,8 +88,8 @@ def _typer_option(option: Option) -> ParameterInfo:
     return made
 
 
-def _read_as(kind: Any) -> Any:
+def _parsed_type(kind: Any) -> Any:
     """Return the type that typer parses for a field's type, None aside; `str` for types that typer cannot parse."""
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    some = [part for part in kinds if part is not NoneType]
-    return some[0] if len(some) == 1 and some[0] in _READ else str
+    non_none = [part for part in kinds if part is not NoneType]
+    return non_none[0] if len(non_none) == 1 and non_none[0] in _PARSED_TYPES else str

@@ -35,7 +35,7 @@ OWN_CONFIG = "model"  # value of --generation-config that selects the checkpoint
 class DecodingRequest:
     """Decoding options as given, checked as far as possible without the model."""
 
-    given: DecodingOptions
+    options: DecodingOptions
     model: str
     profile: str | Profile
     controller: ControllerSpec | None
@@ -43,26 +43,26 @@ class DecodingRequest:
 
     def check(self) -> Options:
         """Return the decoding options that need no model. Raises `SelfspecError` for options that no model takes."""
-        given = self.given
-        set_threads(given.where.threads)
+        options = self.options
+        set_threads(options.device_options.threads)
 
         from selfspec.models.loading import read_generation_config
         from selfspec.text.guided import check_guide
 
-        named = given.generation_config
+        named = options.generation_config
         how = replace(
-            given.how,
+            options.generation_options,
             config=None if named is None or named == OWN_CONFIG else read_generation_config(Path(named)),
-            stop=tuple(given.stop or ()),
-            settings=dict(_setting(text) for text in given.settings or ()),
+            stop=tuple(options.stop or ()),
+            settings=dict(_setting(text) for text in options.settings or ()),
         )
         how.check()
         if self._guided:
             try:
-                check_guide(regex=given.regex, json_schema=self.schema)
+                check_guide(regex=options.regex, json_schema=self.schema)
             except SelfspecError as error:
-                of = "" if given.json_schema is None or given.regex is not None else f"{given.json_schema}: "
-                raise SelfspecError(f"{of}{error}") from None
+                prefix = "" if options.json_schema is None or options.regex is not None else f"{options.json_schema}: "
+                raise SelfspecError(f"{prefix}{error}") from None
         return how
 
     def check_chat(self, *, chat: bool, system: str | None) -> None:
@@ -79,43 +79,43 @@ class DecodingRequest:
         """Load the model with its profile."""
         from selfspec.llm.llm import load
 
-        given = self.given
+        options = self.options
         return load(
             self.model,
             profile=self.profile,
-            device=given.where.place,
-            dtype=given.where.dtype,
-            store=given.store,
-            answers=given.answers,
-            method=given.method,
-            tensor_parallel=given.where.tensor_parallel,
+            device=options.device_options.placement,
+            dtype=options.device_options.dtype,
+            store=options.store,
+            answers=options.answers,
+            method=options.method,
+            tensor_parallel=options.device_options.tensor_parallel,
         )
 
-    def follow(self) -> None:
+    def run_as_worker(self) -> None:
         """Work for the first tensor-parallel process until it ends, without returning; in that process, do nothing."""
-        if self.given.where.follows:
-            set_threads(self.given.where.threads)
+        if self.options.device_options.is_worker:
+            set_threads(self.options.device_options.threads)
             self.load()
 
     def load_plain(self, *, layout: str = "auto") -> LLM:
         """Load the model without a profile; by default in the fastest weight layout for plain decoding."""
         from selfspec.llm.llm import load
 
-        where = self.given.where
-        return load(self.model, profile="none", device=where.place, dtype=where.dtype, layout=layout)
+        where = self.options.device_options
+        return load(self.model, profile="none", device=where.placement, dtype=where.dtype, layout=layout)
 
     def complete(self, llm: LLM, how: Options) -> Options:
         """Return `how` with the options that need the model: its own generation configuration, and the guide."""
-        if self.given.generation_config == OWN_CONFIG:
+        if self.options.generation_config == OWN_CONFIG:
             how = replace(how, config=llm.model.generation_config)
         if self._guided:
-            how = replace(how, guide=llm.guide(regex=self.given.regex, json_schema=self.schema))
+            how = replace(how, guide=llm.guide(regex=self.options.regex, json_schema=self.schema))
         return how
 
     def hint(self, llm: LLM, planned: Plan, how: Options) -> None:
         """Print which options have no effect, and how to search for a profile if there is none."""
-        given = {"--seed": how.seed, "--top-k": how.top_k, "--top-p": how.top_p}
-        idle = [name for name, value in given.items() if value is not None]
+        sampling_options = {"--seed": how.seed, "--top-k": how.top_k, "--top-p": how.top_p}
+        idle = [name for name, value in sampling_options.items() if value is not None]
         if planned.sampler.greedy and idle:
             _say(f"{', '.join(idle)}: no effect on greedy decoding; --temperature above 0 samples")
         if llm.profile is None and self.profile == "auto":
@@ -128,27 +128,27 @@ class DecodingRequest:
         if llm.profile is None or not llm.profile.drafts:
             _say("--controller has no effect: without a profile that drafts, nothing is drafted")
             return llm.drafter
-        return llm.guarded(llm.profile.controlled_by(self.controller))
+        return llm.guarded_drafter(llm.profile.with_controller(self.controller))
 
     @property
     def _guided(self) -> bool:
-        return self.given.regex is not None or self.schema is not None
+        return self.options.regex is not None or self.schema is not None
 
 
-def decoding(given: DecodingOptions) -> DecodingRequest:
+def decoding(options: DecodingOptions) -> DecodingRequest:
     """Return a request, its options checked as far as possible without heavy imports. Raises `SelfspecError`."""
-    profile: str | Profile = given.profile
-    if given.profile not in ("auto", "none"):
-        profile = checked_profile(given.profile)
-    model = model_for(given.model, profile if isinstance(profile, Profile) else None)
-    controller = None if given.controller is None else parse_controller(given.controller)
-    if given.method is not None:
-        check_method(given.method)
-        if (smaller := draft_model_of(given.method)) is not None:
+    profile: str | Profile = options.profile
+    if options.profile not in ("auto", "none"):
+        profile = checked_profile(options.profile)
+    model = model_for(options.model, profile if isinstance(profile, Profile) else None)
+    controller = None if options.controller is None else parse_controller(options.controller)
+    if options.method is not None:
+        check_method(options.method)
+        if (smaller := draft_model_of(options.method)) is not None:
             check_at_hand(smaller)
-    _check_stops(given.stop or ())
-    schema = None if given.json_schema is None else read_text(given.json_schema)
-    return DecodingRequest(given, model, profile, controller, schema)
+    _check_stops(options.stop or ())
+    schema = None if options.json_schema is None else read_text(options.json_schema)
+    return DecodingRequest(options, model, profile, controller, schema)
 
 
 def _check_stops(stops: Sequence[str]) -> None:

@@ -54,10 +54,10 @@ class DeviceOptions:
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
-        _ = self.place
+        _ = self.placement
 
     @property
-    def place(self) -> str | DeviceMap:
+    def placement(self) -> str | DeviceMap:
         """The device, or the map of the model over several devices."""
         return parse_devices(self.device, self.device_map, self.max_memory, self.offload_folder)
 
@@ -78,9 +78,9 @@ class SharedDeviceOptions(DeviceOptions):
     def __post_init__(self) -> None:
         DeviceOptions.__post_init__(self)
         if self.tensor_parallel:
-            check_parallel(self.place)
+            check_parallel(self.placement)
 
     @property
-    def follows(self) -> bool:
+    def is_worker(self) -> bool:
         """Whether this is a tensor-parallel process other than the first."""
         return self.tensor_parallel and os.environ["RANK"] != "0"

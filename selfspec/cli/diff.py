@@ -33,15 +33,15 @@ Difference = tuple[str, Any, Any]  # key, and its value in A and in B; None if m
 
 def run(a: str, b: str, *, as_json: bool) -> int:
     """Print the differences between two profiles, by file or name; return 0 if there are none, 1 otherwise."""
-    one, other = checked_profile(a), checked_profile(b)
-    found = list(_differences(one.model_dump(mode="json"), other.model_dump(mode="json")))
+    profile_a, profile_b = checked_profile(a), checked_profile(b)
+    differences = list(_differences(profile_a.model_dump(mode="json"), profile_b.model_dump(mode="json")))
     if as_json:
-        print_json(_as_json({"a": a, "b": b}, one, other, found))
-    elif found:
-        _print(stdout(), {"A": a, "B": b}, one, other, found)
+        print_json(_as_json({"a": a, "b": b}, profile_a, profile_b, differences))
+    elif differences:
+        _print(stdout(), {"A": a, "B": b}, profile_a, profile_b, differences)
     else:
         stdout().print(f"{a} and {b}: no difference", markup=False, soft_wrap=True)
-    return 1 if found else 0
+    return 1 if differences else 0
 
 
 def _differences(a: Any, b: Any, where: str = "") -> Iterator[Difference]:
@@ -59,18 +59,18 @@ def _records(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
 
 
-def _as_json(names: dict[str, str], a: Profile, b: Profile, found: list[Difference]) -> dict[str, Any]:
+def _as_json(names: dict[str, str], a: Profile, b: Profile, differences: list[Difference]) -> dict[str, Any]:
     return {
-        "equal": not found,
+        "equal": not differences,
         **names,
-        "skipped_by_a_alone": _alone(a, b),
-        "skipped_by_b_alone": _alone(b, a),
+        "skipped_by_a_alone": _only_in_first(a, b),
+        "skipped_by_b_alone": _only_in_first(b, a),
         "modes": [asdict(change) for change in _changes(a, b)],
-        "differences": [{"key": where, "a": x, "b": y} for where, x, y in found],
+        "differences": [{"key": where, "a": x, "b": y} for where, x, y in differences],
     }
 
 
-def _alone(a: Profile, b: Profile) -> dict[str, list[int]]:
+def _only_in_first(a: Profile, b: Profile) -> dict[str, list[int]]:
     """Return, for each part, the layers that `a` skips and `b` does not."""
     mine, theirs = a.skip_set, b.skip_set
     return {
@@ -94,22 +94,22 @@ class _Change:
 
 def _changes(a: Profile, b: Profile) -> list[_Change]:
     """Return the sub-layers whose modes differ, grouped by change, among the layers that both models have."""
-    found: dict[tuple[str, Mode, Mode], list[int]] = {}
+    layers_by_change: dict[tuple[str, Mode, Mode], list[int]] = {}
     for first, part in enumerate(PARTS):
         mine, theirs = (p.path.modes(p.model.layers)[first * p.model.layers :] for p in (a, b))
         for layer in range(min(a.model.layers, b.model.layers)):
             if mine[layer] != theirs[layer]:
-                found.setdefault((part, mine[layer], theirs[layer]), []).append(layer)
-    return [_Change(part, tuple(layers), x, y) for (part, x, y), layers in found.items()]
+                layers_by_change.setdefault((part, mine[layer], theirs[layer]), []).append(layer)
+    return [_Change(part, tuple(layers), x, y) for (part, x, y), layers in layers_by_change.items()]
 
 
-def _print(console: Console, names: dict[str, str], a: Profile, b: Profile, found: list[Difference]) -> None:
+def _print(console: Console, names: dict[str, str], a: Profile, b: Profile, differences: list[Difference]) -> None:
     for side, name in names.items():
         console.print(f"{side}: {printable(name)}", markup=False)
     changes = _changes(a, b)
     if drawn := bool(changes) or a.model.layers != b.model.layers:
         _draw(console, a, b, changes)
-    rest = [difference for difference in found if not (drawn and f"{difference[0]}.".startswith(MODES_OF))]
+    rest = [difference for difference in differences if not (drawn and f"{difference[0]}.".startswith(MODES_OF))]
     if rest or _reads(a) != _reads(b):
         console.print(_table(a, b, rest))
 
@@ -118,7 +118,7 @@ def _draw(console: Console, a: Profile, b: Profile, changes: list[_Change]) -> N
     """Print one joint map if neither is quantised, else A's rows above B's with the changes in words."""
     if a.model.layers != b.model.layers:
         console.print(skip_map(a), skip_map(b), sep="\n")
-    elif not (a.path.few or b.path.few):
+    elif not (a.path.quantized_sets or b.path.quantized_sets):
         rows = {part: _marks(a, b, part) for part in PARTS}
         console.print(LayerMap(rows, STYLES))
         by_a, by_b, by_both = ("".join(rows.values()).count(mark) for mark in (BY_A, BY_B, BY_BOTH))
@@ -130,7 +130,7 @@ def _draw(console: Console, a: Profile, b: Profile, changes: list[_Change]) -> N
         console.print(LayerMap(each, SIGN_STYLES))
         used = set("".join(each.values()))
         lines = [", ".join(f"{SIGNS[mode]} {WORDS[mode]}" for mode in MODES if SIGNS[mode] in used)]
-        lines += [f"A: {a.path.said}", f"B: {b.path.said}"]
+        lines += [f"A: {a.path.summary}", f"B: {b.path.summary}"]
         console.print(Text("\n".join(lines), style="dim"))
         for change in changes:
             console.print(str(change), highlight=False)
@@ -142,17 +142,17 @@ def _marks(a: Profile, b: Profile, part: str) -> str:
     return "".join(marks[i in mine, i in theirs] for i in range(a.model.layers))
 
 
-def _table(a: Profile, b: Profile, found: list[Difference]) -> Table:
+def _table(a: Profile, b: Profile, differences: list[Difference]) -> Table:
     """Return a table of the fields that differ, as `show` prints them; other fields by their key in the file."""
     table = Table("", "A", "B", box=None, padding=(0, 2, 0, 0), header_style="bold")
     if _reads(a) != _reads(b):
         table.add_row("a draft step reads", _lines(_reads(a)), _lines(_reads(b)))
-    one, other = facts(a), facts(b)
-    told = [key for key in {**one, **other} if one.get(key) != other.get(key)]
-    for key in told:
-        table.add_row(printable(label(key)), _lines(one.get(key, [])), _lines(other.get(key, [])))
-    for where, x, y in found:
-        if not any(f"{where}.".startswith(f"{key}.") for key in told):
+    facts_a, facts_b = facts(a), facts(b)
+    differing_keys = [key for key in {**facts_a, **facts_b} if facts_a.get(key) != facts_b.get(key)]
+    for key in differing_keys:
+        table.add_row(printable(label(key)), _lines(facts_a.get(key, [])), _lines(facts_b.get(key, [])))
+    for where, x, y in differences:
+        if not any(f"{where}.".startswith(f"{key}.") for key in differing_keys):
             table.add_row(printable(where), _value(x), _value(y))
     return table
 

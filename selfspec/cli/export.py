@@ -13,51 +13,55 @@ if TYPE_CHECKING:
     from selfspec.export.exporting import Exported
 
 
-def run(given: ExportCommand) -> None:
+def run(command: ExportCommand) -> None:
     """Validate the options before loading the model, rehearse, and write. Raises `SelfspecError`."""
     quiet()
-    profile = checked_profile(given.profile)
-    name = model_for(given.model, profile)
-    read = given.data.read(held_out=True) if given.limit else None
-    set_threads(given.where.threads)
+    profile = checked_profile(command.profile)
+    name = model_for(command.model, profile)
+    raw_prompts = command.data.read(held_out=True) if command.limit else None
+    set_threads(command.device_options.threads)
 
     from selfspec.export.exporting import check, export
     from selfspec.llm.llm import load
 
-    check(given.to, profile, given.out, type_name=given.type, force=given.force)
+    check(command.to, profile, command.out, type_name=command.type, force=command.force)
     console = stderr()
     stage_line(console, f"loading {name} ...")
-    llm = load(name, profile="none", device=given.where.place, dtype=given.where.dtype, layout="rows")
+    llm = load(
+        name, profile="none", device=command.device_options.placement, dtype=command.device_options.dtype, layout="rows"
+    )
     prompts = []
-    if given.limit:
-        chosen = given.data.given(llm, read, limit=given.limit, max_new_tokens=given.max_new_tokens)
-        prompts = [llm.encode(prompt) for prompt in chosen.prompts]
+    if command.limit:
+        encoded = command.data.encode_prompts(
+            llm, raw_prompts, limit=command.limit, max_new_tokens=command.max_new_tokens
+        )
+        prompts = [llm.encode(prompt) for prompt in encoded.prompts]
         stage_line(console, f"rehearsing on {len(prompts)} prompts ...")
     done = export(
         llm,
         profile,
-        given.to,
-        given.out,
+        command.to,
+        command.out,
         prompts=prompts,
-        new=given.max_new_tokens,
-        tokens=given.tokens,
-        type_name=given.type,
-        force=given.force,
-        name=given.profile,
+        new=command.max_new_tokens,
+        tokens=command.tokens,
+        type_name=command.type,
+        force=command.force,
+        name=command.profile,
     )
-    if given.json:
-        print_json(_told(done, given.to))
+    if command.json:
+        print_json(_as_json(done, command.to))
     _report(done, console)
 
 
-def _told(done: Exported, engine: str) -> dict[str, object]:
+def _as_json(done: Exported, engine: str) -> dict[str, object]:
     return {
         "engine": engine,
         "out": str(done.out),
         "files": list(done.files),
         "drafted": done.drafted,
         "commands": dict(done.written.commands),
-        "lost": list(done.lost),
+        "lost": list(done.limitations),
         "tokens": done.expected.tokens,
         "acceptance": done.expected.acceptance,
         "tokens_per_pass": done.expected.per_pass,
@@ -66,8 +70,8 @@ def _told(done: Exported, engine: str) -> dict[str, object]:
 
 
 def _report(done: Exported, console: Console) -> None:
-    lines = [f"saved {done.out}: {done.drafted}", f"expect {done.expected.said}"]
-    lines += [f"lost: {one}" for one in done.lost]
+    lines = [f"saved {done.out}: {done.drafted}", f"expect {done.expected.summary}"]
+    lines += [f"lost: {limitation}" for limitation in done.limitations]
     for what, command in done.written.commands:
         lines.append(f"{what}:\n{command}")
     for line in lines:

@@ -12,28 +12,28 @@ from selfspec.basics.files import kind, read_text
 if TYPE_CHECKING:
     from selfspec.search.ledger import Ledger
 
-What = Literal["profile", "study", "bench", "training"]
+FileKind = Literal["profile", "study", "bench", "training"]
 
 
-def recognise(source: str, storage: str | None) -> What:
+def recognise(source: str, storage: str | None) -> FileKind:
     """Return the kind of `source`: a study if `storage` is named, a shipped profile's name, else by the file's content.
 
     The content is not validated here. Raises `SelfspecError` for a file of no known kind.
     """
     if storage is not None:
         return "study"
-    found_there = kind(Path(source)) if source else "missing"
-    if found_there == "missing":
+    path_kind = kind(Path(source)) if source else "missing"
+    if path_kind == "missing":
         return "profile"  # a shipped profile's name, or missing: its reader raises the error
-    if found_there == "folder":
+    if path_kind == "folder":
         return "training"
     text = read_text(Path(source)).lstrip()
     first = _json(text.partition("\n")[0])
     if isinstance(first, dict) and "op_code" in first:
         return "study"
-    if isinstance(found := _json(text), dict) and "model" in found:
-        return "bench" if "temperatures" in found else "training" if "history" in found else "profile"
-    if found is None and text and text[0] not in '{["':
+    if isinstance(content := _json(text), dict) and "model" in content:
+        return "bench" if "temperatures" in content else "training" if "history" in content else "profile"
+    if content is None and text and text[0] not in '{["':
         return "profile"
     raise SelfspecError(
         f"{source}: expected a profile, a search's file of trials, or what selfspec bench or train wrote"
@@ -43,13 +43,13 @@ def recognise(source: str, storage: str | None) -> What:
 def open_study(study: str, storage: str | None) -> Ledger:
     """Open a study by its file of trials, or by its name in a storage. Raises `SelfspecError` if there is none."""
     from selfspec.search.ledger import Ledger
-    from selfspec.search.storage import place
+    from selfspec.search.storage import resolve_storage
 
     if storage is None:
         if not study or kind(Path(study)) != "file":
             raise SelfspecError(f"{study}: no such file; expected a file of trials, or --storage and a study's name")
         return Ledger(Path(study), None)
-    where = place(storage)
+    where = resolve_storage(storage)
     if isinstance(where, Path) and kind(where) != "file":
         raise SelfspecError(f"--storage {storage}: no such file; expected a file of trials, or a database's URL")
     return Ledger(where, study)

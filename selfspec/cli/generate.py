@@ -32,22 +32,22 @@ def run(options: GenerateCommand) -> int:
     quiet()
     _check_one(options)
     chat = options.data.chat
-    asked = decoding(options.decoding)
-    asked.follow()
+    request = decoding(options.decoding)
+    request.run_as_worker()
     text = _text(options)
-    how = asked.check()
-    asked.check_chat(chat=chat, system=options.system)
+    how = request.check()
+    request.check_chat(chat=chat, system=options.system)
 
     from selfspec.llm.prompt_encoding import encode
 
-    llm = asked.load()
+    llm = request.load()
     prompt = encode(llm, text, chat=True, system=options.system) if chat else text
-    how = asked.complete(llm, how)
+    how = request.complete(llm, how)
     planned = llm.plan(prompt, how)
-    asked.hint(llm, planned, how)
-    drafter = asked.drafter(llm)
+    request.hint(llm, planned, how)
+    drafter = request.drafter(llm)
     if options.compare:
-        _compare(llm, asked, prompt, drafter, how, as_json=options.json, color=options.color)
+        _compare(llm, request, prompt, drafter, how, as_json=options.json, color=options.color)
     elif options.json:
         generation = llm.run(prompt, how, planned=planned, drafter=drafter, probabilities=options.color)
         _warn(generation, how, chat=chat)
@@ -62,10 +62,10 @@ def run(options: GenerateCommand) -> int:
 def _check_one(options: GenerateCommand) -> None:
     """Raise `SelfspecError` for options that need many prompts, and for a system message without a chat."""
     options.data.read()
-    for name, given in (("--out", options.out is not None), ("--memory", options.memory is not None)):
-        if given:
+    for name, is_set in (("--out", options.out is not None), ("--memory", options.memory is not None)):
+        if is_set:
             raise SelfspecError(f"{name} is of many prompts; expected --prompts FILE with it")
-    if options.compare and options.decoding.where.tensor_parallel:
+    if options.compare and options.decoding.device_options.tensor_parallel:
         raise SelfspecError("--compare loads the model more than once; expected it without --tensor-parallel")
     if options.system is not None and not options.data.chat:
         raise SelfspecError("--system is for chats; expected --chat with it")
@@ -114,15 +114,15 @@ def _warn(generation: Generation, how: Options, *, chat: bool) -> None:
 
 
 def _compare(
-    llm: LLM, asked: DecodingRequest, prompt: Prompt, drafter: Drafter, how: Options, *, as_json: bool, color: bool
+    llm: LLM, request: DecodingRequest, prompt: Prompt, drafter: Drafter, how: Options, *, as_json: bool, color: bool
 ) -> None:
     """Compare with plain decoding in its fastest weight layout, and with `transformers` in layout `rows`."""
     from selfspec.measure.cost_fitting import fastest_plain
     from selfspec.measure.side_by_side import compare
 
-    loaded = [llm] if llm.layout == llm.plain_layout else [asked.load_plain(layout=llm.plain_layout or "auto"), llm]
+    loaded = [llm] if llm.layout == llm.plain_layout else [request.load_plain(layout=llm.plain_layout or "auto"), llm]
     plain = fastest_plain(loaded)
-    as_loaded = next((one for one in loaded if one.layout == "rows"), None) or asked.load_plain(layout="rows")
+    as_loaded = next((model for model in loaded if model.layout == "rows"), None) or request.load_plain(layout="rows")
     result = compare(llm, prompt, drafter, how, rounds=COMPARE_ROUNDS, plain_llm=plain, as_loaded=as_loaded)
     if as_json:
         print_json({**_as_json(result.draft, events=color), "compare": result.as_dict()})

@@ -28,44 +28,44 @@ if TYPE_CHECKING:
     from selfspec.llm.request import Request
     from selfspec.llm.sampling_plan import Plan
 
-SINGLE = ("prompt", "compare", "color", "json")  # options for a single prompt
-TOLD = 32  # results between two progress lines where there is no progress bar
+SINGLE_PROMPT_OPTIONS = ("prompt", "compare", "color", "json")  # options for a single prompt
+PROGRESS_INTERVAL = 32  # results between two progress lines where there is no progress bar
 
 
-def run_many(given: GenerateCommand) -> int:
+def run_many(command: GenerateCommand) -> int:
     """Validate the options before loading the model, then decode the prompts whose results are missing in the file.
 
     Returns 130 after an interrupt, and 1 if a prompt failed.
     """
     quiet()
-    _check(given)
-    asked = decoding(given.decoding)
-    asked.follow()
-    how = asked.check()
-    read = given.data.read()
-    assert read is not None
-    assert given.out is not None
-    chat = given.data.chat or read.messages
-    asked.check_chat(chat=given.data.chat, system=given.system)
+    _check(command)
+    request = decoding(command.decoding)
+    request.run_as_worker()
+    how = request.check()
+    raw_prompts = command.data.read()
+    assert raw_prompts is not None
+    assert command.out is not None
+    chat = command.data.chat or raw_prompts.messages
+    request.check_chat(chat=command.data.chat, system=command.system)
 
-    from selfspec.llm.generate_many import check_prompts, of_prompt
+    from selfspec.llm.generate_many import check_prompts, number_errors
     from selfspec.llm.prompt_encoding import encode, takes_messages
 
-    llm = asked.load()
-    how = asked.complete(llm, how)
-    chat = given.data.chat or (chat and takes_messages(llm))
+    llm = request.load()
+    how = request.complete(llm, how)
+    chat = command.data.chat or (chat and takes_messages(llm))
     jobs = []
-    for index, text in enumerate(read.texts):
-        with of_prompt(index):
-            prompt = encode(llm, text, chat=chat, system=given.system)
-        jobs.append(_Job(index, text, prompt, _key(llm, given, prompt)))
+    for index, text in enumerate(raw_prompts.texts):
+        with number_errors(index):
+            prompt = encode(llm, text, chat=chat, system=command.system)
+        jobs.append(_Job(index, text, prompt, _key(llm, command, prompt)))
     first = check_prompts(llm, [job.prompt for job in jobs], how)
-    done = _done(given.out, jobs)
+    done = _finished_indices(command.out, jobs)
     if done:
-        said = f"{given.out}: {len(done)} of {len(jobs)} are done already"
-        stderr().print(said, markup=False, soft_wrap=True)
+        message = f"{command.out}: {len(done)} of {len(jobs)} are done already"
+        stderr().print(message, markup=False, soft_wrap=True)
     left = [job for job in jobs if job.index not in done]
-    return _decode(given, llm, how, left, first) if left else 0
+    return _decode(command, llm, how, left, first) if left else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,39 +78,39 @@ class _Job:
     key: str
 
 
-def _check(given: GenerateCommand) -> None:
-    for name in SINGLE:
-        if getattr(given, name):
+def _check(command: GenerateCommand) -> None:
+    for name in SINGLE_PROMPT_OPTIONS:
+        if getattr(command, name):
             option = "a prompt" if name == "prompt" else f"--{name}"
             raise SelfspecError(
                 f"--prompts decodes many prompts together, and {option} is of one; leave one of them out"
             )
-    if given.out is None:
+    if command.out is None:
         raise SelfspecError("--prompts: say where the results go, with --out results.jsonl")
-    if given.system is not None and not given.data.chat:
+    if command.system is not None and not command.data.chat:
         raise SelfspecError("--system is for chats; expected --chat with it")
-    given.data.check_not_written(given.out, "--out")
-    check_writable(given.out)
+    command.data.check_not_written(command.out, "--out")
+    check_writable(command.out)
 
 
-def _key(llm: LLM, given: GenerateCommand, prompt: Sequence[int]) -> str:
+def _key(llm: LLM, command: GenerateCommand, prompt: Sequence[int]) -> str:
     """Return a short hash of everything that a result depends on: model, prompt and decoding options."""
-    asked = given.decoding
+    options = command.decoding
     what = [
         llm.identity.model_dump(mode="json", exclude={"name"}),
         list(prompt),
-        repr(asked.how),
-        asked.stop,
-        asked.generation_config,
-        asked.settings,
-        asked.regex,
-        None if asked.json_schema is None else asked.json_schema.read_text(),
+        repr(options.generation_options),
+        options.stop,
+        options.generation_config,
+        options.settings,
+        options.regex,
+        None if options.json_schema is None else options.json_schema.read_text(),
         str(llm.runtime.dtype),
     ]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
-def _done(out: Path, jobs: Sequence[_Job]) -> set[int]:
+def _finished_indices(out: Path, jobs: Sequence[_Job]) -> set[int]:
     """Return the indices of the prompts with results in the file, and truncate an incomplete last line.
 
     Raises `SelfspecError` if the file holds anything else.
@@ -118,9 +118,9 @@ def _done(out: Path, jobs: Sequence[_Job]) -> set[int]:
     if kind(out) == "missing":
         return set()
     data = out.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    found = set[int]()
-    for number, line in enumerate(whole.decode("utf-8", "replace").splitlines(), start=1):
+    complete_lines = data[: data.rfind(b"\n") + 1]
+    indices = set[int]()
+    for number, line in enumerate(complete_lines.decode("utf-8", "replace").splitlines(), start=1):
         try:
             row = json.loads(line)
             index, key = int(row["index"]), str(row["key"])
@@ -130,45 +130,45 @@ def _done(out: Path, jobs: Sequence[_Job]) -> set[int]:
             raise SelfspecError(
                 f"{out}:{number}: the result of another prompt, model or way to decode; expected another file for --out"
             )
-        found.add(index)
-    if len(whole) < len(data):
-        os.truncate(out, len(whole))
-    return found
+        indices.add(index)
+    if len(complete_lines) < len(data):
+        os.truncate(out, len(complete_lines))
+    return indices
 
 
-def _decode(given: GenerateCommand, llm: LLM, how: Options, jobs: Sequence[_Job], first: Plan | None) -> int:
+def _decode(command: GenerateCommand, llm: LLM, how: Options, jobs: Sequence[_Job], first: Plan | None) -> int:
     """Decode the jobs and write each result as it ends; return the exit code."""
     from selfspec.llm.batch import Batch
-    from selfspec.llm.generate_many import decoded
+    from selfspec.llm.generate_many import decode_many
 
     console, failed = stderr(), 0
     by_index = {job.index: job for job in jobs}
     bar = progress(console, TextColumn("{task.fields[said]}"))
     task = bar.add_task("decoding", total=len(jobs), said="")
-    assert given.out is not None
-    rows = min(given.batch_size, len(jobs))
-    with Batch(llm, rows=rows, memory=given.memory) as batch, bar, given.out.open("a") as out:
+    assert command.out is not None
+    rows = min(command.batch_size, len(jobs))
+    with Batch(llm, rows=rows, memory=command.memory) as batch, bar, command.out.open("a") as out:
         stage_line(console, f"decoding {len(jobs)} prompts ...")
         start = time.perf_counter()
         try:
             prompts = ((job.index, job.prompt) for job in jobs)
-            for done, (index, request) in enumerate(decoded(batch, prompts, how, first=first), start=1):
+            for done, (index, request) in enumerate(decode_many(batch, prompts, how, first=first), start=1):
                 if request.error is None:
                     _write(out, _row(by_index[index], request))
                 else:
                     failed += 1
                     console.print(printable(f"prompt {index + 1}: {request.error}"), markup=False, soft_wrap=True)
-                said = f"{batch.counters.tokens / (time.perf_counter() - start):.0f} tokens/s"
-                bar.update(task, completed=done, said=said)
-                if done % TOLD == 0:
-                    stage_line(console, f"{done} of {len(jobs)}, {said}")
+                speed = f"{batch.counters.tokens / (time.perf_counter() - start):.0f} tokens/s"
+                bar.update(task, completed=done, said=speed)
+                if done % PROGRESS_INTERVAL == 0:
+                    stage_line(console, f"{done} of {len(jobs)}, {speed}")
         except KeyboardInterrupt:
             bar.stop()
             again = shlex.join(["selfspec", *sys.argv[1:]])
             console.print(f"to go on, run the same command again: {again}", markup=False, soft_wrap=True)
             return 130
         finally:
-            if given.stats:
+            if command.stats:
                 console.print(_stats(batch.counters, time.perf_counter() - start), soft_wrap=True)
     return 1 if failed else 0
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from selfspec.basics.files import check_writable, kind
 from selfspec.cli.common import print_json, progress, stderr, stdout
-from selfspec.cli.data import as_typed
+from selfspec.cli.data import unescape_newlines
 from selfspec.cli.options import IndexCommand
 from selfspec.models.loading import check_at_hand, load_tokenizer, read_identity
-from selfspec.proposers.history import Answers, keeps_answers
+from selfspec.proposers.history import AnswerHistory, keeps_answers
 from selfspec.proposers.store import Store, write_store
 from selfspec.text.prompt_files import read_texts
 
@@ -22,34 +22,34 @@ def run(options: IndexCommand) -> None:
     begun = time.perf_counter()
     check_at_hand(options.model)
     check_writable(options.out)
-    kept: list[tuple[int, ...]] = []
+    existing: list[tuple[int, ...]] = []
     vocabulary = read_identity(options.model).vocabulary or 0
     if options.add and kind(options.out) != "missing":
-        held = Store(options.out)
-        held.check(vocabulary)
-        kept = list(held)
-    template = as_typed(options.template)
+        store = Store(options.out)
+        store.check(vocabulary)
+        existing = list(store)
+    template = unescape_newlines(options.template)
     texts = list[str]()
     for path in options.texts:
         if keeps_answers(path):
-            kept += Answers(path, vocabulary)
+            existing += AnswerHistory(path, vocabulary)
         else:
             texts += read_texts(path, column=options.column, template=template)
     encoded = list(_encoded(options.model, texts))
-    tokens = write_store(options.out, [*kept, *encoded], vocabulary=vocabulary)
-    found = {
+    tokens = write_store(options.out, [*existing, *encoded], vocabulary=vocabulary)
+    stats = {
         "store": str(options.out),
         "model": options.model,
-        "texts": sum(map(bool, [*kept, *encoded])),
+        "texts": sum(map(bool, [*existing, *encoded])),
         "tokens": tokens,
         "bytes": options.out.stat().st_size,
         "seconds": round(time.perf_counter() - begun, 2),
     }
     if options.json:
-        print_json(found)
+        print_json(stats)
         return
     stdout().print(
-        f"{found['texts']} texts, {tokens:,} tokens, {found['bytes']:,} bytes, in {found['seconds']} s: {options.out}. "
+        f"{stats['texts']} texts, {tokens:,} tokens, {stats['bytes']:,} bytes, in {stats['seconds']} s: {options.out}. "
         f"Use it with: selfspec generate --model {options.model} --store {options.out}",
         soft_wrap=True,
         markup=False,

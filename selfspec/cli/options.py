@@ -75,18 +75,20 @@ class SearchCommand:
     )
     data: DataOptions
     out: Annotated[Path, typer.Option(help="File to write the profile to.")] = Path("profile.yaml")
-    how: SearchOptions
-    where: DeviceOptions
+    search_options: SearchOptions
+    device_options: DeviceOptions
     json: Json = False
 
     @property
-    def kept_in(self) -> str | Path:
+    def trials_storage(self) -> str | Path:
         """The storage of the trials: a file, `memory` or a database."""
-        from selfspec.search.storage import place
+        from selfspec.search.storage import resolve_storage
 
-        beside = self.out.parent / f"{self.out.name}.trials.jsonl"
-        kept: str | Path = place(beside if self.how.storage is None else self.how.storage)
-        return kept
+        default_file = self.out.parent / f"{self.out.name}.trials.jsonl"
+        storage: str | Path = resolve_storage(
+            default_file if self.search_options.storage is None else self.search_options.storage
+        )
+        return storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +114,8 @@ class TrainCommand:
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Folder to write the trained module and its profiles to.")
     ] = Path("parts")
-    how: TrainOptions
-    where: DeviceOptions
+    train_options: TrainOptions
+    device_options: DeviceOptions
     json: Json = False
 
 
@@ -136,17 +138,20 @@ class ConvertCommand:
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Folder to write the trained module and its profiles to.")
     ] = Path("parts")
-    where: DeviceOptions
+    device_options: DeviceOptions
     json: Json = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodingOptions:
-    """Options of model, drafts and decoding; options with another form on the command line are not part of `how`."""
+    """Options of model, drafts and decoding.
+
+    `generation_options` has those whose form on the command line is that in Python.
+    """
 
     model: Model = None
     profile: Annotated[str, typer.Option(help="Profile: a file, the name of a shipped one, auto, or none.")] = "auto"
-    how: Options
+    generation_options: Options
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop string; can be repeated.")] = None
     generation_config: Annotated[
         str | None,
@@ -187,7 +192,7 @@ class DecodingOptions:
     json_schema: Annotated[
         Path | None, typer.Option(help="JSON schema that the new text must satisfy.", rich_help_panel=_GUIDED)
     ] = None
-    where: SharedDeviceOptions
+    device_options: SharedDeviceOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +216,7 @@ class AuditCommand:
         float, typer.Option(min=0, metavar="X", help="Sampling temperature; above 0, texts are sampled with the seed.")
     ] = 0.0
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Random seed of sampling.")] = 0
-    where: DeviceOptions
+    device_options: DeviceOptions
     json: Json = False
 
 
@@ -255,7 +260,7 @@ class BenchCommand:
         ),
     ] = 1
     out: Annotated[Path | None, typer.Option(help="JSON file to write all measurements to.")] = None
-    where: DeviceOptions
+    device_options: DeviceOptions
     json: Json = False
 
 
@@ -288,7 +293,7 @@ class CompareCommand:
         ),
     ] = 8
     out: Annotated[Path | None, typer.Option(help="File to write a profile of the recommended method to.")] = None
-    where: DeviceOptions
+    device_options: DeviceOptions
     json: Json = False
 
 
@@ -317,7 +322,7 @@ class ExportCommand:
         ),
     ] = 8
     max_new_tokens: Tokens = 64
-    where: DeviceOptions
+    device_options: DeviceOptions
     json: Json = False
 
 
@@ -366,4 +371,4 @@ class ReportCommand:
     limit: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="Maximum number of prompts.")] = 4
     max_new_tokens: Tokens = 64
     no_sample: Annotated[bool, typer.Option("--no-sample", help="Decode nothing, and do not load the model.")] = False
-    where: DeviceOptions
+    device_options: DeviceOptions

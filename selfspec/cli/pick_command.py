@@ -37,18 +37,18 @@ def run(
     from selfspec.search.front_pick import as_profile, best_within, memory_of, pareto
 
     ledger = open_study(study, storage)
-    best, held = best_within(ledger, max_draft_cost, max_memory), memory_of(ledger)
-    front = pareto(ledger.entries, held)
+    best, memory_share = best_within(ledger, max_draft_cost, max_memory), memory_of(ledger)
+    front = pareto(ledger.entries, memory_share)
     profile = as_profile(ledger, best)
     write_profile(profile, out)
     if as_json:
-        rows = [_row(entry, held(entry)) for entry in front]
-        found = {"out": str(out), "pareto": rows, "profile": profile.model_dump(mode="json", exclude_none=True)}
-        print_json(found)
+        rows = [_row(entry, memory_share(entry)) for entry in front]
+        summary = {"out": str(out), "pareto": rows, "profile": profile.model_dump(mode="json", exclude_none=True)}
+        print_json(summary)
         return
     console = stderr()
-    shown = [(entry, held(entry)) for entry in (front if best in front else [*front, best])]
-    console.print(_table(shown, best, printable(ledger.place)))
+    shown = [(entry, memory_share(entry)) for entry in (front if best in front else [*front, best])]
+    console.print(_table(shown, best, printable(ledger.description)))
     console.print(skip_map(profile))
     command = f"selfspec bench --profile {shlex.quote(str(out))}"
     console.print(f"saved {out}, not measured; measure it with: {command}", markup=False, soft_wrap=True)

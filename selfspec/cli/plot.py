@@ -10,20 +10,25 @@ from typing import TYPE_CHECKING
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable
 from selfspec.cli.common import quiet, stderr
-from selfspec.cli.file_kinds import What, open_study, recognise
+from selfspec.cli.file_kinds import FileKind, open_study, recognise
 from selfspec.profile.shipped import find_profile_file
 from selfspec.text.prompt import is_unicode
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KINDS: dict[What, tuple[str, ...]] = {  # the first is the default
+KINDS: dict[FileKind, tuple[str, ...]] = {  # the first is the default
     "profile": ("skip-map", "confidence"),
     "study": ("skipped", "pareto", "sensitivity", "progress"),
     "bench": ("bars", "position", "sources"),
     "training": ("learning", "places"),
 }
-_NAMES: dict[What, str] = {"profile": "a profile", "study": "a study", "bench": "a benchmark", "training": "a training"}
+_NAMES: dict[FileKind, str] = {
+    "profile": "a profile",
+    "study": "a study",
+    "bench": "a benchmark",
+    "training": "a training",
+}
 
 
 @dataclass(frozen=True, slots=True)

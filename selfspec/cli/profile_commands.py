@@ -14,7 +14,7 @@ from rich.text import Text
 from selfspec.basics.errors import SelfspecError, short
 from selfspec.basics.files import check_writable, files_in
 from selfspec.cli.common import checked_profile, print_json, printable, quiet, skip_map, stderr, stdout
-from selfspec.cli.profile_text import facts, label, source, standing
+from selfspec.cli.profile_text import facts, label, measurement_status, source
 from selfspec.models.loading import check_model_name, read_identity, stored_config
 from selfspec.profile.published_skip_sets import check_format, published_profile, read_published
 from selfspec.profile.reading import profile_schema, profile_text, write_profile
@@ -45,8 +45,8 @@ def validate(file: str, model: str | None) -> None:
         if difference := profile.model.mismatch(read_identity(model)):
             raise SelfspecError(f"{file}: is of another model than {model}: {difference}")
     fits = f", fits {model}" if model else ""
-    only = f", {standing(profile)}" if profile.published and not profile.measured else ""
-    stdout().print(f"{file}: valid, {profile.draft.said}{fits}{only}", markup=False, soft_wrap=True)
+    only = f", {measurement_status(profile)}" if profile.published and not profile.measured else ""
+    stdout().print(f"{file}: valid, {profile.draft.summary}{fits}{only}", markup=False, soft_wrap=True)
 
 
 def list_profiles(folder: Path | None, *, as_json: bool) -> None:
@@ -70,9 +70,9 @@ def join(files: Sequence[str], out: Path) -> None:
             raise SelfspecError(f"{file}: is of another model than {files[0]}: {difference}")
         if profile.parts:
             raise SelfspecError(f"{file}: has trained parts, which lie beside it; it cannot be joined")
-    write_profile(first.joined_with(others), out)
-    said = "; ".join(profile.draft.said for profile in (first, *others))
-    stderr().print(f"saved {out}: {len(files)} ways to draft ({said})", markup=False, soft_wrap=True)
+    write_profile(first.with_alternatives(others), out)
+    summaries = "; ".join(profile.draft.summary for profile in (first, *others))
+    stderr().print(f"saved {out}: {len(files)} ways to draft ({summaries})", markup=False, soft_wrap=True)
 
 
 def schema() -> None:
@@ -101,7 +101,7 @@ def import_profile(
         sys.stdout.write(profile_text(profile))
         return
     write_profile(profile, out)
-    saved = f"saved {out}: {len(skip)} of {2 * identity.layers} sub-layers bypassed, {standing(profile)}"
+    saved = f"saved {out}: {len(skip)} of {2 * identity.layers} sub-layers bypassed, {measurement_status(profile)}"
     stderr().print(saved, markup=False, soft_wrap=True)
 
 
@@ -119,18 +119,18 @@ def _identity(model: str, layers: int | None) -> Identity:
 
 
 def _profiles_in(folder: Path) -> dict[str, Profile]:
-    found, wrong = {}, []
+    profiles, wrong = {}, []
     for file in files_in(folder):
         if file.suffix in (".yaml", ".yml"):
             try:
-                found[file.name] = checked_profile(str(file))
+                profiles[file.name] = checked_profile(str(file))
             except SelfspecError as error:
                 wrong.append(printable(str(error)))
-    if not found:
+    if not profiles:
         raise SelfspecError(f"{folder} holds no profile: {wrong[0] if wrong else 'no .yaml files'}")
     for why in wrong:
         stderr().print(f"left out: {why}", markup=False, soft_wrap=True)
-    return found
+    return profiles
 
 
 def _table(profiles: Mapping[str, Profile]) -> Table:
@@ -140,7 +140,9 @@ def _table(profiles: Mapping[str, Profile]) -> Table:
     table.add_column("skipped", justify="right")
     table.add_column("measured speedup\nsource", overflow="fold")
     for name, profile in profiles.items():
-        measured = [f"{m.speedup:g}x, temperature {m.temperature:g}" for m in profile.measured] or [standing(profile)]
+        measured = [f"{m.speedup:g}x, temperature {m.temperature:g}" for m in profile.measured] or [
+            measurement_status(profile)
+        ]
         table.add_row(
             Text(printable(name) + "\n  " + printable(profile.model.name or "any of this size")),
             str(profile.model.layers),
@@ -160,7 +162,7 @@ def _skipped(profile: Profile) -> str:
     if profile.drafts and not path.cheaper:
         return profile.draft.kind
     lines = [f"{len(path.skip.attention)} + {len(path.skip.mlp)}"]
-    lines += [f"{len(of)} {mode}" for mode, of in path.few]
+    lines += [f"{len(sublayers)} {mode}" for mode, sublayers in path.quantized_sets]
     return "\n".join(lines if path.head == "full" else [*lines, f"head {path.head}"])
 
 
@@ -175,7 +177,7 @@ def _summary(name: str, profile: Profile) -> dict[str, Any]:
         "skipped": {"attention": len(skip.attention), "mlp": len(skip.mlp)},
         "modes": {"attention": modes[: model.layers], "mlp": modes[model.layers :], "head": profile.path.head},
         "bits_per_weight": None if read is None else read.draft,
-        "standing": standing(profile),
+        "standing": measurement_status(profile),
         "measured": [
             {"temperature": m.temperature, "speedup": m.speedup, "interval": m.interval} for m in profile.measured
         ],

@@ -13,12 +13,12 @@ from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import WORDS, Mode
 
 LABELS = {"draft.kind": "draft", "draft.vocabulary": "drafted from", "acceptance": "accepted"}
-DRAWN = ("skip", "int8", "int4")  # fields of the draft that the skip map shows
+SKIP_MAP_FIELDS = ("skip", "int8", "int4")  # fields of the draft that the skip map shows
 
 
 def facts(profile: Profile) -> dict[str, list[str]]:
     """Return a profile's lines by key in the file, without empty fields and fields that the skip map shows."""
-    some = {
+    lines_by_key = {
         "model": _model(profile),
         **_draft(profile.draft),
         "parts": [f"{name}: {part.file}" for name, part in profile.parts.items()],
@@ -28,11 +28,11 @@ def facts(profile: Profile) -> dict[str, list[str]]:
         "search": _search(profile.search) if profile.search else [],
         "costs": _costs(profile.costs) if profile.costs else [],
         "predicted": _predicted(profile.predicted) if profile.predicted else [],
-        "measured": [line for m in profile.measured for line in _measured(m)] or [standing(profile)],
+        "measured": [line for m in profile.measured for line in _measured(m)] or [measurement_status(profile)],
         "note": [profile.note] if profile.note else [],
-        "also": [other.draft.said for other in profile.also],
+        "also": [other.draft.summary for other in profile.also],
     }
-    return {field: lines for field, lines in some.items() if lines}
+    return {field: lines for field, lines in lines_by_key.items() if lines}
 
 
 def label(key: str) -> str:
@@ -40,7 +40,7 @@ def label(key: str) -> str:
     return LABELS.get(key, key.removeprefix("draft."))
 
 
-def standing(profile: Profile) -> str:
+def measurement_status(profile: Profile) -> str:
     """Describe briefly whether a profile was measured."""
     if profile.measured:
         return "measured"
@@ -67,9 +67,9 @@ def _model(profile: Profile) -> list[str]:
 
 def _draft(draft: DraftSpec) -> dict[str, list[str]]:
     """Return the lines of the draft's fields, without the modes of sub-layers, which the skip map shows."""
-    fields = [name for name in type(draft).model_fields if name not in DRAWN]
-    told = {name: getattr(draft, name) for name in fields if getattr(draft, name) is not None}
-    return {f"draft.{name}": [_TOLD.get(name, str)(value)] for name, value in told.items()}
+    fields = [name for name in type(draft).model_fields if name not in SKIP_MAP_FIELDS]
+    values = {name: getattr(draft, name) for name in fields if getattr(draft, name) is not None}
+    return {f"draft.{name}": [_FORMATTERS.get(name, str)(value)] for name, value in values.items()}
 
 
 def _controller(controller: ControllerSpec) -> str:
@@ -88,11 +88,11 @@ def _head(mode: Mode) -> str:
 def _confidence(confidence: Confidence) -> str:
     if confidence.plain:
         return "the draft's probability"
-    if confidence.reads == "nothing":
-        return f"always {confidence.of(0.5, 1.0):.2g}"
+    if confidence.inputs == "nothing":
+        return f"always {confidence.estimate(0.5, 1.0):.2g}"
     by = {"both": "probability and gap", "gap": "gap of the two best logits", "probability": "probability"}
     weights = ", ".join(f"{name} {value:g}" for name, value in confidence.model_dump().items() if value)
-    return f"by {by[confidence.reads]} ({weights})"
+    return f"by {by[confidence.inputs]} ({weights})"
 
 
 def _vocabulary(tokens: Sequence[int]) -> str:
@@ -100,11 +100,13 @@ def _vocabulary(tokens: Sequence[int]) -> str:
 
 
 def _proposers(proposers: Sequence[ProposerSpec]) -> str:
-    return ", ".join(of.kind if of.path is None else f"{of.kind} {of.path}" for of in proposers)
+    return ", ".join(
+        proposer.kind if proposer.path is None else f"{proposer.kind} {proposer.path}" for proposer in proposers
+    )
 
 
 def _drafters(drafters: Sequence[DraftSpec]) -> str:
-    return "; ".join(of.said for of in drafters)
+    return "; ".join(drafter.summary for drafter in drafters)
 
 
 def _below(below: Below) -> str:
@@ -112,7 +114,7 @@ def _below(below: Below) -> str:
 
 
 # Formatters of the draft's fields; other fields are formatted by `str`.
-_TOLD: dict[str, Callable[[Any], str]] = {
+_FORMATTERS: dict[str, Callable[[Any], str]] = {
     "head": _head,
     "confidence": _confidence,
     "controller": _controller,
@@ -128,8 +130,8 @@ def _acceptance(profile: Profile) -> list[str]:
     if profile.acceptance is None:
         return []
     a = profile.acceptance
-    some = sorted({0, len(a.confidence) // 2, len(a.confidence) - 1})
-    return [", ".join(f"{a.accepted[i]:.0%} at confidence {a.confidence[i]:.2g}" for i in some)]
+    indices = sorted({0, len(a.confidence) // 2, len(a.confidence) - 1})
+    return [", ".join(f"{a.accepted[i]:.0%} at confidence {a.confidence[i]:.2g}" for i in indices)]
 
 
 def _published(p: Published) -> list[str]:
@@ -139,10 +141,10 @@ def _published(p: Published) -> list[str]:
 
 
 def _calibration(c: Calibration) -> list[str]:
-    of = f" of {c.drawn_from}" if c.drawn_from else ""
+    total = f" of {c.drawn_from}" if c.drawn_from else ""
     shape = f"template {c.template!r}" if c.template else f"column {c.column}" if c.column else ""
-    said = ", ".join(filter(None, (shape, "as chat messages" if c.chat else "")))
-    return list(filter(None, (f"{c.source}: {c.prompts}{of} prompts, {c.tokens} tokens", said)))
+    details = ", ".join(filter(None, (shape, "as chat messages" if c.chat else "")))
+    return list(filter(None, (f"{c.source}: {c.prompts}{total} prompts, {c.tokens} tokens", details)))
 
 
 def _search(search: SearchRecord) -> list[str]:

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli.dataclass_options import flat
+from selfspec.cli.dataclass_options import flatten_options
 from selfspec.cli.options import ReportCommand, Storage
 
-see_app = typer.Typer()
+report_app = typer.Typer()
 
 
-@see_app.command()
+@report_app.command()
 def plot(
     source: Annotated[
         str,
@@ -40,10 +40,10 @@ def plot(
     run(PlotOptions(source=source, out=out, kind=kind, storage=storage, width=width, title=title))
 
 
-@see_app.command()
-@flat
-def report(given: ReportCommand) -> None:
+@report_app.command()
+@flatten_options
+def report(command: ReportCommand) -> None:
     """Write a self-contained HTML report on a profile, its search and a benchmark, with coloured texts."""
     from selfspec.cli.report_command import run
 
-    run(given)
+    run(command)

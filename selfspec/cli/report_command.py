@@ -15,7 +15,7 @@ from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, write_text
 from selfspec.cli.common import checked_profile, model_for, progress, quiet, set_threads, stderr
-from selfspec.cli.data import Given
+from selfspec.cli.data import EncodedPrompts
 from selfspec.cli.file_kinds import open_study
 from selfspec.cli.options import ReportCommand
 from selfspec.cli.profile_text import facts, label
@@ -40,7 +40,7 @@ _GIVE_BENCH = "No benchmark was given: --bench FILE (written by selfspec bench -
 
 
 @dataclass(frozen=True)
-class _Decoded:
+class _DecodedSamples:
     """Texts decoded for the page, and acceptance by position; `conditions`: their row of the table of conditions."""
 
     samples: tuple[ShownSample, ...]
@@ -60,7 +60,7 @@ def run(options: ReportCommand) -> None:
     profile = _profile(options, ledger)
     decoded = None
     if not options.no_sample and profile is not None and profile.drafts:
-        decoded = _decoded(options, profile)
+        decoded = _decode_samples(options, profile)
     page = _page(options, profile, ledger, bench, decoded)
     write_text(options.out, page)
     stderr().print(f"saved {options.out}", markup=False, soft_wrap=True)
@@ -71,7 +71,7 @@ def _check(options: ReportCommand) -> None:
     if options.storage is not None and options.study is None:
         raise SelfspecError("--storage holds studies; say which with --study")
     read = (options.profile, options.study, options.storage, options.bench)
-    if options.out.resolve() in {Path(given).resolve() for given in read if given}:
+    if options.out.resolve() in {Path(source).resolve() for source in read if source}:
         raise SelfspecError(f"--out {options.out} would write over what is to be shown; expected another place")
     options.data.check_not_written(options.out, f"--out {options.out}")
 
@@ -88,16 +88,16 @@ def _profile(options: ReportCommand, ledger: Ledger | None) -> Profile | None:
             picked: Profile = as_profile(ledger, best)
             return picked
         except (KeyError, TypeError, ValidationError) as error:
-            raise SelfspecError(f"{ledger.place} is damaged ({type(error).__name__}); give --profile") from None
+            raise SelfspecError(f"{ledger.description} is damaged ({type(error).__name__}); give --profile") from None
     if options.model not in (None, builtin.NAME):
         raise SelfspecError(f"--model {options.model}: expected --profile or --study, too: what it is to be shown with")
     return checked_profile(builtin.PROFILE) if options.bench is None or options.model is not None else None
 
 
-def _decoded(options: ReportCommand, profile: Profile) -> _Decoded:
+def _decode_samples(options: ReportCommand, profile: Profile) -> _DecodedSamples:
     """Decode a few held-out prompts with the profile's drafter, greedily and without the guard."""
-    read = options.data.read(held_out=True)
-    set_threads(options.where.threads)
+    raw_prompts = options.data.read(held_out=True)
+    set_threads(options.device_options.threads)
 
     from selfspec.llm.llm import load
     from selfspec.llm.prompt_encoding import check_chat
@@ -106,46 +106,48 @@ def _decoded(options: ReportCommand, profile: Profile) -> _Decoded:
         name = model_for(options.model, profile)
         if options.data.chat:
             check_chat(name)
-        llm = load(name, profile=profile, device=options.where.place, dtype=options.where.dtype)
+        llm = load(name, profile=profile, device=options.device_options.placement, dtype=options.device_options.dtype)
     except SelfspecError as error:
         raise SelfspecError(f"{error}; --no-sample makes the page without the model") from None
-    given = options.data.given(llm, read, limit=options.limit, max_new_tokens=options.max_new_tokens)
-    return _sampled(llm, profile, given, options.max_new_tokens)
+    encoded = options.data.encode_prompts(llm, raw_prompts, limit=options.limit, max_new_tokens=options.max_new_tokens)
+    return _generate_samples(llm, profile, encoded, options.max_new_tokens)
 
 
-def _sampled(llm: LLM, profile: Profile, given: Given, n: int) -> _Decoded:
+def _generate_samples(llm: LLM, profile: Profile, encoded: EncodedPrompts, n: int) -> _DecodedSamples:
     from selfspec.measure.timing import conditions
     from selfspec.show.markup import legend_html, tokens_html
     from selfspec.show.report import ShownSample
     from selfspec.show.tables import position_frame
     from selfspec.types.stats import Stats
 
-    drafter = llm.drafts_with(profile)
-    found = []
+    drafter = llm.drafter_for(profile)
+    outputs = []
     with progress(stderr()) as bar:
-        task = bar.add_task("decoding", total=len(given.prompts))
-        for prompt in given.prompts:
-            found.append(llm.generate(prompt, max_new_tokens=n, drafter=drafter, probabilities=True))
+        task = bar.add_task("decoding", total=len(encoded.prompts))
+        for prompt in encoded.prompts:
+            outputs.append(llm.generate(prompt, max_new_tokens=n, drafter=drafter, probabilities=True))
             bar.advance(task)
     samples = tuple(
-        ShownSample(text, _hovered(tokens_html(done.events)), _hovered(legend_html(done.events, done.stats)))
-        for text, done in zip(given.texts, found, strict=True)
+        ShownSample(
+            text, _with_tooltips(tokens_html(done.events)), _with_tooltips(legend_html(done.events, done.stats))
+        )
+        for text, done in zip(encoded.texts, outputs, strict=True)
     )
-    total = Stats.total(done.stats for done in found)
+    total = Stats.total(done.stats for done in outputs)
     intro = (
-        f"{len(found)} held-out prompts ({given.said}), continued greedily by {llm.name} with this profile's drafts "
-        f"({profile.draft.said}), without the guard: {total.tokens} tokens in {total.rounds} passes of the whole "
-        f"model, {total.tokens_per_round:.2f} a pass, where plain decoding has 1; {total.accepted} of {total.drafted} "
-        "drafted tokens were accepted. Hover over a token, tap it or tab to it for its probability, its round, and "
-        "what was rejected."
+        f"{len(outputs)} held-out prompts ({encoded.summary}), continued greedily by {llm.name} with this profile's "
+        f"drafts ({profile.draft.summary}), without the guard: {total.tokens} tokens in {total.rounds} "
+        f"passes of the whole model, {total.tokens_per_round:.2f} a pass, where plain decoding has 1; "
+        f"{total.accepted} of {total.drafted} drafted tokens were accepted. Hover over a token, tap it "
+        "or tab to it for its probability, its round, and what was rejected."
     )
     where = conditions(llm.runtime)
-    row = ("this page's texts", "0", "-", f"{len(found)} x {n}", _machine(where))
-    rounds = [done for one in found for done in one.stats.log]
-    return _Decoded(samples, position_frame(rounds), intro, row)
+    row = ("this page's texts", "0", "-", f"{len(outputs)} x {n}", _machine(where))
+    rounds = [done for output in outputs for done in output.stats.log]
+    return _DecodedSamples(samples, position_frame(rounds), intro, row)
 
 
-def _hovered(html: str) -> Markup:
+def _with_tooltips(html: str) -> Markup:
     """Replace the tokens' `title` attributes by data that the page can also show on tap and by keyboard."""
     from markupsafe import Markup
 
@@ -157,7 +159,7 @@ def _page(
     profile: Profile | None,
     ledger: Ledger | None,
     bench: dict[str, Any] | None,
-    decoded: _Decoded | None,
+    decoded: _DecodedSamples | None,
 ) -> str:
     from selfspec.show.report import (
         Report,
@@ -180,16 +182,16 @@ def _page(
         from selfspec.search.trial_tables import sensitivity_frame, trials_frame
 
         sensitivities = None if ledger.gains is None else sensitivity_frame(ledger)
-        sections.append(study_section(trials_frame(ledger), sensitivities, ledger.place))
-    lacking = _no_sample(profile)
+        sections.append(study_section(trials_frame(ledger), sensitivities, ledger.description))
+    missing_notes = _no_sample(profile)
     positions = None if decoded is None else decoded.positions
-    sections.append(acceptance_section(positions, profile, lacking if decoded is None else ()))
+    sections.append(acceptance_section(positions, profile, missing_notes if decoded is None else ()))
     if bench is None:
         sections.append(Section("bench", "The benchmark", notes=(_GIVE_BENCH,)))
     else:
         sections.append(bench_section(bench))
     if decoded is None:
-        sections.append(Section("texts", "Texts", notes=lacking))
+        sections.append(Section("texts", "Texts", notes=missing_notes))
     else:
         sections.append(Section("texts", "Texts", decoded.intro, samples=decoded.samples))
     name = options.model or (profile and profile.model.name) or (bench and bench["model"]) or "a model"
@@ -207,23 +209,23 @@ def _no_sample(profile: Profile | None) -> tuple[str, ...]:
 def _summary(profile: Profile | None) -> str:
     if profile is None:
         return "What a benchmark measured."
-    said = f"The profile {profile.draft.said}"
+    summary = f"The profile {profile.draft.summary}"
     if (path := profile.path).cheaper:
         size, skipped = 2 * profile.model.layers, len(path.skip)
-        said = f"While drafting, {skipped} of the model's {size} attention and MLP sub-layers are bypassed"
-        few = [f"{len(of)} run {WORDS[mode]}" for mode, of in path.few]
-        said = ", ".join([said, *few, *([] if path.head == "full" else [f"the head runs {WORDS[path.head]}"])])
-        said += "" if profile.bits_read is None else f"; {profile.bits_read.said}"
+        summary = f"While drafting, {skipped} of the model's {size} attention and MLP sub-layers are bypassed"
+        few = [f"{len(sublayers)} run {WORDS[mode]}" for mode, sublayers in path.quantized_sets]
+        summary = ", ".join([summary, *few, *([] if path.head == "full" else [f"the head runs {WORDS[path.head]}"])])
+        summary += "" if profile.bits_read is None else f"; {profile.bits_read.summary}"
     if profile.measured:
         fastest = max(profile.measured, key=lambda m: m.speedup)
         low, high = fastest.interval
         return (
-            f"{said}; measured at {fastest.speedup:g} times plain decoding's speed ({low:g} to {high:g}) at "
+            f"{summary}; measured at {fastest.speedup:g} times plain decoding's speed ({low:g} to {high:g}) at "
             f"temperature {fastest.temperature:g}."
         )
     if profile.predicted is not None:
-        return f"{said}; predicted {profile.predicted.speedup:g} times plain decoding's speed, and not measured."
-    return f"{said}; how fast that is was not measured."
+        return f"{summary}; predicted {profile.predicted.speedup:g} times plain decoding's speed, and not measured."
+    return f"{summary}; how fast that is was not measured."
 
 
 def _conditions(
@@ -231,7 +233,7 @@ def _conditions(
     profile: Profile | None,
     ledger: Ledger | None,
     bench: dict[str, Any] | None,
-    decoded: _Decoded | None,
+    decoded: _DecodedSamples | None,
 ) -> Section:
     """Return the section on model, profile, and the conditions of each measurement."""
     from selfspec.show.report import Section, Table, facts_table
@@ -239,21 +241,21 @@ def _conditions(
     tables: list[Table] = []
     rows: list[tuple[str, ...]] = []
     if profile is not None:
-        lines = {key: told for key, told in facts(profile).items() if key != "measured" or not profile.measured}
-        said = [(label(key), "\n".join(told)) for key, told in lines.items()]
+        lines = {key: values for key, values in facts(profile).items() if key != "measured" or not profile.measured}
+        fact_rows = [(label(key), "\n".join(values)) for key, values in lines.items()]
         made = ", ".join(f"{name} {number}" for name, number in profile.versions.items())
-        title = f"The profile: {options.profile or (ledger.place if ledger is not None else builtin.PROFILE)}"
-        tables.append(facts_table(title, said + ([("versions", made)] if made else [])))
+        title = f"The profile: {options.profile or (ledger.description if ledger is not None else builtin.PROFILE)}"
+        tables.append(facts_table(title, fact_rows + ([("versions", made)] if made else [])))
         for m in profile.measured:
-            on = f"{m.prompts} x {m.max_new_tokens}{', held out' if m.held_out else ''}"
+            workload = f"{m.prompts} x {m.max_new_tokens}{', held out' if m.held_out else ''}"
             speed = f"{m.speedup:g} ({m.interval[0]:g} to {m.interval[1]:g})"
-            rows.append(("the profile", f"{m.temperature:g}", speed, on, _machine(m.model_dump())))
+            rows.append(("the profile", f"{m.temperature:g}", speed, workload, _machine(m.model_dump())))
     if ledger is not None:
         tables.append(facts_table("The search", _searched(ledger)))
     if bench is not None:
-        on = f"{bench['prompts']} x {bench['max_new_tokens']} x {bench['rounds']} rounds"
-        temperatures = ", ".join(f"{at['temperature']:g}" for at in bench["temperatures"])
-        rows.append(("the benchmark", temperatures, "below", on, _machine(bench)))
+        workload = f"{bench['prompts']} x {bench['max_new_tokens']} x {bench['rounds']} rounds"
+        temperatures = ", ".join(f"{result['temperature']:g}" for result in bench["temperatures"])
+        rows.append(("the benchmark", temperatures, "below", workload, _machine(bench)))
     if decoded is not None:
         rows.append(decoded.conditions)
     if rows:
@@ -261,21 +263,21 @@ def _conditions(
     return Section("conditions", "Model and measurements", tables=tuple(tables))
 
 
-def _machine(said: dict[str, Any]) -> str:
-    threads = f"{said['threads']} thread{'s' * (said['threads'] > 1)}"
-    return f"{said['machine']}, {said['device']}, {said['dtype']}, {threads}"
+def _machine(conditions: dict[str, Any]) -> str:
+    threads = f"{conditions['threads']} thread{'s' * (conditions['threads'] > 1)}"
+    return f"{conditions['machine']}, {conditions['device']}, {conditions['dtype']}, {threads}"
 
 
 def _searched(ledger: Ledger) -> list[tuple[str, str]]:
     """Return the rows on a study's search: its name, model, trials and options."""
-    said = ledger.settings
+    settings = ledger.settings
     named = ("dtype", "objective", "strategy", "seed", "max_new_tokens", "temperature", "rule", "kv")
-    told = ", ".join(f"{key.replace('_', ' ')} {_word(said[key])}" for key in named if key in said)
+    options = ", ".join(f"{key.replace('_', ' ')} {_word(settings[key])}" for key in named if key in settings)
     return [
-        ("study", ledger.place),
-        ("model", str(said.get("name"))),
+        ("study", ledger.description),
+        ("model", str(settings.get("name"))),
         ("trials", str(len(ledger.entries))),
-        ("options", told),
+        ("options", options),
     ]
 
 

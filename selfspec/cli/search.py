@@ -28,63 +28,67 @@ if TYPE_CHECKING:
     from selfspec.search.budget import Budget
 
 
-def run(given: SearchCommand) -> int:
+def run(command: SearchCommand) -> int:
     """Validate the options before loading the model, then search; return 130 after an interrupt."""
     quiet()
-    budget = _budget(given.how.minutes)
-    check_at_hand(given.model)
-    prompts = given.data.read()
-    _check_places(given)
+    budget = _budget(command.search_options.minutes)
+    check_at_hand(command.model)
+    prompts = command.data.read()
+    _check_places(command)
     console = stderr()
     with _Watch(console) as watch:
         watch.loading()
-        profile = _search(given, prompts, budget, watch)
+        profile = _search(command, prompts, budget, watch)
     if profile is None:
         return 0
-    write_profile(profile, given.out)
-    _report(profile, given.out, console)
-    console.print(f"took {_took(budget)}")
-    if given.json:
-        print_json({"out": str(given.out), "profile": profile.model_dump(mode="json", exclude_none=True)})
+    write_profile(profile, command.out)
+    _report(profile, command.out, console)
+    console.print(f"took {_time_taken(budget)}")
+    if command.json:
+        print_json({"out": str(command.out), "profile": profile.model_dump(mode="json", exclude_none=True)})
     if profile.search is not None and profile.search.interrupted:
         again = shlex.join(["selfspec", *sys.argv[1:]])
         console.print(f"to resume the search, run the same command again: {again}", markup=False, soft_wrap=True)
         return 130
-    if given.how.storage is None and isinstance(given.kept_in, Path):
-        given.kept_in.unlink(missing_ok=True)
+    if command.search_options.storage is None and isinstance(command.trials_storage, Path):
+        command.trials_storage.unlink(missing_ok=True)
     return 0
 
 
-def _search(given: SearchCommand, prompts: Prompts | None, budget: Budget, watch: _Watch) -> Profile | None:
+def _search(command: SearchCommand, prompts: Prompts | None, budget: Budget, watch: _Watch) -> Profile | None:
     """Load the model and search; return None if another worker saves the profile."""
-    set_threads(given.where.threads)
+    set_threads(command.device_options.threads)
 
     from selfspec.llm.llm import load
     from selfspec.search import AnotherFinishes, run_search
 
-    given.how.decoding.check()
-    if given.data.chat:
+    command.search_options.decoding.check()
+    if command.data.chat:
         from selfspec.llm.prompt_encoding import check_chat
 
-        check_chat(given.model)
-    load_for = partial(load, given.model, profile="none", device=given.where.place, dtype=given.where.dtype)
-    few_bits = any(mode in given.how.allowed_modes for mode in LOW) and given.how.extra_memory != 0
-    llm = load_for(drafting=True, few_bits=few_bits)
+        check_chat(command.model)
+    load_for = partial(
+        load, command.model, profile="none", device=command.device_options.placement, dtype=command.device_options.dtype
+    )
+    quantized_drafts = (
+        any(mode in command.search_options.allowed_modes for mode in LOW) and command.search_options.extra_memory != 0
+    )
+    llm = load_for(drafting=True, quantized_drafts=quantized_drafts)
     options = replace(
-        given.how,
+        command.search_options,
         prompts=prompts,
-        chat=given.data.chat,
-        storage=given.kept_in,
+        chat=command.data.chat,
+        storage=command.trials_storage,
         watch=watch,
         budget=budget,
         plain_llm=partial(load_for, drafting=False) if llm.layout != llm.plain_layout else None,
     )
     try:
-        found: Profile = run_search(llm, options)
+        profile: Profile = run_search(llm, options)
     except AnotherFinishes as over:
         watch.say(str(over))
         return None
-    return found
+    return profile
 
 
 def _budget(minutes: float | None) -> Budget:
@@ -94,29 +98,29 @@ def _budget(minutes: float | None) -> Budget:
     return Budget(None if minutes is None else 60 * minutes)
 
 
-def _took(budget: Budget) -> str:
+def _time_taken(budget: Budget) -> str:
     """Format the command's time and its budget, with the reason if it took over 10% longer."""
-    asked = f" of {budget.seconds:.3g} s asked for" if budget.limited else ""
+    limit = f" of {budget.seconds:.3g} s asked for" if budget.limited else ""
     late = budget.limited and budget.spent > 1.1 * budget.seconds
     why = f"; {budget.loaded:.1f} s had passed when the model was loaded" if late else ""
-    return f"{budget.spent:.1f} s{asked}{why}"
+    return f"{budget.spent:.1f} s{limit}{why}"
 
 
-def _check_places(given: SearchCommand) -> None:
+def _check_places(command: SearchCommand) -> None:
     """Raise `SelfspecError` if profile or trials cannot be written, or would overwrite each other or the data."""
     from selfspec.search.storage import check_storage
 
-    out, kept_in, storage = given.out, given.kept_in, given.how.storage
+    out, trials_storage, storage = command.out, command.trials_storage, command.search_options.storage
     as_out, as_storage = f"--out {out}", f"--storage {storage}"
     places = {out: as_out}
-    if isinstance(kept_in, Path):
-        if kept_in.resolve() == out.resolve():
+    if isinstance(trials_storage, Path):
+        if trials_storage.resolve() == out.resolve():
             raise SelfspecError(f"{as_storage} is where the profile goes; expected another place")
-        places[kept_in] = as_out if storage is None else as_storage
+        places[trials_storage] = as_out if storage is None else as_storage
     for place, option in places.items():
         check_writable(place)
-        given.data.check_not_written(place, option)
-    check_storage(kept_in)
+        command.data.check_not_written(place, option)
+    check_storage(trials_storage)
 
 
 class _Watch:
@@ -161,7 +165,7 @@ class _Watch:
             self._best = score.speedup
             if not trial.known:
                 self._bar.console.print(
-                    f"trial {trial.number + 1}: {score.speedup:.2f}x plain decoding predicted, {score.path.said}, "
+                    f"trial {trial.number + 1}: {score.speedup:.2f}x plain decoding predicted, {score.path.summary}, "
                     f"{score.acceptance_rate:.0%} accepted",
                     soft_wrap=True,
                 )

@@ -22,35 +22,37 @@ if TYPE_CHECKING:
 _NEEDED = ("fastapi", "prometheus_client", "uvicorn")
 
 
-def run(given: ServeCommand) -> int:
+def run(command: ServeCommand) -> int:
     """Validate the options, bind the port, load a replica per device, and serve; return the exit code."""
     if any(find_spec(name) is None for name in _NEEDED):
         raise SelfspecError('serving needs more packages; install them with: pip install "selfspec[serve]"')
     quiet()
-    places = replicas(given)
-    if given.api_key is not None and (not given.api_key.isascii() or not given.api_key.strip()):
+    replica_devices = replicas(command)
+    if command.api_key is not None and (not command.api_key.isascii() or not command.api_key.strip()):
         raise SelfspecError("--api-key: expected at least one character, all of ASCII")
-    profile: str | Profile = given.profile if given.profile in ("auto", "none") else checked_profile(given.profile)
-    model = model_for(given.model, profile if isinstance(profile, Profile) else None)
-    if given.store is not None:
-        Store(given.store)
-    adapters = _adapters(given.adapter or ())
-    set_threads(given.where.threads)
+    profile: str | Profile = (
+        command.profile if command.profile in ("auto", "none") else checked_profile(command.profile)
+    )
+    model = model_for(command.model, profile if isinstance(profile, Profile) else None)
+    if command.store is not None:
+        Store(command.store)
+    adapters = _adapters(command.adapter or ())
+    set_threads(command.device_options.threads)
 
-    from selfspec.server.server import bound
+    from selfspec.server.server import bind_socket
 
-    if given.where.follows:
-        _load(given, given.where, model, profile)
-    with bound(given.host, given.port) as at:
-        llms = [_load(given, where, model, profile, adapters) for where in places]
-        if llms[0].profile is None and given.profile == "auto":
+    if command.device_options.is_worker:
+        _load(command, command.device_options, model, profile)
+    with bind_socket(command.host, command.port) as sock:
+        llms = [_load(command, where, model, profile, adapters) for where in replica_devices]
+        if llms[0].profile is None and command.profile == "auto":
             stderr().print(SEARCH_HINT.format(model=model), markup=False, soft_wrap=True)
-        _serve(given, llms, at)
+        _serve(command, llms, sock)
     return 0
 
 
 def _load(
-    given: ServeCommand,
+    command: ServeCommand,
     where: SharedDeviceOptions,
     model: str,
     profile: str | Profile,
@@ -62,15 +64,15 @@ def _load(
     return load(
         model,
         profile=profile,
-        store=given.store,
-        device=where.place,
+        store=command.store,
+        device=where.placement,
         dtype=where.dtype,
         tensor_parallel=where.tensor_parallel,
         adapters=adapters,
     )
 
 
-def _serve(given: ServeCommand, llms: list[LLM], at: socket.socket) -> None:
+def _serve(command: ServeCommand, llms: list[LLM], sock: socket.socket) -> None:
     from selfspec.llm.batch import Batch
     from selfspec.models.dispatch import device_of
     from selfspec.server.server import serve, url
@@ -78,37 +80,37 @@ def _serve(given: ServeCommand, llms: list[LLM], at: socket.socket) -> None:
     from selfspec.server.worker import Replica
     from selfspec.server.worker_pool import WorkerPool
 
-    limits = given.limits
-    made = []
+    limits = command.limits
+    workers = []
     for llm in llms:
         batch = Batch(llm, rows=limits.rows, memory=limits.memory)
-        made.append(Replica(batch, str(device_of(llm.model.get_input_embeddings()))))
-    pool = WorkerPool(made, rows=limits.rows, queue=limits.queue)
-    settings = _settings(given, llms[0].name)
-    many = f"{len(made)} replicas of {limits.rows} rows" if len(made) > 1 else f"{limits.rows} rows"
+        workers.append(Replica(batch, str(device_of(llm.model.get_input_embeddings()))))
+    pool = WorkerPool(workers, rows=limits.rows, queue=limits.queue)
+    settings = _settings(command, llms[0].name)
+    many = f"{len(workers)} replicas of {limits.rows} rows" if len(workers) > 1 else f"{limits.rows} rows"
     with Service(llms[0], pool, settings) as service:
-        stderr().print(f"serving {settings.names[0]} at {url(at)} ({many})", markup=False, soft_wrap=True)
-        serve(service, at)
+        stderr().print(f"serving {settings.names[0]} at {url(sock)} ({many})", markup=False, soft_wrap=True)
+        serve(service, sock)
 
 
-def _adapters(given: Sequence[str]) -> dict[str, str]:
+def _adapters(specs: Sequence[str]) -> dict[str, str]:
     """Parse adapters as folders by name. Raises `SelfspecError`."""
-    found: dict[str, str] = {}
-    for text in given:
+    folders: dict[str, str] = {}
+    for text in specs:
         name, _, folder = text.partition("=")
-        if not name or not folder or name in found:
+        if not name or not folder or name in folders:
             raise SelfspecError(f"--adapter {text}: expected NAME=FOLDER, each name once")
-        found[name] = folder
-    return found
+        folders[name] = folder
+    return folders
 
 
-def _settings(given: ServeCommand, name: str) -> Settings:
+def _settings(command: ServeCommand, name: str) -> Settings:
     from selfspec.server.settings import Settings
 
-    limits = given.limits
+    limits = command.limits
     return Settings(
-        names=(*(given.served_model_name or [name]), *_adapters(given.adapter or ())),
-        api_key=given.api_key,
+        names=(*(command.served_model_name or [name]), *_adapters(command.adapter or ())),
+        api_key=command.api_key,
         rows=limits.rows,
         queue=limits.queue,
         max_tokens=limits.max_tokens,
@@ -119,15 +121,19 @@ def _settings(given: ServeCommand, name: str) -> Settings:
     )
 
 
-def replicas(given: ServeCommand) -> list[SharedDeviceOptions]:
+def replicas(command: ServeCommand) -> list[SharedDeviceOptions]:
     """Return the device options of each replica. Raises `SelfspecError`."""
-    if given.devices is None:
-        return [given.where]
-    if given.where.device != "auto" or given.where.device_map is not None or given.where.tensor_parallel:
+    if command.devices is None:
+        return [command.device_options]
+    if (
+        command.device_options.device != "auto"
+        or command.device_options.device_map is not None
+        or command.device_options.tensor_parallel
+    ):
         raise SelfspecError(
             "--devices says where each replica runs; expected it without --device, --device-map and --tensor-parallel"
         )
-    names = [name.strip() for name in given.devices.split(",")]
+    names = [name.strip() for name in command.devices.split(",")]
     if not all(names):
-        raise SelfspecError(f"--devices {given.devices}: expected devices separated by commas, such as cuda:0,cuda:1")
-    return [replace(given.where, device=name) for name in names]
+        raise SelfspecError(f"--devices {command.devices}: expected devices separated by commas, such as cuda:0,cuda:1")
+    return [replace(command.device_options, device=name) for name in names]

@@ -123,4 +123,4 @@ class ServeCommand:
             rich_help_panel="Device",
         ),
     ] = None
-    where: SharedDeviceOptions
+    device_options: SharedDeviceOptions

@@ -17,43 +17,48 @@ from selfspec.cli.options import TrainCommand
 from selfspec.models.loading import check_at_hand
 from selfspec.training.options import check_kind
 
-EVERY = 30  # seconds between two progress lines where there is no progress bar
+PROGRESS_SECONDS = 30  # seconds between two progress lines where there is no progress bar
 
 if TYPE_CHECKING:
     from selfspec.training.fit import Fitted
 
 
-def run(given: TrainCommand) -> int:
+def run(command: TrainCommand) -> int:
     """Validate the options before loading the model, then train; return 130 after an interrupt."""
     quiet()
-    kind = check_kind(given.kind)
-    check_at_hand(given.model)
-    if given.how.student is not None:
-        check_at_hand(given.how.student)
-    prompts = given.data.read()
-    set_threads(given.where.threads)
+    kind = check_kind(command.kind)
+    check_at_hand(command.model)
+    if command.train_options.student is not None:
+        check_at_hand(command.train_options.student)
+    prompts = command.data.read()
+    set_threads(command.device_options.threads)
 
     from selfspec.llm.llm import load
     from selfspec.training.fit import check_folder, fit
 
-    check_folder(given.out)
+    check_folder(command.out)
     console = stderr()
-    llm = load(given.model, profile=given.profile, device=given.where.place, dtype=given.where.dtype)
+    llm = load(
+        command.model,
+        profile=command.profile,
+        device=command.device_options.placement,
+        dtype=command.device_options.dtype,
+    )
     with _Watch(console) as watch:
         fitted = fit(
             llm,
             part=kind,
-            out=given.out,
+            out=command.out,
             prompts=None if prompts is None else prompts.texts,
-            chat=given.data.chat,
+            chat=command.data.chat,
             profile=llm.profile,
-            options=given.how,
-            watch=watch,
+            options=command.train_options,
+            callbacks=watch,
         )
     _report(fitted, console)
-    if given.json:
+    if command.json:
         files = {"part": str(fitted.part), "profiles": [str(path) for path in fitted.profiles]}
-        print_json({**files, **fitted.told, "interrupted": fitted.interrupted})
+        print_json({**files, **fitted.record, "interrupted": fitted.interrupted})
     if fitted.interrupted:
         again = shlex.join(["selfspec", *sys.argv[1:]])
         console.print(f"to go on, run the same command again: {again}", markup=False, soft_wrap=True)
@@ -65,7 +70,7 @@ class _Watch:
     """Progress bar of a training: the current stage and its figures; periodic lines if there is no terminal."""
 
     def __init__(self, console: Console) -> None:
-        self._console, self._told = console, time.monotonic()
+        self._console, self._last_printed = console, time.monotonic()
         self._bar = progress(console, TextColumn("{task.fields[said]}"))
         self._task = self._bar.add_task("loading the model", total=None, said="")
 
@@ -82,21 +87,21 @@ class _Watch:
         self._bar.remove_task(self._task)
         self._task = self._bar.add_task(name, total=total, said="")
 
-    def step(self, done: float, said: str) -> None:
+    def step(self, done: float, message: str) -> None:
         """Report `done` steps of the stage, with a line on the figures so far."""
-        self._bar.update(self._task, completed=done, said=said)
-        if said and time.monotonic() > self._told + EVERY:
-            stage_line(self._console, said)
-            self._told = time.monotonic()
+        self._bar.update(self._task, completed=done, said=message)
+        if message and time.monotonic() > self._last_printed + PROGRESS_SECONDS:
+            stage_line(self._console, message)
+            self._last_printed = time.monotonic()
 
 
 def _report(fitted: Fitted, console: Console) -> None:
-    done, agrees = fitted.progress, fitted.told.get("right")
+    done, agrees = fitted.progress, fitted.record.get("right")
     places = ", ".join(f"{share:.0%}" for share in done.acceptance)
     if agrees is None:
         brought = f"{done.best:.2f} tokens a pass on held-out texts, greedy drafts (right up to each place: {places})"
     else:
-        (before, after), (other, shared) = agrees, fitted.told["shared"]
+        (before, after), (other, shared) = agrees, fitted.record["shared"]
         brought = (
             f"the draft path's best token is the model's at {after:.1%} of held-out places ({before:.1%} without); "
             f"it shares {shared:.1%} of the model's probability ({other:.1%} without)"
@@ -105,15 +110,17 @@ def _report(fitted: Fitted, console: Console) -> None:
     console.print(f"{brought}; {steps}{fitted.texts} texts", markup=False, soft_wrap=True)
     console.print(f"saved {fitted.part}", markup=False, soft_wrap=True)
     if fitted.changed:
-        before, after = fitted.told["perplexity"]
-        said = f"this is another model: its perplexity on held-out answers is {after:.2f}, before it was {before:.2f}"
-        console.print(said, soft_wrap=True)
-    use(fitted.profiles, console, model=fitted.part if fitted.changed else None)
+        before, after = fitted.record["perplexity"]
+        message = (
+            f"this is another model: its perplexity on held-out answers is {after:.2f}, before it was {before:.2f}"
+        )
+        console.print(message, soft_wrap=True)
+    print_usage(fitted.profiles, console, model=fitted.part if fitted.changed else None)
 
 
-def use(profiles: Sequence[Path], console: Console, *, model: Path | None = None) -> None:
+def print_usage(profiles: Sequence[Path], console: Console, *, model: Path | None = None) -> None:
     """Print how saved profiles are used; `model`: the folder of their model, if training changed it."""
-    of = "" if model is None else f"--model {shlex.quote(str(model))} "
+    model_option = "" if model is None else f"--model {shlex.quote(str(model))} "
     for path in profiles:
-        command = f"selfspec generate {of}--profile {shlex.quote(str(path))} 'your prompt'"
+        command = f"selfspec generate {model_option}--profile {shlex.quote(str(path))} 'your prompt'"
         console.print(f"saved {path}; use it with: {command}", markup=False, soft_wrap=True)

@@ -14,7 +14,7 @@ _TAB = 8
 _PARTS = re.compile(r"\n|[^\S\n]+|[\u2e80-\U0010ffff]|[^\s\u2e80-\U0010ffff]+")
 
 
-class Folding(Generic[Kind]):
+class WordWrapper(Generic[Kind]):
     """Word wrapper to `width` columns: the gap before a word that does not fit is replaced by a newline.
 
     A word is buffered until it is complete, or too long for its line. Each piece has a `Kind`, which its parts keep.
@@ -34,34 +34,34 @@ class Folding(Generic[Kind]):
                 yield kind, part
                 self._column = 0
             elif part.isspace():
-                yield from self._settle()
+                yield from self._flush_word()
                 self._gap.append((kind, part))
             else:
                 if part >= "\u2e80":
-                    yield from self._settle()
+                    yield from self._flush_word()
                 self._word.append((kind, part))
-                if part >= "\u2e80" or self._after() > self._width:
-                    yield from self._settle()
+                if part >= "\u2e80" or self._column_after() > self._width:
+                    yield from self._flush_word()
 
     def end(self) -> Iterator[tuple[Kind, str]]:
         """Yield the buffered text, because the line ends."""
-        yield from self._settle()
+        yield from self._flush_word()
         yield from self._gap
         self._gap = []
 
-    def _settle(self) -> Iterator[tuple[Kind, str]]:
+    def _flush_word(self) -> Iterator[tuple[Kind, str]]:
         """Yield the buffered word, on this line or the next."""
         if not self._word:
             return
-        after = self._after()
+        after = self._column_after()
         if after > self._width and self._gap and self._column:
             yield self._word[0][0], "\n"
             self._column, self._gap = 0, []
-            after = self._after()
+            after = self._column_after()
         yield from (*self._gap, *self._word)
         self._column, self._gap, self._word = after if after <= self._width else after % self._width, [], []
 
-    def _after(self) -> int:
+    def _column_after(self) -> int:
         """Return the column after the buffered gap and word on this line."""
         column = self._column
         for _, text in (*self._gap, *self._word):

@@ -32,10 +32,10 @@ class Controller(ABC):
         """Return whether to draft another token, by the confidences of the drafted tokens (at least one)."""
 
     @abstractmethod
-    def lowest(self, drafted: int) -> float:
+    def min_confidence(self, drafted: int) -> float:
         """Return the least confidence of the `drafted`-th token at which it may ever go on; infinity if never."""
 
-    def hope(self, confidences: Sequence[float], first: float) -> tuple[float, float]:
+    def acceptance_chances(self, confidences: Sequence[float], first: float) -> tuple[float, float]:
         """Return two chances: that the next token is accepted, and that a token is if the one before it was.
 
         `first`: the recent acceptance rate of a draft's first token. By default that rate applies to every token.
@@ -46,7 +46,7 @@ class Controller(ABC):
         """Return the number of candidates of each position, drafted token included; default `most` each."""
         return [most] * len(confidences)
 
-    def free(self, chances: Sequence[float]) -> int:
+    def lookup_length(self, chances: Sequence[float]) -> int:
         """Return how many lookup tokens to verify without drafting; 0 (the default): draft instead.
 
         `chances`: for each token, the chance that it is right if all before it are.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
-from selfspec.types.round_costs import LoadPrices
+from selfspec.types.round_costs import PassCosts
 
 FURTHER = (1, 2, 4, 8)  # look-ahead in tokens, as an expensive row may be followed by cheap ones
 FIRST, KNOWN = 0.7, 8.0  # prior acceptance rate of a draft's first token, and its weight in drafts
@@ -20,7 +20,7 @@ GUESSES = 16.0  # prior weight of the lookup tokens' own chances, in tokens
 STEPS_KNOWN = 64.0  # prior weight of a speed of 1, in plain rounds
 
 
-class _Times:
+class _ObservedRatio:
     """The recent ratio of observed to expected amounts, taken over sums because single rounds are noisy.
 
     `known`: the prior weight, in units of the expected amount, of a ratio of 1.
@@ -28,16 +28,16 @@ class _Times:
 
     def __init__(self, known: float) -> None:
         self._known = known
-        self._expected = self._found = 0.0
+        self._expected = self._observed = 0.0
 
     @property
     def now(self) -> float:
-        return (self._known + self._found) / (self._known + self._expected)
+        return (self._known + self._observed) / (self._known + self._expected)
 
-    def see(self, expected: float, found: float) -> None:
+    def record(self, expected: float, observed: float) -> None:
         """Add a round; its deviation from the expected amount is clipped to `OFF` times that amount."""
         self._expected = MEMORY * self._expected + expected
-        self._found = MEMORY * self._found + min(max(found, (1 - OFF) * expected), (1 + OFF) * expected)
+        self._observed = MEMORY * self._observed + min(max(observed, (1 - OFF) * expected), (1 + OFF) * expected)
 
 
 class BatchDraftScheduler:
@@ -51,11 +51,11 @@ class BatchDraftScheduler:
 
     The decision to draft a token is made before it is drawn, from what all sequences drew before, so sampling stays
     exact. The `prices` were measured on short texts, so the cost of plain rounds, of draft passes and of verifying more
-    tokens is corrected by what rounds `took`; the chances of lookup tokens are corrected likewise. `first`: the initial
-    chance that a draft's first token is accepted.
+    tokens is corrected by what rounds `record_duration`; the chances of lookup tokens are corrected likewise. `first`:
+    the initial chance that a draft's first token is accepted.
     """
 
-    def __init__(self, prices: LoadPrices, *, first: float = FIRST) -> None:
+    def __init__(self, prices: PassCosts, *, first: float = FIRST) -> None:
         self.prices = prices
         self._known = first
         self._speeds: dict[int, tuple[float, float]] = {}  # by batch size: time in plain rounds, tokens of each
@@ -64,12 +64,12 @@ class BatchDraftScheduler:
         self.later = first  # the latest chance that a token is right if the one before it is
         known = PRICED * prices.verified(1)
         # Observed over expected time of plain rounds, of draft passes, and of verifying more than a plain round does.
-        self._plain, self._passes, self._verifying = _Times(known), _Times(known), _Times(known)
-        self._plain_of: dict[int, _Times] = {}  # `_plain` by number of sequences
+        self._plain, self._passes, self._verifying = _ObservedRatio(known), _ObservedRatio(known), _ObservedRatio(known)
+        self._plain_of: dict[int, _ObservedRatio] = {}  # `_plain` by number of sequences
         # By number of sequences: seconds of verifying beyond its corrected cost, and the tokens verified. If a plain
         # pass was measured too slow, a wider one seems to cost nothing more, and no factor corrects a cost of 0.
         self._beyond: dict[int, tuple[float, float]] = {}
-        self._guesses = _Times(GUESSES)  # accepted lookup tokens over the number expected from their chances
+        self._guesses = _ObservedRatio(GUESSES)  # accepted lookup tokens over the number expected from their chances
         self._spent = 0.0  # measured seconds of this round's draft passes
         self._hoped = self._got = 0.0  # lookup tokens of this round: expected and actual number accepted
 
@@ -96,20 +96,20 @@ class BatchDraftScheduler:
             time = MEMORY * time + 1 + more / usual
             self._speeds[self._rows] = time, MEMORY * tokens + self._emitted / self._rows
         self._tried, self._right = MEMORY * self._tried, MEMORY * self._right
-        self._guesses.see(self._hoped, self._got)
+        self._guesses.record(self._hoped, self._got)
         self._rows, self._emitted, self._nodes, self._drafting, self._spent = rows, 0, 0, 0.0, 0.0
         self._hoped = self._got = 0.0
         self._all = rows + reading
 
-    def going(self, hopes: Sequence[float], later: float, *, verified: int, most: int) -> list[int]:
+    def select_drafting(self, chances: Sequence[float], later: float, *, verified: int, most: int) -> list[int]:
         """Return the indices of the sequences that draft another token, highest chance first.
 
         `hopes[i]`: the chance that the next token of sequence i is accepted; `later`: that a token is if the one before
         it was. `verified`: tokens to be verified already; `most`: the most tokens that any sequence may still draft.
         """
         self.later = later
-        order = sorted(range(len(hopes)), key=lambda i: -hopes[i])
-        sums = list(accumulate(hopes[i] for i in order))
+        order = sorted(range(len(chances)), key=lambda i: -chances[i])
+        sums = list(accumulate(chances[i] for i in order))
         rate = MARGIN * self.rate
         best, taken = 0.0, 0
         for j in (j for j in FURTHER if j <= most):
@@ -121,7 +121,7 @@ class BatchDraftScheduler:
                     best, taken = worth, k
         return order[:taken]
 
-    def free(self, chances: Sequence[Sequence[float]], *, instead: bool = False) -> list[int]:
+    def lookup_lengths(self, chances: Sequence[Sequence[float]], *, instead: bool = False) -> list[int]:
         """Return how many lookup tokens of each sequence to verify; verification is their only cost.
 
         `chances[i]`: for each lookup token of sequence i, the chance that it is right if all before it are. `instead`:
@@ -129,8 +129,10 @@ class BatchDraftScheduler:
         rounds bring.
         """
         verified, trust = len(chances), self._guesses.now
-        reached = [(trust * reach, i) for i, of in enumerate(chances) for reach in accumulate(of, mul)]
-        reached.sort(key=lambda one: -one[0])
+        reached = [
+            (trust * reach, i) for i, row_chances in enumerate(chances) for reach in accumulate(row_chances, mul)
+        ]
+        reached.sort(key=lambda item: -item[0])
         rate = MARGIN * self.rate
         best, taken, brings = 0.0, 0, 0.0
         for n, (reach, _) in enumerate(reached, start=1):
@@ -143,26 +145,26 @@ class BatchDraftScheduler:
             counts[i] += 1
             tokens[i] += reach
         takes = self._usual(verified) + self._wider(verified, taken)
-        least = self._promised() * takes / max(verified, 1) if instead else 0.0
-        found = [count if of > least else 0 for count, of in zip(counts, tokens, strict=True)]
-        self._hoped += sum(of - 1 for count, of in zip(found, tokens, strict=True) if count) / trust
-        return found
+        least = self._best_draft_rate() * takes / max(verified, 1) if instead else 0.0
+        lengths = [count if expected > least else 0 for count, expected in zip(counts, tokens, strict=True)]
+        self._hoped += sum(expected - 1 for count, expected in zip(lengths, tokens, strict=True) if count) / trust
+        return lengths
 
-    def took(self, seconds: float) -> None:
-        """Record the round's duration in seconds, after `see` for each of its sequences."""
+    def record_duration(self, seconds: float) -> None:
+        """Record the round's duration in seconds, after `record_draft` for each of its sequences."""
         rows = self._rows
         if not (self._nodes or self._drafting):
-            for times in self._plain, self._plain_of.setdefault(rows, _Times(0.0)):
-                times.see(self.prices.verified(rows), seconds)
+            for times in self._plain, self._plain_of.setdefault(rows, _ObservedRatio(0.0)):
+                times.record(self.prices.verified(rows), seconds)
             if rows in self._beyond:  # decays, so that one disturbed round does not rule drafting out for good
                 beyond, tokens = self._beyond[rows]
                 self._beyond[rows] = MEMORY * beyond, tokens
         elif rows > 1:  # a single sequence's own controller decides, and reports no draft passes
-            self._passes.see(self._drafting, self._spent)
+            self._passes.record(self._drafting, self._spent)
             expected, usual = self.prices.wider(rows, self._nodes), self._usual(rows)
-            found = seconds - self._spent - usual
-            self._verifying.see(expected, found)
-            left = min(max(found - self._verifying.now * expected, -OFF * usual), OFF * usual)
+            observed = seconds - self._spent - usual
+            self._verifying.record(expected, observed)
+            left = min(max(observed - self._verifying.now * expected, -OFF * usual), OFF * usual)
             beyond, tokens = self._beyond.get(rows, (0.0, rows))
             self._beyond[rows] = MEMORY * beyond + left, MEMORY * tokens + self._nodes
 
@@ -179,22 +181,22 @@ class BatchDraftScheduler:
         beyond, tokens = self._beyond.get(self._rows, (0.0, 1.0))
         return max(self._verifying.now * self.prices.wider(verified, more) + more * beyond / tokens, 0.0)
 
-    def _promised(self) -> float:
+    def _best_draft_rate(self) -> float:
         """Return the tokens per second of the best common draft length, or `rate` if that is more."""
         rows, later = self._rows, self.later
-        found, brings = self.rate, 1.0
+        best_rate, brings = self.rate, 1.0
         for n in range(1, FURTHER[-1] + 1):
             brings += self.first * later ** (n - 1)
             takes = n * self._drafted(rows) + self._wider(rows, n * rows)
-            found = max(found, rows * brings / (self._usual(rows) + takes))
-        return found
+            best_rate = max(best_rate, rows * brings / (self._usual(rows) + takes))
+        return best_rate
 
-    def passed(self, tokens: int, seconds: float = 0.0) -> None:
+    def record_pass(self, tokens: int, seconds: float = 0.0) -> None:
         """Record a draft-path pass over `tokens` tokens; `seconds` includes all the work around it."""
         self._drafting += self.prices.drafted(tokens)
         self._spent += seconds
 
-    def see(self, drafted: int, accepted: int, emitted: int, *, nodes: int) -> None:
+    def record_draft(self, drafted: int, accepted: int, emitted: int, *, nodes: int) -> None:
         """Record the result of a sequence's draft in this round.
 
         `drafted`: tokens drafted one after the other, 0 for lookup tokens; `accepted` of them were accepted. `nodes`:

@@ -13,9 +13,9 @@ from .base import Controller
 class DraftLoop:
     """A draft in progress, token by token; its decisions depend on the confidences and the controller alone.
 
-    The drafter drafts while the loop `wants` another token, passes each token's confidence to `see`, and asks for the
-    `candidates` at the end. `depth`: the longest draft length. `together`: the loop wants another token whenever the
-    controller ever might, because a `BatchDraftScheduler` decides for the batch.
+    The drafter drafts while the loop `wants` another token, passes each token's confidence to `record`, and asks for
+    the `candidates` at the end. `depth`: the longest draft length. `together`: the loop wants another token whenever
+    the controller ever might, because a `BatchDraftScheduler` decides for the batch.
     """
 
     __slots__ = ("_controller", "_depth", "_together", "confidences", "wants")
@@ -28,7 +28,7 @@ class DraftLoop:
         self.confidences = []
         self.wants = depth > 0
 
-    def see(self, confidence: float, *, last: bool = False) -> bool:
+    def record(self, confidence: float, *, last: bool = False) -> bool:
         """Record a drafted token; return whether another is wanted. `last`: it ends the sequence."""
         self.confidences.append(confidence)
         self.wants = not last and len(self.confidences) < self._depth and self._goes_on(confidence)
@@ -36,12 +36,12 @@ class DraftLoop:
 
     def _goes_on(self, confidence: float) -> bool:
         if self._together:
-            return confidence >= self._controller.lowest(len(self.confidences))
+            return confidence >= self._controller.min_confidence(len(self.confidences))
         return self._controller.go_on(self.confidences)
 
-    def hope(self, first: float) -> tuple[float, float]:
-        """Return the controller's `hope`; `first`: the recent acceptance rate of a draft's first token."""
-        return self._controller.hope(self.confidences, first)
+    def acceptance_chances(self, first: float) -> tuple[float, float]:
+        """Return the controller's `acceptance_chances`; `first`: the recent acceptance rate of first drafted tokens."""
+        return self._controller.acceptance_chances(self.confidences, first)
 
     def candidates(self, most: int, *, nodes: int) -> Sequence[int]:
         """Return the number of candidates of each drafted position, drafted token included: 1 to `most`.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.types.acceptance import PayoffModel, between
+from selfspec.types.acceptance import PayoffModel, interpolate
 from selfspec.types.limits import MOST_ROWS
 
 from .base import Controller
@@ -20,7 +20,7 @@ from .base import Controller
 STEPS_KNOWN = 200.0  # prior weight of the initial `rate`, in plain decode steps
 
 
-class _Learnt:
+class _LearnedCurve:
     """The chances at an acceptance curve's knots, corrected by verification results.
 
     An observation between two knots counts at both, weighted by nearness. The curve's own value counts for `strength`
@@ -30,17 +30,17 @@ class _Learnt:
     def __init__(self, base: Sequence[float], strength: float, memory: float) -> None:
         self._base, self._strength, self._memory = base, strength, memory
         self.values = list(base)
-        self._seen = [0.0] * len(base)
+        self._counts = [0.0] * len(base)
         self._hits = [0.0] * len(base)
 
-    def see(self, place: tuple[int, float], hit: bool) -> None:
+    def record(self, place: tuple[int, float], hit: bool) -> None:
         """Count a hit or a miss at a place of the curve."""
         for i, weight in ((place[0], 1 - place[1]), (place[0] + 1, place[1])):
             if weight:
-                kept = self._memory**weight
-                self._seen[i] = kept * self._seen[i] + weight
-                self._hits[i] = kept * self._hits[i] + weight * hit
-                known = self._strength + self._seen[i]
+                decay = self._memory**weight
+                self._counts[i] = decay * self._counts[i] + weight
+                self._hits[i] = decay * self._hits[i] + weight * hit
+                known = self._strength + self._counts[i]
                 self.values[i] = (self._strength * self._base[i] + self._hits[i]) / known
 
 
@@ -88,8 +88,8 @@ class RateOptimal(Controller):
         if not 0 <= self.strength < math.inf:
             raise SelfspecError(f"controller 'rate': strength {self.strength}: expected 0 or more rounds, and finite")
         self._first_rate, self._curve = self.rate, self.payoff.curve
-        self._accepted = _Learnt(self._curve.accepted, self.strength, self.memory)
-        self._following = _Learnt(self._curve.following, self.strength, self.memory)
+        self._accepted = _LearnedCurve(self._curve.accepted, self.strength, self.memory)
+        self._following = _LearnedCurve(self._curve.following, self.strength, self.memory)
         self._time, self._tokens = STEPS_KNOWN, STEPS_KNOWN * self.rate
         self._prices = _prices(self.payoff, self.k_max)
 
@@ -102,12 +102,12 @@ class RateOptimal(Controller):
 
     def _next_accepted(self, confidences: Sequence[float]) -> float:
         """Return the chance that all tokens with these confidences and the next one are accepted."""
-        chance = between(self._following.values, self._curve.place(confidences[-1]))
+        chance = interpolate(self._following.values, self._curve.place(confidences[-1]))
         for confidence in confidences:
-            chance *= between(self._accepted.values, self._curve.place(confidence))
+            chance *= interpolate(self._accepted.values, self._curve.place(confidence))
         return chance
 
-    def hope(self, confidences: Sequence[float], first: float) -> tuple[float, float]:
+    def acceptance_chances(self, confidences: Sequence[float], first: float) -> tuple[float, float]:
         """Return the chances by the acceptance curve; `first` for a draft's first token."""
         following = self._following.values
         later = min(sum(following) / len(following), 1.0)
@@ -121,9 +121,9 @@ class RateOptimal(Controller):
         for i, confidence in enumerate(confidences):
             place, chance = self._curve.place(confidence), 1.0
             for chances in self._curve.candidates[: most - 1]:
-                chance = min(chance, between(chances, place))
+                chance = min(chance, interpolate(chances, place))
                 further.append((before * chance, i))
-            before *= between(self._accepted.values, place)
+            before *= interpolate(self._accepted.values, place)
         further.sort(key=lambda candidate: -candidate[0])
         rows, rounds = 1 + len(confidences), self.payoff.rounds
         best, taken, value = 0.0, 0, 0.0
@@ -136,7 +136,7 @@ class RateOptimal(Controller):
             counts[i] += 1
         return counts
 
-    def free(self, chances: Sequence[float]) -> int:
+    def lookup_length(self, chances: Sequence[float]) -> int:
         """Return the number that gains most over decoding at `rate`; 0 if none gains."""
         best, taken = 0.0, 0
         tokens = reach = 1.0
@@ -148,7 +148,7 @@ class RateOptimal(Controller):
                 best, taken = worth, n
         return taken
 
-    def lowest(self, drafted: int) -> float:
+    def min_confidence(self, drafted: int) -> float:
         """Return the floor, or infinity once `k_max` tokens are drafted."""
         return self.floor if drafted < self.k_max else math.inf
 
@@ -162,9 +162,9 @@ class RateOptimal(Controller):
         before = None
         for i in range(min(accepted + 1, drafted)):
             place = self._curve.place(confidences[i])
-            self._accepted.see(place, i < accepted)
+            self._accepted.record(place, i < accepted)
             if before is not None:
-                self._following.see(before, i < accepted)
+                self._following.record(before, i < accepted)
             before = place
         rows = 1 + (drafted if candidates is None else candidates)
         took = drafted * self.payoff.draft + self.payoff.rounds[rows]
@@ -178,8 +178,8 @@ class RateOptimal(Controller):
 
     def learnt(self) -> PayoffModel:
         """Return the payoff model with its curve corrected by observations."""
-        seen = {"accepted": list(self._accepted.values), "following": list(self._following.values)}
-        return dataclasses.replace(self.payoff, curve=self._curve.model_copy(update=seen))
+        corrected = {"accepted": list(self._accepted.values), "following": list(self._following.values)}
+        return dataclasses.replace(self.payoff, curve=self._curve.model_copy(update=corrected))
 
     def start(self) -> Self:
         """Return a copy without observations."""

@@ -27,7 +27,7 @@ class FixedK(Controller):
         """Return whether fewer than `k` tokens are drafted."""
         return len(confidences) < self.k
 
-    def lowest(self, drafted: int) -> float:
+    def min_confidence(self, drafted: int) -> float:
         """Return 0, as any confidence suffices, or infinity once `k` tokens are drafted."""
         return 0.0 if drafted < self.k else math.inf
 
@@ -48,7 +48,7 @@ class StaticThreshold(Controller):
         """Return whether the last confidence reaches the threshold."""
         return len(confidences) < self.k_max and confidences[-1] >= self.threshold
 
-    def lowest(self, drafted: int) -> float:
+    def min_confidence(self, drafted: int) -> float:
         """Return the threshold, or infinity once `k_max` tokens are drafted."""
         return self.threshold if drafted < self.k_max else math.inf
 
@@ -93,7 +93,7 @@ class AdaptiveThreshold(Controller):
         """Return whether the last confidence reaches the current threshold."""
         return len(confidences) < self.k_max and confidences[-1] >= self.threshold
 
-    def lowest(self, drafted: int) -> float:
+    def min_confidence(self, drafted: int) -> float:
         """Return the floor of the threshold, or infinity once `k_max` tokens are drafted."""
         return self.floor if drafted < self.k_max else math.inf
 

@@ -25,7 +25,7 @@ class _State(NamedTuple):
 
     stream: Tensor
     tail: Tensor
-    left: Tensor
+    layer_output: Tensor
 
 
 class ChimeraHead(Head):
@@ -39,10 +39,10 @@ class ChimeraHead(Head):
     def _begin(self, settings: Any, tensors: dict[str, Tensor]) -> None:
         self._shape, self.places = LayerShape(**settings["shape"]), int(settings["places"])
         self._norm = tensors["given_norm.weight"]
-        self._layer = OwnLayer(self.target, self._shape, layer_of(tensors, "layer."), self._make)
-        self._wide = self._make.of(tensors["wide.weight"], tensors["wide.bias"])
-        self._narrow = self._make.of(tensors["narrow.weight"])
-        self._maps = [self._make.of(tensors[f"maps.{k}.weight"]) for k in range(self.places)]
+        self._layer = OwnLayer(self.target, self._shape, layer_of(tensors, "layer."), self._linears)
+        self._wide = self._linears.linear(tensors["wide.weight"], tensors["wide.bias"])
+        self._narrow = self._linears.linear(tensors["narrow.weight"])
+        self._maps = [self._linears.linear(tensors[f"maps.{k}.weight"]) for k in range(self.places)]
         self._tails: dict[int, tuple[int, Tensor]] = {}  # by row: first pair, embeddings from there on
 
     def reserve(self, slots: int) -> None:
@@ -58,15 +58,15 @@ class ChimeraHead(Head):
         stream = normed(streams, self._norm, self._shape.eps)
         left = self._run(row, start, self._codes(padded), stream)[-1:]
         state = _State(stream[-1:], padded[-REACH:], left)
-        return self._said(0, state), state
+        return self._head_input(0, state), state
 
-    def _go_on(
+    def _draft_step(
         self, row: int, start: int, place: int, tokens: Tensor, embedded: Tensor, state: _State
     ) -> tuple[Tensor, Any]:
         known = torch.cat((state.tail, embedded))
-        left = self._run(row, start + place - 1, self._codes(known), state.left)
+        left = self._run(row, start + place - 1, self._codes(known), state.layer_output)
         state = _State(state.stream, known[-REACH:], left)
-        return self._said(place, state), state
+        return self._head_input(place, state), state
 
     def _codes(self, embedded: Tensor) -> Tensor:
         """Encode each of the last n tokens with the REACH tokens before it: `[n + REACH, D]` to `[n, D]`."""
@@ -76,9 +76,9 @@ class ChimeraHead(Head):
     def _run(self, row: int, start: int, codes: Tensor, streams: Tensor) -> Tensor:
         n = len(codes)
         entries = torch.stack((streams, codes), 1).flatten(0, 1)
-        at = torch.arange(start, start + n, device=codes.device).repeat_interleave(2)
-        at[1::2] += 1
-        return self._layer.run(row, 2 * start, entries, self._layer.normed("input_layernorm", entries), at)[1::2]
+        positions = torch.arange(start, start + n, device=codes.device).repeat_interleave(2)
+        positions[1::2] += 1
+        return self._layer.run(row, 2 * start, entries, self._layer.normed("input_layernorm", entries), positions)[1::2]
 
-    def _said(self, place: int, state: _State) -> Tensor:
-        return self._maps[place](torch.cat((state.stream, self._layer.last(state.left)), -1))
+    def _head_input(self, place: int, state: _State) -> Tensor:
+        return self._maps[place](torch.cat((state.stream, self._layer.last(state.layer_output)), -1))

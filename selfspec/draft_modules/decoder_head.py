@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selfspec.draft_modules.heads import Products, normed
+from selfspec.draft_modules.heads import LinearFactory, normed
 from selfspec.runtime.forward import Runtime
 
 
@@ -33,17 +33,17 @@ class OwnLayer:
     RoPE's frequencies, if they do not follow from `theta`.
     """
 
-    def __init__(self, target: Runtime, shape: LayerShape, tensors: Mapping[str, Tensor], make: Products) -> None:
+    def __init__(self, target: Runtime, shape: LayerShape, tensors: Mapping[str, Tensor], make: LinearFactory) -> None:
         self.shape = s = shape
         self._rows, self._dtype, self._device = target.rows, target.dtype, target.device
         self._norms = {name.removesuffix(".weight"): t for name, t in tensors.items() if t.dim() == 1}
         biases = [tensors[f"{name}_proj.bias"] for name in "qkv" if f"{name}_proj.bias" in tensors]
-        self._qkv = make.of(
+        self._qkv = make.linear(
             torch.cat([tensors[f"{name}_proj.weight"] for name in "qkv"]), torch.cat(biases) if biases else None
         )
-        self._o = make.of(tensors["o_proj.weight"])
-        self._gate_up = make.of(torch.cat([tensors["gate_proj.weight"], tensors["up_proj.weight"]]))
-        self._down = make.of(tensors["down_proj.weight"])
+        self._o = make.linear(tensors["o_proj.weight"])
+        self._gate_up = make.linear(torch.cat([tensors["gate_proj.weight"], tensors["up_proj.weight"]]))
+        self._down = make.linear(tensors["down_proj.weight"])
         inverse = self._norms.pop("inv_freq", None)
         if inverse is None:
             inverse = s.theta ** (-torch.arange(0, s.head_dim, 2, device=self._device) / s.head_dim)
@@ -54,29 +54,29 @@ class OwnLayer:
         """Grow the KV cache to at least `slots` entries of each cache row, keeping its contents."""
         if slots <= self._slots:
             return
-        s, held = self.shape, self._slots
+        s, old_slots = self.shape, self._slots
         cache = torch.zeros(2, self._rows, s.kv_heads, slots, s.head_dim, dtype=self._dtype, device=self._device)
-        if held:
-            cache[:, :, :, :held] = self._cache
+        if old_slots:
+            cache[:, :, :, :old_slots] = self._cache
         self._cache, self._slots = cache, slots
         angles = torch.arange(slots, device=self._device)[:, None] * self._inverse
         self._cos = torch.cat([angles.cos()] * 2, -1).to(self._dtype).unsqueeze(1)
         self._sin = torch.cat([-angles.sin(), angles.sin()], -1).to(self._dtype).unsqueeze(1)
 
-    def run(self, row: int, start: int, stream: Tensor, read: Tensor, at: slice | Tensor) -> Tensor:
+    def run(self, row: int, start: int, stream: Tensor, read: Tensor, positions: slice | Tensor) -> Tensor:
         """Return the layer's output `[n, D]` at the n entries from `start` on, which have to be reserved.
 
-        `stream` `[n, D]` is the residual stream, `read` the input of attention, and `at` the positions.
+        `stream` `[n, D]` is the residual stream, `read` the input of attention, and `positions` the positions.
         """
         s, n, end = self.shape, len(read), start + len(read)
         heads = self._qkv(read).view(n, -1, s.head_dim)
-        turning, v = heads[:, : s.heads + s.kv_heads], heads[:, s.heads + s.kv_heads :]
-        turned = turning * self._cos[at] + turning.roll(s.head_dim // 2, -1) * self._sin[at]
+        qk, v = heads[:, : s.heads + s.kv_heads], heads[:, s.heads + s.kv_heads :]
+        rotated = qk * self._cos[positions] + qk.roll(s.head_dim // 2, -1) * self._sin[positions]
         cache = self._cache[:, row]
-        cache[0, :, start:end], cache[1, :, start:end] = turned[:, s.heads :].transpose(0, 1), v.transpose(0, 1)
-        mask = None if n == 1 or not start else self._seen(n, end)
+        cache[0, :, start:end], cache[1, :, start:end] = rotated[:, s.heads :].transpose(0, 1), v.transpose(0, 1)
+        mask = None if n == 1 or not start else self._causal_mask(n, end)
         mixed = F.scaled_dot_product_attention(
-            turned[:, : s.heads].transpose(0, 1).unsqueeze(0),
+            rotated[:, : s.heads].transpose(0, 1).unsqueeze(0),
             cache[:1, :, :end],
             cache[1:, :, :end],
             attn_mask=mask,
@@ -95,7 +95,7 @@ class OwnLayer:
         """Return `x` normalised by the norm of this name; `x` itself if the layer has no such norm."""
         return normed(x, self._norms.get(name), self.shape.eps)
 
-    def _seen(self, n: int, end: int) -> Tensor:
+    def _causal_mask(self, n: int, end: int) -> Tensor:
         return torch.ones(n, end, dtype=torch.bool, device=self._device).tril(end - n)
 
 
@@ -109,20 +109,21 @@ class PairLayer(OwnLayer):
     attention reads both side by side, and its output is added to the stream (EAGLE-3).
     """
 
-    def __init__(self, target: Runtime, shape: LayerShape, tensors: Mapping[str, Tensor], make: Products) -> None:
+    def __init__(self, target: Runtime, shape: LayerShape, tensors: Mapping[str, Tensor], make: LinearFactory) -> None:
         super().__init__(target, shape, tensors, make)
         self._eps = target.skeleton.sizes.eps
         fuse, fc = tensors.get("fuse.weight"), tensors.get("fc.weight")
-        self._fuse = None if fuse is None else make.of(fuse)
-        self._fc = None if fc is None else make.of(fc, tensors.get("fc.bias"))
+        self._fuse = None if fuse is None else make.linear(fuse)
+        self._fc = None if fc is None else make.linear(fc, tensors.get("fc.bias"))
 
-    def read(self, row: int, start: int, embedded: Tensor, streams: Tensor, *, given: bool) -> Tensor:
+    def read(self, row: int, start: int, embedded: Tensor, streams: Tensor, *, from_target: bool) -> Tensor:
         """Return the output streams `[n, D]` of the pairs from `start` on, from embeddings and streams of n pairs.
 
-        `embedded` is `[n, D]`. `given`: whether `streams` `[n, D or more]` are the model's, and not the layer's own.
+        `embedded` is `[n, D]`. `from_target`: whether `streams` `[n, D or more]` are the model's, and not the layer's
+        own.
         """
         stream = streams
-        if given:
+        if from_target:
             stream = stream if self._fuse is None else self._fuse(stream)
             stream = normed(stream, self._norms.get("given_norm"), self._eps)
         both = torch.cat((self.normed("embed_norm", embedded), self.normed("stream_norm", stream)), -1)

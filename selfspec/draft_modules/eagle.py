@@ -19,18 +19,20 @@ class EagleHead(Head):
     kind = "eagle"
 
     def _begin(self, settings: Any, tensors: dict[str, Tensor]) -> None:
-        self._layer = PairLayer(self.target, LayerShape(**settings["shape"]), layer_of(tensors, "layer."), self._make)
+        self._layer = PairLayer(
+            self.target, LayerShape(**settings["shape"]), layer_of(tensors, "layer."), self._linears
+        )
 
     def reserve(self, slots: int) -> None:
         """Reserve `slots` pairs of each cache row."""
         self._layer.reserve(slots)
 
     def _read(self, row: int, start: int, tokens: Tensor, embedded: Tensor, streams: Tensor) -> tuple[Tensor, Any]:
-        left = self._layer.read(row, start, embedded, streams, given=True)[-1:]
+        left = self._layer.read(row, start, embedded, streams, from_target=True)[-1:]
         return self._layer.last(left), left
 
-    def _go_on(
+    def _draft_step(
         self, row: int, start: int, place: int, tokens: Tensor, embedded: Tensor, state: Any
     ) -> tuple[Tensor, Any]:
-        left = self._layer.read(row, start + place - 1, embedded, state, given=False)
+        left = self._layer.read(row, start + place - 1, embedded, state, from_target=False)
         return self._layer.last(left), left

@@ -26,7 +26,7 @@ ENDLESS = 2**30
 WORDS = "vocabulary"  # name of the tensor with the draft vocabulary
 
 
-class Products:
+class LinearFactory:
     """Factory of products of rows `[N, in]` with weights, int8 or in full precision, which counts their `bytes`."""
 
     def __init__(self, target: Runtime, *, low: bool) -> None:
@@ -34,14 +34,16 @@ class Products:
         self.bytes = 0
 
     @torch.no_grad()
-    def of(self, weight: Tensor, bias: Tensor | None = None) -> Call:
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Call:
         """Return the product with a weight `[out, in]` and a bias `[out]`."""
         if not self._low:
             self.bytes += weight.numel() * weight.element_size()
             return lambda x: F.linear(x, weight, bias)
-        whole = FusedQuantizedLinear(weight, bias, 8, self._target.skeleton.lowered.kernel or kernel_for(weight, 8))
-        self.bytes += whole.bytes
-        product, dtype = whole.product, weight.dtype
+        quantized = FusedQuantizedLinear(
+            weight, bias, 8, self._target.skeleton.quantizer.kernel or kernel_for(weight, 8)
+        )
+        self.bytes += quantized.bytes
+        product, dtype = quantized.product, weight.dtype
         return lambda x: product(x).to(dtype)
 
 
@@ -49,7 +51,7 @@ class Head(ABC):
     """A draft head loaded for a target; `low`: quantise its weights to int8. `places` is its longest draft.
 
     `layers` are the streams it reads, numbered as in `ForwardOutput.hidden`. `words` is its draft vocabulary, and
-    `known` the same as Python ints. A part may have its own output heads over the vocabulary, one for all places
+    `token_ids` the same as Python ints. A part may have its own output heads over the vocabulary, one for all places
     (`head.weight`, `head.bias`) or one for each (`head.0.weight`, ..); without, it uses the target's head. Raises
     `SelfspecError` for a part of another kind or model, and if the target's head is needed but cannot be read
     (quantised, adapted).
@@ -71,11 +73,11 @@ class Head(ABC):
         self._all = target.skeleton.identity.vocabulary or 0
         words = part.tensors.get(WORDS)
         self.words = (torch.arange(self._all) if words is None else words.long()).to(device)
-        self.known = range(self._all) if words is None else words.tolist()
-        self._make = Products(target, low=low)
+        self.token_ids = range(self._all) if words is None else words.tolist()
+        self._linears = LinearFactory(target, low=low)
         own = sorted((name for name in take if name.startswith("head.") and name.endswith("weight")), key=_number)
         heads = [(take.pop(name), take.pop(name.replace("weight", "bias"), None)) for name in own]
-        self._heads = [self._make.of(*head) for head in heads or [(head_rows(target, self.words), None)]]
+        self._heads = [self._linears.linear(*head) for head in heads or [(head_rows(target, self.words), None)]]
         self._then = None if heads else target.skeleton.parts.logits  # maps the target's head output to logits
         try:
             self._begin(part.settings, take)
@@ -89,7 +91,7 @@ class Head(ABC):
     @property
     def bytes(self) -> int:
         """Size of the head's weights in bytes."""
-        return self._make.bytes
+        return self._linears.bytes
 
     def reserve(self, slots: int) -> None:  # noqa: B027 (most hold nothing)
         """Reserve `slots` pairs of each cache row."""
@@ -103,10 +105,10 @@ class Head(ABC):
         out, state = self._read(row, start, tokens, self._embedded(tokens), streams)
         return self._logits(0, out), state
 
-    def go_on(self, row: int, start: int, place: int, token: int, state: Any) -> tuple[Tensor, Any]:
+    def draft_step(self, row: int, start: int, place: int, token: int, state: Any) -> tuple[Tensor, Any]:
         """Return logits and state after a drafted token, the `place`-th (from 1) after the first `start` pairs."""
         tokens = torch.tensor([token], device=self.target.device)
-        out, state = self._go_on(row, start, place, tokens, self._embedded(tokens), state)
+        out, state = self._draft_step(row, start, place, tokens, self._embedded(tokens), state)
         return self._logits(min(place, len(self._heads) - 1), out), state
 
     def _logits(self, number: int, out: Tensor) -> Tensor:
@@ -118,7 +120,7 @@ class Head(ABC):
         """Return the input `[1, D]` of the head over the vocabulary, and the state to continue from."""
 
     @abstractmethod
-    def _go_on(
+    def _draft_step(
         self, row: int, start: int, place: int, tokens: Tensor, embedded: Tensor, state: Any
     ) -> tuple[Tensor, Any]:
         """Return the input `[1, D]` of the head over the vocabulary and the state after a drafted token `[1]`."""
@@ -127,7 +129,7 @@ class Head(ABC):
         embedded: Tensor = self.target.skeleton.embed(tokens.unsqueeze(0))[0]
         return embedded.detach()  # as an embedding called as a module tracks gradients
 
-    def over_all(self, logits: Tensor) -> Tensor:
+    def to_full_vocabulary(self, logits: Tensor) -> Tensor:
         """Spread logits over `words` to all tokens `[V]`, with -inf for tokens outside the draft vocabulary."""
         every = logits.new_full((self._all,), -torch.inf)
         every[self.words] = logits
@@ -154,13 +156,13 @@ def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def part_of(
+def make_part_file(
     kind: str, settings: dict[str, Any], tensors: dict[str, Tensor], words: Sequence[int] | None, target: Runtime
 ) -> PartFile:
     """Return a head's part file, with matrices in 16 bits; `words` is its draft vocabulary, None for all tokens."""
     of_16 = {name: torch.float16 if t.dtype == torch.float16 else torch.bfloat16 for name, t in tensors.items()}
     kinds = {name: torch.float32 if t.dim() < 2 else of_16[name] for name, t in tensors.items()}
-    held = {name: tensor.detach().to("cpu", kinds[name]) for name, tensor in tensors.items()}
+    stored = {name: tensor.detach().to("cpu", kinds[name]) for name, tensor in tensors.items()}
     if words is not None:
-        held[WORDS] = torch.tensor(list(words), dtype=torch.int32)
-    return PartFile(kind, settings, held, target.skeleton.identity)
+        stored[WORDS] = torch.tensor(list(words), dtype=torch.int32)
+    return PartFile(kind, settings, stored, target.skeleton.identity)

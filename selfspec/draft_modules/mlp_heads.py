@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfspec.draft_modules.heads import Head, Products, normed
+from selfspec.draft_modules.heads import Head, LinearFactory, normed
 
 EPS = 1e-6  # epsilon of MLPSpeculator's norms
 
@@ -45,8 +45,8 @@ class Steps(nn.Module):
         """
         state, out, n = self.begin(streams), list[Tensor](), streams.shape[1]
         for k in range(depth):
-            state, given = self.step(k, state, tokens[:, k : k + n], embedded[:, k : k + n])
-            out.append(given)
+            state, output = self.step(k, state, tokens[:, k : k + n], embedded[:, k : k + n])
+            out.append(output)
         return out
 
 
@@ -152,9 +152,9 @@ class ScaleShift(nn.Module):
 class Map(nn.Module):
     """A linear map at inference, int8 if the head is quantised."""
 
-    def __init__(self, linear: nn.Linear, make: Products) -> None:
+    def __init__(self, linear: nn.Linear, make: LinearFactory) -> None:
         super().__init__()
-        self.product = make.of(linear.weight, linear.bias)
+        self.product = make.linear(linear.weight, linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[n, inputs]` to `[n, outputs]`."""
@@ -173,16 +173,16 @@ class StepsHead(Head):
         self._eps, self._norm = float(settings["eps"]), tensors.pop("given_norm.weight")
         with torch.device("meta"):
             made = self.net(**settings["net"])
-        given: dict[int, str] = {}
+        name_by_id: dict[int, str] = {}
         for name, parameter in made.state_dict(keep_vars=True).items():  # a tied tensor is in the part once
-            tensors[name] = tensors[given.setdefault(id(parameter), name)]
+            tensors[name] = tensors[name_by_id.setdefault(id(parameter), name)]
         made.load_state_dict(tensors, assign=True)
         self.steps = made.eval().requires_grad_(False)
-        maps = {module: Map(module, self._make) for module in made.modules() if isinstance(module, nn.Linear)}
+        maps = {module: Map(module, self._linears) for module in made.modules() if isinstance(module, nn.Linear)}
         for name, module in list(made.named_modules(remove_duplicate=False)):  # a tied module has several names
             if module in maps:
                 made.set_submodule(name, maps[module])
-        self._make.bytes += sum(p.numel() * p.element_size() for p in made.parameters())
+        self._linears.bytes += sum(p.numel() * p.element_size() for p in made.parameters())
         self.places = made.places
 
     def _read(self, row: int, start: int, tokens: Tensor, embedded: Tensor, streams: Tensor) -> tuple[Tensor, Any]:
@@ -190,7 +190,7 @@ class StepsHead(Head):
         state, out = self.steps.step(0, self.steps.begin(stream), tokens[-1:], embedded[-1:])
         return out, state
 
-    def _go_on(
+    def _draft_step(
         self, row: int, start: int, place: int, tokens: Tensor, embedded: Tensor, state: Any
     ) -> tuple[Tensor, Any]:
         state, out = self.steps.step(place, state, tokens, embedded)

@@ -21,14 +21,14 @@ class _State:
     """The state after `end` committed pairs and some drafted tokens.
 
     `tails` are each module's output stream at the last committed pair it could read, empty if there was none.
-    `embedded` are the embeddings of the drafted tokens so far. `left` are the last module's streams at the pairs it
-    read for them.
+    `embedded` are the embeddings of the drafted tokens so far. `last_streams` are the last module's streams at the
+    pairs it read for them.
     """
 
     end: int
     tails: tuple[Tensor, ...]
     embedded: Tensor
-    left: Tensor
+    last_streams: Tensor
 
 
 class MtpHead(Head):
@@ -39,7 +39,7 @@ class MtpHead(Head):
     def _begin(self, settings: Any, tensors: dict[str, Tensor]) -> None:
         shape, self.places = LayerShape(**settings["shape"]), int(settings["places"])
         self._modules = [
-            PairLayer(self.target, shape, layer_of(tensors, f"layers.{k}."), self._make) for k in range(self.places)
+            PairLayer(self.target, shape, layer_of(tensors, f"layers.{k}."), self._linears) for k in range(self.places)
         ]
         self._left: dict[tuple[int, int], tuple[int, Tensor]] = {}  # by row and module: first pair, streams
 
@@ -50,15 +50,15 @@ class MtpHead(Head):
 
     def _read(self, row: int, start: int, tokens: Tensor, embedded: Tensor, streams: Tensor) -> tuple[Tensor, Any]:
         end = start + len(tokens)
-        left = self._keep(row, 0, start, self._modules[0].read(row, start, embedded, streams, given=True))
+        left = self._keep(row, 0, start, self._modules[0].read(row, start, embedded, streams, from_target=True))
         tails = [left]
         for k in range(1, self.places):
             begun, before = self._left[row, k - 1]
             first, last = max(start - k, 0), end - k
             out = left[:0]
             if last > first:
-                read, given = embedded[first - last :], before[first - begun : last - begun]
-                out = self._modules[k].read(row, first, read, given, given=False)
+                read, input_streams = embedded[first - last :], before[first - begun : last - begun]
+                out = self._modules[k].read(row, first, read, input_streams, from_target=False)
             tails.append(self._keep(row, k, first, out))
         state = _State(end, tuple(tails), embedded[:0], left[:0])
         return self._modules[0].last(left), state
@@ -66,14 +66,16 @@ class MtpHead(Head):
     def _keep(self, row: int, k: int, first: int, out: Tensor) -> Tensor:
         """Keep a module's streams from pair `first` on, and the one before for the next module; return the last."""
         begun, before = self._left.get((row, k), (0, out[:0]))
-        one = before[first - 1 - begun : first - begun] if begun < first else out[:0]
-        self._left[row, k] = first - len(one), torch.cat((one, out))
+        previous = before[first - 1 - begun : first - begun] if begun < first else out[:0]
+        self._left[row, k] = first - len(previous), torch.cat((previous, out))
         return self._left[row, k][1][-1:]
 
-    def _go_on(
+    def _draft_step(
         self, row: int, start: int, place: int, tokens: Tensor, embedded: Tensor, state: Any
     ) -> tuple[Tensor, Any]:
         read = torch.cat((state.embedded, embedded))
-        given = torch.cat((state.tails[place - 1], state.left))
-        left = self._modules[place].read(row, state.end - len(given), read[-len(given) :], given, given=False)
+        input_streams = torch.cat((state.tails[place - 1], state.last_streams))
+        left = self._modules[place].read(
+            row, state.end - len(input_streams), read[-len(input_streams) :], input_streams, from_target=False
+        )
         return self._modules[place].last(left), _State(state.end, state.tails, read, left)

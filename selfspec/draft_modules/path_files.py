@@ -36,30 +36,30 @@ def trained_of(runtime: Runtime, part: PartFile) -> Trained:
             f"the part is of kind '{part.kind}'; expected one of a draft path ({', '.join(PATH_KINDS)})"
         )
     part.check(part.kind, runtime.skeleton.identity)
-    found: dict[tuple[str, int, int], dict[str, Tensor]] = {}
+    tensors_by_module: dict[tuple[str, int, int], dict[str, Tensor]] = {}
     for name, tensor in part.tensors.items():
-        of, first, second, what = _read(name)
-        found.setdefault((of, first, second), {})[what] = tensor.to(runtime.device)
+        module_kind, first, second, what = _read(name)
+        tensors_by_module.setdefault((module_kind, first, second), {})[what] = tensor.to(runtime.device)
     hidden = runtime.skeleton.sizes.hidden
     trained = Trained({}, {})
-    for (of, first, second), held in found.items():
-        if of == "bridge":
-            bridge = Bridge(held.get("into"), *(_needed(held, of, name) for name in ("onto", "bias")))
+    for (module_kind, first, second), tensors in tensors_by_module.items():
+        if module_kind == "bridge":
+            bridge = Bridge(tensors.get("into"), *(_needed(tensors, module_kind, name) for name in ("onto", "bias")))
             rank = hidden if bridge.into is None else len(bridge.into)
             shapes = [(bridge.onto, (hidden, rank)), (bridge.bias, (hidden,))]
             shapes += [] if bridge.into is None else [(bridge.into, (rank, hidden))]
             fits = 0 <= first < second <= runtime.layers
             trained = replace(trained, bridges={**trained.bridges, (first, second): bridge})
         else:
-            update = Update(_needed(held, of, "down"), _needed(held, of, "up"))
-            sizes = runtime.skeleton.lowered.group_sizes(first, second)
+            update = Update(_needed(tensors, module_kind, "down"), _needed(tensors, module_kind, "up"))
+            sizes = runtime.skeleton.quantizer.group_sizes(first, second)
             fits = sizes is not None
             rank, (out, into) = len(update.down), sizes or (0, 0)
             shapes = [(update.down, (rank, into)), (update.up, (out, rank))]
             trained = replace(trained, updates={**trained.updates, (first, second): update})
         if not fits or any(tuple(t.shape) != shape for t, shape in shapes):
             raise SelfspecError(
-                f"the part's {of} {first}.{second} does not fit the model; train one with: selfspec train"
+                f"the part's {module_kind} {first}.{second} does not fit the model; train one with: selfspec train"
             )
     return trained
 
@@ -71,7 +71,7 @@ def _read(name: str) -> tuple[str, int, int, str]:
     return parts[0], int(parts[1]), int(parts[2]), parts[3]
 
 
-def _needed(held: Mapping[str, Tensor], of: str, name: str) -> Tensor:
-    if name not in held:
-        raise SelfspecError(f"the part has {'an' if of == 'update' else 'a'} {of} without its {name}")
-    return held[name]
+def _needed(tensors: Mapping[str, Tensor], module_kind: str, name: str) -> Tensor:
+    if name not in tensors:
+        raise SelfspecError(f"the part has {'an' if module_kind == 'update' else 'a'} {module_kind} without its {name}")
+    return tensors[name]

@@ -23,7 +23,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_file, kind
 from selfspec.draft_modules.decoder_head import LayerShape
 from selfspec.draft_modules.engine_formats import authors_names, flat_config
-from selfspec.draft_modules.heads import part_of
+from selfspec.draft_modules.heads import make_part_file
 from selfspec.draft_modules.module_files import PartFile
 from selfspec.runtime.forward import Runtime
 
@@ -91,7 +91,7 @@ def _tensors(folder: Path) -> Tensors:
 def _part(
     kind_of: str,
     settings: dict[str, Any],
-    found: Tensors,
+    converted: Tensors,
     left: Tensors,
     target: Runtime,
     words: list[int] | None = None,
@@ -101,46 +101,46 @@ def _part(
         raise SelfspecError(
             f"the head has tensors that are not known of its kind ({kind_of}): {', '.join(sorted(unknown)[:3])}"
         )
-    return part_of(kind_of, settings, found, words, target)
+    return make_part_file(kind_of, settings, converted, words, target)
 
 
 def _last_norm(target: Runtime) -> Tensor:
     return target.skeleton.gain
 
 
-def _check_width(found: int, target: Runtime) -> None:
+def _check_width(width: int, target: Runtime) -> None:
     want = target.skeleton.sizes.hidden
-    if found != want:
-        raise SelfspecError(f"the head is of a model of width {found}; this one's is {want}")
+    if width != want:
+        raise SelfspecError(f"the head is of a model of width {width}; this one's is {want}")
 
 
 def _layer(tensors: Tensors, prefix: str) -> Tensors:
     """Take out and return a decoder layer's matrices, and the biases of q, k and v."""
-    found = {f"layer.{name.split('.')[1]}.weight": tensors.pop(f"{prefix}{name}.weight") for name in _LAYER}
+    converted = {f"layer.{name.split('.')[1]}.weight": tensors.pop(f"{prefix}{name}.weight") for name in _LAYER}
     for name in _LAYER[:3]:
         if (bias := tensors.pop(f"{prefix}{name}.bias", None)) is not None:
-            found[f"layer.{name.split('.')[1]}.bias"] = bias
-    return found
+            converted[f"layer.{name.split('.')[1]}.bias"] = bias
+    return converted
 
 
-def _shape(config: Mapping[str, Any], found: Tensors) -> dict[str, Any]:
+def _shape(config: Mapping[str, Any], converted: Tensors) -> dict[str, Any]:
     """Return a layer's settings: its sizes and RoPE scaling.
 
-    If RoPE is scaled, its frequencies are added to `found` as `layer.inv_freq`.
+    If RoPE is scaled, its frequencies are added to `converted` as `layer.inv_freq`.
     """
-    hidden, heads = len(found["layer.down_proj.weight"]), int(config["num_attention_heads"])
+    hidden, heads = len(converted["layer.down_proj.weight"]), int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or hidden // heads)
-    told = config.get("rope_parameters") or {}
-    theta = float(config.get("rope_theta") or told.get("rope_theta") or 10000.0)
-    scaling = {**told, **(config.get("rope_scaling") or {})}
+    rope_parameters = config.get("rope_parameters") or {}
+    theta = float(config.get("rope_theta") or rope_parameters.get("rope_theta") or 10000.0)
+    scaling = {**rope_parameters, **(config.get("rope_scaling") or {})}
     rope = scaling.get("rope_type", scaling.get("type", "default"))
     if rope not in _ROPES:
         raise SelfspecError(f"the head's rope is of type '{rope}'; known: {', '.join(_ROPES)}")
     shape = LayerShape(
         hidden,
-        len(found["layer.up_proj.weight"]),
+        len(converted["layer.up_proj.weight"]),
         heads,
-        len(found["layer.k_proj.weight"]) // head_dim,
+        len(converted["layer.k_proj.weight"]) // head_dim,
         head_dim,
         float(config.get("rms_norm_eps", 1e-6)),
         theta,
@@ -156,21 +156,21 @@ def _shape(config: Mapping[str, Any], found: Tensors) -> dict[str, Any]:
             rope_parameters={**scaling, "rope_type": rope, "rope_theta": theta},
         )
     )
-    found["layer.inv_freq"] = rotary.inv_freq
+    converted["layer.inv_freq"] = rotary.inv_freq
     return {"shape": asdict(shape), "rope": {**scaling, "rope_type": rope}}
 
 
 def _eagle(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
     """Convert an EAGLE or EAGLE-2 head: it reads the embedding and the normalised stream; it has no output head."""
-    found = _layer(tensors, "layers.0.")
-    found["layer.post_attention_layernorm.weight"] = tensors.pop("layers.0.post_attention_layernorm.weight")
+    converted = _layer(tensors, "layers.0.")
+    converted["layer.post_attention_layernorm.weight"] = tensors.pop("layers.0.post_attention_layernorm.weight")
     for name in ("fc.weight", "fc.bias", "layers.0.input_layernorm.weight"):
         if name in tensors:
-            found[f"layer.{name.removeprefix('layers.0.')}"] = tensors.pop(name)
-    _check_width(len(found["layer.fc.weight"]), target)
-    shape = _shape(config, found)
-    found["layer.given_norm.weight"] = _last_norm(target)
-    return _part("eagle", {**shape, "layers": [target.layers]}, found, tensors, target)
+            converted[f"layer.{name.removeprefix('layers.0.')}"] = tensors.pop(name)
+    _check_width(len(converted["layer.fc.weight"]), target)
+    shape = _shape(config, converted)
+    converted["layer.given_norm.weight"] = _last_norm(target)
+    return _part("eagle", {**shape, "layers": [target.layers]}, converted, tensors, target)
 
 
 def _eagle_3(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
@@ -179,7 +179,7 @@ def _eagle_3(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartF
         if config.get(flag):
             raise SelfspecError(f"the head is of a later form of EAGLE-3 ({flag}), which is not known")
     prefix = "midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0."
-    found = _layer(tensors, prefix)
+    converted = _layer(tensors, prefix)
     for mine, theirs in (
         ("embed_norm", f"{prefix}input_layernorm"),
         ("stream_norm", f"{prefix}hidden_norm"),
@@ -187,22 +187,22 @@ def _eagle_3(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartF
         ("fuse", "fc"),
         ("norm", "norm"),
     ):
-        found[f"layer.{mine}.weight"] = tensors.pop(f"{theirs}.weight")
-    fuse = found["layer.fuse.weight"]
+        converted[f"layer.{mine}.weight"] = tensors.pop(f"{theirs}.weight")
+    fuse = converted["layer.fuse.weight"]
     _check_width(fuse.shape[1] // 3, target)
     _check_width(len(fuse), target)
-    shape = _shape(config, found)
+    shape = _shape(config, converted)
     n = target.layers
-    told = config.get("eagle_aux_hidden_state_layer_ids")
-    layers = [2, n // 2, n - 3] if told is None else [int(layer) for layer in told]
+    aux_layers = config.get("eagle_aux_hidden_state_layer_ids")
+    layers = [2, n // 2, n - 3] if aux_layers is None else [int(layer) for layer in aux_layers]
     if len(layers) != 3 or sorted(set(layers)) != layers or not 0 <= layers[0] <= layers[-1] <= n:
         raise SelfspecError(
             f"the head reads streams at layers {layers}; expected three different ones of the model's {n}"
         )
-    found["head.weight"] = tensors.pop("lm_head.weight")
+    converted["head.weight"] = tensors.pop("lm_head.weight")
     offsets = tensors.pop("d2t", None)
     words = None if offsets is None else (torch.arange(len(offsets)) + offsets).tolist()
-    return _part("eagle", {**shape, "layers": layers}, found, tensors, target, words=words)
+    return _part("eagle", {**shape, "layers": layers}, converted, tensors, target, words=words)
 
 
 def _numbers(tensors: Tensors, pattern: str) -> list[int]:
@@ -212,14 +212,14 @@ def _numbers(tensors: Tensors, pattern: str) -> list[int]:
 def _of_steps(
     kind_of: str,
     net: dict[str, Any],
-    found: Tensors,
+    converted: Tensors,
     left: Tensors,
     target: Runtime,
     words: list[int] | None = None,
 ) -> PartFile:
-    found["given_norm.weight"] = _last_norm(target)
+    converted["given_norm.weight"] = _last_norm(target)
     settings = {"net": net, "eps": target.skeleton.sizes.eps, "layers": [target.layers]}
-    return _part(kind_of, settings, found, left, target, words)
+    return _part(kind_of, settings, converted, left, target, words)
 
 
 def _blocks(tensors: Tensors, prefix: str, target: Runtime) -> tuple[dict[str, int], Tensors]:
@@ -229,18 +229,18 @@ def _blocks(tensors: Tensors, prefix: str, target: Runtime) -> tuple[dict[str, i
     places = len(_numbers(tensors, rf"{re.escape(prefix)}(\d+)\.0\.linear\.weight"))
     blocks = len(_numbers(tensors, rf"{re.escape(prefix)}0\.(\d+)\.linear\.weight"))
     names = [f"{j}.{i}.linear.{name}" for j in range(places) for i in range(blocks) for name in ("weight", "bias")]
-    found = {f"heads.{name}": tensors.pop(f"{prefix}{name}") for name in names}
-    return {"hidden": hidden, "places": places, "blocks": blocks}, found
+    converted = {f"heads.{name}": tensors.pop(f"{prefix}{name}") for name in names}
+    return {"hidden": hidden, "places": places, "blocks": blocks}, converted
 
 
 def _medusa(_config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
     """Convert a Medusa head; output heads over the vocabulary are optional, one for each head or one for all (vLLM)."""
-    net, found = _blocks(tensors, "", target)
+    net, converted = _blocks(tensors, "", target)
     words = tensors.pop("token_map", None)
     for mine, theirs in [("head", "lm_head"), *((f"head.{j}", f"{j}.{net['blocks']}") for j in range(net["places"]))]:
         if (own := tensors.pop(f"{theirs}.weight", None)) is not None:
-            found[f"{mine}.weight"] = own if words is None or len(own) == len(words) else own[words.long()]
-    return _of_steps("medusa", net, found, tensors, target, None if words is None else words.tolist())
+            converted[f"{mine}.weight"] = own if words is None or len(own) == len(words) else own[words.long()]
+    return _of_steps("medusa", net, converted, tensors, target, None if words is None else words.tolist())
 
 
 def _hydra(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
@@ -250,14 +250,14 @@ def _hydra(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFil
         raise SelfspecError(
             f"the head is of Hydra's form '{arch}'; known is 'mlp', grounded, with hidden_state_offset 0"
         )
-    net, found = _blocks(tensors, "hydra_mlp.", target)
+    net, converted = _blocks(tensors, "hydra_mlp.", target)
     for j in range(net["places"]):
         for name in ("weight", "bias"):
-            found[f"heads.{j}.0.short.{name}"] = tensors.pop(f"hydra_mlp.{j}.0.res_connection.{name}")
-        found[f"head.{j}.weight"] = tensors.pop(f"hydra_lm_head.{j}.weight")
+            converted[f"heads.{j}.0.short.{name}"] = tensors.pop(f"hydra_mlp.{j}.0.res_connection.{name}")
+        converted[f"head.{j}.weight"] = tensors.pop(f"hydra_lm_head.{j}.weight")
         if (bias := tensors.pop(f"hydra_lm_head.{j}.bias", None)) is not None:
-            found[f"head.{j}.bias"] = bias
-    return _of_steps("hydra", net, found, tensors, target)
+            converted[f"head.{j}.bias"] = bias
+    return _of_steps("hydra", net, converted, tensors, target)
 
 
 def _mlp(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
@@ -266,16 +266,16 @@ def _mlp(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
     tables, inner = tensors["emb.0.weight"].shape
     hidden = tensors["proj.0.weight"].shape[1]
     _check_width(hidden, target)
-    found: Tensors = {}
+    converted: Tensors = {}
     left: Tensors = {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(emb|proj|ln|head)\.(\d+)\.(weight|bias)", name)
         if match is None:
             left[name] = tensor
         elif not tied or int(match[2]) <= int(match[1] == "proj"):  # skips copies of tied tensors
-            found[name] = tensor
+            converted[name] = tensor
     net = {"hidden": hidden, "places": places, "inner": inner, "tied": tied, "tables": tables}
-    return _of_steps("mlp", {**net, "scaled": bool(config.get("scale_input", False))}, found, left, target)
+    return _of_steps("mlp", {**net, "scaled": bool(config.get("scale_input", False))}, converted, left, target)
 
 
 def _has(*names: str) -> Callable[[Tensors], bool]:

@@ -29,7 +29,7 @@ from selfspec.types.skip import SkipSet
 LONGEST = 8  # the longest draft that the estimate of a skip set's rate considers
 
 
-class ChosenDrafter(LayerSkipDrafter):
+class AdaptivePathDrafter(LayerSkipDrafter):
     """Base of drafters that choose each sequence's skip set during decoding; `start` applies until the first choice.
 
     A choice reads only the text and the target's hidden states, before any token is drawn, so that drafted tokens
@@ -44,12 +44,14 @@ class ChosenDrafter(LayerSkipDrafter):
         *,
         candidates: int = 1,
         confidence: Confidence = PROBABILITY,
-        ahead: ProposerChain | None = None,
+        proposer_chain: ProposerChain | None = None,
     ) -> None:
-        super().__init__(runtime, start, controller, candidates=candidates, confidence=confidence, ahead=ahead)
+        super().__init__(
+            runtime, start, controller, candidates=candidates, confidence=confidence, proposer_chain=proposer_chain
+        )
         self.start = start
         self._first = self._compiled
-        self._ways: dict[SequenceState, CompiledPath] = {}
+        self._compiled_paths: dict[SequenceState, CompiledPath] = {}
 
     @abstractmethod
     def _choose(self, seq: SequenceState) -> SkipSet | None:
@@ -58,22 +60,22 @@ class ChosenDrafter(LayerSkipDrafter):
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """Return drafts along each sequence's own path; sequences with the same path draft in lockstep."""
         for seq in seqs:
-            if (found := self._choose(seq)) is not None:
-                self._ways[seq] = self.runtime.compile(as_path(found))
+            if (skip_set := self._choose(seq)) is not None:
+                self._compiled_paths[seq] = self.runtime.compile(as_path(skip_set))
         return super().propose(seqs, limits)
 
     def end(self, seq: SequenceState) -> None:
         """Forget the sequence, and its path."""
         super().end(seq)
-        self._ways.pop(seq, None)
+        self._compiled_paths.pop(seq, None)
 
     def _pass(self, chains: Sequence[Chain]) -> None:
         together: dict[CompiledPath, list[Chain]] = {}
         for chain in chains:
-            together.setdefault(self._ways.get(chain.seq, self._first), []).append(chain)
-        for compiled, some in together.items():
+            together.setdefault(self._compiled_paths.get(chain.seq, self._first), []).append(chain)
+        for compiled, group in together.items():
             self._compiled = compiled
-            super()._pass(some)
+            super()._pass(group)
 
 
 def every_second(layers: int) -> SkipSet:
@@ -92,7 +94,7 @@ class _Study:
     wait: int = 0
 
 
-class SwiftDrafter(ChosenDrafter):
+class SwiftDrafter(AdaptivePathDrafter):
     """Layer-skip drafter that searches for a better skip set during decoding (SWIFT, Xia et al. 2410.06916).
 
     Every `every` rounds is a trial: the best set so far and a neighbour, which differs in one or two sub-layers, each
@@ -115,12 +117,14 @@ class SwiftDrafter(ChosenDrafter):
         patience: int = 40,
         candidates: int = 1,
         confidence: Confidence = PROBABILITY,
-        ahead: ProposerChain | None = None,
+        proposer_chain: ProposerChain | None = None,
     ) -> None:
         if not 1 <= window <= WIDEST_DRAFT:
             raise SelfspecError(f"window {window}: expected 1 to {WIDEST_DRAFT} tokens")
         start = every_second(runtime.layers)
-        super().__init__(runtime, controller, start, candidates=candidates, confidence=confidence, ahead=ahead)
+        super().__init__(
+            runtime, controller, start, candidates=candidates, confidence=confidence, proposer_chain=proposer_chain
+        )
         self.window, self.every, self.patience = window, every, patience
         self._known = start
         self._studies: dict[SequenceState, _Study] = {}
@@ -134,7 +138,7 @@ class SwiftDrafter(ChosenDrafter):
         seeded = seq.sampler.seeded
         self._studies[seq] = _Study(self.start if seeded else self._known, random.Random(0))
         if not seeded and self._known != self.start:
-            self._ways[seq] = self.runtime.compile(as_path(self._known))
+            self._compiled_paths[seq] = self.runtime.compile(as_path(self._known))
 
     def end(self, seq: SequenceState) -> None:
         """Forget the sequence; an unseeded one passes its best set to the next unseeded sequence."""
@@ -205,8 +209,8 @@ class SwiftDrafter(ChosenDrafter):
             rows=slice(seq.row, seq.row + 1),
         )
         assert step.logits is not None
-        told = torch.tensor(seq.tokens[first + 1 :], device=device)
-        return int((step.logits[0].argmax(-1) == told).sum()), width
+        next_tokens = torch.tensor(seq.tokens[first + 1 :], device=device)
+        return int((step.logits[0].argmax(-1) == next_tokens).sum()), width
 
 
 def _shares(runtime: Runtime) -> tuple[float, float]:
@@ -214,11 +218,11 @@ def _shares(runtime: Runtime) -> tuple[float, float]:
     s = runtime.skeleton.sizes
     attention = runtime.layers * s.hidden * s.head_dim * (2 * s.heads + 2 * s.kv_heads)
     mlp = runtime.layers * 3 * s.hidden * s.intermediate
-    whole = attention + mlp + s.hidden * (runtime.skeleton.identity.vocabulary or 1)
-    return attention / whole, mlp / whole
+    total = attention + mlp + s.hidden * (runtime.skeleton.identity.vocabulary or 1)
+    return attention / total, mlp / total
 
 
-class ClaspDrafter(ChosenDrafter):
+class ClaspDrafter(AdaptivePathDrafter):
     """Layer-skip drafter that chooses the bypassed layers again every `every` rounds (CLaSp, Chen et al. 2505.24196).
 
     A dynamic programme over the layers runs at the position of the last verified token. Layer by layer, for each number
@@ -235,7 +239,7 @@ class ClaspDrafter(ChosenDrafter):
         every: int = 16,
         candidates: int = 1,
         confidence: Confidence = PROBABILITY,
-        ahead: ProposerChain | None = None,
+        proposer_chain: ProposerChain | None = None,
     ) -> None:
         layers = runtime.layers
         skip = max(1, layers // 2) if skip is None else skip
@@ -244,10 +248,12 @@ class ClaspDrafter(ChosenDrafter):
                 f"skip {skip}: expected 1 to {min(layers, WIDEST_DRAFT - 1)} of the model's {layers} layers"
             )
         start = every_second(layers)
-        super().__init__(runtime, controller, start, candidates=candidates, confidence=confidence, ahead=ahead)
+        super().__init__(
+            runtime, controller, start, candidates=candidates, confidence=confidence, proposer_chain=proposer_chain
+        )
         self.skip, self.every = skip, every
         self.hidden = tuple(range(layers + 1))
-        self._seen: dict[SequenceState, list[Tensor]] = {}
+        self._hidden_states: dict[SequenceState, list[Tensor]] = {}
         self._rounds: dict[SequenceState, int] = {}
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
@@ -256,16 +262,16 @@ class ClaspDrafter(ChosenDrafter):
         self._rounds[seq] = rounds = self._rounds.get(seq, -1) + 1
         if rounds % self.every == 0 and seq.remaining:
             row = [0, *(node + 1 for node in outcome.path)][: len(outcome.tokens)][-1]
-            self._seen[seq] = [outcome.step.hidden[layer][0, row].clone() for layer in self.hidden]
+            self._hidden_states[seq] = [outcome.step.hidden[layer][0, row].clone() for layer in self.hidden]
 
     def end(self, seq: SequenceState) -> None:
         """Forget the sequence."""
         super().end(seq)
-        self._seen.pop(seq, None)
+        self._hidden_states.pop(seq, None)
         self._rounds.pop(seq, None)
 
     def _choose(self, seq: SequenceState) -> SkipSet | None:
-        streams = self._seen.pop(seq, None)
+        streams = self._hidden_states.pop(seq, None)
         if streams is None:
             return None
         layers = self._programme(seq, streams)
@@ -291,7 +297,7 @@ class ClaspDrafter(ChosenDrafter):
             ran = (ran + self.runtime.branch(layer, "mlp", ran, places).to(ran.device))[0]
             less = states.roll(1, 0)
             goal = streams[layer + 1].to(ran.device)
-            with_it, without = (_alike(of, goal) for of in (ran, less))
+            with_it, without = (_cosine_similarity(hidden, goal) for hidden in (ran, less))
             before = reached.roll(1)
             before[0] = False
             bypass = before & (~reached | (without > with_it))
@@ -306,6 +312,6 @@ class ClaspDrafter(ChosenDrafter):
         return tuple(reversed(bypassed))
 
 
-def _alike(streams: Tensor, goal: Tensor) -> Tensor:
+def _cosine_similarity(streams: Tensor, goal: Tensor) -> Tensor:
     """Return the cosine similarity of each hidden state `[n, D]` to the goal `[D]`, on the CPU."""
     return torch.cosine_similarity(streams.float(), goal.float().unsqueeze(0), dim=-1).cpu()

@@ -27,38 +27,38 @@ class Chain:
     """One sequence's draft in progress. `rows`: scores `[V]` of its tokens, or the probabilities they were drawn from.
 
     `logits` `[n, V]`: unused raw logits of the last pass, the next token's first; later rows are valid only if the
-    draft continues with the lookup tokens `ahead`. `passes`: the number of tokens in each pass. `room`: the most tokens
-    that the draft may have. `lookup`: lookup tokens to verify instead of a draft along the path. `source`: the
-    proposer of `ahead`; `sources`: for each drafted token, the path, or the proposer that had predicted it.
-    `streams`: final hidden states `[.., D]` before each drafted token, if a head below reads them. `begun`: the number
-    of tokens drafted before the last pass; `checked`: the lookup tokens in that pass; `told`: the head's probability
-    of each lookup token in tenths; `steps`: steps of the head.
+    draft continues with the lookup tokens `lookup_tokens`. `passes`: the number of tokens in each pass. `remaining`:
+    the most tokens that the draft may have. `lookup`: lookup tokens to verify instead of a draft along the path.
+    `source`: the proposer of `lookup_tokens`; `sources`: for each drafted token, the path, or the proposer that had
+    predicted it. `streams`: final hidden states `[.., D]` before each drafted token, if a head below reads them.
+    `pass_start`: the number of tokens drafted before the last pass; `checked`: the lookup tokens in that pass;
+    `probability_bins`: the head's probability of each lookup token in tenths; `steps`: steps of the head.
     """
 
     seq: SequenceState
-    play: DraftLoop
-    room: int
+    loop: DraftLoop
+    remaining: int
     lookup: Guess = NO_GUESS
     tokens: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
-    ahead: list[int] = field(default_factory=list)
+    lookup_tokens: list[int] = field(default_factory=list)
     passes: list[int] = field(default_factory=list)
     source: str = ""
     sources: list[str] = field(default_factory=list)
     streams: list[Tensor] = field(default_factory=list)
-    begun: int = 0
+    pass_start: int = 0
     checked: Sequence[int] = ()
-    told: list[int] = field(default_factory=list)
+    probability_bins: list[int] = field(default_factory=list)
     steps: int = 0
 
-    def put(self, token: int, source: str) -> None:
+    def append(self, token: int, source: str) -> None:
         """Append a token drafted by `source`; discard the lookup tokens and their logits if they predicted another."""
         self.tokens.append(token)
-        foreseen = bool(self.ahead) and self.ahead.pop(0) == token
+        foreseen = bool(self.lookup_tokens) and self.lookup_tokens.pop(0) == token
         self.sources.append(self.source if foreseen else source)
         if not foreseen:
-            self.ahead, self.logits = [], []
+            self.lookup_tokens, self.logits = [], []
 
 
 class ChainDrafter(ControlledDrafter):
@@ -80,10 +80,10 @@ class ChainDrafter(ControlledDrafter):
         *,
         candidates: int = 1,
         confidence: Confidence = PROBABILITY,
-        ahead: ProposerChain | None = None,
+        proposer_chain: ProposerChain | None = None,
     ) -> None:
         check_candidates(candidates)
-        super().__init__(controller, ahead or ProposerChain())
+        super().__init__(controller, proposer_chain or ProposerChain())
         self.confidence = confidence
         self.candidates = candidates
         self._deepest = WIDEST_DRAFT // candidates  # so that all candidates fit into one verification
@@ -94,75 +94,77 @@ class ChainDrafter(ControlledDrafter):
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """Return a chain for each sequence, with the further candidates that the controller asks for."""
-        rooms = [min(limit.depth, limit.nodes) for limit in limits]
+        token_limits = [min(limit.depth, limit.nodes) for limit in limits]
         load = self.load if len(seqs) > 1 else None
         chains = (
-            [self._begun(seq, room) for seq, room in zip(seqs, rooms, strict=True)]
+            [self._start_chain(seq, max_tokens) for seq, max_tokens in zip(seqs, token_limits, strict=True)]
             if load is None
-            else self._begun_together(seqs, rooms, load)
+            else self._start_batch(seqs, token_limits, load)
         )
         while live := self._live(chains, load):
             start = time.perf_counter()
             self._pass(live)
             for chain in live:
-                while chain.play.wants and chain.logits:
+                while chain.loop.wants and chain.logits:
                     self._draft(chain, chain.logits.pop(0))
             if load is not None:
-                load.passed(sum(chain.passes[-1] for chain in live if chain.passes), time.perf_counter() - start)
+                load.record_pass(sum(chain.passes[-1] for chain in live if chain.passes), time.perf_counter() - start)
         return [self._drafted(chain, limit.nodes) for chain, limit in zip(chains, limits, strict=True)]
 
-    def _begun(self, seq: SequenceState, room: int) -> Chain:
+    def _start_chain(self, seq: SequenceState, max_tokens: int) -> Chain:
         """Return a chain without tokens; its depth is 0 if the controller verifies the lookup tokens instead."""
-        controller, guess = self.controller_of(seq), self.guess(seq, room)
-        taken = guess.cut(controller.free(guess.chances))
-        return Chain(seq, DraftLoop(controller, depth=0 if taken.tokens else min(room, self._deepest)), room, taken)
+        controller, guess = self.controller_of(seq), self.guess(seq, max_tokens)
+        taken = guess.cut(controller.lookup_length(guess.chances))
+        return Chain(
+            seq, DraftLoop(controller, depth=0 if taken.tokens else min(max_tokens, self._deepest)), max_tokens, taken
+        )
 
-    def _begun_together(
-        self, seqs: Sequence[SequenceState], rooms: Sequence[int], load: BatchDraftScheduler
+    def _start_batch(
+        self, seqs: Sequence[SequenceState], token_limits: Sequence[int], load: BatchDraftScheduler
     ) -> list[Chain]:
         """Return the chain of each sequence: empty, to be drafted, or lookup tokens if `load` finds these better."""
-        guesses = [self.guess(seq, room) for seq, room in zip(seqs, rooms, strict=True)]
-        counts = load.free([guess.chances for guess in guesses], instead=True)
+        guesses = [self.guess(seq, max_tokens) for seq, max_tokens in zip(seqs, token_limits, strict=True)]
+        counts = load.lookup_lengths([guess.chances for guess in guesses], instead=True)
         chains = []
-        for seq, room, guess, count in zip(seqs, rooms, guesses, counts, strict=True):
-            depth = 0 if count else min(room, self._deepest)
-            play = DraftLoop(self.controller_of(seq), depth=depth, together=True)
-            chains.append(Chain(seq, play, room, guess.cut(count)))
+        for seq, max_tokens, guess, count in zip(seqs, token_limits, guesses, counts, strict=True):
+            depth = 0 if count else min(max_tokens, self._deepest)
+            loop = DraftLoop(self.controller_of(seq), depth=depth, together=True)
+            chains.append(Chain(seq, loop, max_tokens, guess.cut(count)))
         return chains
 
     @staticmethod
     def _live(chains: Sequence[Chain], load: BatchDraftScheduler | None) -> list[Chain]:
         """Return the chains that continue with one more pass; in a batch, `load` ends the others."""
-        live = [chain for chain in chains if chain.play.wants]
+        live = [chain for chain in chains if chain.loop.wants]
         if load is None or not live:
             return live
-        hopes, later = zip(*(chain.play.hope(load.first) for chain in live), strict=True)
+        hopes, later = zip(*(chain.loop.acceptance_chances(load.first) for chain in live), strict=True)
         verified = len(chains) + sum(len(chain.tokens or chain.lookup.tokens) for chain in chains)
-        most = max(chain.room - len(chain.tokens) for chain in live)
-        going = set(load.going(hopes, sum(later) / len(later), verified=verified, most=most))
+        most = max(chain.remaining - len(chain.tokens) for chain in live)
+        going = set(load.select_drafting(hopes, sum(later) / len(later), verified=verified, most=most))
         for i, chain in enumerate(live):
-            chain.play.wants = i in going
+            chain.loop.wants = i in going
         return [chain for i, chain in enumerate(live) if i in going]
 
     def _draft(self, chain: Chain, logits: Tensor) -> None:
         """Draft the chain's next token; end the chain if no token has a finite score."""
         seq, sampler = chain.seq, chain.seq.sampler
-        row, told = self._scores(chain, logits), self.confidence
-        q = sampler.probs(row) if told.probability or not sampler.greedy else None
+        row, confidence = self._scores(chain, logits), self.confidence
+        q = sampler.probs(row) if confidence.probability or not sampler.greedy else None
         taken = sampler.take(
             row,
             len(seq.tokens) + len(chain.tokens),
             p=q,
-            with_p=told.probability != 0,
-            with_gap=told.gap != 0,
+            with_p=confidence.probability != 0,
+            with_gap=confidence.gap != 0,
             sure=not self.partial,
         )
         if taken is None:
-            chain.play.wants = False
+            chain.loop.wants = False
             return
-        chain.put(taken.token, self.source)
+        chain.append(taken.token, self.source)
         chain.rows.append(row if sampler.greedy or q is None else q)
-        chain.play.see(told.of(taken.probability, taken.gap), last=taken.token in seq.ends)
+        chain.loop.record(confidence.estimate(taken.probability, taken.gap), last=taken.token in seq.ends)
 
     @staticmethod
     def _scores(chain: Chain, logits: Tensor) -> Tensor:
@@ -177,8 +179,8 @@ class ChainDrafter(ControlledDrafter):
             return as_draft(chain.lookup)
         q = None if sampler.greedy else torch.stack(rows)
         work = with_head_steps(passes_of(chain.passes), chain.steps)
-        draft = Draft.chain(tokens, q=q, confidence=chain.play.confidences, work=work, sources=chain.sources)
-        counts = chain.play.candidates(self.candidates, nodes=nodes) if self.candidates > 1 else ()
+        draft = Draft.chain(tokens, q=q, confidence=chain.loop.confidences, work=work, sources=chain.sources)
+        counts = chain.loop.candidates(self.candidates, nodes=nodes) if self.candidates > 1 else ()
         if all(count == 1 for count in counts):
             return draft
         if sampler.greedy:

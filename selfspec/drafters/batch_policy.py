@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from selfspec.controllers import BatchDraftScheduler
-from selfspec.drafters.adaptive_path import ChosenDrafter
+from selfspec.drafters.adaptive_path import AdaptivePathDrafter
 from selfspec.drafters.autoregressive import ChainDrafter
 from selfspec.drafters.controlled import ControlledDrafter
-from selfspec.drafters.cross_vocabulary import TranslatedDrafter
+from selfspec.drafters.cross_vocabulary import CrossVocabularyDrafter
 from selfspec.drafters.guard import Guard
 from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.drafters.router import Router
@@ -23,29 +23,29 @@ def decide_together(drafter: Drafter, load: BatchDraftScheduler | None) -> None:
     Drafters without a controller are unchanged. With a `load`, guards use measured times for all sequences of the
     batch, also for seeded ones.
     """
-    for one in _inside(drafter):
-        if isinstance(one, Guard):
-            one.bound_together(load is not None)
-        elif isinstance(one, ControlledDrafter):
-            one.load = load
+    for inner in _inside(drafter):
+        if isinstance(inner, Guard):
+            inner.bound_together(load is not None)
+        elif isinstance(inner, ControlledDrafter):
+            inner.load = load
 
 
 def chain_of(drafter: Drafter) -> ChainDrafter | None:
     """Return the first autoregressive drafter, whose draft steps the batch costs price; None if there is none."""
-    return next((one for one in _inside(drafter) if isinstance(one, ChainDrafter)), None)
+    return next((inner for inner in _inside(drafter) if isinstance(inner, ChainDrafter)), None)
 
 
 def runtime_of(drafter: Drafter) -> Runtime | None:
     """Return the first layer-skip drafter's runtime, the target's or that of a `ModelDrafter`; None without one."""
-    return next((one.runtime for one in _inside(drafter) if isinstance(one, LayerSkipDrafter)), None)
+    return next((inner.runtime for inner in _inside(drafter) if isinstance(inner, LayerSkipDrafter)), None)
 
 
 def reads_blocks(drafter: Drafter) -> bool:
     """Return whether every model pass of the drafter can read a paged cache, which only native passes can."""
-    for one in _inside(drafter):
-        if isinstance(one, (ChosenDrafter, MergedDrafter, TranslatedDrafter)):
+    for inner in _inside(drafter):
+        if isinstance(inner, (AdaptivePathDrafter, MergedDrafter, CrossVocabularyDrafter)):
             return False
-        if isinstance(one, LayerSkipDrafter) and not one.native:
+        if isinstance(inner, LayerSkipDrafter) and not inner.native:
             return False
     return True
 

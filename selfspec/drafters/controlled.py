@@ -14,7 +14,7 @@ from selfspec.speculation.sequence import SequenceState
 from selfspec.types.draft_work import GUESSED
 from selfspec.types.limits import WIDEST_DRAFT
 
-_NOTHING = ProposerChain().reading()
+_NOTHING = ProposerChain().new_state()
 
 
 def check_candidates(count: int) -> None:
@@ -34,9 +34,9 @@ def as_draft(guess: Guess, confidence: Sequence[float] = ()) -> Draft:
 class ControlledDrafter:
     """Base of drafters with a controller and proposers.
 
-    `controller`: each seeded sequence starts a fresh copy; all other sequences share one that learns. `ahead`: the
-    proposers that look up a sequence's next tokens. With a `load` and several sequences in the batch, controllers only
-    estimate acceptance chances and `load` decides which sequences draft.
+    `controller`: each seeded sequence starts a fresh copy; all other sequences share one that learns. `proposer_chain`:
+    the proposers that look up a sequence's next tokens. With a `load` and several sequences in the batch, controllers
+    only estimate acceptance chances and `load` decides which sequences draft.
     """
 
     hidden: Sequence[int] = ()
@@ -44,23 +44,23 @@ class ControlledDrafter:
 
     load: BatchDraftScheduler | None = None  # decides the drafts of the whole batch and observes its rounds
 
-    def __init__(self, controller: Controller, ahead: ProposerChain) -> None:
+    def __init__(self, controller: Controller, proposer_chain: ProposerChain) -> None:
         self.controller = controller
-        self.ahead = ahead
+        self.proposer_chain = proposer_chain
         self._own: dict[SequenceState, Controller] = {}
-        self._readings: dict[SequenceState, ProposerState] = {}
+        self._proposer_states: dict[SequenceState, ProposerState] = {}
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """Create the sequence's proposer state, and a controller of its own if it is seeded."""
-        self._readings[seq] = self.ahead.reading(prompt=len(seq.tokens), seeded=seq.sampler.seeded)
+        self._proposer_states[seq] = self.proposer_chain.new_state(prompt=len(seq.tokens), seeded=seq.sampler.seeded)
         if seq.sampler.seeded:
             self._own[seq] = self.controller.start()
 
     def end(self, seq: SequenceState) -> None:
         """Pass the text to the proposers that learn, then forget the sequence; the runtime frees its scratch slots."""
         self._own.pop(seq, None)
-        if (reading := self._readings.pop(seq, None)) is not None:
-            reading.ended(seq.tokens)
+        if (state := self._proposer_states.pop(seq, None)) is not None:
+            state.finish(seq.tokens)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Report to the controller how much of the chain was accepted, and whether another candidate was accepted."""
@@ -75,12 +75,12 @@ class ControlledDrafter:
         """Return the controller of a sequence's drafts."""
         return self._own.get(seq, self.controller)
 
-    def reading(self, seq: SequenceState) -> ProposerState:
+    def proposer_state(self, seq: SequenceState) -> ProposerState:
         """Return the sequence's proposer state; an empty one without `begin`, as in cost measurements."""
-        return self._readings.get(seq, _NOTHING)
+        return self._proposer_states.get(seq, _NOTHING)
 
-    def guess(self, seq: SequenceState, room: int) -> Guess:
-        """Update the sequence's proposers to its current text and return at most `room` lookup tokens."""
-        reading = self.reading(seq)
-        reading.read(seq.tokens)
-        return reading.free(room, seq.ends)
+    def guess(self, seq: SequenceState, max_tokens: int) -> Guess:
+        """Update the sequence's proposers to its current text and return at most `max_tokens` lookup tokens."""
+        state = self.proposer_state(seq)
+        state.read(seq.tokens)
+        return state.lookup(max_tokens, seq.ends)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from selfspec.controllers import Controller
 from selfspec.drafters.autoregressive import Chain, ChainDrafter
-from selfspec.models.vocabularies import Words
+from selfspec.models.vocabularies import TokenMap
 from selfspec.proposers.chain import ProposerChain
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.tree_batch import Placed
+from selfspec.speculation.tree_batch import PlacedDraft
 from selfspec.types.confidence import PROBABILITY, Confidence
 from selfspec.types.draft_path import FULL, DraftPath
 from selfspec.types.draft_work import DRAFT_MODEL, Work, passes_of
@@ -26,7 +26,7 @@ from selfspec.types.limits import WIDEST_DRAFT
 AT_ONCE = 8  # the most uncached tokens that the pass of the first drafted token reads; more take a pass of their own
 
 
-class TranslatedDrafter(ChainDrafter):
+class CrossVocabularyDrafter(ChainDrafter):
     """Drafter with a draft model of another vocabulary, whose logits are restricted to the shared tokens.
 
     Every draft begins with the text tokenised again for the draft model, whose cache keeps the keys of the unchanged
@@ -41,28 +41,33 @@ class TranslatedDrafter(ChainDrafter):
         self,
         target: Runtime,
         runtime: Runtime,
-        words: Words,
+        words: TokenMap,
         controller: Controller,
         *,
         path: DraftPath = FULL,
         candidates: int = 1,
         confidence: Confidence = PROBABILITY,
-        ahead: ProposerChain | None = None,
+        proposer_chain: ProposerChain | None = None,
     ) -> None:
-        super().__init__(controller, candidates=min(candidates, len(words.ours)), confidence=confidence, ahead=ahead)
+        super().__init__(
+            controller,
+            candidates=min(candidates, len(words.ours)),
+            confidence=confidence,
+            proposer_chain=proposer_chain,
+        )
         self.target, self.words = target, words
         self.runtime = runtime.with_new_cache(rows=target.rows)
         self.path = path
         self._compiled = self.runtime.compile(path)
         self._size = target.skeleton.identity.vocabulary or int(words.ours.max()) + 1
         self._ours, self._theirs = words.ours.to(target.device), words.theirs.to(runtime.device)
-        self._of = dict(zip(words.ours.tolist(), words.theirs.tolist(), strict=True))
-        self._held: dict[int, list[int]] = {}  # by cache row: the cached tokens
+        self._target_to_draft = dict(zip(words.ours.tolist(), words.theirs.tolist(), strict=True))
+        self._cached: dict[int, list[int]] = {}  # by cache row: the cached tokens
         self._texts: dict[SequenceState, list[int]] = {}  # texts of current drafts in the draft model's tokens
 
     def max_work(self, limit: Limit) -> Work:
         """Return the work of as many passes as the draft's maximum depth, each of maximum width."""
-        tokens, widest = max(min(limit.depth, limit.nodes, self._deepest), 0), len(self.ahead.prices)
+        tokens, widest = max(min(limit.depth, limit.nodes, self._deepest), 0), len(self.proposer_chain.prices)
         return passes_of(min(widest, tokens - i) for i in range(tokens))
 
     def end(self, seq: SequenceState) -> None:
@@ -70,12 +75,12 @@ class TranslatedDrafter(ChainDrafter):
         super().end(seq)
         self._texts.pop(seq, None)
 
-    def _begun(self, seq: SequenceState, room: int) -> Chain:
+    def _start_chain(self, seq: SequenceState, max_tokens: int) -> Chain:
         """Tokenise the text for the draft model; return an empty chain, its room limited to that model's context."""
         self.runtime.skeleton.refresh()
         text = self._texts[seq] = self.words.read(seq.tokens) or []
         left = self.runtime.skeleton.context - len(text) if text else 0
-        return super()._begun(seq, max(min(room, left), 0))
+        return super()._start_chain(seq, max(min(max_tokens, left), 0))
 
     def _pass(self, chains: Sequence[Chain]) -> None:
         """Compute the raw logits after each chain's last token and its lookup tokens, over the target's vocabulary.
@@ -86,14 +91,15 @@ class TranslatedDrafter(ChainDrafter):
         self._reserve(max(map(len, texts)))
         runs = [self._run(chain, text) for chain, text in zip(chains, texts, strict=True)]
         placed = [
-            Placed(c.seq.row, run[0], at, Draft.chain(run[1:])) for c, (at, run) in zip(chains, runs, strict=True)
+            PlacedDraft(c.seq.row, run[0], start, Draft.chain(run[1:]))
+            for c, (start, run) in zip(chains, runs, strict=True)
         ]
-        steps = self.runtime.over(placed, path=self._compiled)
-        for c, (at, run), step in zip(chains, runs, steps, strict=True):
+        steps = self.runtime.forward_drafts(placed, path=self._compiled)
+        for c, (start, run), step in zip(chains, runs, steps, strict=True):
             assert step.logits is not None
-            self._held[c.seq.row][at:] = run
-            c.passes.append(1 + len(c.ahead))
-            rows = range(len(run) - 1 - len(c.ahead), len(run))
+            self._cached[c.seq.row][start:] = run
+            c.passes.append(1 + len(c.lookup_tokens))
+            rows = range(len(run) - 1 - len(c.lookup_tokens), len(run))
             c.logits = [self._translated(step.logits[0, i]) for i in rows]
 
     def _translated(self, logits: Tensor) -> Tensor:
@@ -105,35 +111,38 @@ class TranslatedDrafter(ChainDrafter):
 
     def _run(self, chain: Chain, text: Sequence[int]) -> tuple[int, list[int]]:
         """Return the position of the first uncached token, and the tokens from there on with the lookup tokens."""
-        guess = self.reading(chain.seq).guess(chain.tokens, chain.room - len(chain.tokens) - 1)
-        chain.ahead, chain.source = list(takewhile(self._of.__contains__, guess.tokens)), guess.source
-        at, run = self._missing(chain.seq.row, text)
-        return at, [*run, *(self._of[token] for token in chain.ahead)]
+        guess = self.proposer_state(chain.seq).guess(chain.tokens, chain.remaining - len(chain.tokens) - 1)
+        chain.lookup_tokens, chain.source = (
+            list(takewhile(self._target_to_draft.__contains__, guess.tokens)),
+            guess.source,
+        )
+        start, run = self._missing(chain.seq.row, text)
+        return start, [*run, *(self._target_to_draft[token] for token in chain.lookup_tokens)]
 
     def _text(self, chain: Chain) -> list[int]:
         """Return the text and the drafted tokens in the draft model's vocabulary."""
-        return [*self._texts[chain.seq], *(self._of[token] for token in chain.tokens)]
+        return [*self._texts[chain.seq], *(self._target_to_draft[token] for token in chain.tokens)]
 
     def _reserve(self, length: int) -> None:
         """Ensure cache slots for texts of that length and the rest of their drafts."""
         needed = length + WIDEST_DRAFT + 2
         if self.runtime.cache.slots < needed:
             self.runtime.reserve(max(needed + length // 2, self.target.cache.slots))
-            self._held.clear()  # growing keeps committed keys only, and this cache has none
+            self._cached.clear()  # growing keeps committed keys only, and this cache has none
 
     def _missing(self, row: int, text: Sequence[int]) -> tuple[int, list[int]]:
         """Return the position of the first uncached token in a row, and the tokens from there on.
 
         If there are more than `AT_ONCE`, all but the last are read into the cache first.
         """
-        held = self._held.setdefault(row, [])
-        right, last = 0, min(len(held), len(text) - 1)
-        while right < last and held[right] == text[right]:
+        cached = self._cached.setdefault(row, [])
+        right, last = 0, min(len(cached), len(text) - 1)
+        while right < last and cached[right] == text[right]:
             right += 1
-        del held[right:]
+        del cached[right:]
         if len(text) - right > AT_ONCE:
             ids = torch.tensor([text[right:-1]], device=self.runtime.device)
             self.runtime.forward(ids, right, rows=slice(row, row + 1), logits=None, path=self._compiled)
-            held[right:] = text[right:-1]
+            cached[right:] = text[right:-1]
             right = len(text) - 1
         return right, list(text[right:])

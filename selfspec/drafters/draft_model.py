@@ -46,9 +46,9 @@ class ModelDrafter(LayerSkipDrafter):
         path: DraftPath = FULL,
         candidates: int = 1,
         confidence: Confidence = PROBABILITY,
-        ahead: ProposerChain | None = None,
+        proposer_chain: ProposerChain | None = None,
     ) -> None:
-        ours, theirs = (of.skeleton.identity.vocabulary for of in (runtime, target))
+        ours, theirs = (model_runtime.skeleton.identity.vocabulary for model_runtime in (runtime, target))
         if ours != theirs:
             raise SelfspecError(
                 f"the draft model has {ours} tokens, the model {theirs}; expected one of the same tokenizer"
@@ -56,9 +56,11 @@ class ModelDrafter(LayerSkipDrafter):
         own = runtime.with_new_cache(
             rows=target.rows, pool=target.cache.pool if isinstance(target.cache, PagedCache) else None
         )
-        super().__init__(own, path, controller, candidates=candidates, confidence=confidence, ahead=ahead)
+        super().__init__(
+            own, path, controller, candidates=candidates, confidence=confidence, proposer_chain=proposer_chain
+        )
         self.target = target
-        self._held: dict[int, list[int]] = {}  # by cache row: the cached tokens
+        self._cached: dict[int, list[int]] = {}  # by cache row: the cached tokens
         self._right: dict[SequenceState, int] = {}  # length of the cached prefix known to match the sequence
         self._missing: dict[SequenceState, list[int]] = {}  # tokens that the pass reads before a chain's last token
 
@@ -67,10 +69,10 @@ class ModelDrafter(LayerSkipDrafter):
         super().begin(seq, prefill)
         self._right[seq] = 0
         if self.runtime.pool is not None:
-            self._held.pop(seq.row, None)  # another sequence may have used its blocks since
+            self._cached.pop(seq.row, None)  # another sequence may have used its blocks since
         elif self.runtime.cache.slots < self.target.cache.slots:
             self.runtime.reserve(self.target.cache.slots)
-            self._held.clear()
+            self._cached.clear()
             self._right = dict.fromkeys(self._right, 0)
         self.runtime.skeleton.refresh()
         if len(seq.tokens) <= self.runtime.skeleton.context:
@@ -82,9 +84,9 @@ class ModelDrafter(LayerSkipDrafter):
         self._right.pop(seq, None)
         self._missing.pop(seq, None)
 
-    def _begun(self, seq: SequenceState, room: int) -> Chain:
+    def _start_chain(self, seq: SequenceState, max_tokens: int) -> Chain:
         """Return an empty chain, its room limited to the draft model's context."""
-        return super()._begun(seq, max(min(room, self.runtime.skeleton.context - len(seq.tokens)), 0))
+        return super()._start_chain(seq, max(min(max_tokens, self.runtime.skeleton.context - len(seq.tokens)), 0))
 
     def _pass(self, chains: Sequence[Chain]) -> None:
         """Compute raw logits as the base class does, reading the uncached tokens first or in the same pass."""
@@ -92,11 +94,11 @@ class ModelDrafter(LayerSkipDrafter):
         for c in chains:
             missing = self._missing[c.seq] = [] if c.tokens else self._read(c.seq)
             places.append(len(c.seq.tokens) - 1 + len(c.tokens) - len(missing))
-            del self._held[c.seq.row][places[-1] :]  # the pass rewrites these keys
+            del self._cached[c.seq.row][places[-1] :]  # the pass rewrites these keys
         super()._pass(chains)
         for c, place in zip(chains, places, strict=True):
             root = c.tokens[-1] if c.tokens else c.seq.tokens[-1]
-            self._held[c.seq.row][place:] = [*self._missing[c.seq], root, *c.ahead]
+            self._cached[c.seq.row][place:] = [*self._missing[c.seq], root, *c.lookup_tokens]
             c.logits = [row.to(self.target.device) for row in c.logits]
 
     def _before(self, chain: Chain) -> list[int]:
@@ -105,16 +107,16 @@ class ModelDrafter(LayerSkipDrafter):
 
     def _read(self, seq: SequenceState) -> list[int]:
         """Read the uncached tokens but the sequence's last; up to `AT_ONCE` tokens are returned unread instead."""
-        held, right, last = self._held.setdefault(seq.row, []), self._right.get(seq, 0), len(seq.tokens) - 1
-        while right < min(len(held), last) and held[right] == seq.tokens[right]:
+        cached, right, last = self._cached.setdefault(seq.row, []), self._right.get(seq, 0), len(seq.tokens) - 1
+        while right < min(len(cached), last) and cached[right] == seq.tokens[right]:
             right += 1
-        right = min(right, len(held), last)
+        right = min(right, len(cached), last)
         missing = seq.tokens[right:last]
         if len(missing) > AT_ONCE:
-            del held[right:]
+            del cached[right:]
             ids = torch.tensor([missing], device=self.runtime.device)
             self.runtime.forward(ids, right, rows=slice(seq.row, seq.row + 1), logits=None, path=self._compiled)
-            held[right:] = missing
+            cached[right:] = missing
             right, missing = last, []
         self._right[seq] = right
         return missing

@@ -24,7 +24,7 @@ CHANGED = 0.25  # relative change of verification time after which plain timings
 
 
 NOTHING = Limit(0, 0)
-UNNAMED: Work = ((DraftCall("draft"), 1),)  # assumed work of a drafter that reports none
+UNKNOWN_WORK: Work = ((DraftCall("draft"), 1),)  # assumed work of a drafter that reports none
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _Round:
     """Current round: the sequences whose accounts are not settled yet, and the time measured so far."""
 
     begun: float
-    prices: _Prices
+    round_times: _RoundTimes
     left: set[SequenceState]
     drafting: float = 0.0  # seconds
     work: Work | None = None  # of all drafts; None if nothing was drafted
@@ -52,7 +52,7 @@ class _Round:
 
 
 @dataclass(slots=True)
-class _Prices:
+class _RoundTimes:
     """Recent times in seconds: plain rounds, each part of the drafting work, and drafted rounds less their drafting.
 
     `sequences`: the batch size of these rounds.
@@ -100,15 +100,15 @@ class _Prices:
     def part(self, part: DraftCall) -> float:
         """Return the seconds of one call of a part for one sequence; an assumed value before the first call."""
         known = self.parts.get(part)
-        return _dear(known) if known else self.step / self.sequences
+        return _second_highest(known) if known else self.step / self.sequences
 
     def draft(self, work: Work) -> float:
         """Return the seconds of a draft with this work."""
         return sum(calls * self.part(part) for part, calls in work)
 
-    def beside_drafts(self) -> float:
+    def seconds_besides_drafting(self) -> float:
         """Return the seconds of a drafted round less its drafting; an assumed value before the first drafted round."""
-        return _dear(self.rest) if self.rest else FIRST_REST * self.step
+        return _second_highest(self.rest) if self.rest else FIRST_REST * self.step
 
 
 class Guard:
@@ -136,15 +136,15 @@ class Guard:
         drafter: Drafter,
         *,
         payoff: PayoffModel | None = None,
-        here: Callable[[], PayoffModel | None] | None = None,
+        measure_payoff: Callable[[], PayoffModel | None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.drafter = drafter
         self.payoff = payoff
         self._together: _Account | None = None
-        self._here = here
+        self._measure_payoff = measure_payoff
         self._clock = clock
-        self._prices: dict[int, _Prices] = {}  # by batch size
+        self._round_times: dict[int, _RoundTimes] = {}  # by batch size
         self._accounts: dict[SequenceState, _Account] = {}
         self._round: _Round | None = None
 
@@ -160,8 +160,8 @@ class Guard:
 
     def calibrate(self) -> None:
         """Measure the local round costs once; raises as `here` does."""
-        if self._here is not None:
-            self.payoff, self._here = self._here() or self.payoff, None
+        if self._measure_payoff is not None:
+            self.payoff, self._measure_payoff = self._measure_payoff() or self.payoff, None
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """Open an account for the sequence."""
@@ -175,7 +175,7 @@ class Guard:
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """Return the drafter's drafts, limited to the size that the bound allows, which may be none."""
         timed = {seq for seq in self._accounts if self._timed(seq)}
-        self._round = _Round(self._clock(), self.prices, timed) if timed else None
+        self._round = _Round(self._clock(), self.round_times, timed) if timed else None
         seconds = self._to_spend(timed)
         if seconds <= 0 and len(timed) == len(self._accounts):
             return [NO_DRAFT] * len(seqs)  # most rounds end here if drafts lose time, so this exit must be cheap
@@ -187,8 +187,8 @@ class Guard:
         may = [i for i, limit in enumerate(allowed) if limit.depth > 0]
         drafts = [NO_DRAFT] * len(seqs)
         if may:
-            found = self.drafter.propose([seqs[i] for i in may], [allowed[i] for i in may])
-            for i, draft in zip(may, found, strict=True):
+            proposed = self.drafter.propose([seqs[i] for i in may], [allowed[i] for i in may])
+            for i, draft in zip(may, proposed, strict=True):
                 drafts[i] = draft
         if self._round is not None:
             self._round.drafting = self._clock() - self._round.begun
@@ -210,30 +210,30 @@ class Guard:
         return self._together or self._accounts[seq]
 
     @property
-    def prices(self) -> _Prices:
+    def round_times(self) -> _RoundTimes:
         """The recorded times of rounds with the current number of sequences."""
         sequences = len(self._accounts) or 1
-        known = self._prices.get(sequences)
+        known = self._round_times.get(sequences)
         if known is None:
-            known = self._prices[sequences] = _Prices(sequences)
+            known = self._round_times[sequences] = _RoundTimes(sequences)
         return known
 
     def _to_spend(self, timed: set[SequenceState]) -> float:
         """Return the seconds that drafting may take in this round without breaking any sequence's bound."""
         if not timed:
             return 0.0
-        prices, accounts = self.prices, [self._account(seq) for seq in timed]
-        if len(prices.plain) < KNOWN or any(account.since_plain >= PROBE for account in accounts):
+        round_times, accounts = self.round_times, [self._account(seq) for seq in timed]
+        if len(round_times.plain) < KNOWN or any(account.since_plain >= PROBE for account in accounts):
             return 0.0
         left = min(account.slack for account in accounts)
-        return left + (1 + SHARE + START) * prices.step - prices.beside_drafts()
+        return left + (1 + SHARE + START) * round_times.step - round_times.seconds_besides_drafting()
 
     def _by_clock(self, seconds: float, limit: Limit) -> Limit:
-        prices = self.prices
+        round_times = self.round_times
 
         def fits(depth: int) -> bool:
-            work = self.drafter.max_work(Limit(depth, limit.nodes)) or UNNAMED
-            return prices.draft(work) <= seconds
+            work = self.drafter.max_work(Limit(depth, limit.nodes)) or UNKNOWN_WORK
+            return round_times.draft(work) <= seconds
 
         return Limit(_most(fits, limit.depth), limit.nodes) if seconds > 0 and fits(1) else NOTHING
 
@@ -244,7 +244,7 @@ class Guard:
         left = account.slack + 1 + SHARE + START
 
         def fits(depth: int, nodes: int) -> bool:
-            return payoff.price(self.drafter.max_work(Limit(depth, nodes))) + payoff.rounds[1 + nodes] <= left
+            return payoff.cost(self.drafter.max_work(Limit(depth, nodes))) + payoff.rounds[1 + nodes] <= left
 
         depth = _most(lambda n: fits(n, n), min(limit.depth, limit.nodes))
         return Limit(depth, depth + _most(lambda n: fits(depth, depth + n), limit.nodes - depth)) if depth else NOTHING
@@ -254,7 +254,7 @@ class Guard:
         account, draft, tokens = self._account(seq), outcome.draft, len(outcome.tokens)
         if not self._timed(seq):
             if self.payoff is not None:
-                took = self.payoff.price(draft.work) + self.payoff.rounds[1 + len(draft)]
+                took = self.payoff.cost(draft.work) + self.payoff.rounds[1 + len(draft)]
                 account.slack += (1 + SHARE) * tokens - took
         elif self._round is not None and seq in self._round.left:  # otherwise the loop asked for no draft
             self._settle(account, self._round, tokens)
@@ -262,22 +262,22 @@ class Guard:
         self.drafter.observe(seq, outcome)
 
     def _settle(self, account: _Account, now: _Round, tokens: int) -> None:
-        prices, first = now.prices, now.took is None
-        share = 1.0 if self._together is None else 1 / prices.sequences  # this sequence's share of a joint account
+        round_times, first = now.round_times, now.took is None
+        share = 1.0 if self._together is None else 1 / round_times.sequences  # this sequence's share of a joint account
         took = now.took = self._clock() - now.begun if now.took is None else now.took
         if now.work is None:
             if first:
-                prices.see_plain(took)
-            account.slack += share * SHARE * prices.step
+                round_times.see_plain(took)
+            account.slack += share * SHARE * round_times.step
             account.since_plain = 0
             return
         rest = took - now.drafting
-        account.slack += share * ((1 + SHARE) * tokens * min(prices.step, rest) - took)
+        account.slack += share * ((1 + SHARE) * tokens * min(round_times.step, rest) - took)
         if self._together is not None:
-            account.slack = min(account.slack, MOST * prices.step)
+            account.slack = min(account.slack, MOST * round_times.step)
         account.since_plain += share * tokens
         if first:
-            prices.see_drafted(now.work, now.drafting, rest, now.drafted)
+            round_times.see_drafted(now.work, now.drafting, rest, now.drafted)
 
     def end(self, seq: SequenceState) -> None:
         """Close the sequence's account."""
@@ -288,10 +288,10 @@ class Guard:
 def _sum(drafts: Sequence[Draft]) -> Work | None:
     """Return the total work of the drafts; None without drafts."""
     if len(drafts) < 2:
-        return (drafts[0].work or UNNAMED) if drafts else None
+        return (drafts[0].work or UNKNOWN_WORK) if drafts else None
     total: dict[DraftCall, int] = {}
     for draft in drafts:
-        for part, calls in draft.work or UNNAMED:
+        for part, calls in draft.work or UNKNOWN_WORK:
             total[part] = total.get(part, 0) + calls
     return tuple(total.items())
 
@@ -312,6 +312,6 @@ def _median(seconds: Sequence[float] | deque[float]) -> float:
     return sorted(seconds)[(len(seconds) - 1) // 2]
 
 
-def _dear(seconds: deque[float]) -> float:
+def _second_highest(seconds: deque[float]) -> float:
     """Return the second highest time, or the only one: one disturbed measurement must not stop drafting."""
     return sorted(seconds)[-min(2, len(seconds))]

@@ -12,7 +12,7 @@ from torch import Tensor
 from selfspec.controllers import Controller
 from selfspec.draft_modules.heads import Head
 from selfspec.drafters.autoregressive import Chain, ChainDrafter
-from selfspec.proposers.base import Chances, Guess
+from selfspec.proposers.base import AcceptanceStats, Guess
 from selfspec.proposers.chain import ProposerChain
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Outcome
@@ -33,15 +33,16 @@ LIKELY = 0.8  # assumed chance of the next lookup token before the head's step c
 class _Pairs:
     """One sequence's unread pairs of a token and the hidden states before it; the head has read `start` earlier pairs.
 
-    `state`: the head's state after the last read pair. `chances`, `usual`: how well its lookup tokens did in this text.
+    `state`: the head's state after the last read pair. `chances`, `mean_rate`: how well its lookup tokens did in this
+    text.
     """
 
     start: int = 0
     tokens: list[int] = field(default_factory=list)
     streams: list[Tensor] = field(default_factory=list)
     state: Any = None
-    chances: Chances = field(default_factory=lambda: Chances(FIRST))
-    usual: float = USUAL
+    chances: AcceptanceStats = field(default_factory=lambda: AcceptanceStats(FIRST))
+    mean_rate: float = USUAL
 
     def add(self, tokens: Sequence[int], streams: Tensor) -> None:
         """Append pairs of tokens `[n]` and hidden states `[n, D * layers]`."""
@@ -77,7 +78,7 @@ class HeadTexts:
         """Forget the sequence."""
         self._pairs.pop(seq, None)
 
-    def of(self, seq: SequenceState) -> _Pairs | None:
+    def get_pairs(self, seq: SequenceState) -> _Pairs | None:
         """Return a sequence's pairs; None if the sequence did not begin here."""
         return self._pairs.get(seq)
 
@@ -87,23 +88,23 @@ class HeadTexts:
         The logits cover the head's vocabulary. The draft's pairs are read again when they are committed.
         """
         pairs = self._pairs[seq]
-        read, told = [*pairs.tokens, *tokens], [*pairs.streams, *streams]
+        read, all_streams = [*pairs.tokens, *tokens], [*pairs.streams, *streams]
         if not read:
             return None
         logits, pairs.state = self.head.read(
-            seq.row, pairs.start, torch.tensor(read, device=self.head.target.device), torch.cat(list(told))
+            seq.row, pairs.start, torch.tensor(read, device=self.head.target.device), torch.cat(list(all_streams))
         )
         pairs.start += len(pairs.tokens)
         pairs.tokens, pairs.streams = [], []
         return logits
 
-    def go_on(self, seq: SequenceState, token: int, place: int, *, drafted: int = 0) -> Tensor:
+    def draft_step(self, seq: SequenceState, token: int, place: int, *, drafted: int = 0) -> Tensor:
         """Return the logits over the head's vocabulary after a token that the head proposed as its `place`-th, from 1.
 
         The committed tokens precede the token, and then the `drafted` tokens that `catch_up` read.
         """
         pairs = self._pairs[seq]
-        logits, pairs.state = self.head.go_on(seq.row, pairs.start + drafted, place, token, pairs.state)
+        logits, pairs.state = self.head.draft_step(seq.row, pairs.start + drafted, place, token, pairs.state)
         return logits
 
 
@@ -119,9 +120,14 @@ class HeadDrafter(ChainDrafter):
         *,
         candidates: int = 1,
         confidence: Confidence = PROBABILITY,
-        ahead: ProposerChain | None = None,
+        proposer_chain: ProposerChain | None = None,
     ) -> None:
-        super().__init__(controller, candidates=min(candidates, len(head.words)), confidence=confidence, ahead=ahead)
+        super().__init__(
+            controller,
+            candidates=min(candidates, len(head.words)),
+            confidence=confidence,
+            proposer_chain=proposer_chain,
+        )
         self.source = head.kind
         self._deepest = min(self._deepest, head.places)
         self.texts = HeadTexts(head)
@@ -152,12 +158,12 @@ class HeadDrafter(ChainDrafter):
             if not c.tokens:
                 logits = self.texts.catch_up(c.seq)
             else:
-                logits = self.texts.go_on(c.seq, c.tokens[-1], len(c.tokens))
+                logits = self.texts.draft_step(c.seq, c.tokens[-1], len(c.tokens))
             if logits is None:
-                c.play.wants = False
+                c.loop.wants = False
                 continue
             c.passes.append(1)
-            c.logits = [self.texts.head.over_all(logits).unsqueeze(0)]
+            c.logits = [self.texts.head.to_full_vocabulary(logits).unsqueeze(0)]
 
 
 class HeadBelow:
@@ -170,18 +176,18 @@ class HeadBelow:
         self.texts = HeadTexts(head)
         self.prices, self.step = tuple(prices), step
 
-    def guess(self, chain: Chain, other: Guess, room: int) -> Guess:
-        """Return at most `room` lookup tokens for the next pass; `other` if its rate is at least the head's average.
+    def guess(self, chain: Chain, other: Guess, max_tokens: int) -> Guess:
+        """Return at most `max_tokens` lookup tokens for the next pass; `other` if its rate reaches the head's average.
 
         The head proposes tokens as long as each is expected to increase the tokens per time.
         """
         seq = chain.seq
-        pairs = self.texts.of(seq)
-        room = min(room, len(self.prices) - 1, self.texts.head.places)
-        if pairs is None or room < 1:
+        pairs = self.texts.get_pairs(seq)
+        max_tokens = min(max_tokens, len(self.prices) - 1, self.texts.head.places)
+        if pairs is None or max_tokens < 1:
             return other
-        if self._rate(other) >= pairs.usual:
-            pairs.usual += FORGETTING * (USUAL - pairs.usual)  # so that the head is tried again
+        if self._rate(other) >= pairs.mean_rate:
+            pairs.mean_rate += FORGETTING * (USUAL - pairs.mean_rate)  # so that the head is tried again
             return other
         drafted = len(chain.tokens)
         logits = self.texts.catch_up(seq, chain.tokens, chain.streams)
@@ -191,7 +197,7 @@ class HeadBelow:
         tokens, chances = list[int](), list[float]()
         reach = expected = 1.0
         time = self.prices[0] + self.step
-        while len(tokens) < room:
+        while len(tokens) < max_tokens:
             picked = self._pick(chain, tokens, logits)
             if picked is None:
                 break
@@ -200,17 +206,17 @@ class HeadBelow:
             more = self.prices[len(tokens) + 1] - self.prices[len(tokens)]
             if reach * chance * time <= more * expected:
                 break
-            chain.told.append(round(10 * probability))
+            chain.probability_bins.append(round(10 * probability))
             tokens.append(token)
             chances.append(chance)
             reach *= chance
             expected, time = expected + reach, time + more
-            if len(tokens) == room or LIKELY * reach * time <= (self.step + more) * expected or token in seq.ends:
+            if len(tokens) == max_tokens or LIKELY * reach * time <= (self.step + more) * expected or token in seq.ends:
                 break
-            logits = self.texts.go_on(seq, token, len(tokens), drafted=drafted)
+            logits = self.texts.draft_step(seq, token, len(tokens), drafted=drafted)
             chain.steps += 1
             time += self.step
-        pairs.usual = FADING * pairs.usual + (1 - FADING) * expected / time
+        pairs.mean_rate = FADING * pairs.mean_rate + (1 - FADING) * expected / time
         return Guess(tokens, chances, self.texts.head.kind) if tokens else other
 
     def _rate(self, guess: Guess) -> float:
@@ -227,9 +233,9 @@ class HeadBelow:
         """
         seq, head = chain.seq, self.texts.head
         if not seq.sampler.processors:  # greedy, and nothing else
-            at, share = best_and_share(logits)
-            return head.known[at], share
-        logits, before = head.over_all(logits), [*chain.tokens, *guessed]
+            index, share = best_and_share(logits)
+            return head.token_ids[index], share
+        logits, before = head.to_full_vocabulary(logits), [*chain.tokens, *guessed]
         row = seq.sampler.scores(logits.unsqueeze(0), ([*seq.tokens, *before] for _ in range(1)))[0]
         if not seq.sampler.tied:
             token, share = best_and_share(row)
@@ -239,10 +245,12 @@ class HeadBelow:
 
     def learn(self, chain: Chain) -> None:
         """Update the head's chances with the lookup tokens that a chain's last pass checked."""
-        pairs = self.texts.of(chain.seq)
+        pairs = self.texts.get_pairs(chain.seq)
         if pairs is None:
             return
-        for strength, guessed, token in zip(chain.told, chain.checked, chain.tokens[chain.begun :], strict=False):
-            pairs.chances.see(strength, guessed == token)
+        for strength, guessed, token in zip(
+            chain.probability_bins, chain.checked, chain.tokens[chain.pass_start :], strict=False
+        ):
+            pairs.chances.record(strength, guessed == token)
             if guessed != token:
                 break

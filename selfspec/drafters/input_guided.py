@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from selfspec.controllers import Controller, DraftLoop
 from selfspec.drafters.controlled import as_draft
-from selfspec.drafters.lookup_drafter import FreeDrafter
-from selfspec.proposers.base import NO_GUESS, Chances, Guess
+from selfspec.drafters.lookup_drafter import LookupDrafter
+from selfspec.proposers.base import NO_GUESS, AcceptanceStats, Guess
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
@@ -21,17 +21,17 @@ FIRST = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.9, 0.9, 0.95)
 
 @dataclass(slots=True)
 class _Copy:
-    """Position of an answer in its input; `at`: index of the next token to copy, None if there is no anchor."""
+    """Position of an answer in its input; `next_position`: index of the next token to copy, None without an anchor."""
 
     size: int
     places: dict[int, list[int]]  # positions of each token in the input
-    at: int | None = 0
+    next_position: int | None = 0
     passed: int = 0  # end of the last copied run in the input
     right: int = 0  # correct tokens in a row since the anchor
-    chances: Chances = field(default_factory=lambda: Chances(FIRST))
+    chances: AcceptanceStats = field(default_factory=lambda: AcceptanceStats(FIRST))
 
 
-class InputDrafter(FreeDrafter):
+class InputDrafter(LookupDrafter):
     """Drafter that copies the prompt, from its first token on, until `controller` ends the draft.
 
     After a divergence the copy is anchored where the answer's last tokens occur in the prompt. The match is lengthened,
@@ -57,19 +57,19 @@ class InputDrafter(FreeDrafter):
         self._copies.pop(seq, None)
 
     def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:
-        room = min(limit.depth, limit.nodes)
-        guess, play = self._rest(seq, room), DraftLoop(self.controller_of(seq), depth=room)
+        max_tokens = min(limit.depth, limit.nodes)
+        guess, loop = self._rest(seq, max_tokens), DraftLoop(self.controller_of(seq), depth=max_tokens)
         for chance in guess.chances:
-            if not play.see(chance):
+            if not loop.record(chance):
                 break
-        return as_draft(guess.cut(len(play.confidences)), play.confidences)
+        return as_draft(guess.cut(len(loop.confidences)), loop.confidences)
 
     def _rest(self, seq: SequenceState, most: int) -> Guess:
         copy = self._copies.get(seq)
-        if copy is None or copy.at is None:
+        if copy is None or copy.next_position is None:
             return NO_GUESS
         tokens = list[int]()
-        for token in seq.tokens[copy.at : min(copy.at + most, copy.size)]:
+        for token in seq.tokens[copy.next_position : min(copy.next_position + most, copy.size)]:
             tokens.append(token)
             if token in seq.ends:
                 break
@@ -86,31 +86,31 @@ class InputDrafter(FreeDrafter):
 
 def _follow(copy: _Copy, seq: SequenceState, end: int) -> None:
     """Advance or reset the anchor for the answer's token at position `end` - 1."""
-    if copy.at is not None and copy.at < copy.size:
-        right = seq.tokens[copy.at] == seq.tokens[end - 1]
-        copy.chances.see(copy.right, right)
+    if copy.next_position is not None and copy.next_position < copy.size:
+        right = seq.tokens[copy.next_position] == seq.tokens[end - 1]
+        copy.chances.record(copy.right, right)
         if right:
-            copy.at += 1
+            copy.next_position += 1
             copy.right += 1
-            copy.passed = copy.at
+            copy.passed = copy.next_position
             return
     copy.right = 0
-    copy.at = _anchor(copy, seq, end)
+    copy.next_position = _anchor(copy, seq, end)
 
 
 def _anchor(copy: _Copy, seq: SequenceState, end: int) -> int | None:
     """Return the input position after a match of the answer's last tokens; None if the input has no match."""
-    found = copy.places.get(seq.tokens[end - 1], [])
+    matches = copy.places.get(seq.tokens[end - 1], [])
     for length in range(2, min(LONGEST, end - copy.size) + 1):
-        if len(found) < 2:
+        if len(matches) < 2:
             break
-        longer = [
+        longer_matches = [
             place
-            for place in found
+            for place in matches
             if place >= length - 1 and seq.tokens[place - length + 1] == seq.tokens[end - length]
         ]
-        if not longer:
+        if not longer_matches:
             break
-        found = longer
-    after = [place + 1 for place in found]
+        matches = longer_matches
+    after = [place + 1 for place in matches]
     return next((place for place in after if place > copy.passed), after[-1] if after else None)

@@ -87,14 +87,14 @@ class JacobiDrafter:
         block.guess = outcome.step.logits[0, emitted : drafted + 1].argmax(-1).tolist() + known
 
     def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:
-        n, room = len(seq.tokens), min(limit.depth, limit.nodes)
+        n, max_tokens = len(seq.tokens), min(limit.depth, limit.nodes)
         block = self._blocks.get(seq)
         if block is None or (self.method == "hybrid" and n - block.prompt >= self.parallel):
             return Draft()
         if n >= block.end:
-            size = room + 1 if self.method == "jacobi" else self.block
+            size = max_tokens + 1 if self.method == "jacobi" else self.block
             block.begin, block.end, block.guess = n, n + size, []
-        deep = max(0, min(block.end - n - 1, room))
+        deep = max(0, min(block.end - n - 1, max_tokens))
         block.guess += [self._first(seq, block, place) for place in range(n + len(block.guess), n + deep)]
         tokens = list[int]()
         for token in block.guess[:deep]:

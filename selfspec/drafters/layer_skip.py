@@ -14,7 +14,7 @@ from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.tree_batch import Placed
+from selfspec.speculation.tree_batch import PlacedDraft
 from selfspec.types.confidence import PROBABILITY, Confidence
 from selfspec.types.draft_path import DraftPath, as_path
 from selfspec.types.draft_work import Work, passes_of, with_head_steps
@@ -44,10 +44,10 @@ class LayerSkipDrafter(ChainDrafter):
         *,
         candidates: int = 1,
         confidence: Confidence = PROBABILITY,
-        ahead: ProposerChain | None = None,
+        proposer_chain: ProposerChain | None = None,
         below: HeadBelow | None = None,
     ) -> None:
-        super().__init__(controller, candidates=candidates, confidence=confidence, ahead=ahead)
+        super().__init__(controller, candidates=candidates, confidence=confidence, proposer_chain=proposer_chain)
         self.runtime = runtime
         self.path = as_path(path)
         words = self.path.vocabulary
@@ -57,7 +57,7 @@ class LayerSkipDrafter(ChainDrafter):
         self.below = below
         if below is not None:
             self.hidden = below.texts.head.layers
-        widest = len((self.ahead if below is None else below).prices)
+        widest = len((self.proposer_chain if below is None else below).prices)
         self._max_work = [self._all_of(n, widest) for n in range(self._deepest + 1)]
 
     @property
@@ -97,13 +97,15 @@ class LayerSkipDrafter(ChainDrafter):
         placed, firsts = [], []
         for c in chains:
             guess = self._guess(c)
-            c.ahead, c.source = list(guess.tokens), guess.source
-            c.passes.append(1 + len(c.ahead))
+            c.lookup_tokens, c.source = list(guess.tokens), guess.source
+            c.passes.append(1 + len(c.lookup_tokens))
             root, before = c.tokens[-1] if c.tokens else c.seq.tokens[-1], self._before(c)
-            run, start = [*before, root, *c.ahead], len(c.seq.tokens) - 1 + len(c.tokens) - len(before)
-            placed.append(Placed(c.seq.row, run[0], start, Draft.chain(run[1:])))
+            run, start = [*before, root, *c.lookup_tokens], len(c.seq.tokens) - 1 + len(c.tokens) - len(before)
+            placed.append(PlacedDraft(c.seq.row, run[0], start, Draft.chain(run[1:])))
             firsts.append(len(before))
-        steps = self.runtime.over(placed, path=self._compiled, hidden=() if self.below is None else self.hidden)
+        steps = self.runtime.forward_drafts(
+            placed, path=self._compiled, hidden=() if self.below is None else self.hidden
+        )
         for c, step, first in zip(chains, steps, firsts, strict=True):
             assert step.logits is not None
             c.logits = [step.logits[0, i : i + 1] for i in range(first, first + c.passes[-1])]
@@ -116,13 +118,13 @@ class LayerSkipDrafter(ChainDrafter):
 
     def _guess(self, chain: Chain) -> Guess:
         """Return the lookup tokens that the chain's next pass checks."""
-        room = chain.room - len(chain.tokens) - 1
+        remaining = chain.remaining - len(chain.tokens) - 1
         if self.below is not None and chain.passes:  # keep the hidden states before tokens that were drafted
-            chain.streams[-1] = chain.streams[-1][: len(chain.tokens) - chain.begun]
+            chain.streams[-1] = chain.streams[-1][: len(chain.tokens) - chain.pass_start]
             self.below.learn(chain)
-        guess = self.reading(chain.seq).guess(chain.tokens, room)
+        guess = self.proposer_state(chain.seq).guess(chain.tokens, remaining)
         if self.below is not None:
-            chain.told.clear()
-            guess = self.below.guess(chain, guess, room)
-            chain.begun, chain.checked = len(chain.tokens), guess.tokens
+            chain.probability_bins.clear()
+            guess = self.below.guess(chain, guess, remaining)
+            chain.pass_start, chain.checked = len(chain.tokens), guess.tokens
         return guess

@@ -31,11 +31,11 @@ class _Tree:
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    at: dict[tuple[int, int], int] = field(default_factory=dict)
+    node_ids: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def add(self, parent: int, token: int) -> int:
         """Return the node of `token` below `parent`, adding it if it is new."""
-        node = self.at.setdefault((parent, token), len(self.tokens))
+        node = self.node_ids.setdefault((parent, token), len(self.tokens))
         if node == len(self.tokens):
             self.tokens.append(token)
             self.parents.append(parent)
@@ -70,7 +70,7 @@ class LookaheadDrafter:
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """Fill the window with consecutive prompt tokens."""
         levels = [
-            [self._speaks(seq, seq.tokens[(i + j) % len(seq.tokens)]) for i in range(self.window)]
+            [self._replace_end_token(seq, seq.tokens[(i + j) % len(seq.tokens)]) for i in range(self.window)]
             for j in range(self.ngram - 1)
         ]
         self._own[seq] = _Branches(levels)
@@ -96,24 +96,24 @@ class LookaheadDrafter:
         if outcome.draft.tokens[: len(own.sent)] != own.sent:
             return
         assert outcome.step.logits is not None
-        found: list[int] = outcome.step.logits[0, [node + 1 for node in nodes]].argmax(-1).tolist()
-        for i, token in enumerate(found):
+        predicted: list[int] = outcome.step.logits[0, [node + 1 for node in nodes]].argmax(-1).tolist()
+        for i, token in enumerate(predicted):
             first, *after = [level[i] for level in own.levels]
-            held = own.pool.setdefault(first, {})
+            ngrams = own.pool.setdefault(first, {})
             gram = (*after, token)
-            held.pop(gram, None)
-            held[gram] = None
-            if len(held) > self.guesses:
-                held.pop(next(iter(held)))
-        own.levels = [*own.levels[1:], [self._speaks(seq, token) for token in found]]
+            ngrams.pop(gram, None)
+            ngrams[gram] = None
+            if len(ngrams) > self.guesses:
+                ngrams.pop(next(iter(ngrams)))
+        own.levels = [*own.levels[1:], [self._replace_end_token(seq, token) for token in predicted]]
 
     def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:
         own = self._own.get(seq)
         if own is None:
             return NO_DRAFT
         tree, rows = _Tree(), self.window * (self.ngram - 1)
-        whole = limit.nodes >= rows and limit.depth >= self.window + self.ngram - 2
-        left = limit.nodes - rows if whole else limit.nodes
+        window_fits = limit.nodes >= rows and limit.depth >= self.window + self.ngram - 2
+        left = limit.nodes - rows if window_fits else limit.nodes
         for gram in reversed(own.pool.get(seq.tokens[-1], {})):
             if len(tree.tokens) + len(gram) > left:
                 break
@@ -122,7 +122,7 @@ class LookaheadDrafter:
                 node = tree.add(node, token)
                 if token in seq.ends:
                     break
-        own.last = self._windowed(own, tree) if whole else None
+        own.last = self._windowed(own, tree) if window_fits else None
         own.sent = tuple(tree.tokens)
         sources = (LOOKAHEAD,) * len(own.sent)
         return Draft(own.sent, tuple(tree.parents), None, (-1,) * len(own.sent), (), GUESSED, sources)
@@ -137,6 +137,6 @@ class LookaheadDrafter:
             nodes = [tree.add(above, token) for above, token in zip(nodes, level, strict=True)]
         return nodes
 
-    def _speaks(self, seq: SequenceState, token: int) -> int:
+    def _replace_end_token(self, seq: SequenceState, token: int) -> int:
         """Return the token, or another one for an end-of-sequence token, which cannot have children."""
         return token if token not in seq.ends else next(other for other in count() if other not in seq.ends)

@@ -14,7 +14,7 @@ from selfspec.speculation.sequence import SequenceState
 from selfspec.types.draft_work import GUESSED, NO_WORK, Work
 
 
-class FreeDrafter(ControlledDrafter):
+class LookupDrafter(ControlledDrafter):
     """Drafter of the lookup tokens of the proposer that expects most accepted tokens.
 
     `controller` sees each token's chance and ends the draft. Each seeded sequence starts a fresh controller.
@@ -32,14 +32,14 @@ class FreeDrafter(ControlledDrafter):
         drafts = [self._drafted(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
         if self.load is None or len(seqs) < 2:
             return drafts
-        counts = self.load.free([draft.confidence for draft in drafts])
+        counts = self.load.lookup_lengths([draft.confidence for draft in drafts])
         return [draft.backbone().first(count) for draft, count in zip(drafts, counts, strict=True)]
 
     def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:
-        room = min(limit.depth, limit.nodes)
-        guess = self.guess(seq, room)
-        play = DraftLoop(self.controller_of(seq), depth=room)
+        max_tokens = min(limit.depth, limit.nodes)
+        guess = self.guess(seq, max_tokens)
+        loop = DraftLoop(self.controller_of(seq), depth=max_tokens)
         for chance in guess.chances:
-            if not play.see(chance):
+            if not loop.record(chance):
                 break
-        return as_draft(guess.cut(len(play.confidences)), play.confidences)
+        return as_draft(guess.cut(len(loop.confidences)), loop.confidences)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from selfspec.controllers import Controller, DraftLoop
 from selfspec.drafters.controlled import as_draft, check_candidates
-from selfspec.drafters.lookup_drafter import FreeDrafter
-from selfspec.proposers.base import Chances, Guess
+from selfspec.drafters.lookup_drafter import LookupDrafter
+from selfspec.proposers.base import AcceptanceStats, Guess
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
@@ -22,10 +22,10 @@ class _Table:
     """Most probable successors of each token, by the last logits after it; `chances`: how often the first is right."""
 
     after: dict[int, list[int]] = field(default_factory=dict)
-    chances: Chances = field(default_factory=lambda: Chances((FIRST,)))
+    chances: AcceptanceStats = field(default_factory=lambda: AcceptanceStats((FIRST,)))
 
 
-class RecycleDrafter(FreeDrafter):
+class RecycleDrafter(LookupDrafter):
     """Drafter of the chain of most probable successors, with further successors as candidates at each position.
 
     `controller` ends the chain and sets the number of candidates. The table is filled from the target's logits at
@@ -53,17 +53,17 @@ class RecycleDrafter(FreeDrafter):
 
     def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:
         table, token = self._table(seq), seq.tokens[-1]
-        play = DraftLoop(self.controller_of(seq), depth=min(limit.depth, limit.nodes))
+        loop = DraftLoop(self.controller_of(seq), depth=min(limit.depth, limit.nodes))
         tokens, others = list[int](), list[list[int]]()
-        while play.wants and token in table.after:
+        while loop.wants and token in table.after:
             token, *rest = table.after[token]
             tokens.append(token)
             others.append(rest)
-            play.see(table.chances(0), last=token in seq.ends)
+            loop.record(table.chances(0), last=token in seq.ends)
         if not tokens:
             return NO_DRAFT
-        counts = play.candidates(self.candidates, nodes=limit.nodes)
-        draft = as_draft(Guess(tokens, (), RECYCLED), play.confidences)
+        counts = loop.candidates(self.candidates, nodes=limit.nodes)
+        draft = as_draft(Guess(tokens, (), RECYCLED), loop.confidences)
         others = [rest[: count - 1] for rest, count in zip(others, counts, strict=True)]
         return draft.with_candidates(others, source=RECYCLED)
 
@@ -78,7 +78,7 @@ class RecycleDrafter(FreeDrafter):
         read = seq.tokens[-len(rows) - 1 : -1]
         for token, after, came in zip(read, likeliest, outcome.tokens, strict=True):
             if token in table.after:
-                table.chances.see(0, table.after[token][0] == came)
+                table.chances.record(0, table.after[token][0] == came)
             table.after[token] = after
 
     def _table(self, seq: SequenceState) -> _Table:

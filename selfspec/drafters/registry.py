@@ -14,7 +14,7 @@ from selfspec.draft_modules.module_files import read_part
 from selfspec.draft_modules.path_files import trained_of
 from selfspec.draft_modules.registry import make_head
 from selfspec.drafters.adaptive_path import ClaspDrafter, SwiftDrafter
-from selfspec.drafters.cross_vocabulary import TranslatedDrafter
+from selfspec.drafters.cross_vocabulary import CrossVocabularyDrafter
 from selfspec.drafters.draft_model import ModelDrafter
 from selfspec.drafters.guard import Guard
 from selfspec.drafters.head_drafter import HeadBelow, HeadDrafter
@@ -22,15 +22,15 @@ from selfspec.drafters.input_guided import InputDrafter
 from selfspec.drafters.jacobi import JacobiDrafter
 from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.drafters.lookahead import LookaheadDrafter
-from selfspec.drafters.lookup_drafter import FreeDrafter
+from selfspec.drafters.lookup_drafter import LookupDrafter
 from selfspec.drafters.plain import PlainDrafter
 from selfspec.drafters.recycle import RecycleDrafter
-from selfspec.drafters.router import routed
+from selfspec.drafters.router import make_router
 from selfspec.drafters.tree_merge import MergedDrafter
-from selfspec.models.layout import lay_out_
+from selfspec.models.layout import apply_layout_
 from selfspec.models.loading import load_model, load_tokenizer
-from selfspec.models.shards import check_whole
-from selfspec.models.vocabularies import SharedWords
+from selfspec.models.shards import check_unsharded
+from selfspec.models.vocabularies import TokenizerMap
 from selfspec.profile.adaptive_path_spec import ClaspSpec, SwiftSpec
 from selfspec.profile.draft_spec import (
     DraftSpec,
@@ -48,9 +48,9 @@ from selfspec.profile.schema import Profile
 from selfspec.profile.tree_merge_spec import MergedSpec
 from selfspec.proposers.base import Proposer
 from selfspec.proposers.chain import ProposerChain
-from selfspec.proposers.history import Answers
+from selfspec.proposers.history import AnswerHistory
 from selfspec.proposers.lookup import Lookup
-from selfspec.proposers.store import Store, Stored
+from selfspec.proposers.store import Store, StoreProposer
 from selfspec.runtime.factory import open_runtime
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
@@ -76,26 +76,30 @@ def register(spec: type[Spec], make: Callable[[Runtime, Spec, Profile], Drafter]
 
 def make_drafter(runtime: Runtime, profile: Profile) -> Drafter:
     """Build the drafter that a profile describes. Raises `SelfspecError` if the profile does not fit the model."""
-    return routed(profile, lambda one: _made(runtime, one))
+    return make_router(profile, lambda alternative: _build_drafter(runtime, alternative))
 
 
 def make_guarded(
-    runtime: Runtime, profile: Profile, here: Callable[[Runtime, Profile], PayoffModel | None] | None = None
+    runtime: Runtime, profile: Profile, measure_payoff: Callable[[Runtime, Profile], PayoffModel | None] | None = None
 ) -> Drafter:
     """Build the drafter that a profile describes, each alternative inside a `Guard`. Raises as `make_drafter` does.
 
-    `here` returns the round costs measured on the runtime; the guard uses them for seeded sequences. Without `here`,
-    the profile's costs apply.
+    `measure_payoff` returns the round costs measured on the runtime; the guard uses them for seeded sequences. Without
+    `measure_payoff`, the profile's costs apply.
     """
 
-    def guard(one: Profile) -> Guard:
-        told = one.payoff if one.costs else None
-        return Guard(_made(runtime, one), payoff=told, here=here and partial(here, runtime, one))
+    def guard(alternative: Profile) -> Guard:
+        payoff = alternative.payoff if alternative.costs else None
+        return Guard(
+            _build_drafter(runtime, alternative),
+            payoff=payoff,
+            measure_payoff=measure_payoff and partial(measure_payoff, runtime, alternative),
+        )
 
-    return routed(profile, guard)
+    return make_router(profile, guard)
 
 
-def _made(runtime: Runtime, profile: Profile) -> Drafter:
+def _build_drafter(runtime: Runtime, profile: Profile) -> Drafter:
     kind = profile.draft.kind
     if kind not in _MAKERS:
         raise SelfspecError(f"kind '{kind}' of drafts has no drafter; register it with one")
@@ -107,13 +111,13 @@ def make_proposer(spec: ProposerSpec, vocabulary: int | None) -> Proposer:
     if spec.path is None:
         return Lookup()
     if spec.kind == "answers":
-        return Answers(spec.path, vocabulary)
+        return AnswerHistory(spec.path, vocabulary)
     store = Store(spec.path)
     store.check(vocabulary)
-    return Stored(store)
+    return StoreProposer(store)
 
 
-def make_ahead(specs: Sequence[ProposerSpec], wider: Sequence[float], vocabulary: int | None) -> ProposerChain:
+def make_proposer_chain(specs: Sequence[ProposerSpec], wider: Sequence[float], vocabulary: int | None) -> ProposerChain:
     """Build the proposers below a draft path; `wider`: costs of its passes over 2, 3, .. tokens relative to one."""
     return ProposerChain([make_proposer(spec, vocabulary) for spec in specs], (1.0, *wider) if specs else (1.0,))
 
@@ -130,7 +134,7 @@ def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> 
         make_controller(spec.controller, profile.payoff),
         candidates=spec.candidates,
         confidence=spec.confidence or PROBABILITY,
-        ahead=make_ahead(spec.proposers or (), wider, runtime.skeleton.identity.vocabulary),
+        proposer_chain=make_proposer_chain(spec.proposers or (), wider, runtime.skeleton.identity.vocabulary),
         below=below,
     )
 
@@ -139,9 +143,9 @@ def draft_path(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> Draft
     """Return a profile's draft path, with its trained modules loaded. Raises as `make_layer_skip` does."""
     if spec.trained is None:
         return spec.path
-    check_whole(runtime.model, "a trained path")
+    check_unsharded(runtime.model, "a trained path")
     name = profile.parts[spec.trained].sha256 if spec.trained in profile.parts else spec.trained
-    runtime.learn(name, trained_of(runtime, read_part(profile.part_path(spec.trained))))
+    runtime.register_trained(name, trained_of(runtime, read_part(profile.part_path(spec.trained))))
     return replace(spec.path, trained=name)
 
 
@@ -152,32 +156,32 @@ def make_head_drafter(runtime: Runtime, spec: HeadSpec, profile: Profile) -> Hea
         make_controller(spec.controller, profile.payoff),
         candidates=spec.candidates,
         confidence=spec.confidence or PROBABILITY,
-        ahead=make_ahead(spec.proposers or (), (), runtime.skeleton.identity.vocabulary),
+        proposer_chain=make_proposer_chain(spec.proposers or (), (), runtime.skeleton.identity.vocabulary),
     )
 
 
 def _head(runtime: Runtime, profile: Profile, part: str) -> Head:
-    check_whole(runtime.model, "a trained head")
+    check_unsharded(runtime.model, "a trained head")
     return make_head(runtime, read_part(profile.part_path(part)))
 
 
-def make_model(runtime: Runtime, spec: ModelSpec, profile: Profile) -> ModelDrafter | TranslatedDrafter:
+def make_model(runtime: Runtime, spec: ModelSpec, profile: Profile) -> ModelDrafter | CrossVocabularyDrafter:
     """Build a drafter with a separate draft model: a folder beside the profile, or a model loaded by its name.
 
     The vocabulary sizes may differ; shared tokens are then drafted. Raises `SelfspecError` as loading does, and if
     the target's tokenizer is needed and unavailable.
     """
-    beside = None if profile.folder is None else profile.folder / spec.model
-    name = str(beside) if beside is not None and beside.is_dir() else spec.model
+    local_folder = None if profile.folder is None else profile.folder / spec.model
+    name = str(local_folder) if local_folder is not None and local_folder.is_dir() else spec.model
     device = str(runtime.device) if spec.device == "auto" else spec.device
     own, tokenizer = _draft_model(name, device, spec.dtype, spec.bits)
-    path = FULL if spec.bits is None else DraftPath.of([spec.bits] * (2 * own.layers), head=spec.bits)
+    path = FULL if spec.bits is None else DraftPath.from_modes([spec.bits] * (2 * own.layers), head=spec.bits)
     controller, confidence = make_controller(spec.controller, profile.payoff), spec.confidence or PROBABILITY
-    ahead = make_ahead(spec.proposers or (), WIDER, runtime.skeleton.identity.vocabulary)
+    proposer_chain = make_proposer_chain(spec.proposers or (), WIDER, runtime.skeleton.identity.vocabulary)
     sizes = (runtime.skeleton.identity.vocabulary or 0, own.skeleton.identity.vocabulary or 0)
     if sizes[0] != sizes[1]:
-        words = SharedWords(_tokenizer(profile), tokenizer, sizes=sizes)
-        return TranslatedDrafter(
+        words = TokenizerMap(_tokenizer(profile), tokenizer, sizes=sizes)
+        return CrossVocabularyDrafter(
             runtime,
             own,
             words,
@@ -185,7 +189,7 @@ def make_model(runtime: Runtime, spec: ModelSpec, profile: Profile) -> ModelDraf
             path=path,
             candidates=spec.candidates,
             confidence=confidence,
-            ahead=ahead,
+            proposer_chain=proposer_chain,
         )
     return ModelDrafter(
         runtime,
@@ -194,7 +198,7 @@ def make_model(runtime: Runtime, spec: ModelSpec, profile: Profile) -> ModelDraf
         path=path,
         candidates=spec.candidates,
         confidence=confidence,
-        ahead=ahead,
+        proposer_chain=proposer_chain,
     )
 
 
@@ -202,7 +206,7 @@ def make_model(runtime: Runtime, spec: ModelSpec, profile: Profile) -> ModelDraf
 def _draft_model(name: str, device: str, dtype: str, bits: str | None) -> tuple[Runtime, Any]:
     """Load a draft model and its tokenizer. The cache lets several drafters share one copy of the weights."""
     model, tokenizer = load_model(name, device=device, dtype=dtype)
-    lay_out_(model, drafting=True, few_bits=bits is not None)
+    apply_layout_(model, drafting=True, quantized_drafts=bits is not None)
     return open_runtime(model), tokenizer
 
 
@@ -220,27 +224,27 @@ def _tokenizer(profile: Profile) -> Any:
 def make_merged(runtime: Runtime, spec: MergedSpec, profile: Profile) -> MergedDrafter:
     """Build all drafters of a merged draft. Only draft paths get the profile's acceptance curve. Raises as they do."""
 
-    def alone(of: DraftSpec) -> Profile:
-        ours = profile.acceptance if isinstance(of, LayerSkipSpec | MergedSpec) else None
-        return profile.model_copy(update={"draft": of, "acceptance": ours})
+    def alone(draft_spec: DraftSpec) -> Profile:
+        ours = profile.acceptance if isinstance(draft_spec, LayerSkipSpec | MergedSpec) else None
+        return profile.model_copy(update={"draft": draft_spec, "acceptance": ours})
 
-    return MergedDrafter([_made(runtime, alone(of)) for of in spec.drafters])
+    return MergedDrafter([_build_drafter(runtime, alone(draft_spec)) for draft_spec in spec.drafters])
 
 
-def make_free(runtime: Runtime, spec: GuessesSpec, profile: Profile) -> FreeDrafter:
+def make_lookup_drafter(runtime: Runtime, spec: GuessesSpec, profile: Profile) -> LookupDrafter:
     """Build a lookup drafter, whose drafts cost only their verification."""
-    proposers = [make_proposer(of, runtime.skeleton.identity.vocabulary) for of in spec.proposers]
-    return FreeDrafter(proposers, _of_free_drafts(spec.controller, profile))
+    proposers = [make_proposer(proposer_spec, runtime.skeleton.identity.vocabulary) for proposer_spec in spec.proposers]
+    return LookupDrafter(proposers, _lookup_controller(spec.controller, profile))
 
 
 def make_recycle(spec: RecycleSpec, profile: Profile) -> RecycleDrafter:
     """Build a token-recycling drafter, whose drafts cost only their verification."""
-    return RecycleDrafter(_of_free_drafts(spec.controller, profile), candidates=spec.candidates)
+    return RecycleDrafter(_lookup_controller(spec.controller, profile), candidates=spec.candidates)
 
 
 def make_input(spec: InputSpec, profile: Profile) -> InputDrafter:
     """Build an input-guided drafter, whose drafts cost only their verification."""
-    return InputDrafter(_of_free_drafts(spec.controller, profile))
+    return InputDrafter(_lookup_controller(spec.controller, profile))
 
 
 def make_jacobi(spec: JacobiSpec) -> JacobiDrafter:
@@ -269,11 +273,11 @@ def _of_chosen(runtime: Runtime, spec: SwiftSpec | ClaspSpec, profile: Profile) 
         "controller": make_controller(spec.controller, profile.payoff),
         "candidates": spec.candidates,
         "confidence": spec.confidence or PROBABILITY,
-        "ahead": make_ahead(spec.proposers or (), WIDER, runtime.skeleton.identity.vocabulary),
+        "proposer_chain": make_proposer_chain(spec.proposers or (), WIDER, runtime.skeleton.identity.vocabulary),
     }
 
 
-def _of_free_drafts(controller: ControllerSpec, profile: Profile) -> Controller:
+def _lookup_controller(controller: ControllerSpec, profile: Profile) -> Controller:
     payoff = replace(profile.payoff, draft=0.0, curve=profile.acceptance or AcceptanceCurve())
     return make_controller(controller, payoff)
 
@@ -285,7 +289,7 @@ register(LayerSkipSpec, make_layer_skip)
 register(HeadSpec, make_head_drafter)
 register(ModelSpec, make_model)
 register(MergedSpec, make_merged)
-register(GuessesSpec, make_free)
+register(GuessesSpec, make_lookup_drafter)
 register(RecycleSpec, lambda runtime, spec, profile: make_recycle(spec, profile))
 register(InputSpec, lambda runtime, spec, profile: make_input(spec, profile))
 register(JacobiSpec, lambda runtime, spec, profile: make_jacobi(spec))

@@ -40,7 +40,7 @@ class Route:
     def see(self, outcome: Outcome) -> None:
         """Add a round's cost and tokens to the observations."""
         draft = outcome.draft
-        self._time += self.payoff.price(draft.work) + self.payoff.rounds[1 + len(draft)]
+        self._time += self.payoff.cost(draft.work) + self.payoff.rounds[1 + len(draft)]
         self._tokens += len(outcome.tokens)
 
     def fade(self) -> None:
@@ -75,7 +75,7 @@ class Router:
     def max_work(self, limit: Limit) -> Work:
         """Return the most expensive `max_work` of the drafters, each by its own payoff model."""
         works = [(route.payoff, route.drafter.max_work(limit)) for route in self.routes]
-        return max(works, key=lambda of: of[0].price(of[1]))[1]
+        return max(works, key=lambda pair: pair[0].cost(pair[1]))[1]
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """Choose the sequence's route."""
@@ -93,8 +93,8 @@ class Router:
         for route in self.routes:
             mine = [i for i, seq in enumerate(seqs) if self._taken[seq] is route]
             if mine:
-                found = route.drafter.propose([seqs[i] for i in mine], [limits[i] for i in mine])
-                for i, draft in zip(mine, found, strict=True):
+                proposed = route.drafter.propose([seqs[i] for i in mine], [limits[i] for i in mine])
+                for i, draft in zip(mine, proposed, strict=True):
                     drafts[i] = draft
         return drafts
 
@@ -111,12 +111,17 @@ class Router:
             route.drafter.end(seq)
 
 
-def routed(profile: Profile, make: Callable[[Profile], Drafter]) -> Drafter:
+def make_router(profile: Profile, make: Callable[[Profile], Drafter]) -> Drafter:
     """Return `make(profile)`, or a router over all drafters if the profile has alternatives (`also`)."""
     if not profile.also:
         return make(profile)
     return Router(
-        [Route(make(of), of.payoff, of.predicted.speedup if of.predicted else 1.0) for of in profile.alternatives]
+        [
+            Route(
+                make(alternative), alternative.payoff, alternative.predicted.speedup if alternative.predicted else 1.0
+            )
+            for alternative in profile.alternatives
+        ]
     )
 
 

@@ -48,26 +48,26 @@ class MergedDrafter:
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """Return the merged draft of all drafters for each sequence."""
-        found: list[list[Draft]] = [[] for _ in seqs]
+        proposals: list[list[Draft]] = [[] for _ in seqs]
         for drafter in self.drafters:
-            left = [limit.nodes - sum(map(len, own)) for limit, own in zip(limits, found, strict=True)]
+            left = [limit.nodes - sum(map(len, own)) for limit, own in zip(limits, proposals, strict=True)]
             open_ = [i for i, nodes in enumerate(left) if nodes > 0]
             within = [Limit(limits[i].depth, left[i]) for i in open_]
             drafts = drafter.propose([seqs[i] for i in open_], within) if open_ else []
             own = dict(zip(open_, drafts, strict=True))
-            for i, of in enumerate(found):
-                of.append(own.get(i, NO_DRAFT))
-        self._proposed.update((seq, tuple(drafts)) for seq, drafts in zip(seqs, found, strict=True))
+            for i, seq_drafts in enumerate(proposals):
+                seq_drafts.append(own.get(i, NO_DRAFT))
+        self._proposed.update((seq, tuple(drafts)) for seq, drafts in zip(seqs, proposals, strict=True))
         return [
             merged(drafts, drawn=not (seq.sampler.greedy or seq.sampler.tied))
-            for seq, drafts in zip(seqs, found, strict=True)
+            for seq, drafts in zip(seqs, proposals, strict=True)
         ]
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Report the round to each drafter, its own draft's nodes first and the rest of the tree after them."""
         proposed = self._proposed.pop(seq, ()) if len(outcome.draft) else ()
         for drafter, draft in zip(self.drafters, proposed or [NO_DRAFT] * len(self.drafters), strict=True):
-            drafter.observe(seq, seen_by(draft, outcome))
+            drafter.observe(seq, reordered_outcome(draft, outcome))
 
     def end(self, seq: SequenceState) -> None:
         """End the sequence in each drafter."""
@@ -89,19 +89,19 @@ def merged(drafts: Sequence[Draft], *, drawn: bool) -> Draft:
         return drafts[0] if drafts else NO_DRAFT
     tokens, parents, rows, sources = list[int](), list[int](), list[int](), list[str]()
     q: list[Tensor] = []
-    at: dict[tuple[int, int], int] = {}  # first node of each (parent, token)
+    node_ids: dict[tuple[int, int], int] = {}  # first node of each (parent, token)
     for draft in drafts:
         before = sum(map(len, q))
         places: list[int] = []  # merged node of each of the draft's nodes
         for i, (token, parent, row) in enumerate(zip(draft.tokens, draft.parents, draft.q_row, strict=True)):
             above = places[parent] if parent >= 0 else -1
-            known = at.get((above, token))
+            known = node_ids.get((above, token))
             if known is None or (drawn and row >= 0):
                 tokens.append(token)
                 parents.append(above)
                 rows.append(row if row < 0 else before + row)
                 sources.append(draft.sources[i] if draft.sources else "")
-                known = at.setdefault((above, token), len(tokens) - 1)
+                known = node_ids.setdefault((above, token), len(tokens) - 1)
             places.append(known)
         if draft.q is not None:
             q.append(draft.q)
@@ -110,44 +110,47 @@ def merged(drafts: Sequence[Draft], *, drawn: bool) -> Draft:
     return Draft(tuple(tokens), tuple(parents), torch.cat(q) if q else None, tuple(rows), (), work, named)
 
 
-def seen_by(draft: Draft, outcome: Outcome) -> Outcome:
+def reordered_outcome(draft: Draft, outcome: Outcome) -> Outcome:
     """Return the round's outcome reordered for one drafter: its own draft's nodes first, then the rest of the tree.
 
     The rows of logits, hidden states and probabilities are reordered with the nodes.
     """
-    whole = outcome.draft
-    if draft is whole:
+    tree = outcome.draft
+    if draft is tree:
         return outcome
-    order = _found(draft, whole)
+    order = _tree_nodes(draft, tree)
     places: dict[int, int] = {}  # index of each of the tree's nodes in the reordered draft
     for i, node in enumerate(order):
         if node >= 0:
             places.setdefault(node, i)
-    behind = [node for node in range(len(whole)) if node not in places]
+    behind = [node for node in range(len(tree)) if node not in places]
     places.update((node, len(order) + i) for i, node in enumerate(behind))
-    above = [whole.parents[node] for node in behind]
-    seen = Draft(
-        (*draft.tokens, *(whole.tokens[node] for node in behind)),
+    above = [tree.parents[node] for node in behind]
+    reordered = Draft(
+        (*draft.tokens, *(tree.tokens[node] for node in behind)),
         (*draft.parents, *(places[parent] if parent >= 0 else -1 for parent in above)),
         q_row=(-1,) * (len(order) + len(behind)),
         confidence=draft.confidence,
-        work=whole.work,
+        work=tree.work,
     )
     rows = torch.tensor([0, *(node + 1 for node in (*order, *behind))])
     logits = outcome.step.logits
     step = replace(
         outcome.step,
         logits=None if logits is None else logits[:, rows.to(logits.device)],
-        hidden={layer: of[:, rows.to(of.device)] for layer, of in outcome.step.hidden.items()},
+        hidden={
+            layer: hidden_states[:, rows.to(hidden_states.device)]
+            for layer, hidden_states in outcome.step.hidden.items()
+        },
     )
     chances = None if outcome.p is None else outcome.p[rows.to(outcome.p.device)]
-    return Outcome(seen, tuple(places[node] for node in outcome.path), outcome.tokens, step, chances)
+    return Outcome(reordered, tuple(places[node] for node in outcome.path), outcome.tokens, step, chances)
 
 
-def _found(draft: Draft, whole: Draft) -> list[int]:
+def _tree_nodes(draft: Draft, tree: Draft) -> list[int]:
     """Return the tree node of each of the draft's nodes; -1 if it is not in the tree, as without tree support."""
     first: dict[tuple[int, int], int] = {}
-    for node, key in enumerate(zip(whole.parents, whole.tokens, strict=True)):
+    for node, key in enumerate(zip(tree.parents, tree.tokens, strict=True)):
         first.setdefault(key, node)
     own: list[int] = []
     for token, parent in zip(draft.tokens, draft.parents, strict=True):

@@ -19,7 +19,7 @@ class CacheAllocator(Protocol):
     """The allocator of cache rows to sequences, and of slots for keys and values to rows."""
 
     @property
-    def places(self) -> int:
+    def num_slots(self) -> int:
         """The number of cache slots of all sequences together."""
 
     @property
@@ -27,7 +27,7 @@ class CacheAllocator(Protocol):
         """Cache slots that no sequence occupies."""
 
     @property
-    def longest(self) -> int:
+    def max_seq_len(self) -> int:
         """The most tokens of one sequence, prompt and new ones, that fit without allocating more memory."""
 
     def claim(self, seq: SequenceState, *, reuse: bool) -> bool:
@@ -40,10 +40,10 @@ class CacheAllocator(Protocol):
     def grow(self, seq: SequenceState, slots: int) -> bool:
         """Ensure that the sequence has at least `slots` slots; return False if too few are free now."""
 
-    def room(self, seq: SequenceState) -> int:
+    def capacity(self, seq: SequenceState) -> int:
         """Return the number of slots of the sequence."""
 
-    def committed(self, seq: SequenceState) -> None:
+    def mark_cached(self, seq: SequenceState) -> None:
         """Note that keys and values of more of the sequence's tokens are in the cache."""
 
     def release(self, seq: SequenceState) -> None:
@@ -64,7 +64,7 @@ class ContiguousAllocator:
         self._taken: set[int] = set()
 
     @property
-    def places(self) -> int:
+    def num_slots(self) -> int:
         """The number of cache slots of all rows together."""
         return self.runtime.rows * self.runtime.cache.slots
 
@@ -74,7 +74,7 @@ class ContiguousAllocator:
         return (self.runtime.rows - len(self._taken)) * self.runtime.cache.slots
 
     @property
-    def longest(self) -> int:
+    def max_seq_len(self) -> int:
         """The length of a row, less the slots reserved for a draft."""
         return self.runtime.cache.slots - WIDEST_DRAFT
 
@@ -105,11 +105,11 @@ class ContiguousAllocator:
         """Return True: `claim` reserved slots for the longest the sequence may become."""
         return True
 
-    def room(self, seq: SequenceState) -> int:
+    def capacity(self, seq: SequenceState) -> int:
         """Return the length of a row."""
         return self.runtime.cache.slots
 
-    def committed(self, seq: SequenceState) -> None:
+    def mark_cached(self, seq: SequenceState) -> None:
         """Do nothing: the row's length in the cache already covers these tokens."""
 
     def release(self, seq: SequenceState) -> None:
@@ -126,7 +126,7 @@ class PagedAllocator:
         self._rows: dict[SequenceState, int] = {}
 
     @property
-    def places(self) -> int:
+    def num_slots(self) -> int:
         """The number of cache slots of all blocks together."""
         return self._blocks.total * self._blocks.size
 
@@ -136,9 +136,9 @@ class PagedAllocator:
         return self._blocks.free * self._blocks.size
 
     @property
-    def longest(self) -> int:
+    def max_seq_len(self) -> int:
         """The slots of all blocks, or of one row if that is less."""
-        return min(self.places, self._cache.slots)
+        return min(self.num_slots, self._cache.slots)
 
     def claim(self, seq: SequenceState, *, reuse: bool) -> bool:
         """Claim a free row, the blocks that cache the sequence's prefix, and new blocks for its other tokens.
@@ -147,16 +147,16 @@ class PagedAllocator:
         """
         cache, size = self._cache, self._blocks.size
         free = next((row for row in range(self.runtime.rows) if row not in self._rows.values()), None)
-        if len(seq.tokens) + seq.remaining > self.longest:
+        if len(seq.tokens) + seq.remaining > self.max_seq_len:
             raise SelfspecError(
-                f"{len(seq.tokens)} tokens and {seq.remaining} new ones need more than the {self.longest} places for "
-                "keys and values; give more memory, or ask for fewer tokens"
+                f"{len(seq.tokens)} tokens and {seq.remaining} new ones need more than the {self.max_seq_len} places "
+                "for keys and values; give more memory, or ask for fewer tokens"
             )
         if free is None:
             return False
-        known = self._blocks.known(seq.tokens[:-1]) if reuse else []
+        known = self._blocks.cached_blocks(seq.tokens[:-1]) if reuse else []
         needed = -(-(len(seq.tokens) + 1) // size) - len(known)
-        if needed + len(self._rows) > self._blocks.free_beside(known):
+        if needed + len(self._rows) > self._blocks.num_free_except(known):
             return False
         seq.row, seq.num_cached = free, len(known) * size
         cache.tables[seq.row] = [*self._blocks.share(known), *self._blocks.take(needed)]
@@ -174,19 +174,19 @@ class PagedAllocator:
         table += self._blocks.take(missing)
         return True
 
-    def room(self, seq: SequenceState) -> int:
+    def capacity(self, seq: SequenceState) -> int:
         """Return the slots of the sequence's blocks."""
         return len(self._cache.tables[seq.row]) * self._blocks.size
 
-    def committed(self, seq: SequenceState) -> None:
+    def mark_cached(self, seq: SequenceState) -> None:
         """Make the blocks that are now full available for sharing."""
         cache = self._cache
-        self._blocks.filled(seq, seq.tokens, cache.tables[seq.row], cache.length[seq.row])
+        self._blocks.index_full(seq, seq.tokens, cache.tables[seq.row], cache.length[seq.row])
 
     def release(self, seq: SequenceState) -> None:
         """Free the blocks, except those shared with other sequences."""
         row = self._rows.pop(seq)
-        self._blocks.give_back(self._cache.tables[row])
+        self._blocks.release(self._cache.tables[row])
         self._blocks.end(seq)
         self._cache.tables[row] = []
         self._cache.clear(row)

@@ -23,7 +23,7 @@ class BlockPool:
         self.total, self.size = total, size
         self._count = [0] * total
         self._blank = list(range(total - 1, -1, -1))  # free and not cached
-        self._kept: OrderedDict[int, None] = OrderedDict()  # free but cached, least recently used first
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # free but cached, least recently used first
         self._block: dict[bytes, int] = {}  # by digest
         self._digest: dict[int, bytes] = {}  # by block
         self._ends: dict[Hashable, list[bytes]] = {}  # by sequence: the digests of its full blocks
@@ -31,27 +31,27 @@ class BlockPool:
     @property
     def free(self) -> int:
         """The number of blocks that no sequence uses."""
-        return len(self._blank) + len(self._kept)
+        return len(self._blank) + len(self._evictable)
 
-    def free_beside(self, known: Iterable[int]) -> int:
+    def num_free_except(self, known: Iterable[int]) -> int:
         """Return the number of free blocks that are not among `known`."""
         return self.free - sum(not self._count[block] for block in known)
 
-    def known(self, tokens: Sequence[int]) -> list[int]:
+    def cached_blocks(self, tokens: Sequence[int]) -> list[int]:
         """Return the full blocks that cache the longest prefix of `tokens`."""
-        found = list[int]()
+        blocks = list[int]()
         for digest in self._digests(tokens, _START):
             block = self._block.get(digest)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def share(self, blocks: Sequence[int]) -> list[int]:
         """Increment the reference count of each block."""
         for block in blocks:
             if not self._count[block]:
-                del self._kept[block]
+                del self._evictable[block]
             self._count[block] += 1
         return list(blocks)
 
@@ -64,19 +64,19 @@ class BlockPool:
             if self._blank:
                 block = self._blank.pop()
             else:
-                block, _ = self._kept.popitem(last=False)
+                block, _ = self._evictable.popitem(last=False)
                 self._forget(block)
             self._count[block] = 1
             taken.append(block)
         return taken
 
-    def give_back(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Sequence[int]) -> None:
         """Decrement the reference counts; a text's last blocks are evicted first, as prefixes are shared."""
         for block in reversed(blocks):
             self._count[block] -= 1
             if not self._count[block]:
                 if block in self._digest:
-                    self._kept[block] = None
+                    self._evictable[block] = None
                 else:
                     self._blank.append(block)
 
@@ -84,7 +84,7 @@ class BlockPool:
         """Register a sequence whose first `shared` full blocks were cached already."""
         self._ends[holder] = [_START] * shared
 
-    def filled(self, holder: Hashable, tokens: Sequence[int], table: Sequence[int], length: int) -> None:
+    def index_full(self, holder: Hashable, tokens: Sequence[int], table: Sequence[int], length: int) -> None:
         """Index the blocks that became full, now that the keys of the first `length` tokens are cached."""
         ends = self._ends[holder]
         full = length // self.size
@@ -106,9 +106,9 @@ class BlockPool:
 
     def _digests(self, tokens: Sequence[int], digest: bytes) -> Iterable[bytes]:
         """Yield the digest of each full block of `tokens`, chained to `digest` of the tokens before."""
-        at = iter(tokens)
+        token_iter = iter(tokens)
         for _ in range(len(tokens) // self.size):
-            text = ",".join(map(str, islice(at, self.size)))
+            text = ",".join(map(str, islice(token_iter, self.size)))
             digest = hashlib.blake2b(digest + text.encode(), digest_size=16).digest()
             yield digest
 

@@ -23,7 +23,7 @@ from selfspec.types.limits import WIDEST_DRAFT
 
 
 @dataclass(slots=True)
-class _Reading:
+class _Prefill:
     """The prefill of one sequence: its passes so far, and whether the first round is a plain decode step."""
 
     first_plain: bool
@@ -37,9 +37,9 @@ class Engine:
     sequence of this engine, or from an earlier engine with `reuse`. An engine without `reuse` clears the cache.
 
     Each sequence has a cache row of its own and emits the tokens that it would emit alone. If the cache is a pool of
-    blocks, the most recently admitted sequence is preempted when blocks run out. It is then in `evicted`, and continues
-    where it was once it has joined again. Entering raises `BusyError` while the runtime has a stream. An exception in a
-    round leaves the runtime usable; the engine must then be closed, which ends its remaining sequences.
+    blocks, the most recently admitted sequence is preempted when blocks run out. It is then in `preempted`, and
+    continues where it was once it has joined again. Entering raises `BusyError` while the runtime has a stream. An
+    exception in a round leaves the runtime usable; the engine must then be closed, which ends its remaining sequences.
     """
 
     def __init__(self, runtime: Runtime, drafter: Drafter, *, reuse: bool = False) -> None:
@@ -47,21 +47,23 @@ class Engine:
         self.drafter = drafter
         self.reuse = reuse
         self.memory = memory_of(runtime)
-        self.evicted: list[SequenceState] = []  # preempted sequences, for the caller to collect
+        self.preempted: list[SequenceState] = []  # preempted sequences, for the caller to collect
         self._checker = ModelChecker(runtime)
-        self._reading: dict[SequenceState, _Reading] = {}
+        self._prefilling: dict[SequenceState, _Prefill] = {}
         self._running: list[SequenceState] = []
         self._undrafted: set[SequenceState] = set()  # sequences whose first round drafts nothing
-        self._held = ExitStack()
+        self._resources = ExitStack()
 
     def __enter__(self) -> Self:
-        self._held.enter_context(self.runtime.session(0, reuse=self.reuse))
+        self._resources.enter_context(self.runtime.session(0, reuse=self.reuse))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for seq in (*self._running, *self._reading):
-            self._held.callback(self.leave, seq)
-        self._held.close()  # releases the runtime last, even if a drafter raises
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for seq in (*self._running, *self._prefilling):
+            self._resources.callback(self.leave, seq)
+        self._resources.close()  # releases the runtime last, even if a drafter raises
 
     @property
     def running(self) -> Sequence[SequenceState]:
@@ -69,9 +71,9 @@ class Engine:
         return tuple(self._running)
 
     @property
-    def reading(self) -> Sequence[SequenceState]:
+    def prefilling(self) -> Sequence[SequenceState]:
         """The admitted sequences whose prefill is not finished."""
-        return tuple(self._reading)
+        return tuple(self._prefilling)
 
     def join(self, seq: SequenceState, *, first_plain: bool = False) -> None:
         """Admit a sequence and prefill its prompt without the last token, which its first round reads.
@@ -81,50 +83,48 @@ class Engine:
         """
         if not self.admit(seq, first_plain=first_plain):
             raise SelfspecError(f"all {self.runtime.rows} rows of the cache are taken; let a sequence leave first")
-        self.read(seq)
+        self.prefill(seq)
 
     def admit(self, seq: SequenceState, *, first_plain: bool = False) -> bool:
-        """Give a sequence a cache row and slots for its tokens; return False if none is free now. `read` prefills.
+        """Give a sequence a cache row and slots for its tokens; return False if none is free now. `prefill` prefills.
 
         Raises `SelfspecError` if no cache can ever be allocated for its length.
         """
         # A drafter that reads the prompt's residual streams needs those of all its tokens.
         if not self.memory.claim(seq, reuse=self.reuse and not self.drafter.hidden):
             return False
-        self._reading[seq] = _Reading(first_plain)
+        self._prefilling[seq] = _Prefill(first_plain)
         return True
 
-    def read(self, seq: SequenceState, most: int | None = None) -> int:
-        """Prefill at most `most` tokens of an admitted sequence; return how many are left.
+    def prefill(self, seq: SequenceState, max_tokens: int | None = None) -> int:
+        """Prefill at most `max_tokens` tokens of an admitted sequence; return how many are left.
 
         The sequence takes rounds once none is left.
         """
-        reading, cache = self._reading[seq], self.runtime.cache
+        state, cache = self._prefilling[seq], self.runtime.cache
         start, last = cache.length[seq.row], len(seq.tokens) - 1
-        end = last if most is None else min(start + most, last)
+        end = last if max_tokens is None else min(start + max_tokens, last)
         if end > start:
             tokens = torch.tensor([seq.tokens[start:end]], dtype=torch.long, device=self.runtime.device)
             rows = slice(seq.row, seq.row + 1)
-            reading.passes.append(
-                self.runtime.forward(tokens, start, rows=rows, logits=None, hidden=self.drafter.hidden)
-            )
+            state.passes.append(self.runtime.forward(tokens, start, rows=rows, logits=None, hidden=self.drafter.hidden))
             cache.commit(seq.row, range(end - start - 1))
-            self.memory.committed(seq)
+            self.memory.mark_cached(seq)
         if end == last:
             self._running.append(seq)
-            del self._reading[seq]
-            self.drafter.begin(seq, joined(reading.passes))
-            if reading.first_plain:
+            del self._prefilling[seq]
+            self.drafter.begin(seq, joined(state.passes))
+            if state.first_plain:
                 self._undrafted.add(seq)
         return last - end
 
     def leave(self, seq: SequenceState) -> None:
         """End a sequence now; its tokens stay as they are. A sequence that ended by itself has left already."""
-        begun = seq not in self._reading
+        begun = seq not in self._prefilling
         if begun:
             self._running.remove(seq)
         else:
-            del self._reading[seq]
+            del self._prefilling[seq]
         self._undrafted.discard(seq)
         self.memory.release(seq)
         if begun:
@@ -139,7 +139,7 @@ class Engine:
         outcomes = one_round(self._checker, self.drafter, seqs, list(limits.values()))
         self._undrafted.clear()
         for seq in seqs:
-            self.memory.committed(seq)
+            self.memory.mark_cached(seq)
             if not seq.remaining:
                 self.leave(seq)
         return list(zip(seqs, outcomes, strict=True))
@@ -157,15 +157,15 @@ class Engine:
             depth, written = min(seq.remaining - 1, WIDEST_DRAFT), len(seq.tokens)
             if not self.memory.grow(seq, written + WIDEST_DRAFT):
                 while not self.memory.grow(seq, written):
-                    self._evict((*self._running, *self._reading)[-1])
+                    self._evict((*self._running, *self._prefilling)[-1])
                     if seq not in self._running:
                         break
             if seq in self._running:
-                nodes = min(self.memory.room(seq) - written, WIDEST_DRAFT)
+                nodes = min(self.memory.capacity(seq) - written, WIDEST_DRAFT)
                 limits[seq] = Limit(0 if seq in self._undrafted else min(depth, nodes), nodes)
         return limits
 
     def _evict(self, seq: SequenceState) -> None:
         """Preempt a sequence: free all its resources; it must join again."""
         self.leave(seq)
-        self.evicted.append(seq)
+        self.preempted.append(seq)

@@ -16,7 +16,7 @@ from selfspec.types.draft_path import DraftPath
 
 
 @dataclass(frozen=True, slots=True)
-class Guesses:
+class LookupDraft:
     """Prompt lookup; `answers`: earlier answers are looked up too."""
 
     answers: bool
@@ -30,7 +30,7 @@ class Sublayers:
 
 
 @dataclass(frozen=True, slots=True)
-class Another:
+class DraftModel:
     """A separate draft model, by its specification."""
 
     spec: ModelSpec
@@ -45,23 +45,23 @@ class TrainedHead:
 
 
 @dataclass(frozen=True, slots=True)
-class OnlyHere:
+class UnsupportedDraft:
     """A draft method that no engine has: its `kind` in profiles, and what an engine could run instead."""
 
     kind: str
     instead: str
 
 
-Drafts = Guesses | Sublayers | Another | TrainedHead | OnlyHere
+Drafts = LookupDraft | Sublayers | DraftModel | TrainedHead | UnsupportedDraft
 _LOOKUP = "guesses by lookup (draft: {kind: guesses})"
-_WHOLE = "a fixed set of whole layers, found by selfspec search --kv own"
+_LAYER_SET = "a fixed set of whole layers, found by selfspec search --kv own"
 _INSTEAD = {
     "recycle": _LOOKUP,
     "input": _LOOKUP,
     "jacobi": _LOOKUP,
     "lookahead": _LOOKUP,
-    "swift": _WHOLE,
-    "clasp": _WHOLE,
+    "swift": _LAYER_SET,
+    "clasp": _LAYER_SET,
     "merged": "one of its drafters, in a profile of its own",
 }
 _FAR = 2**16  # draft length, in tokens: longer than any engine drafts
@@ -75,13 +75,13 @@ def drafts_of(profile: Profile) -> Drafts:
         raise SelfspecError("the profile holds several ways to draft; engines have one: export one of the profiles")
     spec = profile.draft
     if isinstance(spec, GuessesSpec):
-        return Guesses(any(of.kind == "answers" for of in spec.proposers))
+        return LookupDraft(any(proposer.kind == "answers" for proposer in spec.proposers))
     if isinstance(spec, ModelSpec):
-        return Another(spec)
+        return DraftModel(spec)
     if isinstance(spec, HeadSpec):
         part = read_part(profile.part_path(spec.part))
         places = part.settings.get("net", part.settings).get("places", _FAR)
-        return TrainedHead(part, int(places)) if part.kind in HEADS else OnlyHere(part.kind, _LOOKUP)
+        return TrainedHead(part, int(places)) if part.kind in HEADS else UnsupportedDraft(part.kind, _LOOKUP)
     if isinstance(spec, LayerSkipSpec):
         if spec.trained is not None:
             raise SelfspecError(
@@ -89,18 +89,18 @@ def drafts_of(profile: Profile) -> Drafts:
                 "export the profile that it was trained for"
             )
         return Sublayers(spec.model_copy(update={"vocabulary": None}).path)
-    return OnlyHere(spec.kind, _INSTEAD.get(spec.kind, _LOOKUP))
+    return UnsupportedDraft(spec.kind, _INSTEAD.get(spec.kind, _LOOKUP))
 
 
-def fixed(profile: Profile, tokens: int) -> Profile:
+def with_fixed_length(profile: Profile, tokens: int) -> Profile:
     """Return the profile with chains of `tokens` tokens and no lookup tokens or candidates beside, as engines draft."""
     spec = profile.draft
     update: dict[str, object] = {"candidates": 1, "proposers": None, "confidence": None, "vocabulary": None}
     if isinstance(spec, GuessesSpec):
-        kept = [of for of in spec.proposers if of.kind != "store"]
-        update = {"proposers": kept or [ProposerSpec()]}
+        proposers = [proposer for proposer in spec.proposers if proposer.kind != "store"]
+        update = {"proposers": proposers or [ProposerSpec()]}
     known = type(spec).model_fields
     bare = profile.model_copy(
         update={"draft": spec.model_copy(update={name: value for name, value in update.items() if name in known})}
     )
-    return bare.controlled_by(ControllerSpec(name="fixed", options={"k": tokens}))
+    return bare.with_controller(ControllerSpec(name="fixed", options={"k": tokens}))

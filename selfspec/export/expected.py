@@ -13,8 +13,8 @@ from typing import Any
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
 from selfspec.engine.loop import decode
-from selfspec.export.draft_export import fixed
-from selfspec.export.exporter import Offer
+from selfspec.export.draft_export import with_fixed_length
+from selfspec.export.exporter import ExportPlan
 from selfspec.llm.llm import LLM
 from selfspec.profile.schema import Measurement, Prediction, Profile
 from selfspec.search.continuations import DecodingSettings, continue_prompts
@@ -44,7 +44,7 @@ class Expected:
     source: str
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """The figures as a sentence."""
         drafts = "drafts that a controller ends" if self.tokens is None else f"{self.tokens} tokens a draft"
         if self.acceptance is None or self.per_pass is None:
@@ -56,8 +56,8 @@ Texts = Sequence[Sequence[int]]
 Counted = Callable[[int], Stats]
 
 
-def rehearsed(
-    llm: LLM, profile: Profile, offer: Offer, prompts: Texts, *, new: int, tokens: int | None = None
+def expected_by_rehearsal(
+    llm: LLM, profile: Profile, offer: ExportPlan, prompts: Texts, *, new: int, tokens: int | None = None
 ) -> Expected:
     """Return what a rehearsal measures, on greedy texts of `new` tokens after `prompts` (token ids).
 
@@ -67,7 +67,7 @@ def rehearsed(
     most = min(offer.most, MOST) if tokens is None else tokens
     how = "decoded here with the drafter itself"
     if offer.itself:
-        return _told(None, _decoded(llm, profile, prompts, new), how, prompts)
+        return _expectation(None, _decoded(llm, profile, prompts, new), how, prompts)
     if offer.draft is None and offer.path is None:
         counted, exact = _by_decoding(llm, profile, prompts, new, most)
     elif offer.draft is None:
@@ -76,14 +76,14 @@ def rehearsed(
     else:
         how = "replayed here by a model of the very weights that were written"
         counted = exact = _by_replay(llm, offer.draft(), FULL, prompts, new, most)
-    payoff = _outlook(profile, offer.path)
+    payoff = _payoff(profile, offer.path)
     best = tokens or _best(counted, payoff, most)
-    return _told(best, exact(best), how, prompts)
+    return _expectation(best, exact(best), how, prompts)
 
 
-def _told(tokens: int | None, found: Stats, how: str, prompts: Texts) -> Expected:
-    texts = f"{len(prompts)} prompts, {found.tokens} greedy tokens"
-    return Expected(tokens, round(found.acceptance_rate, 4), round(found.tokens_per_round, 3), f"{how}: {texts}")
+def _expectation(tokens: int | None, stats: Stats, how: str, prompts: Texts) -> Expected:
+    texts = f"{len(prompts)} prompts, {stats.tokens} greedy tokens"
+    return Expected(tokens, round(stats.acceptance_rate, 4), round(stats.tokens_per_round, 3), f"{how}: {texts}")
 
 
 def _by_replay(llm: LLM, draft: Any, path: DraftPath, prompts: Texts, new: int, most: int) -> Counted:
@@ -93,21 +93,21 @@ def _by_replay(llm: LLM, draft: Any, path: DraftPath, prompts: Texts, new: int, 
     """
     texts = continue_prompts(llm, prompts, DecodingSettings(new))
     like = llm.runtime if draft is llm.model else None
-    with Replay(draft, texts, depth=most, candidates=1, own_keys=True, like=like) as replay:
+    with Replay(draft, texts, depth=most, candidates=1, own_keys=True, base_runtime=like) as replay:
         traces = replay.trace(path, [FixedK(most)])
-    return lambda k: Stats.total(of.stats for of in walk(traces, FixedK(k)))
+    return lambda k: Stats.total(result.stats for result in walk(traces, FixedK(k)))
 
 
 def _by_decoding(llm: LLM, profile: Profile, prompts: Texts, new: int, most: int) -> tuple[Counted, Counted]:
     """Return two functions from draft length k to statistics: estimated from one run at `most`, and measured at k."""
 
     def exact(k: int) -> Stats:
-        return _decoded(llm, fixed(profile, k), prompts, new)
+        return _decoded(llm, with_fixed_length(profile, k), prompts, new)
 
-    longest = _rounds(llm, fixed(profile, most), prompts, new)
+    longest = _rounds(llm, with_fixed_length(profile, most), prompts, new)
 
     def about(k: int) -> Stats:
-        accepted = sum(min(kept, k) for _, kept, _ in longest)
+        accepted = sum(min(num_accepted, k) for _, num_accepted, _ in longest)
         drafted = sum(min(length, k) for length, _, _ in longest)
         return Stats(rounds=len(longest), drafted=drafted, accepted=accepted, tokens=len(longest) + accepted)
 
@@ -116,16 +116,16 @@ def _by_decoding(llm: LLM, profile: Profile, prompts: Texts, new: int, most: int
 
 def _rounds(llm: LLM, profile: Profile, prompts: Texts, new: int) -> list[tuple[int, int, int]]:
     """Decode with a profile's drafter; return each round's numbers of tokens drafted, accepted and emitted."""
-    drafter = llm.drafts_with(profile)
+    drafter = llm.drafter_for(profile)
     seqs = [SequenceState(list(prompt), new, Sampler(), llm.runtime.skeleton.ends) for prompt in prompts]
     rounds = (outcome for seq in seqs for outcome in decode(llm.runtime, drafter, seq))
-    return [(len(of.draft), of.accepted, len(of.tokens)) for of in rounds]
+    return [(len(result.draft), result.accepted, len(result.tokens)) for result in rounds]
 
 
 def _decoded(llm: LLM, profile: Profile, prompts: Texts, new: int) -> Stats:
     """Decode with a profile's drafter; return the statistics."""
     rounds = _rounds(llm, profile, prompts, new)
-    drafted, accepted, tokens = (sum(of) for of in zip(*rounds, strict=True))
+    drafted, accepted, tokens = (sum(counts) for counts in zip(*rounds, strict=True))
     return Stats(rounds=len(rounds), drafted=drafted, accepted=accepted, tokens=tokens)
 
 
@@ -136,15 +136,15 @@ def _best(counted: Counted, payoff: PayoffModel, most: int) -> int:
     )
 
 
-def _outlook(profile: Profile, path: DraftPath | None) -> PayoffModel:
+def _payoff(profile: Profile, path: DraftPath | None) -> PayoffModel:
     """Return the costs of drafting along a path, without lookup tokens, which would spare draft steps."""
     layers, costs = profile.model.layers, profile.costs
     if path is None or costs is None:
-        return profile.unaided.payoff
-    return PayoffModel.of(costs, path, layers, profile.unaided.payoff.curve)
+        return profile.path_only.payoff
+    return PayoffModel.from_costs(costs, path, layers, profile.path_only.payoff.curve)
 
 
-def by_profile(profile: Profile, offer: Offer, *, tokens: int | None = None) -> Expected:
+def expected_from_profile(profile: Profile, offer: ExportPlan, *, tokens: int | None = None) -> Expected:
     """Estimate from the profile's measurement, else its search's prediction; `source` says that it is an estimate."""
     known: list[Measurement | Prediction] = [*profile.measured, *([profile.predicted] if profile.predicted else [])]
     most = min(offer.most, MOST) if tokens is None else tokens
@@ -155,14 +155,14 @@ def by_profile(profile: Profile, offer: Offer, *, tokens: int | None = None) -> 
     if offer.itself:
         return Expected(None, known[0].acceptance_rate, known[0].tokens_per_round, source)
     accepted, rate = known[0].tokens_per_round - 1, known[0].acceptance_rate
-    chance, payoff = _chance(accepted, accepted / rate) if rate else 0.0, profile.unaided.payoff
-    found = {k: _chain(chance, k) for k in range(1, most + 1)}
-    best = tokens or max(found, key=lambda k: (1 + found[k]) / (k * payoff.draft + payoff.rounds[k + 1]))
-    beside = ", guesses and candidates counted in" if _aided(profile) else ""
+    chance, payoff = _chance(accepted, accepted / rate) if rate else 0.0, profile.path_only.payoff
+    expected = {k: _chain(chance, k) for k in range(1, most + 1)}
+    best = tokens or max(expected, key=lambda k: (1 + expected[k]) / (k * payoff.draft + payoff.rounds[k + 1]))
+    aid_note = ", guesses and candidates counted in" if _aided(profile) else ""
     shared = (
         ", on the model's own keys" if offer.path and (profile.search is None or profile.search.kv == "shared") else ""
     )
-    return Expected(best, round(found[best] / best, 4), round(1 + found[best], 3), f"{source}{beside}{shared}")
+    return Expected(best, round(expected[best] / best, 4), round(1 + expected[best], 3), f"{source}{aid_note}{shared}")
 
 
 def _aided(profile: Profile) -> bool:
@@ -180,9 +180,9 @@ def _chance(accepted: float, drafted: float) -> float:
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
-        whole = int(drafted)
-        found = _chain(middle, whole) + (drafted - whole) * middle ** (whole + 1)
-        low, high = (middle, high) if found < accepted else (low, middle)
+        length = int(drafted)
+        expected = _chain(middle, length) + (drafted - length) * middle ** (length + 1)
+        low, high = (middle, high) if expected < accepted else (low, middle)
     return (low + high) / 2
 
 

@@ -26,7 +26,7 @@ class ExportJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ExportResult:
     """The result of an export: pairs of a description and its command, and notes on their use."""
 
     commands: tuple[tuple[str, str], ...]
@@ -34,21 +34,21 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ExportPlan:
     """The part of a job that an engine can run; `drafted` describes its drafts in words.
 
     `write(folder, tokens)` writes the files for drafts of `tokens` tokens. The rehearsal runs `draft()`, a model with
     the weights as the engine will store them; without `draft` it drafts along `path`, without `path` with the profile's
-    own drafter. `most`: the longest draft, in tokens. `lost`: limitations of the engine. `itself`: the engine runs
-    selfspec, which drafts as it does here.
+    own drafter. `most`: the longest draft, in tokens. `limitations`: limitations of the engine. `itself`: the engine
+    runs selfspec, which drafts as it does here.
     """
 
     drafted: str
-    write: Callable[[Path, int], Written]
+    write: Callable[[Path, int], ExportResult]
     path: DraftPath | None = None
     draft: Callable[[], Any] | None = None
     most: int = 2**16
-    lost: tuple[str, ...] = ()
+    limitations: tuple[str, ...] = ()
     itself: bool = False
 
 
@@ -62,7 +62,7 @@ class Exporter(Protocol):
     read: str
     tried: str
 
-    def offer(self, job: ExportJob) -> Offer:
+    def plan_export(self, job: ExportJob) -> ExportPlan:
         """Return what the engine can run. Raises `SelfspecError`, with an alternative, if nothing fits."""
         ...
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.export.draft_export import drafts_of
-from selfspec.export.expected import Expected, by_profile, check_tokens, rehearsed
-from selfspec.export.exporter import Exporter, ExportJob, Written
-from selfspec.export.folder import check_out, filling
+from selfspec.export.expected import Expected, check_tokens, expected_by_rehearsal, expected_from_profile
+from selfspec.export.exporter import Exporter, ExportJob, ExportResult
+from selfspec.export.folder import check_out, staged_folder
 from selfspec.export.gguf_files import check_type
 from selfspec.export.hf import Transformers
-from selfspec.export.limitations import lost_everywhere
+from selfspec.export.limitations import common_limitations
 from selfspec.export.llama_cpp import LlamaCpp
 from selfspec.export.readme import page
 from selfspec.export.sglang import Sglang
@@ -23,7 +23,9 @@ from selfspec.llm.llm import LLM
 from selfspec.profile.choosing import check_profile
 from selfspec.profile.schema import Profile
 
-ENGINES: dict[str, Exporter] = {of.name: of for of in (Vllm(), Sglang(), LlamaCpp(), TensorRtLlm(), Transformers())}
+ENGINES: dict[str, Exporter] = {
+    exporter.name: exporter for exporter in (Vllm(), Sglang(), LlamaCpp(), TensorRtLlm(), Transformers())
+}
 """The engines; a new one takes one file and one entry here."""
 
 NEW = 64  # tokens that a rehearsal decodes after each prompt
@@ -36,8 +38,8 @@ class Exported:
     out: Path
     files: tuple[str, ...]
     drafted: str
-    written: Written
-    lost: tuple[str, ...]
+    written: ExportResult
+    limitations: tuple[str, ...]
     expected: Expected
 
 
@@ -79,16 +81,16 @@ def export(
     check(engine, profile, out, type_name=type_name, force=force)
     check_profile(profile, llm.identity)
     runs, job = ENGINES[engine], ExportJob(llm, profile, drafts_of(profile), out, type_name)
-    offer = runs.offer(job)
+    offer = runs.plan_export(job)
     check_tokens(tokens, offer.most)
     if prompts:
-        expected = rehearsed(llm, profile, offer, prompts, new=new, tokens=tokens)
+        expected = expected_by_rehearsal(llm, profile, offer, prompts, new=new, tokens=tokens)
     else:
-        expected = by_profile(profile, offer, tokens=tokens)
-    lost = offer.lost if offer.itself else (*offer.lost, *lost_everywhere(profile))
-    with filling(out, force=force) as folder:
+        expected = expected_from_profile(profile, offer, tokens=tokens)
+    lost = offer.limitations if offer.itself else (*offer.limitations, *common_limitations(profile))
+    with staged_folder(out, force=force) as folder:
         written = offer.write(folder, expected.tokens or 0)
         text = page(runs, llm, name, offer, written, expected, lost)
         (folder / "README.md").write_text(text, encoding="utf-8")
-        files = tuple(sorted(str(of.relative_to(folder)) for of in folder.rglob("*") if of.is_file()))
+        files = tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()))
     return Exported(out, files, offer.drafted, written, lost, expected)

@@ -27,7 +27,7 @@ def check_out(out: Path, *, force: bool) -> None:
 
 
 @contextlib.contextmanager
-def filling(out: Path, *, force: bool) -> Iterator[Path]:
+def staged_folder(out: Path, *, force: bool) -> Iterator[Path]:
     """Yield a temporary folder that becomes `out` on success. With `force`, other files in `out` are kept.
 
     Raises `SelfspecError` as `check_out` does, and if `out` cannot be written.

@@ -11,7 +11,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import LlamaConfig
 
-from selfspec.export.gguf_files import module_name, paired, rope_divisors, sizes, write
+from selfspec.export.gguf_files import model_keys, module_name, permute_rope_rows, rope_divisors, write
 from selfspec.export.gguf_tokenizer import Key
 from selfspec.export.head_export import HeadFiles
 
@@ -31,8 +31,10 @@ def write_eagle_3(path: Path, head: HeadFiles, words: Sequence[Key], *, width: i
         module, _, suffix = name.rpartition(".")
         own = module.rpartition(".")[2]
         kind = Type.F32 if tensor.ndim == 1 else Type.F16 if tensor.dtype == torch.float16 else Type.BF16
-        given = _OWN.get(module) or ("blk.0.attn_norm_2" if own == _HIDDEN else module_name(f"model.{module}"))
-        tensors.append((f"{given}.{suffix}", paired(tensor, heads[own]) if own in heads else tensor, kind))
+        gguf_name = _OWN.get(module) or ("blk.0.attn_norm_2" if own == _HIDDEN else module_name(f"model.{module}"))
+        tensors.append(
+            (f"{gguf_name}.{suffix}", permute_rope_rows(tensor, heads[own]) if own in heads else tensor, kind)
+        )
     offsets = head.tensors["d2t"]
     if len(offsets) < config.vocab_size:
         tensors.append(("d2t", offsets + torch.arange(len(offsets)), Type.I64))
@@ -40,7 +42,10 @@ def write_eagle_3(path: Path, head: HeadFiles, words: Sequence[Key], *, width: i
         tensors.append(("rope_freqs.weight", divisors, Type.F32))
     context = int(config.max_position_embeddings)
     write(
-        path, _ARCHITECTURE, [*sizes(_ARCHITECTURE, config, context, "draft"), *_of_head(head, width), *words], tensors
+        path,
+        _ARCHITECTURE,
+        [*model_keys(_ARCHITECTURE, config, context, "draft"), *_of_head(head, width), *words],
+        tensors,
     )
 
 

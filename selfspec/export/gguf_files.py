@@ -60,35 +60,39 @@ def write_model(
     """
     config, llama = weights.config, weights.config.model_type != "qwen2"
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    whole: list[str] = []
+    f16_modules: list[str] = []
 
-    def given(full: str, tensor: Tensor) -> tuple[str, Tensor, Type]:
+    def gguf_tensor(full: str, tensor: Tensor) -> tuple[str, Tensor, Type]:
         module, _, suffix = full.rpartition(".")
-        own, kind = module.rpartition(".")[2], _held(tensor, types(module))
+        own, kind = module.rpartition(".")[2], _stored_type(tensor, types(module))
         if tensor.ndim > 1 and kind != types(module):
-            whole.append(module)
-        return f"{module_name(module)}.{suffix}", paired(tensor, heads[own]) if llama and own in heads else tensor, kind
+            f16_modules.append(module)
+        return (
+            f"{module_name(module)}.{suffix}",
+            permute_rope_rows(tensor, heads[own]) if llama and own in heads else tensor,
+            kind,
+        )
 
-    tensors = [given(full, tensor) for full, tensor in weights.tensors.items()]
+    tensors = [gguf_tensor(full, tensor) for full, tensor in weights.tensors.items()]
     if (divisors := rope_divisors(config)) is not None:
         tensors.append(("rope_freqs.weight", divisors, Type.F32))
     architecture = _ARCHITECTURES[config.model_type]
-    write(path, architecture, [*sizes(architecture, config, context, name), *words], tensors)
-    return whole
+    write(path, architecture, [*model_keys(architecture, config, context, name), *words], tensors)
+    return f16_modules
 
 
-def _held(tensor: Tensor, kind: Type) -> Type:
+def _stored_type(tensor: Tensor, kind: Type) -> Type:
     """Return a tensor's type: `kind`, but F32 for a vector and F16 for rows that do not divide into groups."""
     if tensor.ndim == 1:
         return Type.F32
     return Type.F16 if kind not in (Type.F32, Type.F16, Type.BF16) and tensor.shape[-1] % GROUP else kind
 
 
-def rounded(weights: Weights, types: Callable[[str], Type]) -> Weights:
+def fake_quantize(weights: Weights, types: Callable[[str], Type]) -> Weights:
     """Return the weights quantised to the file's types and dequantised to their own dtype."""
     tensors = {}
     for name, tensor in weights.tensors.items():
-        kind = _held(tensor, types(name.rpartition(".")[0]))
+        kind = _stored_type(tensor, types(name.rpartition(".")[0]))
         values = gguf.quants.dequantize(_as(tensor, kind), kind)
         tensors[name] = torch.from_numpy(values.astype(np.float32)).reshape(tensor.shape).to(tensor.dtype)
     return Weights(weights.config, tensors, weights.layers, weights.zeroed)
@@ -104,8 +108,8 @@ def write(path: Path, architecture: str, keys: Sequence[Key], tensors: Sequence[
         group, size = gguf.GGML_QUANT_SIZES[kind]
         plain = {Type.F32: np.float32, Type.F16: np.float16, Type.I64: np.int64}.get(kind)
         shape = (*rows, width if plain else width // group * size)
-        held = np.dtype(plain or np.uint8)
-        writer.add_tensor_info(name, shape, held, int(np.prod(shape)) * held.itemsize, raw_dtype=kind)
+        dtype = np.dtype(plain or np.uint8)
+        writer.add_tensor_info(name, shape, dtype, int(np.prod(shape)) * dtype.itemsize, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -117,41 +121,41 @@ def write(path: Path, architecture: str, keys: Sequence[Key], tensors: Sequence[
 def _as(tensor: Tensor, kind: Type) -> np.ndarray[Any, Any]:
     """Return a tensor's values converted to a type."""
     if kind == Type.I64:
-        whole: np.ndarray[Any, Any] = tensor.cpu().numpy()
-        return whole
+        integers: np.ndarray[Any, Any] = tensor.cpu().numpy()
+        return integers
     values: np.ndarray[Any, Any] = gguf.quants.quantize(tensor.detach().cpu().float().contiguous().numpy(), kind)
     return values
 
 
-def sizes(architecture: str, config: Any, context: int, name: str) -> list[Key]:
+def model_keys(architecture: str, config: Any, context: int, name: str) -> list[Key]:
     """Return the keys that describe the model. Raises `SelfspecError` for RoPE scaling that GGUF has no name for."""
     integer, number, text = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.FLOAT32, gguf.GGUFValueType.STRING
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = dict(config.rope_parameters or {})
     kind = rope.get("rope_type", "default")
-    of = architecture
+    arch = architecture
     keys: list[Key] = [
         ("general.name", name, text, None),
-        (f"{of}.context_length", context, integer, None),
-        (f"{of}.embedding_length", config.hidden_size, integer, None),
-        (f"{of}.block_count", config.num_hidden_layers, integer, None),
-        (f"{of}.feed_forward_length", config.intermediate_size, integer, None),
-        (f"{of}.attention.head_count", config.num_attention_heads, integer, None),
-        (f"{of}.attention.head_count_kv", config.num_key_value_heads, integer, None),
-        (f"{of}.attention.layer_norm_rms_epsilon", config.rms_norm_eps, number, None),
-        (f"{of}.rope.freq_base", float(rope.get("rope_theta", 10_000.0)), number, None),
-        (f"{of}.rope.dimension_count", head, integer, None),
-        (f"{of}.vocab_size", config.vocab_size, integer, None),
+        (f"{arch}.context_length", context, integer, None),
+        (f"{arch}.embedding_length", config.hidden_size, integer, None),
+        (f"{arch}.block_count", config.num_hidden_layers, integer, None),
+        (f"{arch}.feed_forward_length", config.intermediate_size, integer, None),
+        (f"{arch}.attention.head_count", config.num_attention_heads, integer, None),
+        (f"{arch}.attention.head_count_kv", config.num_key_value_heads, integer, None),
+        (f"{arch}.attention.layer_norm_rms_epsilon", config.rms_norm_eps, number, None),
+        (f"{arch}.rope.freq_base", float(rope.get("rope_theta", 10_000.0)), number, None),
+        (f"{arch}.rope.dimension_count", head, integer, None),
+        (f"{arch}.vocab_size", config.vocab_size, integer, None),
     ]
     if head * config.num_attention_heads != config.hidden_size:
-        keys += [(f"{of}.attention.{which}_length", head, integer, None) for which in ("key", "value")]
+        keys += [(f"{arch}.attention.{which}_length", head, integer, None) for which in ("key", "value")]
     if kind in ("linear", "yarn"):
         keys += [
-            (f"{of}.rope.scaling.type", kind, text, None),
-            (f"{of}.rope.scaling.factor", float(rope["factor"]), number, None),
+            (f"{arch}.rope.scaling.type", kind, text, None),
+            (f"{arch}.rope.scaling.factor", float(rope["factor"]), number, None),
         ]
         if original := rope.get("original_max_position_embeddings"):
-            keys.append((f"{of}.rope.scaling.original_context_length", int(original), integer, None))
+            keys.append((f"{arch}.rope.scaling.original_context_length", int(original), integer, None))
     elif kind not in ("default", "llama3", "dynamic", "longrope"):
         raise SelfspecError(f"rope of type '{kind}' is not written as GGUF")
     return keys
@@ -178,7 +182,7 @@ def module_name(module: str) -> str:
     return _NAMES[module]
 
 
-def paired(tensor: Tensor, heads: int) -> Tensor:
+def permute_rope_rows(tensor: Tensor, heads: int) -> Tensor:
     """Reorder rows `[H * d, ...]` for llama.cpp's RoPE: rotated pairs are adjacent instead of half a head apart."""
     halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape)

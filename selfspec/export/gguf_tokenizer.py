@@ -22,7 +22,7 @@ _LLAMA = (
 _NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5  # values of gguf.TokenType
 
 
-def words_of_file(path: Path) -> list[Key]:
+def tokenizer_keys_of_file(path: Path) -> list[Key]:
     """Return the tokenizer's keys of a GGUF file, unchanged."""
     keys = []
     for name, field in gguf.GGUFReader(path).fields.items():
@@ -32,7 +32,7 @@ def words_of_file(path: Path) -> list[Key]:
     return keys
 
 
-def words_of(tokenizer: Any, generation: Any, vocabulary: int) -> list[Key]:
+def tokenizer_keys(tokenizer: Any, generation: Any, vocabulary: int) -> list[Key]:
     """Return a byte-level BPE's keys. Raises `SelfspecError` for other tokenizers and unknown pre-tokenizers."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     data = {} if backend is None else json.loads(backend.to_str())
@@ -113,11 +113,15 @@ def _specials(tokenizer: Any, generation: Any) -> list[Key]:
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     named = {"bos": begin, "eos": end, "padding": tokenizer.pad_token_id, "unknown": tokenizer.unk_token_id}
     ends = getattr(generation, "eos_token_id", None)
-    others: Sequence[int] = [of for of in (ends if isinstance(ends, list) else [ends]) if of not in (None, end)]
+    others: Sequence[int] = [
+        token for token in (ends if isinstance(ends, list) else [ends]) if token not in (None, end)
+    ]
     named |= dict(zip(("eot", "eom"), others, strict=False))
     ids = list(tokenizer("x").input_ids)
     keys: list[Key] = [
-        (f"tokenizer.ggml.{name}_token_id", int(of), number, None) for name, of in named.items() if of is not None
+        (f"tokenizer.ggml.{name}_token_id", int(token), number, None)
+        for name, token in named.items()
+        if token is not None
     ]
     keys.append(("tokenizer.ggml.add_bos_token", begin is not None and ids[0] == begin, flag, None))
     keys.append(("tokenizer.ggml.add_eos_token", end is not None and len(ids) > 1 and ids[-1] == end, flag, None))

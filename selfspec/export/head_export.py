@@ -75,14 +75,14 @@ def _rows(part: PartFile, target: Runtime, words: Tensor | None, name: str = "he
 
 def _layer(part: PartFile, prefix: str) -> Tensors:
     """Return a decoder layer's tensors by their published names, without the norms of its input."""
-    found = {}
+    tensors = {}
     for name, tensor in part.tensors.items():
         own, _, what = name.removeprefix("layer.").rpartition(".")
         if own.endswith("_proj"):
-            found[f"{prefix}{'mlp' if own in _MLP else 'self_attn'}.{own}.{what}"] = tensor
+            tensors[f"{prefix}{'mlp' if own in _MLP else 'self_attn'}.{own}.{what}"] = tensor
         elif own == "post_attention_layernorm":
-            found[f"{prefix}{own}.{what}"] = tensor
-    return found
+            tensors[f"{prefix}{own}.{what}"] = tensor
+    return tensors
 
 
 def _config(part: PartFile, target: Runtime, *, arch: str) -> dict[str, Any]:
@@ -111,9 +111,9 @@ def _config(part: PartFile, target: Runtime, *, arch: str) -> dict[str, Any]:
 
 def _rope(part: PartFile) -> dict[str, Any]:
     """Return RoPE's base and scaling. Raises `SelfspecError` if the module does not record its scaling."""
-    shape, held = part.settings["shape"], part.tensors.get("layer.inv_freq")
+    shape, inv_freq = part.settings["shape"], part.tensors.get("layer.inv_freq")
     theta = float(shape["theta"])
-    if held is None:
+    if inv_freq is None:
         return {"rope_theta": theta}
     if scaling := part.settings.get("rope"):
         return {"rope_theta": theta, "rope_scaling": dict(scaling)}
@@ -128,12 +128,12 @@ def _eagle_3(part: PartFile, target: Runtime) -> HeadFiles:
         tensors[f"layers.0.{theirs}.weight"] = part.tensors[f"layer.{mine}.weight"]
     tensors["fc.weight"], tensors["norm.weight"] = part.tensors["layer.fuse.weight"], part.tensors["layer.norm.weight"]
     tensors["lm_head.weight"] = _rows(part, target, words)
-    held = torch.arange(vocabulary) if words is None else words
-    tensors["d2t"] = held - torch.arange(len(held))
-    tensors["t2d"] = torch.isin(torch.arange(vocabulary), held)
+    draft_ids = torch.arange(vocabulary) if words is None else words
+    tensors["d2t"] = draft_ids - torch.arange(len(draft_ids))
+    tensors["t2d"] = torch.isin(torch.arange(vocabulary), draft_ids)
     layers = tuple(int(layer) for layer in part.settings["layers"])
     config = _config(part, target, arch="LlamaForCausalLM")
-    more = {"draft_vocab_size": len(held), "eagle_aux_hidden_state_layer_ids": list(layers)}
+    more = {"draft_vocab_size": len(draft_ids), "eagle_aux_hidden_state_layer_ids": list(layers)}
     return HeadFiles("eagle3", {**config, **more}, tensors, layers)
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from transformers import GenerationConfig
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.export.draft_export import Another, Guesses, OnlyHere, Sublayers, TrainedHead
-from selfspec.export.exporter import ExportJob, Offer, Written, refused
-from selfspec.export.model_drafts import in_full, layers_folder, model_folder, other_model, said_of, same_tokens
+from selfspec.export.draft_export import DraftModel, LookupDraft, Sublayers, TrainedHead, UnsupportedDraft
+from selfspec.export.exporter import ExportJob, ExportPlan, ExportResult, refused
+from selfspec.export.model_drafts import describe_layers, in_full, layers_folder, model_folder, other_model, same_tokens
 from selfspec.export.weights import target_of
 from selfspec.integrations.custom_generate import hf
 from selfspec.profile.draft_spec import GuessesSpec, ProposerSpec
@@ -32,58 +32,64 @@ class Transformers:
     read = "transformers 5.23"
     tried = "loaded by from_pretrained and run by transformers' own generate in this project's tests"
 
-    def offer(self, job: ExportJob) -> Offer:
+    def plan_export(self, job: ExportJob) -> ExportPlan:
         """Return what `transformers` can run. Raises `SelfspecError` for trained heads and files beside a profile."""
         match job.drafts:
-            case Guesses():
-                return Offer("n-grams of prompt and output", partial(_guesses, job))
+            case LookupDraft():
+                return ExportPlan("n-grams of prompt and output", partial(_guesses, job))
             case Sublayers(path):
-                said, lost = said_of(path, job.llm.identity.layers)
+                description, lost = describe_layers(path, job.llm.identity.layers)
                 if not path.runs(job.llm.identity.layers):
                     return _itself(job, note=_NO_MODEL)
                 if path.low_precision:
                     lost = (*lost, "weights in few bits, of the draft model: it runs in its own dtype")
-                return Offer(said, partial(_sublayers, job, job.drafts), path=in_full(path), lost=lost)
-            case Another(spec):
+                return ExportPlan(
+                    description, partial(_sublayers, job, job.drafts), path=in_full(path), limitations=lost
+                )
+            case DraftModel(spec):
                 lost = (f"its {spec.bits.removeprefix('int')} bits: it runs in its own dtype",) if spec.bits else ()
-                return Offer(f"the model {spec.model}", partial(_another, job, job.drafts), lost=lost)
+                return ExportPlan(f"the model {spec.model}", partial(_another, job, job.drafts), limitations=lost)
             case TrainedHead(part):
                 raise refused(
                     "transformers' generate",
                     f"a trained head ({part.kind})",
                     "selfspec.hf(profile=...) with this profile",
                 )
-            case OnlyHere():
+            case UnsupportedDraft():
                 return _itself(job)
 
 
 _NO_MODEL = "No layer is bypassed whole, so in its own dtype no draft model would be cheaper: none is written."
 
 
-def _itself(job: ExportJob, *, note: str | None = None) -> Offer:
+def _itself(job: ExportJob, *, note: str | None = None) -> ExportPlan:
     """Return an offer to run the profile by selfspec. Raises `SelfspecError` for files that generate.py cannot hold."""
     below = getattr(job.profile.draft, "below", None)
-    if job.profile.draft.beside or len(job.profile.parts) > (below is not None):
+    if job.profile.draft.may_name_files or len(job.profile.parts) > (below is not None):
         raise SelfspecError("the profile has files beside it, which cannot travel in generate.py; expected one without")
     spec = job.profile.draft
-    lost = [f"guesses of kind '{of.kind}'" for of in getattr(spec, "proposers", None) or () if of.kind != "lookup"]
+    lost = [
+        f"guesses of kind '{proposer.kind}'"
+        for proposer in getattr(spec, "proposers", None) or ()
+        if proposer.kind != "lookup"
+    ]
     if below is not None:
         lost.append("the trained head below the path")
 
-    def write(folder: Path, _tokens: int) -> Written:
-        return Written((_custom(job, folder),), () if note is None else (note,))
+    def write(folder: Path, _tokens: int) -> ExportResult:
+        return ExportResult((_custom(job, folder),), () if note is None else (note,))
 
-    return Offer(f"{spec.said}, by selfspec in custom_generate", write, lost=tuple(lost), itself=True)
+    return ExportPlan(f"{spec.summary}, by selfspec in custom_generate", write, limitations=tuple(lost), itself=True)
 
 
 def _own(profile: Profile) -> Profile:
     """Return the profile for generate.py: without draft modules, retrieval stores and earlier answers."""
     spec = profile.draft
     known = type(spec).model_fields
-    kept = [of for of in getattr(spec, "proposers", None) or () if of.kind == "lookup"]
-    update: dict[str, object] = {"below": None, "proposers": kept or None}
+    proposers = [proposer for proposer in getattr(spec, "proposers", None) or () if proposer.kind == "lookup"]
+    update: dict[str, object] = {"below": None, "proposers": proposers or None}
     if isinstance(spec, GuessesSpec):
-        update["proposers"] = kept or [ProposerSpec()]
+        update["proposers"] = proposers or [ProposerSpec()]
     changed = spec.model_copy(update={name: value for name, value in update.items() if name in known})
     return profile.model_copy(update={"draft": changed, "parts": {}})
 
@@ -115,25 +121,25 @@ def _assisted(job: ExportJob, folder: Path, *, more: str = "") -> tuple[str, str
     return "assisted generation", _code(job, folder, load + call)
 
 
-def _guesses(job: ExportJob, folder: Path, tokens: int) -> Written:
+def _guesses(job: ExportJob, folder: Path, tokens: int) -> ExportResult:
     config = copy.deepcopy(job.llm.model.generation_config)
     config.prompt_lookup_num_tokens, config.max_matching_ngram_size = tokens, 3
     config.save_pretrained(folder)
     load = f"config = GenerationConfig.from_pretrained({str(job.out)!r})\n"
     lookup = ("prompt lookup", _code(job, folder, load + "ids = model.generate(**inputs, generation_config=config)"))
-    return Written((lookup, _custom(job, folder)))
+    return ExportResult((lookup, _custom(job, folder)))
 
 
-def _sublayers(job: ExportJob, drafts: Sublayers, folder: Path, tokens: int) -> Written:
+def _sublayers(job: ExportJob, drafts: Sublayers, folder: Path, tokens: int) -> ExportResult:
     layers_folder(job, drafts, folder / "draft", _settings(job, tokens))
-    return Written((_assisted(job, folder), _custom(job, folder)))
+    return ExportResult((_assisted(job, folder), _custom(job, folder)))
 
 
-def _another(job: ExportJob, drafts: Another, folder: Path, tokens: int) -> Written:
+def _another(job: ExportJob, drafts: DraftModel, folder: Path, tokens: int) -> ExportResult:
     model, tokenizer = other_model(job, drafts)
     model_folder(model, tokenizer, folder / "draft", _settings(job, tokens))
     if same_tokens(job, model):
-        return Written((_assisted(job, folder),))
+        return ExportResult((_assisted(job, folder),))
     draft = repr(str(job.out / "draft"))
     more = f", tokenizer=tokenizer, assistant_tokenizer=AutoTokenizer.from_pretrained({draft})"
-    return Written((_assisted(job, folder, more=more),), ("The draft model has a tokenizer of its own.",))
+    return ExportResult((_assisted(job, folder, more=more),), ("The draft model has a tokenizer of its own.",))

@@ -6,7 +6,7 @@ from selfspec.profile.draft_spec import GuessesSpec, LayerSkipSpec
 from selfspec.profile.schema import Profile
 
 
-def lost_everywhere(profile: Profile) -> list[str]:
+def common_limitations(profile: Profile) -> list[str]:
     """Return a line for each feature of the profile that no engine has, such as its controller and lookup tokens."""
     spec, lost = profile.draft, []
     controller = getattr(spec, "controller", None)
@@ -16,9 +16,9 @@ def lost_everywhere(profile: Profile) -> list[str]:
         lost.append(f"{candidates} candidates for each place: drafts are chains")
     proposers = getattr(spec, "proposers", None) or ()
     if proposers and not isinstance(spec, GuessesSpec):
-        kinds = ", ".join(of.kind for of in proposers)
+        kinds = ", ".join(proposer.kind for proposer in proposers)
         lost.append(f"guesses ({kinds}), which spare draft steps: every token takes one")
-    elif stores := [of for of in proposers if of.kind == "store"]:
+    elif stores := [proposer for proposer in proposers if proposer.kind == "store"]:
         lost.append(f"{len(stores)} store(s) of texts: only prompt and output are looked up")
     if isinstance(spec, LayerSkipSpec):
         if spec.vocabulary is not None:
@@ -26,10 +26,10 @@ def lost_everywhere(profile: Profile) -> list[str]:
         if spec.below is not None:
             lost.append(f"the trained head below the path ({spec.below.part})")
         shared = profile.search is not None and profile.search.kv == "shared" and bool(len(spec.path.skip))
-        found = (
+        hint = (
             " (the set was searched for on the model's; selfspec search --kv own finds one for engines)"
             if shared
             else ""
         )
-        lost.append(f"the model's own keys: a draft model reads the prompt itself, and keeps keys of its own{found}")
+        lost.append(f"the model's own keys: a draft model reads the prompt itself, and keeps keys of its own{hint}")
     return [*lost, "the verification rule, seeds and the guard: sampling and its seeds are the engine's own"]

@@ -12,14 +12,14 @@ from typing import Any
 from gguf import GGMLQuantizationType as Type
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.export.draft_export import Another, Guesses, OnlyHere, Sublayers, TrainedHead
-from selfspec.export.exporter import ExportJob, Offer, Written, refused
+from selfspec.export.draft_export import DraftModel, LookupDraft, Sublayers, TrainedHead, UnsupportedDraft
+from selfspec.export.exporter import ExportJob, ExportPlan, ExportResult, refused
 from selfspec.export.gguf_eagle import write_eagle_3
-from selfspec.export.gguf_files import rounded, type_of, write_model
-from selfspec.export.gguf_tokenizer import Key, words_of, words_of_file
+from selfspec.export.gguf_files import fake_quantize, type_of, write_model
+from selfspec.export.gguf_tokenizer import Key, tokenizer_keys, tokenizer_keys_of_file
 from selfspec.export.head_export import INSTEAD, form_of, head_files
-from selfspec.export.model_drafts import other_model, said_of, same_tokens
-from selfspec.export.weights import Weights, kept, model_of, weights_of
+from selfspec.export.model_drafts import describe_layers, other_model, same_tokens
+from selfspec.export.weights import Weights, model_of, path_weights, weights_of
 from selfspec.llm.llm import LLM
 from selfspec.models.loading import gguf_file
 from selfspec.types.draft_path import DraftPath, Mode
@@ -42,26 +42,28 @@ class LlamaCpp:
     read = "llama.cpp at 0c1e570 (October 2026), as vendored by llama-cpp-python 0.3.36, and gguf 0.19"
     tried = "such files were run here by that llama.cpp's llama-speculative-simple: see the project's docs/export.md"
 
-    def offer(self, job: ExportJob) -> Offer:
+    def plan_export(self, job: ExportJob) -> ExportPlan:
         """Return what llama.cpp can run. Raises `SelfspecError`, with an alternative, for other kinds of drafts."""
         match job.drafts:
-            case Guesses(answers):
+            case LookupDraft(answers):
                 lost = ("earlier answers: llama.cpp's ngram-cache keeps its own",) if answers else ()
-                return Offer("n-grams of prompt and output", partial(_guesses, job), lost=lost)
+                return ExportPlan("n-grams of prompt and output", partial(_guesses, job), limitations=lost)
             case Sublayers(path):
                 return _sublayers(job, path)
-            case Another(spec):
+            case DraftModel(spec):
                 bits = f" in {spec.bits.removeprefix('int')} bits" if spec.bits else ""
                 load = cache(partial(other_model, job, job.drafts))
                 draft = partial(_other_as_written, job, job.drafts, load)
-                return Offer(f"the model {spec.model}{bits}", partial(_another, job, job.drafts, load), draft=draft)
+                return ExportPlan(
+                    f"the model {spec.model}{bits}", partial(_another, job, job.drafts, load), draft=draft
+                )
             case TrainedHead(part, places):
                 if (form := form_of(part)) != "eagle3":
                     raise refused(self.name, f"a head of the form {form}", "an EAGLE-3 head, by selfspec convert")
                 if max(part.settings["layers"]) >= job.llm.identity.layers:  # llama.cpp's stream differs there
                     raise refused(self.name, "a head that reads what leaves the last layer", INSTEAD)
-                return Offer("an EAGLE-3 head", partial(_eagle_3, job, job.drafts), most=places)
-            case OnlyHere(kind, instead):
+                return ExportPlan("an EAGLE-3 head", partial(_eagle_3, job, job.drafts), most=places)
+            case UnsupportedDraft(kind, instead):
                 raise refused(self.name, f"drafts of kind '{kind}'", instead)
 
 
@@ -69,23 +71,23 @@ def words(llm: LLM) -> list[Key]:
     """Return the tokenizer's keys: those of the model's GGUF file, else its tokenizer's. Raises `SelfspecError`."""
     file = gguf_file(llm.name)
     if file is not None:
-        return words_of_file(file)
-    return words_of(llm.tokenizer, llm.model.generation_config, llm.identity.vocabulary or 0)
+        return tokenizer_keys_of_file(file)
+    return tokenizer_keys(llm.tokenizer, llm.model.generation_config, llm.identity.vocabulary or 0)
 
 
 def _target(job: ExportJob, folder: Path, keys: list[Key]) -> Weights:
-    whole = weights_of(job.llm.model)
+    weights = weights_of(job.llm.model)
     kind = type_of(job.type_name, job.llm.runtime.dtype)
     context = job.llm.runtime.skeleton.context
-    write_model(folder / "target.gguf", whole, keys, lambda module: kind, context=context, name=job.llm.name)
-    return whole
+    write_model(folder / "target.gguf", weights, keys, lambda module: kind, context=context, name=job.llm.name)
+    return weights
 
 
-def _guesses(job: ExportJob, folder: Path, tokens: int) -> Written:
+def _guesses(job: ExportJob, folder: Path, tokens: int) -> ExportResult:
     _target(job, folder, words(job.llm))
     target = quote(str(job.out / "target.gguf"))
     simple = f"--spec-type ngram-simple --spec-ngram-simple-size-n {NGRAM} --spec-ngram-simple-size-m {tokens}"
-    return Written(
+    return ExportResult(
         (
             ("serve", f"llama-server -m {target} {simple}"),
             (
@@ -108,17 +110,19 @@ def _commands(job: ExportJob, tokens: int, kind: str) -> tuple[tuple[str, str], 
 _OLDER = "llama.cpp before 2026 says --draft-max for --spec-draft-n-max, and takes no --spec-type."
 
 
-def _sublayers(job: ExportJob, path: DraftPath) -> Offer:
-    said, lost = said_of(path, job.llm.identity.layers)
+def _sublayers(job: ExportJob, path: DraftPath) -> ExportPlan:
+    description, lost = describe_layers(path, job.llm.identity.layers)
     if not path.cheaper or (not path.low_precision and not path.runs(job.llm.identity.layers)):
         raise SelfspecError(
             "no layer is bypassed whole and none runs in few bits, so llama.cpp's draft model would take as long as "
             "decoding; it could run instead: a path with --modes full,int8,skip, or whole layers by --kv own"
         )
     scales = tuple(_SCALES[_LOW[mode]] for mode in ("int8", "int4") if path.head == mode or len(getattr(path, mode)))
-    few = f", {path.said}" if path.low_precision else ""
+    few = f", {path.summary}" if path.low_precision else ""
     draft = partial(_as_written, job, path) if path.low_precision else None
-    return Offer(f"{said}{few}", partial(_path, job, path), path=path, draft=draft, lost=(*lost, *scales))
+    return ExportPlan(
+        f"{description}{few}", partial(_path, job, path), path=path, draft=draft, limitations=(*lost, *scales)
+    )
 
 
 def draft_types(path: DraftPath, weights: Weights, full: Type, *, layers: int) -> dict[str, Type]:
@@ -126,22 +130,22 @@ def draft_types(path: DraftPath, weights: Weights, full: Type, *, layers: int) -
 
     Zeroed modules have the smallest type.
     """
-    modes, found = path.modes(layers), dict[str, Type]()
+    modes, types = path.modes(layers), dict[str, Type]()
     for name in weights.tensors:
         module = name.rpartition(".")[0]
         if module in weights.zeroed:
-            found[module] = Type.Q4_0
+            types[module] = Type.Q4_0
         elif module.startswith("model.layers.") and module.endswith("_proj"):
             layer = weights.layers[int(module.split(".")[2])]
-            found[module] = _LOW.get(modes[layer if ".self_attn." in module else layers + layer], full)
+            types[module] = _LOW.get(modes[layer if ".self_attn." in module else layers + layer], full)
     if path.head != "full":
-        found["lm_head"] = _LOW[path.head]
-    return found
+        types["lm_head"] = _LOW[path.head]
+    return types
 
 
 def _drafting(job: ExportJob, path: DraftPath) -> tuple[Weights, Callable[[str], Type]]:
     """Return the weights that draft along a path, and a function from module name to GGUF type."""
-    weights, full = kept(weights_of(job.llm.model), path), type_of(job.type_name, job.llm.runtime.dtype)
+    weights, full = path_weights(weights_of(job.llm.model), path), type_of(job.type_name, job.llm.runtime.dtype)
     if path.head != "full" and "lm_head.weight" not in weights.tensors:  # tied: a quantised head is a tensor of its own
         config = copy.deepcopy(weights.config)
         config.tie_word_embeddings = False
@@ -154,22 +158,22 @@ def _drafting(job: ExportJob, path: DraftPath) -> tuple[Weights, Callable[[str],
 def _as_written(job: ExportJob, path: DraftPath) -> Any:
     """Return a model with the weights as the GGUF file stores them."""
     weights, types = _drafting(job, path)
-    return model_of(rounded(weights, types))
+    return model_of(fake_quantize(weights, types))
 
 
-def _path(job: ExportJob, path: DraftPath, folder: Path, tokens: int) -> Written:
+def _path(job: ExportJob, path: DraftPath, folder: Path, tokens: int) -> ExportResult:
     keys = words(job.llm)
     _target(job, folder, keys)
     weights, types = _drafting(job, path)
     context = job.llm.runtime.skeleton.context
-    held = write_model(folder / "draft.gguf", weights, keys, types, context=context, name="draft")
+    f16_modules = write_model(folder / "draft.gguf", weights, keys, types, context=context, name="draft")
     notes = [_OLDER]
-    if held:
-        notes.append(f"{len(held)} matrices have rows that do not divide by 32, and are in F16.")
-    return Written(_commands(job, tokens, "draft-simple"), tuple(notes))
+    if f16_modules:
+        notes.append(f"{len(f16_modules)} matrices have rows that do not divide by 32, and are in F16.")
+    return ExportResult(_commands(job, tokens, "draft-simple"), tuple(notes))
 
 
-def _other(job: ExportJob, drafts: Another, load: Load) -> tuple[Weights, Type]:
+def _other(job: ExportJob, drafts: DraftModel, load: Load) -> tuple[Weights, Type]:
     """Return a draft model's weights and their type. Raises `SelfspecError` if its tokenizer is another."""
     model, _ = load()
     if not same_tokens(job, model):
@@ -177,29 +181,31 @@ def _other(job: ExportJob, drafts: Another, load: Load) -> tuple[Weights, Type]:
             "llama.cpp", "a draft model of another tokenizer", "one of the same, as selfspec train distill makes"
         )
     own = weights_of(model)
-    held = own.tensors["model.embed_tokens.weight"].dtype
-    return own, type_of(job.type_name, held) if drafts.spec.bits is None else _LOW[drafts.spec.bits]
+    dtype = own.tensors["model.embed_tokens.weight"].dtype
+    return own, type_of(job.type_name, dtype) if drafts.spec.bits is None else _LOW[drafts.spec.bits]
 
 
-def _other_as_written(job: ExportJob, drafts: Another, load: Load) -> Any:
+def _other_as_written(job: ExportJob, drafts: DraftModel, load: Load) -> Any:
     own, kind = _other(job, drafts, load)
-    return model_of(rounded(own, lambda module: kind))
+    return model_of(fake_quantize(own, lambda module: kind))
 
 
-def _another(job: ExportJob, drafts: Another, load: Load, folder: Path, tokens: int) -> Written:
+def _another(job: ExportJob, drafts: DraftModel, load: Load, folder: Path, tokens: int) -> ExportResult:
     own, kind = _other(job, drafts, load)
     (model, tokenizer), file = load(), gguf_file(drafts.spec.model)
     _target(job, folder, words(job.llm))
     keys = (
-        words_of(tokenizer, model.generation_config, model.config.vocab_size) if file is None else words_of_file(file)
+        tokenizer_keys(tokenizer, model.generation_config, model.config.vocab_size)
+        if file is None
+        else tokenizer_keys_of_file(file)
     )
     context = int(model.config.max_position_embeddings)
     write_model(folder / "draft.gguf", own, keys, lambda module: kind, context=context, name="draft")
-    return Written(_commands(job, tokens, "draft-simple"), (_OLDER,))
+    return ExportResult(_commands(job, tokens, "draft-simple"), (_OLDER,))
 
 
-def _eagle_3(job: ExportJob, drafts: TrainedHead, folder: Path, tokens: int) -> Written:
+def _eagle_3(job: ExportJob, drafts: TrainedHead, folder: Path, tokens: int) -> ExportResult:
     head, keys = head_files(drafts.part, job.llm.runtime), words(job.llm)
     _target(job, folder, keys)
     write_eagle_3(folder / "draft.gguf", head, keys, width=job.llm.runtime.skeleton.sizes.hidden)
-    return Written(_commands(job, tokens, "draft-eagle3"))
+    return ExportResult(_commands(job, tokens, "draft-eagle3"))

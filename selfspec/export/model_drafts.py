@@ -9,9 +9,9 @@ from typing import Any
 from transformers import GenerationConfig
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.export.draft_export import Another, Sublayers
+from selfspec.export.draft_export import DraftModel, Sublayers
 from selfspec.export.exporter import ExportJob
-from selfspec.export.weights import Weights, kept, save, weights_of
+from selfspec.export.weights import Weights, path_weights, save, weights_of
 from selfspec.models.loading import load_model
 from selfspec.types.draft_path import DraftPath
 
@@ -33,16 +33,16 @@ def check_shorter(job: ExportJob, drafts: Sublayers, engine: str, instead: str) 
     )
 
 
-def said_of(path: DraftPath, layers: int) -> tuple[str, tuple[str, ...]]:
+def describe_layers(path: DraftPath, layers: int) -> tuple[str, tuple[str, ...]]:
     """Return a description of the draft model, and the limitation if only one sub-layer of a layer is skipped."""
     attention, mlp = set(path.skip.attention), set(path.skip.mlp)
     left = layers - len(attention & mlp)
-    said = f"{left} of the model's {layers} layers, as a model of their own"
+    description = f"{left} of the model's {layers} layers, as a model of their own"
     if left == layers:
-        said = "the model itself, as a draft model"
+        description = "the model itself, as a draft model"
     if not (halves := len(attention ^ mlp)):
-        return said, ()
-    return said, (
+        return description, ()
+    return description, (
         f"the time of {halves} sub-layer(s) bypassed in layers that are kept: their last matrix is zero, which "
         "drafts the same and saves nothing",
     )
@@ -52,16 +52,16 @@ def layers_folder(
     job: ExportJob, drafts: Sublayers, folder: Path, generation: GenerationConfig | None = None
 ) -> Weights:
     """Write the layers that a path keeps as a model; return its weights."""
-    weights = kept(weights_of(job.llm.model), drafts.path)
+    weights = path_weights(weights_of(job.llm.model), drafts.path)
     config = generation or job.llm.model.generation_config
     save(folder, weights, job.llm.tokenizer, config)
     return weights
 
 
-def other_model(job: ExportJob, drafts: Another) -> tuple[Any, Any]:
+def other_model(job: ExportJob, drafts: DraftModel) -> tuple[Any, Any]:
     """Load the draft model that a profile names, with its tokenizer. Raises `SelfspecError` as loading does."""
-    beside = None if job.profile.folder is None else job.profile.folder / drafts.spec.model
-    name = str(beside) if beside is not None and beside.is_dir() else drafts.spec.model
+    local_folder = None if job.profile.folder is None else job.profile.folder / drafts.spec.model
+    name = str(local_folder) if local_folder is not None and local_folder.is_dir() else drafts.spec.model
     return load_model(name, device="cpu", dtype=drafts.spec.dtype)
 
 

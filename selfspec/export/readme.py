@@ -6,12 +6,18 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from selfspec.export.expected import Expected
-from selfspec.export.exporter import Exporter, Offer, Written
+from selfspec.export.exporter import Exporter, ExportPlan, ExportResult
 from selfspec.llm.llm import LLM
 
 
 def page(
-    engine: Exporter, llm: LLM, profile: str, offer: Offer, written: Written, expected: Expected, lost: Sequence[str]
+    engine: Exporter,
+    llm: LLM,
+    profile: str,
+    offer: ExportPlan,
+    written: ExportResult,
+    expected: Expected,
+    lost: Sequence[str],
 ) -> str:
     """Return the page in Markdown: drafts, commands, expected acceptance, limitations, versions and tests."""
     language = "python" if engine.name == "hf" else "bash"
@@ -40,6 +46,6 @@ def page(
             f"As told by: {expected.source}. Greedy; sampled drafts are accepted less.",
             "",
         ]
-    lines += ["## What is lost on the way", "", *(f"- {one}" for one in lost), ""]
+    lines += ["## What is lost on the way", "", *(f"- {limitation}" for limitation in lost), ""]
     lines += ["## Versions", "", f"Written against {engine.read}. {engine.tried[0].upper()}{engine.tried[1:]}.", ""]
     return "\n".join(lines)

@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from selfspec.export.draft_export import Another, Guesses, OnlyHere, Sublayers, TrainedHead
-from selfspec.export.exporter import ExportJob, Offer, Written, refused
+from selfspec.export.draft_export import DraftModel, LookupDraft, Sublayers, TrainedHead, UnsupportedDraft
+from selfspec.export.exporter import ExportJob, ExportPlan, ExportResult, refused
 from selfspec.export.head_export import INSTEAD, HeadFiles, head_files
 from selfspec.export.model_drafts import (
     check_shorter,
+    describe_layers,
     in_full,
     layers_folder,
     model_folder,
     other_model,
-    said_of,
     same_tokens,
 )
-from selfspec.export.vllm import few_bits, save_head
+from selfspec.export.vllm import quantization_limitation, save_head
 from selfspec.export.weights import target_of
 from selfspec.types.draft_path import DraftPath
 
@@ -36,35 +36,35 @@ class Sglang:
     read = "sglang 0.5.23: its flags of speculative decoding, and the loaders of its EAGLE models"
     tried = "not run by SGLang here, which needs a GPU; heads are read back by this project's own reader"
 
-    def offer(self, job: ExportJob) -> Offer:
+    def plan_export(self, job: ExportJob) -> ExportPlan:
         """Return what SGLang can run. Raises `SelfspecError`, with an alternative, for other kinds of drafts."""
         match job.drafts:
-            case Guesses(answers):
+            case LookupDraft(answers):
                 lost = ("earlier answers of other runs: SGLang's cache of n-grams begins empty",) if answers else ()
-                return Offer("n-grams of prompts and outputs", partial(_guesses, job), lost=lost)
+                return ExportPlan("n-grams of prompts and outputs", partial(_guesses, job), limitations=lost)
             case Sublayers(path):
                 return _sublayers(job, job.drafts, path)
-            case Another(spec):
-                lost = (few_bits(spec.bits),) if spec.bits else ()
-                return Offer(f"the model {spec.model}", partial(_another, job, job.drafts), lost=lost)
+            case DraftModel(spec):
+                lost = (quantization_limitation(spec.bits),) if spec.bits else ()
+                return ExportPlan(f"the model {spec.model}", partial(_another, job, job.drafts), limitations=lost)
             case TrainedHead(part, places):
                 return self._head(job, head_files(part, job.llm.runtime), places)
-            case OnlyHere(kind, instead):
+            case UnsupportedDraft(kind, instead):
                 raise refused(self.name, f"drafts of kind '{kind}'", instead)
 
-    def _head(self, job: ExportJob, files: HeadFiles, places: int) -> Offer:
+    def _head(self, job: ExportJob, files: HeadFiles, places: int) -> ExportPlan:
         if files.form not in _ALGORITHMS:
             raise refused(self.name, f"a head of the form {files.form}", "EAGLE or EAGLE-3, by selfspec convert")
         if files.form == "eagle3" and max(files.layers) >= job.llm.identity.layers:
             raise refused(self.name, "a head that reads what leaves the last layer", INSTEAD)
-        return Offer(f"a head of the form {files.form}", partial(_write_head, job, files), most=places)
+        return ExportPlan(f"a head of the form {files.form}", partial(_write_head, job, files), most=places)
 
 
-def _served(job: ExportJob, folder: Path, algorithm: str, *flags: str, notes: tuple[str, ...] = ()) -> Written:
+def _served(job: ExportJob, folder: Path, algorithm: str, *flags: str, notes: tuple[str, ...] = ()) -> ExportResult:
     target, _ = target_of(job.llm, folder, job.out)
     command = ["python", "-m", "sglang.launch_server", "--model-path", target, "--speculative-algorithm", algorithm]
     (folder / "launch.sh").write_text(f'exec {join([*command, *flags])} "$@"\n', encoding="utf-8")
-    return Written((("serve", join([*command, *flags])),), notes)
+    return ExportResult((("serve", join([*command, *flags])),), notes)
 
 
 def _chain(tokens: int) -> tuple[str, ...]:
@@ -73,33 +73,33 @@ def _chain(tokens: int) -> tuple[str, ...]:
     return (steps, str(tokens), wide, "1", "--speculative-num-draft-tokens", str(tokens + 1))
 
 
-def _guesses(job: ExportJob, folder: Path, tokens: int) -> Written:
+def _guesses(job: ExportJob, folder: Path, tokens: int) -> ExportResult:
     flags = ("--speculative-num-draft-tokens", str(tokens + 1), "--speculative-ngram-max-bfs-breadth", "1")
     return _served(job, folder, "NGRAM", *flags)
 
 
-def _sublayers(job: ExportJob, drafts: Sublayers, path: DraftPath) -> Offer:
-    said, lost = said_of(path, job.llm.identity.layers)
+def _sublayers(job: ExportJob, drafts: Sublayers, path: DraftPath) -> ExportPlan:
+    description, lost = describe_layers(path, job.llm.identity.layers)
     if not path.low_precision:
         check_shorter(job, drafts, "SGLang", "it could run instead: a set of whole layers, by selfspec search --kv own")
-        return Offer(said, partial(_layers, job, drafts), path=in_full(path), lost=lost)
-    lost = (*lost, few_bits("int4" if len(path.int4) else "int8"))
-    return Offer(f"{said}, in fp8", partial(_layers, job, drafts), path=path, lost=lost)
+        return ExportPlan(description, partial(_layers, job, drafts), path=in_full(path), limitations=lost)
+    lost = (*lost, quantization_limitation("int4" if len(path.int4) else "int8"))
+    return ExportPlan(f"{description}, in fp8", partial(_layers, job, drafts), path=path, limitations=lost)
 
 
-def _standalone(job: ExportJob, folder: Path, tokens: int, *, few: bool) -> Written:
+def _standalone(job: ExportJob, folder: Path, tokens: int, *, few: bool) -> ExportResult:
     flags = ("--speculative-draft-model-path", str(job.out / "draft"), *_chain(tokens))
     return _served(
         job, folder, "STANDALONE", *flags, *(("--speculative-draft-model-quantization", "fp8") if few else ())
     )
 
 
-def _layers(job: ExportJob, drafts: Sublayers, folder: Path, tokens: int) -> Written:
+def _layers(job: ExportJob, drafts: Sublayers, folder: Path, tokens: int) -> ExportResult:
     layers_folder(job, drafts, folder / "draft")
     return _standalone(job, folder, tokens, few=drafts.path.low_precision)
 
 
-def _another(job: ExportJob, drafts: Another, folder: Path, tokens: int) -> Written:
+def _another(job: ExportJob, drafts: DraftModel, folder: Path, tokens: int) -> ExportResult:
     model, tokenizer = other_model(job, drafts)
     if not same_tokens(job, model):
         raise refused(
@@ -109,7 +109,7 @@ def _another(job: ExportJob, drafts: Another, folder: Path, tokens: int) -> Writ
     return _standalone(job, folder, tokens, few=drafts.spec.bits is not None)
 
 
-def _write_head(job: ExportJob, files: HeadFiles, folder: Path, tokens: int) -> Written:
+def _write_head(job: ExportJob, files: HeadFiles, folder: Path, tokens: int) -> ExportResult:
     config: dict[str, Any] = {**files.config, "architectures": [_ARCHITECTURES[files.form]]}
     tensors = dict(files.tensors)
     if files.form == "eagle3":  # SGLang numbers a hidden state by the layer that outputs it

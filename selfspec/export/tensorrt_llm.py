@@ -9,16 +9,16 @@ from typing import Any
 
 import yaml
 
-from selfspec.export.draft_export import Another, Guesses, OnlyHere, Sublayers, TrainedHead
-from selfspec.export.exporter import ExportJob, Offer, Written, refused
+from selfspec.export.draft_export import DraftModel, LookupDraft, Sublayers, TrainedHead, UnsupportedDraft
+from selfspec.export.exporter import ExportJob, ExportPlan, ExportResult, refused
 from selfspec.export.head_export import HeadFiles, form_of, head_files
 from selfspec.export.model_drafts import (
     check_shorter,
+    describe_layers,
     in_full,
     layers_folder,
     model_folder,
     other_model,
-    said_of,
     same_tokens,
 )
 from selfspec.export.vllm import save_head
@@ -34,14 +34,14 @@ class TensorRtLlm:
     read = "TensorRT-LLM's llm_args.py and docs/source/features/speculative-decoding.md at 04c8822 (2026)"
     tried = "not run by TensorRT-LLM here, which needs a GPU; heads are read back by this project's own reader"
 
-    def offer(self, job: ExportJob) -> Offer:
+    def plan_export(self, job: ExportJob) -> ExportPlan:
         """Return what TensorRT-LLM can run. Raises `SelfspecError`, with an alternative, for other kinds of drafts."""
         match job.drafts:
-            case Guesses(answers):
+            case LookupDraft(answers):
                 empty = ("earlier answers of other runs: its pool of n-grams begins empty",) if answers else ()
-                return Offer("n-grams of prompts and outputs", partial(_guesses, job), lost=empty)
+                return ExportPlan("n-grams of prompts and outputs", partial(_guesses, job), limitations=empty)
             case Sublayers(path):
-                said, lost = said_of(path, job.llm.identity.layers)
+                description, lost = describe_layers(path, job.llm.identity.layers)
                 check_shorter(
                     job,
                     job.drafts,
@@ -50,28 +50,30 @@ class TensorRtLlm:
                 )
                 if path.low_precision:
                     lost = (*lost, "weights in few bits: the draft model runs in its own dtype")
-                return Offer(said, partial(_layers, job, job.drafts), path=in_full(path), lost=lost)
-            case Another(spec):
+                return ExportPlan(description, partial(_layers, job, job.drafts), path=in_full(path), limitations=lost)
+            case DraftModel(spec):
                 few = ("its weights in few bits: it runs in its own dtype",) if spec.bits else ()
-                return Offer(f"the model {spec.model}", partial(_another, job, job.drafts), lost=few)
+                return ExportPlan(f"the model {spec.model}", partial(_another, job, job.drafts), limitations=few)
             case TrainedHead(part, places):
                 if (form := form_of(part)) != "eagle3":
                     raise refused(self.name, f"a head of the form {form}", "an EAGLE-3 head, by selfspec convert")
-                return Offer("an EAGLE-3 head", partial(_head, job, head_files(part, job.llm.runtime)), most=places)
-            case OnlyHere(kind, instead):
+                return ExportPlan(
+                    "an EAGLE-3 head", partial(_head, job, head_files(part, job.llm.runtime)), most=places
+                )
+            case UnsupportedDraft(kind, instead):
                 raise refused(self.name, f"drafts of kind '{kind}'", instead)
 
 
-def _served(job: ExportJob, folder: Path, config: dict[str, Any], *, overlap: bool = True) -> Written:
-    whole: dict[str, Any] = {"speculative_config": config}
+def _served(job: ExportJob, folder: Path, config: dict[str, Any], *, overlap: bool = True) -> ExportResult:
+    settings: dict[str, Any] = {"speculative_config": config}
     if not overlap:
-        whole = {"disable_overlap_scheduler": True, **whole}
-    (folder / "config.yaml").write_text(yaml.safe_dump(whole, sort_keys=False), encoding="utf-8")
+        settings = {"disable_overlap_scheduler": True, **settings}
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
     target, _ = target_of(job.llm, folder, job.out)
-    return Written((("serve", f"trtllm-serve {quote(target)} --config {quote(str(job.out / 'config.yaml'))}"),))
+    return ExportResult((("serve", f"trtllm-serve {quote(target)} --config {quote(str(job.out / 'config.yaml'))}"),))
 
 
-def _guesses(job: ExportJob, folder: Path, tokens: int) -> Written:
+def _guesses(job: ExportJob, folder: Path, tokens: int) -> ExportResult:
     config = {
         "decoding_type": "NGram",
         "max_draft_len": tokens,
@@ -85,12 +87,12 @@ def _draft_model(job: ExportJob, tokens: int) -> dict[str, Any]:
     return {"decoding_type": "Draft_Target", "max_draft_len": tokens, "speculative_model": str(job.out / "draft")}
 
 
-def _layers(job: ExportJob, drafts: Sublayers, folder: Path, tokens: int) -> Written:
+def _layers(job: ExportJob, drafts: Sublayers, folder: Path, tokens: int) -> ExportResult:
     layers_folder(job, drafts, folder / "draft")
     return _served(job, folder, _draft_model(job, tokens), overlap=False)
 
 
-def _another(job: ExportJob, drafts: Another, folder: Path, tokens: int) -> Written:
+def _another(job: ExportJob, drafts: DraftModel, folder: Path, tokens: int) -> ExportResult:
     model, tokenizer = other_model(job, drafts)
     if not same_tokens(job, model):
         raise refused(
@@ -100,7 +102,7 @@ def _another(job: ExportJob, drafts: Another, folder: Path, tokens: int) -> Writ
     return _served(job, folder, _draft_model(job, tokens), overlap=False)
 
 
-def _head(job: ExportJob, files: HeadFiles, folder: Path, tokens: int) -> Written:
+def _head(job: ExportJob, files: HeadFiles, folder: Path, tokens: int) -> ExportResult:
     save_head(folder / "head", dict(files.config), dict(files.tensors))
     left = [layer - 1 for layer in files.layers]  # a hidden state is numbered by its output layer
     config = {"decoding_type": "Eagle", "max_draft_len": tokens, "speculative_model": str(job.out / "head")}

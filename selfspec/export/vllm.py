@@ -10,16 +10,16 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from selfspec.export.draft_export import Another, Guesses, OnlyHere, Sublayers, TrainedHead
-from selfspec.export.exporter import ExportJob, Offer, Written, refused
+from selfspec.export.draft_export import DraftModel, LookupDraft, Sublayers, TrainedHead, UnsupportedDraft
+from selfspec.export.exporter import ExportJob, ExportPlan, ExportResult, refused
 from selfspec.export.head_export import HeadFiles, form_of, head_files
 from selfspec.export.model_drafts import (
     check_shorter,
+    describe_layers,
     in_full,
     layers_folder,
     model_folder,
     other_model,
-    said_of,
     same_tokens,
 )
 from selfspec.export.weights import target_of
@@ -40,58 +40,62 @@ class Vllm:
         "configuration by that package's parser where it is installed"
     )
 
-    def offer(self, job: ExportJob) -> Offer:
+    def plan_export(self, job: ExportJob) -> ExportPlan:
         """Return what vLLM can run. Raises `SelfspecError`, with an alternative, for other kinds of drafts."""
         match job.drafts:
-            case Guesses(answers):
-                said = "suffixes of prompt, output and earlier answers" if answers else "n-grams of prompt and output"
-                return Offer(said, partial(_guesses, job, answers))
+            case LookupDraft(answers):
+                description = (
+                    "suffixes of prompt, output and earlier answers" if answers else "n-grams of prompt and output"
+                )
+                return ExportPlan(description, partial(_guesses, job, answers))
             case Sublayers(path):
                 return _sublayers(job, job.drafts, path)
-            case Another(spec):
-                lost = (few_bits(spec.bits),) if spec.bits else ()
-                return Offer(f"the model {spec.model}", partial(_another, job, job.drafts), lost=lost)
+            case DraftModel(spec):
+                lost = (quantization_limitation(spec.bits),) if spec.bits else ()
+                return ExportPlan(f"the model {spec.model}", partial(_another, job, job.drafts), limitations=lost)
             case TrainedHead(part, places):
                 form = form_of(part)
                 if form == "eagle" and "layer.fc.bias" in part.tensors:
                     raise refused(self.name, "an EAGLE head with a bias in fc", "an EAGLE-3 head, by selfspec convert")
                 files = head_files(part, job.llm.runtime)
-                return Offer(f"a head of the form {form}", partial(_head, job, files), most=places, lost=files.lost)
-            case OnlyHere(kind, instead):
+                return ExportPlan(
+                    f"a head of the form {form}", partial(_head, job, files), most=places, limitations=files.lost
+                )
+            case UnsupportedDraft(kind, instead):
                 raise refused(self.name, f"drafts of kind '{kind}'", instead)
 
 
-def few_bits(bits: str | None) -> str:
+def quantization_limitation(bits: str | None) -> str:
     """Return the limitation of quantised weights: the engine quantises them in its own type instead."""
-    said = (bits or "few").removeprefix("int")
-    return f"weights in {said} bits: all of the draft model's become {_ONLINE} (e4m3) when it is loaded"
+    num_bits = (bits or "few").removeprefix("int")
+    return f"weights in {num_bits} bits: all of the draft model's become {_ONLINE} (e4m3) when it is loaded"
 
 
-def _written(job: ExportJob, folder: Path, config: dict[str, Any], *notes: str) -> Written:
+def _written(job: ExportJob, folder: Path, config: dict[str, Any], *notes: str) -> ExportResult:
     """Write the configuration; return the command that uses it."""
     text = json.dumps(config, indent=2)
     (folder / "speculative_config.json").write_text(text + "\n", encoding="utf-8")
     target, _ = target_of(job.llm, folder, job.out)
     place = quote(str(job.out / "speculative_config.json"))
-    return Written((("serve", f'vllm serve {quote(target)} --speculative-config "$(cat {place})"'),), notes)
+    return ExportResult((("serve", f'vllm serve {quote(target)} --speculative-config "$(cat {place})"'),), notes)
 
 
-def _guesses(job: ExportJob, answers: bool, folder: Path, tokens: int) -> Written:
+def _guesses(job: ExportJob, answers: bool, folder: Path, tokens: int) -> ExportResult:
     method = {"method": "suffix"} if answers else {"method": "ngram", **_NGRAM}
     notes = ("Suffix decoding needs the package arctic-inference.",) if answers else ()
     return _written(job, folder, {**method, "num_speculative_tokens": tokens}, *notes)
 
 
-def _sublayers(job: ExportJob, drafts: Sublayers, path: DraftPath) -> Offer:
-    said, lost = said_of(path, job.llm.identity.layers)
+def _sublayers(job: ExportJob, drafts: Sublayers, path: DraftPath) -> ExportPlan:
+    description, lost = describe_layers(path, job.llm.identity.layers)
     if not path.low_precision:
         check_shorter(job, drafts, "vLLM", "it could run instead: a set of whole layers, by selfspec search --kv own")
-        return Offer(said, partial(_layers, job, drafts), path=in_full(path), lost=lost)
-    lost = (*lost, few_bits("int4" if len(path.int4) else "int8"))
-    return Offer(f"{said}, in {_ONLINE}", partial(_layers, job, drafts), path=path, lost=lost)
+        return ExportPlan(description, partial(_layers, job, drafts), path=in_full(path), limitations=lost)
+    lost = (*lost, quantization_limitation("int4" if len(path.int4) else "int8"))
+    return ExportPlan(f"{description}, in {_ONLINE}", partial(_layers, job, drafts), path=path, limitations=lost)
 
 
-def _layers(job: ExportJob, drafts: Sublayers, folder: Path, tokens: int) -> Written:
+def _layers(job: ExportJob, drafts: Sublayers, folder: Path, tokens: int) -> ExportResult:
     layers_folder(job, drafts, folder / "draft")
     few = {"quantization": _ONLINE} if drafts.path.low_precision else {}
     return _written(job, folder, _draft_model(job, tokens) | few)
@@ -101,7 +105,7 @@ def _draft_model(job: ExportJob, tokens: int) -> dict[str, Any]:
     return {"method": "draft_model", "model": str(job.out / "draft"), "num_speculative_tokens": tokens}
 
 
-def _another(job: ExportJob, drafts: Another, folder: Path, tokens: int) -> Written:
+def _another(job: ExportJob, drafts: DraftModel, folder: Path, tokens: int) -> ExportResult:
     model, tokenizer = other_model(job, drafts)
     model_folder(model, tokenizer, folder / "draft")
     config = _draft_model(job, tokens)
@@ -112,7 +116,7 @@ def _another(job: ExportJob, drafts: Another, folder: Path, tokens: int) -> Writ
     return _written(job, folder, config)
 
 
-def _head(job: ExportJob, files: HeadFiles, folder: Path, tokens: int) -> Written:
+def _head(job: ExportJob, files: HeadFiles, folder: Path, tokens: int) -> ExportResult:
     config = dict(files.config)
     tensors = dict(files.tensors)
     notes: tuple[str, ...] = ()

@@ -63,30 +63,33 @@ def weights_of(model: Any) -> Weights:
     return Weights(config, tensors, tuple(range(config.num_hidden_layers)))
 
 
-def kept(whole: Weights, path: DraftPath) -> Weights:
+def path_weights(weights: Weights, path: DraftPath) -> Weights:
     """Return the weights that a draft path runs, unquantised, without the layers whose two sub-layers are both skipped.
 
     If only one sub-layer of a layer is skipped, the layer is kept and the skipped sub-layer's last matrix is zero: the
     drafts equal the path's, but no time is saved. Raises `SelfspecError` if no layer is left.
     """
     attention, mlp = set(path.skip.attention), set(path.skip.mlp)
-    layers = tuple(i for i in whole.layers if i not in attention & mlp)
+    layers = tuple(i for i in weights.layers if i not in attention & mlp)
     if not layers:
         raise SelfspecError("the path bypasses every layer, so no model is left to draft")
     places = {layer: place for place, layer in enumerate(layers)}
     halves = [
-        (_LAST[part], layer) for part, of in (("attention", attention), ("mlp", mlp)) for layer in of if layer in places
+        (_LAST[part], layer)
+        for part, skipped in (("attention", attention), ("mlp", mlp))
+        for layer in skipped
+        if layer in places
     ]
     zeroed = frozenset(f"{_LAYERS}{places[layer]}.{name}" for name, layer in halves)
     tensors = {}
-    for name, tensor in whole.tensors.items():
+    for name, tensor in weights.tensors.items():
         if name.startswith(_LAYERS):
             number, _, rest = name.removeprefix(_LAYERS).partition(".")
             if int(number) not in places:
                 continue
             name = f"{_LAYERS}{places[int(number)]}.{rest}"
         tensors[name] = torch.zeros_like(tensor) if name.rpartition(".")[0] in zeroed else tensor
-    return Weights(_cut(whole.config, layers), tensors, layers, zeroed)
+    return Weights(_cut(weights.config, layers), tensors, layers, zeroed)
 
 
 def model_of(weights: Weights) -> Any:
@@ -117,8 +120,8 @@ def save(folder: Path, weights: Weights, tokenizer: Any, generation: Any) -> Non
     config = copy.deepcopy(weights.config)
     config.dtype = weights.tensors["model.embed_tokens.weight"].dtype
     config.save_pretrained(folder)
-    held = {name: _alone(tensor.detach().cpu()) for name, tensor in weights.tensors.items()}
-    save_torch_state_dict(held, folder, metadata={"format": "pt"})
+    tensors = {name: _alone(tensor.detach().cpu()) for name, tensor in weights.tensors.items()}
+    save_torch_state_dict(tensors, folder, metadata={"format": "pt"})
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if generation is not None:
@@ -127,8 +130,8 @@ def save(folder: Path, weights: Weights, tokenizer: Any, generation: Any) -> Non
 
 def _alone(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor in its own storage, because files refuse a view of a larger tensor."""
-    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+    owns_storage = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if owns_storage else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def target_of(llm: LLM, folder: Path, out: Path) -> tuple[str, bool]:

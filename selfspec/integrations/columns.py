@@ -34,8 +34,8 @@ class Columns:
         logits: bool,
     ) -> None:
         self._prompt = ids.shape[1]
-        room = max(seq.remaining for seq in seqs)
-        self._ids = torch.cat([ids, ids.new_full((len(ids), room), pad)], dim=1)
+        max_new_tokens = max(seq.remaining for seq in seqs)
+        self._ids = torch.cat([ids, ids.new_full((len(ids), max_new_tokens), pad)], dim=1)
         self._width = self._prompt
         self._seqs = list(seqs)
         self._starts = [len(seq.tokens) for seq in seqs]
@@ -55,11 +55,11 @@ class Columns:
         if self._raw is None:
             return
         for seq, outcome in outcomes:
-            found = outcome.step.logits
-            assert found is not None
+            logits = outcome.step.logits
+            assert logits is not None
             rows = [0, *(node + 1 for node in outcome.path)][: len(outcome.tokens)]
-            wide = torch.promote_types(found.dtype, torch.float32)
-            self._raw[self._seqs.index(seq)] += found[0, rows].to(wide, copy=True)
+            wide = torch.promote_types(logits.dtype, torch.float32)
+            self._raw[self._seqs.index(seq)] += logits[0, rows].to(wide, copy=True)
 
     def settle(self) -> list[SequenceState]:
         """Settle all complete columns; return the sequences that ended in them."""
@@ -96,8 +96,8 @@ class Columns:
         if not len(self._criteria):
             return [False] * len(self._seqs)
         scores = None if self._scores is None else tuple(self._scores)
-        found: list[bool] = self._criteria(self._ids[:, : self._width], scores).tolist()
-        return found
+        stopped: list[bool] = self._criteria(self._ids[:, : self._width], scores).tolist()
+        return stopped
 
     def _keep(self, place: int) -> None:
         """Store the logits and scores of a column; zeros for ended sequences."""
@@ -124,9 +124,9 @@ class Columns:
         ids: Tensor = self._ids[:, : self._width]
         if not as_object:
             return ids
-        found: GenerateDecoderOnlyOutput = GenerateDecoderOnlyOutput(
+        output: GenerateDecoderOnlyOutput = GenerateDecoderOnlyOutput(
             sequences=ids,
             scores=None if self._scores is None else tuple(self._scores),
             logits=None if self._logits is None else tuple(self._logits),
         )
-        return found
+        return output

@@ -30,8 +30,8 @@ from selfspec.integrations.repository import write_repository
 from selfspec.llm.llm import LLM, wrap
 from selfspec.llm.local_costs import local_payoff
 from selfspec.llm.sampling_plan import check_config
-from selfspec.models.layout import check_layout, lay_out_
-from selfspec.models.shards import check_whole
+from selfspec.models.layout import apply_layout_, check_layout
+from selfspec.models.shards import check_unsharded
 from selfspec.models.skeleton import identity_of
 from selfspec.profile.choosing import choose_profile, named_profile
 from selfspec.profile.schema import Profile
@@ -64,9 +64,9 @@ def hf(
 
     `profile` and `method`: as in `load`. `rule`: how drafts of sampled texts are verified, `match` by default.
     `streamer` replaces the call's. Reuse the object: what it prepares for a model serves its next calls. `layout`: the
-    weight layout that the model is converted to, in place, at its first use, see `layout.lay_out_`; `auto` is `load`'s
-    choice and much faster on a CPU; by default the weights stay as they are. Raises `SelfspecError`, also later for a
-    call with unsupported arguments.
+    weight layout that the model is converted to, in place, at its first use, see `layout.apply_layout_`; `auto` is
+    `load`'s choice and much faster on a CPU; by default the weights stay as they are. Raises `SelfspecError`, also
+    later for a call with unsupported arguments.
     """
     return CustomGenerate(named_profile(profile), method=method, rule=rule, streamer=streamer, layout=layout)
 
@@ -105,10 +105,10 @@ class CustomGenerate:
         """Decode the prompts `[B, n]`; return `[B, n + m]`, padded on the right, or generate's output object."""
         _check(generation_config, model_kwargs, model.config.vocab_size)
         prompts = _prompts(input_ids, model_kwargs)
-        longest, ends, others = _limits(stopping_criteria, input_ids.shape[1])
+        longest, ends, other_criteria = _limits(stopping_criteria, input_ids.shape[1])
         llm = self._prepared(model)
         for prompt in prompts:
-            llm.check_room(len(prompt), longest)
+            llm.check_context(len(prompt), longest)
         runtime, drafter = self._with_rows(llm, len(prompts))
         samplers = self._samplers(logits_processor, input_ids, prompts, sampled=bool(generation_config.do_sample))
         seqs = [
@@ -124,7 +124,7 @@ class CustomGenerate:
             input_ids,
             seqs,
             pad=_pad(generation_config, ends),
-            criteria=StoppingCriteriaList(others),
+            criteria=StoppingCriteriaList(other_criteria),
             streamer=self.streamer or _streamer_of(inspect.currentframe()),
             scores=as_object and bool(generation_config.output_scores),
             logits=as_object and bool(generation_config.output_logits),
@@ -151,10 +151,10 @@ class CustomGenerate:
             if config is not None:
                 kwargs["generation_config"] = config = copy.deepcopy(config)
                 config.stop_strings = None
-        found: Tensor | GenerateDecoderOnlyOutput = type(model).generate(
+        output: Tensor | GenerateDecoderOnlyOutput = type(model).generate(
             model, *args, **{**kwargs, "custom_generate": self}
         )
-        return found
+        return output
 
     def save(self, folder: str | Path) -> None:
         """Write `custom_generate/generate.py` to a model's folder, as a repository on a hub ships it.
@@ -168,7 +168,7 @@ class CustomGenerate:
     def _prepared(self, model: Any) -> LLM:
         """Return the model wrapped as an `LLM`; wrap it again once it was moved, cast or reloaded."""
         if self._llm is None or self._weights != _where(model):
-            check_whole(model, "selfspec.hf")
+            check_unsharded(model, "selfspec.hf")
             self._lay_out(model)
             self._llm = wrap(model, None, profile=self.profile, method=self.method)
             self._weights, self._several = _where(model), None
@@ -180,8 +180,8 @@ class CustomGenerate:
             return
         chosen = choose_profile(identity_of(model), self.profile, self.method)
         drafts = [] if chosen is None or not chosen.drafts else chosen.alternatives
-        few_bits = any(one.path.low_precision for one in drafts)
-        lay_out_(model, self.layout, drafting=bool(drafts), few_bits=few_bits)
+        quantized_drafts = any(alternative.path.low_precision for alternative in drafts)
+        apply_layout_(model, self.layout, drafting=bool(drafts), quantized_drafts=quantized_drafts)
 
     def _with_rows(self, llm: LLM, rows: int) -> tuple[Runtime, Drafter]:
         """Return a runtime with at least `rows` cache rows, and a drafter on it."""
@@ -204,14 +204,17 @@ class CustomGenerate:
         for row, prompt in enumerate(prompts):
             pads = ids[row, : width - len(prompt)]
             alone = rows == 1 and not len(pads)
-            own = [one if alone or not reads_prefix(one) else _OfRow(one, row, rows, pads) for one in processors]
+            own = [
+                processor if alone or not reads_prefix(processor) else _RowProcessor(processor, row, rows, pads)
+                for processor in processors
+            ]
             seed = int(torch.randint(_SEEDS, ())) if sampled else None
             tied = self.rule in (None, "match")
             samplers.append(Sampler(temperature=float(sampled), seed=seed, tied=tied, processors=own))
         return samplers
 
 
-class _OfRow(LogitsProcessor):  # type: ignore[misc]
+class _RowProcessor(LogitsProcessor):  # type: ignore[misc]
     """A batch's logits processor applied to one sequence, which is expanded to the batch's shape with its padding.
 
     `transformers`' processors may distinguish sequences by their row, and count from the end of the padded prompt.
@@ -233,23 +236,23 @@ def _where(model: Any) -> object:
     return id(model), table.device, table.dtype, table.data_ptr()
 
 
-def _check(config: GenerationConfig, given: dict[str, Any], vocabulary: int) -> None:
+def _check(config: GenerationConfig, model_kwargs: dict[str, Any], vocabulary: int) -> None:
     check_config(config, vocabulary)
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None) and config.return_dict_in_generate:
             raise SelfspecError(f"generation config: {name} is not served: rejected drafts have some, too")
-    cache = given.get("past_key_values")
+    cache = model_kwargs.get("past_key_values")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
         raise SelfspecError("past_key_values is not served: selfspec keeps a cache of its own; leave it out")
-    for name, value in given.items():
+    for name, value in model_kwargs.items():
         if value is not None and name not in (*_READ, *_IDLE, "past_key_values"):
             raise SelfspecError(f"model argument {name} is not served; selfspec reads token ids alone")
 
 
-def _prompts(input_ids: Tensor, given: dict[str, Any]) -> list[list[int]]:
+def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]:
     """Return the token ids of each prompt without padding. Raises `SelfspecError` if padding is not on the left."""
     width = input_ids.shape[1]
-    mask = given.get("attention_mask")
+    mask = model_kwargs.get("attention_mask")
     real = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).ne(0).long()
     lengths = real.sum(1)
     if not width or not bool(lengths.all()):
@@ -257,7 +260,7 @@ def _prompts(input_ids: Tensor, given: dict[str, Any]) -> list[list[int]]:
     places = torch.arange(width, device=input_ids.device)
     if not torch.equal(real.bool(), places >= (width - lengths).unsqueeze(1)):
         raise SelfspecError("padding must come before the prompts: padding_side='left' when tokenizing")
-    positions = given.get("position_ids")
+    positions = model_kwargs.get("position_ids")
     if positions is not None:
         usual = real.cumsum(1) - 1
         if positions.shape[-1] != width or not bool((positions.to(usual.device) == usual)[real.bool()].all()):
@@ -267,16 +270,18 @@ def _prompts(input_ids: Tensor, given: dict[str, Any]) -> list[list[int]]:
 
 def _limits(criteria: Sequence[StoppingCriteria], width: int) -> tuple[int, frozenset[int], list[StoppingCriteria]]:
     """Return the maximum of new tokens, the end tokens, and the other criteria, to be checked after each token."""
-    lengths = [one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)]
-    ends = [one.eos_token_id.tolist() for one in criteria if isinstance(one, EosTokenCriteria)]
-    others = [one for one in criteria if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)]
-    return max(1, min(lengths) - width), frozenset().union(*ends), others
+    lengths = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
+    ends = [criterion.eos_token_id.tolist() for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
+    other_criteria = [
+        criterion for criterion in criteria if not isinstance(criterion, MaxLengthCriteria | EosTokenCriteria)
+    ]
+    return max(1, min(lengths) - width), frozenset().union(*ends), other_criteria
 
 
 def _pad(config: GenerationConfig, ends: frozenset[int]) -> int:
     """Return the token that pads ended sequences."""
-    found = config.pad_token_id
-    return int(found) if found is not None else min(ends, default=0)
+    pad_token_id = config.pad_token_id
+    return int(pad_token_id) if pad_token_id is not None else min(ends, default=0)
 
 
 def _streamer_of(frame: FrameType | None) -> Any:

@@ -23,17 +23,17 @@ def generate(*args, model, **kwargs):
 '''
 
 
-def write_repository(folder: Path, profile: str | Profile, given: Mapping[str, str | None]) -> None:
-    """Write `custom_generate/generate.py` and its `requirements.txt` to `folder`; `given`: further arguments of `hf`.
+def write_repository(folder: Path, profile: str | Profile, arguments: Mapping[str, str | None]) -> None:
+    """Write `custom_generate/generate.py` and its `requirements.txt` to `folder`.
 
-    Raises `SelfspecError` for a profile with files of its own, which `transformers` would not download, and if the
-    folder cannot be written.
+    `arguments`: further arguments of `hf`. Raises `SelfspecError` for a profile with files of its own, which
+    `transformers` would not download, and if the folder cannot be written.
     """
-    further = "".join(f", {name}={value!r}" for name, value in given.items() if value is not None)
+    further = "".join(f", {name}={value!r}" for name, value in arguments.items() if value is not None)
     reads = text = ""
     named = repr(profile)
     if isinstance(profile, Profile):
-        if profile.parts or any(one.draft.beside for one in profile.alternatives):
+        if profile.parts or any(alternative.draft.may_name_files for alternative in profile.alternatives):
             raise SelfspecError(
                 "the profile has files beside it, which cannot travel in generate.py; expected one without"
             )

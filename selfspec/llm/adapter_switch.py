@@ -16,7 +16,7 @@ class AdapterSwitcher:
 
     def __init__(self, adapters: Adapters) -> None:
         self.adapters = adapters
-        self._kept = adapters.own  # the adapter that made the cached keys
+        self._cached_adapter = adapters.own  # the adapter that made the cached keys
 
     def rounds(
         self, name: str | None, decoding: Callable[[bool], Generator[Outcome]], *, reuse: bool
@@ -25,7 +25,7 @@ class AdapterSwitcher:
         return self._rounds(self.adapters.named(name), decoding, reuse)
 
     def _rounds(self, name: str, decoding: Callable[[bool], Generator[Outcome]], reuse: bool) -> Generator[Outcome]:
-        rounds = decoding(reuse and self._kept == name)
+        rounds = decoding(reuse and self._cached_adapter == name)
         try:
             while True:
                 self.adapters.use(name)  # other streams may have run rounds meanwhile
@@ -33,7 +33,7 @@ class AdapterSwitcher:
                     outcome = next(rounds)
                 except StopIteration:
                     return
-                self._kept = name
+                self._cached_adapter = name
                 yield outcome
         finally:
             rounds.close()

@@ -16,7 +16,7 @@ from selfspec.drafters import make_guarded
 from selfspec.drafters.batch_policy import chain_of, decide_together, reads_blocks, runtime_of
 from selfspec.drafters.plain import PlainDrafter
 from selfspec.engine.engine import Engine
-from selfspec.llm.batch_costs import load_prices
+from selfspec.llm.batch_costs import measure_round_costs
 from selfspec.llm.batch_memory import runtime_for, slot_bytes
 from selfspec.llm.options import Options
 from selfspec.llm.request import Model, Request
@@ -30,10 +30,10 @@ from selfspec.text.prompt import Prompt
 from selfspec.types.draft_work import GUESSED
 
 CHUNK = 512  # prefill chunk in tokens while no sequence takes rounds
-ROUNDS, LEAST = 4.0, 128  # otherwise: the cost limit of a chunk in rounds, and the smallest chunk in tokens
+ROUNDS, MIN_CHUNK = 4.0, 128  # otherwise: the cost limit of a chunk in rounds, and the smallest chunk in tokens
 
 
-class Profiled(Model, Protocol):
+class BatchModel(Model, Protocol):
     """Interface of the `LLM` that a batch uses."""
 
     runtime: Runtime
@@ -60,7 +60,7 @@ class BatchCounters:
     by_source: Counter[str] = field(default_factory=Counter)
     drafted_by_load: Counter[int] = field(default_factory=Counter)
 
-    def see(self, rows: int, outcome: Outcome) -> None:
+    def record(self, rows: int, outcome: Outcome) -> None:
         """Count one sequence's round in a batch of `rows` sequences."""
         draft = outcome.draft
         self.tokens += len(outcome.tokens)
@@ -87,7 +87,7 @@ class Batch:
 
     def __init__(
         self,
-        llm: Profiled,
+        llm: BatchModel,
         *,
         rows: int = 8,
         memory: float | None = None,
@@ -97,30 +97,34 @@ class Batch:
         self.llm = llm
         self.counters = BatchCounters()
         self._runtime, self._drafter = _made(llm, rows, memory, make)
-        self._load: BatchDraftScheduler | None = None
+        self._scheduler: BatchDraftScheduler | None = None
         self._adaptive = adaptive and self._drafter.drafts
         self._own = make is None  # the profile's prediction is for its own drafter only
         self._engine = Engine(self._runtime, self._drafter, reuse=True)
         self._adapter = llm.adapters.named(None)
         self._waiting: deque[Request] = deque()
         self._requests: dict[SequenceState, Request] = {}
-        self._held = ExitStack()
+        self._resources = ExitStack()
 
     def __enter__(self) -> Self:
         if self._adaptive:
-            prices, profile = load_prices(self._runtime, chain_of(self._drafter)), self.llm.profile
-            told = profile.predicted if profile is not None and self._own else None
-            self._load = (
-                BatchDraftScheduler(prices) if told is None else BatchDraftScheduler(prices, first=told.acceptance_rate)
+            prices, profile = measure_round_costs(self._runtime, chain_of(self._drafter)), self.llm.profile
+            predicted = profile.predicted if profile is not None and self._own else None
+            self._scheduler = (
+                BatchDraftScheduler(prices)
+                if predicted is None
+                else BatchDraftScheduler(prices, first=predicted.acceptance_rate)
             )
-            decide_together(self._drafter, self._load)
-        self._held.enter_context(self._engine)
+            decide_together(self._drafter, self._scheduler)
+        self._resources.enter_context(self._engine)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._waiting.clear()
         self._requests.clear()
-        self._held.close()
+        self._resources.close()
 
     @property
     def waiting(self) -> Sequence[Request]:
@@ -143,9 +147,9 @@ class Batch:
         return self._runtime.rows
 
     @property
-    def places(self) -> int:
+    def num_slots(self) -> int:
         """Capacity of the KV cache in tokens."""
-        return self._engine.memory.places
+        return self._engine.memory.num_slots
 
     @property
     def free(self) -> int:
@@ -169,7 +173,7 @@ class Batch:
         that exceeds the context, and if the whole KV cache could not hold it.
         """
         request = Request(self.llm, prompt, options, planned=planned, probabilities=probabilities, top=top)
-        needed, longest = len(request.prompt) + request.seq.remaining, self._engine.memory.longest
+        needed, longest = len(request.prompt) + request.seq.remaining, self._engine.memory.max_seq_len
         if needed > longest:
             raise SelfspecError(
                 f"a prompt of {len(request.prompt)} tokens and {request.seq.remaining} new ones need {needed} places "
@@ -194,7 +198,7 @@ class Batch:
         """Admit requests, prefill one chunk and run one round; return the requests that progressed or failed."""
         self._admit()
         self.llm.adapters.use(self._adapter)  # other users of the model may have switched it
-        read = self._read()
+        read = self._prefill()
         return [*read, *self._round()]
 
     def _admit(self) -> None:
@@ -204,23 +208,23 @@ class Batch:
             request = self._waiting.popleft()
             self._requests[request.seq] = request
             self.counters.reused += request.seq.num_cached
-            request.admitted()
+            request.mark_admitted()
 
     def _turn(self, adapter: str) -> None:
         """Switch to another adapter while no request runs, and clear the cache: its keys belong to the old adapter."""
-        self._held.close()
+        self._resources.close()
         for row in range(self._runtime.rows):
             self._runtime.cache.clear(row)
         self._engine, self._adapter = Engine(self._runtime, self._drafter, reuse=True), adapter
-        self._held.enter_context(self._engine)
+        self._resources.enter_context(self._engine)
 
-    def _read(self) -> list[Request]:
+    def _prefill(self) -> list[Request]:
         """Prefill a chunk of the first admitted prompt; an error ends that request alone."""
-        if not self._engine.reading:
+        if not self._engine.prefilling:
             return []
-        seq = self._engine.reading[0]
+        seq = self._engine.prefilling[0]
         try:
-            while self._engine.read(seq, self._chunk()):
+            while self._engine.prefill(seq, self._chunk()):
                 if self._engine.running:
                     break
         except Exception as error:
@@ -229,9 +233,9 @@ class Batch:
 
     def _chunk(self) -> int:
         running = len(self._engine.running)
-        if not running or self._load is None:
-            return CHUNK if not running else LEAST
-        prices, tokens = self._load.prices, LEAST
+        if not running or self._scheduler is None:
+            return CHUNK if not running else MIN_CHUNK
+        prices, tokens = self._scheduler.prices, MIN_CHUNK
         while tokens < CHUNK and prices.verified(2 * tokens) <= ROUNDS * prices.verified(running):
             tokens *= 2
         return tokens
@@ -244,73 +248,73 @@ class Batch:
         try:
             outcomes = self._stepped(rows)
             seconds = time.perf_counter() - start
-            found = self._take(outcomes, rows)
-            if self._load is not None:
-                self._load.took(seconds)
-            return found
+            requests = self._record(outcomes, rows)
+            if self._scheduler is not None:
+                self._scheduler.record_duration(seconds)
+            return requests
         except Exception as error:
-            return self._tell_apart(error)
+            return self._retry_alone(error)
 
     def _stepped(self, rows: int) -> list[tuple[SequenceState, Outcome]]:
-        if self._load is not None:
-            self._load.begin(rows, len(self._engine.reading))
+        if self._scheduler is not None:
+            self._scheduler.begin(rows, len(self._engine.prefilling))
         outcomes = self._engine.step()
-        self._requeue(self._engine.evicted)
-        self._engine.evicted = []
+        self._requeue(self._engine.preempted)
+        self._engine.preempted = []
         return outcomes
 
-    def _take(self, outcomes: Sequence[tuple[SequenceState, Outcome]], rows: int) -> list[Request]:
+    def _record(self, outcomes: Sequence[tuple[SequenceState, Outcome]], rows: int) -> list[Request]:
         """Record the outcomes of a round of `rows` sequences; return their requests."""
         self.counters.rounds += 1
-        found = []
+        requests = []
         for seq, outcome in outcomes:
-            self.counters.see(rows, outcome)
-            if self._load is not None:
+            self.counters.record(rows, outcome)
+            if self._scheduler is not None:
                 drafted = 0 if outcome.draft.work == GUESSED else outcome.draft.depth
-                self._load.see(drafted, outcome.accepted, len(outcome.tokens), nodes=len(outcome.draft))
+                self._scheduler.record_draft(drafted, outcome.accepted, len(outcome.tokens), nodes=len(outcome.draft))
             request = self._requests[seq]
-            request.take_round(outcome)
-            found.append(request)
+            request.record_round(outcome)
+            requests.append(request)
             if not seq.remaining:
                 del self._requests[seq]
                 request.end()
-        return found
+        return requests
 
     def _requeue(self, seqs: Sequence[SequenceState]) -> None:
         """Return preempted sequences to the front of the queue."""
         self.counters.evicted += len(seqs)
         self._waiting.extendleft(self._requests.pop(seq) for seq in seqs)
 
-    def _tell_apart(self, error: Exception) -> list[Request]:
+    def _retry_alone(self, error: Exception) -> list[Request]:
         """Handle a failed round: run each sequence alone, end those that fail again, and requeue the others."""
         suspects = list(self._engine.running)
         if len(suspects) == 1:
             return [self._failed(suspects[0], error)]
         for seq in suspects:
             self._engine.leave(seq)
-        found = []
+        requests = []
         for seq in suspects:
             try:
                 self._engine.join(seq)
-                found += self._take(self._stepped(1), 1)
+                requests += self._record(self._stepped(1), 1)
                 if seq in self._engine.running:
                     self._engine.leave(seq)
             except Exception as own:
-                found.append(self._failed(seq, own))
+                requests.append(self._failed(seq, own))
         self._requeue([seq for seq in reversed(suspects) if seq in self._requests])
-        return found
+        return requests
 
     def _failed(self, seq: SequenceState, error: Exception) -> Request:
-        if seq in (*self._engine.running, *self._engine.reading):
+        if seq in (*self._engine.running, *self._engine.prefilling):
             self._engine.leave(seq)
         request = self._requests.pop(seq)
-        said = error if isinstance(error, SelfspecError) else SelfspecError(f"{type(error).__name__}: {error}")
-        request.end(said)
+        failure = error if isinstance(error, SelfspecError) else SelfspecError(f"{type(error).__name__}: {error}")
+        request.end(failure)
         return request
 
 
 def _made(
-    llm: Profiled, rows: int, memory: float | None, make: Callable[[Runtime], Drafter] | None
+    llm: BatchModel, rows: int, memory: float | None, make: Callable[[Runtime], Drafter] | None
 ) -> tuple[Runtime, Drafter]:
     """Build the batch's runtime and drafter; a draft model's KV cache shares the memory."""
     profile = llm.profile
@@ -322,7 +326,7 @@ def _made(
 
     probe = llm.drafter if make is None else make(llm.runtime)  # shows which caches the drafter needs
     other = runtime_of(probe)
-    beside = 0 if other is None or other.model is llm.runtime.model else slot_bytes(other)
-    blocks = reads_blocks(probe) and (not beside or (other is not None and other.native))
-    runtime = runtime_for(llm.runtime, rows=rows, memory=memory, beside=beside, blocks=blocks)
+    draft_slot_bytes = 0 if other is None or other.model is llm.runtime.model else slot_bytes(other)
+    blocks = reads_blocks(probe) and (not draft_slot_bytes or (other is not None and other.native))
+    runtime = runtime_for(llm.runtime, rows=rows, memory=memory, extra_slot_bytes=draft_slot_bytes, blocks=blocks)
     return runtime, drafter_on(runtime)

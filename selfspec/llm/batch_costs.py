@@ -21,7 +21,7 @@ from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.round_costs import LoadPrices
+from selfspec.types.round_costs import PassCosts
 
 KEYS = 8  # prompt length in tokens
 PLAN = (0, 0, 3, 0, 3, 1)  # draft lengths of the timed rounds, after one warm-up round
@@ -66,7 +66,7 @@ class _Round(NamedTuple):
     rest: float
 
 
-def load_prices(runtime: Runtime, drafter: ChainDrafter | None) -> LoadPrices:
+def measure_round_costs(runtime: Runtime, drafter: ChainDrafter | None) -> PassCosts:
     """Time rounds with 1, 2, 4, .. sequences, up to the runtime's rows; return the costs of drafting and the rest.
 
     Without a drafter, or if the context leaves no room for drafts, draft passes are assumed to cost as much as full
@@ -79,7 +79,7 @@ def load_prices(runtime: Runtime, drafter: ChainDrafter | None) -> LoadPrices:
     if KEYS + len(plan) + 2 * sum(plan) + 2 > runtime.skeleton.context:
         plan = (0,)
     for count in counts:
-        with _alone(drafter):
+        with _without_proposers(drafter):
             for done in _rounds(runtime, drafter, count, plan, draw):
                 verify[done.verified].append(done.rest)
                 if done.passes:
@@ -87,21 +87,21 @@ def load_prices(runtime: Runtime, drafter: ChainDrafter | None) -> LoadPrices:
     # Disturbances only lengthen a measurement, so the minimum is the best estimate.
     full = {tokens: min(seconds) for tokens, seconds in verify.items()}
     paths = {tokens: min(seconds) for tokens, seconds in draft.items()}
-    return LoadPrices.of(full, paths or full, most=max(full))
+    return PassCosts.from_measurements(full, paths or full, most=max(full))
 
 
 @contextmanager
-def _alone(drafter: ChainDrafter | None) -> Iterator[None]:
+def _without_proposers(drafter: ChainDrafter | None) -> Iterator[None]:
     """Disable the drafter's proposers and `load` inside the context; restore them and its controller on exit."""
     if drafter is None:
         yield
         return
-    held = drafter.controller, drafter.ahead, drafter.load
+    saved = drafter.controller, drafter.proposer_chain, drafter.load
     try:
-        drafter.ahead, drafter.load = ProposerChain(), None
+        drafter.proposer_chain, drafter.load = ProposerChain(), None
         yield
     finally:
-        drafter.controller, drafter.ahead, drafter.load = held
+        drafter.controller, drafter.proposer_chain, drafter.load = saved
 
 
 def _rounds(
@@ -109,13 +109,13 @@ def _rounds(
 ) -> list[_Round]:
     """Time rounds of `count` sequences of random tokens, with the draft lengths in `plan`."""
     vocabulary = runtime.skeleton.identity.vocabulary or 2
-    room = len(plan) + 2 * sum(plan) + 2
+    max_new_tokens = len(plan) + 2 * sum(plan) + 2
     probe = None if drafter is None else _Timed(drafter, runtime)
-    found = []
+    samples = []
     with Engine(runtime, probe or PlainDrafter()) as engine:
         for number in range(count):
             tokens = [draw.randrange(vocabulary) for _ in range(KEYS)]
-            engine.join(SequenceState(tokens, room, Sampler(temperature=1.0, seed=number)))
+            engine.join(SequenceState(tokens, max_new_tokens, Sampler(temperature=1.0, seed=number)))
         for i, length in enumerate((0, *plan)):
             if probe is not None:
                 probe.length, probe.seconds = length, 0.0
@@ -125,5 +125,5 @@ def _rounds(
             took, drafting = time.perf_counter() - start, 0.0 if probe is None else probe.seconds
             verified, passes = sum(1 + len(draft) for draft in drafts), max((d.depth for d in drafts), default=0)
             if i and len(drafts) == count:
-                found.append(_Round(verified, passes, drafting, took - drafting))
-    return found
+                samples.append(_Round(verified, passes, drafting, took - drafting))
+    return samples

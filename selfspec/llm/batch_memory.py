@@ -24,19 +24,19 @@ def slot_bytes(runtime: Runtime) -> int:
 
 
 def runtime_for(
-    runtime: Runtime, *, rows: int, memory: float | None = None, beside: int = 0, blocks: bool = True
+    runtime: Runtime, *, rows: int, memory: float | None = None, extra_slot_bytes: int = 0, blocks: bool = True
 ) -> Runtime:
     """Return a runtime over the same model with a KV cache of fixed size for `rows` sequences.
 
     The cache is paged if passes are native and `blocks` is true, else it has `rows` contiguous rows of equal length, or
-    fewer if memory is short. `memory`: GiB for the cache; `beside`: further bytes for each token, for a draft model's
-    keys and values. Raises `SelfspecError` if there is not enough memory for one row.
+    fewer if memory is short. `memory`: GiB for the cache; `extra_slot_bytes`: further bytes for each token, for a draft
+    model's keys and values. Raises `SelfspecError` if there is not enough memory for one row.
     """
     if rows < 1:
         raise SelfspecError(f"rows {rows}: expected at least 1")
     if memory is not None and not memory > 0:
         raise SelfspecError(f"memory {memory} GiB: expected more than 0")
-    each, context = slot_bytes(runtime) + beside, runtime.skeleton.context
+    each, context = slot_bytes(runtime) + extra_slot_bytes, runtime.skeleton.context
     if memory is None:
         wanted = rows * (min(context, USUAL) + WIDEST_DRAFT)
         tokens = min(wanted, int(SHARE * free_bytes(runtime.device)) // each)
@@ -51,9 +51,9 @@ def runtime_for(
     if blocks and runtime.native:
         return runtime.with_new_cache(rows=rows, blocks=tokens // BLOCK)
     rows = min(rows, tokens // (least + WIDEST_DRAFT))
-    found = runtime.with_new_cache(rows=rows)
-    with found.session(min(tokens // rows, context + WIDEST_DRAFT)):
-        return found
+    batch_runtime = runtime.with_new_cache(rows=rows)
+    with batch_runtime.session(min(tokens // rows, context + WIDEST_DRAFT)):
+        return batch_runtime
 
 
 def free_bytes(device: torch.device) -> int:

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 from selfspec.llm.messages import check_system, message, render
 from selfspec.llm.options import GenerateOptions, Options
 from selfspec.llm.sampling_plan import Plan
-from selfspec.llm.signature import takes
+from selfspec.llm.signature import options_method
 from selfspec.llm.stream import Generation, Stream
 from selfspec.speculation.drafter import Drafter
 from selfspec.text.prompt import Prompt
 
 
-class Speaker(Protocol):
+class ChatModel(Protocol):
     """Interface of the `LLM` that a conversation uses."""
 
     tokenizer: Any
@@ -65,7 +65,7 @@ class Conversation:
     after a change, one `generate` call empties the cache.
     """
 
-    def __init__(self, llm: Speaker, *, system: str | None = None) -> None:
+    def __init__(self, llm: ChatModel, *, system: str | None = None) -> None:
         self._llm = llm
         self._system = [] if system is None else [message("system", system)]
         if system is not None:
@@ -73,18 +73,18 @@ class Conversation:
         render(llm.tokenizer, [*self._system, message("user", "x")])  # raise now if there is no template
         self._messages = list(self._system)
 
-    send = takes(GenerateOptions, _send)
-    stream = takes(GenerateOptions, _stream)
+    send = options_method(GenerateOptions, _send)
+    stream = options_method(GenerateOptions, _stream)
 
     @property
     def messages(self) -> list[dict[str, str]]:
         """A copy of all messages, the system's first: `{"role": ..., "content": ...}`."""
-        return [dict(one) for one in self._messages]
+        return [dict(entry) for entry in self._messages]
 
     @property
     def answers(self) -> int:
         """The number of answers so far."""
-        return sum(one["role"] == "assistant" for one in self._messages)
+        return sum(entry["role"] == "assistant" for entry in self._messages)
 
     def reset(self) -> None:
         """Delete all messages but the system's."""
@@ -117,14 +117,14 @@ class Conversation:
         probabilities: bool = False,
     ) -> Stream:
         """Do what `stream` does, with its options in one object; the others are those of `LLM.start`."""
-        before, asked = self._messages, self._with(text)
+        before, prompt_messages = self._messages, self._with(text)
 
         def ended(answer: str) -> None:
             if self._messages is before:
-                self._messages = [*asked, message("assistant", answer)]
+                self._messages = [*prompt_messages, message("assistant", answer)]
 
         return self._llm.start(
-            render(self._llm.tokenizer, asked),
+            render(self._llm.tokenizer, prompt_messages),
             options,
             planned=planned,
             drafter=drafter,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.llm.batch import Batch, Profiled
+from selfspec.llm.batch import Batch, BatchModel
 from selfspec.llm.options import ManyOptions, Options
 from selfspec.llm.request import Request
 from selfspec.llm.sampling_plan import Plan
@@ -14,7 +14,7 @@ from selfspec.llm.stream import Generation
 from selfspec.text.prompt import Prompt
 
 
-def generate_many(llm: Profiled, prompts: Sequence[Prompt], options: ManyOptions) -> list[Generation]:
+def generate_many(llm: BatchModel, prompts: Sequence[Prompt], options: ManyOptions) -> list[Generation]:
     """Continue several prompts in a batch, each as `generate` would; return the generations in the prompts' order.
 
     Greedy and seeded text does not depend on the other prompts. At most `batch_size` sequences are decoded at a time
@@ -29,26 +29,26 @@ def generate_many(llm: Profiled, prompts: Sequence[Prompt], options: ManyOptions
         raise SelfspecError(f"batch_size {options.batch_size}: expected at least 1")
     encoded = []
     for number, prompt in enumerate(prompts):
-        with of_prompt(number):
+        with number_errors(number):
             encoded.append(llm.encode(prompt))
     first = check_prompts(llm, encoded, options)
-    found: dict[int, Generation] = {}
+    results: dict[int, Generation] = {}
     failed = list[SelfspecError]()
     with Batch(llm, rows=max(1, min(options.batch_size, len(prompts))), memory=options.memory) as batch:
-        for number, request in decoded(
+        for number, request in decode_many(
             batch, enumerate(encoded), options, first=first, probabilities=options.probabilities
         ):
-            found[number] = request.result
+            results[number] = request.result
             if request.error is not None:
                 failed.append(SelfspecError(f"prompt {number + 1}: {request.error}"))
             elif options.ended is not None:
-                options.ended(number, found[number])
+                options.ended(number, results[number])
     if failed:
         raise failed[0]
-    return [found[number] for number in range(len(prompts))]
+    return [results[number] for number in range(len(prompts))]
 
 
-def check_prompts(llm: Profiled, prompts: Sequence[Sequence[int]], options: Options) -> Plan | None:
+def check_prompts(llm: BatchModel, prompts: Sequence[Sequence[int]], options: Options) -> Plan | None:
     """Raise `SelfspecError`, with the prompt's number, for wrong options and for a prompt that exceeds the context.
 
     The first prompt's plan, which is returned, shows whether the options are valid; of the other prompts only the
@@ -56,7 +56,7 @@ def check_prompts(llm: Profiled, prompts: Sequence[Sequence[int]], options: Opti
     """
     first = None
     for number, prompt in enumerate(prompts):
-        with of_prompt(number):
+        with number_errors(number):
             if first is None:
                 first = llm.plan(prompt, options)
             else:
@@ -64,7 +64,7 @@ def check_prompts(llm: Profiled, prompts: Sequence[Sequence[int]], options: Opti
     return first
 
 
-def decoded(
+def decode_many(
     batch: Batch,
     prompts: Iterable[tuple[int, Prompt]],
     options: Options,
@@ -80,10 +80,12 @@ def decoded(
     numbers: dict[Request, int] = {}
     left = iter(prompts)
     while True:
-        while len(batch.waiting) < batch.rows and (one := next(left, None)) is not None:
-            with of_prompt(one[0]):
-                planned = None if one[0] else first
-                numbers[batch.add(one[1], options, planned=planned, probabilities=probabilities)] = one[0]
+        while len(batch.waiting) < batch.rows and (numbered_prompt := next(left, None)) is not None:
+            with number_errors(numbered_prompt[0]):
+                planned = None if numbered_prompt[0] else first
+                numbers[batch.add(numbered_prompt[1], options, planned=planned, probabilities=probabilities)] = (
+                    numbered_prompt[0]
+                )
         if batch.idle:
             return
         for request in batch.step():
@@ -92,7 +94,7 @@ def decoded(
 
 
 @contextmanager
-def of_prompt(number: int) -> Iterator[None]:
+def number_errors(number: int) -> Iterator[None]:
     """Add the prompt's number, counted from 1, to a `SelfspecError`."""
     try:
         yield

@@ -17,16 +17,16 @@ from selfspec.llm.adapter_switch import AdapterSwitcher
 from selfspec.llm.conversation import Conversation
 from selfspec.llm.generate_many import generate_many
 from selfspec.llm.local_costs import local_payoff
-from selfspec.llm.messages import checked, render
+from selfspec.llm.messages import render, validate_messages
 from selfspec.llm.options import GenerateOptions, ManyOptions, Options
-from selfspec.llm.sampling_plan import Plan, new_tokens, plan, timed
-from selfspec.llm.signature import takes
+from selfspec.llm.sampling_plan import Plan, new_tokens, plan, with_deadline
+from selfspec.llm.signature import options_method
 from selfspec.llm.stream import Generation, Stream
-from selfspec.models.adapters import Adapters, beside
-from selfspec.models.layout import check_layout, choose, lay_out_, layout_times, weight_bytes
+from selfspec.models.adapters import Adapters, load_adapters
+from selfspec.models.layout import apply_layout_, check_layout, choose, layout_times, weight_bytes
 from selfspec.models.loading import DeviceMap, load_model
 from selfspec.models.skeleton import identity_of
-from selfspec.profile.choosing import check_profile, choose_profile, guessing, named_profile
+from selfspec.profile.choosing import check_profile, choose_profile, named_profile, with_lookup_files
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
 from selfspec.proposers.history import check_answers
@@ -34,7 +34,7 @@ from selfspec.proposers.store import Store
 from selfspec.runtime.factory import open_runtime
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
-from selfspec.speculation.sampling import whole
+from selfspec.speculation.sampling import as_integer
 from selfspec.speculation.sequence import SequenceState
 from selfspec.text.detokenizer import TextStream
 from selfspec.text.guided import Guide
@@ -68,12 +68,12 @@ def _chat(llm: LLM, messages: Sequence[Message], options: GenerateOptions) -> Ge
     Each message is `{"role": "system" or "user" or "assistant", "content": text}`; the last one is the user's. Raises
     `SelfspecError` as `generate` does, for malformed messages, and if the template is missing or fails on the messages.
     """
-    return _generate(llm, render(llm.tokenizer, checked(messages)), options)
+    return _generate(llm, render(llm.tokenizer, validate_messages(messages)), options)
 
 
 def _chat_stream(llm: LLM, messages: Sequence[Message], options: GenerateOptions) -> Stream:
     """Answer as `chat` does, but return a `Stream` of pieces of text, as `stream` does."""
-    return _stream(llm, render(llm.tokenizer, checked(messages)), options)
+    return _stream(llm, render(llm.tokenizer, validate_messages(messages)), options)
 
 
 class LLM:
@@ -86,7 +86,7 @@ class LLM:
         self.model, self.tokenizer = model, tokenizer
         self.runtime: Runtime = open_runtime(model)
         self.adapters = Adapters(model)
-        self._turns = AdapterSwitcher(self.adapters)
+        self._adapter_switcher = AdapterSwitcher(self.adapters)
         self.name = name or self.runtime.skeleton.identity.name or "unnamed"
         self.layout: str | None = None  # the layout that `load` chose; `plain_layout`: for plain decoding
         self.plain_layout: str | None = None
@@ -99,7 +99,7 @@ class LLM:
         check_profile(profile, self.identity)
         self.profile = profile
         if profile.drafts:
-            self.drafter = self.guarded(profile)
+            self.drafter = self.guarded_drafter(profile)
 
     @property
     def identity(self) -> Identity:
@@ -136,14 +136,16 @@ class LLM:
         base = own if own is not None and known else Profile(model=self.identity)
         confidence = base.layer_skip.confidence
         # `model_copy` does not validate `candidates`: making the drafter does
-        draft = LayerSkipSpec.of(path, controller, confidence=confidence).model_copy(update={"candidates": candidates})
+        draft = LayerSkipSpec.from_path(path, controller, confidence=confidence).model_copy(
+            update={"candidates": candidates}
+        )
         return make_layer_skip(self.runtime, draft, base.model_copy(update={"draft": draft}))
 
-    def guarded(self, profile: Profile) -> Drafter:
+    def guarded_drafter(self, profile: Profile) -> Drafter:
         """Return the profile's drafter, wrapped by the guard that bounds its cost. Raises as `make_guarded` does."""
         return make_guarded(self.runtime, profile, local_payoff)
 
-    def drafts_with(self, profile: Profile) -> Drafter:
+    def drafter_for(self, profile: Profile) -> Drafter:
         """Return the drafter that a profile describes. Raises `SelfspecError` if it does not fit the model."""
         return make_drafter(self.runtime, profile)
 
@@ -152,7 +154,7 @@ class LLM:
         if isinstance(prompt, str) and not is_unicode(prompt):
             raise SelfspecError("the prompt is not valid Unicode text; give UTF-8")
         if is_chat(prompt):
-            prompt = render(self.tokenizer, checked(prompt))
+            prompt = render(self.tokenizer, validate_messages(prompt))
         ids = list(self.tokenizer(prompt).input_ids) if isinstance(prompt, str) else token_ids(prompt)
         if not ids:
             raise SelfspecError("the prompt is empty; give at least one token")
@@ -165,17 +167,17 @@ class LLM:
     def check(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
         """Return the prompt's token ids; raises `SelfspecError` if prompt and new tokens exceed the context."""
         ids = self.encode(prompt)
-        self.check_room(len(ids), whole(max_new_tokens, "max_new_tokens", least=1))
+        self.check_context(len(ids), as_integer(max_new_tokens, "max_new_tokens", least=1))
         return ids
 
-    def check_room(self, n: int, max_new_tokens: int) -> None:
+    def check_context(self, n: int, max_new_tokens: int) -> None:
         """Raise `SelfspecError` if `n` prompt tokens and `max_new_tokens` new ones exceed the context."""
         s = self.runtime.skeleton
         if n + max_new_tokens > s.context:
             fits = f"at most {s.context - n} new tokens fit" if n < s.context else "no new token fits"
             raise SelfspecError(
-                f"a prompt of {n} tokens and {max_new_tokens} new ones outgrow {s.limit} ({s.context} positions): "
-                f"{fits} after this prompt"
+                f"a prompt of {n} tokens and {max_new_tokens} new ones outgrow {s.context_reason} "
+                f"({s.context} positions): {fits} after this prompt"
             )
 
     def guide(self, *, regex: str | None = None, json_schema: str | Mapping[str, Any] | None = None) -> Guide:
@@ -242,10 +244,10 @@ class LLM:
         )
         return _generate(self, prompt, options)
 
-    stream = takes(GenerateOptions, _stream)
-    chat = takes(GenerateOptions, _chat)
-    chat_stream = takes(GenerateOptions, _chat_stream)
-    generate_many = takes(ManyOptions, generate_many)
+    stream = options_method(GenerateOptions, _stream)
+    chat = options_method(GenerateOptions, _chat)
+    chat_stream = options_method(GenerateOptions, _chat_stream)
+    generate_many = options_method(ManyOptions, generate_many)
 
     def conversation(self, *, system: str | None = None) -> Conversation:
         """Start a chat of several turns: `send` and `stream` add a message, and prefill only the new tokens.
@@ -305,27 +307,27 @@ class LLM:
             calibrate(drafter)
         text = TextStream(self.tokenizer, ids, planned.stops)
         seq = SequenceState(ids, planned.max_new_tokens, planned.sampler, planned.ends)
-        stop = timed(text.push, planned.config.max_time)
+        stop = with_deadline(text.push, planned.config.max_time)
         decoding = partial(decode, self.runtime, drafter, seq, rule=planned.rule, stop=stop, first_plain=first_plain)
-        rounds = self._turns.rounds(options.adapter, lambda reuse: decoding(reuse=reuse), reuse=reuse)
+        rounds = self._adapter_switcher.rounds(options.adapter, lambda reuse: decoding(reuse=reuse), reuse=reuse)
         guided = options.guide is not None
         return Stream(rounds, seq, text, pieces=pieces, probabilities=probabilities, guided=guided, ended=ended)
 
-    def fitted(self, prompt: Prompt, options: Options) -> Options:
+    def fit_options(self, prompt: Prompt, options: Options) -> Options:
         """Return `options` with new tokens limited to the free context. Raises `SelfspecError` if no token fits."""
-        self.check_room(n := len(self.encode(prompt)), 1)
+        self.check_context(n := len(self.encode(prompt)), 1)
         left = self.runtime.skeleton.context - n
         return options if new_tokens(self.model, options, n) <= left else replace(options, max_new_tokens=left)
 
     def check_fits(self, prompt: Prompt, options: Options) -> None:
         """Raise `SelfspecError` if the prompt and its new tokens exceed the context."""
-        self.check_room(n := len(self.encode(prompt)), new_tokens(self.model, options, n))
+        self.check_context(n := len(self.encode(prompt)), new_tokens(self.model, options, n))
 
     def plan(self, prompt: Prompt, options: Options) -> Plan:
         """Resolve options for one generation. Raises `SelfspecError` for unsupported options and too long a prompt."""
         ids = self.encode(prompt)
         planned = plan(self.model, options, ids, ends=self.runtime.skeleton.ends)
-        self.check_room(len(ids), planned.max_new_tokens)
+        self.check_context(len(ids), planned.max_new_tokens)
         return planned
 
 
@@ -337,7 +339,7 @@ def load(
     dtype: str = "auto",
     layout: str = "auto",
     drafting: bool | None = None,
-    few_bits: bool | None = None,
+    quantized_drafts: bool | None = None,
     store: str | Path | None = None,
     answers: str | Path | None = None,
     method: str | None = None,
@@ -348,10 +350,10 @@ def load(
 
     `profile`: `auto` (a shipped profile measured on the same weights, unless it was slower), `none`, a file, the name
     of a shipped profile, or a `Profile`. `device`: one device, or a `DeviceMap` for a model larger than one device.
-    `dtype`: `auto` is float32 on a CPU, else the checkpoint's. `layout`: the weight layout, see `layout.lay_out_`;
+    `dtype`: `auto` is float32 on a CPU, else the checkpoint's. `layout`: the weight layout, see `layout.apply_layout_`;
     `auto` is the layout measured as fastest on this machine, for drafting or for plain decoding. `drafting` selects
-    which, and `few_bits` whether drafts are quantised; both follow the profile by default. `store`: a retrieval store,
-    made by `selfspec index`. `answers`: a file of earlier answers to look up, to which new answers are added.
+    which, and `quantized_drafts` whether drafts are quantised; both follow the profile by default. `store`: a retrieval
+    store, made by `selfspec index`. `answers`: a file of earlier answers to look up, to which new answers are added.
     `method`: another draft method than the profile's (`profile.methods`). `tensor_parallel`: split the model over the
     processes of `torchrun`; only the first process returns. `adapters`: PEFT folders by name; a request selects one by
     `adapter`. Raises `SelfspecError`.
@@ -363,14 +365,16 @@ def load(
         check_answers(answers)
     named = named_profile(profile)
     loaded, tokenizer = load_model(model, device=device, dtype=dtype, parallel=tensor_parallel)
-    loaded = beside(loaded, adapters) if adapters else loaded
+    loaded = load_adapters(loaded, adapters) if adapters else loaded
     identity = identity_of(loaded).model_copy(update={"name": model})
     chosen = choose_profile(identity, named, method)
     drafting = (chosen is not None and chosen.drafts) if drafting is None else drafting
-    low = chosen is not None and any(one.path.low_precision for one in chosen.alternatives)
+    low = chosen is not None and any(alternative.path.low_precision for alternative in chosen.alternatives)
     plain = choose(layout_times(loaded), drafting=False) if layout == "auto" else layout
-    layout = lay_out_(loaded, layout, drafting=drafting, few_bits=low if few_bits is None else few_bits)
-    llm = LLM(loaded, tokenizer, name=model, profile=guessing(chosen, identity, store, answers))
+    layout = apply_layout_(
+        loaded, layout, drafting=drafting, quantized_drafts=low if quantized_drafts is None else quantized_drafts
+    )
+    llm = LLM(loaded, tokenizer, name=model, profile=with_lookup_files(chosen, identity, store, answers))
     llm.layout, llm.plain_layout = layout, plain
     return llm
 
@@ -392,6 +396,8 @@ def wrap(
     """
     named = named_profile(profile)
     llm = LLM(model, tokenizer, name=name)
-    if (chosen := guessing(choose_profile(llm.identity, named, method), llm.identity, store, answers)) is not None:
+    if (
+        chosen := with_lookup_files(choose_profile(llm.identity, named, method), llm.identity, store, answers)
+    ) is not None:
         llm._use(chosen)
     return llm

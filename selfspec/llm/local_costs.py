@@ -45,31 +45,33 @@ def local_payoff(runtime: Runtime, profile: Profile) -> PayoffModel | None:
     context leaves no room for timing, returns the profile's payoff model, or None for a profile without costs. Raises
     `BusyError` while the runtime is generating.
     """
-    told, path = profile.payoff, profile.path
+    payoff, path = profile.payoff, profile.path
     file = _file(runtime, path)
-    known = _sound(read_cached(file))
+    known = _validated(read_cached(file))
     if known is None:
-        known = measured(runtime, path)
+        known = measure_costs(runtime, path)
         if not known:
-            return told if profile.costs else None
+            return payoff if profile.costs else None
         write_cached(file, known)
-    rounds = tuple(_at(known["round"], rows) for rows in range(len(told.rounds)))
+    rounds = tuple(_interpolate(known["round"], rows) for rows in range(len(payoff.rounds)))
     if not path.cheaper:
-        return replace(told, rounds=rounds)
-    one, wider = known["draft"][1], told.wider or (told.draft,)
-    return replace(told, rounds=rounds, draft=one, wider=tuple(one * share / wider[0] for share in wider))
+        return replace(payoff, rounds=rounds)
+    draft_cost, wider = known["draft"][1], payoff.wider or (payoff.draft,)
+    return replace(
+        payoff, rounds=rounds, draft=draft_cost, wider=tuple(draft_cost * share / wider[0] for share in wider)
+    )
 
 
-def measured(runtime: Runtime, path: DraftPath) -> Shares:
+def measure_costs(runtime: Runtime, path: DraftPath) -> Shares:
     """Time rounds in the decoding loop; return the median costs, or an empty dict if the context leaves no room.
 
     Raises `BusyError` while the runtime has a stream.
     """
     draw, drafter = random.Random(0), LayerSkipDrafter(runtime, path, FixedK(1))
     keys = min(KEYS, runtime.skeleton.context // 4)
-    room = runtime.skeleton.context - keys - 2
+    max_new_tokens = runtime.skeleton.context - keys - 2
     lengths = [*LENGTHS]
-    while lengths and PLAIN + sum(length + 1 for length in lengths) > room:
+    while lengths and PLAIN + sum(length + 1 for length in lengths) > max_new_tokens:
         lengths.remove(max(lengths))
     if not lengths:
         return {}
@@ -82,18 +84,18 @@ def measured(runtime: Runtime, path: DraftPath) -> Shares:
             drafts += [sample.draft / sample.drafted] if sample.drafted else []
         if time.perf_counter() - begun > SECONDS:
             break
-    one = statistics.median(rest[1])
+    plain_seconds = statistics.median(rest[1])
     return {
-        "round": {rows: _rounded(statistics.median(seconds) / one) for rows, seconds in rest.items()},
-        "draft": {1: _rounded(statistics.median(drafts) / one)},
+        "round": {rows: _round_up(statistics.median(seconds) / plain_seconds) for rows, seconds in rest.items()},
+        "draft": {1: _round_up(statistics.median(drafts) / plain_seconds)},
     }
 
 
-def _rounded(share: float) -> float:
+def _round_up(share: float) -> float:
     return math.ceil(round(share * GRAIN, 6)) / GRAIN
 
 
-def _at(shares: Mapping[int, float], rows: int) -> float:
+def _interpolate(shares: Mapping[int, float], rows: int) -> float:
     """Return the cost at `rows` rows, by linear interpolation and extrapolation of the timed ones; at least 1."""
     known = sorted(shares.items())
     high = next((i for i in range(1, len(known)) if known[i][0] > rows), len(known) - 1)
@@ -105,26 +107,26 @@ def _file(runtime: Runtime, path: DraftPath) -> Path:
     """Return the cache file of the costs for this kind of model, path, thread count and machine."""
     groups = parts_of(runtime.model).layers[0].groups if is_lean(runtime.model) else ()
     linears = [module for group in groups for module in group.modules]
-    lie = [type(m).__name__ + (str(m.weight.stride()) if isinstance(m, nn.Linear) else "") for m in linears]
+    layouts = [type(m).__name__ + (str(m.weight.stride()) if isinstance(m, nn.Linear) else "") for m in linears]
     settings = [os.environ.get(name) for name in ("THP_MEM_ALLOC_ENABLE", "ONEDNN_MAX_CPU_ISA")]
-    what = [
+    key = [
         *settings,
         machine(runtime.device),
         torch.get_num_threads(),
         torch.__version__,
         str(runtime.dtype),
         repr(runtime.skeleton.identity),
-        lie,
+        layouts,
         repr(path),
     ]
-    return cached_file("costs", what)
+    return cached_file("costs", key)
 
 
-def _sound(data: Any) -> Shares | None:
-    """Validate costs read from JSON, whose keys are strings; None if they are not as `measured` returns them."""
+def _validated(data: Any) -> Shares | None:
+    """Validate costs read from JSON, whose keys are strings; None if they are not as `measure_costs` returns them."""
     try:
-        shares = {str(name): {int(rows): float(share) for rows, share in of.items()} for name, of in data.items()}
+        shares = {str(name): {int(rows): float(share) for rows, share in costs.items()} for name, costs in data.items()}
     except (AttributeError, TypeError, ValueError):
         return None
     sound = set(shares) == {"round", "draft"} and {1, 2} <= set(shares["round"]) and 1 in shares["draft"]
-    return shares if sound and all(0 < x < math.inf for of in shares.values() for x in of.values()) else None
+    return shares if sound and all(0 < x < math.inf for costs in shares.values() for x in costs.values()) else None

@@ -22,7 +22,7 @@ def message(role: str, content: object) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def checked(messages: object) -> list[dict[str, str]]:
+def validate_messages(messages: object) -> list[dict[str, str]]:
     """Validate messages, the last of which must be a user's. Raises `SelfspecError`, which numbers the message."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise SelfspecError(
@@ -30,25 +30,27 @@ def checked(messages: object) -> list[dict[str, str]]:
         )
     if not messages:
         raise SelfspecError("messages: the list is empty; expected at least one message of the user")
-    found = [_checked(one, f"message {number}") for number, one in enumerate(messages, 1)]
-    if found[-1]["role"] != "user":
-        raise SelfspecError(f"the last message is of the {found[-1]['role']}; expected one of the user, to be answered")
-    return found
+    valid_messages = [_checked(entry, f"message {number}") for number, entry in enumerate(messages, 1)]
+    if valid_messages[-1]["role"] != "user":
+        raise SelfspecError(
+            f"the last message is of the {valid_messages[-1]['role']}; expected one of the user, to be answered"
+        )
+    return valid_messages
 
 
-def _checked(one: object, where: str) -> dict[str, str]:
-    if not isinstance(one, Mapping):
-        raise SelfspecError(f"{where}: expected {{'role': ..., 'content': ...}}; got {short(one)}")
+def _checked(entry: object, where: str) -> dict[str, str]:
+    if not isinstance(entry, Mapping):
+        raise SelfspecError(f"{where}: expected {{'role': ..., 'content': ...}}; got {short(entry)}")
     for name in ("role", "content"):
-        if name not in one:
+        if name not in entry:
             raise SelfspecError(f"{where} has no {name}; expected {{'role': ..., 'content': ...}}")
-    unknown = next((name for name in one if name not in ("role", "content")), None)
+    unknown = next((name for name in entry if name not in ("role", "content")), None)
     if unknown is not None:
         raise SelfspecError(f"{where}: {short(unknown)} is not known; expected role and content, and nothing else")
-    if one["role"] not in ROLES:
-        raise SelfspecError(f"{where}: role {short(one['role'])} is not known; known: {', '.join(ROLES)}")
+    if entry["role"] not in ROLES:
+        raise SelfspecError(f"{where}: role {short(entry['role'])} is not known; known: {', '.join(ROLES)}")
     try:
-        return message(one["role"], one["content"])
+        return message(entry["role"], entry["content"])
     except SelfspecError as error:
         raise SelfspecError(f"{where}: {error}") from None
 
@@ -63,7 +65,7 @@ def render(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
         raise SelfspecError("its tokenizer has no chat template; do without chat, or take a model made for it")
     try:
         ids = tokenizer.apply_chat_template(
-            [dict(one) for one in messages], add_generation_prompt=True, tokenize=True, return_dict=False
+            [dict(entry) for entry in messages], add_generation_prompt=True, tokenize=True, return_dict=False
         )
     except Exception as error:  # a template can raise anything
         raise SelfspecError(f"its tokenizer's chat template fails: {reason(error)}") from None
@@ -73,6 +75,6 @@ def render(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
 def check_system(tokenizer: Any) -> None:
     """Raise `SelfspecError` if the chat template fails on a system message, or silently leaves it out."""
     user = message("user", "x")
-    one, other = (render(tokenizer, [message("system", text), user]) for text in ("one", "other"))
-    if one == other:
+    first, second = (render(tokenizer, [message("system", text), user]) for text in ("one", "other"))
+    if first == second:
         raise SelfspecError("its tokenizer's chat template leaves system messages out; do without one")

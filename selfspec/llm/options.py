@@ -83,10 +83,10 @@ class Options:
         from transformers import GenerationConfig
 
         from selfspec.speculation.rules import check_rule
-        from selfspec.speculation.sampling import check_sampling, whole
+        from selfspec.speculation.sampling import as_integer, check_sampling
 
         if self.max_new_tokens is not None:
-            whole(self.max_new_tokens, "max_new_tokens", least=1)
+            as_integer(self.max_new_tokens, "max_new_tokens", least=1)
         check_sampling(self.temperature or 0.0, self.top_k, self.top_p)
         if self.rule is not None:
             check_rule(self.rule)

@@ -27,21 +27,23 @@ def encode(llm: LLM, prompt: Prompt, *, chat: bool = False, system: str | None =
     return llm.encode([*before, message("user", prompt)])
 
 
-def fit(ids: list[int], room: int, *, framed: bool) -> list[int]:
-    """Cut token ids to at most `room`: the first ones, or with `framed` (a template around the text) both ends."""
-    if len(ids) <= room or not framed:
-        return ids[:room]
-    end = room // 2
-    return ids[: room - end] + ids[len(ids) - end :]
+def fit(ids: list[int], max_tokens: int, *, framed: bool) -> list[int]:
+    """Cut token ids to at most `max_tokens`: the first, or with `framed` (a template around the text) both ends."""
+    if len(ids) <= max_tokens or not framed:
+        return ids[:max_tokens]
+    end = max_tokens // 2
+    return ids[: max_tokens - end] + ids[len(ids) - end :]
 
 
-def warn_of_cuts(lengths: Iterable[int], room: int) -> None:
-    """Warn if prompts of these lengths, in tokens, are cut to `room`."""
-    cut = [length for length in lengths if length > room]
+def warn_if_cut(lengths: Iterable[int], max_tokens: int) -> None:
+    """Warn if prompts of these lengths, in tokens, are cut to `max_tokens`."""
+    cut = [length for length in lengths if length > max_tokens]
     if cut:
         many = "1 prompt is" if len(cut) == 1 else f"{len(cut)} prompts are"
         longest = f"{max(cut)} tokens" if len(cut) == 1 else f"up to {max(cut)} tokens"
-        warnings.warn(f"{many} cut: of {longest}, where the context leaves {room} beside the new ones", stacklevel=3)
+        warnings.warn(
+            f"{many} cut: of {longest}, where the context leaves {max_tokens} beside the new ones", stacklevel=3
+        )
 
 
 def takes_messages(llm: LLM) -> bool:
@@ -52,16 +54,18 @@ def takes_messages(llm: LLM) -> bool:
         return False
 
 
-def fitting(llm: LLM, prompt: Prompt, max_new_tokens: int, *, chat: bool = False, framed: bool = False) -> Prompt:
+def fit_prompt(llm: LLM, prompt: Prompt, max_new_tokens: int, *, chat: bool = False, framed: bool = False) -> Prompt:
     """Return the prompt unchanged if it and the new tokens fit the context, else its token ids cut by `fit`.
 
     With `chat`, always token ids. Raises `SelfspecError` if the new tokens leave no room for the prompt.
     """
     ids = encode(llm, prompt, chat=chat)
-    room = llm.runtime.skeleton.context - max_new_tokens
-    if not chat and len(ids) <= room:
+    max_prompt_tokens = llm.runtime.skeleton.context - max_new_tokens
+    if not chat and len(ids) <= max_prompt_tokens:
         return prompt
-    return llm.check(fit(ids, room, framed=framed or chat) if room > 0 else ids, max_new_tokens)
+    return llm.check(
+        fit(ids, max_prompt_tokens, framed=framed or chat) if max_prompt_tokens > 0 else ids, max_new_tokens
+    )
 
 
 def check_chat(model: str, *, system: bool = False) -> None:

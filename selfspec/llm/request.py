@@ -10,7 +10,7 @@ import torch
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.llm.options import Options
-from selfspec.llm.sampling_plan import Plan, timed
+from selfspec.llm.sampling_plan import Plan, with_deadline
 from selfspec.llm.stream import Generation, Spans, count_round, finish_of
 from selfspec.models.adapters import Adapters
 from selfspec.speculation.drafts import Outcome
@@ -75,7 +75,7 @@ class Request:
                 "or no seed"
             )
         self._text = TextStream(llm.tokenizer, self.prompt, planned.stops)
-        stop = timed(self._text.push, planned.config.max_time)
+        stop = with_deadline(self._text.push, planned.config.max_time)
         self.seq = SequenceState(
             list(self.prompt), planned.max_new_tokens, planned.sampler, planned.ends, rule=planned.rule, stop=stop
         )
@@ -110,14 +110,14 @@ class Request:
 
     def spans(self) -> list[tuple[Origin, str]]:
         """Return the new text split at token boundaries, each part with its token's origin; use instead of `take`."""
-        return list(self._spans.of(self.take()))
+        return list(self._spans.split(self.take()))
 
-    def admitted(self) -> None:
+    def mark_admitted(self) -> None:
         """Record the admission: the request has a cache row, and its time counts from now."""
-        self.stats.kept = self.seq.num_cached
+        self.stats.num_cached = self.seq.num_cached
         self._since = time.perf_counter()
 
-    def take_round(self, outcome: Outcome) -> None:
+    def record_round(self, outcome: Outcome) -> None:
         """Record the sequence's outcome of a batch round."""
         now = time.perf_counter()
         count_round(self.stats, outcome, now - self._since, probabilities=self._probabilities)
@@ -140,8 +140,8 @@ def logprobs_of(outcome: Outcome, top: int) -> list[TokenLogprobs]:
     logits = outcome.step.logits[0, rows]
     every = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     best = every.topk(top) if top else None
-    found = []
+    logprobs = []
     for i, token in enumerate(outcome.tokens):
         pairs = () if best is None else zip(best.indices[i].tolist(), best.values[i].tolist(), strict=True)
-        found.append(TokenLogprobs(token, float(every[i, token]), tuple(pairs)))
-    return found
+        logprobs.append(TokenLogprobs(token, float(every[i, token]), tuple(pairs)))
+    return logprobs

@@ -65,8 +65,8 @@ def timed_rounds(
     `BusyError` while the runtime has a stream.
     """
     vocabulary = runtime.skeleton.identity.vocabulary or 2
-    room = runtime.skeleton.context - context
-    seq = SequenceState([draw.randrange(vocabulary) for _ in range(context)], room, sampler)
+    max_new_tokens = runtime.skeleton.context - context
+    seq = SequenceState([draw.randrange(vocabulary) for _ in range(context)], max_new_tokens, sampler)
     probe, samples = Probe(drafter), []
     rounds = decode(runtime, probe, seq, rule=find_rule(None, sampler))
     try:
@@ -74,9 +74,9 @@ def timed_rounds(
             start = time.perf_counter()
             next(rounds)
             synchronise(runtime.device)
-            whole = time.perf_counter() - start
+            elapsed = time.perf_counter() - start
             if number:
-                samples.append(RoundSample(drafter.path, probe.length, probe.seconds, whole - probe.seconds))
+                samples.append(RoundSample(drafter.path, probe.length, probe.seconds, elapsed - probe.seconds))
     finally:
         rounds.close()
     return samples

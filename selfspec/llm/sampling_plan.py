@@ -21,7 +21,7 @@ from selfspec.llm.options import DEFAULT_NEW_TOKENS, Options, stop_texts
 from selfspec.models.dispatch import device_of
 from selfspec.models.skeleton import end_tokens
 from selfspec.speculation.rules import Rule, find_rule
-from selfspec.speculation.sampling import Sampler, whole
+from selfspec.speculation.sampling import Sampler, as_integer
 
 _ALONE = {  # fields for other than decoding one sequence from one model's own scores, and the values that disable them
     "num_beams": (None, 1),
@@ -89,12 +89,12 @@ def plan(model: Any, options: Options, prompt: Sequence[int], *, ends: frozenset
 
 def _plan(model: Any, options: Options, prompt: Sequence[int], ends: frozenset[int]) -> Plan:
     config = _complete(model, options, len(prompt), ends)
-    found = end_tokens(config.eos_token_id)
+    end_ids = end_tokens(config.eos_token_id)
     device = device_of(model.get_input_embeddings())  # `model.device` is "meta" if weights are offloaded
     ids = torch.tensor([list(prompt)], device=device)
     processors: list[LogitsProcessor] = [*options.logits_processor]
     if options.guide is not None:
-        processors.append(options.guide.processor(len(prompt), found))
+        processors.append(options.guide.processor(len(prompt), end_ids))
     ready = copy.copy(config)  # special tensors make a config unsaveable, so only the copy gets them
     model._prepare_special_tokens(ready, device=device)
     if isinstance(size := ready.encoder_no_repeat_ngram_size, int) and size > len(prompt):
@@ -115,18 +115,18 @@ def _plan(model: Any, options: Options, prompt: Sequence[int], ends: frozenset[i
         scores = scores if processor in options.logits_processor else processor(ids, scores)
     assert config.max_new_tokens is not None
     stops = stop_texts(config.stop_strings)
-    return Plan(config, config.max_new_tokens, sampler, find_rule(rule, sampler), found, stops)
+    return Plan(config, config.max_new_tokens, sampler, find_rule(rule, sampler), end_ids, stops)
 
 
 def _complete(model: Any, options: Options, prompt: int, ends: frozenset[int]) -> GenerationConfig:
     """Return a configuration with all defaults filled in and all fields validated."""
-    given = options.config
-    if given is None:
+    base_config = options.config
+    if base_config is None:
         config = GenerationConfig(eos_token_id=sorted(ends) or None, pad_token_id=min(ends, default=None))
         config.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
         config.top_k = 0 if options.temperature else config.top_k  # greedy decoding ignores top_k
     else:
-        config, _ = model._prepare_generation_config(given)
+        config, _ = model._prepare_generation_config(base_config)
     for name, value in options.settings.items():
         is_watermark = name == "watermarking_config" and isinstance(value, Mapping)
         setattr(config, name, WatermarkingConfig.from_dict(dict(value)) if is_watermark else value)
@@ -142,7 +142,7 @@ def _complete(model: Any, options: Options, prompt: int, ends: frozenset[int]) -
     )
     config.return_dict_in_generate = config.output_scores = config.output_logits = False
     if config.min_new_tokens is not None:
-        config.min_length = prompt + whole(config.min_new_tokens, "min_new_tokens", least=0)
+        config.min_length = prompt + as_integer(config.min_new_tokens, "min_new_tokens", least=0)
     if config.eos_token_id is None:
         config.eos_token_id = sorted(ends) or None
     if (several := config.num_return_sequences) not in (None, 1):
@@ -157,7 +157,7 @@ def new_tokens(model: Any, options: Options, prompt: int) -> int:
     `max_new_tokens` takes precedence over `max_length`, wherever either is set. Raises `SelfspecError`.
     """
     if options.max_new_tokens is not None:
-        return whole(options.max_new_tokens, "max_new_tokens", least=1)
+        return as_integer(options.max_new_tokens, "max_new_tokens", least=1)
     sources = [options.settings]
     if options.config is not None:
         sources += [vars(options.config), vars(model.generation_config)]
@@ -166,10 +166,10 @@ def new_tokens(model: Any, options: Options, prompt: int) -> int:
         for name in ("max_new_tokens", "max_length")
     )
     if new is not None:
-        return whole(new, "max_new_tokens", least=1)
+        return as_integer(new, "max_new_tokens", least=1)
     if length is None:
         return DEFAULT_NEW_TOKENS
-    if whole(length, "max_length", least=1) <= prompt:
+    if as_integer(length, "max_length", least=1) <= prompt:
         raise SelfspecError(
             f"max_length {length} leaves no room after a prompt of {prompt} tokens; expected more, or max_new_tokens"
         )
@@ -221,7 +221,7 @@ def _numbers(value: Any) -> list[Any]:
     return [] if value is None else [value]
 
 
-def timed(push: Callable[[int], bool], seconds: float | None) -> Callable[[int], bool]:
+def with_deadline(push: Callable[[int], bool], seconds: float | None) -> Callable[[int], bool]:
     """Wrap `push` so that it also returns True (stop) once `seconds` have passed."""
     if seconds is None:
         return push

@@ -10,22 +10,22 @@ from selfspec.basics.keywords import show_signature
 from selfspec.llm.options import Options
 
 P = ParamSpec("P")
-Of = TypeVar("Of")
-Asked = TypeVar("Asked")
-Made = TypeVar("Made")
-Given = TypeVar("Given", bound=Options)
+OwnerT = TypeVar("OwnerT")
+RequestT = TypeVar("RequestT")
+ResultT = TypeVar("ResultT")
+OptionsT = TypeVar("OptionsT", bound=Options)
 
 
-def takes(
-    options: Callable[P, Given], call: Callable[[Of, Asked, Given], Made]
-) -> Callable[Concatenate[Of, Asked, P], Made]:
+def options_method(
+    options: Callable[P, OptionsT], call: Callable[[OwnerT, RequestT, OptionsT], ResultT]
+) -> Callable[Concatenate[OwnerT, RequestT, P], ResultT]:
     """Return a method that takes a request and the fields of the options, and passes both to `call`.
 
     The method has the name (without a leading `_`), the docstring and the return type of `call`.
     """
 
-    def method(self: Of, asked: Asked, /, *given: P.args, **named: P.kwargs) -> Made:
-        return call(self, asked, options(*given, **named))
+    def method(self: OwnerT, request: RequestT, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        return call(self, request, options(*args, **kwargs))
 
     method.__name__, method.__doc__ = call.__name__.removeprefix("_"), call.__doc__
     known = list(inspect.signature(call).parameters.values())[:2]  # `self` and the request

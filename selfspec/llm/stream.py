@@ -68,7 +68,7 @@ class Stream:
         # The generator does not reference this object, so that dropping the stream ends the generator at once.
         finish = finish_of(seq, text, self._tokens, guided=guided)
         shown = _pieces(rounds, seq, text, self._tokens, self._stats, pieces, probabilities, finish)
-        self._pieces = shown if ended is None else _told(shown, seq, text, ended)
+        self._pieces = shown if ended is None else _call_when_ended(shown, seq, text, ended)
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -89,7 +89,7 @@ class Stream:
     def _spans(self) -> Iterator[tuple[Origin, str]]:
         spans = Spans(self._text, self._stats)
         for piece in self:
-            yield from spans.of(piece)
+            yield from spans.split(piece)
 
     @property
     def result(self) -> Generation:
@@ -106,19 +106,19 @@ class Spans:
 
     def __init__(self, text: TextStream, stats: Stats) -> None:
         self._text, self._stats = text, stats
-        self._found: list[Origin] = []
+        self._origins: list[Origin] = []
         self._rounds = self._token = self._shown = 0
 
-    def of(self, piece: str) -> Iterator[tuple[Origin, str]]:
+    def split(self, piece: str) -> Iterator[tuple[Origin, str]]:
         """Yield the parts of the next piece, each with its token's origin."""
-        log, ends, found = self._stats.log, self._text.ends, self._found
-        found += (origin for done in log[self._rounds :] for origin in origins(done))
+        log, ends, token_origins = self._stats.log, self._text.ends, self._origins
+        token_origins += (origin for done in log[self._rounds :] for origin in origins(done))
         self._rounds, start, end = len(log), self._shown, self._shown + len(piece)
         while self._shown < end:
-            while self._token < len(found) - 1 and ends[self._token] <= self._shown:
+            while self._token < len(token_origins) - 1 and ends[self._token] <= self._shown:
                 self._token += 1
-            upto = end if self._token == len(found) - 1 else min(ends[self._token], end)
-            yield found[self._token], piece[self._shown - start : upto - start]
+            upto = end if self._token == len(token_origins) - 1 else min(ends[self._token], end)
+            yield token_origins[self._token], piece[self._shown - start : upto - start]
             self._shown = upto
 
 
@@ -143,7 +143,9 @@ def finish_of(
     return finish
 
 
-def _told(pieces: Generator[str], seq: SequenceState, text: TextStream, ended: Callable[[str], None]) -> Generator[str]:
+def _call_when_ended(
+    pieces: Generator[str], seq: SequenceState, text: TextStream, ended: Callable[[str], None]
+) -> Generator[str]:
     """Yield the pieces, then call `ended` with the text if the sequence emitted a token."""
     before = len(seq.tokens)
     try:
@@ -200,7 +202,7 @@ def _pieces(
     try:
         for outcome in rounds:
             count_round(stats, outcome, time.perf_counter() - start, probabilities=probabilities)
-            stats.kept = seq.num_cached
+            stats.num_cached = seq.num_cached
             tokens += outcome.tokens
             stats.finish = finish()
             if pieces and (piece := text.take()):

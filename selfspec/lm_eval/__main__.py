@@ -14,14 +14,14 @@ def main() -> None:
 
         import selfspec.lm_eval.model  # noqa: F401  (registers the model)
     except ImportError as error:
-        sys.exit(_told(f"lm-evaluation-harness cannot be imported ({error}); pip install 'selfspec[lm-eval]'"))
+        sys.exit(_print_error(f"lm-evaluation-harness cannot be imported ({error}); pip install 'selfspec[lm-eval]'"))
     try:
         cli_evaluate()
     except SelfspecError as error:
-        sys.exit(_told(str(error)))
+        sys.exit(_print_error(str(error)))
 
 
-def _told(what: str) -> int:
+def _print_error(what: str) -> int:
     print(f"error: {what}", file=sys.stderr)
     return 2
 

@@ -26,11 +26,11 @@ def verdict(plain: LLM, other: LLM, prompt: Prompt, texts: Collection[Tokens], o
     another method, which runs on `other`.
     """
     first = min(texts)
-    found = [_difference(plain, other, prompt, first, text) for text in sorted({*texts, *others} - {first})]
-    return max((_judged(difference) for difference in found), key=_VERDICTS.index, default="same")
+    differences = [_difference(plain, other, prompt, first, text) for text in sorted({*texts, *others} - {first})]
+    return max((_judged(difference) for difference in differences), key=_VERDICTS.index, default="same")
 
 
-def counted(verdicts: Sequence[Verdict]) -> dict[str, int]:
+def count_verdicts(verdicts: Sequence[Verdict]) -> dict[str, int]:
     """Count the prompts with each verdict."""
     count = Counter(verdicts)
     return {"same": count["same"], "near_ties": count["near_tie"], "bugs": count["bug"]}

@@ -87,7 +87,7 @@ def first_difference(
     prefix = [*prompt, *plain[:index]]
 
     def merits(logits: Tensor) -> Tensor:
-        return sampler.merits(sampler.scores(logits[None], [prefix])[0], len(prefix))
+        return sampler.noisy_scores(sampler.scores(logits[None], [prefix])[0], len(prefix))
 
     narrow = merits(_logits(runtime, prompt, plain[:index], 1))
     wide = [_logits(runtime, prompt, plain[:index], width) for width in _WIDTHS if width <= index + 1]
@@ -155,12 +155,12 @@ class Audit:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the whole result, ready for JSON."""
-        found = [
+        differences = [
             {"prompt": prompt, **dataclasses.asdict(difference), "near_tie": difference.near_tie}
             for prompt, difference in self.differences
         ]
         counts = {"prompts": self.prompts, "tokens": self.tokens, "near_ties": self.near_ties, "bugs": self.bugs}
-        return {**counts, **self.stats.as_dict(), "differences": found}
+        return {**counts, **self.stats.as_dict(), "differences": differences}
 
 
 def audit(
@@ -179,7 +179,7 @@ def audit(
     under which both texts must be equal too. `on_prompt` receives the result so far after each prompt. Raises
     `SelfspecError` for a wrong option or prompt.
     """
-    found = Audit()
+    result = Audit()
     options = Options(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed if temperature > 0 else None)
     if not prompts:
         raise SelfspecError("no prompts to audit with; give at least one")
@@ -191,14 +191,14 @@ def audit(
         while done < len(text):
             rest = dataclasses.replace(options, max_new_tokens=max_new_tokens - done)
             other = llm.run([*ids, *text[:done]], rest, drafter=drafter)
-            found.stats.add(other.stats)
+            result.stats.add(other.stats)
             difference = first_difference(llm.runtime, ids, text, [*text[:done], *other.tokens], sampler=sampler)
             if difference is None:
                 break
-            found.differences.append((number, difference))
+            result.differences.append((number, difference))
             done = difference.index + 1
-        found.prompts += 1
-        found.tokens += len(text)
+        result.prompts += 1
+        result.tokens += len(text)
         if on_prompt is not None:
-            on_prompt(found)
-    return found
+            on_prompt(result)
+    return result

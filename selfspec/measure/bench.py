@@ -12,11 +12,11 @@ from selfspec.basics.checked_model import Json
 from selfspec.basics.machine import peak_growth, process_peak, read_bandwidth
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
-from selfspec.measure.agreement import Verdict, counted, verdict
+from selfspec.measure.agreement import Verdict, count_verdicts, verdict
 from selfspec.measure.bench_methods import find_method
 from selfspec.measure.cost_fitting import forward_seconds, measure_path_costs
-from selfspec.measure.extra_memory import held_beside
-from selfspec.measure.model_copies import Subjects
+from selfspec.measure.extra_memory import extra_drafter_bytes
+from selfspec.measure.model_copies import ModelCopies
 from selfspec.measure.summary import by_task, expected, summary, theory
 from selfspec.measure.timing import Method, Runs, conditions, interleave, same_length
 from selfspec.models.layout import weight_bytes
@@ -81,7 +81,7 @@ class Benchmark:
     `oracle(llm, task, costs, temperature)` returns the upper bound on the trace: a speedup and tokens per round.
     """
 
-    subjects: Subjects
+    subjects: ModelCopies
     task: BenchTask
     oracle: Oracle | None = None
     watch: BenchCallbacks = field(default_factory=BenchCallbacks)
@@ -106,7 +106,7 @@ class Benchmark:
             "max_new_tokens": t.max_new_tokens,
             "rounds": t.rounds,
             "skipped": len(t.profile.skip_set),
-            "path": t.profile.path.said,
+            "path": t.profile.path.summary,
             "bits_per_weight": None if bits is None else {"draft": bits.draft, "plain": bits.plain},
             "draft": t.profile.draft.model_dump(mode="json", exclude_none=True),
             "sub_layers": 2 * runtime.layers,
@@ -122,36 +122,36 @@ class Benchmark:
             },
         }
 
-    def at(self, temperature: float) -> Json:
+    def run_temperature(self, temperature: float) -> Json:
         """Run every method at a temperature; for a layer skip, add the figures of costs, theory and oracle."""
         t = self.task
         options = same_length(Options(max_new_tokens=t.max_new_tokens, temperature=temperature))
         ran = self._run(options)
-        found: Json = {"temperature": temperature, "methods": {}}
+        result: Json = {"temperature": temperature, "methods": {}}
         bases = [base for base in ("plain", "hf") if base in t.methods]
         ended = {name: sum(map(bool, prompts)) for name, prompts in ran.runs.stats.items()}
-        whole = {name for name, prompts in ran.runs.stats.items() if len(prompts[-1]) == t.rounds}
+        complete = {name for name, prompts in ran.runs.stats.items() if len(prompts[-1]) == t.rounds}
         for name in t.methods:
             verdicts = None if temperature else self._verdicts(name, ran.texts)
-            found["methods"][name] = {
+            result["methods"][name] = {
                 **summary(ran.runs, name, bases=bases),
-                "memory_bytes": self._held(name, ran.drafters[name]) + sum(ran.growth[name]),
-                "same_text": None if verdicts is None else counted(verdicts),
+                "memory_bytes": self._memory_bytes(name, ran.drafters[name]) + sum(ran.growth[name]),
+                "same_text": None if verdicts is None else count_verdicts(verdicts),
                 "prompts": ended[name],
-                "dropped_after": None if name in whole else ended[name],
+                "dropped_after": None if name in complete else ended[name],
             }
-            if t.tasks and name in whole:
-                measured = [base for base in bases if base in whole]
+            if t.tasks and name in complete:
+                measured = [base for base in bases if base in complete]
                 tasks = by_task(ran.runs, name, t.tasks, bases=measured, verdicts=verdicts)
-                found["methods"][name]["by_task"] = tasks
+                result["methods"][name]["by_task"] = tasks
         if "skip" in t.methods and t.profile.path.cheaper:
-            found["skip"] = self._about_skip(options, [run for prompt in ran.runs.stats["skip"] for run in prompt])
+            result["skip"] = self._about_skip(options, [run for prompt in ran.runs.stats["skip"] for run in prompt])
         read = _bytes_read(self.subjects.plain)
-        found["process_peak_bytes"] = process_peak()
-        found["read_bandwidth"] = read_bandwidth(read, self.subjects.plain.runtime.device)
-        step = found["methods"]["plain"]["inter_token_seconds"]["p50"]
-        found["plain_of_roofline"] = None if step is None else read / found["read_bandwidth"] / step
-        return found
+        result["process_peak_bytes"] = process_peak()
+        result["read_bandwidth"] = read_bandwidth(read, self.subjects.plain.runtime.device)
+        step = result["methods"]["plain"]["inter_token_seconds"]["p50"]
+        result["plain_of_roofline"] = None if step is None else read / result["read_bandwidth"] / step
+        return result
 
     def _run(self, options: Options) -> _Ran:
         """Run every method on every prompt, interleaved."""
@@ -196,7 +196,9 @@ class Benchmark:
     def _drafters(self) -> dict[str, Drafter | None]:
         """Return each method's drafter; None for plain decoding and for methods of `transformers`."""
         known = {name: find_method(name) for name in self.task.methods}
-        return {name: of.drafter(self.subjects.on(of.weights), self.task.profile) for name, of in known.items()}
+        return {
+            name: method.drafter(self.subjects.on(method.weights), self.task.profile) for name, method in known.items()
+        }
 
     def _methods(
         self, options: Options, last: dict[str, tuple[int, ...]], drafters: Mapping[str, Drafter | None]
@@ -212,10 +214,10 @@ class Benchmark:
 
     def _hopeless(self, runs: Runs) -> set[str]:
         """Return the methods, never plain decoding, whose speedup's interval lies below 1 after `patience` prompts."""
-        patience, seen = self.task.patience, len(runs.stats["plain"])
-        if patience is None or seen < patience:
+        patience, num_prompts = self.task.patience, len(runs.stats["plain"])
+        if patience is None or num_prompts < patience:
             return set()
-        running = [name for name, done in runs.stats.items() if name != "plain" and len(done) == seen]
+        running = [name for name, done in runs.stats.items() if name != "plain" and len(done) == num_prompts]
         return {name for name in running if runs.speedup(name, "plain")[1][1] < 1}
 
     def _verdicts(self, name: str, texts: Mapping[str, Sequence[Collection[tuple[int, ...]]]]) -> list[Verdict]:
@@ -225,13 +227,13 @@ class Benchmark:
         prompts = zip(self.task.prompts, texts["plain"], texts[name], strict=True)
         return [verdict(plain, other, prompt, mine, others) for prompt, mine, others in prompts if others]
 
-    def _held(self, name: str, drafter: Drafter | None) -> int:
+    def _memory_bytes(self, name: str, drafter: Drafter | None) -> int:
         """Return the bytes of a method's weights, its drafter's weights, and its KV cache for the longest text."""
         weights = find_method(name).weights
         llm = self.subjects.on(weights)
         if weights != "hf":
-            beside = 0 if drafter is None else held_beside(drafter, llm.runtime)
-            return weight_bytes(llm.model) + llm.runtime.cache.bytes + beside
+            drafter_bytes = 0 if drafter is None else extra_drafter_bytes(drafter, llm.runtime)
+            return weight_bytes(llm.model) + llm.runtime.cache.bytes + drafter_bytes
         s = llm.runtime.skeleton.sizes
         longest = max(len(llm.encode(prompt)) for prompt in self.task.prompts) + self.task.max_new_tokens
         keys = 2 * llm.runtime.layers * s.kv_heads * s.head_dim * longest
@@ -258,7 +260,7 @@ class Benchmark:
         if s.plain is not s.skip:
             plain = costs.round + forward_seconds(s.plain.runtime, context, repeats=24)
         rounds = [done for run in runs for done in run.log[1:]]  # the first round drafts nothing, as when streaming
-        found: Json = {
+        result: Json = {
             "c": costs.base / plain,
             "v": {str(w): costs.verification(w) / plain for w in WIDTHS},
             "round": costs.round / plain,
@@ -268,8 +270,8 @@ class Benchmark:
         if self.oracle is not None:
             self.watch.stage("bounding")
             speedup, tokens = self.oracle(s.skip, t, costs, options.temperature or 0.0)
-            found["oracle"] = {"speedup": speedup * plain / costs.plain, "tokens_per_round": tokens}
-        return found
+            result["oracle"] = {"speedup": speedup * plain / costs.plain, "tokens_per_round": tokens}
+        return result
 
 
 def _bytes_read(llm: LLM) -> int:
@@ -277,9 +279,9 @@ def _bytes_read(llm: LLM) -> int:
     embedding = llm.model.get_input_embeddings().weight
     head = llm.model.get_output_embeddings()
     tied = llm.model.config.tie_word_embeddings
-    held = weight_bytes(llm.model)
+    nbytes = weight_bytes(llm.model)
     own_head = not tied or isinstance(head, PackedLinear)  # a separate embedding is read one row at a time
-    return held - (embedding.numel() * embedding.element_size() if own_head else 0)
+    return nbytes - (embedding.numel() * embedding.element_size() if own_head else 0)
 
 
 def _passes(runtime: Runtime, context: int) -> dict[int, float]:

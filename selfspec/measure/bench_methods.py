@@ -47,7 +47,7 @@ class BenchMethod:
         if self.profile is None:
             return None
         own = self.profile(llm, profile)
-        return llm.guarded(own) if self.guarded else llm.drafts_with(own)
+        return llm.guarded_drafter(own) if self.guarded else llm.drafter_for(own)
 
     def make(self, llm: LLM, options: Options, keep: Keep, drafter: Drafter | None) -> Method:
         """Return the method to time on that copy; `keep` receives the token ids of every text."""
@@ -69,10 +69,10 @@ class BenchMethod:
 def _named(name: str, weights: Weights = "plain") -> BenchMethod:
     """Return a method whose draft settings follow from its name, at the profile's costs."""
 
-    def profile(llm: LLM, given: Profile) -> Profile:
+    def profile(llm: LLM, base_profile: Profile) -> Profile:
         from selfspec.profile.method_profiles import by_method
 
-        return by_method(name, given, llm.identity)
+        return by_method(name, base_profile, llm.identity)
 
     return BenchMethod(weights, profile)
 
@@ -94,17 +94,19 @@ def _of_file(name: str) -> BenchMethod:
 def _of_draft_model(name: str) -> BenchMethod:
     """Return a method that drafts with a smaller model, whose steps are timed first."""
 
-    def profile(llm: LLM, given: Profile) -> Profile:
-        from selfspec.drafters import ModelDrafter, TranslatedDrafter
+    def profile(llm: LLM, base_profile: Profile) -> Profile:
+        from selfspec.drafters import CrossVocabularyDrafter, ModelDrafter
         from selfspec.measure.cost_fitting import forward_seconds
         from selfspec.profile.method_profiles import by_method
 
-        found = by_method(name, given, llm.identity)
-        drafter = llm.drafts_with(found)
-        own = drafter.runtime if isinstance(drafter, ModelDrafter | TranslatedDrafter) else llm.runtime
+        method_profile = by_method(name, base_profile, llm.identity)
+        drafter = llm.drafter_for(method_profile)
+        own = drafter.runtime if isinstance(drafter, ModelDrafter | CrossVocabularyDrafter) else llm.runtime
         context = max(0, min(CONTEXT, *(runtime.skeleton.context - 1 for runtime in (own, llm.runtime))))
         step = forward_seconds(own, context, repeats=REPEATS) / forward_seconds(llm.runtime, context, repeats=REPEATS)
-        return found.model_copy(update={"draft": found.draft.model_copy(update={"step": round(step, 4)})})
+        return method_profile.model_copy(
+            update={"draft": method_profile.draft.model_copy(update={"step": round(step, 4)})}
+        )
 
     return BenchMethod("plain", profile)
 
@@ -112,7 +114,7 @@ def _of_draft_model(name: str) -> BenchMethod:
 METHODS = {
     "plain": BenchMethod("plain"),
     "skip": BenchMethod("skip", lambda _, profile: profile),
-    "path": BenchMethod("skip", lambda _, profile: profile.unaided),
+    "path": BenchMethod("skip", lambda _, profile: profile.path_only),
     "guarded": BenchMethod("skip", lambda _, profile: profile, guarded=True),
     EARLY_EXIT: _named(EARLY_EXIT, "skip"),
     **{name: _named(name) for name in FREE},

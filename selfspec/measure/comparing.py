@@ -22,7 +22,7 @@ def applicable(profile: Profile, draft_model: str | None = None) -> list[str]:
     names = ["plain"]
     if profile.drafts:
         names.append("skip")
-        names += ["path"] if profile.path.cheaper and profile.unaided != profile else []
+        names += ["path"] if profile.path.cheaper and profile.path_only != profile else []
     names += [*FREE, EARLY_EXIT]
     names += [f"{kind}{draft_model}" for kind in NAMED] if draft_model else []
     names += ["hf", "hf-prompt-lookup"]
@@ -31,12 +31,12 @@ def applicable(profile: Profile, draft_model: str | None = None) -> list[str]:
 
 def by_turns(tasks: Sequence[str]) -> list[int]:
     """Return the indices of the prompts in an order that alternates between the tasks."""
-    seen: dict[str, int] = {}
-    turns = []
+    counts: dict[str, int] = {}
+    ranked = []
     for number, task in enumerate(tasks):
-        turns.append((seen.setdefault(task, 0), number))
-        seen[task] += 1
-    return [number for _, number in sorted(turns)]
+        ranked.append((counts.setdefault(task, 0), number))
+        counts[task] += 1
+    return [number for _, number in sorted(ranked)]
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,19 @@ def recommend(measured: Sequence[Mapping[str, Any]]) -> Recommendation:
     `transformers`' own methods are not recommended, nor are dropped methods, which were not measured to the end.
     """
     names = [name for name in measured[0]["methods"] if find_method(name).weights != "hf"]
-    whole = [name for name in names if all(at["methods"][name]["dropped_after"] is None for at in measured)]
-    found = {name: _speedups(measured, name) for name in whole}
-    best = max(found, key=lambda name: math.prod(median for median, _, _ in found[name].values()))
+    complete = [name for name in names if all(result["methods"][name]["dropped_after"] is None for result in measured)]
+    speedups = {name: _speedups(measured, name) for name in complete}
+    best = max(speedups, key=lambda name: math.prod(median for median, _, _ in speedups[name].values()))
     rivals = (
         name
-        for name in whole
-        if name not in (best, "plain") and all(found[name][t][2] >= low for t, (_, low, _) in found[best].items())
+        for name in complete
+        if name not in (best, "plain") and all(speedups[name][t][2] >= low for t, (_, low, _) in speedups[best].items())
     )
-    return Recommendation(best, found[best], tuple(rivals))
+    return Recommendation(best, speedups[best], tuple(rivals))
 
 
 def _speedups(measured: Sequence[Mapping[str, Any]], name: str) -> dict[float, tuple[float, float, float]]:
-    ratios = {at["temperature"]: at["methods"][name]["ratio"]["plain"] for at in measured}
+    ratios = {result["temperature"]: result["methods"][name]["ratio"]["plain"] for result in measured}
     return {t: (ratio["median"], ratio["low"], ratio["high"]) for t, ratio in ratios.items()}
 
 
@@ -97,14 +97,14 @@ def fastest_by_task(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     methods = {name: m["by_task"]["tasks"] for name, m in measured["methods"].items() if "by_task" in m}
     ours = {name: tasks for name, tasks in methods.items() if find_method(name).weights != "hf"}
-    found = []
+    rows = []
     for number, row in enumerate(methods.get("plain", ())):
         speeds = {name: tasks[number]["speedup"]["plain"] for name, tasks in ours.items()}
         order = sorted(speeds, key=lambda name: -speeds[name])
-        found.append(
+        rows.append(
             {"task": row["task"], "prompts": row["prompts"], "speedups": {name: speeds[name] for name in order}}
         )
-    return found
+    return rows
 
 
 def fastest_first(measured: Mapping[str, Any]) -> list[str]:
@@ -134,18 +134,18 @@ def preparation(profile: Profile) -> float | None:
     return sum(seconds) / 60 if seconds else None
 
 
-def measurements(found: Mapping[str, Any], name: str, *, held_out: bool) -> list[Measurement]:
+def measurements(bench: Mapping[str, Any], name: str, *, held_out: bool) -> list[Measurement]:
     """Return a method's own figures from a benchmark, in the form that profiles store."""
     made = []
-    for at in found["temperatures"]:
-        mine, ratio = at["methods"][name], at["methods"][name]["ratio"]["plain"]
+    for result in bench["temperatures"]:
+        mine, ratio = result["methods"][name], result["methods"][name]["ratio"]["plain"]
         made.append(
             Measurement(
-                **{key: found[key] for key in ("machine", "device", "dtype", "threads", "prompts", "rounds")},
+                **{key: bench[key] for key in ("machine", "device", "dtype", "threads", "prompts", "rounds")},
                 held_out=held_out,
-                max_new_tokens=found["max_new_tokens"],
-                temperature=at["temperature"],
-                plain_tokens_per_second=round(at["methods"]["plain"]["tokens_per_second"], 1),
+                max_new_tokens=bench["max_new_tokens"],
+                temperature=result["temperature"],
+                plain_tokens_per_second=round(result["methods"]["plain"]["tokens_per_second"], 1),
                 tokens_per_second=round(mine["tokens_per_second"], 1),
                 speedup=round(ratio["median"], 3),
                 interval=[round(ratio["low"], 3), round(ratio["high"], 3)],

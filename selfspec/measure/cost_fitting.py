@@ -23,14 +23,14 @@ from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
 from selfspec.llm.llm import LLM
 from selfspec.llm.round_timer import RoundSample
-from selfspec.measure.cost_sweeps import EFFORTS, WIDE, Sweep, effort_within, pace, quiet, room_for
+from selfspec.measure.cost_sweeps import EFFORTS, WIDE, Sweep, effort_within, fit_context, lower_quartile, pace
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
-from selfspec.types.costs import CostModel, Prices
+from selfspec.types.costs import CostModel, ModeCosts
 from selfspec.types.draft_path import FULL, LOW, DraftPath, HeadMode, Mode, as_path
 from selfspec.types.skip import SkipSet
 
-LONGER = 4  # factor on the time if other work disturbs the machine
+DISTURBED_FACTOR = 4  # factor on the time if other work disturbs the machine
 DOUBTFUL = 0.1  # error on fresh paths above which a fit is measured for longer
 FIRST = ((0.2, 0.7), (0.75, 0.2), (0.5, 0.75))  # shares of attention and of MLPs bypassed by the first paths
 OTHERS = 0.3  # the share of a random path's sub-layers that may run in a mode other than most of their kind
@@ -50,7 +50,7 @@ class _Fit:
     error: float | None
 
     @classmethod
-    def of(
+    def from_draft_times(
         cls,
         drafts: Mapping[tuple[DraftPath, int], float],
         fit_to: Sequence[DraftPath],
@@ -65,19 +65,19 @@ class _Fit:
         rows = [_parts(*key, modes, layers) for key in known]
         scaled = np.array(rows, dtype=float) / np.array([*known.values()])[:, None]
         size = np.maximum(scaled.mean(axis=0), 1e-12)
-        found = least_squares(
+        solution = least_squares(
             lambda x: scaled @ (x / size) - 1,
             np.full(len(size), 1 / len(size)),
             bounds=(0, np.inf),
             loss="soft_l1",
             f_scale=0.05,
         )
-        figures = found.x / size
+        figures = solution.x / size
         ratios: dict[DraftPath, list[float]] = defaultdict(list)
-        for key, seen in drafts.items():
+        for key, measured in drafts.items():
             if key not in known:
-                ratios[key[0]].append(float(figures @ _parts(*key, modes, layers)) / seen)
-        errors = [abs(statistics.median(of) - 1) for of in ratios.values()]
+                ratios[key[0]].append(float(figures @ _parts(*key, modes, layers)) / measured)
+        errors = [abs(statistics.median(path_ratios) - 1) for path_ratios in ratios.values()]
         start, base, *each = (float(x) for x in figures)
         prices = tuple(zip(each[::2], each[1::2], strict=True))
         return cls(start, base, prices, statistics.mean(errors) if errors else None)
@@ -88,18 +88,18 @@ class _Fit:
         """Return the fit with `base` shifted by the median error per draft step along `path`, so that it fits there."""
         figures = (self.start, self.base, *(x for pair in self.prices for x in pair))
 
-        def off(k: int, seen: float) -> float:
+        def off(k: int, measured: float) -> float:
             parts = _parts(path, k, modes, layers)
-            return (seen - sum(n * x for n, x in zip(parts, figures, strict=True))) / k
+            return (measured - sum(n * x for n, x in zip(parts, figures, strict=True))) / k
 
-        steps = [off(k, seen) for (of, k), seen in drafts.items() if of == path]
+        steps = [off(k, measured) for (other_path, k), measured in drafts.items() if other_path == path]
         return replace(self, base=max(self.base + statistics.median(steps), 0.0)) if steps else self
 
 
 def _parts(path: DraftPath, k: int, modes: Sequence[Mode], layers: int) -> tuple[int, ...]:
     """Return how often each of a `_Fit`'s figures counts when drafting `k` tokens along `path`."""
-    of = path.modes(layers)
-    counts = (k * part.count(mode) for mode in modes for part in (of[:layers], of[layers:]))
+    path_modes = path.modes(layers)
+    counts = (k * part.count(mode) for mode in modes for part in (path_modes[:layers], path_modes[layers:]))
     return (1, k, *counts)
 
 
@@ -112,7 +112,7 @@ def measure_costs(
     within: float = math.inf,
     seed: int = 0,
     modes: Collection[Mode] = ("full", "skip"),
-    on_decoding: Callable[[int, int], None] = lambda done, of: None,
+    on_decoding: Callable[[int, int], None] = lambda done, total: None,
 ) -> CostModel:
     """Time draft steps along random paths and verification passes of several widths, and fit the cost model.
 
@@ -126,18 +126,18 @@ def measure_costs(
     stream.
     """
     sampler = sampler or Sampler()
-    context, lengths = room_for(runtime, context)
-    draw = random.Random(seed)
+    context, lengths = fit_context(runtime, context)
+    rng = random.Random(seed)
     begun = time.perf_counter()
     running: list[HeadMode] = [mode for mode in get_args(HeadMode) if mode in ("full", *modes)]
-    effort = effort_within(within, *pace(runtime, context, sampler, draw), further=3 * (len(running) - 1))
+    effort = effort_within(within, *pace(runtime, context, sampler, rng), further=3 * (len(running) - 1))
     heads = {mode: _head_seconds(runtime, mode) for mode in running}
     shares = iter(FIRST)
-    corners = [DraftPath.of([mode] * (2 * runtime.layers), head=mode) for mode in running if mode != "full"]
+    corners = [DraftPath.from_modes([mode] * (2 * runtime.layers), head=mode) for mode in running if mode != "full"]
     drawn = effort.fitted + effort.fresh - len(corners)
-    paths = corners + [_random_path(runtime.layers, running, draw, next(shares, None)) for _ in range(drawn)]
+    paths = corners + [_random_path(runtime.layers, running, rng, next(shares, None)) for _ in range(drawn)]
     drafters = [LayerSkipDrafter(runtime, path, FixedK(1)) for path in paths]
-    sweep = Sweep(runtime, context, sampler, lengths, draw, effort)
+    sweep = Sweep(runtime, context, sampler, lengths, rng, effort)
     done, sweeps = 0, 0
     while True:
         for _ in sweep.over(drafters):
@@ -148,21 +148,21 @@ def measure_costs(
             (path, k): t + k * (heads["full"] - heads[path.head])
             for (path, k), t in _quiet_drafts(sweep.samples).items()
         }
-        fit = _Fit.of(drafts, paths[: effort.fitted], running, runtime.layers)
+        fit = _Fit.from_draft_times(drafts, paths[: effort.fitted], running, runtime.layers)
         spent = time.perf_counter() - begun
         doubtful = _disturbed(sweep.plain) or (fit.error or 0.0) > DOUBTFUL
         late = spent * (sweeps + 1) / sweeps > within
-        if late or spent >= seconds * (LONGER if doubtful else 1):
+        if late or spent >= seconds * (DISTURBED_FACTOR if doubtful else 1):
             if corners:
                 fit = fit.through(corners[0], drafts, running, runtime.layers)
-            prices: dict[Mode, Prices] = {
-                mode: Prices(attention=attention, mlp=mlp, head=heads[mode])
+            prices: dict[Mode, ModeCosts] = {
+                mode: ModeCosts(attention=attention, mlp=mlp, head=heads[mode])
                 for mode, (attention, mlp) in zip(running, fit.prices, strict=True)
             }
             low: list[HeadMode] = [mode for mode in LOW if mode in prices]
             cheapest = low[0] if low else "full"
             every: list[Mode] = [cheapest] * (2 * runtime.layers)
-            return _model(sweep, fit, prices, DraftPath.of(every, head=cheapest))
+            return _model(sweep, fit, prices, DraftPath.from_modes(every, head=cheapest))
 
 
 def measure_path_costs(
@@ -178,7 +178,7 @@ def measure_path_costs(
 
     Times `decodings` decodings along it and as many plain ones. Raises `BusyError` while the runtime has a stream.
     """
-    context, lengths = room_for(runtime, context)
+    context, lengths = fit_context(runtime, context)
     drafter = LayerSkipDrafter(runtime, path, FixedK(1))
     sweep = Sweep(runtime, context, sampler or Sampler(), lengths, random.Random(seed), EFFORTS[0])
     for _ in range(decodings):
@@ -186,7 +186,7 @@ def measure_path_costs(
     drafts = {k: t for (_, k), t in _quiet_drafts(sweep.samples).items()}
     start, base = _line(drafts)
     error = statistics.mean(abs((start + k * base) / t - 1) for k, t in drafts.items())
-    nothing: dict[Mode, Prices] = {"full": Prices(attention=0.0, mlp=0.0, head=_head_seconds(runtime))}
+    nothing: dict[Mode, ModeCosts] = {"full": ModeCosts(attention=0.0, mlp=0.0, head=_head_seconds(runtime))}
     return _model(sweep, _Fit(start, base, (), error), nothing, as_path(path))
 
 
@@ -200,7 +200,7 @@ def _line(times: Mapping[int, float]) -> tuple[float, float]:
     return float(start), float(base)
 
 
-def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, Prices], path: DraftPath) -> CostModel:
+def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, ModeCosts], path: DraftPath) -> CostModel:
     """Return the cost model of the timed sweep; `path`: the path for timing draft steps over several tokens."""
     from scipy.optimize import isotonic_regression
 
@@ -208,12 +208,15 @@ def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, Prices], path: DraftPa
     repeats = 2 * sweep.effort.rounds
     forward = forward_seconds(runtime, context, repeats=repeats)
     # Averaged step by step, so that the slower first steps of a decoding count as they do in use.
-    plain = statistics.mean(quiet(step) for step in zip(*sweep.plain, strict=True))
+    plain = statistics.mean(lower_quartile(step) for step in zip(*sweep.plain, strict=True))
     overhead = max(plain - forward, 0.0)
-    one = plain - overhead  # a wider pass costs no less, though on a disturbed machine it may seem to
+    single_row = plain - overhead  # a wider pass costs no less, though on a disturbed machine it may seem to
     lengths = sorted({sample.drafted for sample in samples})
-    seen = [max(one, quiet([s.rest for s in samples if s.drafted == k]) + fit.start - overhead) for k in lengths]
-    verify = [float(x) for x in isotonic_regression([one, *seen]).x]  # monotone in the width
+    wider_rows = [
+        max(single_row, lower_quartile([s.rest for s in samples if s.drafted == k]) + fit.start - overhead)
+        for k in lengths
+    ]
+    verify = [float(x) for x in isotonic_regression([single_row, *wider_rows]).x]  # monotone in the width
     return CostModel(
         context=context,
         base=fit.base,
@@ -233,15 +236,15 @@ def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, Prices], path: DraftPa
 
 def _quiet_drafts(samples: Sequence[RoundSample]) -> dict[tuple[DraftPath, int], float]:
     """Return the seconds of drafting k tokens along each path."""
-    found: dict[tuple[DraftPath, int], list[float]] = defaultdict(list)
+    durations: dict[tuple[DraftPath, int], list[float]] = defaultdict(list)
     for sample in samples:
         if sample.drafted:
-            found[sample.path, sample.drafted].append(sample.draft)
-    return {key: quiet(times) for key, times in found.items()}
+            durations[sample.path, sample.drafted].append(sample.draft)
+    return {key: lower_quartile(times) for key, times in durations.items()}
 
 
 def _random_path(
-    layers: int, modes: Sequence[HeadMode], draw: random.Random, shares: tuple[float, float] | None = None
+    layers: int, modes: Sequence[HeadMode], rng: random.Random, shares: tuple[float, float] | None = None
 ) -> DraftPath:
     """Return a path with up to 3/4 of attention and of MLP sub-layers bypassed, the rest mostly in one of the modes.
 
@@ -250,17 +253,17 @@ def _random_path(
     chosen: list[Mode] = []
     for part in range(2):
         most = layers * 3 // 4
-        count = draw.randint(0, most) if shares is None else min(round(shares[part] * layers), most)
-        bypassed = {*draw.sample(range(layers), count)}
-        mostly = draw.choice(modes)
-        others = [draw.choice(modes) if draw.random() < OTHERS else mostly for _ in range(layers)]
+        count = rng.randint(0, most) if shares is None else min(round(shares[part] * layers), most)
+        bypassed = {*rng.sample(range(layers), count)}
+        mostly = rng.choice(modes)
+        others = [rng.choice(modes) if rng.random() < OTHERS else mostly for _ in range(layers)]
         chosen += ["skip" if i in bypassed else mode for i, mode in enumerate(others)]
-    return DraftPath.of(chosen, head=draw.choice(modes))
+    return DraftPath.from_modes(chosen, head=rng.choice(modes))
 
 
 def _disturbed(plain: Sequence[Sequence[float]]) -> bool:
     """Return whether the faster half of the plain decodings differ by over 10%: other work disturbs the machine."""
-    half = sorted(map(quiet, plain))[: max(2, (len(plain) + 1) // 2)]
+    half = sorted(map(lower_quartile, plain))[: max(2, (len(plain) + 1) // 2)]
     return half[-1] > 1.1 * half[0]
 
 
@@ -327,7 +330,7 @@ def _timed(call: Callable[[], object], runtime: Runtime, repeats: int) -> float:
         call()
         synchronise(runtime.device)
         times.append(time.perf_counter() - start)
-    return quiet(times[repeats // 4 :])
+    return lower_quartile(times[repeats // 4 :])
 
 
 def _per_key(runtime: Runtime, context: int, near: float, repeats: int) -> float:

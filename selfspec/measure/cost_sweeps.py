@@ -92,14 +92,14 @@ class Sweep:
         context: int,
         sampler: Sampler,
         lengths: Sequence[int],
-        draw: random.Random,
+        rng: random.Random,
         effort: Effort,
     ) -> None:
         self.runtime, self.context, self.effort = runtime, context, effort
         self.samples: list[RoundSample] = []
         self.plain: list[list[float]] = []
-        self._sampler, self._draw = sampler, draw
-        self._lengths = _shuffled(lengths, draw)
+        self._sampler, self._rng = sampler, rng
+        self._lengths = _shuffled(lengths, rng)
 
     def over(self, drafters: Sequence[LayerSkipDrafter]) -> Iterator[None]:
         """Decode once with every drafter; yields after every decoding."""
@@ -109,31 +109,31 @@ class Sweep:
                 self.plain.append([step.rest for step in self._decode(drafter, [0] * 2 * effort.rounds)])
                 yield
             plan = list(islice(self._lengths, effort.rounds))
-            self._draw.shuffle(plan)
+            self._rng.shuffle(plan)
             self.samples += self._decode(drafter, [*plan[: effort.settling], *plan])[effort.settling :]
             yield
 
     def _decode(self, drafter: LayerSkipDrafter, plan: Sequence[int]) -> list[RoundSample]:
-        return timed_rounds(self.runtime, self.context, self._sampler, drafter, plan, self._draw)
+        return timed_rounds(self.runtime, self.context, self._sampler, drafter, plan, self._rng)
 
 
-def _shuffled(lengths: Sequence[int], draw: random.Random) -> Iterator[int]:
+def _shuffled(lengths: Sequence[int], rng: random.Random) -> Iterator[int]:
     """Yield draft lengths without end: all once in random order, then the further repeats that `LENGTHS` asks for."""
     while True:
         further = [k for k in lengths for _ in range(LENGTHS[k] - 1)]
-        yield from [*draw.sample(lengths, len(lengths)), *draw.sample(further, len(further))]
+        yield from [*rng.sample(lengths, len(lengths)), *rng.sample(further, len(further))]
 
 
-def pace(runtime: Runtime, context: int, sampler: Sampler, draw: random.Random) -> tuple[float, float]:
+def pace(runtime: Runtime, context: int, sampler: Sampler, rng: random.Random) -> tuple[float, float]:
     """Estimate the seconds of a plain step and of a prefill, by a short decoding."""
     drafter = LayerSkipDrafter(runtime, SkipSet(), FixedK(1))
     begun = time.perf_counter()
-    steps = [step.rest for step in timed_rounds(runtime, context, sampler, drafter, [0] * PACE, draw)]
-    whole = time.perf_counter() - begun
-    return quiet(steps), max(whole - sum(steps) - quiet(steps), 0.0)
+    steps = [step.rest for step in timed_rounds(runtime, context, sampler, drafter, [0] * PACE, rng)]
+    elapsed = time.perf_counter() - begun
+    return lower_quartile(steps), max(elapsed - sum(steps) - lower_quartile(steps), 0.0)
 
 
-def room_for(runtime: Runtime, context: int) -> tuple[int, list[int]]:
+def fit_context(runtime: Runtime, context: int) -> tuple[int, list[int]]:
     """Return the requested context, reduced if necessary, and the draft lengths that fit a decoding."""
     limit = runtime.skeleton.context
     longest = max(LENGTHS) + 1
@@ -141,6 +141,6 @@ def room_for(runtime: Runtime, context: int) -> tuple[int, list[int]]:
     return context, [k for k in LENGTHS if (ROUNDS + SETTLING) * (k + 1) + context <= limit] or [1]
 
 
-def quiet(times: Sequence[float]) -> float:
+def lower_quartile(times: Sequence[float]) -> float:
     """Return the lower quartile: the time while nothing else disturbs the machine."""
     return max(min(times), statistics.quantiles(times, n=4)[0]) if len(times) > 1 else times[0]

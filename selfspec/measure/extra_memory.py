@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from selfspec.drafters import Guard, LayerSkipDrafter, MergedDrafter, ModelDrafter, Router, TranslatedDrafter
+from selfspec.drafters import CrossVocabularyDrafter, Guard, LayerSkipDrafter, MergedDrafter, ModelDrafter, Router
 from selfspec.drafters.head_drafter import HeadDrafter
 from selfspec.models.layout import weight_bytes
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
 
 
-def held_beside(drafter: Drafter, runtime: Runtime) -> int:
+def extra_drafter_bytes(drafter: Drafter, runtime: Runtime) -> int:
     """Return the bytes of quantised weights, of trained parts, and of a draft model with its KV cache."""
     match drafter:
         case Guard():
-            return held_beside(drafter.drafter, runtime)
+            return extra_drafter_bytes(drafter.drafter, runtime)
         case Router():
-            return max(held_beside(route.drafter, runtime) for route in drafter.routes)
+            return max(extra_drafter_bytes(route.drafter, runtime) for route in drafter.routes)
         case MergedDrafter():
-            return sum(held_beside(one, runtime) for one in drafter.drafters)
-        case ModelDrafter() | TranslatedDrafter():
+            return sum(extra_drafter_bytes(member, runtime) for member in drafter.drafters)
+        case ModelDrafter() | CrossVocabularyDrafter():
             own = drafter.runtime
             return weight_bytes(own.model) + own.cache.bytes + own.extra_bytes(drafter.path)
         case LayerSkipDrafter():

@@ -10,14 +10,14 @@ from typing import Any
 from selfspec.llm.llm import LLM, wrap
 from selfspec.measure.bench_methods import Weights, any_drafts, weights_of
 from selfspec.measure.cost_fitting import fastest_plain
-from selfspec.models.layout import choose, lay_out_, layout_times
+from selfspec.models.layout import apply_layout_, choose, layout_times
 from selfspec.models.loading import DeviceMap, load_model
 from selfspec.models.widen import widen
 from selfspec.types.identity import Identity
 
 
 @dataclass(frozen=True)
-class Subjects:
+class ModelCopies:
     """The models of a benchmark, each with the weight layout that suits its methods; `hf` keeps the layout as loaded.
 
     `plain` and `skip` are the same model if their layouts agree. `identity` is the model's before it was widened.
@@ -34,42 +34,42 @@ class Subjects:
         """Return the model for methods on these weights. Raises `ValueError` for a copy that was not loaded."""
         llm = {"plain": self.plain, "skip": self.skip, "hf": self.hf}[weights]
         if llm is None:
-            raise ValueError(f"no model was loaded for {weights}; name its methods to load_subjects")
+            raise ValueError(f"no model was loaded for {weights}; name its methods to load_model_copies")
         return llm
 
     @property
     def models(self) -> dict[str, LLM]:
         """The distinct models by name."""
-        found = {"plain": self.plain, "skip": self.skip} | ({} if self.hf is None else {"hf": self.hf})
-        return {name: llm for name, llm in found.items() if name != "skip" or llm is not self.plain}
+        copies = {"plain": self.plain, "skip": self.skip} | ({} if self.hf is None else {"hf": self.hf})
+        return {name: llm for name, llm in copies.items() if name != "skip" or llm is not self.plain}
 
 
-def load_subjects(
+def load_model_copies(
     name: str,
     methods: Sequence[str],
     *,
     widened: int = 1,
     device: str | DeviceMap,
     dtype: str,
-    few_bits: bool | Callable[[Identity], bool] = False,
-) -> Subjects:
+    quantized_drafts: bool | Callable[[Identity], bool] = False,
+) -> ModelCopies:
     """Load a model and optionally widen it, with a copy for each layout that the methods need. Raises `SelfspecError`.
 
-    `few_bits`: whether drafts are quantised, which may depend on the model's identity.
+    `quantized_drafts`: whether drafts are quantised, which may depend on the model's identity.
     """
     model, tokenizer = load_model(name, device=device, dtype=dtype)
     identity = wrap(model, tokenizer, profile="none", name=name).identity
     if widened > 1:
         model = widen(model, widened)
-    low = few_bits(identity) if callable(few_bits) else few_bits
+    low = quantized_drafts(identity) if callable(quantized_drafts) else quantized_drafts
     times = layout_times(model)
-    layouts = {"plain": choose(times, drafting=False), "skip": choose(times, drafting=True, few_bits=low)}
+    layouts = {"plain": choose(times, drafting=False), "skip": choose(times, drafting=True, quantized_drafts=low)}
     if not any_drafts(methods):
         layouts["skip"] = layouts["plain"]
 
     def ready(model: Any, layout: str | None) -> LLM:
         if layout is not None:
-            lay_out_(model, layout)
+            apply_layout_(model, layout)
         return wrap(model, tokenizer, profile="none", name=name)
 
     hf = ready(copy.deepcopy(model), None) if "hf" in weights_of(methods) else None
@@ -77,4 +77,4 @@ def load_subjects(
     plain = ready(model, layouts["plain"])
     if skip is not None and fastest_plain((plain, skip)) is skip:
         plain, layouts["plain"] = skip, layouts["skip"]
-    return Subjects(plain, skip or plain, hf, layouts, identity, widened)
+    return ModelCopies(plain, skip or plain, hf, layouts, identity, widened)

@@ -8,7 +8,7 @@ from statistics import mean, median
 from typing import TYPE_CHECKING
 
 from selfspec.basics.checked_model import Json
-from selfspec.measure.agreement import Verdict, counted
+from selfspec.measure.agreement import Verdict, count_verdicts
 from selfspec.types.costs import CostModel
 from selfspec.types.stats import Round, acceptance_by_position
 
@@ -59,12 +59,12 @@ def by_task(
     `speedup`, that mean over a base's. With several rounds, they are the mean of the rounds' figures. `ratio` is as in
     `summary`; `sources`: the share of the tokens that each source proposed, as far as known.
     """
-    found: Json = {"tasks": []}
+    result: Json = {"tasks": []}
     for task in dict.fromkeys(tasks):
-        mine = [index for index, of in enumerate(tasks) if of == task]
-        some = None if verdicts is None else [verdicts[index] for index in mine]
-        found["tasks"].append({"task": task, **_on_prompts(runs.of(mine), name, bases, some)})
-    return {**found, "overall": _on_prompts(runs, name, bases, verdicts)}
+        mine = [index for index, prompt_task in enumerate(tasks) if prompt_task == task]
+        task_verdicts = None if verdicts is None else [verdicts[index] for index in mine]
+        result["tasks"].append({"task": task, **_on_prompts(runs.for_prompts(mine), name, bases, task_verdicts)})
+    return {**result, "overall": _on_prompts(runs, name, bases, verdicts)}
 
 
 def _on_prompts(runs: Runs, name: str, bases: Sequence[str], verdicts: Sequence[Verdict] | None) -> Json:
@@ -76,7 +76,7 @@ def _on_prompts(runs: Runs, name: str, bases: Sequence[str], verdicts: Sequence[
         "mean_tokens_per_second": mean(mine),
         "speedup": {base: mean(a / b for a, b in zip(mine, runs.mean_speeds(base), strict=True)) for base in bases},
         "ratio": _ratios(runs, name, bases),
-        "same_text": None if verdicts is None else counted(verdicts),
+        "same_text": None if verdicts is None else count_verdicts(verdicts),
     }
 
 
@@ -112,7 +112,7 @@ def expected(rounds: Sequence[Round], costs: CostModel) -> float:
     if not tokens:
         return 1.0
     counted = Counter((done.work, 1 + done.nodes) for done in rounds)
-    return tokens * costs.plain / costs.seconds(counted, costs.prices(costs.base))
+    return tokens * costs.plain / costs.seconds(counted, costs.call_costs(costs.base))
 
 
 def _quantiles(seconds: Sequence[float]) -> Json:

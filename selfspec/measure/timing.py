@@ -22,7 +22,7 @@ from selfspec.llm.options import DEFAULT_NEW_TOKENS, Options
 from selfspec.llm.stream import Generation
 from selfspec.profile.schema import Measurement
 from selfspec.runtime.forward import Runtime
-from selfspec.runtime.worker_group import check_alone
+from selfspec.runtime.worker_group import check_runtime_unsharded
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sequence import SequenceState
@@ -60,7 +60,7 @@ class Runs:
         """Return, for each round, the mean over prompts of a method's tokens per second."""
         return [statistics.mean(run.tokens_per_second for run in same) for same in zip(*self.stats[name], strict=True)]
 
-    def of(self, prompts: Sequence[int]) -> Runs:
+    def for_prompts(self, prompts: Sequence[int]) -> Runs:
         """Return the runs on these prompts, by index."""
         return Runs({name: [done[index] for index in prompts] for name, done in self.stats.items()})
 
@@ -87,7 +87,7 @@ def interleave(
         on_warm(name, methods[name](prompts[0]))
     stats: dict[str, list[list[Stats]]] = {name: [[] for _ in prompts] for name in names}
     for turn, (index, prompt) in product(range(rounds), enumerate(prompts)):
-        done = Runs({name: [runs for runs in of if runs] for name, of in stats.items()})
+        done = Runs({name: [runs for runs in by_prompt if runs] for name, by_prompt in stats.items()})
         if (turn or index) and not go_on(done):
             return done
         dropped = drop(done) if turn or index else ()
@@ -196,7 +196,7 @@ def transformers_generate(
     `settings`: further fields of its `GenerationConfig`, such as `prompt_lookup_num_tokens`; `assistant`: a draft model
     of its own, and its tokenizer. `keep` receives every text's token ids.
     """
-    check_alone(llm.runtime, "transformers' own generate")
+    check_runtime_unsharded(llm.runtime, "transformers' own generate")
     model, tokenizer = copy.copy(llm.model), llm.tokenizer
     model.generation_config = GenerationConfig()  # else its own defaults would apply where the options set nothing
     aided = {} if assistant is None else {"assistant_model": assistant[0]}
@@ -210,10 +210,10 @@ def transformers_generate(
             setattr(planned.config, name, value)
         clock = _Clock()
         start = time.perf_counter()
-        given = llm.encode(prompt)
-        ids = torch.tensor([given], device=llm.runtime.device)
+        prompt_ids = llm.encode(prompt)
+        ids = torch.tensor([prompt_ids], device=llm.runtime.device)
         extra = [*options.logits_processor]
-        extra += [options.guide.processor(len(given), planned.ends)] if options.guide is not None else []
+        extra += [options.guide.processor(len(prompt_ids), planned.ends)] if options.guide is not None else []
         new = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -222,7 +222,7 @@ def transformers_generate(
             tokenizer=tokenizer,
             streamer=clock,
             **aided,
-        )[0, len(given) :]
+        )[0, len(prompt_ids) :]
         tokenizer.decode(new)
         synchronise(llm.runtime.device)
         seconds = time.perf_counter() - start

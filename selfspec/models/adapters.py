@@ -39,13 +39,13 @@ def base_of(folder: Path) -> str:
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not isinstance(base, str) or not base:
         raise SelfspecError(f"{folder / CONFIG}: 'base_model_name_or_path' names no model; expected the adapter's base")
-    beside = folder / base
-    found = str(beside) if kind(Path(base)) == "missing" and kind(beside) == "folder" else base
-    if is_adapter(Path(found)):
+    local_base = folder / base
+    base_model = str(local_base) if kind(Path(base)) == "missing" and kind(local_base) == "folder" else base
+    if is_adapter(Path(base_model)):
         raise SelfspecError(
-            f"model {folder} is an adapter of an adapter, {found}; merge one of them into its model first"
+            f"model {folder} is an adapter of an adapter, {base_model}; merge one of them into its model first"
         )
-    return found
+    return base_model
 
 
 def merged(model: Any, folder: Path) -> Any:
@@ -58,7 +58,7 @@ def merged(model: Any, folder: Path) -> Any:
 BASE = "base"  # the name in requests of the model without an adapter
 
 
-def beside(model: Any, adapters: Mapping[str, str | Path]) -> Any:
+def load_adapters(model: Any, adapters: Mapping[str, str | Path]) -> Any:
     """Load adapters by name, unmerged, and leave all of them disabled. Raises `SelfspecError`."""
     for name, folder in adapters.items():
         if not name or name == BASE or "." in name:
@@ -86,8 +86,8 @@ def beside(model: Any, adapters: Mapping[str, str | Path]) -> Any:
 class Adapters:
     """A model's unmerged adapters, of which at most one is active at a time.
 
-    `own` is the default: `BASE` if `beside` loaded the adapters; for a model that came with adapters, the active one.
-    A model without adapters has no `names`.
+    `own` is the default: `BASE` if `load_adapters` loaded the adapters; for a model that came with adapters, the active
+    one. A model without adapters has no `names`.
     """
 
     def __init__(self, model: Any) -> None:

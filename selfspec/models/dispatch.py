@@ -40,8 +40,8 @@ def device_of(module: nn.Module) -> torch.device:
     for hook in (hook for part in module.modules() for hook in _hooks(part)):
         if getattr(hook, "execution_device", None) is not None:
             return torch.empty(0, device=hook.execution_device).device  # with its index
-    held = next(chain(module.parameters(), module.buffers()), None)
-    return torch.device("cpu") if held is None else held.device
+    tensor = next(chain(module.parameters(), module.buffers()), None)
+    return torch.device("cpu") if tensor is None else tensor.device
 
 
 def is_dense(weight: Any) -> bool:
@@ -56,8 +56,8 @@ def weight_of(module: nn.Module) -> Tensor | None:
         return weight
     for hook in _hooks(module):
         if getattr(hook, "weights_map", None) is not None:
-            kept: Tensor = hook.weights_map["weight"]
-            return kept.to(weight.dtype)
+            offloaded_weight: Tensor = hook.weights_map["weight"]
+            return offloaded_weight.to(weight.dtype)
     return None
 
 
@@ -67,13 +67,13 @@ def containers(model: nn.Module, called: Iterable[nn.Module]) -> dict[str, nn.Mo
     `nn.ModuleList`s are left out, as nothing ever calls them.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    found: dict[str, nn.Module] = {"": model}
+    by_name: dict[str, nn.Module] = {"": model}
     for module in called:
         name = names[id(module)]
         while name:
             name = name.rpartition(".")[0]
-            found[name] = model.get_submodule(name)
-    return {name: module for name, module in found.items() if not isinstance(module, nn.ModuleList)}
+            by_name[name] = model.get_submodule(name)
+    return {name: module for name, module in by_name.items() if not isinstance(module, nn.ModuleList)}
 
 
 def check_hooks(containers: Mapping[str, nn.Module]) -> None:
@@ -125,12 +125,12 @@ def check_places(model: nn.Module, layers: Sequence[nn.Module], containers: Mapp
 
 def _hooks(module: nn.Module) -> list[Any]:
     """Return accelerate's hooks on a module, with sequential hooks flattened."""
-    found, left = [], [module.__dict__.get("_hf_hook")]
+    hooks, left = [], [module.__dict__.get("_hf_hook")]
     while left:
         hook = left.pop(0)
         inner = getattr(hook, "hooks", None)
         if inner is not None:
             left = [*inner, *left]
         elif hook is not None:
-            found.append(hook)
-    return found
+            hooks.append(hook)
+    return hooks

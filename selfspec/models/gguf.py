@@ -48,7 +48,7 @@ def check_gguf(path: Path) -> Header:
             f"{path}: a model of architecture '{header.architecture}'; served from GGUF files: "
             f"{', '.join(ARCHITECTURES)} (Mistral's files say llama)"
         )
-    if header.of("expert_count"):
+    if header.arch_value("expert_count"):
         raise SelfspecError(f"{path}: a mixture of experts, which is not served from GGUF files")
     if "tokenizer.ggml.tokens" not in header.metadata:
         raise SelfspecError(f"{path}: holds no tokenizer; expected a model's file")
@@ -154,14 +154,14 @@ def _config(path: Path, header: Header) -> PretrainedConfig:
 
 def _rope(path: Path, header: Header) -> dict[str, Any]:
     """Return the RoPE scaling as configuration entries, empty if there is none. Raises `SelfspecError` if unknown."""
-    kind, factor = header.of("rope.scaling.type"), header.of("rope.scaling.factor")
+    kind, factor = header.arch_value("rope.scaling.type"), header.arch_value("rope.scaling.factor")
     if "rope_freqs.weight" in header.tensors:
         return _llama3(path, header)
     if kind in (None, "none"):
         return {}
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
-    original = header.of("rope.scaling.original_context_length")
+    original = header.arch_value("rope.scaling.original_context_length")
     if kind == "yarn" and original:
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     raise SelfspecError(f"{path}: rope scaled by '{kind}', which is not served from GGUF files")
@@ -175,7 +175,7 @@ def _llama3(path: Path, header: Header) -> dict[str, Any]:
     divisors = np.fromfile(path, dtype="<f4", count=tensor.shape[0], offset=tensor.start)
     if tensor.type == 0 and np.all(divisors == 1):
         return {}
-    base = header.of("rope.freq_base") or 10_000.0
+    base = header.arch_value("rope.freq_base") or 10_000.0
     lengths = 2 * np.pi * base ** (np.arange(len(divisors)) / len(divisors))  # wavelengths in positions
     factor = float(np.round(divisors.max(), 3))
     original, high, low = (

@@ -42,7 +42,7 @@ class Header:
         """The model architecture, as llama.cpp names it."""
         return str(self.metadata.get("general.architecture", "unknown"))
 
-    def of(self, key: str) -> Any:
+    def arch_value(self, key: str) -> Any:
         """Return the value of an architecture key, such as `context_length`; None if there is none."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
@@ -102,16 +102,16 @@ class _Reader:
             )
         tensors, pairs = self._length(), self._length()
         metadata = dict(self._pair() for _ in range(pairs))
-        found = {}
+        tensor_infos = {}
         for _ in range(tensors):
             name = self._text()
             shape = tuple(self._length() for _ in range(min(self._scalar("I"), 8)))
-            found[name] = Tensor(shape, self._scalar("I"), self._scalar("Q"))
+            tensor_infos[name] = Tensor(shape, self._scalar("I"), self._scalar("Q"))
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise struct.error
         start = -(-self._file.tell() // alignment) * alignment  # the data begins at the next multiple
-        return Header(metadata, {name: Tensor(t.shape, t.type, start + t.start) for name, t in found.items()})
+        return Header(metadata, {name: Tensor(t.shape, t.type, start + t.start) for name, t in tensor_infos.items()})
 
     def _pair(self) -> tuple[str, Any]:
         return self._text(), self._value(self._scalar("I"))

@@ -19,7 +19,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.models.families import parts_of
 from selfspec.models.gguf import check_gguf, description
 from selfspec.models.gguf_header import Tensor as Described
-from selfspec.models.gguf_linear import BLOCK, BlockEmbedding, BlockLinear, GGUFWeight, block_product, together
+from selfspec.models.gguf_linear import BLOCK, BlockEmbedding, BlockLinear, GGUFWeight, block_product, concat_weights
 from selfspec.models.linears import Group
 from selfspec.models.native import nativise_
 from selfspec.models.native_library import available
@@ -28,7 +28,7 @@ TYPES = ("Q4_0", "Q4_1", "Q8_0")
 _log = logging.getLogger("selfspec")
 
 
-def kept_model(path: Path) -> Any:
+def load_quantized_gguf(path: Path) -> Any:
     """Load a GGUF file's model, with weights of `TYPES` as in the file and all else float32. Raises `SelfspecError`."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -49,9 +49,9 @@ def kept_model(path: Path) -> Any:
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if parameter.is_meta:
             owner, _, last = name.rpartition(".")
-            if (of := file.name_of(name)) not in made:
-                made[of] = nn.Parameter(file.dequantised(name), requires_grad=False)
-            setattr(model.get_submodule(owner), last, made[of])
+            if (source_name := file.name_of(name)) not in made:
+                made[source_name] = nn.Parameter(file.dequantised(name), requires_grad=False)
+            setattr(model.get_submodule(owner), last, made[source_name])
     for group in (*parts.groups(), parts.head) if available() else ():
         if all(type(module) is nn.Linear for module in group.modules):
             nativise_(group)
@@ -61,19 +61,19 @@ def kept_model(path: Path) -> Any:
 
 def _keep(group: Group, names: Sequence[str], file: _File) -> None:
     """Replace a group's linears by `BlockLinear`s on the file's weights, fused if all have the same bits."""
-    modules, found = group.modules, [file.blocks(name) for name in names]
-    bits = {None if blocks is None else blocks.bits for blocks in found}
+    modules, weights = group.modules, [file.blocks(name) for name in names]
+    bits = {None if blocks is None else blocks.bits for blocks in weights}
     if len(modules) > 1 and (len(bits) > 1 or len({module.bias is None for module in modules}) > 1):
         for name, module_name in zip(group.names, names, strict=True):
             _keep(Group(group.parent, (name,)), [module_name], file)
         return
-    kept = [blocks for blocks in found if blocks is not None]
-    if not kept:
+    quantized = [blocks for blocks in weights if blocks is not None]
+    if not quantized:
         return
     biases = [file.dequantised(f"{n}.bias") for n, m in zip(names, modules, strict=True) if m.bias is not None]
-    whole, start = block_product(together(kept), torch.cat(biases) if biases else None), 0
+    fused, start = block_product(concat_weights(quantized), torch.cat(biases) if biases else None), 0
     for name, module in zip(group.names, modules, strict=True):
-        setattr(group.parent, name, BlockLinear(whole, start, module))
+        setattr(group.parent, name, BlockLinear(fused, start, module))
         start += module.out_features
 
 
@@ -88,7 +88,7 @@ class _File:
         arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == self._header.architecture)
         self._names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
         self._data = np.memmap(path, np.uint8, "r")
-        self._kept: dict[str, GGUFWeight] = {}
+        self._cached_weights: dict[str, GGUFWeight] = {}
         self._same: dict[str, str] = {}
         self._others: Counter[str] = Counter()
 
@@ -97,13 +97,13 @@ class _File:
         if self._described(f"{head}.weight") is None:
             self._same[f"{head}.weight"] = f"{embedding}.weight"
             if blocks is not None:
-                self._kept[head] = blocks
+                self._cached_weights[head] = blocks
 
     def blocks(self, module: str) -> GGUFWeight | None:
         """Return the quantised weight of a linear or an embedding; None if its type is not kept."""
-        if module in self._kept:
-            return self._kept[module]
-        tensor = self._found(self.name_of(f"{module}.weight"))
+        if module in self._cached_weights:
+            return self._cached_weights[module]
+        tensor = self._required_tensor(self.name_of(f"{module}.weight"))
         into, out = tensor.shape
         kind = self._gguf.GGMLQuantizationType(tensor.type).name
         if kind not in TYPES or into % BLOCK:
@@ -114,9 +114,9 @@ class _File:
         values = torch.from_numpy(np.ascontiguousarray(raw[..., 2 * numbers :])).view(out, -1)
         if kind == "Q4_0":  # (value - 8) * scale
             grid = torch.cat([grid, -8 * grid], -1)
-        found = GGUFWeight(4, values, grid) if kind != "Q8_0" else GGUFWeight(8, values.view(torch.int8), grid)
+        weight = GGUFWeight(4, values, grid) if kind != "Q8_0" else GGUFWeight(8, values.view(torch.int8), grid)
         order = self._order(module, out)
-        return found if order is None else found.rows(order)
+        return weight if order is None else weight.rows(order)
 
     def name_of(self, name: str) -> str:
         """Return the name of the parameter that this one is tied to, else the name itself."""
@@ -124,14 +124,14 @@ class _File:
 
     def dequantised(self, name: str) -> Tensor:
         """Return a parameter of any type in float32. Raises `SelfspecError` if the file has none of this name."""
-        tensor = self._found(self.name_of(name))
+        tensor = self._required_tensor(self.name_of(name))
         kind = self._gguf.GGMLQuantizationType(tensor.type)
         if len(tensor.shape) > 1:
             self._others[kind.name] += 1
         values = np.array(self._gguf.quants.dequantize(self._rows(tensor), kind), dtype=np.float32)
-        found = torch.from_numpy(values).view(*reversed(tensor.shape))
-        order = self._order(name.rpartition(".")[0], len(found))
-        return found if order is None else found[order]
+        parameter = torch.from_numpy(values).view(*reversed(tensor.shape))
+        order = self._order(name.rpartition(".")[0], len(parameter))
+        return parameter if order is None else parameter[order]
 
     def report(self) -> None:
         """Log which weights were dequantised, by type."""
@@ -149,7 +149,7 @@ class _File:
         heads = self._config.num_attention_heads if last == "q_proj" else self._config.num_key_value_heads
         return torch.arange(out).view(heads, -1, 2).transpose(1, 2).reshape(-1)
 
-    def _found(self, name: str) -> Described:
+    def _required_tensor(self, name: str) -> Described:
         tensor = self._described(name)
         if tensor is None:
             raise SelfspecError(f"{self._path}: holds no tensor for {name}")

@@ -65,7 +65,7 @@ class GGUFWeight:
         return self
 
 
-def together(parts: Sequence[GGUFWeight]) -> GGUFWeight:
+def concat_weights(parts: Sequence[GGUFWeight]) -> GGUFWeight:
     """Concatenate the outputs of weights with the same bits and inputs."""
     if len(parts) == 1:
         return parts[0]
@@ -114,8 +114,10 @@ class SlowBlockProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product `[N, out]`, in the dtype of `x` `[N, in]`."""
-        found = [x @ self.blocks.rows(slice(o, o + _AT_ONCE)).weight(x.dtype).t() for o in range(0, self.out, _AT_ONCE)]
-        product = torch.cat(found, -1)
+        chunks = [
+            x @ self.blocks.rows(slice(o, o + _AT_ONCE)).weight(x.dtype).t() for o in range(0, self.out, _AT_ONCE)
+        ]
+        product = torch.cat(chunks, -1)
         return product if self.bias is None else product + self.bias.to(x.dtype)
 
     @property
@@ -139,25 +141,25 @@ class BlockLinear(PartLinear):
     it were dequantised, but neither trained nor moved.
     """
 
-    whole: BlockProduct | SlowBlockProduct
+    fused: BlockProduct | SlowBlockProduct
     readable: ClassVar[bool] = True
 
-    def __init__(self, whole: BlockProduct | SlowBlockProduct, start: int, linear: Any) -> None:
-        super().__init__(whole, start, linear)
-        self.bits = whole.blocks.bits
-        self.bias = None if whole.bias is None else whole.bias.narrow(0, start, self.out_features)
+    def __init__(self, fused: BlockProduct | SlowBlockProduct, start: int, linear: Any) -> None:
+        super().__init__(fused, start, linear)
+        self.bits = fused.blocks.bits
+        self.bias = None if fused.bias is None else fused.bias.narrow(0, start, self.out_features)
 
     @property
     def blocks(self) -> GGUFWeight:
         """The quantised weight of all linears fused with this one."""
-        return self.whole.blocks
+        return self.fused.blocks
 
     @property
     def weight(self) -> Tensor:
         """The dequantised weight `[out, in]` of this linear."""
         return self.blocks.rows(slice(self.start, self.start + self.out_features)).weight()
 
-    def over(self, outputs: Tensor) -> Call:
+    def with_outputs(self, outputs: Tensor) -> Call:
         """Return the product with only the rows `outputs` of the weight, which stay quantised."""
         bias = None if self.bias is None else self.bias.index_select(0, outputs)
         return block_product(self.blocks.rows(outputs + self.start), bias).product

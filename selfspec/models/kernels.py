@@ -34,7 +34,7 @@ COARSER = 1.1  # factor on float8's time: five times as far off the model's weig
 _ERROR = 0.05  # largest relative error of a kernel's product to that of the dequantised weight
 
 
-def weights_only(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
+def int8_weight_only(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
     """Pack int8 weights for bfloat16 rows.
 
     torch's kernel reads inputs 32 at a time, past the end unless padded to a multiple of 32.
@@ -49,7 +49,7 @@ def weights_only(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
     return _wide_too(product, into)
 
 
-def both_in_8_bits(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
+def int8_dynamic(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
     """Pack int8 weights for rows that are quantised to 8 bits on the fly, each by its own largest value.
 
     torch's dynamic kernel is faster for one row, but quantises all rows by one scale. Several rows are therefore
@@ -59,8 +59,8 @@ def both_in_8_bits(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has deprecated its quantised tensor types
         scales, zeros = weight.scale.flatten().double() / _ENLARGED, torch.zeros(len(weight.scale), dtype=torch.long)
-        held = torch._make_per_channel_quantized_tensor(weight.values, scales, zeros, 0)
-        packed, scale = torch.ops.quantized.linear_prepack(held, None), weight.scale
+        quantized = torch._make_per_channel_quantized_tensor(weight.values, scales, zeros, 0)
+        packed, scale = torch.ops.quantized.linear_prepack(quantized, None), weight.scale
         alone = torch.ops.quantized.linear_dynamic.default
     several: list[Call] = []
 
@@ -89,7 +89,7 @@ def _by_rows(values: Tensor, scale: Tensor) -> Call:
     return several
 
 
-def four_bits(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
+def int4_weight_only(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
     """Pack int4 weights in groups for bfloat16 rows. torch requires a multiple of 16 outputs."""
     assert weight.zero is not None
     out, into = weight.values.shape
@@ -100,7 +100,7 @@ def four_bits(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
     return _wide_too(lambda x: product(x, packed, group, both).narrow(1, 0, out), into)
 
 
-def four_bits_on_cuda(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
+def int4_weight_only_cuda(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
     """Pack int4 weights on CUDA (compute capability from 8.0 on). torch requires multiples of 8 outputs, 32 inputs."""
     assert weight.zero is not None
     out, into = weight.values.shape
@@ -119,14 +119,14 @@ def float8(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
     For CUDA from compute capability 8.9 on. torch requires multiples of 16 outputs and inputs.
     """
     out, into = weight.values.shape
-    whole = F.pad(weight.weight(torch.float32), (0, -into % 16, 0, -out % 16))
-    values, scale = _in_float8(whole)
+    padded = F.pad(weight.weight(torch.float32), (0, -into % 16, 0, -out % 16))
+    values, scale = _in_float8(padded)
     across, scales = values.t(), scale.t().contiguous()
 
     def product(x: Tensor) -> Tensor:
         rows, size = _in_float8(F.pad(x.float(), (0, -into % 16)))
-        found = torch._scaled_mm(rows, across, scale_a=size, scale_b=scales, out_dtype=torch.bfloat16)
-        return found.narrow(1, 0, out)
+        result = torch._scaled_mm(rows, across, scale_a=size, scale_b=scales, out_dtype=torch.bfloat16)
+        return result.narrow(1, 0, out)
 
     return product
 
@@ -142,16 +142,16 @@ def _wide_too(product: Call, into: int) -> Call:
 
     The dequantised weight is kept from the first product of many rows on.
     """
-    held: list[Tensor] = []
+    dequantized: list[Tensor] = []
 
     def either(x: Tensor) -> Tensor:
         x = x.to(torch.bfloat16)
         if len(x) < _WIDE:
             return product(x)
-        if not held:
+        if not dequantized:
             eye = torch.eye(into, dtype=torch.bfloat16, device=x.device)
-            held.append(torch.cat([product(rows) for rows in torch.split(eye, 64)]))  # the transposed weight
-        return x @ held[0]
+            dequantized.append(torch.cat([product(rows) for rows in torch.split(eye, 64)]))  # the transposed weight
+        return x @ dequantized[0]
 
     return either
 
@@ -162,14 +162,14 @@ def native(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
 
 
 # Without 8-bit dot product instructions (VNNI), the kernel accumulates in 16 bits, which overflow.
-_DOT_PRODUCTS = {"both in 8 bits": both_in_8_bits} if torch.cpu._is_vnni_supported() else {}
+_DOT_PRODUCTS = {"both in 8 bits": int8_dynamic} if torch.cpu._is_vnni_supported() else {}
 KERNELS: Mapping[Bits, Mapping[str, Kernel]] = {
-    8: {"native": native, "weights only": weights_only, **_DOT_PRODUCTS},
-    4: {"native": native, "weights only": four_bits},
+    8: {"native": native, "weights only": int8_weight_only, **_DOT_PRODUCTS},
+    4: {"native": native, "weights only": int4_weight_only},
 }
 ON_CUDA: Mapping[Bits, Mapping[str, Kernel]] = {
-    8: {"weights only": weights_only, "float8": float8},
-    4: {"weights only": four_bits_on_cuda},
+    8: {"weights only": int8_weight_only, "float8": float8},
+    4: {"weights only": int4_weight_only_cuda},
 }
 BY_DEVICE = {"cpu": KERNELS, "cuda": ON_CUDA}  # by device type
 
@@ -208,13 +208,16 @@ def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, floa
     like = torch.randn(out, into, generator=generator).to(weight)
     several = torch.randn(max(rows, 3), into, generator=generator).to(weight)
     x = several[:rows]
-    held = quantize(like, bits)
-    exact = several.float() @ held.weight(torch.float32).t()
-    copies = [held, *(_copy(held) for _ in range(min(_COPIES, _CACHES // (held.values.numel() * bits // 8)) - 1))]
+    quantized = quantize(like, bits)
+    exact = several.float() @ quantized.weight(torch.float32).t()
+    copies = [
+        quantized,
+        *(_copy(quantized) for _ in range(min(_COPIES, _CACHES // (quantized.values.numel() * bits // 8)) - 1)),
+    ]
     calls: dict[str, list[Call]] = {}
     for name, kernel in BY_DEVICE[weight.device.type][bits].items():
         try:
-            call = kernel(held, weight.dtype)
+            call = kernel(quantized, weight.dtype)
             if _near(call(several), exact) and _near(call(several[:1]), exact[:1]):
                 calls[name] = [call, *(kernel(copy, weight.dtype) for copy in copies[1:])]
         except (RuntimeError, AttributeError, NotImplementedError, SelfspecError):
@@ -231,9 +234,9 @@ def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, floa
     return times
 
 
-def _copy(held: QuantizedWeight) -> QuantizedWeight:
+def _copy(weight: QuantizedWeight) -> QuantizedWeight:
     """Return a copy whose values have memory of their own."""
-    return replace(held, values=held.values.clone())
+    return replace(weight, values=weight.values.clone())
 
 
 def _near(ours: Tensor, exact: Tensor) -> bool:

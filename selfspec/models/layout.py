@@ -27,7 +27,7 @@ from selfspec.models.linears import Group, is_exact, join_, linear, side_by_side
 from selfspec.models.native import IN_A_PASS, ROWS, nativise_
 from selfspec.models.native_library import available, library
 from selfspec.models.onednn_linear import PackedLinear, pack_
-from selfspec.models.shards import own_weight
+from selfspec.models.shards import local_weight
 
 LAYOUTS = ("rows", "columns", "onednn", "native")
 WIDTHS = (1, 2, 3, 4, 8, 128)  # rows that are timed: a decode step, verification passes, a prefill
@@ -61,15 +61,15 @@ def check_layout(layout: str) -> None:
         raise SelfspecError(f"layout '{layout}' is not known; known: auto, {', '.join(LAYOUTS)}")
 
 
-def lay_out_(model: Any, layout: str = "auto", *, drafting: bool = False, few_bits: bool = False) -> str:
+def apply_layout_(model: Any, layout: str = "auto", *, drafting: bool = False, quantized_drafts: bool = False) -> str:
     """Change the layout of the weights of a model's linears in place, and return the new layout.
 
     `rows`: stored by rows, as loaded, linears that read the same input joined in one tensor. `columns`: the same,
     stored by columns. `onednn`: packed (`PackedLinear`), for float32 and bfloat16 on a CPU only; no other copy is kept,
     but a head tied to the embedding is then stored twice. `native`: by rows, for selfspec's own kernels and passes
     (`native.py`), with the same dtypes and a C++ compiler. `auto`: the layout timed as fastest on this machine: for
-    plain decoding, with `drafting` for drafting and verification, with `few_bits` too for quantised drafts. Raises
-    `SelfspecError` for an unknown layout, one that this model cannot have, and an unsupported model.
+    plain decoding, with `drafting` for drafting and verification, with `quantized_drafts` too for quantised drafts.
+    Raises `SelfspecError` for an unknown layout, one that this model cannot have, and an unsupported model.
     """
     check_layout(layout)
     if not is_lean(model):  # its own forward runs on its weights as loaded
@@ -77,7 +77,7 @@ def lay_out_(model: Any, layout: str = "auto", *, drafting: bool = False, few_bi
             raise SelfspecError(f"layout '{layout}' is not for {type(model).__name__}; expected auto or rows")
         return "rows"
     if layout == "auto":
-        layout = choose(layout_times(model), drafting=drafting, few_bits=few_bits)
+        layout = choose(layout_times(model), drafting=drafting, quantized_drafts=quantized_drafts)
     if layout in ("rows", "columns"):
         join_all_(model, columns=layout == "columns")
         return layout
@@ -121,12 +121,14 @@ def _by_rows(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata:
 
 def weight_bytes(model: Any) -> int:
     """Return the bytes of all parameters and packed weights; shared memory counts once, meta tensors not at all."""
-    storages = [own_weight(p).untyped_storage() for p in model.parameters() if not p.is_meta]
-    held: dict[int, int] = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    storages = [local_weight(p).untyped_storage() for p in model.parameters() if not p.is_meta]
+    bytes_by_storage: dict[int, int] = {storage.data_ptr(): storage.nbytes() for storage in storages}
     packed = {id(m.packed): m.packed for m in model.modules() if isinstance(m, PackedLinear)}
     blocks = [m.blocks for m in model.modules() if isinstance(m, (BlockLinear, BlockEmbedding))]
-    kept = {b.values.data_ptr(): b for b in blocks}
-    return sum([*held.values(), *(p.bytes for p in packed.values()), *(b.bytes for b in kept.values())])
+    unique_blocks = {b.values.data_ptr(): b for b in blocks}
+    return sum(
+        [*bytes_by_storage.values(), *(p.bytes for p in packed.values()), *(b.bytes for b in unique_blocks.values())]
+    )
 
 
 def _plain(parts: Parts) -> bool:
@@ -162,12 +164,13 @@ def layout_times(model: Any) -> Times:
     return times
 
 
-def choose(times: Times, *, drafting: bool, few_bits: bool = False) -> str:
+def choose(times: Times, *, drafting: bool, quantized_drafts: bool = False) -> str:
     """Return the fastest layout for a prompt of 128 tokens and 64 new ones; `rows` unless another is clearly faster.
 
     Plain decoding takes 64 passes over one row. Drafting is assumed to run the rounds of `_ROUNDS` that cost least per
     token. Its layout takes no longer for one row than plain decoding's: otherwise decoding with rejected drafts would
-    be slower than plain decoding. Quantised drafts are hardly ever rejected, so `few_bits` drops this condition.
+    be slower than plain decoding. Quantised drafts are hardly ever rejected, so `quantized_drafts` drops this
+    condition.
     """
     if not times:
         return "rows"
@@ -186,7 +189,7 @@ def choose(times: Times, *, drafting: bool, few_bits: bool = False) -> str:
     if not drafting:
         return _clearest(plain, times)
     alone = times[_clearest(plain, times)][1]
-    if few_bits:
+    if quantized_drafts:
         return _clearest(drafted_in_few_bits, times)
     return _clearest(drafted, {name: t for name, t in times.items() if t[1] <= _NO_DEARER * alone})
 
@@ -205,11 +208,11 @@ def measure_layouts(model: Any) -> Times:
     `rows` can be timed. Times of native products are scaled to those in a native pass (`IN_A_PASS`).
     """
     layers: list[tuple[Group, ...]] = []
-    held = 0
+    sampled_bytes = 0
     for layer in parts_of(model).layers:
-        if held < _SAMPLE:
+        if sampled_bytes < _SAMPLE:
             layers.append(layer.groups)
-            held += sum(p.numel() * p.element_size() for p in layer.module.parameters())
+            sampled_bytes += sum(p.numel() * p.element_size() for p in layer.module.parameters())
     tried = {layout: products for layout in LAYOUTS if (products := _products(layers, layout))}
     if "rows" not in tried:
         return {}

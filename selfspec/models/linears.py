@@ -42,8 +42,8 @@ def embedding(module: Any) -> Call:
 
 def linear(module: Any) -> Call:
     """Return a linear from `[N, in]` to `[N, out]`; an exact `nn.Linear` is called without a module call's overhead."""
-    if (whole := whole_parts([module])) is not None:
-        return whole.product
+    if (fused := fused_product([module])) is not None:
+        return fused.product
     if not is_exact(module):
         return on_rows(module)
     return _product(module.weight.detach(), None if module.bias is None else module.bias.detach())
@@ -55,14 +55,16 @@ def linear_over(module: Any, outputs: Sequence[int]) -> Call | None:
     It holds a copy of these rows of the weight. Returns None if the weight cannot be read (quantised, adapted,
     offloaded).
     """
-    at = torch.tensor(outputs, device=device_of(module))
-    product = module.over(at) if isinstance(module, PartLinear) else None
+    indices = torch.tensor(outputs, device=device_of(module))
+    product = module.with_outputs(indices) if isinstance(module, PartLinear) else None
     if product is None:
         if not is_readable(module):
             return None
-        weight = module.weight.detach().index_select(0, at).t().contiguous()
-        product = _product(weight.t(), None if module.bias is None else module.bias.detach().index_select(0, at))
-    return Spread(product, at, module.out_features)  # no reference to the module, to free its quantised weight
+        weight = module.weight.detach().index_select(0, indices).t().contiguous()
+        product = _product(weight.t(), None if module.bias is None else module.bias.detach().index_select(0, indices))
+    return SparseOutputs(
+        product, indices, module.out_features
+    )  # no reference to the module, to free its quantised weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +86,16 @@ class Moved(Wrapped):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spread(Wrapped):
-    """A product of `out` outputs that computes only those with indices `at`; the others are -inf."""
+class SparseOutputs(Wrapped):
+    """A product of `out` outputs that computes only those with indices `indices`; the others are -inf."""
 
-    at: Tensor
+    indices: Tensor
     out: int
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return all outputs `[N, out]`."""
-        x = x.to(self.at.device)
-        return x.new_full((len(x), self.out), -torch.inf).index_copy_(1, self.at, self.call(x).to(x.dtype))
+        x = x.to(self.indices.device)
+        return x.new_full((len(x), self.out), -torch.inf).index_copy_(1, self.indices, self.call(x).to(x.dtype))
 
 
 def on_rows(module: Any) -> Call:
@@ -103,8 +105,8 @@ def on_rows(module: Any) -> Call:
 
 def linear_onto(module: Any) -> Onto:
     """Return `f(base, x)`, which adds a linear's output for `x` `[N, in]` to `base` `[N, out]` in place."""
-    if (whole := whole_parts([module])) is not None and isinstance(whole.product, InPlace):
-        return whole.product.add
+    if (fused := fused_product([module])) is not None and isinstance(fused.product, InPlace):
+        return fused.product.add
     if not is_exact(module) or module.bias is not None:
         call = linear(module)
         return lambda base, x: base.add_(call(x))
@@ -127,13 +129,13 @@ def side_by_side(modules: Sequence[Any]) -> Into:
     It is one product if their parameters are joined (`join_`), otherwise one each. `out` is `[N, sum of outs]`.
     """
     if all(map(is_exact, modules)):
-        weight = whole_of([module.weight.detach() for module in modules])
+        weight = joined_tensor([module.weight.detach() for module in modules])
         biases = [module.bias.detach() for module in modules if module.bias is not None]
-        bias = whole_of(biases) if len(biases) == len(modules) else None
+        bias = joined_tensor(biases) if len(biases) == len(modules) else None
         if weight is not None and (bias is not None or not biases):
             product = _product(weight, bias)
             return lambda x, out: product(x, out=out)
-    if (parts := whole_parts(modules)) is not None:
+    if (parts := fused_product(modules)) is not None:
         multiply = parts.product
         return multiply.write if isinstance(multiply, InPlace) else lambda x, out: out.copy_(multiply(x))
     calls = [linear(module) for module in modules]
@@ -146,12 +148,12 @@ def _product(weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
     several = partial(torch.mm, mat2=across) if bias is None else partial(torch.addmm, bias, mat2=across)
     if not _vectors(weight):
         return several
-    one = partial(torch.mv, weight) if bias is None else partial(torch.addmv, bias, weight)
+    matvec = partial(torch.mv, weight) if bias is None else partial(torch.addmv, bias, weight)
 
     def product(x: Tensor, out: Tensor | None = None) -> Tensor:
         if len(x) > 1:
             return several(x, out=out)
-        return one(x[0], out=None if out is None else out[0]).unsqueeze(0)
+        return matvec(x[0], out=None if out is None else out[0]).unsqueeze(0)
 
     return product
 
@@ -206,14 +208,14 @@ def join_(group: Group, *, columns: bool = False) -> None:
         if any(part is None or part.dtype != parts[0].dtype or part.device != parts[0].device for part in parts):
             continue
         across = columns and name == "weight"
-        whole = torch.cat([part.data.t() if across else part.data for part in parts], dim=1 if across else 0)
-        whole, row = whole.t() if across else whole, 0
+        joined = torch.cat([part.data.t() if across else part.data for part in parts], dim=1 if across else 0)
+        joined, row = joined.t() if across else joined, 0
         for part in parts:
-            part.data = whole.narrow(0, row, len(part))
+            part.data = joined.narrow(0, row, len(part))
             row += len(part)
 
 
-def whole_of(parts: Sequence[Tensor]) -> Tensor | None:
+def joined_tensor(parts: Sequence[Tensor]) -> Tensor | None:
     """Return the tensor whose consecutive rows are `parts`, stored by rows or columns; None if there is none."""
     first, rows = parts[0], sum(len(part) for part in parts)
     if first.dim() == 2 and first.stride(0) == 1 != first.stride(1):
@@ -231,16 +233,16 @@ def whole_of(parts: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((rows, *first.shape[1:]), strides)
 
 
-def whole_parts(modules: Sequence[Any]) -> Product | None:
+def fused_product(modules: Sequence[Any]) -> Product | None:
     """Return the product of which `modules` are all the parts, in order; None if they are not."""
     if not all(isinstance(module, PartLinear) and module.current and is_plain(module) for module in modules):
         return None
-    whole, start = modules[0].whole, 0
+    fused, start = modules[0].fused, 0
     for module in modules:
-        if module.whole is not whole or module.start != start:
+        if module.fused is not fused or module.start != start:
             return None
         start += module.out_features
-    return whole if start == whole.out else None
+    return fused if start == fused.out else None
 
 
 def is_exact(module: nn.Module) -> bool:
@@ -279,29 +281,29 @@ class Product(Protocol):
 
 
 class PartLinear(nn.Module):
-    """Replacement of a linear whose weight is a part of the fused weight of `whole`: its rows from `start` on.
+    """Replacement of a linear whose weight is a part of the fused weight of `fused`: its rows from `start` on.
 
-    Its own forward is slower than one call of `whole`: it computes the whole product and returns its part. `readable`:
+    Its own forward is slower than one call of `fused`: it computes the whole product and returns its part. `readable`:
     False if `weight` only approximates the packed weight. `bits`: the bits of its quantised weight, None if full.
     """
 
     readable: ClassVar[bool] = False
     bits: int | None = None
 
-    def __init__(self, whole: Product, start: int, linear: Any) -> None:
+    def __init__(self, fused: Product, start: int, linear: Any) -> None:
         super().__init__()
-        self.whole, self.start = whole, start
+        self.fused, self.start = fused, start
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product `[.., out]` with `x` `[.., in]`."""
-        return self.whole.product(x).narrow(-1, self.start, self.out_features)
+        return self.fused.product(x).narrow(-1, self.start, self.out_features)
 
     @property
     def current(self) -> bool:
-        """Whether `whole` still multiplies with this module's weight."""
+        """Whether `fused` still multiplies with this module's weight."""
         return True
 
-    def over(self, outputs: Tensor) -> Call | None:
+    def with_outputs(self, outputs: Tensor) -> Call | None:
         """Return the product with only the rows `outputs` of the weight, in the same form; None if unsupported."""
         return None

@@ -159,28 +159,28 @@ def load_model(
     if parallel:
         spread = _shared(name, check_parallel(device))
     where = _device("auto" if isinstance(device, DeviceMap) else device)
-    kept = dtype == "file"
-    if kept:
+    keep_quantized = dtype == "file"
+    if keep_quantized:
         _check_kept(name, where, spread=bool(spread))
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
-    source, file, held = _readable(name), gguf_file(_base(name)), _dtype(dtype, where)
+    source, file, torch_dtype = _readable(name), gguf_file(_base(name)), _dtype(dtype, where)
     shown = logging.is_progress_bar_enabled()
     if Path(source).is_dir():
         logging.disable_progress_bar()  # nothing is downloaded
     try:
         tokenizer = AutoTokenizer.from_pretrained(_tokenizer_source(name), trust_remote_code=False)
         if file is not None:
-            held = own_dtype(file) if held == "auto" else held
-        if kept and file is not None:
-            from selfspec.models.gguf_kept import kept_model
+            torch_dtype = own_dtype(file) if torch_dtype == "auto" else torch_dtype
+        if keep_quantized and file is not None:
+            from selfspec.models.gguf_kept import load_quantized_gguf
 
-            model, missing = kept_model(file), []
+            model, missing = load_quantized_gguf(file), []
         else:
-            lies = {"pretrained_model_name_or_path": source} if file is None else weights(file, held)
+            lies = {"pretrained_model_name_or_path": source} if file is None else weights(file, torch_dtype)
             model, loaded = AutoModelForCausalLM.from_pretrained(
-                dtype=held, output_loading_info=True, trust_remote_code=False, **lies, **spread
+                dtype=torch_dtype, output_loading_info=True, trust_remote_code=False, **lies, **spread
             )
             missing = sorted(loaded["missing_keys"])
         if _base(name) != name:

@@ -76,7 +76,7 @@ def bytes_of(bits: Bits, out: int, into: int) -> int:
     return out * into + 2 * out if bits == 8 else out * into // 2 + 4 * out * (into // (groups_of(into) or into))
 
 
-def roundable(modules: Sequence[Any], bits: Bits) -> bool:
+def is_quantizable(modules: Sequence[Any], bits: Bits) -> bool:
     """Return whether linears can be quantised: weights readable, of more than `bits`, and divisible into groups."""
     if not all(map(is_readable, modules)) or any((getattr(module, "bits", None) or 16) <= bits for module in modules):
         return False
@@ -94,8 +94,8 @@ Kernel = Callable[[QuantizedWeight, torch.dtype], Call]
 
 def fake(weight: QuantizedWeight, dtype: torch.dtype) -> Call:
     """Return the product with the dequantised weight in the model's dtype, the reference for other kernels."""
-    whole = weight.weight(dtype).t()
-    return lambda x: x.to(dtype) @ whole
+    dequantized = weight.weight(dtype).t()
+    return lambda x: x.to(dtype) @ dequantized
 
 
 class FusedQuantizedLinear:
@@ -127,21 +127,21 @@ class LowPrecisionLinear(PartLinear):
 
     def __init__(
         self,
-        whole: FusedQuantizedLinear,
+        fused: FusedQuantizedLinear,
         start: int,
         linear: Any,
         again: Callable[[Tensor, Tensor | None], FusedQuantizedLinear],
     ) -> None:
-        super().__init__(whole, start, linear)
+        super().__init__(fused, start, linear)
         self._again, self._source = again, [linear]  # in a list, so that it is not registered as a submodule
-        self.register_buffer("place", torch.empty(0, dtype=whole.dtype, device=whole.device), persistent=False)
+        self.register_buffer("place", torch.empty(0, dtype=fused.dtype, device=fused.device), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product `[.., out]` in the dtype of `x` `[.., in]`, flattened to the rows that kernels take."""
         rows = super().forward(x.reshape(-1, self.in_features)).to(x.dtype)
         return rows.view(*x.shape[:-1], self.out_features) if x.dim() != 2 else rows
 
-    def over(self, outputs: Tensor) -> Call:
+    def with_outputs(self, outputs: Tensor) -> Call:
         """Return the product with only the rows `outputs` of the weight, quantised anew."""
         (source,) = self._source
         bias = None if source.bias is None else source.bias.detach().index_select(0, outputs)
@@ -155,7 +155,7 @@ def quantize_group(group: Group, bits: Bits, kernel: Kernel, change: Tensor | No
     `change` `[out, in]`, over the concatenated outputs, is added to the weights before they are quantised.
     """
 
-    def whole(weight: Tensor, bias: Tensor | None) -> FusedQuantizedLinear:
+    def fused_linear(weight: Tensor, bias: Tensor | None) -> FusedQuantizedLinear:
         return FusedQuantizedLinear(weight, bias, bits, kernel)
 
     modules = group.modules
@@ -166,9 +166,9 @@ def quantize_group(group: Group, bits: Bits, kernel: Kernel, change: Tensor | No
             [w.new_zeros(len(w)) if m.bias is None else m.bias for w, m in zip(weights, modules, strict=True)]
         )
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    together, start = whole(weight if change is None else weight + change.to(weight), bias), 0
-    found: dict[str, LowPrecisionLinear] = {}
+    together, start = fused_linear(weight if change is None else weight + change.to(weight), bias), 0
+    quantized: dict[str, LowPrecisionLinear] = {}
     for name, module in zip(group.names, modules, strict=True):
-        found[name] = LowPrecisionLinear(together, start, module, whole)
+        quantized[name] = LowPrecisionLinear(together, start, module, fused_linear)
         start += module.out_features
-    return replace(group, parent=SimpleNamespace(**found)), together.bytes
+    return replace(group, parent=SimpleNamespace(**quantized)), together.bytes

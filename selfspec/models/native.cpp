@@ -71,27 +71,27 @@ struct Pass {
 };
 
 // `n` tokens of one sequence. Its slots lie in blocks of `Place::stride`, whose numbers are in `blocks`. A token sees the
-// slots up to its own, or, with a `mask` [n, seen - from] of 0 and -inf, which is added to scores, all those before
-// `from`, and of those from there on what it shows. No slot from `seen` on is seen.
+// slots up to its own, or, with a `mask` [n, kv_len - from] of 0 and -inf, which is added to scores, all those before
+// `from`, and of those from there on what it shows. No slot from `kv_len` on is visible.
 struct Segment {
-    int64_t n, seen, from;
+    int64_t n, kv_len, from;
     const int64_t *blocks;
     const float *mask;
 };
 
 // Where a pass's `n` tokens stand, those of a segment one after the other. `cos`, `sin` [positions, head_dim]; keys
-// [layers, blocks, kv_heads, head_dim, stride] and values [layers, blocks, kv_heads, stride, head_dim]. `seen`: the most
+// [layers, blocks, kv_heads, head_dim, stride] and values [layers, blocks, kv_heads, stride, head_dim]. `kv_len`: the most
 // that a segment has.
 struct Place {
-    int64_t n, seen, stride, each_layer;  // numbers from a layer's keys to the next one's
+    int64_t n, kv_len, stride, each_layer;  // numbers from a layer's keys to the next one's
     int64_t segments;
     const Segment *segment;
     const int64_t *positions, *slots;
     const float *cos, *sin;
     void *keys, *values;
-    int64_t keeps;  // streams that are kept, each [n, hidden], one after the other in `kept`
-    const int64_t *keep;  // the layers that they enter
-    float *kept;
+    int64_t num_captured;  // residual streams to copy, each [n, hidden], one after the other to `captured`
+    const int64_t *captured_layers;  // the layers whose input each of them is
+    float *captured;
 };
 
 INLINE floats at(const float *p) { return *(const floats *)p; }
@@ -604,12 +604,12 @@ INLINE void turn(float *head, const float *cos, const float *sin, int64_t d) {  
 constexpr int QUERIES = 4;  // that read a key head at once
 
 // Floats that a query's scores are kept in: whole vectors, also beyond the last slot.
-static int64_t score_floats(const Place &place) { return (place.seen + V) / V * V + V; }
+static int64_t score_floats(const Place &place) { return (place.kv_len + V) / V * V + V; }
 
 // A query head: `q` [d], what it sees, where its scores are kept, and where its output [d] goes. `mask`: from slot `from`.
 struct Query {
     const float *q, *mask;
-    int64_t seen, from;
+    int64_t kv_len, from;
     float *scores, *out;
 };
 
@@ -637,25 +637,25 @@ INLINE void score(const Query *query, const T *keys, int64_t s, int64_t stride, 
     for (int i = 0; i < B; i++, lane += V)
         for (int j = 0; j < Q; j++) {
             const float *mask = query[j].mask;
-            const int64_t from = s + i * V, to = from + V < query[j].seen ? from + V : query[j].seen;
+            const int64_t from = s + i * V, to = from + V < query[j].kv_len ? from + V : query[j].kv_len;
             floats x = a[j][i];
             if (mask)
                 for (int64_t l = from > query[j].from ? from : query[j].from; l < to; l++) x[l - from] += mask[l - query[j].from];
-            x = lane < (int)query[j].seen ? x : floats{} - INFINITY;
+            x = lane < (int)query[j].kv_len ? x : floats{} - INFINITY;
             *(floats *)(query[j].scores + from) = x;
             most[j] = x > most[j] ? x : most[j];
         }
 }
 
-// N vectors, from k on, of the Q queries' outputs. Slots are summed one by one: those that are not seen, between those
+// N vectors, from k on, of the Q queries' outputs. Slots are summed one by one: those that are masked, between those
 // that are, change nothing, so that a token gives the same bits in a tree and in a chain.
 template <typename T, int Q, int N>
-INLINE void mix(const Query *query, const Head<T> &head, int64_t seen, int64_t d, int64_t k) {
+INLINE void mix(const Query *query, const Head<T> &head, int64_t kv_len, int64_t d, int64_t k) {
     floats o[Q][N] = {};
     float sum[Q] = {};
-    for (int64_t first = 0, b = 0; first < seen; first += head.stride, b++) {
+    for (int64_t first = 0, b = 0; first < kv_len; first += head.stride, b++) {
         const T *values = head.values + head.blocks[b] * head.each;
-        const int64_t end = seen - first < head.stride ? seen - first : head.stride;
+        const int64_t end = kv_len - first < head.stride ? kv_len - first : head.stride;
         for (int64_t s = 0; s < end; s++) {
             for (int i = 0; i < N; i++) {
                 floats value = at(values + s * d + k + i * V);
@@ -668,19 +668,19 @@ INLINE void mix(const Query *query, const Head<T> &head, int64_t seen, int64_t d
         for (int i = 0; i < N; i++) *(floats *)(query[j].out + k + i * V) = o[j][i] / sum[j];
 }
 
-// Attention of Q queries over one key head. What lies beyond what is seen, in spare slots too, is read and does not count.
+// Attention of Q queries over one key head. Slots beyond `kv_len`, spare ones too, are read with weight 0.
 template <typename T, int Q>
 static void attend(const Query *query, const Head<T> &head, int64_t d) {
     floats most[Q];
-    int64_t seen = 0;
+    int64_t kv_len = 0;
     for (int j = 0; j < Q; j++) {
         most[j] = floats{} - INFINITY;
-        if (query[j].seen > seen) seen = query[j].seen;
+        if (query[j].kv_len > kv_len) kv_len = query[j].kv_len;
     }
     constexpr int B = Q > 1 ? 2 : 4;
-    for (int64_t first = 0, b = 0; first < seen; first += head.stride, b++) {
+    for (int64_t first = 0, b = 0; first < kv_len; first += head.stride, b++) {
         const T *keys = head.keys + head.blocks[b] * head.each;
-        const int64_t end = seen - first < head.stride ? seen - first : head.stride;
+        const int64_t end = kv_len - first < head.stride ? kv_len - first : head.stride;
         int64_t s = 0;
         for (; s + B * V <= end; s += B * V) score<T, Q, B>(query, keys + s, first + s, head.stride, d, most);
         for (; s < end; s += V) score<T, Q, 1>(query, keys + s, first + s, head.stride, d, most);
@@ -688,18 +688,18 @@ static void attend(const Query *query, const Head<T> &head, int64_t d) {
     for (int j = 0; j < Q; j++) {
         float largest = most[j][0];
         for (int i = 1; i < V; i++) largest = most[j][i] > largest ? most[j][i] : largest;
-        for (int64_t s = 0; s < seen; s += V) *(floats *)(query[j].scores + s) = exponential(at(query[j].scores + s) - largest);
+        for (int64_t s = 0; s < kv_len; s += V) *(floats *)(query[j].scores + s) = exponential(at(query[j].scores + s) - largest);
     }
     int64_t k = 0;
-    for (; k + 4 * V <= d; k += 4 * V) mix<T, Q, 4>(query, head, seen, d, k);
-    for (; k < d; k += V) mix<T, Q, 1>(query, head, seen, d, k);
+    for (; k + 4 * V <= d; k += 4 * V) mix<T, Q, 4>(query, head, kv_len, d, k);
+    for (; k < d; k += V) mix<T, Q, 1>(query, head, kv_len, d, k);
 }
 
 // Attention's share of a segment: key heads times the queries that read one at once, by number.
 struct Shares {
     int64_t of_head, each, parts, items, cost;
     Shares(const Pass &p, const Segment &segment, int64_t each)
-        : of_head(segment.n * (p.heads / p.kv_heads)), each(each), parts((of_head + each - 1) / each), items(p.kv_heads * parts), cost(segment.seen + 4 * V) {}
+        : of_head(segment.n * (p.heads / p.kv_heads)), each(each), parts((of_head + each - 1) / each), items(p.kv_heads * parts), cost(segment.kv_len + 4 * V) {}
 };
 
 // One of them: of the queries of the tokens from `first` on.
@@ -710,9 +710,9 @@ static void attend_one(const Pass &p, const Place &place, const Segment &segment
     Query query[QUERIES];
     for (int64_t j = from; j < to; j++) {
         const int64_t i = j / group, r = first + i, h = head * group + j % group;
-        const float *mask = segment.mask ? segment.mask + i * (segment.seen - segment.from) : nullptr;
-        const int64_t seen = mask ? segment.seen : place.slots[r] + 1;
-        query[j - from] = Query{qkv + r * width + h * d, mask, seen, segment.from, scores + (j - from) * room, mixed + (r * p.heads + h) * d};
+        const float *mask = segment.mask ? segment.mask + i * (segment.kv_len - segment.from) : nullptr;
+        const int64_t kv_len = mask ? segment.kv_len : place.slots[r] + 1;
+        query[j - from] = Query{qkv + r * width + h * d, mask, kv_len, segment.from, scores + (j - from) * room, mixed + (r * p.heads + h) * d};
     }
     const int64_t at = head * place.stride * d;
     const Head<T> read = {keys + at, values + at, segment.blocks, place.stride, p.kv_heads * place.stride * d};
@@ -773,9 +773,9 @@ static void run(const Pass &p, const Place &place, float *stream, float *shared,
     float *qkv = shared, *mixed = qkv + n * width, *activated = mixed + n * p.heads * d, *scores = own + n * D;
     float *gate_up = activated + n * I;
     for (int64_t l = 0; l < p.layers; l++) {
-        for (int64_t k = 0; k < place.keeps; k++)
-            if (place.keep[k] == l)
-                for (int64_t i = team.share(n * D, 16); i < team.end(n * D, 16); i++) place.kept[k * n * D + i] = stream[i];
+        for (int64_t k = 0; k < place.num_captured; k++)
+            if (place.captured_layers[k] == l)
+                for (int64_t i = team.share(n * D, 16); i < team.end(n * D, 16); i++) place.captured[k * n * D + i] = stream[i];
         const Layer &layer = p.layer[l];
         T *keys = (T *)place.keys + l * place.each_layer, *values = (T *)place.values + l * place.each_layer;
         if (layer.qkv) {

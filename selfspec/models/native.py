@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfspec.models.linears import Call, Group, PartLinear, Wrapped, is_exact, is_plain, join_, whole_of
+from selfspec.models.linears import Call, Group, PartLinear, Wrapped, is_exact, is_plain, join_, joined_tensor
 from selfspec.models.low_precision import QuantizedWeight
 from selfspec.models.native_library import library
 
@@ -60,7 +60,7 @@ class Segment(ctypes.Structure):
     """`native.cpp`'s structure of the tokens of one sequence in a pass."""
 
     _fields_: ClassVar = [
-        *((name, c_int64) for name in ("n", "seen", "first")),
+        *((name, c_int64) for name in ("n", "kv_len", "first")),
         *((name, c_void_p) for name in ("blocks", "mask")),
     ]
 
@@ -69,11 +69,11 @@ class SlotsStruct(ctypes.Structure):
     """`native.cpp`'s structure of a pass's positions, cache slots, RoPE tables and cache pointers."""
 
     _fields_: ClassVar = [
-        *((name, c_int64) for name in ("n", "seen", "stride", "each_layer", "segments")),
+        *((name, c_int64) for name in ("n", "kv_len", "stride", "each_layer", "segments")),
         *((name, c_void_p) for name in ("segment", "positions", "slots", "cos", "sin", "keys", "values")),
-        ("keeps", c_int64),
-        ("keep", c_void_p),
-        ("kept", c_void_p),
+        ("num_captured", c_int64),
+        ("captured_layers", c_void_p),
+        ("captured", c_void_p),
     ]
 
 
@@ -95,7 +95,7 @@ class NativeProduct:
     """
 
     def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> None:
-        self._of = weight
+        self._weight = weight
         self._wide: Tensor | None = None  # the transposed weight, for many rows
         scale = None
         if isinstance(weight, QuantizedWeight):
@@ -107,7 +107,7 @@ class NativeProduct:
                 scale = torch.stack([scale, zero], -1)
                 halves = values.view(self.out, -1, 2, 16)
                 values = halves[:, :, 0] | (halves[:, :, 1] << 4)
-                self._of = replace(weight, values=values, scale=scale[..., 0], zero=scale[..., 1])
+                self._weight = replace(weight, values=values, scale=scale[..., 0], zero=scale[..., 1])
         else:
             values, kind, group = weight, KINDS[weight.dtype], 0
             self.out, self.into = weight.shape
@@ -118,8 +118,8 @@ class NativeProduct:
         self._multiply, self._multiply_many = library().selfspec_multiply, library().selfspec_multiply_many
         self.values = values
         self.bias = bias if bias is None or bias.dtype in KINDS else bias.float()
-        self._held = (self.values, scale, self.bias)
-        pointers = [None if t is None else t.data_ptr() for t in self._held]
+        self._tensors = (self.values, scale, self.bias)
+        pointers = [None if t is None else t.data_ptr() for t in self._tensors]
         bias_kind = 0 if self.bias is None else KINDS[self.bias.dtype]
         self.described = Weight(kind, self.out, self.into, group, bias_kind, *pointers)
         self.address = ctypes.addressof(self.described)
@@ -158,23 +158,23 @@ class NativeProduct:
     def _of_many(self, x: Tensor) -> Tensor:
         if self.values.dtype == x.dtype == torch.float32 and x.stride(1) == 1:
             out = torch.empty(len(x), self.out)
-            at = x.data_ptr(), x.stride(0), out.data_ptr(), self.out, len(x)
-            if self._multiply_many(self.address, *at, torch.get_num_threads()):
+            args = x.data_ptr(), x.stride(0), out.data_ptr(), self.out, len(x)
+            if self._multiply_many(self.address, *args, torch.get_num_threads()):
                 return out if self.bias is None else out.add_(self.bias)
         if self.values.dtype != torch.float32 and not torch_has_bfloat16():
             return self.batch_invariant(x)
         if self._wide is None:
-            weight = self._given()
+            weight = self._unpacked_weight()
             self._wide = (weight.weight(torch.bfloat16) if isinstance(weight, QuantizedWeight) else weight).t()
         out = x.to(self._wide.dtype) @ self._wide
         return (out if self.bias is None else out + self.bias).to(x.dtype)
 
-    def _given(self) -> Tensor | QuantizedWeight:
+    def _unpacked_weight(self) -> Tensor | QuantizedWeight:
         """Return the weight that this product was made of; an int4 weight is unpacked."""
-        if isinstance(self._of, Tensor) or self._of.bits == 8:
-            return self._of
+        if isinstance(self._weight, Tensor) or self._weight.bits == 8:
+            return self._weight
         halves = self.values.view(self.out, -1, 1, 16)
-        return replace(self._of, values=torch.cat([halves & 15, (halves >> 4) & 15], 2).view(self.out, self.into))
+        return replace(self._weight, values=torch.cat([halves & 15, (halves >> 4) & 15], 2).view(self.out, self.into))
 
     @property
     def product(self) -> NativeProduct:
@@ -183,13 +183,13 @@ class NativeProduct:
 
     def with_bias(self, bias: Tensor) -> NativeProduct:
         """Return a product with the same weight and a bias `[out]`."""
-        return NativeProduct(self._given(), bias)
+        return NativeProduct(self._unpacked_weight(), bias)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeProduct:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NativeProduct, (self._given(), self.bias)
+        return NativeProduct, (self._unpacked_weight(), self.bias)
 
 
 class NativeLinear(PartLinear):
@@ -198,25 +198,25 @@ class NativeLinear(PartLinear):
     Called as a module it computes as before. The runtime does so too once the weight has been moved or cast.
     """
 
-    whole: NativeProduct
+    fused: NativeProduct
     readable: ClassVar[bool] = True
 
-    def __init__(self, whole: NativeProduct, start: int, linear: nn.Linear) -> None:
-        super().__init__(whole, start, linear)
+    def __init__(self, fused: NativeProduct, start: int, linear: nn.Linear) -> None:
+        super().__init__(fused, start, linear)
         self.weight, self.bias = linear.weight, linear.bias
 
     @property
     def current(self) -> bool:
-        """Whether this module's weight and bias are still parts of those of `whole`."""
-        return self._is_part(self.weight, self.whole.values) and self._is_part(self.bias, self.whole.bias)
+        """Whether this module's weight and bias are still parts of those of `fused`."""
+        return self._is_part(self.weight, self.fused.values) and self._is_part(self.bias, self.fused.bias)
 
-    def _is_part(self, mine: Tensor | None, whole: Tensor | None) -> bool:
-        if mine is None or whole is None:
-            return mine is whole
-        at = whole.data_ptr() + self.start * whole.stride(0) * whole.element_size()
-        return mine.dtype == whole.dtype and mine.data_ptr() == at
+    def _is_part(self, mine: Tensor | None, fused_tensor: Tensor | None) -> bool:
+        if mine is None or fused_tensor is None:
+            return mine is fused_tensor
+        address = fused_tensor.data_ptr() + self.start * fused_tensor.stride(0) * fused_tensor.element_size()
+        return mine.dtype == fused_tensor.dtype and mine.data_ptr() == address
 
-    def over(self, outputs: Tensor) -> Call | None:
+    def with_outputs(self, outputs: Tensor) -> Call | None:
         """Return the product with a copy of the rows `outputs` of the weight; None if the weight was moved or cast."""
         if not self.current or not is_plain(self):
             return None
@@ -247,13 +247,13 @@ def nativise_(group: Group) -> None:
         module.weight.data = module.weight.data.contiguous()
     join_(group)
     modules = group.modules
-    weight = whole_of([module.weight.detach() for module in modules])
+    weight = joined_tensor([module.weight.detach() for module in modules])
     if weight is None or any((module.bias is None) != (modules[0].bias is None) for module in modules):
         for name in group.names if len(modules) > 1 else ():
             nativise_(Group(group.parent, (name,)))
         return
-    bias = None if modules[0].bias is None else whole_of([module.bias.detach() for module in modules])
-    whole, start = NativeProduct(weight, bias), 0
+    bias = None if modules[0].bias is None else joined_tensor([module.bias.detach() for module in modules])
+    fused, start = NativeProduct(weight, bias), 0
     for name, module in zip(group.names, modules, strict=True):
-        setattr(group.parent, name, NativeLinear(whole, start, module))
+        setattr(group.parent, name, NativeLinear(fused, start, module))
         start += module.out_features

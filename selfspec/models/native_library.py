@@ -37,10 +37,10 @@ _PATIENCE = 120  # timeout of the compiler in seconds
 
 def library() -> Any:
     """Return the compiled functions. Raises `SelfspecError` with the reason if there are none."""
-    found = _library(os.environ.get("SELFSPEC_NATIVE", ""), os.environ.get("CXX", ""))
-    if isinstance(found, str):
-        raise SelfspecError(found)
-    return found
+    loaded = _library(os.environ.get("SELFSPEC_NATIVE", ""), os.environ.get("CXX", ""))
+    if isinstance(loaded, str):
+        raise SelfspecError(loaded)
+    return loaded
 
 
 def available() -> bool:
@@ -109,8 +109,8 @@ def _folder() -> Path:
 
 def _known(folder: Path, name: str) -> list[Path]:
     """Return earlier compiled libraries of the size in their name: a truncated library would crash the process."""
-    found = [(file, file.name.split(".")[1]) for file in folder.glob(f"{name}.*.so")]
-    return [file for file, size in found if _own(file) and size == str(file.stat().st_size)]
+    candidates = [(file, file.name.split(".")[1]) for file in folder.glob(f"{name}.*.so")]
+    return [file for file, size in candidates if _own(file) and size == str(file.stat().st_size)]
 
 
 def _own(path: Path) -> bool:
@@ -147,14 +147,14 @@ def _compile(command: Sequence[str], folder: Path, name: str) -> Path | str:
     return f"{shlex.join(command)} failed{': ' * bool(problem)}{problem}; {_OTHERWISE}"
 
 
-def _typed(found: Any) -> Any:
+def _typed(lib: Any) -> Any:
     pointer, number = c_void_p, c_int64
-    found.selfspec_vector.argtypes, found.selfspec_vector.restype = [], number
-    found.selfspec_multiply.argtypes = [pointer, pointer, number, pointer, number, number, number, number]
-    found.selfspec_multiply.restype = None
-    found.selfspec_multiply_many.argtypes = [pointer, pointer, number, pointer, number, number, number]
-    found.selfspec_multiply_many.restype = number
-    found.selfspec_scratch.argtypes, found.selfspec_scratch.restype = [pointer, pointer, number], number
-    found.selfspec_pass.argtypes = [pointer, pointer, pointer, pointer, pointer, number]
-    found.selfspec_pass.restype = None
-    return found
+    lib.selfspec_vector.argtypes, lib.selfspec_vector.restype = [], number
+    lib.selfspec_multiply.argtypes = [pointer, pointer, number, pointer, number, number, number, number]
+    lib.selfspec_multiply.restype = None
+    lib.selfspec_multiply_many.argtypes = [pointer, pointer, number, pointer, number, number, number]
+    lib.selfspec_multiply_many.restype = number
+    lib.selfspec_scratch.argtypes, lib.selfspec_scratch.restype = [pointer, pointer, number], number
+    lib.selfspec_pass.argtypes = [pointer, pointer, pointer, pointer, pointer, number]
+    lib.selfspec_pass.restype = None
+    return lib

@@ -54,13 +54,13 @@ class Norms:
         """Return a norm of a stream on `device`. It keeps a copy of its weight, which is small, even if offloaded."""
         if not type(module).__name__.endswith("RMSNorm"):
             call = self.rows(module)
-            return lambda x, longer, out: call(x)
+            return lambda x, x_with_eps, out: call(x)
         plain = is_plain(module, offloaded=True) and _eps_of(module) == self._eps and device_of(module) == device
         if not plain or (weight := weight_of(module)) is None or self._dtype not in (None, weight.dtype):
             return _called(module)
         if weight.dtype not in EXACT:
-            rounded = weight.device.type == device.type == "cpu" and self._formula == LLAMAS
-            return RoundedNorm(weight.detach()) if rounded else _called(module)
+            use_rounded_norm = weight.device.type == device.type == "cpu" and self._formula == LLAMAS
+            return RoundedNorm(weight.detach()) if use_rounded_norm else _called(module)
         norm = ScaledNorm(weight.detach().to(device), self._formula.plus)
         self._made.add(norm)
         return norm
@@ -128,9 +128,9 @@ class ScaledNorm:
             torch.add(self._source, self._plus, out=self.weight)
         torch.mul(self.weight, len(self.weight) ** 0.5, out=self._scaled)
 
-    def __call__(self, x: Tensor, longer: Tensor, out: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, x_with_eps: Tensor, out: Tensor) -> Tensor:
         """Return the normalised rows of `x`."""
-        return torch.mul(x, self._scaled, out=out).div_(torch.linalg.vector_norm(longer, dim=-1, keepdim=True))
+        return torch.mul(x, self._scaled, out=out).div_(torch.linalg.vector_norm(x_with_eps, dim=-1, keepdim=True))
 
 
 class RoundedNorm:
@@ -142,13 +142,13 @@ class RoundedNorm:
     def __init__(self, weight: Tensor) -> None:
         self.weight, self._share = weight, len(weight) ** -0.5
 
-    def __call__(self, x: Tensor, longer: Tensor, out: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, x_with_eps: Tensor, out: Tensor) -> Tensor:
         """Return the normalised rows of `x`."""
-        norm = torch.linalg.vector_norm(longer, dim=-1, keepdim=True, dtype=torch.float32).mul_(self._share)
+        norm = torch.linalg.vector_norm(x_with_eps, dim=-1, keepdim=True, dtype=torch.float32).mul_(self._share)
         return torch.div(x, norm, out=out).mul_(self.weight)
 
 
 def _called(module: nn.Module) -> Norm:
     """Return a norm that calls the module itself, for modules with hooks or an unknown formula."""
     call = on_rows(module)
-    return lambda x, longer, out: call(x)
+    return lambda x, x_with_eps, out: call(x)

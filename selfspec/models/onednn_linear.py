@@ -53,7 +53,7 @@ class PackedLinear(PartLinear):
     before, but neither trained nor moved.
     """
 
-    whole: Packed
+    fused: Packed
     readable: ClassVar[bool] = True
 
     def __init__(self, packed: Packed, start: int, linear: nn.Linear) -> None:
@@ -67,7 +67,7 @@ class PackedLinear(PartLinear):
     @property
     def packed(self) -> Packed:
         """The packed weight of all linears fused with this one."""
-        return self.whole
+        return self.fused
 
     @property
     def weight(self) -> Tensor:

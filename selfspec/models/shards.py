@@ -46,18 +46,18 @@ def parallel_options(identity: Identity, among: int) -> dict[str, Any]:
         raise SelfspecError("tensor parallel wants a newer transformers; 5.23 has what it takes") from error
 
 
-def check_whole(model: Any, what: str) -> None:
+def check_unsharded(model: Any, what: str) -> None:
     """Raise `SelfspecError` if a model is tensor parallel, as `what` reads whole weights."""
     if is_sharded(model):
         raise SelfspecError(f"{what} cannot be had in tensor parallel, where no process has the whole model")
 
 
-def whole_weight(weight: Tensor) -> Tensor:
+def full_weight(weight: Tensor) -> Tensor:
     """Return the full weight, gathered from all processes, each of which has to call this function."""
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
-def own_weight(weight: Tensor) -> Tensor:
+def local_weight(weight: Tensor) -> Tensor:
     """Return this process's shard of a weight."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
@@ -114,13 +114,13 @@ def _local(module: Any) -> Any:
     """Return this process's shard of a linear as a plain one; only the first process has the bias of a partial sum."""
     if type(module) is not nn.Linear or not hasattr(module.weight, "to_local"):
         return module
-    weight = own_weight(module.weight)
+    weight = local_weight(module.weight)
     bias: Tensor | None = None if _cuts_inputs(module) and dist.get_rank() > 0 else module.bias
-    found = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    found.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    shard = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    shard.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if bias is not None:
-        found.bias = nn.Parameter(own_weight(bias).detach(), requires_grad=False)
-    return found
+        shard.bias = nn.Parameter(local_weight(bias).detach(), requires_grad=False)
+    return shard
 
 
 class Summed(nn.Module):

@@ -22,7 +22,7 @@ from selfspec.models.linears import Call, Moved
 from selfspec.models.low_precision import Kernel
 from selfspec.models.norms import Norm, Norms
 from selfspec.models.quantized_sublayers import QuantizedSublayers
-from selfspec.models.shards import is_sharded, local_parts, local_sizes, whole_weight
+from selfspec.models.shards import full_weight, is_sharded, local_parts, local_sizes
 from selfspec.models.sizes import Sizes
 from selfspec.types.identity import Identity
 
@@ -40,9 +40,9 @@ class Skeleton:
     `embed` maps token ids `[B, n]` to the residual stream `[B, n, D]`. `blocks` are the layers. `norm` and `head`
     compute logits from rows of the stream. `head_over` makes a head that computes only some tokens' logits, if the
     head's weight can be read. `attention_specs` are the layers' windows and RoPE. `scaling` multiplies the products of
-    queries and keys. `context` is the number of supported positions, and `limit` the reason for that number. `ends` are
-    the end tokens. `device` is the device of input tokens and output logits. `norms` keeps the stream's norms up to
-    date. `lowered` makes quantised sub-layers and heads.
+    queries and keys. `context` is the number of supported positions, and `context_reason` the reason for that number.
+    `ends` are the end tokens. `device` is the device of input tokens and output logits. `norms` keeps the stream's
+    norms up to date. `quantizer` makes quantised sub-layers and heads.
     """
 
     embed: Call
@@ -55,16 +55,16 @@ class Skeleton:
     identity: Identity
     sizes: Sizes
     context: int
-    limit: str
+    context_reason: str
     ends: frozenset[int]
     device: torch.device
     norms: Norms
-    lowered: QuantizedSublayers
+    quantizer: QuantizedSublayers
 
     @property
     def parts(self) -> Parts:
         """The model's modules."""
-        return self.lowered.parts
+        return self.quantizer.parts
 
     @property
     def gain(self) -> Tensor:
@@ -110,11 +110,11 @@ def read_skeleton(model: Any, *, kernel: Kernel | None = None) -> Skeleton:
         identity=read_identity(config).model_copy(update={"fingerprint": _fingerprint(parts)}),
         sizes=sizes,
         context=context,
-        limit=limit,
+        context_reason=limit,
         ends=ends_of(model),
         device=device_of(parts.embedding),
         norms=norms,
-        lowered=QuantizedSublayers(family, local_parts(model, parts), norms, kernel),
+        quantizer=QuantizedSublayers(family, local_parts(model, parts), norms, kernel),
     )
 
 
@@ -173,8 +173,8 @@ def context_of(config: Any) -> tuple[int, str]:
     for rope in _ropes(config):
         kind = rope.get("rope_type", "default")
         if kind in LENGTH_DEPENDENT_ROPES:
-            held = (rope, vars(config))
-            original = next((of[ORIGINAL] for of in held if of.get(ORIGINAL)), context)
+            sources = (rope, vars(config))
+            original = next((source[ORIGINAL] for source in sources if source.get(ORIGINAL)), context)
             if original < context:
                 context, limit = int(original), f"the original length of '{kind}' rope, beyond which keys would change"
         elif kind not in ROPES:
@@ -186,7 +186,7 @@ def context_of(config: Any) -> tuple[int, str]:
 def _ropes(config: Any) -> list[dict[str, Any]]:
     """Return a configuration's RoPE parameters: one entry for all layers, or one for each layer type."""
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [of for of in rope.values() if isinstance(of, dict)]
+    kinds = [rope_params for rope_params in rope.values() if isinstance(rope_params, dict)]
     return kinds or [rope]
 
 
@@ -214,6 +214,6 @@ def _fingerprint(parts: Parts) -> str | None:
             weight = None if getattr(module, "bits", None) else weight_of(module)
             if weight is None or not is_dense(weight) or not weight.is_floating_point():
                 return None
-            values = whole_weight(weight).detach().flatten()[:64].to("cpu", torch.bfloat16).view(torch.int16)
+            values = full_weight(weight).detach().flatten()[:64].to("cpu", torch.bfloat16).view(torch.int16)
             digest.update(values.numpy().tobytes())
     return digest.hexdigest()[:16]

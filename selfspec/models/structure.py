@@ -58,7 +58,7 @@ class Outline:
     identity: Identity
     sizes: Sizes
     context: int
-    limit: str
+    context_reason: str
     ends: frozenset[int]
     device: torch.device
     name: str
@@ -77,7 +77,7 @@ class Outline:
         )
 
     @property
-    def lowered(self) -> Any:
+    def quantizer(self) -> Any:
         """The factory of quantised sub-layers. Raises `UnsupportedModelError`."""
         return self.parts
 
@@ -99,7 +99,7 @@ def read_outline(model: Any, kv_heads: int, head_dim: int) -> Outline:
         identity=identity,
         sizes=Sizes(*sizes, 1e-6, embedding.weight.dtype),
         context=context,
-        limit=limit,
+        context_reason=limit,
         ends=ends_of(model),
         device=device_of(embedding),
         name=f"{type(model).__name__} (model_type {config.model_type!r})",

@@ -13,7 +13,7 @@ from selfspec.basics.errors import SelfspecError
 _UNFINISHED = "\ufffd"  # the decoding of an incomplete character
 
 
-class Words(Protocol):
+class TokenMap(Protocol):
     """The common tokens of two vocabularies, `[m]`: `ours[i]` and `theirs[i]` are the same token."""
 
     ours: Tensor
@@ -23,7 +23,7 @@ class Words(Protocol):
         """Tokenise a text of our tokens in the other vocabulary; None if the text ends within a character."""
 
 
-class SharedWords:
+class TokenizerMap:
     """The tokens that stand for the same bytes in two tokenizers.
 
     Texts are tokenised anew by the other tokenizer, without special tokens, unless the vocabularies are the same.
@@ -33,7 +33,7 @@ class SharedWords:
     def __init__(self, ours: Any, theirs: Any, *, sizes: tuple[int, int]) -> None:
         """Compare two tokenizers; `sizes` are the models' vocabulary sizes, which may differ from the tokenizers'."""
         self._ours, self._theirs = ours, theirs
-        mine, other = (_by_text(of, size) for of, size in zip((ours, theirs), sizes, strict=True))
+        mine, other = (_by_text(tokenizer, size) for tokenizer, size in zip((ours, theirs), sizes, strict=True))
         both = sorted((mine[text], other[text]) for text in mine.keys() & other.keys())
         if not both:
             raise SelfspecError("the draft model's tokenizer has no token in common with the model's")
@@ -41,7 +41,7 @@ class SharedWords:
         self.same = ours.get_vocab() == theirs.get_vocab()
 
     def read(self, tokens: Sequence[int]) -> list[int] | None:
-        """Tokenise a text in the other vocabulary, as `Words.read` does."""
+        """Tokenise a text in the other vocabulary, as `TokenMap.read` does."""
         if self.same:
             return list(tokens)
         text = self._ours.decode(list(tokens), skip_special_tokens=True)
@@ -54,23 +54,23 @@ def _by_text(tokenizer: Any, size: int) -> dict[tuple[bool, str], int]:
     """Return token ids by whether they are special and by text, spelt the same for all kinds of tokenizers."""
     bytelevel = _bytes_of_letters() if _is_bytelevel(tokenizer) else None
     special = set(tokenizer.all_special_ids)
-    found = {}
+    token_ids = {}
     for token, number in tokenizer.get_vocab().items():
         if number < size:
-            found[number in special, token if number in special else _spelt(token, bytelevel)] = number
-    return found
+            token_ids[number in special, token if number in special else _spelt(token, bytelevel)] = number
+    return token_ids
 
 
-def spelling(tokenizer: Any) -> Callable[[int], bytes]:
+def token_bytes_of(tokenizer: Any) -> Callable[[int], bytes]:
     """Return a function from a token id to its bytes, which may be part of a character; unknown ids have no bytes."""
     letters = _bytes_of_letters() if _is_bytelevel(tokenizer) else None
     special = set(tokenizer.all_special_ids)
 
     def spelt(token: int) -> bytes:
-        found = tokenizer.convert_ids_to_tokens(token)
-        if found is None:
+        piece = tokenizer.convert_ids_to_tokens(token)
+        if piece is None:
             return b""
-        return found.encode() if token in special else _raw(found, letters)
+        return piece.encode() if token in special else _raw(piece, letters)
 
     return spelt
 

@@ -56,7 +56,7 @@ class SwiftSpec(_ChosenSpec):
     )
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """Short description of the search."""
         return f"looks for what to bypass while decoding (SWIFT){self._guesses}"
 
@@ -71,7 +71,7 @@ class ClaspSpec(_ChosenSpec):
     every: Annotated[int, Field(ge=1)] = Field(16, description="Rounds between choices of the skip set.")
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """Short description: the number of bypassed layers."""
         layers = "half of the layers" if self.skip_layers is None else f"{self.skip_layers} layers"
         return f"bypasses {layers}, chosen anew as the text goes (CLaSp){self._guesses}"

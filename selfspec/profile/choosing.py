@@ -25,10 +25,10 @@ def choose_profile(identity: Identity, profile: str | Profile, method: str | Non
     With a `method`, returns the method's profile. Raises `SelfspecError` as `by_method` does.
     """
     if profile == "auto":
-        found = next((p for p in shipped_for(identity).values() if not p.slower), None)
+        chosen = next((p for p in shipped_for(identity).values() if not p.slower), None)
     else:
-        found = profile if isinstance(profile, Profile) else None
-    return found if method is None else by_method(method, found, identity)
+        chosen = profile if isinstance(profile, Profile) else None
+    return chosen if method is None else by_method(method, chosen, identity)
 
 
 def shipped_for(identity: Identity) -> dict[str, Profile]:
@@ -54,7 +54,7 @@ def _measured_on(profile: Profile, identity: Identity) -> bool:
     return profile.model.mismatch(identity) is None
 
 
-def guessing(
+def with_lookup_files(
     profile: Profile | None, identity: Identity, store: str | Path | None, answers: str | Path | None
 ) -> Profile | None:
     """Add proposers for a retrieval store and for earlier answers, if named, to a profile, or to a plain one for None.
@@ -63,4 +63,4 @@ def guessing(
     """
     if store is None and answers is None:
         return profile
-    return (profile or Profile(model=identity)).guessing_from(store=store, answers=answers)
+    return (profile or Profile(model=identity)).with_proposers(store=store, answers=answers)

@@ -28,7 +28,7 @@ class Skip(Data):
     mlp: list[Count] = Field([], description="Layers whose MLP is listed, counted from 0.")
 
     @classmethod
-    def of(cls, skip: SkipSet) -> Self:
+    def from_skip_set(cls, skip: SkipSet) -> Self:
         """Convert a skip set to its form in a profile."""
         return cls(attention=list(skip.attention), mlp=list(skip.mlp))
 
@@ -52,7 +52,7 @@ class DraftSpec(Data):
         return True
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """Short description for messages."""
         return f"drafts by {self.kind}"
 
@@ -62,12 +62,12 @@ class DraftSpec(Data):
         return None
 
     @property
-    def single(self) -> Sequence[DraftSpec]:
+    def leaf_specs(self) -> Sequence[DraftSpec]:
         """The single draft specs inside the spec; here, the spec itself."""
         return (self,)
 
     @property
-    def beside(self) -> bool:
+    def may_name_files(self) -> bool:
         """Whether it names files that may lie beside the profile and are not among its `parts`."""
         return False
 
@@ -86,7 +86,7 @@ class PlainSpec(DraftSpec):
         return False
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """Short description of plain decoding."""
         return "drafts nothing"
 
@@ -131,7 +131,7 @@ class GuessesSpec(DraftSpec):
     controller: DraftController = ControllerSpec(name="rate")
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """Short description: the proposers."""
         return f"drafts guesses by {kinds_of(self.proposers)}"
 
@@ -143,7 +143,7 @@ class GuessesSpec(DraftSpec):
 
 def kinds_of(proposers: Sequence[ProposerSpec]) -> str:
     """Return the proposers' kinds as a comma-separated list."""
-    return ", ".join(of.kind for of in proposers)
+    return ", ".join(proposer.kind for proposer in proposers)
 
 
 class RecycleSpec(DraftSpec):
@@ -205,7 +205,7 @@ class LayerSkipSpec(DraftSpec):
     )
 
     @classmethod
-    def of(
+    def from_path(
         cls,
         path: DraftPath | SkipSet,
         controller: ControllerSpec | None = None,
@@ -218,9 +218,9 @@ class LayerSkipSpec(DraftSpec):
         """Build the spec of a draft path or a skip set; the default controller is the adaptive threshold."""
         path = as_path(path)
         return cls(
-            skip=Skip.of(path.skip),
-            int8=Skip.of(path.int8) if len(path.int8) else None,
-            int4=Skip.of(path.int4) if len(path.int4) else None,
+            skip=Skip.from_skip_set(path.skip),
+            int8=Skip.from_skip_set(path.int8) if len(path.int8) else None,
+            int4=Skip.from_skip_set(path.int4) if len(path.int4) else None,
             head=None if path.head == "full" else path.head,
             confidence=confidence,
             controller=controller or ControllerSpec(name="adaptive"),
@@ -238,9 +238,9 @@ class LayerSkipSpec(DraftSpec):
         return DraftPath(skip, vocabulary, int8, int4, self.head or "full")
 
     def _set(self, name: str) -> SkipSet:
-        given: Skip | None = getattr(self, name)
+        sublayers: Skip | None = getattr(self, name)
         try:
-            return SkipSet() if given is None else given.skip_set()
+            return SkipSet() if sublayers is None else sublayers.skip_set()
         except SelfspecError as error:
             raise SelfspecError(str(error).replace("skip.", f"{name}.", 1)) from None
 
@@ -250,12 +250,12 @@ class LayerSkipSpec(DraftSpec):
         return self.path.cheaper
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """Short description: the bypassed and quantised sub-layers, the proposers and trained parts."""
         guesses = f"; guesses by {kinds_of(self.proposers)}" if self.proposers else ""
         guesses += f"; the trained head {self.below.part} below" if self.below else ""
         guesses += f"; with the trained part {self.trained}" if self.trained else ""
-        return f"{self.path.said}{guesses}" if self.drafts else "drafts nothing"
+        return f"{self.path.summary}{guesses}" if self.drafts else "drafts nothing"
 
     def check(self, model: Identity) -> None:
         """Raise `SelfspecError` for a layer or token that the model does not have, or a repeated one."""
@@ -290,9 +290,14 @@ def register_spec(spec: type[DraftSpec]) -> str:
     kind = field.default
     if get_args(field.annotation) != (kind,) or not isinstance(kind, str):
         raise SelfspecError(f'{spec.__name__}: its kind is not said; give it kind: Literal["name"] = "name"')
-    held = _KINDS.get(kind)
-    if held is not None and (held.__module__, held.__qualname__) != (spec.__module__, spec.__qualname__):
-        raise SelfspecError(f"kind '{kind}' of drafts is {held.__module__}.{held.__qualname__}; expected another name")
+    registered = _KINDS.get(kind)
+    if registered is not None and (registered.__module__, registered.__qualname__) != (
+        spec.__module__,
+        spec.__qualname__,
+    ):
+        raise SelfspecError(
+            f"kind '{kind}' of drafts is {registered.__module__}.{registered.__qualname__}; expected another name"
+        )
     _KINDS[kind] = spec
     return kind
 
@@ -311,8 +316,8 @@ def parse_draft(data: Any) -> DraftSpec:
         raise SelfspecError(f"draft: expected a mapping with 'kind' ({known}), got {short(data)}")
     kind = data.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
-        said = f"{short(kind)} is not known" if "kind" in data else "it is left out"
-        raise SelfspecError(f"draft.kind: {said}; known: {known}")
+        problem = f"{short(kind)} is not known" if "kind" in data else "it is left out"
+        raise SelfspecError(f"draft.kind: {problem}; known: {known}")
     return _KINDS[kind].model_validate(data)
 
 

@@ -26,7 +26,7 @@ class InputSpec(_FreeSpec):
     controller: DraftController = ControllerSpec(name="rate")
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """Short description of the draft."""
         return "drafts the rest of the prompt"
 
@@ -45,7 +45,7 @@ class JacobiSpec(_FreeSpec):
     start: Literal["padding", "prompt", "before"] = Field("before", description="Initial guess for unknown positions.")
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """Short description: the method, and the block size."""
         size = "" if self.method == "jacobi" else f", blocks of {self.block}"
         return f"decodes in parallel by {self.method}{size}"
@@ -68,7 +68,7 @@ class LookaheadSpec(_FreeSpec):
         return self
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """Short description: the window and n-gram sizes."""
         return f"looks ahead: window {self.window}, n-grams of {self.ngram}"
 

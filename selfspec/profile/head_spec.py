@@ -37,7 +37,7 @@ class HeadSpec(DraftSpec):
     )
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """Short description: the head, and the proposers of lookup tokens."""
         return f"drafts by the trained head {self.part}" + (
             f"; guesses by {kinds_of(self.proposers)}" if self.proposers else ""

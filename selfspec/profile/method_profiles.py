@@ -33,7 +33,7 @@ def by_method(name: str, profile: Profile | None, model: Identity) -> Profile:
         return (profile or Profile(model=model)).model_copy(update={"draft": draft, "acceptance": None, "also": []})
     if profile is None or not profile.drafts:
         raise SelfspecError(f"method '{name}' needs a profile that drafts; name one, or search one: selfspec search")
-    return profile if name == "skip" else profile.unaided
+    return profile if name == "skip" else profile.path_only
 
 
 def _draft(name: str, profile: Profile | None, model: Identity) -> DraftSpec | None:

@@ -43,7 +43,7 @@ class ModelSpec(DraftSpec):
     proposers: CheckedProposers = None
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """Short description: the draft model, and the proposers of lookup tokens."""
         few = f" in {self.bits.removeprefix('int')} bits" if self.bits else ""
         return f"drafts by the model {self.model}{few}" + (
@@ -51,7 +51,7 @@ class ModelSpec(DraftSpec):
         )
 
     @property
-    def beside(self) -> bool:
+    def may_name_files(self) -> bool:
         """True, since the draft model's folder may lie beside the profile."""
         return True
 

@@ -59,11 +59,11 @@ def check_parts(parts: Mapping[str, ModuleFile], folder: Path) -> None:
     """Raise `SelfspecError` unless each part is a file in `folder` with the recorded SHA-256."""
     for name, part in parts.items():
         try:
-            found = sha256_of(folder / part.file)
+            checksum = sha256_of(folder / part.file)
         except SelfspecError as error:
             raise SelfspecError(f"part {short(name)}: {error}") from None
-        if found != part.sha256:
+        if checksum != part.sha256:
             raise SelfspecError(
                 f"part {short(name)}: {folder / part.file} is another file than the profile was made with: "
-                f"its sha256 begins with {found[:12]}, not {part.sha256[:12]}"
+                f"its sha256 begins with {checksum[:12]}, not {part.sha256[:12]}"
             )

@@ -65,7 +65,7 @@ def read_published(path: Path, key: str | None = None, *, format_name: str = "dr
 def published_profile(skip: SkipSet, model: Identity, published: Published) -> Profile:
     """Build a profile of a published skip set, with the default controller. Raises `SelfspecError` if it cannot fit."""
     skip.check(model.layers)
-    return Profile(model=model, draft=LayerSkipSpec.of(skip), published=published, note=NOTE)
+    return Profile(model=model, draft=LayerSkipSpec.from_path(skip), published=published, note=NOTE)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

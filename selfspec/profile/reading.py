@@ -22,12 +22,12 @@ class _Loader(yaml.SafeLoader):
     """YAML loader that raises an error for a repeated key, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
+        keys = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
+                if key.value in keys:
                     raise yaml.MarkedYAMLError(problem=f"'{key.value}' is given twice", problem_mark=key.start_mark)
-                seen.add(key.value)
+                keys.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -35,7 +35,7 @@ def read_profile(path: Path) -> Profile:
     """Read and check a profile and the parts beside it. Raises `SelfspecError`, which names file and problem."""
     profile = parse_profile(read_text(path), source=str(path))
     try:
-        return profile.read_from(path.parent)
+        return profile.with_folder(path.parent)
     except SelfspecError as error:
         raise SelfspecError(f"{path}: {error}") from None
 
@@ -65,10 +65,10 @@ def parse_profile(text: str, *, source: str) -> Profile:
 def profile_text(profile: Profile) -> str:
     """Return the YAML of a profile; reading it back gives an equal profile."""
     data = profile.model_dump(mode="json", exclude_none=True)
-    for one in (data, *data["also"]):
+    for entry in (data, *data["also"]):
         for empty in ("parts", "also"):
-            if not one[empty]:
-                del one[empty]
+            if not entry[empty]:
+                del entry[empty]
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=110)
 
 

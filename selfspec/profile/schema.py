@@ -23,7 +23,7 @@ from selfspec.profile import model_spec as model_spec
 from selfspec.profile import tree_merge_spec as tree_merge_spec
 from selfspec.profile.draft_spec import DraftSpec, GuessesSpec, LayerSkipSpec, PlainSpec, ProposerSpec, parse_draft
 from selfspec.profile.module_files_spec import ModuleFile, check_parts
-from selfspec.types.acceptance import AcceptanceCurve, PayoffModel, guess
+from selfspec.types.acceptance import AcceptanceCurve, PayoffModel, estimate_payoff
 from selfspec.types.bits import BitsRead, bits_read
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import CostModel
@@ -163,7 +163,7 @@ class Profile(Data):
     @property
     def layer_skip(self) -> LayerSkipSpec:
         """The layer-skip spec of the draft; for other kinds of draft, one that runs all sub-layers in full."""
-        return next((of for of in self.draft.single if isinstance(of, LayerSkipSpec)), LayerSkipSpec())
+        return next((spec for spec in self.draft.leaf_specs if isinstance(spec, LayerSkipSpec)), LayerSkipSpec())
 
     @property
     def path(self) -> DraftPath:
@@ -171,13 +171,13 @@ class Profile(Data):
         return self.layer_skip.path
 
     @property
-    def unaided(self) -> Self:
+    def path_only(self) -> Self:
         """The profile with its draft path alone: no proposers, no head below and no alternatives."""
         alone = self.layer_skip.model_copy(update={"proposers": None, "spared": None, "below": None})
         draft = alone if isinstance(self.draft, LayerSkipSpec) else self.draft
         return self.model_copy(update={"draft": draft, "also": []})
 
-    def guessing_from(self, *, store: str | Path | None = None, answers: str | Path | None = None) -> Self:
+    def with_proposers(self, *, store: str | Path | None = None, answers: str | Path | None = None) -> Self:
         """Return the profile with proposers for a retrieval store, and for earlier answers, added.
 
         A plain profile becomes a lookup draft, with prompt lookup too. Raises `SelfspecError` for a kind of draft that
@@ -187,15 +187,15 @@ class Profile(Data):
         more = [ProposerSpec(kind=kind, path=str(path)) for kind, path in files.items() if path is not None]
         if not more:
             return self
-        also = [other.guessing_from(store=store, answers=answers) for other in self.also]
+        also = [other.with_proposers(store=store, answers=answers) for other in self.also]
         if not self.draft.drafts:
             draft = GuessesSpec(proposers=[ProposerSpec(), *more])
             return self.model_copy(update={"draft": draft, "acceptance": None, "also": also})
         if "proposers" not in type(self.draft).model_fields:
             raise SelfspecError(f"a draft of kind '{self.draft.kind}' takes no guesses; leave the {more[0].kind} out")
-        kept = [of for of in getattr(self.draft, "proposers", None) or () if of not in more]
+        existing = [proposer for proposer in getattr(self.draft, "proposers", None) or () if proposer not in more]
         return self.model_copy(
-            update={"draft": self.draft.model_copy(update={"proposers": [*kept, *more]}), "also": also}
+            update={"draft": self.draft.model_copy(update={"proposers": [*existing, *more]}), "also": also}
         )
 
     @property
@@ -221,25 +221,29 @@ class Profile(Data):
         """The payoff model of this profile for rate-optimal controllers; an estimate without measured costs."""
         layers = self.model.layers
         if self.costs is None:
-            found = guess(self.path, layers, self.acceptance)
+            payoff = estimate_payoff(self.path, layers, self.acceptance)
         else:
             curve, spared = self.acceptance or AcceptanceCurve(), self.layer_skip.spared or 0.0
-            found = PayoffModel.of(self.costs, self.path, layers, curve, vocabulary=self.draft_share, spared=spared)
+            payoff = PayoffModel.from_costs(
+                self.costs, self.path, layers, curve, vocabulary=self.draft_share, spared=spared
+            )
         if (step := self.draft.step_share) is not None:
-            return replace(found, draft=step, wider=())
+            return replace(payoff, draft=step, wider=())
         below = self.layer_skip.below
-        return found if below is None else replace(found, head=below.step * (found.wider or (found.draft,))[0])
+        return payoff if below is None else replace(payoff, head=below.step * (payoff.wider or (payoff.draft,))[0])
 
-    def controlled_by(self, controller: ControllerSpec) -> Self:
+    def with_controller(self, controller: ControllerSpec) -> Self:
         """Return the profile with another controller. Raises `SelfspecError` for a kind of draft without one."""
         if "controller" not in type(self.draft).model_fields:
             raise SelfspecError(f"a draft of kind '{self.draft.kind}' has no controller to replace; leave it out")
         draft = self.draft.model_copy(update={"controller": controller})
-        return self.model_copy(update={"draft": draft, "also": [of.controlled_by(controller) for of in self.also]})
+        return self.model_copy(
+            update={"draft": draft, "also": [other.with_controller(controller) for other in self.also]}
+        )
 
-    def joined_with(self, others: Sequence[Profile]) -> Self:
+    def with_alternatives(self, others: Sequence[Profile]) -> Self:
         """Return the profile with further draft methods. Raises `SelfspecError` if they cannot be combined."""
-        data = {"also": [*self.also, *(one for other in others for one in other.alternatives)]}
+        data = {"also": [*self.also, *(alternative for other in others for alternative in other.alternatives)]}
         return type(self).model_validate({**dict(self), **data})
 
     @property
@@ -255,14 +259,14 @@ class Profile(Data):
             raise SelfspecError(f"part {short(name)}: the profile was not read from a file; its parts lie beside one")
         return self._folder / self.parts[name].file
 
-    def read_from(self, folder: Path) -> Self:
+    def with_folder(self, folder: Path) -> Self:
         """Return the profile with its parts in `folder`. Raises `SelfspecError` for a missing or different file."""
         check_parts(self.parts, folder)
-        if not self.parts and not self.draft.beside:
+        if not self.parts and not self.draft.may_name_files:
             return self
-        found = self.model_copy()
-        found._folder = folder
-        return found
+        profile = self.model_copy()
+        profile._folder = folder
+        return profile
 
     @property
     def slower(self) -> bool:

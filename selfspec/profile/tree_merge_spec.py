@@ -23,35 +23,35 @@ class MergedSpec(DraftSpec):
     drafters: Annotated[list[Drafts], Field(min_length=2, description="Drafts to merge, in order.")]
 
     @property
-    def single(self) -> Sequence[DraftSpec]:
+    def leaf_specs(self) -> Sequence[DraftSpec]:
         """The merged drafts, nested merges flattened."""
-        return [single for of in self.drafters for single in of.single]
+        return [single for drafter in self.drafters for single in drafter.leaf_specs]
 
     @property
     def drafts(self) -> bool:
         """Whether any drafter ever drafts a token."""
-        return any(of.drafts for of in self.drafters)
+        return any(drafter.drafts for drafter in self.drafters)
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """Short descriptions of all drafters."""
-        return "one tree of several: " + "; ".join(of.said for of in self.drafters)
+        return "one tree of several: " + "; ".join(drafter.summary for drafter in self.drafters)
 
     @property
     def step_share(self) -> float | None:
         """Highest step cost of the drafters; None if any does not state its cost."""
-        shares = [of.step_share for of in self.drafters]
+        shares = [drafter.step_share for drafter in self.drafters]
         return None if None in shares else max(share for share in shares if share is not None)
 
     @property
-    def beside(self) -> bool:
+    def may_name_files(self) -> bool:
         """Whether any drafter names files that may lie beside the profile."""
-        return any(of.beside for of in self.drafters)
+        return any(drafter.may_name_files for drafter in self.drafters)
 
     def check(self, model: Identity) -> None:
         """Raise `SelfspecError` if a drafter does not fit a model of that identity."""
-        for of in self.drafters:
-            of.check(model)
+        for drafter in self.drafters:
+            drafter.check(model)
 
 
 register_spec(MergedSpec)

@@ -58,24 +58,24 @@ class LearningProposer(Proposer, Protocol):
 
 
 @dataclass(slots=True)
-class Chances:
+class AcceptanceStats:
     """Acceptance rates of lookup tokens, by match strength from 0 to the last; `first`: the prior rates."""
 
     first: Sequence[float]
-    _seen: list[float] = field(init=False)
+    _counts: list[float] = field(init=False)
     _right: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._seen = [STRENGTH] * len(self.first)
+        self._counts = [STRENGTH] * len(self.first)
         self._right = [STRENGTH * chance for chance in self.first]
 
-    def see(self, strength: int, right: bool) -> None:
+    def record(self, strength: int, right: bool) -> None:
         """Record whether a lookup token of this strength was right."""
-        at = min(strength, len(self.first) - 1)
-        self._seen[at] = MEMORY * self._seen[at] + 1
-        self._right[at] = MEMORY * self._right[at] + right
+        index = min(strength, len(self.first) - 1)
+        self._counts[index] = MEMORY * self._counts[index] + 1
+        self._right[index] = MEMORY * self._right[index] + right
 
     def __call__(self, strength: int) -> float:
         """Return the chance that a lookup token of this strength is right."""
-        at = min(strength, len(self.first) - 1)
-        return self._right[at] / self._seen[at]
+        index = min(strength, len(self.first) - 1)
+        return self._right[index] / self._counts[index]

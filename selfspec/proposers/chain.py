@@ -25,7 +25,7 @@ class ProposerChain:
         self.proposers = tuple(proposers)
         self.prices = tuple(prices)
 
-    def reading(self, *, prompt: int = 0, seeded: bool = False) -> ProposerState:
+    def new_state(self, *, prompt: int = 0, seeded: bool = False) -> ProposerState:
         """Return the state of an empty text, whose first `prompt` tokens will be the prompt.
 
         If `seeded`, proposers that learn from earlier texts are not used, and learn nothing.
@@ -48,33 +48,33 @@ class ProposerState:
     ) -> None:
         self._ahead, self._readers = ahead, readers
         self._prompt, self._learners = prompt, learners
-        self._told = 0
+        self._num_read = 0
 
     def read(self, text: Sequence[int]) -> None:
         """Read the tokens by which the text has grown."""
         for _, reader in self._readers:
-            for token in text[self._told :]:
+            for token in text[self._num_read :]:
                 reader.append(token)
-        self._told = len(text)
+        self._num_read = len(text)
 
-    def ended(self, text: Sequence[int]) -> None:
+    def finish(self, text: Sequence[int]) -> None:
         """Teach the finished text to the proposers that learn."""
         for learner in self._learners:
             learner.learn(text[: self._prompt], text[self._prompt :])
 
-    def free(self, most: int, ends: Collection[int]) -> Guess:
+    def lookup(self, most: int, ends: Collection[int]) -> Guess:
         """Return the lookup tokens with the most expected right tokens, up to the first of `ends`.
 
         At most `most` tokens, and never more than `FREE`.
         """
-        found, best = NO_GUESS, 0.0
+        chosen, best = NO_GUESS, 0.0
         for source, reader in self._readers:
             guess = reader.guess((), min(most, FREE))
             end = next((i for i, token in enumerate(guess.tokens, start=1) if token in ends), len(guess.tokens))
             expected = sum(accumulate(guess.chances[:end], mul))
             if expected > best:
-                best, found = expected, guess.cut(end, source)
-        return found
+                best, chosen = expected, guess.cut(end, source)
+        return chosen
 
     def guess(self, drafted: Sequence[int], most: int) -> Guess:
         """Return at most `most` lookup tokens after the text and then `drafted`, for the draft path's next pass.
@@ -84,7 +84,7 @@ class ProposerState:
         """
         prices = self._ahead.prices
         most = min(most, len(prices) - 1)
-        found, best = NO_GUESS, 1.0 / prices[0]
+        chosen, best = NO_GUESS, 1.0 / prices[0]
         for source, reader in self._readers:
             guess = reader.guess(drafted, most)
             tokens = reach = 1.0
@@ -92,20 +92,20 @@ class ProposerState:
                 reach *= chance
                 tokens += reach
                 if tokens > best * prices[n]:
-                    best, found = tokens / prices[n], guess.cut(n, source)
-        return found
+                    best, chosen = tokens / prices[n], guess.cut(n, source)
+        return chosen
 
-    def passes(self, drafted: Sequence[int], room: int) -> list[tuple[int, int]]:
+    def passes(self, drafted: Sequence[int], max_length: int) -> list[tuple[int, int]]:
         """Return the draft-path passes that draft these tokens: the index of each one's first token, and its width.
 
-        `room`: the largest draft length allowed.
+        `max_length`: the largest draft length allowed.
         """
-        found, i = list[tuple[int, int]](), 0
+        passes, i = list[tuple[int, int]](), 0
         while i < len(drafted):
-            guess = self.guess(drafted[:i], room - i - 1).tokens
-            found.append((i, 1 + len(guess)))
+            guess = self.guess(drafted[:i], max_length - i - 1).tokens
+            passes.append((i, 1 + len(guess)))
             for guessed, token in zip([*guess, None], drafted[i:], strict=False):
                 i += 1
                 if guessed != token:
                     break
-        return found
+        return passes

@@ -12,17 +12,17 @@ from pathlib import Path
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, kind, read_text
-from selfspec.proposers.base import NO_GUESS, Chances, Guess
+from selfspec.proposers.base import NO_GUESS, AcceptanceStats, Guess
 from selfspec.proposers.lookup import FIRST
 from selfspec.proposers.suffix_automaton import NO_MATCH, SuffixAutomaton
 
 _log = logging.getLogger("selfspec")
 BEFORE = 16  # last tokens of the prompt kept with the answer, so that the answer's beginning can be looked up
-_APART = -1  # separator token between two answers
+_SEPARATOR = -1  # separator token between two answers
 _FORMAT = "selfspec answers 1"
 
 
-class Answers:
+class AnswerHistory:
     """Earlier answers in a file, a JSON list of token ids on each line; `vocabulary`: the model's vocabulary size.
 
     A torn line is skipped. A learnt answer is appended at once. Raises `SelfspecError` for a file of another kind, for
@@ -39,14 +39,14 @@ class Answers:
         if kind(self.path) == "missing":
             return
         first, *lines = read_text(self.path).split("\n")
-        if (of := _vocabulary(first)) != self._vocabulary:
+        if (file_vocabulary := _vocabulary(first)) != self._vocabulary:
             raise SelfspecError(
-                f"{self.path}: its answers are of a vocabulary of {of}, the model's has {self._vocabulary}; "
-                "expected those that this model gave"
+                f"{self.path}: its answers are of a vocabulary of {file_vocabulary}, the model's has "
+                f"{self._vocabulary}; expected those that this model gave"
             )
         for line in lines:
             if text := self._read(line):
-                self._hold(text)
+                self._append(text)
 
     def _read(self, line: str) -> list[int]:
         """Return the tokens of a line; none if the line is torn or invalid."""
@@ -54,14 +54,14 @@ class Answers:
             text = json.loads(line)
         except ValueError:
             return []
-        whole = isinstance(text, list) and all(type(token) is int and 0 <= token < self._vocabulary for token in text)
-        return text if whole else []
+        valid = isinstance(text, list) and all(type(token) is int and 0 <= token < self._vocabulary for token in text)
+        return text if valid else []
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
         """Yield the tokens of each answer."""
         text: list[int] = []
         for token in self.texts.tokens:
-            if token != _APART:
+            if token != _SEPARATOR:
                 text.append(token)
             else:
                 yield tuple(text)
@@ -80,10 +80,10 @@ class Answers:
                 file.write(f"\n{json.dumps(text, separators=(',', ':'))}")  # the leading newline isolates a torn line
         except OSError as error:
             _log.warning("%s: answers are not kept (%s)", self.path, error.strerror)
-        self._hold(text)
+        self._append(text)
 
-    def _hold(self, text: Sequence[int]) -> None:
-        for token in (*text, _APART):
+    def _append(self, text: Sequence[int]) -> None:
+        for token in (*text, _SEPARATOR):
             self.texts.append(token)
 
     def reader(self) -> AnswersReader:
@@ -112,8 +112,8 @@ def keeps_answers(path: str | Path) -> bool:
 def _vocabulary(line: str) -> int | None:
     """Return the vocabulary size in the first line of an answers file; None for any other file."""
     try:
-        told = json.loads(line)
-        return int(told["vocabulary"]) if told["format"] == _FORMAT else None
+        header = json.loads(line)
+        return int(header["vocabulary"]) if header["format"] == _FORMAT else None
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -124,22 +124,22 @@ class AnswersReader:
     def __init__(self, texts: SuffixAutomaton) -> None:
         self._texts = texts
         self._match = NO_MATCH
-        self._chances = Chances(FIRST)
+        self._chances = AcceptanceStats(FIRST)
 
     def append(self, token: int) -> None:
         """Record whether the lookup token was right, then append the token."""
-        if self._match.length and (followed := self._texts.after(self._match, (), 1)):
-            self._chances.see(self._match.length, followed == [token])
-        self._match = self._texts.then(self._match, token)
+        if self._match.length and (followed := self._texts.continue_match(self._match, (), 1)):
+            self._chances.record(self._match.length, followed == [token])
+        self._match = self._texts.extend(self._match, token)
 
     def guess(self, drafted: Sequence[int], most: int) -> Guess:
         """Return what followed the longest matching suffix in the latest answer with it, up to that answer's end."""
         match = self._match
         for token in drafted:
-            match = self._texts.then(match, token)
+            match = self._texts.extend(match, token)
         if not match.length or most < 1:
             return NO_GUESS
-        tokens = self._texts.after(match, (), most)
-        if _APART in tokens:
-            tokens = tokens[: tokens.index(_APART)]
+        tokens = self._texts.continue_match(match, (), most)
+        if _SEPARATOR in tokens:
+            tokens = tokens[: tokens.index(_SEPARATOR)]
         return Guess(tokens, [self._chances(match.length + i) for i in range(len(tokens))])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfspec.proposers.base import NO_GUESS, Chances, Guess
+from selfspec.proposers.base import NO_GUESS, AcceptanceStats, Guess
 from selfspec.proposers.suffix_automaton import SuffixAutomaton
 
 # Prior chances by the length of the repeated suffix, from 0; measured on SmolLM2's answers to chat prompts.
@@ -19,23 +19,23 @@ class LookupReader:
 
     def __init__(self) -> None:
         self._text = SuffixAutomaton()
-        self._chances = Chances(FIRST)
+        self._chances = AcceptanceStats(FIRST)
 
     def append(self, token: int) -> None:
         """Record whether the lookup token was right, then append the token."""
         match = self._text.suffix()
         if match.length:
-            self._chances.see(match.length, self._text.after(match, (), 1) == [token])
+            self._chances.record(match.length, self._text.continue_match(match, (), 1) == [token])
         self._text.append(token)
 
     def guess(self, drafted: Sequence[int], most: int) -> Guess:
         """Return what followed the latest earlier occurrence of the longest repeated suffix."""
         match = self._text.suffix()
         for token in drafted:
-            match = self._text.then(match, token)
+            match = self._text.extend(match, token)
         if not match.length or most < 1:
             return NO_GUESS
-        tokens = self._text.after(match, drafted, most)
+        tokens = self._text.continue_match(match, drafted, most)
         return Guess(tokens, [self._chances(match.length + i) for i in range(len(tokens))])
 
 

@@ -18,17 +18,17 @@ from typing import Any, NamedTuple
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_file, write_bytes
-from selfspec.proposers.base import NO_GUESS, Chances, Guess
+from selfspec.proposers.base import NO_GUESS, AcceptanceStats, Guess
 
 REACH = 16  # longest match, in tokens
 VOTES = 16  # most matches that vote on a continuation
-_APART = 2**32 - 1  # separator token between two texts
+_SEPARATOR = 2**32 - 1  # separator token between two texts
 _FORMAT = "selfspec store 1"
 _SIZE = struct.Struct("<Q")  # length of a safetensors file's header
 _PLACE = struct.Struct("<I")
 
 
-class Found(NamedTuple):
+class StoreMatch(NamedTuple):
     """The longest match of a text's suffix: its length in tokens, and its entries `first:last` in the suffix array."""
 
     length: int
@@ -52,13 +52,13 @@ class Store:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             (size,) = _SIZE.unpack_from(self._map, 0)
             header = json.loads(self._map[_SIZE.size : _SIZE.size + size])
-            told = header["__metadata__"]
+            metadata = header["__metadata__"]
             start = _SIZE.size + size
             first, end, order, over = (
                 int(offset) for part in ("tokens", "order") for offset in header[part]["data_offsets"]
             )
-            self.vocabulary, self.texts = int(told["vocabulary"]), int(told["texts"])
-            if told["format"] != _FORMAT or start + max(end, over) > len(self._map):
+            self.vocabulary, self.texts = int(metadata["vocabulary"]), int(metadata["texts"])
+            if metadata["format"] != _FORMAT or start + max(end, over) > len(self._map):
                 raise ValueError
         except OSError as error:
             raise SelfspecError(f"{self.path}: cannot be read ({error.strerror})") from None
@@ -75,32 +75,35 @@ class Store:
                 "expected a store that was made with this model: selfspec index"
             )
 
-    def find(self, text: Sequence[int]) -> Found:
+    def find(self, text: Sequence[int]) -> StoreMatch:
         """Return the longest suffix of `text` in the store, of at most `REACH` tokens; its length is 0 if none is."""
         key = _key(text[-REACH:])
-        at = self._bisect(key, 0, self.tokens)
-        length = max((_common(key, self._at(i, len(key))) for i in (at - 1, at) if 0 <= i < self.tokens), default=0)
+        index = self._bisect(key, 0, self.tokens)
+        length = max(
+            (_common_prefix(key, self._entry(i, len(key))) for i in (index - 1, index) if 0 <= i < self.tokens),
+            default=0,
+        )
         if not length:
-            return Found(0, 0, 0)
+            return StoreMatch(0, 0, 0)
         head = key[: 4 * length]
-        return Found(length, self._bisect(head, 0, at), self._bisect(head, at, self.tokens, after=True))
+        return StoreMatch(length, self._bisect(head, 0, index), self._bisect(head, index, self.tokens, after=True))
 
-    def after(self, found: Found, most: int) -> list[tuple[int, ...]]:
+    def continuations(self, match: StoreMatch, most: int) -> list[tuple[int, ...]]:
         """Return at most `most` tokens after up to `VOTES` evenly spaced matches, each to the end of its text."""
-        count = found.last - found.first
+        count = match.last - match.first
         taken = range(count) if count <= VOTES else (i * count // VOTES for i in range(VOTES))
-        return [self._following(found.first + i, most) for i in taken]
+        return [self._following(match.first + i, most) for i in taken]
 
     def _following(self, place: int, most: int) -> tuple[int, ...]:
-        (at,) = _PLACE.unpack_from(self._map, self._order + 4 * place)
-        n = min(most, at)
-        read = self._tokens + 4 * at
+        (offset,) = _PLACE.unpack_from(self._map, self._order + 4 * place)
+        n = min(most, offset)
+        read = self._tokens + 4 * offset
         tokens = struct.unpack(f">{n}I", self._map[read - 4 * n : read])[::-1]
-        return tokens[: tokens.index(_APART)] if _APART in tokens else tokens
+        return tokens[: tokens.index(_SEPARATOR)] if _SEPARATOR in tokens else tokens
 
-    def _at(self, place: int, size: int) -> bytes:
-        (at,) = _PLACE.unpack_from(self._map, self._order + 4 * place)
-        read = self._tokens + 4 * at
+    def _entry(self, place: int, size: int) -> bytes:
+        (offset,) = _PLACE.unpack_from(self._map, self._order + 4 * place)
+        read = self._tokens + 4 * offset
         return self._map[read : min(read + size, self._end)]
 
     def _bisect(self, key: bytes, low: int, high: int, *, after: bool = False) -> int:
@@ -120,7 +123,7 @@ class Store:
     def __iter__(self) -> Iterator[tuple[int, ...]]:
         """Yield the tokens of each text."""
         numbers = struct.unpack(f">{(self._end - self._tokens) // 4}I", self._map[self._tokens : self._end])[::-1]
-        for between, text in groupby(numbers, _APART.__eq__):
+        for between, text in groupby(numbers, _SEPARATOR.__eq__):
             if not between:
                 yield tuple(text)
 
@@ -133,21 +136,21 @@ def write_store(path: str | Path, texts: Iterable[Sequence[int]], *, vocabulary:
     import numpy as np
     from safetensors.numpy import save
 
-    held = [np.asarray(text, dtype=np.int64) for text in texts if len(text)]
-    count = sum(map(len, held))
+    arrays = [np.asarray(text, dtype=np.int64) for text in texts if len(text)]
+    count = sum(map(len, arrays))
     if not count:
         raise SelfspecError("nothing to store: the texts have no tokens")
-    if count + len(held) >= _APART:
-        raise SelfspecError(f"{count:,} tokens: a store holds fewer than {_APART:,}; make several")
-    if min(int(text.min()) for text in held) < 0 or max(int(text.max()) for text in held) >= vocabulary:
+    if count + len(arrays) >= _SEPARATOR:
+        raise SelfspecError(f"{count:,} tokens: a store holds fewer than {_SEPARATOR:,}; make several")
+    if min(int(text.min()) for text in arrays) < 0 or max(int(text.max()) for text in arrays) >= vocabulary:
         raise SelfspecError(f"a token is not among the {vocabulary} of the vocabulary")
-    apart = np.array([_APART], dtype=np.int64)
-    backwards = np.concatenate([part for text in held for part in (apart, text)][1:])[::-1].astype(np.uint32)
+    apart = np.array([_SEPARATOR], dtype=np.int64)
+    backwards = np.concatenate([part for text in arrays for part in (apart, text)][1:])[::-1].astype(np.uint32)
     order = _sorted(backwards)
-    order = order[backwards[order] != _APART]
+    order = order[backwards[order] != _SEPARATOR]
     data = save(
         {"tokens": np.frombuffer(backwards.astype(">u4").tobytes(), dtype=np.uint8), "order": order},
-        {"format": _FORMAT, "vocabulary": str(vocabulary), "texts": str(len(held))},
+        {"format": _FORMAT, "vocabulary": str(vocabulary), "texts": str(len(arrays))},
     )
     write_bytes(Path(path), data)
     return count
@@ -174,12 +177,12 @@ def _key(text: Sequence[int]) -> bytes:
     return struct.pack(f">{len(text)}I", *text[::-1])
 
 
-def _common(one: bytes, other: bytes) -> int:
+def _common_prefix(text: bytes, other: bytes) -> int:
     """Return the number of tokens in the common prefix of two packed texts, of 4 bytes a token."""
-    for i in range(0, min(len(one), len(other)), 4):
-        if one[i : i + 4] != other[i : i + 4]:
+    for i in range(0, min(len(text), len(other)), 4):
+        if text[i : i + 4] != other[i : i + 4]:
             return i // 4
-    return min(len(one), len(other)) // 4
+    return min(len(text), len(other)) // 4
 
 
 # Prior chances by match length, up to 8: if at most half of the matches agree; if more do, or only one match exists;
@@ -206,20 +209,22 @@ class StoreReader:
         self._store = store
         self._end: list[int] = []
         self._read = 0
-        self._chances = Chances(FIRST)
+        self._chances = AcceptanceStats(FIRST)
 
     def append(self, token: int) -> None:
         """Record for some tokens whether the lookup token was right, then append the token."""
         self._read += 1
         if self._read % LEARNT == 0:
             for guessed, strength in self._guesses((), 1):
-                self._chances.see(strength, guessed == token)
+                self._chances.record(strength, guessed == token)
         self._end = [*self._end[1 - REACH :], token]
 
     def guess(self, drafted: Sequence[int], most: int) -> Guess:
         """Return the majority continuation, token by token; only matches that agree so far vote."""
-        found = self._guesses(drafted, most)
-        return Guess([token for token, _ in found], [self._chances(how) for _, how in found]) if found else NO_GUESS
+        guesses = self._guesses(drafted, most)
+        return (
+            Guess([token for token, _ in guesses], [self._chances(how) for _, how in guesses]) if guesses else NO_GUESS
+        )
 
     def _guesses(self, drafted: Sequence[int], most: int) -> list[tuple[int, int]]:
         """Return the lookup tokens, each with its match strength."""
@@ -229,19 +234,19 @@ class StoreReader:
         match = self._store.find(end)
         if not match.length:
             return []
-        places, found = self._store.after(match, most), list[tuple[int, int]]()
+        places, guesses = self._store.continuations(match, most), list[tuple[int, int]]()
         for i in range(most):
             votes = Counter(place[i] for place in places if len(place) > i)
             if not votes:
                 break
             ((token, count),) = votes.most_common(1)
             agreed = 2 if count == len(places) > 1 else int(2 * count > len(places))
-            found.append((token, 3 * min(match.length + i, len(FIRST) // 3 - 1) + agreed))
+            guesses.append((token, 3 * min(match.length + i, len(FIRST) // 3 - 1) + agreed))
             places = [place for place in places if place[i : i + 1] == (token,)]
-        return found
+        return guesses
 
 
-class Stored:
+class StoreProposer:
     """Lookup in a retrieval store."""
 
     name = "store"

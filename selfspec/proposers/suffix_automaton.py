@@ -56,8 +56,10 @@ class SuffixAutomaton:
             following[state][token] = mine
             state = link[state]
         if state >= 0:
-            found = following[state][token]
-            link[mine] = found if length[found] == length[state] + 1 else self._split(state, token, found)
+            next_state = following[state][token]
+            link[mine] = (
+                next_state if length[next_state] == length[state] + 1 else self._split(state, token, next_state)
+            )
         self._last = mine
 
     def _new(self, following: dict[int, int], length: int, link: int, first: int) -> int:
@@ -68,12 +70,14 @@ class SuffixAutomaton:
         self._latest.append(first)
         return len(self._link) - 1
 
-    def _split(self, state: int, token: int, found: int) -> int:
-        """Clone `found` for its shorter substrings, which end at more positions from now on."""
-        copy = self._new(dict(self._next[found]), self._length[state] + 1, self._link[found], self._first[found])
-        self._latest[copy] = self._latest[found]
-        self._link[found] = copy
-        while state >= 0 and self._next[state].get(token) == found:
+    def _split(self, state: int, token: int, next_state: int) -> int:
+        """Clone `next_state` for its shorter substrings, which end at more positions from now on."""
+        copy = self._new(
+            dict(self._next[next_state]), self._length[state] + 1, self._link[next_state], self._first[next_state]
+        )
+        self._latest[copy] = self._latest[next_state]
+        self._link[next_state] = copy
+        while state >= 0 and self._next[state].get(token) == next_state:
             self._next[state][token] = copy
             state = self._link[state]
         return copy
@@ -83,7 +87,7 @@ class SuffixAutomaton:
         state = max(self._link[self._last], 0)
         return Match(state, self._length[state])
 
-    def then(self, match: Match, token: int) -> Match:
+    def extend(self, match: Match, token: int) -> Match:
         """Return the longest suffix of a match and the token after it that occurs in the text."""
         state, length = match
         while token not in self._next[state]:
@@ -93,7 +97,7 @@ class SuffixAutomaton:
             length = self._length[state]
         return Match(self._next[state][token], length + 1)
 
-    def after(self, match: Match, drafted: Sequence[int], most: int) -> list[int]:
+    def continue_match(self, match: Match, drafted: Sequence[int], most: int) -> list[int]:
         """Return at most `most` tokens that followed the latest known earlier occurrence of a match.
 
         The match is a suffix of the text and the tokens `drafted` after it. A continuation that reaches the end of the
@@ -105,12 +109,12 @@ class SuffixAutomaton:
         if not state:
             return []
         end = self._latest[state] if self._latest[state] < n else self._first[state]
-        found = self.tokens[end : end + most]
-        for at in range(end + len(found) - n, most - len(found) + end + len(found) - n):
-            found.append(drafted[at] if at < len(drafted) else found[at - len(drafted)])
-        return found
+        continuation = self.tokens[end : end + most]
+        for index in range(end + len(continuation) - n, most - len(continuation) + end + len(continuation) - n):
+            continuation.append(drafted[index] if index < len(drafted) else continuation[index - len(drafted)])
+        return continuation
 
-    def others(self, match: Match) -> list[int]:
+    def next_tokens(self, match: Match) -> list[int]:
         """Return all tokens that ever followed a match, the most recent first."""
         following = self._next[match.state]
         return sorted(following, key=lambda token: -self._latest[following[token]])

@@ -30,13 +30,13 @@ class PassInputs(NamedTuple):
 class AttentionInputs:
     """Attention inputs of tokens `[B, n]`, N = B * n rows: RoPE, visible keys and values, mask and slots to write.
 
-    `turn` is the RoPE rotation: a matrix per row `[N, d, d]`, one matrix `[d, d]` if N is 1, or cosines and sines
+    `rotation` is the RoPE rotation: a matrix per row `[N, d, d]`, one matrix `[d, d]` if N is 1, or cosines and sines
     `[N, 1, d]`. `partner` `[d]` is the dimension that each dimension is paired with; None: the one d / 2 away. `keys`
     and `values` are lists by layer, from `Cache.seen` if attention is `direct`, else from `Cache.repeated`. `to` is
     either views by layer of the keys and values to write `[B, H_kv, n, d]`, or the scattered slot numbers `[B, n]`.
     """
 
-    turn: Tensor | tuple[Tensor, Tensor]
+    rotation: Tensor | tuple[Tensor, Tensor]
     partner: Tensor | None
     to: tuple[Sequence[Tensor], Sequence[Tensor]] | Tensor
     keys: Sequence[Tensor]
@@ -47,44 +47,54 @@ class AttentionInputs:
     rows: slice
 
 
-def place(
-    attention_spec: AttentionSpec, turning: RotaryTable, cache: Cache, masks: Masks, of: PassInputs, *, narrow: bool
+def build_attention_inputs(
+    attention_spec: AttentionSpec,
+    rotary_table: RotaryTable,
+    cache: Cache,
+    masks: Masks,
+    pass_inputs: PassInputs,
+    *,
+    narrow: bool,
 ) -> AttentionInputs:
     """Return the attention inputs of a pass for the layers that share `attention_spec`.
 
     `narrow`: rotate by matrices and compute attention by small explicit products, the fastest for few rows.
     """
-    batch, n, positions, slots, mask, rows = of
+    batch, n, positions, slots, mask, rows = pass_inputs
     window, direct = attention_spec.window, narrow or attention_spec.custom_attention
-    turn = turning.of(positions, batch, n, matrix=narrow)
+    rotation = rotary_table.rotation(positions, batch, n, matrix=narrow)
     first, causal, additive = 0, False, None
     if mask is None and isinstance(slots, Tensor):
         mask = torch.arange(int(slots.max()) + 1, device=slots.device) <= slots.unsqueeze(-1)
     if mask is not None:
-        seen = mask.shape[-1]
+        kv_len = mask.shape[-1]
         if window is not None:
-            mask = mask & cache.near(window, positions, n, seen, rows)
+            mask = mask & cache.window_mask(window, positions, n, kv_len, rows)
         additive = masks.additive(mask)
     else:
         assert isinstance(slots, int)
-        seen, first = slots + n, 0 if window is None else max(0, slots + 1 - window)
-        causal = n > 1 and slots == 0 and not direct and (window is None or seen <= window)
-        additive = masks.chain(n, seen - first, window) if n > 1 and not causal else None
+        kv_len, first = slots + n, 0 if window is None else max(0, slots + 1 - window)
+        causal = n > 1 and slots == 0 and not direct and (window is None or kv_len <= window)
+        additive = masks.chain(n, kv_len - first, window) if n > 1 and not causal else None
     if direct and additive is not None:
         additive = masks.grouped(additive)
-    keys, values = (cache.seen if direct else cache.repeated)(seen, rows, first)
-    to = slots if isinstance(slots, Tensor) else cache.run(slots, n, rows)
-    return AttentionInputs(turn, turning.partner, to, keys, values, additive, direct, causal, rows)
+    keys, values = (cache.kv_views if direct else cache.repeated_views)(kv_len, rows, first)
+    to = slots if isinstance(slots, Tensor) else cache.writable_views(slots, n, rows)
+    return AttentionInputs(rotation, rotary_table.partner, to, keys, values, additive, direct, causal, rows)
 
 
-def move(place: AttentionInputs, device: torch.device) -> AttentionInputs:
+def to_device(inputs: AttentionInputs, device: torch.device) -> AttentionInputs:
     """Return a copy with rotation, mask and slots on `device`; each layer's keys and values already are on its own."""
-    turn = place.turn.to(device) if isinstance(place.turn, Tensor) else tuple(t.to(device) for t in place.turn)
-    moved: dict[str, Any] = {"turn": turn}
-    if isinstance(place.to, Tensor):
-        moved["to"] = place.to.to(device)
-    if place.partner is not None:
-        moved["partner"] = place.partner.to(device)
-    if place.mask is not None:
-        moved["mask"] = place.mask.to(device)
-    return replace(place, **moved)
+    rotation = (
+        inputs.rotation.to(device)
+        if isinstance(inputs.rotation, Tensor)
+        else tuple(t.to(device) for t in inputs.rotation)
+    )
+    moved: dict[str, Any] = {"rotation": rotation}
+    if isinstance(inputs.to, Tensor):
+        moved["to"] = inputs.to.to(device)
+    if inputs.partner is not None:
+        moved["partner"] = inputs.partner.to(device)
+    if inputs.mask is not None:
+        moved["mask"] = inputs.mask.to(device)
+    return replace(inputs, **moved)

@@ -38,8 +38,8 @@ class Cache(CacheRows):
         head_dim: int,
         dtype: torch.dtype,
         devices: Sequence[torch.device],
-        turned: bool = False,
-        placed: bool = False,
+        keys_transposed: bool = False,
+        track_positions: bool = False,
     ) -> None:
         super().__init__(rows, slots)
         # One tensor [L, B, H_kv, slots, d] for each run of layers on one device: one call makes views of all layers.
@@ -49,22 +49,22 @@ class Cache(CacheRows):
             return torch.zeros((layers, rows, kv_heads, *shape), dtype=dtype, device=device)
 
         def keys(layers: int, device: torch.device) -> Tensor:
-            if turned:
+            if keys_transposed:
                 return zeros(layers, device, head_dim, slots + _SPARE).transpose(-1, -2)
             return zeros(layers, device, slots + _SPARE, head_dim)
 
-        self._whole = [(keys(*run), zeros(*run, slots + _SPARE, head_dim)) for run in runs]
+        self._buffers = [(keys(*run), zeros(*run, slots + _SPARE, head_dim)) for run in runs]
         # Rows and KV heads are folded into one dimension; each KV head is expanded to `group` query heads, not copied.
-        folded = [(keys.flatten(1, 2), values.flatten(1, 2)) for keys, values in self._whole]
+        folded = [(keys.flatten(1, 2), values.flatten(1, 2)) for keys, values in self._buffers]
         self._folded = [(keys.transpose(-1, -2), values) for keys, values in folded]
         self._repeated = [(_repeat(keys, group), _repeat(values, group)) for keys, values in folded]
         self._heads = kv_heads
-        self.keys = [layer for keys, _ in self._whole for layer in keys]
-        self.values = [layer for _, values in self._whole for layer in values]
+        self.keys = [layer for keys, _ in self._buffers for layer in keys]
+        self.values = [layer for _, values in self._buffers for layer in values]
         self._table = torch.arange(rows)
-        at = torch.arange(slots + _SPARE, device=devices[0])
-        self.positions = at.repeat(rows, 1) if placed else None
-        self.told: Callable[[Move], None] | None = None  # callback before each move within the cache
+        slot_numbers = torch.arange(slots + _SPARE, device=devices[0])
+        self.positions = slot_numbers.repeat(rows, 1) if track_positions else None
+        self.on_move: Callable[[Move], None] | None = None  # callback before each move within the cache
 
     @property
     def spare(self) -> int:
@@ -80,35 +80,35 @@ class Cache(CacheRows):
         """Size of the keys and values in bytes."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
-    def seen(self, slots: int, rows: slice = ALL_ROWS, first: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+    def kv_views(self, slots: int, rows: slice = ALL_ROWS, first: int = 0) -> tuple[list[Tensor], list[Tensor]]:
         """Return views of keys `[B * H_kv, d, S]` and values `[B * H_kv, S, d]` for each layer.
 
         The S = `slots` - `first` slots are those from `first` up to, not including, `slots`.
         """
         return self._views(self._folded, (-1, -2), first, slots - first, self._span(rows, self._heads))
 
-    def repeated(self, slots: int, rows: slice = ALL_ROWS, first: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+    def repeated_views(self, slots: int, rows: slice = ALL_ROWS, first: int = 0) -> tuple[list[Tensor], list[Tensor]]:
         """Return the same keys and values expanded to every query head, `[B * H_kv, group, S, d]` for each layer."""
         return self._views(self._repeated, (-2, -2), first, slots - first, self._span(rows, self._heads))
 
-    def run(self, start: int, n: int, rows: slice = ALL_ROWS) -> tuple[list[Tensor], list[Tensor]]:
+    def writable_views(self, start: int, n: int, rows: slice = ALL_ROWS) -> tuple[list[Tensor], list[Tensor]]:
         """Return writable views of `n` consecutive slots of keys and values, `[B, H_kv, n, d]` for each layer."""
-        return self._views(self._whole, (-2, -2), start, n, self._span(rows, 1))
+        return self._views(self._buffers, (-2, -2), start, n, self._span(rows, 1))
 
     @staticmethod
     def _views(
-        wholes: Sequence[tuple[Tensor, Tensor]],
+        buffers: Sequence[tuple[Tensor, Tensor]],
         dims: tuple[int, int],
         start: int,
         n: int,
         span: tuple[int, int] | None,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        found: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for pair in wholes:
-            for views, t, dim in zip(found, pair, dims, strict=True):
+        keys_and_values: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for pair in buffers:
+            for views, t, dim in zip(keys_and_values, pair, dims, strict=True):
                 part = t.narrow(dim, start, n)
                 views += (part if span is None else part.narrow(1, *span)).unbind(0)
-        return found
+        return keys_and_values
 
     def _span(self, rows: slice, each: int) -> tuple[int, int] | None:
         """Return start and length of `rows` in a dimension with `each` entries a row; None stands for all rows."""
@@ -123,28 +123,28 @@ class Cache(CacheRows):
         self.keys[index][rows][row, :, slots] = k
         self.values[index][rows][row, :, slots] = v
 
-    def place(self, positions: int | Tensor, slots: int | Tensor, n: int, rows: slice) -> None:
+    def set_positions(self, positions: int | Tensor, slots: int | Tensor, n: int, rows: slice) -> None:
         """Record the sequence positions of the tokens in `n` slots; arguments as in `Runtime.forward`."""
         assert self.positions is not None
         if isinstance(positions, int):
             positions = torch.arange(positions, positions + n, device=self.positions.device)[None]
-        held = self.positions[rows]
+        row_positions = self.positions[rows]
         if isinstance(slots, int):
-            held[:, slots : slots + n] = positions
+            row_positions[:, slots : slots + n] = positions
         else:
-            held.scatter_(1, slots, positions.expand_as(slots))
+            row_positions.scatter_(1, slots, positions.expand_as(slots))
 
-    def near(self, window: int, positions: int | Tensor, n: int, seen: int, rows: slice) -> Tensor:
+    def window_mask(self, window: int, positions: int | Tensor, n: int, kv_len: int, rows: slice) -> Tensor:
         """Return a mask `[B, n, seen]`: true for slots whose position is less than `window` before `positions`."""
         assert self.positions is not None
         if isinstance(positions, int):
             positions = torch.arange(positions, positions + n, device=self.positions.device)[None]
-        return self.positions[rows, None, :seen] > positions.unsqueeze(-1) - window
+        return self.positions[rows, None, :kv_len] > positions.unsqueeze(-1) - window
 
-    def take(self, other: Cache) -> None:
+    def copy_from(self, other: Cache) -> None:
         """Copy the committed slots, lengths and tokens of a smaller cache of the same model and number of rows."""
         longest = max(other.length)
-        for mine, theirs in zip(self._whole, other._whole, strict=True):
+        for mine, theirs in zip(self._buffers, other._buffers, strict=True):
             for t, old in zip(mine, theirs, strict=True):
                 t.narrow(3, 0, longest).copy_(old.narrow(3, 0, longest))
         self.length, self.tokens = list(other.length), list(other.tokens)
@@ -155,12 +155,12 @@ class Cache(CacheRows):
 
     def move(self, move: Move) -> None:
         """Copy keys and values of all layers as `move` describes, after calling the `told` callback."""
-        if self.told is not None:
-            self.told(move)
+        if self.on_move is not None:
+            self.on_move(move)
         row, source, start, slots = move
-        at = torch.tensor(slots)
-        for t in (t for pair in self._whole for t in pair):  # all layers of a device at once
-            t[:, row].narrow(2, start, len(slots)).copy_(t[:, source].index_select(2, at.to(t.device)))
+        slot_index = torch.tensor(slots)
+        for t in (t for pair in self._buffers for t in pair):  # all layers of a device at once
+            t[:, row].narrow(2, start, len(slots)).copy_(t[:, source].index_select(2, slot_index.to(t.device)))
 
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Commit the root of a verified draft and the accepted nodes on `path`, in order; discard the rest.

@@ -9,7 +9,7 @@ from selfspec.types.limits import WIDEST_DRAFT
 
 
 def cache_of(
-    skeleton: Skeleton, *, rows: int, slots: int, turned: bool, placed: bool, pool: BlockTables | None
+    skeleton: Skeleton, *, rows: int, slots: int, keys_transposed: bool, track_positions: bool, pool: BlockTables | None
 ) -> Cache | PagedCache:
     """Return a static cache of `slots` slots a row, or with `pool` a paged one.
 
@@ -26,6 +26,6 @@ def cache_of(
         head_dim=s.head_dim,
         dtype=s.dtype,
         devices=[block.device for block in skeleton.blocks],
-        turned=turned,
-        placed=placed,
+        keys_transposed=keys_transposed,
+        track_positions=track_positions,
     )

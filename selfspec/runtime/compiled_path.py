@@ -26,31 +26,31 @@ _log = logging.getLogger("selfspec")
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class _Made:
+class _PathModule:
     """A sub-layer or head with weights of its own, their size in bytes, and whether they are quantised."""
 
-    runs: Any
+    module: Any
     bytes: int
-    lower: bool
+    quantized: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class CompiledPath:
     """A draft path of one model: each layer's number, device, attention and MLP, where None is a bypassed sub-layer.
 
-    `bytes` is the memory the path takes in addition to the model. `in_full` names the parts that could not be quantised
-    and run in full precision ("attention 3", "mlp 3", "head"). `native` runs the blocks and the last norm as one native
-    call, where available. `batch_invariant_head` is a head whose every row has the same bits in a batch of any size,
-    where available.
+    `bytes` is the memory the path takes in addition to the model. `unquantized` names the parts that could not be
+    quantised and run in full precision ("attention 3", "mlp 3", "head"). `native` runs the blocks and the last norm as
+    one native call, where available. `batch_invariant_head` is a head whose every row has the same bits in a batch of
+    any size, where available.
     """
 
     blocks: tuple[tuple[int, torch.device, Attention | None, Mlp | None], ...]
     head: Call
     bytes: int = 0
-    in_full: tuple[str, ...] = ()
+    unquantized: tuple[str, ...] = ()
     native: NativePass | None = None
     batch_invariant_head: Call | None = None
-    held: tuple[_Made, ...] = field(default=(), repr=False)
+    resources: tuple[_PathModule, ...] = field(default=(), repr=False)
 
 
 class Paths:
@@ -61,41 +61,42 @@ class Paths:
         self._skeleton, self._scaling = skeleton, scaling
         self._paths: WeakValueDictionary[DraftPath, CompiledPath] = WeakValueDictionary()
         self._trained: dict[str, Trained] = {}
-        self._made: WeakValueDictionary[Hashable, _Made] = WeakValueDictionary()
+        self._made: WeakValueDictionary[Hashable, _PathModule] = WeakValueDictionary()
 
     def get(self, path: DraftPath) -> CompiledPath:
         """Return the compiled path. Raises `SelfspecError` as `Runtime.compile` does."""
-        found = self._paths.get(path)
-        if found is None:
-            found = self._paths[path] = self._compiled(path)
-        return found
+        compiled = self._paths.get(path)
+        if compiled is None:
+            compiled = self._paths[path] = self._compiled(path)
+        return compiled
 
-    def learn(self, name: str, trained: Trained) -> None:
+    def register_trained(self, name: str, trained: Trained) -> None:
         """Register trained weights under the name that draft paths use; a name already registered is kept."""
         self._trained.setdefault(name, trained)
 
-    def forget(self, name: str) -> None:
+    def unregister_trained(self, name: str) -> None:
         """Unregister the trained weights of a name; compiled paths keep the weights they use."""
         self._trained.pop(name, None)
 
-    def held(self, part: str, index: int, mode: Mode) -> int | None:
+    def part_bytes(self, part: str, index: int, mode: Mode) -> int | None:
         """Return the additional bytes of an attention, MLP or head in `mode`; None if it cannot be quantised."""
         if mode not in BITS:
             return 0
-        lowered = self._skeleton.lowered
+        quantizer = self._skeleton.quantizer
         if part == "head":
-            return lowered.head_bytes(BITS[mode])
-        return lowered.bytes(index, "attention" if part == "attention" else "mlp", BITS[mode])
+            return quantizer.head_bytes(BITS[mode])
+        return quantizer.bytes(index, "attention" if part == "attention" else "mlp", BITS[mode])
 
     def bytes(self, path: DraftPath) -> int:
         """Return the additional bytes that a path takes once it is compiled."""
-        total = sum(self.held(*part) or 0 for part in self._parts(path))
-        sizes, words = self._skeleton.sizes, self._skeleton.identity.vocabulary or 1
-        head = self.held("head", 0, path.head) if path.head in BITS else None
+        total = sum(self.part_bytes(*part) or 0 for part in self._parts(path))
+        sizes, vocabulary_size = self._skeleton.sizes, self._skeleton.identity.vocabulary or 1
+        head = self.part_bytes("head", 0, path.head) if path.head in BITS else None
         if path.vocabulary is None:
             return total + (head or 0)
         return total + round(
-            path.share(words) * (words * sizes.hidden * sizes.dtype.itemsize if head is None else head)
+            path.share(vocabulary_size)
+            * (vocabulary_size * sizes.hidden * sizes.dtype.itemsize if head is None else head)
         )
 
     @torch.no_grad()
@@ -103,48 +104,54 @@ class Paths:
         blocks, layers = self._skeleton.blocks, len(self._skeleton.blocks)
         modes = path.modes(layers)
         trained = self._trained_of(path)
-        held: list[_Made] = []
-        in_full: list[str] = []
+        resources: list[_PathModule] = []
+        unquantized: list[str] = []
         low = [(part, i, mode) for part, i, mode in self._parts(path) if mode in BITS]
-        fresh = sum(self.held(*one) or 0 for one in low if (one[1], one[0], BITS[one[2]]) not in self._made)
+        fresh = sum(
+            self.part_bytes(*sublayer) or 0
+            for sublayer in low
+            if (sublayer[1], sublayer[0], BITS[sublayer[2]]) not in self._made
+        )
         if fresh > _LONG:
             _log.warning("bringing weights into few bits, %.1f GB of them ...", fresh / 1e9)
 
-        def lowered(i: int, part: SubLayer, mode: Mode) -> Any:
+        def quantized(i: int, part: SubLayer, mode: Mode) -> Any:
             if mode not in BITS:
                 return None
             made = self._sublayer(i, part, BITS[mode], path.trained, trained)
             if made is None:
-                in_full.append(f"{part} {i}")
+                unquantized.append(f"{part} {i}")
                 return None
-            held.append(made)
-            return made.runs
+            resources.append(made)
+            return made.module
 
         runs = []
         for i, block in enumerate(blocks):
-            of_attention, of_mlp = modes[i], modes[layers + i]
-            block = block.with_(lowered(i, "attention", of_attention), lowered(i, "mlp", of_mlp))
-            runs.append((i, block.device, *block.running(attention=of_attention != "skip", mlp=of_mlp != "skip")))
+            attention_mode, mlp_mode = modes[i], modes[layers + i]
+            block = block.with_(quantized(i, "attention", attention_mode), quantized(i, "mlp", mlp_mode))
+            runs.append((i, block.device, *block.running(attention=attention_mode != "skip", mlp=mlp_mode != "skip")))
         for first, end in path.runs(layers):
-            if (crossing := self._crossing((first, end), path.trained, trained)) is not None:
-                held.append(crossing)
-                runs[end - 1] = (end - 1, blocks[end - 1].device, None, crossing.runs)
+            if (bridge := self._bridge_module((first, end), path.trained, trained)) is not None:
+                resources.append(bridge)
+                runs[end - 1] = (end - 1, blocks[end - 1].device, None, bridge.module)
         head = self._head(path.vocabulary, path.head)
-        if path.head in BITS and (head is None or not head.lower):
-            in_full.append("head")
+        if path.head in BITS and (head is None or not head.quantized):
+            unquantized.append("head")
         if head is not None:
-            held.append(head)
-        runs_head = self._skeleton.head if head is None else head.runs
+            resources.append(head)
+        runs_head = self._skeleton.head if head is None else head.module
         attention_specs = self._skeleton.attention_specs
         # A native pass attends to every earlier token: its caller keeps passes that a sliding window cuts from it.
-        turns_as_llama = (
+        llama_rope = (
             len({attention_spec.rope for attention_spec in attention_specs}) == 1
-            and not attention_specs[0].rope.neighbours
+            and not attention_specs[0].rope.interleaved
         )
-        native = native_pass(self._skeleton.sizes, self._scaling, runs, self._skeleton.norm) if turns_as_llama else None
-        of_any = None if native is None else batch_invariant(runs_head)
-        size = sum(m.bytes for m in held)
-        return CompiledPath(tuple(runs), runs_head, size, tuple(in_full), native, of_any, tuple(held))
+        native = native_pass(self._skeleton.sizes, self._scaling, runs, self._skeleton.norm) if llama_rope else None
+        batch_invariant_head = None if native is None else batch_invariant(runs_head)
+        size = sum(m.bytes for m in resources)
+        return CompiledPath(
+            tuple(runs), runs_head, size, tuple(unquantized), native, batch_invariant_head, tuple(resources)
+        )
 
     def _parts(self, path: DraftPath) -> list[tuple[SubLayer, int, Mode]]:
         """Return every sub-layer with its layer's number and its mode, attention first."""
@@ -160,29 +167,29 @@ class Paths:
 
     def _sublayer(
         self, index: int, part: SubLayer, bits: Bits, name: str | None, trained: Trained | None
-    ) -> _Made | None:
+    ) -> _PathModule | None:
         key: tuple[Hashable, ...] = (index, part, bits)
         if trained is not None and any(layer == index for layer, _ in trained.updates):
             key = (*key, name)
-        return self._once(key, lambda: self._skeleton.lowered.sublayer(index, part, bits, trained))
+        return self._cached(key, lambda: self._skeleton.quantizer.sublayer(index, part, bits, trained))
 
-    def _crossing(self, run: Run, name: str | None, trained: Trained | None) -> _Made | None:
+    def _bridge_module(self, run: Run, name: str | None, trained: Trained | None) -> _PathModule | None:
         """Return the trained bridge over a run of skipped layers, or None if it has none."""
         if trained is None or (bridge := trained.bridges.get(run)) is None:
             return None
-        return self._once(("bridge", run, name), lambda: self._skeleton.lowered.crossing(bridge))
+        return self._cached(("bridge", run, name), lambda: self._skeleton.quantizer.bridge_module(bridge))
 
-    def _head(self, tokens: tuple[int, ...] | None, mode: Mode) -> _Made | None:
+    def _head(self, tokens: tuple[int, ...] | None, mode: Mode) -> _PathModule | None:
         """Return a head in `mode`, over `tokens` only if given; None stands for the model's own head."""
         vocabulary = self._skeleton.identity.vocabulary or 0
         if tokens is not None and max(tokens) >= vocabulary:
             raise SelfspecError(f"a draft vocabulary is of one or more different tokens from 0 to {vocabulary - 1}")
         made = None
         if bits := BITS.get(mode):
-            made = self._once(("head", tokens, bits), lambda: self._skeleton.lowered.head(bits, tokens))
+            made = self._cached(("head", tokens, bits), lambda: self._skeleton.quantizer.head(bits, tokens))
         if made is not None or tokens is None:
             return made
-        made = self._once(("head", tokens), lambda: self._head_over(tokens), lower=False)
+        made = self._cached(("head", tokens), lambda: self._head_over(tokens), lower=False)
         if made is None:
             raise SelfspecError("a draft vocabulary needs the head's own weight; draft with the whole head")
         return made
@@ -191,9 +198,11 @@ class Paths:
         head, sizes = self._skeleton.head_over(tokens), self._skeleton.sizes
         return None if head is None else (head, len(tokens) * sizes.hidden * sizes.dtype.itemsize)
 
-    def _once(self, key: Hashable, make: Callable[[], tuple[Any, int] | None], *, lower: bool = True) -> _Made | None:
+    def _cached(
+        self, key: Hashable, make: Callable[[], tuple[Any, int] | None], *, lower: bool = True
+    ) -> _PathModule | None:
         """Return what `make` returned for this key, cached as long as it is in use; None if `make` returns None."""
         made = self._made.get(key)
-        if made is None and (found := make()) is not None:
-            made = self._made[key] = _Made(*found, lower)
+        if made is None and (result := make()) is not None:
+            made = self._made[key] = _PathModule(*result, lower)
         return made

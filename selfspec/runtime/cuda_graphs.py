@@ -26,10 +26,10 @@ from selfspec.runtime.eager_runner import EagerRunner
 from selfspec.runtime.workspace import Scratch
 from selfspec.speculation.forward_output import ForwardOutput
 
-SWITCH = "SELFSPEC_GRAPHS"  # environment variable: 0 disables capture
+ENV_VAR = "SELFSPEC_GRAPHS"  # environment variable: 0 disables capture
 ROWS = 64  # most rows of a captured pass: a wider pass takes longer than its launches
 SHAPES = 512  # most shapes captured for a path
-_SEEN = 256  # slots: the least multiple that the KV length is rounded up to, see `rounded_up`
+_KV_LEN_STEP = 256  # slots: the least multiple that the KV length is rounded up to, see `rounded_up`
 _log = logging.getLogger("selfspec")
 
 Replay = Callable[[], object]
@@ -79,10 +79,10 @@ class CudaRecorder:
 
 
 def recorder_for(model: Any, skeleton: Skeleton) -> Recorder | None:
-    """Return a recorder if the whole model is on one CUDA device, unsharded, and `SWITCH` is not off; else None."""
+    """Return a recorder if the whole model is on one CUDA device, unsharded, and `ENV_VAR` is not off; else None."""
     device = skeleton.device
     places = {device, *(block.device for block in skeleton.blocks)}
-    off = os.environ.get(SWITCH, "").strip().lower() in ("0", "off", "false", "no")
+    off = os.environ.get(ENV_VAR, "").strip().lower() in ("0", "off", "false", "no")
     return None if off or device.type != "cuda" or len(places) > 1 or is_sharded(model) else CudaRecorder(device)
 
 
@@ -115,22 +115,22 @@ class _Inputs:
 
         self.ids, self.positions = empty(shape.batch), empty(shape.batch)
         self.slots = empty(shape.batch) if shape.masks else self.positions
-        seen = (shape.masks, shape.n, shape.kv_len)
-        self.mask = torch.zeros(seen, dtype=torch.bool, device=device) if shape.masks else None
+        mask_shape = (shape.masks, shape.n, shape.kv_len)
+        self.mask = torch.zeros(mask_shape, dtype=torch.bool, device=device) if shape.masks else None
 
-    def fill(self, tokens: Tensor, of: PassInputs, numbers: Tensor) -> None:
+    def fill(self, tokens: Tensor, pass_inputs: PassInputs, numbers: Tensor) -> None:
         """Copy a pass's inputs into the fixed tensors; `numbers` is 0, 1, 2, ... on the device."""
 
-        def put(into: Tensor, at: int | Tensor) -> None:
-            into.copy_(numbers[at : at + of.n] if isinstance(at, int) else at)
+        def put(into: Tensor, source: int | Tensor) -> None:
+            into.copy_(numbers[source : source + pass_inputs.n] if isinstance(source, int) else source)
 
         self.ids.copy_(tokens)
-        put(self.positions, of.positions)
-        if self.mask is not None and of.mask is not None:
-            put(self.slots, of.slots)
-            seen = of.mask.shape[-1]
-            self.mask[..., :seen].copy_(of.mask)
-            self.mask[..., seen:].zero_()
+        put(self.positions, pass_inputs.positions)
+        if self.mask is not None and pass_inputs.mask is not None:
+            put(self.slots, pass_inputs.slots)
+            kv_len = pass_inputs.mask.shape[-1]
+            self.mask[..., :kv_len].copy_(pass_inputs.mask)
+            self.mask[..., kv_len:].zero_()
 
 
 class _Graph(NamedTuple):
@@ -142,12 +142,12 @@ class _Graph(NamedTuple):
     replay: Replay
 
 
-class Refused:
+class UncapturablePaths:
     """The paths of one model that cannot be captured; the first one is logged with its reason."""
 
     def __init__(self) -> None:
         self._paths: WeakSet[CompiledPath] = WeakSet()
-        self._said = False
+        self._logged = False
 
     def __contains__(self, compiled: CompiledPath) -> bool:
         return compiled in self._paths
@@ -155,9 +155,9 @@ class Refused:
     def add(self, compiled: CompiledPath, error: Exception) -> None:
         """Add a path, and log the error if it is the first."""
         self._paths.add(compiled)
-        if not self._said:
+        if not self._logged:
             _log.warning("passes cannot be recorded, and run operation by operation (%s)", reason(error))
-        self._said = True
+        self._logged = True
 
 
 class Graphs:
@@ -166,9 +166,11 @@ class Graphs:
     A shape is captured the second time it occurs; passes without logits or of more than `ROWS` rows (prefill) never.
     """
 
-    def __init__(self, passes: EagerRunner, recorder: Recorder, refused: Refused, positions: int) -> None:
+    def __init__(
+        self, passes: EagerRunner, recorder: Recorder, uncapturable: UncapturablePaths, positions: int
+    ) -> None:
         """Prepare to capture passes of `passes`, whose RoPE tables have `positions` positions, with `recorder`."""
-        self._passes, self._recorder, self._pool, self._refused = passes, recorder, recorder.pool(), refused
+        self._passes, self._recorder, self._pool, self._uncapturable = passes, recorder, recorder.pool(), uncapturable
         self._slots, self._device = passes.cache.slots, passes.skeleton.device
         self._end = min(positions, self._slots)
         self._numbers = torch.arange(self._slots, device=self._device)
@@ -178,14 +180,14 @@ class Graphs:
         self,
         compiled: CompiledPath,
         tokens: Tensor,
-        of: PassInputs,
+        pass_inputs: PassInputs,
         *,
         logits: Literal["all", "last"] | None,
         hidden: Sequence[int],
     ) -> ForwardOutput | None:
         """Return the output of a replayed pass; None if it has no capture, and the caller has to run it eagerly."""
-        shape = self._shape(of, logits, hidden)
-        if shape is None or compiled in self._refused:
+        shape = self._shape(pass_inputs, logits, hidden)
+        if shape is None or compiled in self._uncapturable:
             return None
         made = self._made.setdefault(compiled, {})
         if shape not in made:
@@ -194,9 +196,9 @@ class Graphs:
             return None
         graph = made[shape]
         inputs = _Inputs(shape, self._device) if graph is None else graph.inputs
-        inputs.fill(tokens, of, self._numbers)
+        inputs.fill(tokens, pass_inputs, self._numbers)
         if graph is None:
-            graph = made[shape] = self._recorded(compiled, shape, inputs, of.rows)
+            graph = made[shape] = self._capture(compiled, shape, inputs, pass_inputs.rows)
             if graph is None:
                 return None
         graph.replay()
@@ -204,45 +206,47 @@ class Graphs:
         assert step.logits is not None
         return ForwardOutput(step.logits.clone(), {layer: stream.clone() for layer, stream in step.hidden.items()})
 
-    def _shape(self, of: PassInputs, logits: Literal["all", "last"] | None, hidden: Sequence[int]) -> GraphKey | None:
+    def _shape(
+        self, pass_inputs: PassInputs, logits: Literal["all", "last"] | None, hidden: Sequence[int]
+    ) -> GraphKey | None:
         """Return the graph key of a pass, or None if it is not to be captured."""
-        batch, n, positions, slots, mask, rows = of
-        ends = [at + n for at in (positions, slots) if isinstance(at, int)]
+        batch, n, positions, slots, mask, rows = pass_inputs
+        ends = [start + n for start in (positions, slots) if isinstance(start, int)]
         if logits is None or batch * n > ROWS or max(ends, default=0) > self._end:
             return None
         if mask is not None:
-            seen, masks = mask.shape[-1], len(mask)
+            kv_len, masks = mask.shape[-1], len(mask)
         elif isinstance(slots, int) and isinstance(positions, int) and slots == positions:
-            seen, masks = slots + n, 0
+            kv_len, masks = slots + n, 0
         else:
             return None
-        if seen > self._slots:
+        if kv_len > self._slots:
             return None
         return GraphKey(
-            batch, n, min(rounded_up(seen), self._slots), (rows.start, rows.stop), masks, logits, tuple(hidden)
+            batch, n, min(rounded_up(kv_len), self._slots), (rows.start, rows.stop), masks, logits, tuple(hidden)
         )
 
-    def _recorded(self, compiled: CompiledPath, shape: GraphKey, inputs: _Inputs, rows: slice) -> _Graph | None:
+    def _capture(self, compiled: CompiledPath, shape: GraphKey, inputs: _Inputs, rows: slice) -> _Graph | None:
         """Capture a pass whose inputs are filled in. Return None and warn if the capture fails."""
         scratch = Scratch(self._passes.skeleton.sizes, shape.batch, shape.n, self._device)
         numbers = self._numbers[: shape.kv_len]
 
         def body() -> ForwardOutput:
             mask = numbers <= inputs.slots[:1].unsqueeze(-1) if inputs.mask is None else inputs.mask
-            of = PassInputs(shape.batch, shape.n, inputs.positions, inputs.slots, mask, rows)
+            pass_inputs = PassInputs(shape.batch, shape.n, inputs.positions, inputs.slots, mask, rows)
             return self._passes.forward(
-                compiled, inputs.ids, of, logits=shape.logits, hidden=shape.hidden, scratch=scratch
+                compiled, inputs.ids, pass_inputs, logits=shape.logits, hidden=shape.hidden, scratch=scratch
             )
 
         try:
             return _Graph(inputs, scratch, *self._recorder.record(body, self._pool))
         except RuntimeError as error:
             self._made.pop(compiled, None)
-            self._refused.add(compiled, error)
+            self._uncapturable.add(compiled, error)
             return None
 
 
 def rounded_up(slots: int) -> int:
     """Round a KV length up to a multiple of 256 or, if larger, of a quarter of the power of two at or below it."""
-    step = max(_SEEN, 1 << max(slots.bit_length() - 3, 0))
+    step = max(_KV_LEN_STEP, 1 << max(slots.bit_length() - 3, 0))
     return -(-slots // step) * step

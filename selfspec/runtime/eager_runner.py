@@ -11,12 +11,12 @@ from torch import Tensor
 
 from selfspec.models.families.base import Attention, AttentionSpec
 from selfspec.models.skeleton import Skeleton
-from selfspec.runtime.attention_inputs import AttentionInputs, PassInputs, move, place
+from selfspec.runtime.attention_inputs import AttentionInputs, PassInputs, build_attention_inputs, to_device
 from selfspec.runtime.cache import Cache
 from selfspec.runtime.compiled_path import CompiledPath
 from selfspec.runtime.masks import Masks
 from selfspec.runtime.rotary import RotaryTable
-from selfspec.runtime.workspace import Scratch, Scratches
+from selfspec.runtime.workspace import Scratch, ScratchPool
 from selfspec.speculation.forward_output import ForwardOutput
 
 _NARROW = 16  # rows up to which small products on a CPU beat its fused attention and elementwise RoPE
@@ -41,13 +41,13 @@ class EagerRunner:
     ) -> None:
         self.skeleton, self.cache = skeleton, cache
         self._attention_specs, self._masks, self._scaling, self._direct = attention_specs, masks, scaling, direct
-        self._scratches = Scratches(skeleton.sizes)
+        self._scratches = ScratchPool(skeleton.sizes)
 
     def forward(
         self,
         compiled: CompiledPath,
         tokens: Tensor,
-        of: PassInputs,
+        pass_inputs: PassInputs,
         *,
         logits: Literal["all", "last"] | None,
         hidden: Sequence[int] = (),
@@ -56,94 +56,97 @@ class EagerRunner:
     ) -> ForwardOutput:
         """Run `Runtime.forward` over tokens `[B, n]`; `scratch` is a workspace to use, on the first layer's device."""
         batch, n = tokens.shape
-        places = self._places(of)
+        inputs_by_spec = self._attention_inputs(pass_inputs)
         scratch = scratch or self._scratches.get(batch, n, self.skeleton.device)
         scratch.stream.copy_(self.skeleton.embed(tokens).flatten(0, 1))
         layers = len(self.skeleton.blocks)
         streams, halves = dict[int, Tensor](), dict[int, Tensor]()
         for index, device, attention, mlp in compiled.blocks:
             if index in hidden:
-                streams[index] = scratch.kept()
+                streams[index] = scratch.copy_stream()
             if scratch.device != device:
-                scratch, places = self._scratches.moved(scratch, device), [move(place, device) for place in places]
+                scratch, inputs_by_spec = (
+                    self._scratches.moved(scratch, device),
+                    [to_device(inputs, device) for inputs in inputs_by_spec],
+                )
             if attention is not None:
-                self._attention(attention, index, scratch, places[attention.attention_spec])
+                self._attention(attention, index, scratch, inputs_by_spec[attention.attention_spec])
             if index in between:
-                halves[index] = scratch.kept()
+                halves[index] = scratch.copy_stream()
             if mlp is not None:
                 mlp.run(scratch)
         if layers in hidden:
-            streams[layers] = scratch.kept()
+            streams[layers] = scratch.copy_stream()
         if logits is None:
             return ForwardOutput(None, streams, halves)
         rows = slice(None) if logits == "all" or n == 1 else slice(n - 1, None, n)
-        normed = self.skeleton.norm(scratch.stream[rows], scratch.longer[rows], scratch.normed[rows])
+        normed = self.skeleton.norm(scratch.stream[rows], scratch.stream_with_eps[rows], scratch.normed[rows])
         out = compiled.head(normed)
         return ForwardOutput(out.to(self.skeleton.device).view(batch, -1, out.shape[-1]), streams, halves)
 
-    def branch(self, index: int, part: Literal["attention", "mlp"], x: Tensor, of: PassInputs) -> Tensor:
+    def branch(self, index: int, part: Literal["attention", "mlp"], x: Tensor, pass_inputs: PassInputs) -> Tensor:
         """Return the output of one sub-layer, as `Runtime.branch` does."""
         block = self.skeleton.blocks[index]
-        scratch = self._scratches.get(of.batch, of.n, block.device)
+        scratch = self._scratches.get(pass_inputs.batch, pass_inputs.n, block.device)
         x = x.to(block.device).flatten(0, 1)
         scratch.stream.copy_(x)
         if part == "mlp":
             block.mlp.run(scratch)
         else:
-            at = move(self._places(of)[block.attention.attention_spec], block.device)
-            self._attention(block.attention, index, scratch, at)
-        return (scratch.stream - x).view(of.batch, of.n, -1)
+            inputs = to_device(self._attention_inputs(pass_inputs)[block.attention.attention_spec], block.device)
+            self._attention(block.attention, index, scratch, inputs)
+        return (scratch.stream - x).view(pass_inputs.batch, pass_inputs.n, -1)
 
-    def _places(self, of: PassInputs) -> list[AttentionInputs]:
+    def _attention_inputs(self, pass_inputs: PassInputs) -> list[AttentionInputs]:
         """Return the attention inputs of a pass for each attention spec of the model."""
-        narrow = self._direct and of.batch * of.n <= _NARROW
+        narrow = self._direct and pass_inputs.batch * pass_inputs.n <= _NARROW
         return [
-            place(*attention_spec, self.cache, self._masks, of, narrow=narrow)
+            build_attention_inputs(*attention_spec, self.cache, self._masks, pass_inputs, narrow=narrow)
             for attention_spec in self._attention_specs
         ]
 
-    def _attention(self, attention: Attention, index: int, scratch: Scratch, place: AttentionInputs) -> None:
+    def _attention(self, attention: Attention, index: int, scratch: Scratch, inputs: AttentionInputs) -> None:
         """Write a layer's keys and values to the cache, and add its attention output to the residual stream."""
-        attention.qkv(attention.norm(scratch.stream, scratch.longer, scratch.normed), scratch.qkv)
-        if isinstance(place.turn, Tensor):
-            if scratch.alone is not None:
-                torch.mm(scratch.alone[0], place.turn, out=scratch.alone[1])
+        attention.qkv(attention.norm(scratch.stream, scratch.stream_with_eps, scratch.normed), scratch.qkv)
+        if isinstance(inputs.rotation, Tensor):
+            if scratch.single_row is not None:
+                torch.mm(scratch.single_row[0], inputs.rotation, out=scratch.single_row[1])
             else:
-                torch.bmm(scratch.qk, place.turn, out=scratch.turned)
+                torch.bmm(scratch.qk, inputs.rotation, out=scratch.rotated)
         else:
-            cos, sin = place.turn
-            if place.partner is None:
+            cos, sin = inputs.rotation
+            if inputs.partner is None:
                 swapped = scratch.qk.roll(self.skeleton.sizes.head_dim // 2, -1)
             else:
-                swapped = scratch.qk.index_select(-1, place.partner)
-            torch.mul(scratch.qk, cos, out=scratch.turned).addcmul_(swapped, sin)
-        if isinstance(place.to, Tensor):
-            self.cache.scatter(index, scratch.k, scratch.v, place.to, place.rows)
+                swapped = scratch.qk.index_select(-1, inputs.partner)
+            torch.mul(scratch.qk, cos, out=scratch.rotated).addcmul_(swapped, sin)
+        if isinstance(inputs.to, Tensor):
+            self.cache.scatter(index, scratch.k, scratch.v, inputs.to, inputs.rows)
         else:
-            place.to[0][index].copy_(scratch.k_to_write)
-            place.to[1][index].copy_(scratch.v_to_write)
+            inputs.to[0][index].copy_(scratch.k_to_write)
+            inputs.to[1][index].copy_(scratch.v_to_write)
         scratch.gather_q()
-        if place.direct:
-            q, keys = scratch.q_rows, place.keys[index]
+        if inputs.direct:
+            q, keys = scratch.q_rows, inputs.keys[index]
             if attention.weights is not None:
-                weights = attention.weights(torch.bmm(q, keys).mul_(self._scaling), place.mask)
-            elif place.mask is None:
+                weights = attention.weights(torch.bmm(q, keys).mul_(self._scaling), inputs.mask)
+            elif inputs.mask is None:
                 weights = torch.bmm(q, keys).softmax(-1)
             else:
-                weights = torch.baddbmm(place.mask, q, keys).softmax(-1)
-            out = torch.bmm(weights, place.values[index], out=scratch.out)
+                weights = torch.baddbmm(inputs.mask, q, keys).softmax(-1)
+            out = torch.bmm(weights, inputs.values[index], out=scratch.out)
         else:
-            keys = place.keys[index]
+            keys = inputs.keys[index]
             if keys.stride(-1) != 1:  # fused attention does not take transposed keys
                 keys = keys[:, :1].contiguous().expand_as(keys)
             out = F.scaled_dot_product_attention(
                 scratch.q,
                 keys,
-                place.values[index],
-                attn_mask=place.mask,
-                is_causal=place.causal,
+                inputs.values[index],
+                attn_mask=inputs.mask,
+                is_causal=inputs.causal,
                 scale=self._scaling,
             )
         if out is not scratch.out:
-            scratch.take(out)
-        attention.add(scratch.stream, scratch.mixed)
+            scratch.store_attention(out)
+        attention.add(scratch.stream, scratch.attention_out)

@@ -22,7 +22,7 @@ from selfspec.runtime.attention_inputs import PassInputs
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.cache_factory import cache_of
 from selfspec.runtime.compiled_path import CompiledPath, Paths
-from selfspec.runtime.cuda_graphs import Graphs, Recorder, Refused, has_hooks, recorder_for
+from selfspec.runtime.cuda_graphs import Graphs, Recorder, UncapturablePaths, has_hooks, recorder_for
 from selfspec.runtime.eager_runner import EagerRunner
 from selfspec.runtime.masks import Masks
 from selfspec.runtime.native_bindings import ROWS
@@ -30,7 +30,7 @@ from selfspec.runtime.native_runner import NativeRunner
 from selfspec.runtime.paged import BlockTables, PagedCache
 from selfspec.runtime.rotary import rotary_tables
 from selfspec.speculation.forward_output import ForwardOutput
-from selfspec.speculation.tree_batch import Placed, lay_out
+from selfspec.speculation.tree_batch import PlacedDraft, lay_out
 from selfspec.types.draft_path import FULL, DraftPath
 
 _OF_CACHE = ("cache", "_native", "_eager", "_graphs")  # attributes replaced together with the cache
@@ -47,7 +47,7 @@ class Runtime:
     """
 
     trees = True
-    learns = True  # whether draft paths may use trained weights
+    supports_trained = True  # whether draft paths may use trained weights
     cache: Cache | PagedCache
 
     def __init__(
@@ -61,7 +61,7 @@ class Runtime:
     ) -> None:
         self.model = model
         self.skeleton = read_skeleton(model, kernel=kernel)
-        self._recorder, self._refused = recorder or recorder_for(model, self.skeleton), Refused()
+        self._recorder, self._uncapturable = recorder or recorder_for(model, self.skeleton), UncapturablePaths()
         self.layers = len(self.skeleton.blocks)
         self.device = self.skeleton.device
         self.dtype = self.skeleton.sizes.dtype
@@ -74,11 +74,15 @@ class Runtime:
         self._scaling = 1.0 if exact else self.skeleton.scaling
         self._direct = exact and self.device.type == "cpu"
         self._paths = Paths(self.skeleton, self._scaling)
-        self.learn, self.forget, self.held = self._paths.learn, self._paths.forget, self._paths.held
+        self.register_trained, self.unregister_trained, self.part_bytes = (
+            self._paths.register_trained,
+            self._paths.unregister_trained,
+            self._paths.part_bytes,
+        )
         self._full = self.compile(FULL)
         self.native = self._full.native is not None and self._min_window is None  # full passes of any length
         self._keys_transposed = self._direct or self._full.native is not None
-        self._begin(rows, None if blocks is None else BlockTables(blocks))
+        self._reset(rows, None if blocks is None else BlockTables(blocks))
         self.native = self.native and self._native is not None
 
     def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Runtime:
@@ -88,10 +92,10 @@ class Runtime:
         another paged cache, whose block tables the new cache shares.
         """
         other = copy.copy(self)
-        other._begin(rows, pool if blocks is None else BlockTables(blocks))
+        other._reset(rows, pool if blocks is None else BlockTables(blocks))
         return other
 
-    def _begin(self, rows: int, pool: BlockTables | None) -> None:
+    def _reset(self, rows: int, pool: BlockTables | None) -> None:
         """Start with an empty cache and no open session."""
         self.rows, self.pool = rows, pool
         self._lock = threading.Lock()
@@ -132,29 +136,29 @@ class Runtime:
             return
         if self.pool is not None:
             raise SelfspecError(f"{slots} positions are wanted; a row of this pool has at most {self.cache.slots}")
-        kept = {name: vars(self)[name] for name in _OF_CACHE if name in vars(self)} if any(self.cache.length) else None
+        saved = {name: vars(self)[name] for name in _OF_CACHE if name in vars(self)} if any(self.cache.length) else None
         try:
             self._allocate(slots)
         except BaseException as error:
-            if kept is None:
+            if saved is None:
                 self._allocate(0)  # the runtime stays usable after any error
             else:
-                vars(self).update(kept)
+                vars(self).update(saved)
             if isinstance(error, RuntimeError):  # torch raises it when memory runs out
                 raise SelfspecError(f"no cache for {slots} positions could be had: {error}") from error
             raise
-        if kept is not None:
-            self._rectangle.take(kept["cache"])
+        if saved is not None:
+            self._static_cache.copy_from(saved["cache"])
 
     @property
     def _eager_runner(self) -> EagerRunner:
         """The runner of eager passes. Raises `SelfspecError` if the cache is paged."""
-        _ = self._rectangle
+        _ = self._static_cache
         assert self._eager is not None
         return self._eager
 
     @property
-    def _rectangle(self) -> Cache:
+    def _static_cache(self) -> Cache:
         """The static cache, which eager passes read. Raises `SelfspecError` if the cache is paged."""
         if isinstance(self.cache, PagedCache):
             raise SelfspecError("this pass is not a native one, and no other reads a cache in blocks")
@@ -166,20 +170,22 @@ class Runtime:
         for name in _OF_CACHE:  # drop the old cache before the new one is allocated
             vars(self).pop(name, None)
         slots = -(-slots // _GROWTH) * _GROWTH
-        how = {"turned": self._keys_transposed, "placed": self._min_window is not None}
-        self.cache = cache_of(self.skeleton, rows=self.rows, slots=slots, pool=self.pool, **how)
+        options = {"keys_transposed": self._keys_transposed, "track_positions": self._min_window is not None}
+        self.cache = cache_of(self.skeleton, rows=self.rows, slots=slots, pool=self.pool, **options)
         positions = min(self.cache.slots, self.skeleton.context)
         attention_specs = rotary_tables(self.skeleton, positions, self._rotary_scale)
-        turns = attention_specs[0][1]
-        natively = self._keys_transposed and turns.partner is None
-        self._native = NativeRunner(self.skeleton, self.cache, turns.cos, turns.sin) if natively else None
+        rotary_table = attention_specs[0][1]
+        use_native = self._keys_transposed and rotary_table.partner is None
+        self._native = (
+            NativeRunner(self.skeleton, self.cache, rotary_table.cos, rotary_table.sin) if use_native else None
+        )
         self._eager = self._graphs = None
         if isinstance(self.cache, Cache):
             self._eager = EagerRunner(
                 self.skeleton, self.cache, attention_specs, self._masks, scaling=self._scaling, direct=self._direct
             )
             if self._recorder is not None:
-                self._graphs = Graphs(self._eager, self._recorder, self._refused, positions)
+                self._graphs = Graphs(self._eager, self._recorder, self._uncapturable, positions)
 
     # -- the one forward -------------------------------------------------------------------------------------
 
@@ -217,17 +223,17 @@ class Runtime:
         if native is not None and ((n <= ROWS and logits is not None) or self.pool is not None):
             additive, row = None if mask is None else self._masks.additive(mask), rows.indices(self.rows)[0]
             return native.forward(compiled, tokens, positions, slots, additive, row, logits=logits, hidden=hidden)
-        of = PassInputs(batch, n, positions, slots, mask, rows)
+        pass_inputs = PassInputs(batch, n, positions, slots, mask, rows)
         if self._graphs is not None and not between and not self._has_hooks:
-            step = self._graphs.forward(compiled, tokens, of, logits=logits, hidden=hidden)
+            step = self._graphs.forward(compiled, tokens, pass_inputs, logits=logits, hidden=hidden)
             if step is not None:
                 return step
-        return self._eager_runner.forward(compiled, tokens, of, logits=logits, hidden=hidden, between=between)
+        return self._eager_runner.forward(compiled, tokens, pass_inputs, logits=logits, hidden=hidden, between=between)
 
     @torch.inference_mode()
-    def over(
+    def forward_drafts(
         self,
-        placed: Sequence[Placed],
+        placed: Sequence[PlacedDraft],
         *,
         path: CompiledPath | None = None,
         hidden: Sequence[int] = (),
@@ -240,15 +246,17 @@ class Runtime:
         """
         compiled = self._full if path is None else path
         if self._native is not None and compiled.native is not None and self._min_window is None:
-            return self._native.over(compiled, placed, hidden=hidden, logits=logits)
+            return self._native.forward_drafts(compiled, placed, hidden=hidden, logits=logits)
         wanted: Literal["all"] | None = "all" if logits else None
-        tokens, positions, slots, mask, rows, at = lay_out(placed, spare=self._rectangle.spare, device=self.device)
+        tokens, positions, slots, mask, rows, batch_rows = lay_out(
+            placed, spare=self._static_cache.spare, device=self.device
+        )
         step = self.forward(
             tokens, positions, path=path, slots=slots, mask=mask, rows=rows, logits=wanted, hidden=hidden
         )
         if len(placed) == 1:
             return [step]
-        return [step.part(row, 1 + len(one.draft)) for row, one in zip(at, placed, strict=True)]
+        return [step.part(row, 1 + len(placement.draft)) for row, placement in zip(batch_rows, placed, strict=True)]
 
     def compile(self, path: DraftPath) -> CompiledPath:
         """Compile a draft path for `forward`, once; a head over a draft vocabulary holds a copy of its weight rows.
@@ -284,5 +292,5 @@ class Runtime:
     def _hides(self, positions: int | Tensor, slots: int | Tensor, n: int, rows: slice) -> bool:
         """Record the positions of a pass's tokens; return whether a sliding window may hide any slot from a token."""
         assert self._min_window is not None
-        self._rectangle.place(positions, slots, n, rows)
+        self._static_cache.set_positions(positions, slots, n, rows)
         return not isinstance(slots, int) or slots + n > self._min_window

@@ -26,34 +26,42 @@ class ViewedPass:
 class HFCacheView(TheirCache):  # type: ignore[misc]
     """A `transformers` cache of all layers, backed by the runtime's cache, for one pass."""
 
-    def __init__(self, of: ViewedPass, layers: int) -> None:
-        super().__init__(layers=[_Layer(of, index) for index in range(layers)])
+    def __init__(self, viewed_pass: ViewedPass, layers: int) -> None:
+        super().__init__(layers=[_Layer(viewed_pass, index) for index in range(layers)])
 
 
 class _Layer(DynamicLayer):  # type: ignore[misc]
     """One layer's keys and values `[B, H_kv, slots, d]`."""
 
-    def __init__(self, of: ViewedPass, index: int) -> None:
+    def __init__(self, viewed_pass: ViewedPass, index: int) -> None:
         super().__init__()
-        self._of, self._index = of, index
+        self._viewed_pass, self._index = viewed_pass, index
         self.is_initialized = True
-        self.keys, self.values = of.cache.keys[index], of.cache.values[index]
+        self.keys, self.values = viewed_pass.cache.keys[index], viewed_pass.cache.values[index]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write a pass's keys and values; return all visible keys and values `[B, H_kv, kv_len, d]`."""
-        of = self._of
-        if isinstance(of.slots, int):
-            end = of.slots + of.n
-            self.keys[of.rows][:, :, of.slots : end] = key_states
-            self.values[of.rows][:, :, of.slots : end] = value_states
+        viewed_pass = self._viewed_pass
+        if isinstance(viewed_pass.slots, int):
+            end = viewed_pass.slots + viewed_pass.n
+            self.keys[viewed_pass.rows][:, :, viewed_pass.slots : end] = key_states
+            self.values[viewed_pass.rows][:, :, viewed_pass.slots : end] = value_states
         else:
-            of.cache.scatter(self._index, key_states.transpose(1, 2), value_states.transpose(1, 2), of.slots, of.rows)
-        return self.keys[of.rows][:, :, : of.kv_len], self.values[of.rows][:, :, : of.kv_len]
+            viewed_pass.cache.scatter(
+                self._index,
+                key_states.transpose(1, 2),
+                value_states.transpose(1, 2),
+                viewed_pass.slots,
+                viewed_pass.rows,
+            )
+        return self.keys[viewed_pass.rows][:, :, : viewed_pass.kv_len], self.values[viewed_pass.rows][
+            :, :, : viewed_pass.kv_len
+        ]
 
     def get_seq_length(self, *_: Any) -> int:
         """Return the number of slots before those of the pass."""
-        return self._of.kv_len - self._of.n
+        return self._viewed_pass.kv_len - self._viewed_pass.n
 
     def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
         """Return the KV length and the offset of its first slot, which is 0 as none is dropped."""
-        return self._of.kv_len, 0
+        return self._viewed_pass.kv_len, 0

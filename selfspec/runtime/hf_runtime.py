@@ -26,7 +26,7 @@ from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.compiled_path import BITS, CompiledPath
 from selfspec.runtime.forward import Runtime
 from selfspec.runtime.hf_cache_view import HFCacheView, ViewedPass
-from selfspec.runtime.module_hooks import bypassing, first_of, watched
+from selfspec.runtime.module_hooks import bypassing, capture_hidden, first_of
 from selfspec.runtime.paged import BlockTables
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.types.draft_path import FULL, DraftPath, Mode
@@ -42,7 +42,7 @@ class GenericPath(CompiledPath):
     """A draft path of a `GenericRuntime`: its skip set, and its draft vocabulary `[n]`, None for all tokens."""
 
     skip: SkipSet = NOTHING_SKIPPED
-    words: Tensor | None = None
+    token_ids: Tensor | None = None
 
 
 class GenericRuntime(Runtime):
@@ -53,7 +53,7 @@ class GenericRuntime(Runtime):
     whose sub-layers cannot be found, or whose logits through this cache differ from those without a cache.
     """
 
-    learns = native = False
+    supports_trained = native = False
     _native = _min_window = _recorder = _graphs = None
     _has_hooks = False
 
@@ -65,18 +65,20 @@ class GenericRuntime(Runtime):
                 f"{type(self.model).__name__} has no language-model head; expected a causal language model"
             )
         self.layers = len(self._structure.layers)
-        self._takes = inspect.signature(self.model.forward).parameters
-        self._given: dict[nn.Module, int | None] = {}  # length of a sub-layer's output tuple; None: a lone tensor
+        self._forward_params = inspect.signature(self.model.forward).parameters
+        self._output_lengths: dict[
+            nn.Module, int | None
+        ] = {}  # length of a sub-layer's output tuple; None: a lone tensor
         kv_heads, head_dim = self._shapes()
         self.skeleton = read_outline(self.model, kv_heads, head_dim)  # type: ignore[assignment]
         self.device, self.dtype = self.skeleton.device, self.skeleton.sizes.dtype
         self._windows = windows_of(self.model.config, self.layers)
-        self._full = self._whole = self.compile(FULL)
-        self._begin(2)
+        self._full = self._full_path = self.compile(FULL)
+        self._reset(2)
         self.trees = self._checked()
         if rows > 1 and not self.trees:
             raise UnsupportedModelError(f"{self._name} decodes one sequence at a time")
-        self._begin(rows)
+        self._reset(rows)
 
     def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Runtime:
         """Return another runtime as `Runtime.with_new_cache` does.
@@ -97,27 +99,29 @@ class GenericRuntime(Runtime):
     def _shapes(self) -> tuple[int, int]:
         """Return the number of KV heads and their size from a probe pass, which also notes each sub-layer's output."""
         device = device_of(self.model.get_input_embeddings())
-        held = DynamicCache()
+        probe_cache = DynamicCache()
         parts = (*self._structure.attention, *self._structure.mlp)
         hooks = [part.register_forward_hook(self._note) for part in parts]
         try:
-            self.model(torch.tensor([_PROBE], device=device), past_key_values=held, use_cache=True)
+            self.model(torch.tensor([_PROBE], device=device), past_key_values=probe_cache, use_cache=True)
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise UnsupportedModelError(f"{self._name} is not supported: it takes no cache of keys ({error})") from None
         finally:
             for hook in hooks:
                 hook.remove()
-        tensors = [t for layer in held.layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+        tensors = [
+            t for layer in probe_cache.layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))
+        ]
         shapes = {None if t is None else tuple(t.shape) for t in tensors}
-        shape = shapes.pop() if len(shapes) == 1 and len(held.layers) == self.layers else None
-        if shape is None or len(shape) != 4 or shape[2] != len(_PROBE) or len(self._given) != len(parts):
+        shape = shapes.pop() if len(shapes) == 1 and len(probe_cache.layers) == self.layers else None
+        if shape is None or len(shape) != 4 or shape[2] != len(_PROBE) or len(self._output_lengths) != len(parts):
             raise UnsupportedModelError(
                 f"{self._name} is not supported: its layers do not each keep keys and values of one shape"
             )
         return shape[1], shape[3]
 
-    def _note(self, module: nn.Module, _given: Any, out: Any) -> None:
-        self._given[module] = len(out) if isinstance(out, tuple) else None
+    def _note(self, module: nn.Module, _args: Any, out: Any) -> None:
+        self._output_lengths[module] = len(out) if isinstance(out, tuple) else None
 
     @torch.inference_mode()
     def _checked(self) -> bool:
@@ -134,16 +138,16 @@ class GenericRuntime(Runtime):
             ours = [self.forward(tokens[:, a:b], a, rows=slice(0, 1)).logits for a, b in ((0, 3), (3, 4), (4, n))]
             if not close(torch.cat([t for t in ours if t is not None], 1), theirs):
                 raise UnsupportedModelError(f"{self._name} is not supported: its logits differ where keys are kept")
-            if "position_ids" not in self._takes:
+            if "position_ids" not in self._forward_params:
                 return False
             try:
                 # The last token but one again, next to a sibling, at slots other than positions, in two rows.
-                at = torch.tensor([[n - 2, n - 2]] * 2, device=self.device)
+                positions = torch.tensor([[n - 2, n - 2]] * 2, device=self.device)
                 mask = torch.ones(2, 2, n, dtype=torch.bool, device=self.device).tril(n - 2)
                 mask[:, 1, n - 2] = False
                 both = torch.tensor([[3, _PROBE[n - 2]]] * 2, device=self.device)
                 self.forward(tokens.repeat(2, 1), 0, logits=None)
-                step = self.forward(both, at, slots=n - 2, mask=mask)
+                step = self.forward(both, positions, slots=n - 2, mask=mask)
                 assert step.logits is not None
                 return close(step.logits[:, 1], theirs[:, n - 2].repeat(2, 1))
             except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
@@ -151,7 +155,7 @@ class GenericRuntime(Runtime):
 
     # -- the cache's life --------------------------------------------------------------------------------------
 
-    def _begin(self, rows: int, pool: BlockTables | None = None) -> None:
+    def _reset(self, rows: int, pool: BlockTables | None = None) -> None:
         if pool is not None:
             raise SelfspecError("native passes alone read a cache in blocks, and this model runs itself")
         self.rows, self.pool = rows, None
@@ -171,7 +175,7 @@ class GenericRuntime(Runtime):
             head_dim=sizes.head_dim,
             dtype=sizes.dtype,
             devices=[device_of(layer) for layer in self._structure.layers],
-            placed=any(window is not None for window in self._windows),
+            track_positions=any(window is not None for window in self._windows),
         )
 
     # -- draft paths -------------------------------------------------------------------------------------------
@@ -189,21 +193,21 @@ class GenericRuntime(Runtime):
         parts = [f"{part} {i}" for part in ("attention", "mlp") for i in range(self.layers)]
         low = [part for part, mode in zip(parts, path.modes(self.layers), strict=True) if mode in BITS]
         low += ["head"] if path.head in BITS else []
-        return GenericPath((), _as_it_is, in_full=tuple(low), skip=path.skip, words=words)
+        return GenericPath((), _as_it_is, unquantized=tuple(low), skip=path.skip, token_ids=words)
 
     def extra_bytes(self, path: DraftPath) -> int:
         """Return 0, as a path holds no weights of its own."""
         return 0
 
-    def held(self, part: str, index: int, mode: Mode) -> int | None:
+    def part_bytes(self, part: str, index: int, mode: Mode) -> int | None:
         """Return 0 for unquantised modes, and None for quantised ones, which are not supported."""
         return None if mode in BITS else 0
 
-    def learn(self, name: str, trained: Trained) -> None:
+    def register_trained(self, name: str, trained: Trained) -> None:
         """Raise `UnsupportedModelError`, as trained paths are not supported."""
         _ = self.skeleton.parts
 
-    def forget(self, name: str) -> None:
+    def unregister_trained(self, name: str) -> None:
         """Do nothing, as no trained weights are registered."""
 
     # -- the one forward ---------------------------------------------------------------------------------------
@@ -227,26 +231,35 @@ class GenericRuntime(Runtime):
         slots = positions if slots is None else slots
         if mask is None and isinstance(slots, Tensor):
             mask = torch.arange(int(slots.max()) + 1, device=slots.device) <= slots.unsqueeze(-1)
-        cache = self._rectangle
+        cache = self._static_cache
         if cache.positions is not None:
-            cache.place(positions, slots, n, rows)
-        seen = mask.shape[-1] if mask is not None else int(slots) + n
-        given: dict[str, Any] = {"past_key_values": HFCacheView(ViewedPass(cache, slots, n, seen, rows), self.layers)}
+            cache.set_positions(positions, slots, n, rows)
+        kv_len = mask.shape[-1] if mask is not None else int(slots) + n
+        model_kwargs: dict[str, Any] = {
+            "past_key_values": HFCacheView(ViewedPass(cache, slots, n, kv_len, rows), self.layers)
+        }
         if mask is not None:
-            given["attention_mask"] = self._masks_of(mask, positions, n, seen, rows)
-        if "position_ids" in self._takes:
-            at = torch.arange(positions, positions + n, device=self.device) if isinstance(positions, int) else positions
-            given["position_ids"] = at.expand(batch, n)
-        if logits != "all" and "logits_to_keep" in self._takes:
-            given["logits_to_keep"] = 1
-        compiled = path if isinstance(path, GenericPath) else self._whole
-        with bypassing(self._bypassed(compiled.skip)), watched(self._structure, hidden, between) as (streams, halves):
-            out = self.model(tokens, use_cache=True, return_dict=True, **given).logits
+            model_kwargs["attention_mask"] = self._masks_of(mask, positions, n, kv_len, rows)
+        if "position_ids" in self._forward_params:
+            position_ids = (
+                torch.arange(positions, positions + n, device=self.device) if isinstance(positions, int) else positions
+            )
+            model_kwargs["position_ids"] = position_ids.expand(batch, n)
+        if logits != "all" and "logits_to_keep" in self._forward_params:
+            model_kwargs["logits_to_keep"] = 1
+        compiled = path if isinstance(path, GenericPath) else self._full_path
+        with (
+            bypassing(self._bypassed(compiled.skip)),
+            capture_hidden(self._structure, hidden, between) as (streams, halves),
+        ):
+            out = self.model(tokens, use_cache=True, return_dict=True, **model_kwargs).logits
         if logits is None:
             return ForwardOutput(None, streams, halves)
         out = out if logits == "all" else out[:, -1:]
-        if compiled.words is not None:
-            out = torch.full_like(out, -torch.inf).index_copy_(-1, compiled.words, out.index_select(-1, compiled.words))
+        if compiled.token_ids is not None:
+            out = torch.full_like(out, -torch.inf).index_copy_(
+                -1, compiled.token_ids, out.index_select(-1, compiled.token_ids)
+            )
         return ForwardOutput(out, streams, halves)
 
     def branch(
@@ -286,11 +299,11 @@ class GenericRuntime(Runtime):
 
     def _bypassed(self, skip: SkipSet) -> list[tuple[nn.Module, int | None]]:
         """Return the sub-layers of a skip set, each with the length of its output tuple."""
-        of = self._structure
-        parts = [*(of.attention[i] for i in skip.attention), *(of.mlp[i] for i in skip.mlp)]
-        return [(part, self._given[part]) for part in parts]
+        structure = self._structure
+        parts = [*(structure.attention[i] for i in skip.attention), *(structure.mlp[i] for i in skip.mlp)]
+        return [(part, self._output_lengths[part]) for part in parts]
 
-    def _masks_of(self, mask: Tensor, positions: int | Tensor, n: int, seen: int, rows: slice) -> Any:
+    def _masks_of(self, mask: Tensor, positions: int | Tensor, n: int, kv_len: int, rows: slice) -> Any:
         """Return an additive mask `[B, 1, n, S]`, or one for each layer type if the model's config names types."""
 
         def additive(shown: Tensor) -> Tensor:
@@ -301,7 +314,7 @@ class GenericRuntime(Runtime):
         window = max((w for w in windows if w is not None), default=None)
         if window is None:
             return additive(mask)
-        near = additive(mask & self._rectangle.near(window, positions, n, seen, rows))
+        near = additive(mask & self._static_cache.window_mask(window, positions, n, kv_len, rows))
         if getattr(self.model.config, "layer_types", None) is None:
             return near
         return {"full_attention": additive(mask), "sliding_attention": near}

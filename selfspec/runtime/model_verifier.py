@@ -9,7 +9,7 @@ from selfspec.speculation.checker import Scored
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.tree_batch import Placed
+from selfspec.speculation.tree_batch import PlacedDraft
 
 
 class ModelChecker:
@@ -28,10 +28,11 @@ class ModelChecker:
     ) -> list[Scored]:
         """Run one verification pass over all drafts, each rooted at its sequence's last token."""
         placed = [
-            Placed(seq.row, seq.tokens[-1], len(seq.tokens) - 1, draft) for seq, draft in zip(seqs, drafts, strict=True)
+            PlacedDraft(seq.row, seq.tokens[-1], len(seq.tokens) - 1, draft)
+            for seq, draft in zip(seqs, drafts, strict=True)
         ]
-        steps = self.runtime.over(placed, hidden=hidden)
-        return [self._scored(*one) for one in zip(seqs, drafts, steps, strict=True)]
+        steps = self.runtime.forward_drafts(placed, hidden=hidden)
+        return [self._scored(*args) for args in zip(seqs, drafts, steps, strict=True)]
 
     @staticmethod
     def _scored(seq: SequenceState, draft: Draft, step: ForwardOutput) -> Scored:

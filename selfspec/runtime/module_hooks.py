@@ -20,7 +20,7 @@ def bypassing(parts: Sequence[tuple[nn.Module, int | None]]) -> Iterator[None]:
     try:
         for part, gives in parts:
             before.append((part, part.__dict__.get("forward")))
-            part.forward = _nothing_of(part.forward, gives)
+            part.forward = _zero_forward(part.forward, gives)
         yield
     finally:
         for part, forward in before:
@@ -30,7 +30,7 @@ def bypassing(parts: Sequence[tuple[nn.Module, int | None]]) -> Iterator[None]:
                 part.forward = forward
 
 
-def _nothing_of(forward: Callable[..., Any], gives: int | None) -> Callable[..., Any]:
+def _zero_forward(forward: Callable[..., Any], gives: int | None) -> Callable[..., Any]:
     """Return a forward that outputs zeros, or the residual if the sub-layer adds to one itself (Bloom)."""
     signature = inspect.signature(forward)
 
@@ -44,8 +44,8 @@ def _nothing_of(forward: Callable[..., Any], gives: int | None) -> Callable[...,
 
 
 @contextmanager
-def watched(
-    of: Structure, hidden: Sequence[int], between: Sequence[int]
+def capture_hidden(
+    structure: Structure, hidden: Sequence[int], between: Sequence[int]
 ) -> Iterator[tuple[dict[int, Tensor], dict[int, Tensor]]]:
     """Capture the inputs of layers `hidden`, and the streams between attention and MLP of layers `between`.
 
@@ -53,7 +53,7 @@ def watched(
     is the layer's input plus its attention's output.
     """
     streams, entered, halves = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
-    last = len(of.layers)
+    last = len(structure.layers)
 
     def entering(index: int) -> Callable[..., None]:
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -73,10 +73,10 @@ def watched(
         streams[last] = first_of(out).clone()
 
     layers = {index for index in (*hidden, *between) if index < last}
-    hooks = [of.layers[i].register_forward_pre_hook(entering(i), with_kwargs=True) for i in layers]
-    hooks += [of.attention[i].register_forward_hook(added(i)) for i in between]
+    hooks = [structure.layers[i].register_forward_pre_hook(entering(i), with_kwargs=True) for i in layers]
+    hooks += [structure.attention[i].register_forward_hook(added(i)) for i in between]
     if last in hidden:
-        hooks.append(of.layers[-1].register_forward_hook(left))
+        hooks.append(structure.layers[-1].register_forward_hook(left))
     try:
         yield streams, halves
     finally:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from selfspec.models.families.base import Attention, Mlp
-from selfspec.models.linears import whole_parts
+from selfspec.models.linears import fused_product
 from selfspec.models.native import KINDS, ROWS, LayerStruct, NativeProduct, PassStruct, Segment, SlotsStruct
 from selfspec.models.native_library import library
 from selfspec.models.norms import Norm, RoundedNorm, ScaledNorm
@@ -23,7 +23,7 @@ from selfspec.models.path_modules import BridgeModule
 from selfspec.models.sizes import Sizes
 from selfspec.runtime.cache import Cache
 from selfspec.runtime.paged import PagedCache
-from selfspec.speculation.tree_batch import Placed, above
+from selfspec.speculation.tree_batch import PlacedDraft, tree_mask
 
 __all__ = ["ROWS", "NativeBatch", "NativePass", "native_pass"]
 _LONGEST_VECTOR = 16  # float32 values; sizes have to be multiples of it
@@ -38,35 +38,38 @@ class NativePass:
         scaling: float,
         layers: Sequence[LayerStruct],
         norm: ScaledNorm | RoundedNorm,
-        held: Sequence[Any],
+        resources: Sequence[Any],
     ) -> None:
-        self._held = (norm, *held)  # keeps alive what `layers` point to
+        self._resources = (norm, *resources)  # keeps alive what `layers` point to
         described = (LayerStruct * len(layers))(*layers)
         s = sizes
         sized = (KINDS[s.dtype], len(layers), s.hidden, s.heads, s.kv_heads, s.head_dim, s.intermediate, s.eps)
         self._described = PassStruct(*sized, scaling, described, norm.weight.data_ptr())
-        self._at = ctypes.addressof(self._described)
+        self._address = ctypes.addressof(self._described)
         self._functions = library()
 
     def run(
-        self, stream: Tensor, spot: NativeBatch, keep: Sequence[int] = (), normed: bool = True
+        self, stream: Tensor, batch: NativeBatch, keep: Sequence[int] = (), normed: bool = True
     ) -> tuple[Tensor | None, Sequence[Tensor]]:
         """Run the layers over the stream `[n, D]`, float32, in place.
 
         Returns the output of the last norm `[n, D]`, or None unless `normed`, and the input streams of layers `keep`.
         """
-        functions, place, threads = self._functions, ctypes.addressof(spot.place), torch.get_num_threads()
+        functions, place, threads = self._functions, ctypes.addressof(batch.slots_struct), torch.get_num_threads()
         out = torch.empty_like(stream) if normed else None
-        kept: list[Tensor] = []
-        spot.place.keeps = len(keep)
+        streams: list[Tensor] = []
+        batch.slots_struct.num_captured = len(keep)
         if keep:
-            layers, whole = torch.tensor(keep), stream.new_empty((len(keep), *stream.shape))
-            spot.place.keep, spot.place.kept = layers.data_ptr(), whole.data_ptr()
-            kept = list(whole)
-        scratch = torch.empty(functions.selfspec_scratch(self._at, place, threads))
+            layers, stream_buffer = torch.tensor(keep), stream.new_empty((len(keep), *stream.shape))
+            batch.slots_struct.captured_layers, batch.slots_struct.captured = (
+                layers.data_ptr(),
+                stream_buffer.data_ptr(),
+            )
+            streams = list(stream_buffer)
+        scratch = torch.empty(functions.selfspec_scratch(self._address, place, threads))
         to = None if out is None else out.data_ptr()
-        functions.selfspec_pass(self._at, place, stream.data_ptr(), to, scratch.data_ptr(), threads)
-        return out, kept
+        functions.selfspec_pass(self._address, place, stream.data_ptr(), to, scratch.data_ptr(), threads)
+        return out, streams
 
 
 class NativeBatch:
@@ -83,62 +86,68 @@ class NativeBatch:
         each = (cache.values[1].data_ptr() - values.data_ptr()) // values.element_size() if len(cache.values) > 1 else 0
         memory = {"cos": cos.data_ptr(), "sin": sin.data_ptr(), "keys": keys.data_ptr(), "values": values.data_ptr()}
         self._segment = Segment()
-        self._alone, self._several = (SlotsStruct(stride=values.shape[2], each_layer=each, **memory) for _ in range(2))
-        self._alone.segments, self._alone.segment = 1, ctypes.addressof(self._segment)
-        self.place = self._alone
-        self._held: Any = ()  # keeps alive what `place` points to
+        self._row_struct, self._drafts_struct = (
+            SlotsStruct(stride=values.shape[2], each_layer=each, **memory) for _ in range(2)
+        )
+        self._row_struct.segments, self._row_struct.segment = 1, ctypes.addressof(self._segment)
+        self.slots_struct = self._row_struct
+        self._resources: Any = ()  # keeps alive what `slots_struct` points to
 
-    def _checked(self, at: int | Tensor, n: int, end: int) -> tuple[Tensor, int]:
+    def _checked(self, indices: int | Tensor, n: int, end: int) -> tuple[Tensor, int]:
         """Return positions or slots as int64, and the largest. Raises `RuntimeError` for any not in 0 to `end` - 1."""
-        first, last = (at, at + n - 1) if isinstance(at, int) else (int(at.min()), int(at.max()))
+        first, last = (
+            (indices, indices + n - 1) if isinstance(indices, int) else (int(indices.min()), int(indices.max()))
+        )
         if first < 0 or last >= end:
             raise _beyond(first if first < 0 else last, end)
-        return (self._numbers[at : at + n] if isinstance(at, int) else at.long().contiguous()), last
+        return (self._numbers[indices : indices + n] if isinstance(indices, int) else indices.long().contiguous()), last
 
-    def alone(self, n: int, positions: int | Tensor, slots: int | Tensor, mask: Tensor | None, row: int) -> NativeBatch:
+    def for_row(
+        self, n: int, positions: int | Tensor, slots: int | Tensor, mask: Tensor | None, row: int
+    ) -> NativeBatch:
         """Set up a pass over `n` tokens of one cache row.
 
         `mask` is additive, `[1, 1, n, S]`; other arguments as in `Runtime.forward`. Raises `RuntimeError` for positions
         or slots out of range.
         """
-        self.place, segment = self._alone, self._segment
-        place = self.place
+        self.slots_struct, segment = self._row_struct, self._segment
+        place = self.slots_struct
         segment.blocks, end = self._cache.blocks_of(row)
-        at, _ = self._checked(positions, n, len(self._tables[0]))
+        position_ids, _ = self._checked(positions, n, len(self._tables[0]))
         to, last = self._checked(slots, n, end)
         if mask is not None:
             mask = mask[..., :end].float().contiguous()
-        self._held = (at, to, mask)
+        self._resources = (position_ids, to, mask)
         segment.n = place.n = n
-        segment.seen = place.seen = last + 1 if mask is None else mask.shape[-1]
+        segment.kv_len = place.kv_len = last + 1 if mask is None else mask.shape[-1]
         segment.mask = None if mask is None else mask.data_ptr()
-        place.positions, place.slots = at.data_ptr(), to.data_ptr()
+        place.positions, place.slots = position_ids.data_ptr(), to.data_ptr()
         return self
 
-    def several(self, placed: Sequence[Placed]) -> NativeBatch:
+    def for_drafts(self, placed: Sequence[PlacedDraft]) -> NativeBatch:
         """Set up a pass over several drafts, each root first. Raises `RuntimeError` for positions out of range."""
         positions, slots, masks = array("q"), array("q"), list[Tensor]()
-        self.place, segments = self._several, (Segment * len(placed))()
-        place, last = self.place, len(self._tables[0])
-        place.seen = 0
+        self.slots_struct, segments = self._drafts_struct, (Segment * len(placed))()
+        place, last = self.slots_struct, len(self._tables[0])
+        place.kv_len = 0
         for segment, (row, _, start, draft) in zip(segments, placed, strict=True):
             segment.blocks, end = self._cache.blocks_of(row)
-            segment.n, segment.seen = 1 + len(draft), start + 1 + len(draft)
-            places = range(start, segment.seen)
+            segment.n, segment.kv_len = 1 + len(draft), start + 1 + len(draft)
+            places = range(start, segment.kv_len)
             slots.extend(places)
             if draft.is_chain:
-                deepest = segment.seen - 1
+                deepest = segment.kv_len - 1
                 positions.extend(places)
             else:
                 deepest = start + draft.depth
                 positions.append(start)
                 positions.extend(start + depth for depth in draft.depths)
-                masks.append(torch.zeros(above(draft).shape).masked_fill_(~above(draft), -torch.inf))
+                masks.append(torch.zeros(tree_mask(draft).shape).masked_fill_(~tree_mask(draft), -torch.inf))
                 segment.first, segment.mask = start + 1, masks[-1].data_ptr()
-            if start < 0 or segment.seen > end or deepest >= last:
-                raise _beyond(start if start < 0 else segment.seen - 1, min(end, last))
-            place.seen = max(place.seen, segment.seen)
-        self._held = (positions, slots, masks, segments)
+            if start < 0 or segment.kv_len > end or deepest >= last:
+                raise _beyond(start if start < 0 else segment.kv_len - 1, min(end, last))
+            place.kv_len = max(place.kv_len, segment.kv_len)
+        self._resources = (positions, slots, masks, segments)
         place.n, place.segments, place.segment = len(slots), len(placed), ctypes.addressof(segments)
         place.positions, place.slots = positions.buffer_info()[0], slots.buffer_info()[0]
         return self
@@ -163,7 +172,7 @@ def native_pass(
     if sizes.dtype not in KINDS or not plain or not isinstance(norm, (ScaledNorm, RoundedNorm)):
         return None
     layers: list[LayerStruct] = []
-    held: list[Any] = []
+    resources: list[Any] = []
     for _, device, attention, mlp in blocks:
         if device.type != "cpu":
             return None
@@ -174,21 +183,21 @@ def native_pass(
                 return None
             if onto.into % _LONGEST_VECTOR:
                 return None
-            held += [into, onto]
+            resources += [into, onto]
             layer.gate_up, layer.down = None if into is None else into.address, onto.address
         for part, names in ((attention, ("before_attention", "qkv", "o")), (mlp, ("before_mlp", "gate_up", "down"))):
             if part is None:
                 continue
-            found = _made_of(part)
-            if found is None:
+            norm_and_products = _made_of(part)
+            if norm_and_products is None:
                 return None
-            held += found
-            before, *products = found
+            resources += norm_and_products
+            before, *products = norm_and_products
             setattr(layer, names[0], before.weight.data_ptr())
             for name, product in zip(names[1:], products, strict=True):
                 setattr(layer, name, product.address)
         layers.append(layer)
-    return NativePass(sizes, scaling, layers, norm, held) if held else None
+    return NativePass(sizes, scaling, layers, norm, resources) if resources else None
 
 
 def _made_of(part: Any) -> tuple[ScaledNorm | RoundedNorm, NativeProduct, NativeProduct] | None:
@@ -196,7 +205,7 @@ def _made_of(part: Any) -> tuple[ScaledNorm | RoundedNorm, NativeProduct, Native
     plain = getattr(part, "plain", None)
     if plain is None or not isinstance(part.norm, (ScaledNorm, RoundedNorm)):
         return None
-    into, onto = (None if (whole := whole_parts(modules)) is None else whole.product for modules in plain)
+    into, onto = (None if (fused := fused_product(modules)) is None else fused.product for modules in plain)
     if not isinstance(into, NativeProduct) or not isinstance(onto, NativeProduct):
         return None
     return part.norm, into, onto

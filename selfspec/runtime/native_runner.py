@@ -15,7 +15,7 @@ from selfspec.runtime.compiled_path import CompiledPath
 from selfspec.runtime.native_bindings import ROWS, NativeBatch
 from selfspec.runtime.paged import PagedCache
 from selfspec.speculation.forward_output import ForwardOutput, joined
-from selfspec.speculation.tree_batch import Placed
+from selfspec.speculation.tree_batch import PlacedDraft
 
 CHUNK = 128  # tokens of one call: the workspace stays small, and each weight read still serves many tokens
 
@@ -25,7 +25,7 @@ class NativeRunner:
 
     def __init__(self, skeleton: Skeleton, cache: Cache | PagedCache, cos: Tensor, sin: Tensor) -> None:
         self._embed, self._dtype, self._layers = skeleton.embed, skeleton.sizes.dtype, len(skeleton.blocks)
-        self._spot = NativeBatch(cache, cos, sin)
+        self._batch = NativeBatch(cache, cos, sin)
 
     def forward(
         self,
@@ -43,34 +43,39 @@ class NativeRunner:
         n = tokens.shape[1]
         if n > CHUNK and mask is None and isinstance(positions, int) and isinstance(slots, int):
             steps = []
-            for at in range(0, n, CHUNK):
-                some, wanted = tokens[:, at : at + CHUNK], None if logits == "last" and at + CHUNK < n else logits
+            for start in range(0, n, CHUNK):
+                chunk, wanted = (
+                    tokens[:, start : start + CHUNK],
+                    None if logits == "last" and start + CHUNK < n else logits,
+                )
                 steps.append(
-                    self.forward(compiled, some, positions + at, slots + at, None, row, logits=wanted, hidden=hidden)
+                    self.forward(
+                        compiled, chunk, positions + start, slots + start, None, row, logits=wanted, hidden=hidden
+                    )
                 )
             return joined(steps)
-        spot = self._spot.alone(n, positions, slots, mask, row)
-        normed, streams = self._run(compiled, tokens, spot, hidden, logits is not None)
-        kept = {layer: stream.unsqueeze(0) for layer, stream in streams.items()}
+        batch = self._batch.for_row(n, positions, slots, mask, row)
+        normed, streams = self._run(compiled, tokens, batch, hidden, logits is not None)
+        hidden_streams = {layer: stream.unsqueeze(0) for layer, stream in streams.items()}
         if normed is None:
-            return ForwardOutput(None, kept)
+            return ForwardOutput(None, hidden_streams)
         head = compiled.head if n <= ROWS or compiled.batch_invariant_head is None else compiled.batch_invariant_head
-        return ForwardOutput(head(normed[0 if logits == "all" else n - 1 :]).unsqueeze(0), kept)
+        return ForwardOutput(head(normed[0 if logits == "all" else n - 1 :]).unsqueeze(0), hidden_streams)
 
-    def over(
-        self, compiled: CompiledPath, placed: Sequence[Placed], *, hidden: Sequence[int], logits: bool
+    def forward_drafts(
+        self, compiled: CompiledPath, placed: Sequence[PlacedDraft], *, hidden: Sequence[int], logits: bool
     ) -> list[ForwardOutput]:
         """Run `Runtime.over`; each token's output has the same bits as in a batch of one."""
         ids: list[int] = []
-        for one in placed:
-            ids += (one.root, *one.draft.tokens)
+        for placement in placed:
+            ids += (placement.root, *placement.draft.tokens)
         row, _, start, draft = placed[0]
         if len(placed) == 1 and draft.is_chain:
-            spot = self._spot.alone(len(ids), start, start, None, row)
+            batch = self._batch.for_row(len(ids), start, start, None, row)
         else:
-            spot = self._spot.several(placed)
-        normed, streams = self._run(compiled, torch.tensor([ids]), spot, hidden, logits)
-        ends = list(accumulate(1 + len(one.draft) for one in placed))
+            batch = self._batch.for_drafts(placed)
+        normed, streams = self._run(compiled, torch.tensor([ids]), batch, hidden, logits)
+        ends = list(accumulate(1 + len(placement.draft) for placement in placed))
         spans = [slice(*span) for span in pairwise((0, *ends))]
         out: Sequence[Tensor | None] = [None] * len(placed)
         if normed is not None and compiled.batch_invariant_head is not None:
@@ -84,14 +89,16 @@ class NativeRunner:
         ]
 
     def _run(
-        self, compiled: CompiledPath, tokens: Tensor, spot: NativeBatch, hidden: Sequence[int], logits: bool
+        self, compiled: CompiledPath, tokens: Tensor, batch: NativeBatch, hidden: Sequence[int], logits: bool
     ) -> tuple[Tensor | None, dict[int, Tensor]]:
         """Return the head's input `[n, D]` for tokens `[1, n]`, None unless `logits`, and the streams `hidden`."""
         assert compiled.native is not None
         stream = self._embed(tokens)[0].float()
         inner = [layer for layer in hidden if layer < self._layers]
-        normed, kept = compiled.native.run(stream, spot, inner, logits)
-        streams = {layer: one.to(self._dtype) for layer, one in zip(inner, kept, strict=True)}
+        normed, inner_streams = compiled.native.run(stream, batch, inner, logits)
+        streams = {
+            layer: layer_stream.to(self._dtype) for layer, layer_stream in zip(inner, inner_streams, strict=True)
+        }
         if self._layers in hidden:
             streams[self._layers] = stream.to(self._dtype)
         return None if normed is None else normed.to(self._dtype), streams

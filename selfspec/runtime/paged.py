@@ -39,7 +39,9 @@ class PagedCache(CacheRows):
         shape, dtype = (layers, pool.blocks, sizes.kv_heads), sizes.dtype
         self.keys = torch.zeros((*shape, sizes.head_dim, BLOCK), dtype=dtype)
         self.values = torch.zeros((*shape, BLOCK, sizes.head_dim), dtype=dtype)
-        self._told: list[tuple[list[int], array[int]]] = [([], array("q"))] * rows  # tables as last read, and as int64
+        self._cached_tables: list[tuple[list[int], array[int]]] = [
+            ([], array("q"))
+        ] * rows  # tables as last read, and as int64
 
     @property
     def bytes(self) -> int:
@@ -52,11 +54,11 @@ class PagedCache(CacheRows):
         Raises `SelfspecError` for block numbers out of range.
         """
         table = self.tables[row]
-        if self._told[row][0] != table:
+        if self._cached_tables[row][0] != table:
             if not 0 <= min(table, default=0) <= max(table, default=0) < self.blocks:
                 raise SelfspecError(f"blocks have the numbers 0 to {self.blocks - 1}; row {row} is given {table}")
-            self._told[row] = list(table), array("q", table)
-        return self._told[row][1].buffer_info()[0], min(len(table) * BLOCK, self.slots)
+            self._cached_tables[row] = list(table), array("q", table)
+        return self._cached_tables[row][1].buffer_info()[0], min(len(table) * BLOCK, self.slots)
 
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Commit the root of a verified draft and the accepted nodes on `path`, in order, as `Cache.commit` does."""

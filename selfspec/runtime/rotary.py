@@ -20,24 +20,26 @@ class RotaryTable:
 
     def __init__(self, rope: Rope, positions: int, keep: Tensor, scale: float) -> None:
         d = len(keep)
-        at = torch.arange(max(positions, 1), device=keep.device)[None]
-        cos, sin = (t[0].to(keep) for t in rope.rotary(keep, at))  # the rotary module may be on another device
-        turned = cos.shape[-1]
-        if turned > d or turned % 2:
-            raise SelfspecError(f"rope covers {turned} of {d} dimensions; expected an even number of them")
+        position_ids = torch.arange(max(positions, 1), device=keep.device)[None]
+        cos, sin = (
+            t[0].to(keep) for t in rope.rotary(keep, position_ids)
+        )  # the rotary module may be on another device
+        rotary_dim = cos.shape[-1]
+        if rotary_dim > d or rotary_dim % 2:
+            raise SelfspecError(f"rope covers {rotary_dim} of {d} dimensions; expected an even number of them")
         partner = torch.arange(d, device=keep.device)
-        if rope.neighbours:
-            partner[:turned] = partner[:turned] ^ 1
+        if rope.interleaved:
+            partner[:rotary_dim] = partner[:rotary_dim] ^ 1
         else:
-            partner[:turned] = partner[:turned].roll(turned // 2)
+            partner[:rotary_dim] = partner[:rotary_dim].roll(rotary_dim // 2)
         sign = (partner > torch.arange(d, device=keep.device)).to(keep) * -2 + 1  # the first of a pair takes -x2
-        rest = d - turned
+        rest = d - rotary_dim
         self.cos = F.pad(cos, (0, rest), value=1.0).unsqueeze(1) * scale
         self.sin = (F.pad(sin, (0, rest)) * sign).unsqueeze(1) * scale
-        self.partner = partner if rope.neighbours or rest else None
+        self.partner = partner if rope.interleaved or rest else None
         self._keep, self._swap = keep, keep[partner]
 
-    def of(self, positions: int | Tensor, batch: int, n: int, *, matrix: bool) -> Tensor | tuple[Tensor, Tensor]:
+    def rotation(self, positions: int | Tensor, batch: int, n: int, *, matrix: bool) -> Tensor | tuple[Tensor, Tensor]:
         """Return the rotation of tokens at `positions`, as matrices if `matrix`; see `AttentionInputs.turn`."""
         if isinstance(positions, int):
             cos, sin = self.cos.narrow(0, positions, n), self.sin.narrow(0, positions, n)
@@ -47,8 +49,8 @@ class RotaryTable:
             cos, sin = self.cos[positions].flatten(0, 1), self.sin[positions].flatten(0, 1)  # [N, 1, d]
         if not matrix:
             return cos, sin
-        turn = torch.mul(self._keep, cos).addcmul_(self._swap, sin)
-        return turn[0] if len(turn) == 1 else turn
+        rotation = torch.mul(self._keep, cos).addcmul_(self._swap, sin)
+        return rotation[0] if len(rotation) == 1 else rotation
 
 
 def rotary_tables(skeleton: Skeleton, positions: int, scale: float) -> list[tuple[AttentionSpec, RotaryTable]]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError, reason
 from selfspec.models.linears import Call
-from selfspec.models.shards import check_whole
+from selfspec.models.shards import check_unsharded
 from selfspec.runtime.cache import ALL_ROWS, Cache, Move
 from selfspec.runtime.compiled_path import CompiledPath
 from selfspec.runtime.forward import Runtime
@@ -38,7 +38,7 @@ _FOR_EVER = timedelta(days=3650)  # timeout of followers waiting for a command; 
 _FIRST = 4096  # bytes of the first message, which fits most commands: each message costs a round trip
 _LOST = "a pass was broken off between the processes that share the model, which cannot go on; start them again"
 
-Told = tuple[str, int, tuple[Any, ...]]
+Command = tuple[str, int, tuple[Any, ...]]
 """A command: its name, the number of the runtime or path, and its arguments."""
 
 
@@ -50,17 +50,17 @@ class WorkerGroup:
     """
 
     group: Any = field(default_factory=lambda: dist.new_group(backend="gloo", timeout=_FOR_EVER))
-    waiting: deque[Told] = field(default_factory=deque)
+    waiting: deque[Command] = field(default_factory=deque)
     under_way: bool = False
     lock: Any = field(default_factory=threading.RLock)
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
-    def later(self, what: str, number: int, *args: Any) -> None:
+    def enqueue(self, what: str, number: int, *args: Any) -> None:
         """Queue a command to be sent before the next one that all processes run together."""
         self.waiting.append((what, number, args))
 
     @contextmanager
-    def together(self, what: str, number: int, *args: Any) -> Iterator[None]:
+    def collective(self, what: str, number: int, *args: Any) -> Iterator[None]:
         """Send a command now; the body of the context is this process's part of it, in step with the others.
 
         Raises `SelfspecError` if another process is gone, or if an earlier command was interrupted, as the processes
@@ -71,16 +71,16 @@ class WorkerGroup:
                 raise SelfspecError(_LOST)
             self.under_way = True
             try:
-                self.tell(what, number, *args)
+                self.send(what, number, *args)
                 yield
             except RuntimeError as error:  # torch raises it when a process is lost, too
                 raise SelfspecError(f"{_LOST} ({reason(error)})") from error
             self.under_way = False
 
-    def tell(self, what: str, number: int, *args: Any) -> None:
+    def send(self, what: str, number: int, *args: Any) -> None:
         """Send the queued commands, then this one, to all other processes."""
-        told = [self.waiting.popleft() for _ in range(len(self.waiting))]
-        data = pickle.dumps([*told, (what, number, args)])
+        commands = [self.waiting.popleft() for _ in range(len(self.waiting))]
+        data = pickle.dumps([*commands, (what, number, args)])
         first = bytearray(_FIRST)
         first[:8] = len(data).to_bytes(8, "little")
         first[8 : 8 + len(data)] = data[: _FIRST - 8]
@@ -88,13 +88,13 @@ class WorkerGroup:
         if len(data) > _FIRST - 8:
             self._broadcast(bytearray(data))
 
-    def hear(self) -> list[Told]:
+    def receive(self) -> list[Command]:
         """Wait for the next commands of the first process and return them."""
         first = self._broadcast(bytearray(_FIRST))
         size = int.from_bytes(first[:8], "little")
         data = first[8 : 8 + size] if size <= _FIRST - 8 else self._broadcast(bytearray(size))
-        told: list[Told] = pickle.loads(data)
-        return told
+        commands: list[Command] = pickle.loads(data)
+        return commands
 
     def _broadcast(self, data: bytearray) -> bytearray:
         """Overwrite `data` in the other processes with the first process's."""
@@ -112,7 +112,7 @@ class WorkerGroup:
         if not self.under_way and dist.is_initialized():
             self.under_way = True
             with suppress(RuntimeError):  # one is gone already
-                self.tell("end", 0)
+                self.send("end", 0)
 
 
 def runtime_over(model: Any) -> Runtime:
@@ -128,9 +128,9 @@ def runtime_over(model: Any) -> Runtime:
     raise SystemExit(0)
 
 
-def check_alone(runtime: Runtime, what: str) -> None:
+def check_runtime_unsharded(runtime: Runtime, what: str) -> None:
     """Raise `SelfspecError` if a runtime's model is tensor parallel, as `what` reads whole weights."""
-    check_whole(runtime.model, what)
+    check_unsharded(runtime.model, what)
 
 
 class LeadingRuntime(Runtime):
@@ -148,16 +148,16 @@ class LeadingRuntime(Runtime):
         other = super().with_new_cache(rows=rows, blocks=blocks, pool=pool)
         assert isinstance(other, LeadingRuntime)
         other._number = next(self._team.numbers)
-        other._tell_of_moves()
-        self._team.later("beside", other._number, rows)
-        weakref.finalize(other, self._team.later, "drop", other._number)
+        other._enqueue_moves()
+        self._team.enqueue("with_new_cache", other._number, rows)
+        weakref.finalize(other, self._team.enqueue, "drop", other._number)
         return other
 
     def reserve(self, slots: int) -> None:
         """Grow the cache in all processes. Raises as `Runtime.reserve` does, also if another process has no memory."""
         if slots <= self.cache.slots:
             return
-        with self._team.together("reserve", self._number, slots, list(self.cache.length)):
+        with self._team.collective("reserve", self._number, slots, list(self.cache.length)):
             failed = None
             try:
                 super().reserve(slots)
@@ -170,21 +170,21 @@ class LeadingRuntime(Runtime):
 
     def _allocate(self, slots: int) -> None:
         super()._allocate(slots)
-        self._tell_of_moves()
+        self._enqueue_moves()
 
-    def _tell_of_moves(self) -> None:
-        self._rectangle.told = partial(self._team.later, "move", self._number)
+    def _enqueue_moves(self) -> None:
+        self._static_cache.on_move = partial(self._team.enqueue, "move", self._number)
 
     def compile(self, path: DraftPath) -> CompiledPath:
         """Compile a path in all processes. Raises as `Runtime.compile` does, and for trained paths."""
         if path.trained is not None:
             raise SelfspecError("trained paths read whole weights; expected a path without them in tensor parallel")
-        found = super().compile(path)
-        if found not in self._numbers:
-            number = self._numbers[found] = next(self._team.numbers)
-            self._team.later("compile", number, path)
-            weakref.finalize(found, self._team.later, "drop", number)
-        return found
+        compiled = super().compile(path)
+        if compiled not in self._numbers:
+            number = self._numbers[compiled] = next(self._team.numbers)
+            self._team.enqueue("compile", number, path)
+            weakref.finalize(compiled, self._team.enqueue, "drop", number)
+        return compiled
 
     def forward(
         self,
@@ -202,7 +202,7 @@ class LeadingRuntime(Runtime):
         """Run `Runtime.forward` in all processes."""
         number = None if path is None else self._numbers[path]
         more = {"slots": slots, "mask": mask, "rows": rows, "logits": logits}
-        with self._team.together("forward", self._number, tokens.cpu(), _sent(positions), number, _all_sent(more)):
+        with self._team.collective("forward", self._number, tokens.cpu(), _sent(positions), number, _all_sent(more)):
             return super().forward(
                 tokens,
                 positions,
@@ -228,7 +228,7 @@ class LeadingRuntime(Runtime):
     ) -> Tensor:
         """Run `Runtime.branch` in all processes."""
         more = {"slots": slots, "mask": mask, "rows": rows}
-        with self._team.together("branch", self._number, index, part, x.cpu(), _sent(positions), _all_sent(more)):
+        with self._team.collective("branch", self._number, index, part, x.cpu(), _sent(positions), _all_sent(more)):
             return super().branch(index, part, x, positions, slots=slots, mask=mask, rows=rows)
 
 
@@ -259,12 +259,12 @@ class Follower:
         self._team, self._first = team, Runtime(model)
         self._runtimes = {0: self._first}
         self._paths: dict[int, CompiledPath] = {}
-        self._does: dict[str, Callable[..., object]] = {
+        self._handlers: dict[str, Callable[..., object]] = {
             "forward": self._forward,
             "branch": self._branch,
             "move": self._move,
             "reserve": self._reserve,
-            "beside": self._beside,
+            "with_new_cache": self._with_new_cache,
             "compile": self._compile,
             "drop": self._drop,
         }
@@ -274,27 +274,27 @@ class Follower:
         what = ""
         while what != "end":
             try:
-                for what, number, args in self._team.hear():
+                for what, number, args in self._team.receive():
                     if what != "end":
-                        self._does[what](number, *args)
+                        self._handlers[what](number, *args)
             except RuntimeError as error:
-                said = f"process {dist.get_rank()} has lost the others that share the model: {reason(error)}"
-                raise SelfspecError(said) from error
+                message = f"process {dist.get_rank()} has lost the others that share the model: {reason(error)}"
+                raise SelfspecError(message) from error
 
     def _forward(self, number: int, tokens: Tensor, positions: int | Tensor, path: int | None, more: Any) -> None:
         compiled = None if path is None else self._paths[path]
         own = self._runtimes[number]
-        own.forward(self._here(tokens), self._here(positions), path=compiled, **self._all_here(more))
+        own.forward(self._to_device(tokens), self._to_device(positions), path=compiled, **self._all_to_device(more))
 
     def _branch(self, number: int, index: int, part: Any, x: Tensor, positions: int | Tensor, more: Any) -> None:
         own = self._runtimes[number]
-        own.branch(index, part, self._here(x), self._here(positions), **self._all_here(more))
+        own.branch(index, part, self._to_device(x), self._to_device(positions), **self._all_to_device(more))
 
-    def _here(self, value: Any) -> Any:
+    def _to_device(self, value: Any) -> Any:
         return value.to(self._first.device) if isinstance(value, Tensor) else value
 
-    def _all_here(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: self._here(value) for name, value in values.items()}
+    def _all_to_device(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: self._to_device(value) for name, value in values.items()}
 
     def _move(self, number: int, move: Move) -> None:
         cache = self._runtimes[number].cache
@@ -311,7 +311,7 @@ class Follower:
             done = False
         self._team.all_can(done)
 
-    def _beside(self, number: int, rows: int) -> None:
+    def _with_new_cache(self, number: int, rows: int) -> None:
         self._runtimes[number] = self._first.with_new_cache(rows=rows)
 
     def _compile(self, number: int, path: DraftPath) -> None:

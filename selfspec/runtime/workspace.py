@@ -16,10 +16,11 @@ from selfspec.models.sizes import Sizes
 class Scratch:
     """The workspace of tokens `[B, n]`, N = B * n rows. `stream` `[N, D]` is the residual stream, changed in place.
 
-    `longer` `[N, D + 1]` is the stream plus a column of sqrt(D * eps): RMSNorm divides a row by the length of its row
-    here over sqrt(D). `qkv` has the views `qk` `[N, H + H_kv, d]` before RoPE, and `v`. `turned` is `qk` after RoPE,
-    with views `q` and `k`. If N is 1, `alone` is the pair of `qk` and `turned` `[H + H_kv, d]`, else None. `k` and `v`
-    are `[B, n, H_kv, d]`; `k_to_write` and `v_to_write` `[B, H_kv, n, d]`. `mixed` `[N, H * d]` is attention's output.
+    `stream_with_eps` `[N, D + 1]` is the stream plus a column of sqrt(D * eps): RMSNorm divides a row by the length of
+    its row here over sqrt(D). `qkv` has the views `qk` `[N, H + H_kv, d]` before RoPE, and `v`. `rotated` is `qk` after
+    RoPE, with views `q` and `k`. If N is 1, `single_row` is the pair of `qk` and `rotated` `[H + H_kv, d]`, else None.
+    `k` and `v` are `[B, n, H_kv, d]`; `k_to_write` and `v_to_write` `[B, H_kv, n, d]`. `attention_out` `[N, H * d]` is
+    attention's output.
     """
 
     def __init__(self, sizes: Sizes, batch: int, n: int, device: torch.device) -> None:
@@ -30,64 +31,64 @@ class Scratch:
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=s.dtype, device=device)
 
-        self.longer = torch.full((rows, s.hidden + 1), (s.hidden * s.eps) ** 0.5, dtype=s.dtype, device=device)
-        self.stream = self.longer.narrow(1, 0, s.hidden)
+        self.stream_with_eps = torch.full((rows, s.hidden + 1), (s.hidden * s.eps) ** 0.5, dtype=s.dtype, device=device)
+        self.stream = self.stream_with_eps.narrow(1, 0, s.hidden)
         self.normed = empty(rows, s.hidden)
-        turning = s.heads + s.kv_heads
-        self.qkv = empty(rows, (turning + s.kv_heads) * s.head_dim)
+        qk_heads = s.heads + s.kv_heads
+        self.qkv = empty(rows, (qk_heads + s.kv_heads) * s.head_dim)
         heads = self.qkv.view(rows, -1, s.head_dim)
-        self.qk = heads.narrow(1, 0, turning)
-        self.v = heads.narrow(1, turning, s.kv_heads).view(batch, n, s.kv_heads, s.head_dim)
-        self.turned = empty(rows, turning, s.head_dim)
-        self.alone = (self.qk[0], self.turned[0]) if rows == 1 else None
-        self.k = self.turned.narrow(1, s.heads, s.kv_heads).view(batch, n, s.kv_heads, s.head_dim)
+        self.qk = heads.narrow(1, 0, qk_heads)
+        self.v = heads.narrow(1, qk_heads, s.kv_heads).view(batch, n, s.kv_heads, s.head_dim)
+        self.rotated = empty(rows, qk_heads, s.head_dim)
+        self.single_row = (self.qk[0], self.rotated[0]) if rows == 1 else None
+        self.k = self.rotated.narrow(1, s.heads, s.kv_heads).view(batch, n, s.kv_heads, s.head_dim)
         self.k_to_write, self.v_to_write = self.k.transpose(1, 2), self.v.transpose(1, 2)
         # One KV head serves `group` query heads, whose rows are adjacent: [B * H_kv, G * n, d].
-        q = self.turned.narrow(1, 0, s.heads).view(batch, n, s.kv_heads, group, s.head_dim).permute(0, 2, 3, 1, 4)
+        q = self.rotated.narrow(1, 0, s.heads).view(batch, n, s.kv_heads, group, s.head_dim).permute(0, 2, 3, 1, 4)
         self._from = q if rows > 1 else None
         self.q = (empty(*q.shape) if rows > 1 else q).flatten(0, 1)  # [B * H_kv, G, n, d]
         self.q_rows = self.q.flatten(1, 2)  # [B * H_kv, G * n, d]
-        self.mixed = empty(rows, s.heads * s.head_dim)
-        self._to = self.mixed.view(batch, n, s.kv_heads, group, s.head_dim).permute(0, 2, 3, 1, 4)
+        self.attention_out = empty(rows, s.heads * s.head_dim)
+        self._to = self.attention_out.view(batch, n, s.kv_heads, group, s.head_dim).permute(0, 2, 3, 1, 4)
         self.out = self._to.flatten(0, 1).flatten(1, 2) if rows == 1 else None
         self.gate_up = empty(rows, 2 * s.intermediate)
         self.gate, self.up = self.gate_up.chunk(2, -1)
         self.activated = empty(rows, s.intermediate)
 
-    def kept(self) -> Tensor:
+    def copy_stream(self) -> Tensor:
         """Return a copy of the current stream, `[B, n, D]`."""
         return self.stream.clone().view(self.batch, self.n, -1)
 
     def gather_q(self) -> None:
-        """Copy the queries in `turned` to `q`, unless `q` is a view of it (a single row)."""
+        """Copy the queries in `rotated` to `q`, unless `q` is a view of it (a single row)."""
         if self._from is not None:
             self.q.view(self._from.shape).copy_(self._from)
 
-    def take(self, out: Tensor) -> None:
-        """Copy attention's output `[B * H_kv, G * n, d]` or `[B * H_kv, G, n, d]` to `mixed`."""
+    def store_attention(self, out: Tensor) -> None:
+        """Copy attention's output `[B * H_kv, G * n, d]` or `[B * H_kv, G, n, d]` to `attention_out`."""
         self._to.copy_(out.reshape(self._to.shape))
 
 
-class Scratches:
+class ScratchPool:
     """A cache of workspaces for narrow passes; wide ones are allocated for each pass."""
 
-    KEPT_ROWS, KEPT = 64, 24
+    MAX_CACHED_ROWS, MAX_CACHED = 64, 24
 
     def __init__(self, sizes: Sizes) -> None:
         self._sizes = sizes
-        self._kept: dict[Any, Scratch] = {}
+        self._cached: dict[Any, Scratch] = {}
 
     def get(self, batch: int, n: int, device: torch.device) -> Scratch:
         """Return a workspace for tokens `[batch, n]`; its former contents are overwritten."""
         key = (batch, n, device)
-        found = self._kept.get(key)
-        if found is None:
-            found = Scratch(self._sizes, batch, n, device)
-            if batch * n <= self.KEPT_ROWS:
-                if len(self._kept) >= self.KEPT:
-                    self._kept.clear()
-                self._kept[key] = found
-        return found
+        scratch = self._cached.get(key)
+        if scratch is None:
+            scratch = Scratch(self._sizes, batch, n, device)
+            if batch * n <= self.MAX_CACHED_ROWS:
+                if len(self._cached) >= self.MAX_CACHED:
+                    self._cached.clear()
+                self._cached[key] = scratch
+        return scratch
 
     def moved(self, scratch: Scratch, device: torch.device) -> Scratch:
         """Return a workspace on another device, with a copy of the stream of `scratch`."""

@@ -35,7 +35,7 @@ def _add_looks(app: FastAPI, service: Service) -> None:
     started, shown = int(time.time()), page()
 
     def model(name: str) -> dict[str, Any]:
-        own = {"context": service.reader.context, "chat": service.reader.chats}
+        own = {"context": service.reader.context, "chat": service.reader.has_chat_template}
         return {"id": name, "object": "model", "created": started, "owned_by": "selfspec", "selfspec": own}
 
     @app.get("/v1/models")
@@ -56,7 +56,7 @@ def _add_looks(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.metrics.written(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/")
     async def look() -> Response:
@@ -71,10 +71,10 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _no_such(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = {404: "no such path", 405: f"{request.method} is not for this path"}.get(error.status_code, error.detail)
+    problem = {404: "no such path", 405: f"{request.method} is not for this path"}.get(error.status_code, error.detail)
     served = "served: POST /v1/chat/completions, /v1/completions; GET /v1/models, /health, /metrics, /"
-    told = ApiError(error.status_code, f"{said}; {served}", headers=dict(error.headers or {}))
-    return refusal(told)
+    api_error = ApiError(error.status_code, f"{problem}; {served}", headers=dict(error.headers or {}))
+    return refusal(api_error)
 
 
 async def _failed(_: Request, error: Exception) -> Response:

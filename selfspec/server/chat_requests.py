@@ -17,19 +17,19 @@ def read_messages(messages: list[Any]) -> list[Message]:
     """Return the messages with multi-part contents joined. Raises `ApiError` that names the message."""
     if not messages:
         raise wrong("messages: the list is empty; expected at least one message of the user", "messages")
-    return [_message(one, f"messages[{number}]") for number, one in enumerate(messages)]
+    return [_message(entry, f"messages[{number}]") for number, entry in enumerate(messages)]
 
 
-def _message(one: Any, where: str) -> Message:
-    if not isinstance(one, Mapping):
+def _message(entry: Any, where: str) -> Message:
+    if not isinstance(entry, Mapping):
         raise wrong(f"{where}: expected an object with role and content", where)
-    role = one.get("role")
+    role = entry.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise wrong(f"{where}.role: expected one of {', '.join(_ROLES)}", f"{where}.role")
-    for name, value in one.items():
+    for name, value in entry.items():
         if name not in _READ and value not in _NOTHING:
             raise wrong(f"{where}.{name[:60]}: is not served", f"{where}.{name[:60]}")
-    return {"role": _ROLES[role], "content": _content(one.get("content"), f"{where}.content")}
+    return {"role": _ROLES[role], "content": _content(entry.get("content"), f"{where}.content")}
 
 
 def _content(content: Any, where: str) -> str:

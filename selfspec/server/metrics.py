@@ -30,15 +30,15 @@ class Metrics:
 
     def __init__(self, pool: WorkerPool) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_OfPool(pool))
+        self._registry.register(_PoolCollector(pool))
         self._mean = 1.0  # seconds of a request, an exponential moving average
         self.requests = Counted(
             "selfspec_requests", "requests by path and status", ["path", "status"], registry=self._registry
         )
         self.prompt_tokens = Counted("selfspec_prompt_tokens", "tokens of prompts", registry=self._registry)
-        self._queue, self._first, self._token, self._whole = (
-            Histogram(f"selfspec_{name}_seconds", said, buckets=buckets, registry=self._registry)
-            for name, said, buckets in (
+        self._queue, self._first, self._token, self._duration = (
+            Histogram(f"selfspec_{name}_seconds", help_text, buckets=buckets, registry=self._registry)
+            for name, help_text, buckets in (
                 ("queue", "from a request's arrival to its first row", _SECONDS),
                 ("time_to_first_token", "from a request's arrival to its first token", _SECONDS),
                 ("time_per_token", "from a text's first token to its end, for each further token", _TOKEN_SECONDS),
@@ -53,10 +53,10 @@ class Metrics:
 
     def ended(self, call: Call) -> None:
         """Record the latencies and prompt tokens of a call that has ended."""
-        times, whole = call.times, call.times.seconds
-        self._mean += (whole - self._mean) / 8
-        self.prompt_tokens.inc(call.ask.prompt_tokens)
-        self._whole.observe(whole)
+        times, duration = call.times, call.times.seconds
+        self._mean += (duration - self._mean) / 8
+        self.prompt_tokens.inc(call.parsed.prompt_tokens)
+        self._duration.observe(duration)
         if times.admitted is not None:
             self._queue.observe(times.admitted - times.arrived)
         if times.first is not None:
@@ -64,14 +64,14 @@ class Metrics:
             self._first.observe(to_first)
             most = max(update.tokens for update in call.latest)
             if most > 1:
-                self._token.observe((whole - to_first) / (most - 1))
+                self._token.observe((duration - to_first) / (most - 1))
 
-    def written(self) -> bytes:
+    def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
-class _OfPool:
+class _PoolCollector:
     """The metrics that the pool and its replicas count themselves, collected at every scrape."""
 
     def __init__(self, pool: WorkerPool) -> None:
@@ -80,16 +80,20 @@ class _OfPool:
     def collect(self) -> Iterable[Metric]:
         """Yield each metric."""
         pool, counters = self._pool, [replica.batch.counters for replica in self._pool.replicas]
-        for name, said in _COUNTS.items():
-            yield CounterMetricFamily(f"selfspec_{name}", said, sum(getattr(one, name) for one in counters))
-        by_source = _sum(dict(one.by_source) for one in counters)
+        for name, help_text in _COUNTS.items():
+            yield CounterMetricFamily(f"selfspec_{name}", help_text, sum(getattr(counts, name) for counts in counters))
+        by_source = _sum(dict(counts.by_source) for counts in counters)
         yield _labelled("selfspec_accepted_by_source", "accepted tokens by who came up with them", "source", by_source)
-        by_load = _sum(dict(one.drafted_by_load) for one in counters)
+        by_load = _sum(dict(counts.drafted_by_load) for counts in counters)
         yield _labelled("selfspec_drafted_by_load", "drafted tokens by how many texts ran", "running", by_load)
         yield GaugeMetricFamily("selfspec_running", "texts that are decoded", pool.running)
         yield GaugeMetricFamily("selfspec_waiting", "texts that wait for a row", pool.waiting)
-        yield GaugeMetricFamily("selfspec_places", "token places in memory", sum(one.places for one in pool.replicas))
-        yield GaugeMetricFamily("selfspec_places_free", "those that are free", sum(one.free for one in pool.replicas))
+        yield GaugeMetricFamily(
+            "selfspec_places", "token places in memory", sum(replica.num_slots for replica in pool.replicas)
+        )
+        yield GaugeMetricFamily(
+            "selfspec_places_free", "those that are free", sum(replica.free for replica in pool.replicas)
+        )
 
 
 def _sum(parts: Iterable[Mapping[Any, int]]) -> Counter[Any]:
@@ -99,8 +103,8 @@ def _sum(parts: Iterable[Mapping[Any, int]]) -> Counter[Any]:
     return total
 
 
-def _labelled(name: str, said: str, label: str, counts: Mapping[Any, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, said, labels=[label])
+def _labelled(name: str, help_text: str, label: str, counts: Mapping[Any, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, help_text, labels=[label])
     for value, count in counts.items():
         family.add_metric([str(value)], count)
     return family

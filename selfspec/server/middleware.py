@@ -48,11 +48,11 @@ class AuthMiddleware:
         name, start = uuid4().hex, time.perf_counter()
         notes: dict[str, Any] = {"id": name}
         scope[NOTES] = notes
-        told = {"status": 499}  # the status if the client disconnects before the response
+        result = {"status": 499}  # the status if the client disconnects before the response
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
-                told["status"] = notes.pop("status", message["status"])
+                result["status"] = notes.pop("status", message["status"])
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
             await send(message)
 
@@ -60,21 +60,21 @@ class AuthMiddleware:
         try:
             await app(scope, receive, sending)
         except Exception:
-            told["status"] = 500
+            result["status"] = 500
             raise
         finally:
             if scope["path"] not in _POLLED:
-                at = datetime.now(UTC).isoformat(timespec="milliseconds")
-                asked = {"method": scope["method"], "path": scope["path"], "status": told["status"]}
-                self._log({"at": at, **notes, **asked, "seconds": round(time.perf_counter() - start, 4)})
+                timestamp = datetime.now(UTC).isoformat(timespec="milliseconds")
+                asked = {"method": scope["method"], "path": scope["path"], "status": result["status"]}
+                self._log({"at": timestamp, **notes, **asked, "seconds": round(time.perf_counter() - start, 4)})
         return None
 
     def _known(self, scope: Scope) -> bool:
         """Return whether a request may pass; the key is compared in constant time."""
         if self._key is None or not scope["path"].startswith("/v1"):
             return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, self._key)
+        authorization = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(authorization, self._key)
 
 
 _NO_KEY = ApiError(

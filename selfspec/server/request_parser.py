@@ -35,7 +35,7 @@ class TextRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ParsedRequest:
     """A parsed request, as far as the worker pool and the responses need it.
 
     `texts`: n for each prompt, in order. `shown`: the text before each in the response (`echo`). `prompt_tokens`: the
@@ -66,7 +66,7 @@ class RequestParser:
         return int(self._llm.runtime.skeleton.context)
 
     @property
-    def chats(self) -> bool:
+    def has_chat_template(self) -> bool:
         """Whether the model's tokenizer has a chat template."""
         return bool(getattr(self._llm.tokenizer, "chat_template", None))
 
@@ -78,23 +78,27 @@ class RequestParser:
                 404, f"the model '{name[:200]}' does not exist; served: {served}", param="model", code="model_not_found"
             )
 
-    def chat(self, body: ChatBody) -> Ask:
+    def chat(self, body: ChatBody) -> ParsedRequest:
         """Parse a chat request. Raises `ApiError`."""
         messages = read_messages(body.messages)
-        return self._ask(body, body.top, [("messages", self._encode(messages, "messages"))], echo=False)
+        return self._parse(body, body.top, [("messages", self._encode(messages, "messages"))], echo=False)
 
-    def completion(self, body: CompletionBody) -> Ask:
+    def completion(self, body: CompletionBody) -> ParsedRequest:
         """Parse a completion request. Raises `ApiError`."""
         prompts = [("prompt", self._encode(prompt, "prompt")) for prompt in body.prompts]
-        return self._ask(body, body.top, prompts, echo=body.echo)
+        return self._parse(body, body.top, prompts, echo=body.echo)
 
-    def _ask(self, body: BaseRequest, top: int | None, prompts: Sequence[tuple[str, list[int]]], *, echo: bool) -> Ask:
+    def _parse(
+        self, body: BaseRequest, top: int | None, prompts: Sequence[tuple[str, list[int]]], *, echo: bool
+    ) -> ParsedRequest:
         if body.stream_options is not None and not body.stream:
             raise wrong("stream_options come with stream: true", "stream_options")
-        how = replace(self._options(body), adapter=body.model if body.model in self._llm.adapters.names else None)
+        base_options = replace(
+            self._options(body), adapter=body.model if body.model in self._llm.adapters.names else None
+        )
         texts, shown = [], []
         for param, ids in prompts:
-            options = self._fitted(body, how, ids, param)
+            options = self._fitted(body, base_options, ids, param)
             planned = self._plan(ids, options)
             before = str(self._llm.tokenizer.decode(ids, skip_special_tokens=True)) if echo else ""
             prompt = tuple(ids)
@@ -102,16 +106,16 @@ class RequestParser:
                 seed = None if body.seed is None else body.seed + number
                 texts.append(TextRequest(prompt, replace(options, seed=seed), None if number else planned))
                 shown.append(before)
-        told = body.stream_options
-        return Ask(
+        stream_options = body.stream_options
+        return ParsedRequest(
             model=body.model,
             texts=tuple(texts),
             shown=tuple(shown),
             prompt_tokens=sum(len(ids) for _, ids in prompts),
             top=top,
             stream=body.stream,
-            usage=told is not None and told.include_usage,
-            sources=told is not None and told.selfspec,
+            usage=stream_options is not None and stream_options.include_usage,
+            sources=stream_options is not None and stream_options.selfspec,
         )
 
     def _encode(self, prompt: Prompt, param: str) -> list[int]:
@@ -124,16 +128,16 @@ class RequestParser:
         """Return the decoding options that do not depend on the prompt."""
         from selfspec.llm.options import Options
 
-        given: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         if body.min_p:
-            given["min_p"] = body.min_p
+            settings["min_p"] = body.min_p
         if body.repetition_penalty != 1:
-            given["repetition_penalty"] = body.repetition_penalty
+            settings["repetition_penalty"] = body.repetition_penalty
         if body.logit_bias:
             vocabulary = self._llm.runtime.skeleton.identity.vocabulary or 0
             if unknown := next((token for token in body.biases if not 0 <= token < vocabulary), None):
                 raise wrong(f"token {str(unknown)[:20]} is not in the vocabulary of {vocabulary}", "logit_bias")
-            given["sequence_bias"] = [[[token], bias] for token, bias in body.biases.items()]
+            settings["sequence_bias"] = [[[token], bias] for token, bias in body.biases.items()]
         schema = None if body.response_format is None else body.response_format.schema_text
         sampled = body.temperature > 0
         return Options(
@@ -142,11 +146,14 @@ class RequestParser:
             top_p=body.top_p if body.top_p < 1 and sampled else None,
             stop=body.stops,
             guide=None if schema is None else self._guide(schema),
-            settings=given,
+            settings=settings,
         )
 
-    def _fitted(self, body: BaseRequest, how: Options, ids: Sequence[int], param: str) -> Options:
-        """Return the options `how` completed for one prompt. Raises `ApiError` if the request cannot be served."""
+    def _fitted(self, body: BaseRequest, base_options: Options, ids: Sequence[int], param: str) -> Options:
+        """Return the options `base_options` completed for one prompt.
+
+        Raises `ApiError` if the request cannot be served.
+        """
         most, left = self._settings.max_tokens, self.context - len(ids)
         if most is not None and body.limit is not None and body.limit > most:
             raise wrong(f"expected at most {most} new tokens, got {body.limit}", "max_tokens")
@@ -155,12 +162,12 @@ class RequestParser:
             raise wrong(too_long, param, "context_length_exceeded")
         new = body.limit if body.limit is not None else min(left, most or left)
         if new > left:
-            said = f"the prompt's {len(ids)} tokens and {new} new ones outgrow the context of {self.context}"
-            raise wrong(f"{said}; at most {left} fit", "max_tokens", "context_length_exceeded")
+            message = f"the prompt's {len(ids)} tokens and {new} new ones outgrow the context of {self.context}"
+            raise wrong(f"{message}; at most {left} fit", "max_tokens", "context_length_exceeded")
         penalties = []
         if body.presence_penalty or body.frequency_penalty:
             penalties.append(Penalties(len(ids), presence=body.presence_penalty, frequency=body.frequency_penalty))
-        return replace(how, max_new_tokens=new, logits_processor=penalties, seed=body.seed)
+        return replace(base_options, max_new_tokens=new, logits_processor=penalties, seed=body.seed)
 
     def _plan(self, ids: Sequence[int], options: Options) -> Plan:
         try:

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from selfspec.server.errors import ApiError, wrong
 
-HARMLESS = frozenset(  # fields that change no text: accepted and ignored
+IGNORED_FIELDS = frozenset(  # fields that change no text: accepted and ignored
     (
         "metadata",
         "parallel_tool_calls",
@@ -25,7 +25,7 @@ HARMLESS = frozenset(  # fields that change no text: accepted and ignored
         "user",
     )
 )
-REFUSED = {  # fields that would change the response: refused unless their value requests nothing
+UNSUPPORTED_FIELDS = {  # fields that would change the response: refused unless their value requests nothing
     "tools": "tools are not served",
     "tool_choice": "tools are not served",
     "functions": "functions are not served",
@@ -107,7 +107,7 @@ class BaseRequest(Strict):
     def stops(self) -> tuple[str, ...]:
         """The stop strings. Raises `ApiError`."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
+        if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
             raise wrong("expected a text, or a list of texts, none of them empty", "stop")
         if len(stops) > MOST_STOPS:
             raise wrong(f"expected at most {MOST_STOPS} texts, got {len(stops)}", "stop")
@@ -171,11 +171,11 @@ class CompletionBody(BaseRequest):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or token ids. Raises `ApiError`."""
-        given = self.prompt
-        if isinstance(given, str) or (isinstance(given, list) and given and all(map(_is_whole, given))):
-            return [given]
-        if isinstance(given, list) and given and all(map(_is_prompt, given)):
-            return given
+        prompt = self.prompt
+        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(map(_is_whole, prompt))):
+            return [prompt]
+        if isinstance(prompt, list) and prompt and all(map(_is_prompt, prompt)):
+            return prompt
         raise wrong("expected a text, token ids, or a list of either, none of them empty", "prompt")
 
 
@@ -187,17 +187,17 @@ def read_body(kind: type[Body], raw: bytes) -> Body:
         raise wrong(f"the body is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise wrong(f"the body is not a JSON object, but {_named(data)}")
-    for name, why in REFUSED.items():
+    for name, why in UNSUPPORTED_FIELDS.items():
         if name in data and data.pop(name) not in _NOTHING:
             raise wrong(f"{name}: {why}", name, "unsupported_parameter")
-    kept = {name: value for name, value in data.items() if value is not None and name not in HARMLESS}
+    fields = {name: value for name, value in data.items() if value is not None and name not in IGNORED_FIELDS}
     try:
-        return kind.model_validate(kept)
+        return kind.model_validate(fields)
     except ValidationError as error:
-        raise _told(error) from None
+        raise _as_api_error(error) from None
 
 
-def _told(error: ValidationError) -> ApiError:
+def _as_api_error(error: ValidationError) -> ApiError:
     """Return the first validation error as an `ApiError` of one line."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     where = ".".join(map(str, first["loc"]))[:200]

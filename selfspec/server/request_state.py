@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from selfspec.server.errors import ApiError
-from selfspec.server.request_parser import Ask, TextRequest
+from selfspec.server.request_parser import ParsedRequest, TextRequest
 
 if TYPE_CHECKING:
     from selfspec.llm.request import Request, TokenLogprobs
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SHARED = 32  # tokens from which on a prompt is prefilled once for several texts
 
 
-class Why(StrEnum):
+class EndReason(StrEnum):
     """The reason why the server ended a text."""
 
     GONE = "the client is gone"
@@ -35,8 +35,9 @@ class Why(StrEnum):
 class TextUpdate:
     """The news of one text since its last update. `tokens`, `drafted`, `accepted` and `rounds` are totals so far.
 
-    `spans`: the new text split at token boundaries, each part with its token's origin, if requested. `kept`: prompt
-    tokens found in the KV cache. `ended`: no update follows; then `finish`, `why` or `error` gives the reason.
+    `spans`: the new text split at token boundaries, each part with its token's origin, if requested. `num_cached`:
+    prompt tokens found in the KV cache. `ended`: no update follows; then `finish`, `end_reason` or `error` gives the
+    reason.
     """
 
     index: int
@@ -47,16 +48,18 @@ class TextUpdate:
     drafted: int = 0
     accepted: int = 0
     rounds: int = 0
-    kept: int = 0
+    num_cached: int = 0
     ended: bool = False
     finish: Finish | None = None
-    why: Why | None = None
+    end_reason: EndReason | None = None
     error: ApiError | None = None
 
 
 @dataclass(eq=False, slots=True)
 class TextJob:
-    """One text of a call. Only its decoding thread touches `request` and `told`, the number of log probabilities sent.
+    """One text of a call.
+
+    Only its decoding thread touches `request` and `num_logprobs_sent`, the number of log probabilities sent.
 
     `first`: an earlier job with the same prompt, which must be prefilled before this job begins. `begun`: whether this
     job's own prompt has been prefilled, or never will be.
@@ -68,7 +71,7 @@ class TextJob:
     first: TextJob | None = None
     begun: bool = False
     request: Request | None = None
-    told: int = 0
+    num_logprobs_sent: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -85,11 +88,11 @@ class Times:
         return time.perf_counter() - self.arrived
 
 
-def _jobs(call: Call, ask: Ask) -> list[TextJob]:
+def _jobs(call: Call, parsed: ParsedRequest) -> list[TextJob]:
     """Return a job for each text; texts that share a long prompt wait for the first one's prefill and reuse it."""
     jobs: list[TextJob] = []
     firsts: dict[int, TextJob] = {}  # by the identity of the prompt, which its texts share
-    for index, text in enumerate(ask.texts):
+    for index, text in enumerate(parsed.texts):
         first = firsts.get(id(text.prompt)) if len(text.prompt) >= SHARED else None
         jobs.append(TextJob(call, index, text, first))
         firsts.setdefault(id(text.prompt), jobs[-1])
@@ -102,15 +105,15 @@ class Call:
     `latest`: the last update of each text. Iterating over `updates` ends when all texts have ended.
     """
 
-    def __init__(self, ask: Ask) -> None:
-        self.ask = ask
+    def __init__(self, parsed: ParsedRequest) -> None:
+        self.parsed = parsed
         self.times = Times()
-        self.jobs = _jobs(self, ask)
+        self.jobs = _jobs(self, parsed)
         self.latest = [TextUpdate(index) for index in range(len(self.jobs))]
         self._queue: asyncio.Queue[TextUpdate] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
-    def tell(self, *updates: TextUpdate) -> None:
+    def send(self, *updates: TextUpdate) -> None:
         """Send updates to the event loop, from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(self._put, updates)
@@ -142,4 +145,4 @@ class Call:
     @property
     def finishes(self) -> list[Any]:
         """The reason why each text ended."""
-        return [update.finish or update.why or (update.error and Why.FAILED) for update in self.latest]
+        return [update.finish or update.end_reason or (update.error and EndReason.FAILED) for update in self.latest]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from selfspec.server.request_state import Call, TextUpdate, Why
+from selfspec.server.request_state import Call, EndReason, TextUpdate
 
 if TYPE_CHECKING:
     from selfspec.llm.request import TokenLogprobs
@@ -16,11 +16,14 @@ Spell = Callable[[int], bytes]
 
 
 class ResponseSchema(Protocol):
-    """The response format of one endpoint. `prefix`: of ids; `whole`, `piece`: object names of responses and chunks."""
+    """The response format of one endpoint.
+
+    `prefix`: of ids; `response_object`, `chunk_object`: object names of responses and chunks.
+    """
 
     prefix: str
-    whole: str
-    piece: str
+    response_object: str
+    chunk_object: str
 
     def choice(self, index: int, text: str, logprobs: dict[str, Any] | None, finish: str | None) -> dict[str, Any]:
         """Return the choice of one finished text."""
@@ -30,41 +33,41 @@ class ResponseSchema(Protocol):
     ) -> dict[str, Any]:
         """Return the choice of a stream chunk; `first`: it is the first of its text."""
 
-    def logprobs(self, told: Sequence[TokenLogprobs], spell: Spell, offset: int) -> dict[str, Any]:
+    def logprobs(self, token_logprobs: Sequence[TokenLogprobs], spell: Spell, offset: int) -> dict[str, Any]:
         """Return log probabilities of tokens; `offset`: the number of characters before the tokens."""
 
 
 class ChatSchema:
     """The response format of `/v1/chat/completions`."""
 
-    prefix, whole, piece = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    prefix, response_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def choice(self, index: int, text: str, logprobs: dict[str, Any] | None, finish: str | None) -> dict[str, Any]:
         """Implement `ResponseSchema.choice`."""
-        said = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": said, "logprobs": logprobs, "finish_reason": finish}
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
 
     def delta(
         self, index: int, text: str | None, logprobs: dict[str, Any] | None, finish: str | None, *, first: bool
     ) -> dict[str, Any]:
         """Implement `ResponseSchema.delta`."""
-        said = {"role": "assistant"} if first else {}
-        said |= {} if text is None else {"content": text}
-        return {"index": index, "delta": said, "logprobs": logprobs, "finish_reason": finish}
+        message_delta = {"role": "assistant"} if first else {}
+        message_delta |= {} if text is None else {"content": text}
+        return {"index": index, "delta": message_delta, "logprobs": logprobs, "finish_reason": finish}
 
-    def logprobs(self, told: Sequence[TokenLogprobs], spell: Spell, offset: int) -> dict[str, Any]:
+    def logprobs(self, token_logprobs: Sequence[TokenLogprobs], spell: Spell, offset: int) -> dict[str, Any]:
         """Implement `ResponseSchema.logprobs`."""
         content = []
-        for one in told:
-            top = [_chat_token(token, logprob, spell) for token, logprob in one.top]
-            content.append({**_chat_token(one.token, one.logprob, spell), "top_logprobs": top})
+        for entry in token_logprobs:
+            top = [_chat_token(token, logprob, spell) for token, logprob in entry.top]
+            content.append({**_chat_token(entry.token, entry.logprob, spell), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
 
 class CompletionSchema:
     """The response format of `/v1/completions`."""
 
-    prefix, whole, piece = "cmpl-", "text_completion", "text_completion"
+    prefix, response_object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
     def choice(self, index: int, text: str, logprobs: dict[str, Any] | None, finish: str | None) -> dict[str, Any]:
         """Implement `ResponseSchema.choice`."""
@@ -76,19 +79,21 @@ class CompletionSchema:
         """Implement `ResponseSchema.delta`."""
         return self.choice(index, text or "", logprobs, finish)
 
-    def logprobs(self, told: Sequence[TokenLogprobs], spell: Spell, offset: int) -> dict[str, Any]:
+    def logprobs(self, token_logprobs: Sequence[TokenLogprobs], spell: Spell, offset: int) -> dict[str, Any]:
         """Implement `ResponseSchema.logprobs`; a token of invalid UTF-8 is written as its bytes, as in the API."""
-        texts = [_written(spell(one.token)) for one in told]
+        texts = [_written(spell(entry.token)) for entry in token_logprobs]
         offsets = []
-        for one in told:
+        for entry in token_logprobs:
             offsets.append(offset)
-            offset += len(spell(one.token).decode(errors="ignore"))
+            offset += len(spell(entry.token).decode(errors="ignore"))
         return {
             "tokens": texts,
-            "token_logprobs": [_finite(one.logprob) for one in told],
-            "top_logprobs": [{_written(spell(token)): _finite(logprob) for token, logprob in one.top} for one in told],
+            "token_logprobs": [_finite(entry.logprob) for entry in token_logprobs],
+            "top_logprobs": [
+                {_written(spell(token)): _finite(logprob) for token, logprob in entry.top} for entry in token_logprobs
+            ],
             "text_offset": offsets,
-            "bytes": [list(spell(one.token)) for one in told],
+            "bytes": [list(spell(entry.token)) for entry in token_logprobs],
         }
 
 
@@ -105,12 +110,12 @@ def finish_reason(update: TextUpdate) -> str | None:
 
 def usage(call: Call) -> dict[str, Any]:
     """Return a call's token usage: each prompt once, and all new tokens; `cached_tokens` come from the KV cache."""
-    prompt, new = call.ask.prompt_tokens, call.total("tokens")
+    prompt, new = call.parsed.prompt_tokens, call.total("tokens")
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": min(prompt, call.total("kept"))},
+        "prompt_tokens_details": {"cached_tokens": min(prompt, call.total("num_cached"))},
     }
 
 
@@ -120,13 +125,13 @@ def sources(call: Call, update: TextUpdate) -> dict[str, Any]:
         "spans": [[str(origin), text] for origin, text in update.spans],
         **{name: getattr(update, name) for name in ("tokens", "drafted", "accepted", "rounds")},
         "seconds": round(call.times.seconds, 4),
-        "finish": update.finish or (update.why and str(update.why)),
+        "finish": update.finish or (update.end_reason and str(update.end_reason)),
     }
 
 
 def cut_short(update: TextUpdate) -> bool:
     """Return whether the server ended a text before its first token, by timeout or shutdown."""
-    return update.why in (Why.TIME, Why.SHUTDOWN) and not update.tokens
+    return update.end_reason in (EndReason.TIME, EndReason.SHUTDOWN) and not update.tokens
 
 
 def _chat_token(token: int, logprob: float, spell: Spell) -> dict[str, Any]:

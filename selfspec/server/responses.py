@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from selfspec.server.errors import ApiError
 from selfspec.server.middleware import NOTES, refusal
-from selfspec.server.request_state import Call, TextUpdate, Why
+from selfspec.server.request_state import Call, EndReason, TextUpdate
 from selfspec.server.response_schemas import ResponseSchema, Spell, cut_short, finish_reason, sources, usage
 from selfspec.server.worker_pool import WorkerPool
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 GONE = ApiError(499, "the client went away")
 _CUT = {
-    Why.GONE: GONE,
-    Why.TIME: ApiError(504, "the time of a request was up before its text began", code="timeout"),
-    Why.SHUTDOWN: ApiError(503, "the server is ending", headers={"Retry-After": "10"}),
+    EndReason.GONE: GONE,
+    EndReason.TIME: ApiError(504, "the time of a request was up before its text began", code="timeout"),
+    EndReason.SHUTDOWN: ApiError(503, "the server is ending", headers={"Retry-After": "10"}),
 }
 
 
@@ -51,7 +51,7 @@ class Answer(Response):
         self._timeout, self._ended = timeout, ended
         self._made = int(time.time())
         self._begun = [False] * len(call.jobs)
-        self._written = [len(shown) for shown in call.ask.shown]  # characters of each text that were sent
+        self._written = [len(shown) for shown in call.parsed.shown]  # characters of each text that were sent
         self._name = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,44 +59,44 @@ class Answer(Response):
         notes = scope.get(NOTES, {})
         self._name = f"{self._shape.prefix}{notes.get('id', '')}"
         try:
-            async with self._watched(receive):
-                if self._call.ask.stream:
+            async with self._cancel_on_disconnect(receive):
+                if self._call.parsed.stream:
                     await self._stream(scope, receive, send)
                 else:
-                    await (await self._whole())(scope, receive, send)
+                    await (await self._full_response())(scope, receive, send)
         finally:
             self._ended(self._call)
             notes.update(_noted(self._call))
 
     @contextlib.asynccontextmanager
-    async def _watched(self, receive: Receive) -> AsyncIterator[None]:
+    async def _cancel_on_disconnect(self, receive: Receive) -> AsyncIterator[None]:
         call, pool = self._call, self._pool
         left = max(0.0, self._timeout - call.times.seconds)
-        timer = asyncio.get_running_loop().call_later(left, pool.cancel, call, Why.TIME)
-        watch = asyncio.create_task(_when_gone(receive, lambda: pool.cancel(call, Why.GONE)))
+        timer = asyncio.get_running_loop().call_later(left, pool.cancel, call, EndReason.TIME)
+        watch = asyncio.create_task(_when_gone(receive, lambda: pool.cancel(call, EndReason.GONE)))
         try:
             yield
         finally:
             timer.cancel()
             watch.cancel()
             if not call.ended:
-                pool.cancel(call, Why.GONE)
+                pool.cancel(call, EndReason.GONE)
 
-    async def _whole(self) -> Response:
+    async def _full_response(self) -> Response:
         call, shape = self._call, self._shape
-        texts = list(call.ask.shown)
-        told: list[list[TokenLogprobs]] = [[] for _ in call.jobs]
+        texts = list(call.parsed.shown)
+        token_logprobs: list[list[TokenLogprobs]] = [[] for _ in call.jobs]
         async for update in call.updates():
             texts[update.index] += update.text
-            told[update.index] += update.logprobs
+            token_logprobs[update.index] += update.logprobs
         if (problem := _problem(call.latest)) is not None:
             return refusal(problem)
         choices = []
-        for update, text, logprobs in zip(call.latest, texts, told, strict=True):
+        for update, text, logprobs in zip(call.latest, texts, token_logprobs, strict=True):
             offset = self._written[update.index]
-            found = None if call.ask.top is None else shape.logprobs(logprobs, self._spell, offset)
-            choices.append(shape.choice(update.index, text, found, finish_reason(update)))
-        return JSONResponse(self._framed(shape.whole, choices) | {"usage": usage(call)})
+            choice_logprobs = None if call.parsed.top is None else shape.logprobs(logprobs, self._spell, offset)
+            choices.append(shape.choice(update.index, text, choice_logprobs, finish_reason(update)))
+        return JSONResponse(self._framed(shape.response_object, choices) | {"usage": usage(call)})
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stream the events; the status waits for the first update, so that an error before it sets the status."""
@@ -118,29 +118,31 @@ class Answer(Response):
                 break
             if update.text or update.logprobs or update.ended or update.spans:
                 yield _event(self._piece(update))
-        if self._call.ask.usage:
-            yield _event(self._framed(self._shape.piece, []) | {"usage": usage(self._call)})
+        if self._call.parsed.usage:
+            yield _event(self._framed(self._shape.chunk_object, []) | {"usage": usage(self._call)})
         yield b"data: [DONE]\n\n"
 
     def _piece(self, update: TextUpdate) -> dict[str, Any]:
         call, index = self._call, update.index
         begun, self._begun[index] = self._begun[index], True
-        text = update.text if begun else call.ask.shown[index] + update.text
+        text = update.text if begun else call.parsed.shown[index] + update.text
         offset = self._written[index]
         logprobs = None
-        if call.ask.top is not None and update.logprobs:
+        if call.parsed.top is not None and update.logprobs:
             logprobs = self._shape.logprobs(update.logprobs, self._spell, offset)
-            self._written[index] += sum(len(self._spell(one.token).decode(errors="ignore")) for one in update.logprobs)
+            self._written[index] += sum(
+                len(self._spell(entry.token).decode(errors="ignore")) for entry in update.logprobs
+            )
         choice = self._shape.delta(index, text or None, logprobs, finish_reason(update), first=not begun)
-        framed = self._framed(self._shape.piece, [choice])
-        if call.ask.usage:
+        framed = self._framed(self._shape.chunk_object, [choice])
+        if call.parsed.usage:
             framed["usage"] = None
-        if call.ask.sources:
+        if call.parsed.sources:
             framed["selfspec"] = sources(call, update)
         return framed
 
     def _framed(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        model = self._call.ask.model
+        model = self._call.parsed.model
         return {"id": self._name, "object": kind, "created": self._made, "model": model, "choices": choices}
 
 
@@ -159,20 +161,20 @@ def _problem(updates: list[TextUpdate]) -> ApiError | None:
     for update in updates:
         if update.error is not None:
             return update.error
-        if update.why is Why.GONE:
+        if update.end_reason is EndReason.GONE:
             return GONE
-    cut = next((update.why for update in updates if update.why is not None), None)
+    cut = next((update.end_reason for update in updates if update.end_reason is not None), None)
     return _CUT[cut] if cut is not None and all(map(cut_short, updates)) else None
 
 
 def _noted(call: Call) -> dict[str, Any]:
     """Return the log entry's fields of a call."""
     times, seconds, tokens = call.times, call.times.seconds, call.total("tokens")
-    finishes = [str(finish or Why.GONE) for finish in call.finishes]
+    finishes = [str(finish or EndReason.GONE) for finish in call.finishes]
     return {
-        "model": call.ask.model,
-        "stream": call.ask.stream,
-        "prompt_tokens": call.ask.prompt_tokens,
+        "model": call.parsed.model,
+        "stream": call.parsed.stream,
+        "prompt_tokens": call.parsed.prompt_tokens,
         "tokens": tokens,
         "drafted": call.total("drafted"),
         "accepted": call.total("accepted"),

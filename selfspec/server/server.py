@@ -14,34 +14,34 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.server.app import make_app
-from selfspec.server.request_state import Why
+from selfspec.server.request_state import EndReason
 from selfspec.server.service import Service
 
 LAST = 5  # seconds for responses to reach their clients once all texts have ended
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """Return a socket bound to a host and port, not listening yet. Raises `SelfspecError` if it cannot be bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        found = socket.socket(family, kind, protocol)
+        sock = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
         raise SelfspecError(f"--host {host}: cannot be served at ({getattr(error, 'strerror', error)})") from None
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
     except OSError as error:
-        found.close()
+        sock.close()
         raise SelfspecError(f"{host}:{port} cannot be served at ({error.strerror}); expected another --port") from None
-    return found
+    return sock
 
 
-def url(at: socket.socket) -> str:
+def url(sock: socket.socket) -> str:
     """Return the URL of a bound socket."""
-    host, port = at.getsockname()[:2]
-    return f"http://[{host}]:{port}" if at.family == socket.AF_INET6 else f"http://{host}:{port}"
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):
@@ -75,14 +75,14 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Check the shutdown; uvicorn calls it ten times a second."""
         if self._end is not None and (self._service.idle or time.monotonic() >= self._end):
-            self._service.pool.cancel_all(Why.SHUTDOWN)
+            self._service.pool.cancel_all(EndReason.SHUTDOWN)
             self.should_exit = True
         return await super().on_tick(counter)
 
 
-def serve(service: Service, at: socket.socket) -> None:
+def serve(service: Service, sock: socket.socket) -> None:
     """Serve, with a service that has been entered, until SIGINT or SIGTERM."""
-    asyncio.run(Server(service).serve(sockets=[at]))
+    asyncio.run(Server(service).serve(sockets=[sock]))
 
 
 def _impatient(seconds: float) -> type[H11Protocol]:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from selfspec.models.vocabularies import spelling
+from selfspec.models.vocabularies import token_bytes_of
 from selfspec.server.errors import ApiError
 from selfspec.server.metrics import Metrics
 from selfspec.server.middleware import Log, log_line
-from selfspec.server.request_parser import Ask, RequestParser
+from selfspec.server.request_parser import ParsedRequest, RequestParser
 from selfspec.server.request_schemas import BaseRequest, ChatBody, CompletionBody, read_body
 from selfspec.server.request_state import Call
 from selfspec.server.response_schemas import CHAT, COMPLETION, ResponseSchema
@@ -42,16 +42,18 @@ class Service:
         self.metrics = Metrics(pool)
         self.draining = False
         self._log = log
-        self._spell = spelling(llm.tokenizer)
+        self._spell = token_bytes_of(llm.tokenizer)
         self._reading = ThreadPoolExecutor(1, "reading")
 
     def __enter__(self) -> Service:
         self.pool.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._reading.shutdown(cancel_futures=True)
-        self.pool.__exit__(kind, error, at)
+        self.pool.__exit__(kind, error, traceback)
 
     @property
     def idle(self) -> bool:
@@ -73,15 +75,15 @@ class Service:
         return await self._answer(request, CompletionBody, self.reader.completion, COMPLETION)
 
     async def _answer(
-        self, request: Request, kind: type[Body], read: Callable[[Body], Ask], shape: ResponseSchema
+        self, request: Request, kind: type[Body], read: Callable[[Body], ParsedRequest], shape: ResponseSchema
     ) -> Response:
         raw = await read_raw(request, most=self.settings.max_body, seconds=self.settings.reading)
         if self.draining:
             raise ApiError(503, "the server is ending", headers={"Retry-After": "10"})
         body = read_body(kind, raw)
         self.reader.check_model(body.model)
-        ask = await asyncio.get_running_loop().run_in_executor(self._reading, read, body)
-        call = Call(ask)
+        parsed = await asyncio.get_running_loop().run_in_executor(self._reading, read, body)
+        call = Call(parsed)
         rows = self.settings.rows * len(self.pool.replicas)
         self.pool.submit(call, retry_after=self.metrics.mean_seconds * (1 + self.pool.waiting / rows))
         return Answer(
@@ -105,15 +107,15 @@ async def read_raw(request: Request, *, most: int, seconds: float) -> bytes:
     length = request.headers.get("content-length", "")
     if length.isdecimal() and len(length) < 20 and int(length) > most:
         raise too_large
-    found = bytearray()
+    body = bytearray()
     try:
         async with asyncio.timeout(seconds):
             async for part in request.stream():
-                found += part
-                if len(found) > most:
+                body += part
+                if len(body) > most:
                     raise too_large
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {seconds:g} seconds") from None
     except ClientDisconnect:
         raise GONE from None
-    return bytes(found)
+    return bytes(body)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.server.errors import ApiError, wrong
-from selfspec.server.request_state import Call, TextJob, TextUpdate, Why
+from selfspec.server.request_state import Call, EndReason, TextJob, TextUpdate
 
 if TYPE_CHECKING:
     from selfspec.llm.batch import Batch
@@ -22,15 +22,15 @@ _LOGGER = logging.getLogger("selfspec.server")
 class Replica:
     """A worker that decodes one batch on one thread; other threads only read its state.
 
-    `device`: the model's device. `jobs`: texts that have a row or are about to get one. `free` and `places`: the free
-    and all token slots of the batch's KV cache, after the last step.
+    `device`: the model's device. `jobs`: texts that have a row or are about to get one. `free` and `num_slots`: the
+    free and all token slots of the batch's KV cache, after the last step.
     """
 
     def __init__(self, batch: Batch, device: str = "cpu") -> None:
         self.batch = batch
         self._device = device
         self.jobs: list[TextJob] = []
-        self.free, self.places = batch.free, batch.places
+        self.free, self.num_slots = batch.free, batch.num_slots
 
     def __enter__(self) -> Replica:
         if self._device.startswith("cuda"):
@@ -40,8 +40,10 @@ class Replica:
         self.batch.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.batch.__exit__(kind, error, at)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.batch.__exit__(kind, error, traceback)
 
     @property
     def load(self) -> int:
@@ -52,7 +54,7 @@ class Replica:
         """Return the jobs of a call."""
         return [job for job in tuple(self.jobs) if job.call is call]
 
-    def turn(self, taken: Sequence[TextJob], cancelled: Sequence[tuple[TextJob, Why]]) -> None:
+    def turn(self, taken: Sequence[TextJob], cancelled: Sequence[tuple[TextJob, EndReason]]) -> None:
         """Run one iteration: cancel jobs, add jobs, and step the batch. A failure ends the texts that it affects."""
         for job, why in cancelled:
             if job in self.jobs:  # it may have ended by itself
@@ -65,14 +67,16 @@ class Replica:
         except Exception:
             _LOGGER.exception("decoding failed; %d texts are given up", len(self.jobs))
             for job in list(self.jobs):
-                self._end(job, Why.FAILED, ApiError(500, "decoding failed; the server's log says how"))
-        self.free, self.places = self.batch.free, self.batch.places
+                self._end(job, EndReason.FAILED, ApiError(500, "decoding failed; the server's log says how"))
+        self.free, self.num_slots = self.batch.free, self.batch.num_slots
 
     def _add(self, job: TextJob) -> None:
-        ask, times = job.call.ask, job.call.times
+        parsed, times = job.call.parsed, job.call.times
         times.admitted = times.admitted or time.perf_counter()
         try:
-            job.request = self.batch.add(list(job.text.prompt), job.text.options, planned=job.text.planned, top=ask.top)
+            job.request = self.batch.add(
+                list(job.text.prompt), job.text.options, planned=job.text.planned, top=parsed.top
+            )
         except SelfspecError as error:
             self._leave(job, TextUpdate(job.index, ended=True, error=wrong(str(error))))
         except Exception:
@@ -80,24 +84,24 @@ class Replica:
             failed = ApiError(500, "the text could not be taken up; the server's log says why")
             self._leave(job, TextUpdate(job.index, ended=True, error=failed))
 
-    def _end(self, job: TextJob, why: Why, error: ApiError | None = None) -> None:
+    def _end(self, job: TextJob, why: EndReason, error: ApiError | None = None) -> None:
         """End a text from outside the batch."""
         if job.request is None:
-            return self._leave(job, TextUpdate(job.index, ended=True, why=why, error=error))
+            return self._leave(job, TextUpdate(job.index, ended=True, end_reason=why, error=error))
         try:
             self.batch.cancel(job.request)
-            update = _news(job, job.request, why=why, error=error)
+            update = _make_update(job, job.request, why=why, error=error)
         except Exception:
             _LOGGER.exception("a text could not be ended")
             update = TextUpdate(
-                job.index, ended=True, why=why, error=error or ApiError(500, "the text could not be ended")
+                job.index, ended=True, end_reason=why, error=error or ApiError(500, "the text could not be ended")
             )
         return self._leave(job, update)
 
     def _leave(self, job: TextJob, update: TextUpdate) -> None:
         self.jobs.remove(job)
         job.begun = True
-        job.call.tell(update)
+        job.call.send(update)
 
     def _pass_on(self, touched: Sequence[Request]) -> None:
         by_request = {id(job.request): job for job in self.jobs}
@@ -105,20 +109,22 @@ class Replica:
             job = by_request.get(id(request))
             if job is None:
                 continue
-            update = _news(job, request)
+            update = _make_update(job, request)
             job.begun = True
             if update.ended:
                 self.jobs.remove(job)
-            job.call.tell(update)
+            job.call.send(update)
 
 
-def _news(job: TextJob, request: Request, *, why: Why | None = None, error: ApiError | None = None) -> TextUpdate:
+def _make_update(
+    job: TextJob, request: Request, *, why: EndReason | None = None, error: ApiError | None = None
+) -> TextUpdate:
     """Return the update of a text since its last update."""
-    sources = job.call.ask.sources
+    sources = job.call.parsed.sources
     spans = tuple(request.spans()) if sources else ()
     text = "".join(piece for _, piece in spans) if sources else request.take()
-    logprobs = tuple(request.logprobs[job.told :])
-    job.told += len(logprobs)
+    logprobs = tuple(request.logprobs[job.num_logprobs_sent :])
+    job.num_logprobs_sent += len(logprobs)
     if request.error is not None:
         error = ApiError(500, f"decoding failed: {request.error}")
     stats = request.stats
@@ -131,9 +137,9 @@ def _news(job: TextJob, request: Request, *, why: Why | None = None, error: ApiE
         drafted=stats.drafted,
         accepted=stats.accepted,
         rounds=stats.rounds,
-        kept=stats.kept,
+        num_cached=stats.num_cached,
         ended=request.done or why is not None or error is not None,
         finish=request.finish,
-        why=why,
+        end_reason=why,
         error=error,
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from selfspec.server.errors import ApiError, wrong
-from selfspec.server.request_state import Call, TextJob, TextUpdate, Why
+from selfspec.server.request_state import Call, EndReason, TextJob, TextUpdate
 from selfspec.server.worker import Replica
 
 MOST_SECONDS = 60  # the longest Retry-After sent to a client
@@ -22,7 +22,7 @@ class Work:
     """A replica's work before its next step: jobs to add and jobs to cancel."""
 
     taken: list[TextJob]
-    cancelled: list[tuple[TextJob, Why]]
+    cancelled: list[tuple[TextJob, EndReason]]
 
 
 class WorkerPool:
@@ -34,15 +34,15 @@ class WorkerPool:
 
     def __init__(self, replicas: Sequence[Replica], *, rows: int, queue: int) -> None:
         self._changed = threading.Condition()
-        self._line: deque[TextJob] = deque()
+        self._pending: deque[TextJob] = deque()
         self._queue, self._rows = queue, rows
         self._closing = False
         self.replicas = list(replicas)
-        self._cancels: dict[Replica, list[tuple[TextJob, Why]]] = {replica: [] for replica in self.replicas}
+        self._cancels: dict[Replica, list[tuple[TextJob, EndReason]]] = {replica: [] for replica in self.replicas}
         self._ready: list[Future[None]] = [Future() for _ in self.replicas]
         self._threads = [
-            threading.Thread(target=self._serve, args=told, name="replica", daemon=True)
-            for told in zip(self.replicas, self._ready, strict=True)
+            threading.Thread(target=self._serve, args=thread_args, name="replica", daemon=True)
+            for thread_args in zip(self.replicas, self._ready, strict=True)
         ]
 
     def __enter__(self) -> WorkerPool:
@@ -56,7 +56,9 @@ class WorkerPool:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._close()
 
     def _close(self) -> None:
@@ -69,7 +71,7 @@ class WorkerPool:
     @property
     def waiting(self) -> int:
         """The number of texts that wait for a row."""
-        return len(self._line)
+        return len(self._pending)
 
     @property
     def running(self) -> int:
@@ -89,45 +91,49 @@ class WorkerPool:
         with self._changed:
             if self._closing or not self.alive:
                 raise ApiError(503, "the server is ending", headers={"Retry-After": "10"})
-            if self.running + len(self._line) + len(call.jobs) > most:
+            if self.running + len(self._pending) + len(call.jobs) > most:
                 seconds = min(MOST_SECONDS, max(1, round(retry_after)))
-                said = f"{self.running} texts are running and {len(self._line)} wait, which is all; try again later"
-                raise ApiError(429, said, code="queue_full", headers={"Retry-After": str(seconds)})
-            self._line.extend(call.jobs)
+                message = (
+                    f"{self.running} texts are running and {len(self._pending)} wait, which is all; try again later"
+                )
+                raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(seconds)})
+            self._pending.extend(call.jobs)
             self._changed.notify_all()
 
-    def cancel(self, call: Call, why: Why) -> None:
+    def cancel(self, call: Call, why: EndReason) -> None:
         """End the texts of a call that have not ended; their rows are free before the next step."""
         with self._changed:
-            waiting = [job for job in call.jobs if job in self._line]
+            waiting = [job for job in call.jobs if job in self._pending]
             for job in waiting:
-                self._line.remove(job)
+                self._pending.remove(job)
             for replica, cancels in self._cancels.items():
                 cancels.extend((job, why) for job in replica.jobs_of(call))
             self._changed.notify_all()
-        call.tell(*(TextUpdate(job.index, ended=True, why=why) for job in waiting))
+        call.send(*(TextUpdate(job.index, ended=True, end_reason=why) for job in waiting))
 
-    def cancel_all(self, why: Why) -> None:
+    def cancel_all(self, why: EndReason) -> None:
         """End the texts of all calls."""
         with self._changed:
-            calls = {job.call for job in self._line} | {job.call for one in self.replicas for job in tuple(one.jobs)}
+            calls = {job.call for job in self._pending} | {
+                job.call for replica in self.replicas for job in tuple(replica.jobs)
+            }
         for call in calls:
             self.cancel(call, why)
 
     def _serve(self, replica: Replica, ready: Future[None]) -> None:
         """Run a replica's thread."""
-        with ExitStack() as held:
+        with ExitStack() as resources:
             try:
-                held.enter_context(replica)
+                resources.enter_context(replica)
             except BaseException as error:
                 return ready.set_exception(error)
             ready.set_result(None)
             while (work := self._work(replica)) is not None:
                 replica.turn(work.taken, work.cancelled)
-                if self._line:
+                if self._pending:
                     with self._changed:  # a text may have begun for which others wait
                         self._changed.notify_all()
-            return replica.turn((), [(job, Why.SHUTDOWN) for job in replica.jobs])
+            return replica.turn((), [(job, EndReason.SHUTDOWN) for job in replica.jobs])
 
     def _work(self, replica: Replica) -> Work | None:
         """Wait for a replica's next work; return None at shutdown."""
@@ -139,7 +145,7 @@ class WorkerPool:
                 return None
             taken = []
             while replica.load < self._rows and replica.load <= min(self._loads()) and (job := self._next()):
-                self._line.remove(job)
+                self._pending.remove(job)
                 taken.append(job)
                 replica.jobs.append(job)
             self._cancels[replica] = []
@@ -147,7 +153,7 @@ class WorkerPool:
 
     def _next(self) -> TextJob | None:
         """Return the first queued job that need not wait for another job's prefill."""
-        return next((job for job in self._line if job.first is None or job.first.begun), None)
+        return next((job for job in self._pending if job.first is None or job.first.begun), None)
 
     def _loads(self) -> Iterable[int]:
         living = zip(self.replicas, self._threads, strict=True)

@@ -19,19 +19,19 @@ def skip_map(profile: Profile) -> str:
         f"White sub-layers are bypassed while drafting: {len(skip.attention)} of {layers} attentions and "
         f"{len(skip.mlp)} of {layers} MLPs, {len(skip) / (2 * layers):.0%} of all."
     )
-    told = [columns, white] if len(skip) or not path.low_precision else [columns]
+    sentences = [columns, white] if len(skip) or not path.low_precision else [columns]
     few = [
-        f"{len(of.attention)} attentions and {len(of.mlp)} MLPs {WORDS[mode]} (marked {SIGNS[mode]})"
-        for mode, of in path.few
+        f"{len(sublayers.attention)} attentions and {len(sublayers.mlp)} MLPs {WORDS[mode]} (marked {SIGNS[mode]})"
+        for mode, sublayers in path.quantized_sets
     ]
     if path.head != "full":
         few.append(f"the head {WORDS[path.head]}")
     if few:
-        told.append(f"With rounded weights run {_listed(few)}; dark sub-layers run in full.")
+        sentences.append(f"With rounded weights run {_listed(few)}; dark sub-layers run in full.")
     if path.cheaper and profile.bits_read is not None:
-        told.append(f"{profile.bits_read.said[:1].upper()}{profile.bits_read.said[1:]}.")
-    told.append("When the draft is verified everything runs, so that what comes out is what the whole model says.")
-    return " ".join(told)
+        sentences.append(f"{profile.bits_read.summary[:1].upper()}{profile.bits_read.summary[1:]}.")
+    sentences.append("When the draft is verified everything runs, so that what comes out is what the whole model says.")
+    return " ".join(sentences)
 
 
 def acceptance_by_confidence(profile: Profile) -> str:
@@ -123,8 +123,8 @@ def acceptance_by_position(frame: pd.DataFrame) -> str:
     """Return the caption of `plots.bench_plots.acceptance_by_position`."""
     groups = list(frame.groupby(["method", "temperature"], sort=False))
     firsts = [
-        f"{some['acceptance'].iloc[0]:.0%}" + ("" if len(groups) == 1 else f" ({method}, temperature {temperature:g})")
-        for (method, temperature), some in groups
+        f"{group['acceptance'].iloc[0]:.0%}" + ("" if len(groups) == 1 else f" ({method}, temperature {temperature:g})")
+        for (method, temperature), group in groups
     ]
     counted = ""
     if len(groups) == 1 and frame["drafts"].notna().all():
@@ -141,10 +141,10 @@ def acceptance_by_position(frame: pd.DataFrame) -> str:
 
 def tokens_by_source(frame: pd.DataFrame) -> str:
     """Return the caption of `plots.bench_plots.tokens_by_source`."""
-    (method, temperature), some = next(
+    (method, temperature), group = next(
         iter(frame[frame["task"] == "all"].groupby(["method", "temperature"], sort=False))
     )
-    shares = [f"{row.share:.0%} came from {_named(str(row.source))}" for row in some.itertuples(index=False)]
+    shares = [f"{row.share:.0%} came from {_named(str(row.source))}" for row in group.itertuples(index=False)]
     return (
         f"Of all tokens of {method} at temperature {temperature:g}, {_listed(shares)}; the others are the model's own. "
         "A token that a proposer had guessed counts as the proposer's, also where the draft path checked it first."
@@ -157,15 +157,15 @@ def _named(source: str) -> str:
 
 def bench_bars(frame: pd.DataFrame) -> str:
     """Return the caption of `plots.bench_plots.bench_bars`."""
-    told = []
-    for temperature, some in frame[(frame["method"] != "plain") & frame["speedup"].notna()].groupby("temperature"):
-        best = some.loc[some["speedup"].idxmax()]
+    clauses = []
+    for temperature, group in frame[(frame["method"] != "plain") & frame["speedup"].notna()].groupby("temperature"):
+        best = group.loc[group["speedup"].idxmax()]
         verdict = "faster than" if best["low"] > 1 else "slower than" if best["high"] < 1 else "not told apart from"
-        told.append(
+        clauses.append(
             f"at temperature {temperature:g} the fastest beside plain decoding is {best['method']}, "
             f"{best['speedup']:.2f} times its speed ({best['low']:.3g} to {best['high']:.3g}: {verdict} it)"
         )
-    text = "; ".join(told)
+    text = "; ".join(clauses)
     return (
         "A bar above the line at 1 is faster than this project's plain decoding; the thin line on it is the 95% "
         f"interval of the median over prompts. {text[:1].upper()}{text[1:]}."
@@ -173,8 +173,8 @@ def bench_bars(frame: pd.DataFrame) -> str:
 
 
 def _fastest(frame: pd.DataFrame) -> pd.Series | None:
-    whole = frame[~frame["pruned"]]
-    return None if whole.empty else whole.loc[whole["tokens_per_second"].idxmax()]
+    completed = frame[~frame["pruned"]]
+    return None if completed.empty else completed.loc[completed["tokens_per_second"].idxmax()]
 
 
 def _part(row: pd.Series) -> str:

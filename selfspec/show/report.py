@@ -97,15 +97,15 @@ def skip_section(profile: Profile) -> Section:
     """Return the section with the skip map."""
     path = profile.path
     label = f"Skip map. Bypassed while drafting: {_of_layers(path.skip)}."
-    for mode, of in path.few:
-        label += f" {WORDS[mode].capitalize()}: {_of_layers(of)}."
+    for mode, sublayers in path.quantized_sets:
+        label += f" {WORDS[mode].capitalize()}: {_of_layers(sublayers)}."
     drawn = picture("skip", profile_plots.skip_map, profile, reading.skip_map(profile), label)
     title = "How drafts run" if path.low_precision else "What is bypassed"
     return Section("skip-map", title, pictures=(drawn,))
 
 
-def _of_layers(some: SkipSet) -> str:
-    attention, mlp = (", ".join(map(str, part)) or "none" for part in (some.attention, some.mlp))
+def _of_layers(sublayers: SkipSet) -> str:
+    attention, mlp = (", ".join(map(str, part)) or "none" for part in (sublayers.attention, sublayers.mlp))
     return f"attention of layers {attention}; MLP of layers {mlp}"
 
 
@@ -172,7 +172,9 @@ def bench_section(bench: dict[str, Any]) -> Section:
         f"{bench['model']}{wide}, on {bench['machine']}, {threads}, {bench['dtype']}, torch {bench['torch']}: {task}; "
         f"drafts by {bench['source']}."
     )
-    tables = tuple(_bench_table(some, f"At temperature {at:g}") for at, some in frame.groupby("temperature"))
+    tables = tuple(
+        _bench_table(group, f"At temperature {temperature:g}") for temperature, group in frame.groupby("temperature")
+    )
     return Section("bench", "The benchmark", intro, tables, tuple(drawn), notes=tuple(notes))
 
 

@@ -87,13 +87,13 @@ def read_bench(path: Path) -> Json:
     """Read the output of `selfspec bench --out`. Raises `SelfspecError` for anything else."""
     text = read_text(path)
     try:
-        found: Json = json.loads(text)
-        check_bench(found)
+        bench: Json = json.loads(text)
+        check_bench(bench)
     except SelfspecError as error:
         raise SelfspecError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise SelfspecError(f"{path}: not valid JSON ({one_line(error)})") from None
-    return found
+    return bench
 
 
 def check_bench(bench: Any) -> None:
@@ -104,8 +104,8 @@ def check_bench(bench: Any) -> None:
         first = error.errors(include_url=False)[0]
         where = one_line(".".join(map(str, first["loc"])))
         got = "" if first["type"] == "missing" else f", got {short(first['input'])}"
-        said = f"{where}: {one_line(first['msg'])}{got}" if where else "no JSON object"
-        raise SelfspecError(f"not what selfspec bench --out writes ({said})") from None
+        problem = f"{where}: {one_line(first['msg'])}{got}" if where else "no JSON object"
+        raise SelfspecError(f"not what selfspec bench --out writes ({problem})") from None
 
 
 def bench_frame(bench: Json) -> pd.DataFrame:
@@ -117,12 +117,12 @@ def bench_frame(bench: Json) -> pd.DataFrame:
     """
     check_bench(bench)
     rows = []
-    for at in bench["temperatures"]:
-        for name, method in at["methods"].items():
+    for result in bench["temperatures"]:
+        for name, method in result["methods"].items():
             ratio = method["ratio"].get("plain", {})
             rows.append(
                 {
-                    "temperature": float(at["temperature"]),
+                    "temperature": float(result["temperature"]),
                     "method": name,
                     "tokens_per_second": method["tokens_per_second"],
                     "speedup": ratio.get("median"),
@@ -146,9 +146,9 @@ def bench_position_frame(bench: Json) -> pd.DataFrame:
     """
     check_bench(bench)
     parts = [
-        _positions(method["acceptance_by_position"], name, float(at["temperature"]))
-        for at in bench["temperatures"]
-        for name, method in at["methods"].items()
+        _positions(method["acceptance_by_position"], name, float(result["temperature"]))
+        for result in bench["temperatures"]
+        for name, method in result["methods"].items()
     ]
     return pd.concat(parts, ignore_index=True)
 
@@ -161,13 +161,14 @@ def source_frame(bench: Json) -> pd.DataFrame:
     """
     check_bench(bench)
     rows = []
-    for at in bench["temperatures"]:
-        for name, method in at["methods"].items():
+    for result in bench["temperatures"]:
+        for name, method in result["methods"].items():
             tasks = (method.get("by_task") or {"tasks": ()})["tasks"]
-            for some in (*tasks, {"task": "all", "sources": method.get("sources", {})}):
-                shares = some.get("sources", {}).items()
+            for entry in (*tasks, {"task": "all", "sources": method.get("sources", {})}):
+                shares = entry.get("sources", {}).items()
                 rows += [
-                    (float(at["temperature"]), name, some["task"], source, float(share)) for source, share in shares
+                    (float(result["temperature"]), name, entry["task"], source, float(share))
+                    for source, share in shares
                 ]
     return pd.DataFrame(rows, columns=["temperature", "method", "task", "source", "share"]).astype({"share": float})
 

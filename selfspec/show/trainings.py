@@ -55,7 +55,7 @@ def _read(path: Path) -> Training:
 
 def learning_frame(trainings: list[Training]) -> pd.DataFrame:
     """Return a frame with a row for each held-out evaluation: `kind`, `minutes` of fitting, `tokens_per_pass`."""
-    rows = [(of.kind, seconds / 60, brings) for of in trainings for seconds, brings in of.history]
+    rows = [(training.kind, seconds / 60, brings) for training in trainings for seconds, brings in training.history]
     return pd.DataFrame(rows, columns=["kind", "minutes", "tokens_per_pass"])
 
 
@@ -64,5 +64,9 @@ def place_frame(trainings: list[Training]) -> pd.DataFrame:
 
     `acceptance`: the share of drafts of held-out texts that match the text up to that position.
     """
-    rows = [(of.kind, place, share) for of in trainings for place, share in enumerate(of.acceptance, start=1)]
+    rows = [
+        (training.kind, place, share)
+        for training in trainings
+        for place, share in enumerate(training.acceptance, start=1)
+    ]
     return pd.DataFrame(rows, columns=["kind", "place", "acceptance"])

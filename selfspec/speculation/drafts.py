@@ -121,12 +121,12 @@ class Draft:
         """Return the chain of first children alone, for a runtime that cannot verify token trees."""
         if self.is_chain:
             return self
-        kept: list[int] = []
+        nodes: list[int] = []
         row = 0
         while self.children[row]:
-            kept.append(self.children[row][0])
-            row = kept[-1] + 1
-        pick = tuple(kept)
+            nodes.append(self.children[row][0])
+            row = nodes[-1] + 1
+        pick = tuple(nodes)
         return Draft(
             tuple(self.tokens[i] for i in pick),
             tuple(range(-1, len(pick) - 1)),
@@ -141,14 +141,14 @@ class Draft:
         """Return the first `count` tokens of a chain, or all of them if there are fewer."""
         if count >= len(self):
             return self
-        of = slice(count)
+        prefix = slice(count)
         return replace(
             self,
-            tokens=self.tokens[of],
-            parents=self.parents[of],
-            q_row=self.q_row[of],
-            confidence=self.confidence[of],
-            sources=self.sources[of],
+            tokens=self.tokens[prefix],
+            parents=self.parents[prefix],
+            q_row=self.q_row[prefix],
+            confidence=self.confidence[prefix],
+            sources=self.sources[prefix],
         )
 
 
@@ -170,7 +170,7 @@ class Outcome:
     p: Tensor | None = None
 
     @property
-    def laws(self) -> Tensor | None:
+    def target_distributions(self) -> Tensor | None:
         """The target distributions `[len(path) + 1, V]` of the path's tokens and the next one, before any residual."""
         return None if self.p is None else self.p[[0, *(node + 1 for node in self.path)]]
 

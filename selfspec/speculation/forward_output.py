@@ -21,11 +21,11 @@ class ForwardOutput:
     hidden: dict[int, Tensor] = field(default_factory=dict)
     between: dict[int, Tensor] = field(default_factory=dict)
 
-    def part(self, at: int, n: int) -> ForwardOutput:
-        """Return the output for the first n tokens of batch row `at`, `[1, n, ..]`."""
-        of = (slice(at, at + 1), slice(n))
-        hidden, between = ({layer: s[of] for layer, s in streams.items()} for streams in (self.hidden, self.between))
-        return ForwardOutput(None if self.logits is None else self.logits[of], hidden, between)
+    def part(self, row: int, n: int) -> ForwardOutput:
+        """Return the output for the first n tokens of batch row `row`, `[1, n, ..]`."""
+        index = (slice(row, row + 1), slice(n))
+        hidden, between = ({layer: s[index] for layer, s in streams.items()} for streams in (self.hidden, self.between))
+        return ForwardOutput(None if self.logits is None else self.logits[index], hidden, between)
 
 
 def joined(steps: Sequence[ForwardOutput]) -> ForwardOutput:

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 
-def waits(tensor: Tensor) -> bool:
+def needs_sync(tensor: Tensor) -> bool:
     """Return whether reading a tensor waits for a device."""
     return tensor.device.type != "cpu"
 
 
-def lists(tensors: Sequence[Tensor]) -> list[list[float]]:
+def to_lists(tensors: Sequence[Tensor]) -> list[list[float]]:
     """Return the values of tensors `[n]` of one device, exact in float64; in one transfer if reading waits."""
-    if not waits(tensors[0]):
+    if not needs_sync(tensors[0]):
         return [t.tolist() for t in tensors]
-    whole: list[float] = torch.cat([t.double() for t in tensors]).tolist()
+    values: list[float] = torch.cat([t.double() for t in tensors]).tolist()
     ends = accumulate(map(len, tensors), initial=0)
-    return [whole[a:b] for a, b in pairwise(ends)]
+    return [values[a:b] for a, b in pairwise(ends)]

@@ -22,25 +22,25 @@ def one_round(
     drafts = [draft if checker.trees else draft.backbone() for draft in _proposed(drafter, seqs, limits)]
     scored = checker.score(seqs, drafts, hidden=drafter.hidden)
     verdicts = [
-        seq.verification_rule()(draft, one.scores, seq.sampler, len(seq.tokens))
-        for seq, draft, one in zip(seqs, drafts, scored, strict=True)
+        seq.verification_rule()(draft, result.scores, seq.sampler, len(seq.tokens))
+        for seq, draft, result in zip(seqs, drafts, scored, strict=True)
     ]
     checker.keep(seqs, [verdict.path for verdict in verdicts])
     outcomes = []
-    for seq, draft, one, verdict in zip(seqs, drafts, scored, verdicts, strict=True):
+    for seq, draft, result, verdict in zip(seqs, drafts, scored, verdicts, strict=True):
         emitted = seq.emit([*(draft.tokens[node] for node in verdict.path), verdict.token])
-        outcomes.append(Outcome(draft, verdict.path, emitted, one.step, verdict.p))
+        outcomes.append(Outcome(draft, verdict.path, emitted, result.step, verdict.p))
         drafter.observe(seq, outcomes[-1])
     return outcomes
 
 
 def _proposed(drafter: Drafter, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
     """Return a draft for each sequence, from one call of the drafter for all that may draft."""
-    may = [i for i, limit in enumerate(limits) if limit.depth > 0]
+    drafting = [i for i, limit in enumerate(limits) if limit.depth > 0]
     drafts = [NO_DRAFT] * len(seqs)
-    if may:
-        found = drafter.propose([seqs[i] for i in may], [limits[i] for i in may])
-        for i, draft in zip(may, found, strict=True):
+    if drafting:
+        proposals = drafter.propose([seqs[i] for i in drafting], [limits[i] for i in drafting])
+        for i, draft in zip(drafting, proposals, strict=True):
             if len(draft) > limits[i].nodes or draft.depth > limits[i].depth:
                 raise SelfspecError(
                     f"{type(drafter).__name__} drafted {len(draft)} tokens, {draft.depth} deep; there is room for "

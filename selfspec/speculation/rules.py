@@ -15,7 +15,7 @@ from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.speculation.drafts import Draft
-from selfspec.speculation.host_sync import lists
+from selfspec.speculation.host_sync import to_lists
 from selfspec.speculation.sampling import NO_TOKEN, Sampler
 
 
@@ -41,7 +41,7 @@ class Rule(Protocol):
 def greedy(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verdict:
     """Accept the deepest path whose every token is the target's argmax."""
     del sampler, position
-    values, best = lists(scores.max(-1))
+    values, best = to_lists(scores.max(-1))
     return _follow(draft, [int(t) if v > -math.inf else -1 for t, v in zip(best, values, strict=True)])
 
 
@@ -57,19 +57,19 @@ def match(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verd
     return _follow(draft, sampler.draws(p, [position + depth for depth in depths]), p)
 
 
-def _follow(draft: Draft, wanted: Sequence[int], p: Tensor | None = None) -> Verdict:
-    """Return the deepest path whose every token is the `wanted` one of the row before, and the token after it.
+def _follow(draft: Draft, target_tokens: Sequence[int], p: Tensor | None = None) -> Verdict:
+    """Return the deepest path whose every token is the `target_tokens` one of the row before, and the token after it.
 
     Raises `SelfspecError` if that token is -1 (none can be chosen).
     """
     deepest, matches = -1, [True]  # matches[0]: the root
     for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
-        matches.append(matches[parent + 1] and token == wanted[parent + 1])
+        matches.append(matches[parent + 1] and token == target_tokens[parent + 1])
         if matches[-1] and (deepest < 0 or draft.depths[node] > draft.depths[deepest]):
             deepest = node
-    if wanted[deepest + 1] < 0:
+    if target_tokens[deepest + 1] < 0:
         raise SelfspecError(NO_TOKEN)
-    return Verdict(draft.path_to(deepest), wanted[deepest + 1], p)
+    return Verdict(draft.path_to(deepest), target_tokens[deepest + 1], p)
 
 
 def token(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verdict:
@@ -81,12 +81,14 @@ def token(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verd
     """
 
     def judge(spine: Sequence[int], p: Tensor, ratios: Sequence[float]) -> tuple[int, Tensor]:
-        kept = 0
-        while kept < len(spine) and sampler.coin(min(1.0, ratios[kept])):
-            kept += 1
-        if kept == len(spine):
-            return kept, p[kept]
-        return kept, _residual(p[kept], _proposal(draft, spine[kept], (), p[kept]), otherwise=p[kept])
+        num_accepted = 0
+        while num_accepted < len(spine) and sampler.coin(min(1.0, ratios[num_accepted])):
+            num_accepted += 1
+        if num_accepted == len(spine):
+            return num_accepted, p[num_accepted]
+        return num_accepted, _residual(
+            p[num_accepted], _proposal(draft, spine[num_accepted], (), p[num_accepted]), otherwise=p[num_accepted]
+        )
 
     return _verify(draft, scores, sampler, position, judge)
 
@@ -109,8 +111,10 @@ def block(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verd
             weights.append(min(1.0, weights[-1] * ratio))
         q = torch.stack([_proposal(draft, node, (), p[0]) for node in spine])
         left = (torch.tensor(weights[:-1], dtype=p.dtype, device=p.device)[:, None] * p[:-1] - q).clamp(min=0)
-        kept = _kept(weights, left.sum(-1).tolist(), sampler)
-        return kept, p[kept] if kept == len(spine) else _normalised(left[kept], otherwise=p[kept])
+        num_accepted = _num_accepted(weights, left.sum(-1).tolist(), sampler)
+        return num_accepted, p[num_accepted] if num_accepted == len(spine) else _normalised(
+            left[num_accepted], otherwise=p[num_accepted]
+        )
 
     return _verify(draft, scores, sampler, position, judge)
 
@@ -130,33 +134,33 @@ def _verify(
     p = sampler.probs(scores)
     p_of, q_of = _chances(draft, p)
     path: list[int] = []
-    row, law = 0, p[0]
+    row, distribution = 0, p[0]
     while draft.children[row]:
         spine, rows = [], [row]  # the chain of first children, and the rows that predict them
         while draft.children[rows[-1]]:
             spine.append(draft.children[rows[-1]][0])
             rows.append(spine[-1] + 1)
-        kept, law = judge(spine, p[rows], [_ratio(p_of[node], q_of[node]) for node in spine])
-        path += spine[:kept]
-        row = rows[kept]
-        if kept == len(spine):
+        num_accepted, distribution = judge(spine, p[rows], [_ratio(p_of[node], q_of[node]) for node in spine])
+        path += spine[:num_accepted]
+        row = rows[num_accepted]
+        if num_accepted == len(spine):
             break
-        node, law = _candidates(draft, row, law, sampler, otherwise=p[row])
+        node, distribution = _candidates(draft, row, distribution, sampler, otherwise=p[row])
         if node < 0:
             break
         path.append(node)
-        row, law = node + 1, p[node + 1]
-    return Verdict(tuple(path), sampler.draw(law, position + len(path)), p)
+        row, distribution = node + 1, p[node + 1]
+    return Verdict(tuple(path), sampler.draw(distribution, position + len(path)), p)
 
 
-def _kept(weights: Sequence[float], left: Sequence[float], sampler: Sampler) -> int:
+def _num_accepted(weights: Sequence[float], left: Sequence[float], sampler: Sampler) -> int:
     """Return how many tokens of a block are accepted: the last whose coin succeeds."""
     for i in range(len(left), 0, -1):
         if i == len(left):
             chance = weights[i]
         else:
-            whole = left[i] + 1 - weights[i]
-            chance = min(1.0, left[i] / whole) if whole > 0 else 1.0
+            denominator = left[i] + 1 - weights[i]
+            chance = min(1.0, left[i] / denominator) if denominator > 0 else 1.0
         if sampler.coin(chance):
             return i
     return 0
@@ -187,9 +191,9 @@ def _chances(draft: Draft, p: Tensor) -> tuple[list[float], list[float]]:
     tokens = torch.tensor(draft.tokens, device=p.device)
     chances = p[torch.tensor(draft.parents, device=p.device) + 1, tokens]
     if draft.q is None:
-        return lists([chances])[0], [1.0] * len(draft)
+        return to_lists([chances])[0], [1.0] * len(draft)
     rows = torch.tensor(draft.q_row, device=draft.q.device)
-    of_p, drawn = lists([chances, draft.q[rows.clamp(min=0), tokens.to(draft.q.device)].to(p.device)])
+    of_p, drawn = to_lists([chances, draft.q[rows.clamp(min=0), tokens.to(draft.q.device)].to(p.device)])
     return of_p, [1.0 if row < 0 else value for row, value in zip(draft.q_row, drawn, strict=True)]
 
 
@@ -201,10 +205,10 @@ def _proposal(draft: Draft, node: int, before: tuple[int, ...], like: Tensor) ->
         q[draft.tokens[node]] = 1
         return q
     q = draft.q[row]
-    gone = [draft.tokens[i] for i in before if draft.q_row[i] == row]
-    if gone:
+    removed = [draft.tokens[i] for i in before if draft.q_row[i] == row]
+    if removed:
         q = q.clone()
-        q[gone] = 0
+        q[removed] = 0
         q = q / q.sum()
     return q
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.speculation.host_sync import lists, waits
+from selfspec.speculation.host_sync import needs_sync, to_lists
 
 LOWEST_TEMPERATURE = 1e-5  # below it float32 scores overflow, and sampling is greedy decoding anyway
 _REMEMBERED = 24  # positions whose noise is cached, enough for most drafts; other noise is regenerated identically
@@ -72,7 +72,7 @@ class Sampler:
     ) -> None:
         check_sampling(temperature, top_k, top_p)
         if seed is not None:
-            seed = whole(seed, "seed", least=0)
+            seed = as_integer(seed, "seed", least=0)
         self.greedy = temperature == 0
         self.seeded = seed is not None
         self.tied = not self.greedy and (self.seeded if tied is None else tied)
@@ -113,7 +113,7 @@ class Sampler:
             scores = processor(ids, scores)
         return scores
 
-    def merits(self, scores: Tensor, position: int) -> Tensor:
+    def noisy_scores(self, scores: Tensor, position: int) -> Tensor:
         """Return the scores `[V]` that the token for `position` maximises: `scores`, or log p + g with tied noise."""
         if self.greedy:
             return scores
@@ -131,7 +131,7 @@ class Sampler:
             if drawn < 0:
                 raise SelfspecError(NO_TOKEN)
             return drawn
-        (index,), (total,) = lists(self._drawn(p))
+        (index,), (total,) = to_lists(self._drawn(p))
         return _checked(index, total, p)
 
     def _drawn(self, p: Tensor) -> list[Tensor]:
@@ -147,7 +147,7 @@ class Sampler:
         """
         assert self.tied
         noise = torch.stack([self._noise_at(position, p) for position in positions])
-        best, tokens = lists((p / noise).max(-1))
+        best, tokens = to_lists((p / noise).max(-1))
         return [int(t) if 0 < value < math.inf else -1 for t, value in zip(tokens, best, strict=True)]
 
     def _noise_at(self, position: int, p: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class Sampler:
         with_p: bool = False,
         with_gap: bool = False,
         sure: bool = True,
-    ) -> Taken | None:
+    ) -> DraftedToken | None:
         """Take the token for `position` from a draft's processed scores `[V]`; None if processors mask every token.
 
         `p`: the probabilities of the scores, if already computed. The gap is that of the scores, or of log p + g with
@@ -179,7 +179,7 @@ class Sampler:
             p = self.probs(scores)
         sure = sure and not self._by_row  # only prefix-reading processors can mask every token
         race = p / self._noise_at(position, p) if self.tied and p is not None else None  # as in `draws`
-        if waits(scores):
+        if needs_sync(scores):
             return self._taken(scores, p, race, with_p, with_gap, sure)
         if not sure and not float(scores.max()) > -math.inf:
             return None
@@ -187,43 +187,43 @@ class Sampler:
             token = best_of(race)
             if not 0 < float(race[token]) < math.inf:
                 raise SelfspecError(NO_TOKEN)
-            apart = gap(race.log(), token) if with_gap else 0.0
+            gap_value = gap(race.log(), token) if with_gap else 0.0
         elif self.greedy:
             token = best_of(scores)
-            apart = gap(scores, token) if with_gap else 0.0
+            gap_value = gap(scores, token) if with_gap else 0.0
         else:
             assert p is not None
             token = self.draw(p, position)
-            apart = gap(scores, best_of(scores)) if with_gap else 0.0
-        return Taken(token, float(p[token]) if with_p and p is not None else 0.0, apart)
+            gap_value = gap(scores, best_of(scores)) if with_gap else 0.0
+        return DraftedToken(token, float(p[token]) if with_p and p is not None else 0.0, gap_value)
 
     def _taken(
         self, scores: Tensor, p: Tensor | None, race: Tensor | None, with_p: bool, with_gap: bool, sure: bool
-    ) -> Taken | None:
+    ) -> DraftedToken | None:
         """`take` for a device whose reads wait: all values come in one transfer."""
-        best, at = scores.max(0, keepdim=True)
+        best, index = scores.max(0, keepdim=True)
         worth = torch.ones_like(best)
         if race is not None:
-            worth, at = race.max(0, keepdim=True)
+            worth, index = race.max(0, keepdim=True)
         elif p is not None and not self.greedy:
-            at, worth = self._drawn(p)
-        asked = [at, worth, best]
+            index, worth = self._drawn(p)
+        tensors = [index, worth, best]
         if with_p and p is not None:
-            asked.append(p.gather(0, at.clamp(max=len(p) - 1)))
+            tensors.append(p.gather(0, index.clamp(max=len(p) - 1)))
         if with_gap:
-            asked.append(gaps(scores if race is None else race.log()).unsqueeze(0))
-        token, value, highest, *told = (number for (number,) in lists(asked))
+            tensors.append(gaps(scores if race is None else race.log()).unsqueeze(0))
+        token, value, highest, *rest = (number for (number,) in to_lists(tensors))
         if not sure and not highest > -math.inf:
             return None
-        probability = told.pop(0) if with_p else 0.0
-        return Taken(_checked(token, value, scores if p is None else p), probability, *told)
+        probability = rest.pop(0) if with_p else 0.0
+        return DraftedToken(_checked(token, value, scores if p is None else p), probability, *rest)
 
     def coin(self, probability: float) -> bool:
         """Return True with this probability."""
         return self._random.random() < probability
 
 
-class Taken(NamedTuple):
+class DraftedToken(NamedTuple):
     """A token taken by a drafter, its probability, and its gap to the runner-up; 0 where not requested."""
 
     token: int
@@ -243,23 +243,23 @@ def _checked(token: float, worth: float, p: Tensor) -> int:
 
 def best_and_share(logits: Tensor) -> tuple[int, float]:
     """Return the argmax of logits `[V]` and its probability; the probability is NaN if no logit is finite."""
-    if not waits(logits):
-        at = best_of(logits)
-        return at, float((logits - logits[at]).exp().sum().reciprocal())
+    if not needs_sync(logits):
+        argmax = best_of(logits)
+        return argmax, float((logits - logits[argmax]).exp().sum().reciprocal())
     best, index = logits.max(0, keepdim=True)
-    (token,), (share,) = lists([index, (logits - best).exp().sum(0, keepdim=True).reciprocal()])
+    (token,), (share,) = to_lists([index, (logits - best).exp().sum(0, keepdim=True).reciprocal()])
     return int(token), share
 
 
 def best_of(merits: Tensor) -> int:
     """Return the argmax of `merits` `[V]`; numpy takes a twentieth of torch's time for it on a CPU."""
-    return int((merits if waits(merits) else merits.numpy()).argmax())
+    return int((merits if needs_sync(merits) else merits.numpy()).argmax())
 
 
 def gaps(merits: Tensor) -> Tensor:
     """Return the difference of the two largest of `merits` `[.., V]` as `[..]`; infinite if only one is finite."""
-    best, at = merits.max(-1, keepdim=True)
-    return (best - merits.scatter(-1, at, -torch.inf).amax(-1, keepdim=True)).squeeze(-1)
+    best, index = merits.max(-1, keepdim=True)
+    return (best - merits.scatter(-1, index, -torch.inf).amax(-1, keepdim=True)).squeeze(-1)
 
 
 def gap(merits: Tensor, token: int) -> float:
@@ -275,7 +275,7 @@ def tied_noise(seed: int, position: int, like: Tensor) -> Tensor:
     return torch.from_numpy(drawn).to(like.device)
 
 
-def whole(value: object, name: str, *, least: int) -> int:
+def as_integer(value: object, name: str, *, least: int) -> int:
     """Return `value` as an integer of at least `least`. Raises `SelfspecError`, which names it `name`, else."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]

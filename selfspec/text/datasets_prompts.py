@@ -102,11 +102,11 @@ def text_files(folder: Path) -> list[Path]:
     def wrong(error: OSError) -> None:
         raise SelfspecError(f"{error.filename}: cannot be read ({error.strerror})")
 
-    found = []
-    for at, folders, names in os.walk(folder, onerror=wrong):
+    paths = []
+    for directory, folders, names in os.walk(folder, onerror=wrong):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(at, n) for n in names if n.lower().endswith(SUFFIXES) and not n.startswith(".")]
-    return sorted(path for path in found if path.is_file())
+        paths += [Path(directory, n) for n in names if n.lower().endswith(SUFFIXES) and not n.startswith(".")]
+    return sorted(path for path in paths if path.is_file())
 
 
 def read_preset(name: str, shape: PromptTemplate, *, held_out: bool) -> list[str]:
@@ -129,12 +129,12 @@ def read_preset(name: str, shape: PromptTemplate, *, held_out: bool) -> list[str
         raise
     except Exception as error:  # a network can fail in any way
         where = f"its split {split}" + (f" of config {preset.config}" if preset.config else "")
-        given = [] if shape.column is None else ["--column", shape.column]
-        given += [] if shape.template is None else ["--template", shape.template.replace("\n", "\\n")]
-        said = Exception(str(error).rpartition(" either: ")[2])  # the text before it names an unrelated folder
+        arguments = [] if shape.column is None else ["--column", shape.column]
+        arguments += [] if shape.template is None else ["--template", shape.template.replace("\n", "\\n")]
+        cause = Exception(str(error).rpartition(" either: ")[2])  # the text before it names an unrelated folder
         raise SelfspecError(
-            f"{name}: {missing or reason(said)}; download a parquet file of {where} from {preset.address} "
-            f"and give it: {'--prompts' if held_out else '--data'} FILE.parquet {shlex.join(given)}"
+            f"{name}: {missing or reason(cause)}; download a parquet file of {where} from {preset.address} "
+            f"and give it: {'--prompts' if held_out else '--data'} FILE.parquet {shlex.join(arguments)}"
         ) from None
 
 
@@ -155,10 +155,10 @@ def _prompts(rows: Any, shape: PromptTemplate, where: str, columns: list[str] | 
     except SelfspecError as error:
         raise SelfspecError(f"{where}: {error}") from None
     read = rows.select_columns(list(wanted)).take(ROWS)
-    found = [text for row in read if (text := shape.text(row)) is not None]
-    if not found:
+    prompts = [text for row in read if (text := shape.text(row)) is not None]
+    if not prompts:
         raise SelfspecError(f"{where}: holds no prompts; expected rows whose {shape}")
-    return found
+    return prompts
 
 
 @contextmanager

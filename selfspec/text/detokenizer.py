@@ -26,12 +26,12 @@ class TextStream:
         self._pushed = len(self._tokens)  # tokens processed
         while self._decoded and self._decode(0, self._decoded).endswith(_INCOMPLETE):
             self._decoded -= 1  # the prompt ends within a character, whose text is still to come
-        self._held = ""
+        self._delayed = ""
         self._ready: list[str] = []
         self._taken = 0
         self._ends: list[int] = []  # end of the text of each processed new token
         self._length = 0  # length of the text of the processed tokens
-        self._whole: int | None = None  # length of the whole text, set by `finish`
+        self._full_length: int | None = None  # length of the whole text, set by `finish`
         self.stopped = False
 
     @property
@@ -41,7 +41,7 @@ class TextStream:
 
     def take(self) -> str:
         """Return the text that has become ready since the last call."""
-        self._look()
+        self._decode_pushed()
         piece = "".join(self._ready[self._taken :])
         self._taken = len(self._ready)
         return piece
@@ -50,12 +50,12 @@ class TextStream:
         """Add a token; return whether it completed a stop string."""
         self._tokens.append(token)
         if self._stop:  # without stop strings, decoding can wait until `take`
-            self._look()
+            self._decode_pushed()
         return self.stopped
 
-    def _look(self) -> None:
+    def _decode_pushed(self) -> None:
         """Decode the pushed tokens one by one."""
-        while self._whole is None and self._pushed < len(self._tokens):
+        while self._full_length is None and self._pushed < len(self._tokens):
             if piece := self._next():
                 self._add(piece)
 
@@ -75,16 +75,16 @@ class TextStream:
 
     def finish(self) -> None:
         """Decode the remaining tokens and release the delayed text; no more tokens may follow."""
-        if self._whole is not None:
+        if self._full_length is not None:
             return
         before = self._decode(self._from, self._decoded)
         after = self._decode(self._from, len(self._tokens))
-        self._whole = self._length + max(0, len(after) - len(before))
+        self._full_length = self._length + max(0, len(after) - len(before))
         if not self.stopped:
             self._add(after[len(before) :])
         if not self.stopped:
-            self._ready.append(self._held)
-        self._held = ""
+            self._ready.append(self._delayed)
+        self._delayed = ""
 
     @property
     def ends(self) -> Sequence[int]:
@@ -92,16 +92,16 @@ class TextStream:
 
         A character of several tokens belongs to the last of these tokens.
         """
-        if self._whole is None:
-            self._look()
+        if self._full_length is None:
+            self._decode_pushed()
             return self._ends
         while self._pushed < len(self._tokens):
             self._next()
-        if self._ends and self._ends[-1] < self._whole:  # the last character was never completed
+        if self._ends and self._ends[-1] < self._full_length:  # the last character was never completed
             last = len(self._ends) - 1
             while last and not self._decode(self._first + last, self._first + last + 1):
                 last -= 1  # special tokens have no text
-            self._ends[last:] = [self._whole] * (len(self._ends) - last)
+            self._ends[last:] = [self._full_length] * (len(self._ends) - last)
         return self._ends
 
     def texts(self, n: int, text: str) -> list[str]:
@@ -123,16 +123,16 @@ class TextStream:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _add(self, piece: str) -> None:
-        self._held += piece
-        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
-        if found:
+        self._delayed += piece
+        positions = [position for position in (self._delayed.find(stop) for stop in self._stop) if position >= 0]
+        if positions:
             self.stopped = True
-            self._ready.append(self._held[: min(found)])
-            self._held = ""
+            self._ready.append(self._delayed[: min(positions)])
+            self._delayed = ""
             return
-        keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
-        self._ready.append(self._held[: len(self._held) - keep])
-        self._held = self._held[len(self._held) - keep :]
+        keep = max((_overlap(self._delayed, stop) for stop in self._stop), default=0)
+        self._ready.append(self._delayed[: len(self._delayed) - keep])
+        self._delayed = self._delayed[len(self._delayed) - keep :]
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -17,7 +17,7 @@ from transformers import LogitsProcessor
 
 from selfspec.basics.errors import SelfspecError
 
-_KEPT = 256  # cached masks: a draft's tokens are masked when drafted, and again when verified
+_MAX_MASKS = 256  # cached masks: a draft's tokens are masked when drafted, and again when verified
 
 
 class Guide:
@@ -90,11 +90,11 @@ def check_guide(*, regex: str | None = None, json_schema: str | Mapping[str, Any
 
 def _reason(problem: str) -> str:
     """Return the reason of a grammar error, without `llguidance`'s position in its internal form."""
-    _, found, reason = problem.rpartition("error:")  # the reason follows a sketch of the position
-    if found:
+    _, separator, reason = problem.rpartition("error:")  # the reason follows a sketch of the position
+    if separator:
         return reason.splitlines()[0].strip()
-    _, found, reason = problem.partition("(in regex): ")
-    return reason.partition(" in regex /")[0].strip() if found else " ".join(problem.split())
+    _, separator, reason = problem.partition("(in regex): ")
+    return reason.partition(" in regex /")[0].strip() if separator else " ".join(problem.split())
 
 
 def _raise(matcher: Any) -> None:
@@ -115,7 +115,7 @@ class _Guided(LogitsProcessor):  # type: ignore[misc]
         new = tuple(input_ids[0, self._prompt :].tolist())
         if new not in self._masks:
             self._masks[new] = self._forbidden(new, scores)
-            if len(self._masks) > _KEPT:
+            if len(self._masks) > _MAX_MASKS:
                 del self._masks[next(iter(self._masks))]
         forbidden = self._masks[new]
         return scores if forbidden is None else scores.masked_fill(forbidden, -torch.inf)

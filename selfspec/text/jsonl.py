@@ -126,7 +126,7 @@ def json_row(text: str, where: str) -> Any:
         raise SelfspecError(f"{where}: not valid JSON ({getattr(error, 'msg', error)})") from None
 
 
-def checked(text: str, where: str) -> str:
+def check_unicode(text: str, where: str) -> str:
     """Return the text. Raises `SelfspecError` for unpaired surrogates, which JSON can encode."""
     if not is_unicode(text):
         raise SelfspecError(f"{where}: the text has half a surrogate pair, which is no Unicode")

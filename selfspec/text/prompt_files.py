@@ -17,7 +17,7 @@ from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import kind, read_text
 from selfspec.text.datasets_prompts import PRESETS, read_folder, read_parquet, read_preset
-from selfspec.text.jsonl import FileTexts, checked, json_row, lines
+from selfspec.text.jsonl import FileTexts, check_unicode, json_row, lines
 from selfspec.text.prompt_template import PromptTemplate
 from selfspec.text.spec_bench import PREFIX, read_questions, spec_bench_file
 
@@ -40,32 +40,32 @@ class Prompts:
     messages: bool = False
     tasks: tuple[str, ...] = ()
 
-    def some(self, limit: int, *, last: bool = False) -> Self:
+    def subset(self, limit: int, *, last: bool = False) -> Self:
         """Return at most `limit` texts, the first or the last; with known tasks, balanced over the tasks."""
         order = range(len(self.texts))
-        turns = list(reversed(order)) if last else list(order)
+        indices = list(reversed(order)) if last else list(order)
         if self.tasks:
             by_task: dict[str, list[int]] = defaultdict(list)
-            for index in turns:
+            for index in indices:
                 by_task[self.tasks[index]].append(index)
-            turns = [index for index in chain(*zip_longest(*by_task.values())) if index is not None]
-        kept = sorted(turns[:limit])
-        tasks = tuple(self.tasks[index] for index in kept) if self.tasks else ()
-        return replace(self, texts=tuple(self.texts[index] for index in kept), tasks=tasks)
+            indices = [index for index in chain(*zip_longest(*by_task.values())) if index is not None]
+        selected = sorted(indices[:limit])
+        tasks = tuple(self.tasks[index] for index in selected) if self.tasks else ()
+        return replace(self, texts=tuple(self.texts[index] for index in selected), tasks=tasks)
 
 
-def prompts_for(given: Prompts | None, part: builtin.Part, *, chat: bool, takes_messages: bool) -> Prompts:
+def prompts_for(prompts: Prompts | None, part: builtin.Part, *, chat: bool, takes_messages: bool) -> Prompts:
     """Return the prompts of a command, the user's or built-in ones, with `messages` set as they are to be used.
 
     `takes_messages`: whether the model has a chat template. The built-in prompts are requests to an assistant for such
     a model, and Python code for others. `chat`: use every prompt as a message.
     """
-    if given is None:
-        given = Prompts(builtin.NAME, tuple(builtin.prompts(part)))
+    if prompts is None:
+        prompts = Prompts(builtin.NAME, tuple(builtin.prompts(part)))
         if takes_messages:
             texts, tasks = zip(*builtin.chat_prompts(part), strict=True)
-            given = Prompts(CHAT, texts, messages=True, tasks=tasks)
-    return replace(given, messages=chat or (given.messages and takes_messages))
+            prompts = Prompts(CHAT, texts, messages=True, tasks=tasks)
+    return replace(prompts, messages=chat or (prompts.messages and takes_messages))
 
 
 def read_prompts(
@@ -83,7 +83,7 @@ def read_prompts(
     if not name:
         raise SelfspecError("the data's name is empty; expected a file, a folder, or the name of a set")
     shape = PromptTemplate(column, template)
-    found: Sequence[str]
+    prompts: Sequence[str]
     tasks: tuple[str, ...] = ()
     if name.startswith(PREFIX):
         if shape != PromptTemplate():
@@ -94,18 +94,18 @@ def read_prompts(
     if name in PRESETS:
         preset = PRESETS[name]
         shape = preset.shape if shape == PromptTemplate() else shape
-        found = read_preset(name, shape, held_out=held_out)
+        prompts = read_preset(name, shape, held_out=held_out)
         split = preset.held_out if held_out else preset.split
         name = " ".join(filter(None, (preset.repository, preset.config, split)))
     elif kind(path) == "folder":
-        found, name = read_folder(path, shape), path.resolve().name
+        prompts, name = read_folder(path, shape), path.resolve().name
     elif path.suffix.lower() == ".parquet":
-        found, name = read_parquet(path, shape), path.name
+        prompts, name = read_parquet(path, shape), path.name
     else:
-        found, tasks = _read_file(path, shape)
+        prompts, tasks = _read_file(path, shape)
         name = path.name
     return Prompts(
-        name, found if isinstance(found, FileTexts) else tuple(found), shape.column, shape.template, tasks=tasks
+        name, prompts if isinstance(prompts, FileTexts) else tuple(prompts), shape.column, shape.template, tasks=tasks
     )
 
 
@@ -130,18 +130,18 @@ def _read_file(path: Path, shape: PromptTemplate) -> tuple[Sequence[str], tuple[
             f".parquet file, a folder of text files, or one of {', '.join(PRESETS)}"
         )
     text = _line_of(path, shape) if suffix == ".txt" else _row_of(shape)
-    found, tasks = FileTexts(path, text), list[str | None]()
+    texts, tasks = FileTexts(path, text), list[str | None]()
     for line in lines(path):
         if suffix == ".jsonl":
             row = json_row(line.text, line.where)
-            found.add(line, _prompt(row, shape, where=line.where))
+            texts.add(line, _prompt(row, shape, where=line.where))
             tasks.append(_task(row))
         elif prompt := text(line.text, line.where):
-            found.add(line, prompt)
-    if not found:
+            texts.add(line, prompt)
+    if not texts:
         raise SelfspecError(f"{path}: holds no prompts")
     known = tuple(task for task in tasks if task is not None)
-    return found, known if len(known) == len(found) else ()
+    return texts, known if len(known) == len(texts) else ()
 
 
 def _line_of(path: Path, shape: PromptTemplate) -> Callable[[str, str], str]:
@@ -162,7 +162,7 @@ def _prompt(row: Any, shape: PromptTemplate, *, where: str) -> str:
     text = shape.text(row) if isinstance(row, dict) else None
     if text is None:
         raise SelfspecError(f"{where}: expected an object whose {shape}")
-    return checked(text, where)
+    return check_unicode(text, where)
 
 
 def _task(row: dict[str, Any]) -> str | None:

@@ -10,12 +10,12 @@ from typing import Any
 from selfspec.basics.errors import SelfspecError
 from selfspec.text.prompt import is_chat, is_unicode
 
-USUAL = ("prompt", "text", "messages")  # default columns, of which the first that exists is read
+DEFAULT_COLUMNS = ("prompt", "text", "messages")  # default columns, of which the first that exists is read
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTemplate:
-    r"""The column or template that makes a prompt of a row: `column` (default: the first existing of `USUAL`).
+    r"""The column or template that makes a prompt of a row: `column`, by default the first of `DEFAULT_COLUMNS`.
 
     A `template` is a text with columns in braces, such as `"Question: {question}\nAnswer:"`; `{{` and `}}` are braces.
     With both, the template must name the column. In a list of texts, such as a conversation's turns, the first is
@@ -43,16 +43,16 @@ class PromptTemplate:
                 f"template {self.template!r}: does not name the column '{self.column}' that was asked for"
             )
 
-    def columns(self, there: Collection[str]) -> tuple[str, ...]:
+    def columns(self, available: Collection[str]) -> tuple[str, ...]:
         """Return the columns to read, given the existing ones. Raises `SelfspecError` for a missing column."""
-        found = tuple(name for name in USUAL if name in there)[:1]
-        wanted = found if self.template is None and self.column is None else self._columns({})
-        missing = [name for name in wanted if name not in there]
-        if missing or not wanted:
-            *most, last = (f"'{name}'" for name in missing[:1] or USUAL)
+        defaults = tuple(name for name in DEFAULT_COLUMNS if name in available)[:1]
+        selected = defaults if self.template is None and self.column is None else self._columns({})
+        missing = [name for name in selected if name not in available]
+        if missing or not selected:
+            *most, last = (f"'{name}'" for name in missing[:1] or DEFAULT_COLUMNS)
             named = " or ".join(filter(None, (", ".join(most), last)))
-            raise SelfspecError(f"no column {named} (there are: {', '.join(list(there)[:20])}); name another")
-        return wanted
+            raise SelfspecError(f"no column {named} (there are: {', '.join(list(available)[:20])}); name another")
+        return selected
 
     def text(self, row: Mapping[str, Any]) -> str | None:
         """Return the prompt of a row; None if a text is missing, empty or of another type."""
@@ -75,7 +75,7 @@ class PromptTemplate:
     def _columns(self, row: Mapping[str, Any]) -> tuple[str, ...]:
         if self.template is not None:
             return _names(self.template)
-        return (self.column or next((name for name in USUAL if name in row), USUAL[0]),)
+        return (self.column or next((name for name in DEFAULT_COLUMNS if name in row), DEFAULT_COLUMNS[0]),)
 
 
 def _names(template: str) -> tuple[str, ...]:
@@ -96,7 +96,12 @@ def _names(template: str) -> tuple[str, ...]:
 def _text(value: Any, *, numbers: bool) -> str | None:
     if is_chat(value):
         value = next(
-            (one.get("content") for one in value if isinstance(one, Mapping) and one.get("role") == "user"), None
+            (
+                message.get("content")
+                for message in value
+                if isinstance(message, Mapping) and message.get("role") == "user"
+            ),
+            None,
         )
     elif isinstance(value, list) and value:
         value = value[0]

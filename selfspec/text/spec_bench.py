@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.basics.errors import SelfspecError, short
-from selfspec.text.jsonl import checked, json_rows
+from selfspec.text.jsonl import check_unicode, json_rows
 
 PREFIX = "spec-bench:"
 CONVERSATION = "multi-turn conversation"  # one task, as in the benchmark's own figures
@@ -21,18 +21,18 @@ TASKS = {**dict.fromkeys(_OF_MT_BENCH, CONVERSATION), **{task: task for task in 
 
 def spec_bench_file(data: str) -> Path:
     """Return the file that `spec-bench:PATH` names. Raises `SelfspecError` without a path."""
-    given = data.removeprefix(PREFIX)
-    if not given:
+    path = data.removeprefix(PREFIX)
+    if not path:
         raise SelfspecError(f"{PREFIX} names no file; expected {PREFIX}PATH, of Spec-Bench's question.jsonl")
-    return Path(os.path.expanduser(given))  # a shell does not expand ~ after the colon
+    return Path(os.path.expanduser(path))  # a shell does not expand ~ after the colon
 
 
 def read_questions(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the questions and their tasks. Raises `SelfspecError`, which names the file and the wrong line."""
-    found = [_question(row, line.where) for line, row in json_rows(path)]
-    if not found:
+    questions = [_question(row, line.where) for line, row in json_rows(path)]
+    if not questions:
         raise SelfspecError(f"{path}: holds no questions; expected Spec-Bench's question.jsonl")
-    texts, tasks = zip(*found, strict=True)
+    texts, tasks = zip(*questions, strict=True)
     return texts, tasks
 
 
@@ -49,4 +49,4 @@ def _question(row: Any, where: str) -> tuple[str, str]:
         raise SelfspecError(f"{where}: 'turns' must be a list of texts, the user's turns")
     if not turns[0].strip():
         raise SelfspecError(f"{where}: the first of 'turns' is empty; expected a question")
-    return checked(turns[0], where), TASKS[category]
+    return check_unicode(turns[0], where), TASKS[category]

@@ -34,7 +34,7 @@ class _Moments:
     xy: Tensor
 
     @classmethod
-    def of(cls, width: int) -> _Moments:
+    def from_width(cls, width: int) -> _Moments:
         zeros = torch.zeros(width, dtype=torch.float64)
         square = torch.zeros(width, width, dtype=torch.float64)
         return cls(0, zeros, zeros.clone(), square, square.clone())
@@ -75,31 +75,37 @@ def drafted(
     """
     n = len(tokens)
     tokens = tokens.to(runtime.device).unsqueeze(0)
-    at = torch.arange(n, device=runtime.device)
-    mask = torch.cat((at < at.unsqueeze(1), at == at.unsqueeze(1)), 1)
-    at = at.unsqueeze(0)
+    positions = torch.arange(n, device=runtime.device)
+    mask = torch.cat((positions < positions.unsqueeze(1), positions == positions.unsqueeze(1)), 1)
+    positions = positions.unsqueeze(0)
     with runtime.session(2 * n):
-        whole = runtime.forward(tokens, 0, hidden=of_model, logits=logits)
+        model_output = runtime.forward(tokens, 0, hidden=of_model, logits=logits)
         own = runtime.forward(
-            tokens, at, slots=at + n, mask=mask.unsqueeze(0), path=compiled, hidden=of_draft, logits=logits
+            tokens,
+            positions,
+            slots=positions + n,
+            mask=mask.unsqueeze(0),
+            path=compiled,
+            hidden=of_draft,
+            logits=logits,
         )
-    return whole, own
+    return model_output, own
 
 
 def fit_bridges(
     runtime: Runtime,
     path: DraftPath,
     texts: Sequence[TrainingText],
-    unseen: Sequence[TrainingText],
+    held_out_texts: Sequence[TrainingText],
     *,
     began: Trained | None = None,
     rank: int | None = None,
-    told: Callable[[int], None] = lambda done: None,
+    on_progress: Callable[[int], None] = lambda done: None,
 ) -> Trained:
     """Fit bridges over the runs of layers that `path` bypasses whole; `rank` limits their rank.
 
-    They are added to what the path `began` with. `told` receives the number of finished bridges. Raises `SelfspecError`
-    for a rank above the width of the stream.
+    They are added to what the path `began` with. `on_progress` receives the number of finished bridges. Raises
+    `SelfspecError` for a rank above the width of the stream.
     """
     width = runtime.skeleton.sizes.hidden
     if rank is not None and rank > width:
@@ -107,53 +113,53 @@ def fit_bridges(
     trained = began or Trained()
     for number, (first, end) in enumerate(path.runs(runtime.layers)):
         name = f"bridges under way {id(trained)}"
-        runtime.learn(name, trained)
+        runtime.register_trained(name, trained)
         compiled = runtime.compile(replace(path, trained=name))
-        seen, held = (_moments(runtime, compiled, of, first, end) for of in (texts, unseen or texts))
-        trained = replace(trained, bridges={**trained.bridges, (first, end): _bridge(seen, held, rank)})
-        told(number + 1)
+        train, held_out = (_moments(runtime, compiled, split, first, end) for split in (texts, held_out_texts or texts))
+        trained = replace(trained, bridges={**trained.bridges, (first, end): _bridge(train, held_out, rank)})
+        on_progress(number + 1)
     return trained
 
 
 def _moments(runtime: Runtime, compiled: CompiledPath, texts: Sequence[TrainingText], first: int, end: int) -> _Moments:
-    moments = _Moments.of(runtime.skeleton.sizes.hidden)
+    moments = _Moments.from_width(runtime.skeleton.sizes.hidden)
     for text in texts:
-        whole, own = drafted(runtime, compiled, text.tokens, of_model=[end], of_draft=[first], logits=None)
+        model_output, own = drafted(runtime, compiled, text.tokens, of_model=[end], of_draft=[first], logits=None)
         x = own.hidden[first][0]
-        moments.add(x, whole.hidden[end][0] - x)
+        moments.add(x, model_output.hidden[end][0] - x)
     return moments
 
 
-def _bridge(seen: _Moments, held: _Moments, rank: int | None) -> Bridge:
+def _bridge(train: _Moments, held_out: _Moments, rank: int | None) -> Bridge:
     """Return the least-squares map with the ridge that has the lowest held-out error."""
-    x, y = seen.x / seen.count, seen.y / seen.count
-    xx, xy = seen.about(x, y)
-    held_xx, held_xy = held.about(x, y)
+    x, y = train.x / train.count, train.y / train.count
+    xx, xy = train.about(x, y)
+    held_xx, held_xy = held_out.about(x, y)
     variance = xx.diagonal().mean()
     eye = torch.eye(len(x), dtype=torch.float64)
 
     def fitted(ridge: float) -> Tensor:
-        found = torch.linalg.solve(xx + ridge * variance * eye, xy)
-        return found if rank is None else _of_rank(found, xx, rank)[2]
+        solution = torch.linalg.solve(xx + ridge * variance * eye, xy)
+        return solution if rank is None else _low_rank(solution, xx, rank)[2]
 
-    def error(found: Tensor) -> float:  # up to a constant that does not depend on the map
-        return float((found * (held_xx @ found)).sum() - 2 * (found * held_xy).sum())
+    def error(candidate: Tensor) -> float:  # up to a constant that does not depend on the map
+        return float((candidate * (held_xx @ candidate)).sum() - 2 * (candidate * held_xy).sum())
 
-    found = min((fitted(ridge) for ridge in RIDGES), key=error)
-    bias = y - x @ found
+    weight = min((fitted(ridge) for ridge in RIDGES), key=error)
+    bias = y - x @ weight
     if rank is None:
-        return Bridge(None, found.t().float().contiguous(), bias.float())
-    into, onto, _ = _of_rank(found, xx, rank)
+        return Bridge(None, weight.t().float().contiguous(), bias.float())
+    into, onto, _ = _low_rank(weight, xx, rank)
     return Bridge(into.float().contiguous(), onto.float().contiguous(), bias.float())
 
 
-def _of_rank(found: Tensor, xx: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+def _low_rank(weight: Tensor, xx: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the best rank-`rank` approximation of a map `[D, D]` (x @ map): both factors, and their product.
 
     Reduced-rank regression (Izenman 1975): a projection onto the principal directions of the fitted values.
     """
-    directions = torch.linalg.eigh(found.t() @ xx @ found).eigenvectors[:, -rank:]
-    into = (found @ directions).t()
+    directions = torch.linalg.eigh(weight.t() @ xx @ weight).eigenvectors[:, -rank:]
+    into = (weight @ directions).t()
     return into, directions, into.t() @ directions.t()
 
 
@@ -164,10 +170,10 @@ def agreement(runtime: Runtime, path: DraftPath, texts: Sequence[TrainingText]) 
     """
     compiled, right, shared, places = runtime.compile(path), 0.0, 0.0, 0
     for text in texts:
-        whole, own = drafted(runtime, compiled, text.tokens)
-        assert whole.logits is not None
+        model_output, own = drafted(runtime, compiled, text.tokens)
+        assert model_output.logits is not None
         assert own.logits is not None
-        model, draft = whole.logits[0, text.answer - 1 :].float(), own.logits[0, text.answer - 1 :].float()
+        model, draft = model_output.logits[0, text.answer - 1 :].float(), own.logits[0, text.answer - 1 :].float()
         right += float((model.argmax(-1) == draft.argmax(-1)).sum())
         shared += float(torch.minimum(model.softmax(-1), draft.softmax(-1)).sum())
         places += len(model)

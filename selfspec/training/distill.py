@@ -29,12 +29,12 @@ from selfspec.training.texts import TrainingText
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.draft_path import FULL, DraftPath
 
-KEPT = 5  # by default one layer in this many is kept
+KEEP_EVERY = 5  # by default one layer in this many is kept
 OF_LAYERS, NUMBERED = ("layer_types", "no_rope_layers"), "mlp_only_layers"  # per-layer fields of configurations
 CONTEXT, REPEATS = 128, 20  # keys in the KV cache while steps are timed, and repeats
 
 
-def some_layers(model: Any, count: int) -> Any:
+def keep_layers(model: Any, count: int) -> Any:
     """Return a model of `count` of another's layers, evenly spaced with the first and the last, with its own weights.
 
     Raises `SelfspecError` for more layers than there are, or none.
@@ -42,23 +42,27 @@ def some_layers(model: Any, count: int) -> Any:
     layers = model.config.num_hidden_layers
     if not 1 <= count <= layers:
         raise SelfspecError(f"layers {count}: the model has {layers}, so 1 to {layers} can be kept")
-    kept = [round(i * (layers - 1) / max(count - 1, 1)) for i in range(count)]
+    kept_layers = [round(i * (layers - 1) / max(count - 1, 1)) for i in range(count)]
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = count
     for name in OF_LAYERS:
         if getattr(config, name, None):
-            setattr(config, name, [getattr(config, name)[layer] for layer in kept])
+            setattr(config, name, [getattr(config, name)[layer] for layer in kept_layers])
     if getattr(config, NUMBERED, None):
-        setattr(config, NUMBERED, [i for i, layer in enumerate(kept) if layer in getattr(config, NUMBERED)])
+        setattr(config, NUMBERED, [i for i, layer in enumerate(kept_layers) if layer in getattr(config, NUMBERED)])
     made = type(model)(config).to(model.dtype)
     state = {}
     for name, value in model.state_dict().items():
-        before, found, after = name.partition("layers.")
+        before, separator, after = name.partition("layers.")
         layer, dot, rest = after.partition(".")
-        if not found:
+        if not separator:
             state[name] = value
-        elif int(layer) in kept:
-            state |= {f"{before}layers.{i}{dot}{rest}": value for i, of in enumerate(kept) if of == int(layer)}
+        elif int(layer) in kept_layers:
+            state |= {
+                f"{before}layers.{i}{dot}{rest}": value
+                for i, kept_layer in enumerate(kept_layers)
+                if kept_layer == int(layer)
+            }
     missing = set(made.load_state_dict(state, strict=False).missing_keys)
     if missing - set(getattr(made, "_tied_weights_keys", None) or ()):
         raise SelfspecError(f"of {type(model).__name__}, layers cannot be kept: it has no weight {min(missing)}")
@@ -72,7 +76,7 @@ def drafted_layers(runtime: Runtime, layers: int | None) -> int:
     """
     if layers is not None and layers > runtime.layers:
         raise SelfspecError(f"layers {layers}: the model has {runtime.layers}, so 1 to {runtime.layers} can be kept")
-    return layers or max(runtime.layers // KEPT, 1)
+    return layers or max(runtime.layers // KEEP_EVERY, 1)
 
 
 class DistillLearner:
@@ -88,7 +92,7 @@ class DistillLearner:
         torch.manual_seed(seed)
         self.runtime, self._loss = runtime, LOSSES[loss]
         if student is None:
-            self.student = some_layers(runtime.model, drafted_layers(runtime, layers))
+            self.student = keep_layers(runtime.model, drafted_layers(runtime, layers))
         else:
             self.student = load_model(student, device=str(runtime.device), dtype="float32")[0]
         theirs, ours = self.student.config.vocab_size, runtime.skeleton.identity.vocabulary
@@ -153,10 +157,10 @@ def write_student(llm: LLM, learner: DistillLearner, out: Path) -> tuple[Path, P
     student, plain = Runtime(learner.student), forward_seconds(llm.runtime, CONTEXT, repeats=REPEATS)
     ways: dict[Literal["int8"] | None, DraftPath] = {
         None: FULL,
-        "int8": DraftPath.of(["int8"] * (2 * student.layers), head="int8"),
+        "int8": DraftPath.from_modes(["int8"] * (2 * student.layers), head="int8"),
     }
-    took = {bits: forward_seconds(student, CONTEXT, repeats=REPEATS, path=way) for bits, way in ways.items()}
-    bits = min(took, key=lambda of: took[of])
+    took = {bits: forward_seconds(student, CONTEXT, repeats=REPEATS, path=path) for bits, path in ways.items()}
+    bits = min(took, key=lambda candidate: took[candidate])
     spec = ModelSpec(
         model=folder.name,
         bits=bits,

@@ -23,7 +23,7 @@ from selfspec.draft_modules.module_files import PartFile, write_part
 from selfspec.draft_modules.registry import make_head
 from selfspec.llm.llm import LLM
 from selfspec.profile.schema import Profile
-from selfspec.runtime.worker_group import check_alone
+from selfspec.runtime.worker_group import check_runtime_unsharded
 from selfspec.text.prompt import Prompt
 from selfspec.text.token_counts import frequent
 from selfspec.training.distill import DistillLearner, write_student
@@ -32,7 +32,7 @@ from selfspec.training.learner import Learner
 from selfspec.training.making import MAKING, SilentTraining, TrainingCallbacks, folder_of, make_texts
 from selfspec.training.options import FEWEST, OF_PATHS, Kind, TrainOptions, check_kind
 from selfspec.training.path_learner import PathLearner
-from selfspec.training.path_training import RANK, OwnPath, bridged, write_path_profile
+from selfspec.training.path_training import RANK, ProfilePath, bridged, write_path_profile
 from selfspec.training.profiles import write_profiles
 from selfspec.training.state import Fittable, Progress, State
 from selfspec.training.texts import TextStore, TrainingText, layers_of
@@ -44,7 +44,7 @@ WARM_UP, WARM_SHARE = 50, 0.05  # warm-up of the learning rate: steps, or share 
 LOWEST = 0.05  # share of the learning rate at the end
 CLIP = 1.0
 EVERY = 60.0  # seconds between held-out evaluations, each with a checkpoint
-LOOKED_AT = 48  # held-out texts in an evaluation, at most
+EVAL_TEXTS = 48  # held-out texts in an evaluation, at most
 BRIDGED = 32  # texts made for bridges by default, and fitted to at most
 AGREED = 16  # held-out texts for a draft path's agreement with the model, at most
 DECODED = 4  # held-out prompts decoded at the end
@@ -55,7 +55,7 @@ _log = logging.getLogger("selfspec")
 class Fitted:
     """A trained part: its file, the profiles that draft with it, and its progress. `interrupted`: time was not up.
 
-    `told`: the training's record as written to the JSON file next to the part, for plots. `changed`: the part is a
+    `record`: the training's record as written to the JSON file next to the part, for plots. `changed`: the part is a
     changed copy of the model itself.
     """
 
@@ -64,7 +64,7 @@ class Fitted:
     progress: Progress
     texts: int
     interrupted: bool
-    told: dict[str, Any]
+    record: dict[str, Any]
     changed: bool = False
 
 
@@ -77,7 +77,7 @@ def fit(
     chat: bool = False,
     profile: Profile | None = None,
     options: TrainOptions | None = None,
-    watch: TrainingCallbacks | None = None,
+    callbacks: TrainingCallbacks | None = None,
 ) -> Fitted:
     """Train a part on a model's own texts for `options.minutes`; save it in `out`, with profiles that use it.
 
@@ -85,39 +85,39 @@ def fit(
     its draft path gets a head below it, and is the path that a bridge or an adapter is for. The same call after an
     interrupt resumes. Raises `SelfspecError` if nothing can be fitted, or if `out` is not a writable folder.
     """
-    options, watch = options or TrainOptions(), watch or SilentTraining()
+    options, callbacks = options or TrainOptions(), callbacks or SilentTraining()
     check_kind(part)
-    check_alone(llm.runtime, "training")
+    check_runtime_unsharded(llm.runtime, "training")
     check_folder(out)
-    own = OwnPath.of(llm.runtime, profile, part) if part in OF_PATHS else None
+    own = ProfilePath.from_profile(llm.runtime, profile, part) if part in OF_PATHS else None
     texts = TextStore(folder_of(llm, prompts, chat, options), options.texts)
     if part == "bridge" and own is not None:
-        make_texts(llm, texts, prompts, chat, replace(options, texts=options.texts or BRIDGED), watch)
-        fitted, progress = bridged(llm, own, *_some(texts), options, watch)
-        return _finished(llm, part, out, fitted, profile, own, texts, progress, options, watch, interrupted=False)
-    state = State(out / f"{part}.checkpoint", _told(llm, part, options, own))
+        make_texts(llm, texts, prompts, chat, replace(options, texts=options.texts or BRIDGED), callbacks)
+        fitted, progress = bridged(llm, own, *_bridge_texts(texts), options, callbacks)
+        return _finished(llm, part, out, fitted, profile, own, texts, progress, options, callbacks, interrupted=False)
+    state = State(out / f"{part}.checkpoint", _checkpoint_config(llm, part, options, own))
     interrupted = False
     student = _student(llm, part, options)  # raises before minutes are spent on texts
     try:
-        if not state.begun:
-            make_texts(llm, texts, prompts, chat, options, watch)
+        if not state.resumable:
+            make_texts(llm, texts, prompts, chat, options, callbacks)
         learner = student or _learner(llm, part, texts, options, own)
-        _fit(learner, texts, options, state, watch)
+        _fit(learner, texts, options, state, callbacks)
     except KeyboardInterrupt:
         interrupted = True
-        if not state.begun:
+        if not state.resumable:
             raise
         learner = student or _learner(llm, part, texts, options, own)
     state.best_into(learner)
     if isinstance(learner, DistillLearner):
-        watch.stage("measuring", None)
+        callbacks.stage("measuring", None)
         return _finished_model(llm, part, out, learner, texts, state.progress, options, interrupted=interrupted)
     return _finished(
-        llm, part, out, learner.part(), profile, own, texts, state.progress, options, watch, interrupted=interrupted
+        llm, part, out, learner.part(), profile, own, texts, state.progress, options, callbacks, interrupted=interrupted
     )
 
 
-def _some(texts: TextStore) -> tuple[list[TrainingText], list[TrainingText]]:
+def _bridge_texts(texts: TextStore) -> tuple[list[TrainingText], list[TrainingText]]:
     """Return the texts that bridges are fitted to, and the held-out ones."""
     fitted, unseen = (texts.numbers(held_out=held_out)[:BRIDGED] for held_out in (False, True))
     return [texts.read(number) for number in fitted], [texts.read(number) for number in unseen]
@@ -129,33 +129,35 @@ def _finished(
     out: Path,
     fitted: PartFile,
     profile: Profile | None,
-    own: OwnPath | None,
+    own: ProfilePath | None,
     texts: TextStore,
     progress: Progress,
     options: TrainOptions,
-    watch: TrainingCallbacks,
+    callbacks: TrainingCallbacks,
     *,
     interrupted: bool,
 ) -> Fitted:
     """Write the part, its profiles and its record."""
     path = out / f"{part}.safetensors"
     write_part(path, fitted)
-    watch.stage("measuring", None)
-    unseen = [texts.read(number) for number in texts.numbers(held_out=True)[: DECODED if own is None else AGREED]]
+    callbacks.stage("measuring", None)
+    held_out_texts = [
+        texts.read(number) for number in texts.numbers(held_out=True)[: DECODED if own is None else AGREED]
+    ]
     if own is None:
-        begun: list[list[int]] = [text.tokens[: text.answer].tolist() for text in unseen]
+        begun: list[list[int]] = [text.tokens[: text.answer].tolist() for text in held_out_texts]
         agrees: dict[str, Any] = {}
         profiles = write_profiles(llm, path, make_head(llm.runtime, fitted), profile, begun)
     else:
-        written, agrees = write_path_profile(llm, path, fitted, own, unseen)
+        written, agrees = write_path_profile(llm, path, fitted, own, held_out_texts)
         profiles = (written,)
     if own is not None and not progress.history:  # a bridge: acceptance of one drafted token
         before, after = agrees["right"]
         progress.history, progress.best, progress.acceptance = [(0.0, 1 + before)], 1 + after, [after]
         progress.history.append((progress.seconds, 1 + after))
-    told = {**_story(llm, part, options, texts, progress), **agrees}
-    write_text(path.with_suffix(".json"), json.dumps(told, indent=1) + "\n")
-    return Fitted(path, profiles, progress, len(texts), interrupted, told)
+    record = {**_training_record(llm, part, options, texts, progress), **agrees}
+    write_text(path.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+    return Fitted(path, profiles, progress, len(texts), interrupted, record)
 
 
 def _finished_model(
@@ -173,16 +175,16 @@ def _finished_model(
     more: dict[str, Any] = {}
     changed = isinstance(learner, LayerSkipLearner)
     if isinstance(learner, LayerSkipLearner):
-        unseen = [texts.read(number) for number in texts.numbers(held_out=True)[:LOOKED_AT]]
-        folder, profile, more = write_layerskip(llm, learner, out, unseen)
+        held_out_texts = [texts.read(number) for number in texts.numbers(held_out=True)[:EVAL_TEXTS]]
+        folder, profile, more = write_layerskip(llm, learner, out, held_out_texts)
     else:
         folder, profile = write_student(llm, learner, out)
-    told = {**_story(llm, part, options, texts, progress), **more}
-    write_text(out / f"{part}.json", json.dumps(told, indent=1) + "\n")
-    return Fitted(folder, (profile,), progress, len(texts), interrupted, told, changed)
+    record = {**_training_record(llm, part, options, texts, progress), **more}
+    write_text(out / f"{part}.json", json.dumps(record, indent=1) + "\n")
+    return Fitted(folder, (profile,), progress, len(texts), interrupted, record, changed)
 
 
-def _story(llm: LLM, part: Kind, options: TrainOptions, texts: TextStore, done: Progress) -> dict[str, Any]:
+def _training_record(llm: LLM, part: Kind, options: TrainOptions, texts: TextStore, done: Progress) -> dict[str, Any]:
     """Return the record of a training."""
     return {
         "kind": part,
@@ -210,17 +212,21 @@ def check_folder(out: Path) -> None:
     check_writable(out / "part.safetensors")
 
 
-def _told(llm: LLM, of: str, options: TrainOptions, own: OwnPath | None) -> dict[str, Any]:
+def _checkpoint_config(llm: LLM, part: str, options: TrainOptions, own: ProfilePath | None) -> dict[str, Any]:
     """Return the configuration that a checkpoint must have been made with to be resumed."""
     identity = llm.identity.model_dump(mode="json", exclude={"name"})
-    told = {"version": 2, "kind": of, "model": identity, "vocabulary": options.vocabulary, "seed": options.seed}
-    if of in ("distill", "layerskip"):
-        return {**told, "student": options.student, "layers": options.layers, "loss": options.loss}
-    return told if own is None else {**told, **own.story(), "rank": options.rank or RANK, "loss": options.loss}
+    config = {"version": 2, "kind": part, "model": identity, "vocabulary": options.vocabulary, "seed": options.seed}
+    if part in ("distill", "layerskip"):
+        return {**config, "student": options.student, "layers": options.layers, "loss": options.loss}
+    return (
+        config
+        if own is None
+        else {**config, **own.checkpoint_settings(), "rank": options.rank or RANK, "loss": options.loss}
+    )
 
 
 def _learner(
-    llm: LLM, part: Kind, texts: TextStore, options: TrainOptions, own: OwnPath | None
+    llm: LLM, part: Kind, texts: TextStore, options: TrainOptions, own: ProfilePath | None
 ) -> Learner | PathLearner:
     if own is not None:
         rank = options.rank or RANK
@@ -232,13 +238,15 @@ def _learner(
 
 def _student(llm: LLM, part: Kind, options: TrainOptions) -> DistillLearner | None:
     """Return the learner if the kind trains a whole model; otherwise None."""
-    told: dict[str, Any] = {"layers": options.layers, "loss": options.loss, "seed": options.seed}
+    settings: dict[str, Any] = {"layers": options.layers, "loss": options.loss, "seed": options.seed}
     if part == "layerskip":
-        return LayerSkipLearner(llm.runtime, **told)
-    return DistillLearner(llm.runtime, student=options.student, **told) if part == "distill" else None
+        return LayerSkipLearner(llm.runtime, **settings)
+    return DistillLearner(llm.runtime, student=options.student, **settings) if part == "distill" else None
 
 
-def _fit(learner: Fittable, texts: TextStore, options: TrainOptions, state: State, watch: TrainingCallbacks) -> None:
+def _fit(
+    learner: Fittable, texts: TextStore, options: TrainOptions, state: State, callbacks: TrainingCallbacks
+) -> None:
     """Take steps until all are done or time is up, with held-out evaluations in between."""
     if len(texts.numbers(held_out=False)) < FEWEST:
         raise SelfspecError("there was too little time to make texts to fit to; give more --minutes")
@@ -251,17 +259,17 @@ def _fit(learner: Fittable, texts: TextStore, options: TrainOptions, state: Stat
     fitted = [number for number in texts.numbers(held_out=False) if texts.pairs(number, learner.depth) > 0]
     if not fitted:
         raise SelfspecError(f"no text is longer than {learner.depth + 1} tokens; give more --max-new-tokens")
-    unseen = [texts.read(number) for number in texts.numbers(held_out=True)[:LOOKED_AT] or fitted[:1]]
+    held_out_texts = [texts.read(number) for number in texts.numbers(held_out=True)[:EVAL_TEXTS] or fitted[:1]]
     done = state.progress
-    watch.stage("fitting", 1.0)
+    callbacks.stage("fitting", 1.0)
 
-    def look() -> None:
+    def evaluate() -> None:
         with accelerator.autocast():
-            state.keep(learner, optimizer, learner.acceptance(unseen))
+            state.save(learner, optimizer, learner.acceptance(held_out_texts))
 
-    if not state.begun:
-        look()
-    kept = done.seconds
+    if not state.resumable:
+        evaluate()
+    last_saved = done.seconds
     losses: list[float] = []
     while _share(options, done) < 1:
         begun = time.perf_counter()
@@ -277,13 +285,15 @@ def _fit(learner: Fittable, texts: TextStore, options: TrainOptions, state: Stat
         done.steps += 1
         losses = [*losses[-49:], float(loss.detach())]
         done.seconds += time.perf_counter() - begun
-        watch.step(_share(options, done), f"loss {statistics.mean(losses):.2f}, {done.best:.2f} tokens a pass held out")
-        if done.seconds - kept >= EVERY:
+        callbacks.step(
+            _share(options, done), f"loss {statistics.mean(losses):.2f}, {done.best:.2f} tokens a pass held out"
+        )
+        if done.seconds - last_saved >= EVERY:
             begun = time.perf_counter()
-            look()
+            evaluate()
             done.seconds += time.perf_counter() - begun
-            kept = done.seconds
-    look()
+            last_saved = done.seconds
+    evaluate()
 
 
 def _share(options: TrainOptions, done: Progress) -> float:
@@ -297,7 +307,7 @@ def _windows(texts: TextStore, numbers: Sequence[int], depth: int, draw: random.
     """Return a window of each text, all with as many pairs as the shortest text, at most `WINDOW`."""
     every = [texts.pairs(number, depth) for number in numbers]
     pairs = min(WINDOW, *every)
-    firsts = [draw.randrange(of - pairs + 1) for of in every]
+    firsts = [draw.randrange(num_pairs - pairs + 1) for num_pairs in every]
     return [texts.read(n, first, first + pairs + depth) for n, first in zip(numbers, firsts, strict=True)]
 
 

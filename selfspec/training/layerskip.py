@@ -45,7 +45,7 @@ def weights(layers: int, exits: Sequence[int], drafting: int) -> list[float]:
     last = layers - 1
     raw = [SCALE * sum(range(min(layer + 1, last))) + last * (layer in (drafting, last)) for layer in exits]
     total = sum(raw)
-    return [of / total for of in raw] if total > 0 else [1 / len(raw)] * len(raw)
+    return [weight / total for weight in raw] if total > 0 else [1 / len(raw)] * len(raw)
 
 
 class LayerSkipLearner(DistillLearner):
@@ -86,11 +86,11 @@ class LayerSkipLearner(DistillLearner):
         left: list[Tensor] = []
 
         def after(number: int) -> Any:
-            def hook(_layer: nn.Module, given: tuple[Any, ...], out: Any) -> Any:
+            def hook(_layer: nn.Module, inputs: tuple[Any, ...], out: Any) -> Any:
                 stream: Tensor = out[0] if isinstance(out, tuple) else out
                 if chances is not None and chances[number] > 0:
                     around = torch.rand(len(ids), 1, 1, device=stream.device) < chances[number]
-                    stream = torch.where(around, given[0], stream)
+                    stream = torch.where(around, inputs[0], stream)
                 left.append(stream)
                 return (stream, *out[1:]) if isinstance(out, tuple) else stream
 
@@ -114,8 +114,8 @@ class LayerSkipLearner(DistillLearner):
     def _agrees(self, text: TrainingText) -> Tensor:
         """Return at which positions of the answer the exit's best token is the last layer's."""
         streams = self._streams(text.tokens[None].to(self.runtime.device))
-        of = slice(text.answer - 1, -1)
-        early, last = (self._logits(streams[i][0, of]).argmax(-1) for i in (self.exit - 1, -1))
+        span = slice(text.answer - 1, -1)
+        early, last = (self._logits(streams[i][0, span]).argmax(-1) for i in (self.exit - 1, -1))
         return (early == last).cpu()
 
 
@@ -126,35 +126,38 @@ def perplexity(model: Any, texts: Sequence[TrainingText]) -> float:
     for text in texts:
         ids = text.tokens[None].to(model.device)
         log_p = model(ids, use_cache=False).logits[0, text.answer - 1 : -1].float().log_softmax(-1)
-        said = ids[0, text.answer :, None]
-        total -= float(log_p.gather(-1, said).sum())
-        count += len(said)
+        targets = ids[0, text.answer :, None]
+        total -= float(log_p.gather(-1, targets).sum())
+        count += len(targets)
     return math.exp(total / max(count, 1))
 
 
 def write_layerskip(
-    llm: LLM, learner: LayerSkipLearner, out: Path, unseen: Sequence[TrainingText]
+    llm: LLM, learner: LayerSkipLearner, out: Path, held_out_texts: Sequence[TrainingText]
 ) -> tuple[Path, Path, dict[str, Any]]:
     """Write the fine-tuned model to the folder `out` / layerskip, and a profile of it that drafts by early exit.
 
     The draft path runs in full precision, or in int8 if that is faster on this machine. Also returns the perplexity of
     held-out answers before and after.
     """
-    told = {"perplexity": [perplexity(of, unseen) for of in (llm.model, learner.student)], "exit": learner.exit}
+    record = {
+        "perplexity": [perplexity(variant, held_out_texts) for variant in (llm.model, learner.student)],
+        "exit": learner.exit,
+    }
     folder, profile = out / "layerskip", out / "layerskip.yaml"
     write_model(learner.student, llm.tokenizer, folder)
     runtime = Runtime(learner.student)
     ways: tuple[Literal["full", "int8"], ...] = ("full", "int8")
-    paths = [early_exit(runtime.layers, learner.exit, way) for way in ways]
-    path = min(paths, key=lambda of: forward_seconds(runtime, CONTEXT, repeats=REPEATS, path=of))
-    draft = LayerSkipSpec.of(path, ControllerSpec(name="rate"), proposers=[ProposerSpec()])
+    paths = [early_exit(runtime.layers, learner.exit, mode) for mode in ways]
+    path = min(paths, key=lambda variant: forward_seconds(runtime, CONTEXT, repeats=REPEATS, path=variant))
+    draft = LayerSkipSpec.from_path(path, ControllerSpec(name="rate"), proposers=[ProposerSpec()])
     identity = runtime.skeleton.identity.model_copy(update={"name": folder.name})
     write_profile(Profile(model=identity, draft=draft), profile)
-    return folder, profile, told
+    return folder, profile, record
 
 
-def early_exit(layers: int, kept: int, way: Literal["full", "int8"]) -> DraftPath:
-    """Return the path that exits after `kept` of a model's `layers` layers."""
-    run: list[Mode] = [way] * kept
-    bypassed: list[Mode] = ["skip"] * (layers - kept)
-    return DraftPath.of([*run, *bypassed, *run, *bypassed], head=way)
+def early_exit(layers: int, exit_layer: int, mode: Literal["full", "int8"]) -> DraftPath:
+    """Return the path that exits after `exit_layer` of a model's `layers` layers."""
+    run: list[Mode] = [mode] * exit_layer
+    bypassed: list[Mode] = ["skip"] * (layers - exit_layer)
+    return DraftPath.from_modes([*run, *bypassed, *run, *bypassed], head=mode)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfspec.draft_modules.decoder_head import LayerShape
-from selfspec.draft_modules.heads import head_rows, part_of
+from selfspec.draft_modules.heads import head_rows, make_part_file
 from selfspec.draft_modules.mlp_heads import Hydra, Medusa, MlpSpeculatorNet, Steps
 from selfspec.draft_modules.module_files import PartFile
 from selfspec.runtime.forward import Runtime
@@ -123,11 +123,11 @@ class Learner:
         n = streams.shape[1] - self.depth
         ids, embedded, streams = self._read(tokens[:, 1:], streams)
         with torch.no_grad():
-            wanted = self._last(streams[:, 1:, -1]).softmax(-1)
+            targets = self._last(streams[:, 1:, -1]).softmax(-1)
         total = torch.zeros((), device=streams.device)
-        for k, out in enumerate(self.net(ids, embedded, self._given(streams[:, :n]), self.depth)):
+        for k, out in enumerate(self.net(ids, embedded, self._net_input(streams[:, :n]), self.depth)):
             drafted = self._last.of_normed(out).log_softmax(-1)
-            total = total - LATER**k * (wanted[:, k : k + n] * drafted).sum(-1).mean()
+            total = total - LATER**k * (targets[:, k : k + n] * drafted).sum(-1).mean()
         return total
 
     def _read(self, tokens: Tensor, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,7 +135,7 @@ class Learner:
         tokens = tokens.to(device)
         return tokens, self.runtime.skeleton.embed(tokens).float(), streams.to(device).float()
 
-    def _given(self, streams: Tensor) -> Tensor:
+    def _net_input(self, streams: Tensor) -> Tensor:
         """Return the net's input from streams `[B, n, layers, D]`."""
         return self._normed(streams[:, :, -1]) if self._made.last else streams.flatten(2)
 
@@ -152,7 +152,7 @@ class Learner:
                 continue
             ids, embedded, streams = self._read(text.tokens[None, 1 : n + self.places], text.streams[None, :n])
             so_far = torch.ones(n - text.answer, dtype=torch.bool)
-            for k, out in enumerate(self.net(ids, embedded, self._given(streams), self.places)):
+            for k, out in enumerate(self.net(ids, embedded, self._net_input(streams), self.places)):
                 best = self._words[self._last.of_normed(out[0]).argmax(-1)].cpu()
                 so_far &= (best == text.tokens[k + 2 : k + 2 + n])[text.answer :]
                 right[k] += so_far.sum()
@@ -165,4 +165,4 @@ class Learner:
         if self._made.last:
             tensors["given_norm.weight"] = self._norm
         settings = {**self._made.settings, "layers": list(self._layers)}
-        return part_of(self.kind, settings, tensors, self._words.tolist(), self.runtime)
+        return make_part_file(self.kind, settings, tensors, self._words.tolist(), self.runtime)

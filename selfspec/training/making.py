@@ -11,11 +11,11 @@ from typing import Protocol
 
 from selfspec.basics.files import cached_file
 from selfspec.llm.llm import LLM
-from selfspec.llm.prompt_encoding import fitting
+from selfspec.llm.prompt_encoding import fit_prompt
 from selfspec.text.prompt import Prompt
 from selfspec.training.options import TrainOptions
 from selfspec.training.texts import TextStore, make
-from selfspec.training.training_prompts import beginnings, made_up
+from selfspec.training.training_prompts import beginnings, synthetic_beginning
 
 MAKING = 0.4  # share of the time for making texts
 MOST_TEXTS = 100_000
@@ -27,7 +27,7 @@ class TrainingCallbacks(Protocol):
     def stage(self, name: str, total: float | None) -> None:
         """Begin a stage; `total`: its size, if known."""
 
-    def step(self, done: float, said: str) -> None:
+    def step(self, done: float, message: str) -> None:
         """Report that `done` of the stage's total is done."""
 
 
@@ -37,7 +37,7 @@ class SilentTraining:
     def stage(self, name: str, total: float | None) -> None:
         """Ignore the stage."""
 
-    def step(self, done: float, said: str) -> None:
+    def step(self, done: float, message: str) -> None:
         """Ignore the progress."""
 
 
@@ -62,33 +62,33 @@ def make_texts(
     prompts: Sequence[Prompt] | None,
     chat: bool,
     options: TrainOptions,
-    watch: TrainingCallbacks,
+    callbacks: TrainingCallbacks,
 ) -> None:
     """Generate training texts into `texts`: as many as `options` ask for, or as fit their time limit."""
     seconds = 60 * options.minutes * MAKING
-    own, given = None, None
+    own, encoded = None, None
     if prompts is None:
         config = llm.model.config
-        own = made_up(llm.tokenizer, llm.runtime.skeleton.ends, getattr(config, "bos_token_id", None))
+        own = synthetic_beginning(llm.tokenizer, llm.runtime.skeleton.ends, getattr(config, "bos_token_id", None))
     else:
-        room = options.max_new_tokens
-        given = [llm.encode(fitting(llm, text, room, chat=chat)) for text in prompts]
-    watch.stage("making texts", seconds if options.texts is None else options.texts)
+        max_new_tokens = options.max_new_tokens
+        encoded = [llm.encode(fit_prompt(llm, text, max_new_tokens, chat=chat)) for text in prompts]
+    callbacks.stage("making texts", seconds if options.texts is None else options.texts)
     begun, tokens = time.perf_counter(), 0
 
     def count(new: int) -> None:
         nonlocal tokens
         tokens += new
         done = time.perf_counter() - begun if options.texts is None else len(texts)
-        watch.step(done, f"{len(texts)} texts, {tokens:,} new tokens")
+        callbacks.step(done, f"{len(texts)} texts, {tokens:,} new tokens")
 
     make(
         llm.runtime,
         texts,
-        beginnings(given, own, seed=options.seed),
-        room=options.max_new_tokens,
+        beginnings(encoded, own, seed=options.seed),
+        max_new_tokens=options.max_new_tokens,
         most=options.texts or MOST_TEXTS,
-        go_on=lambda: options.texts is not None or time.perf_counter() - begun < seconds,
+        keep_going=lambda: options.texts is not None or time.perf_counter() - begun < seconds,
         on_tokens=count,
         rows=options.rows,
     )

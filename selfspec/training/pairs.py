@@ -61,12 +61,12 @@ class LayerModule(nn.Module):
         """
         own = {name.removeprefix("self_attn.").removeprefix("mlp."): p for name, p in layer.named_parameters()}
         for name, tensor in self.named_parameters():
-            given = own.get(name)
-            if given is not None and given.shape == tensor.shape:
-                tensor.copy_(given + plus if given.dim() == 1 else given)
+            weight = own.get(name)
+            if weight is not None and weight.shape == tensor.shape:
+                tensor.copy_(weight + plus if weight.dim() == 1 else weight)
         self.norm.weight.copy_(norm)
 
-    def heads(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return scaled queries, keys and values `[B, H, n, d]` of the layer's stream at positions `[n]`."""
         s, (batch, n, _) = self.shape, x.shape
         read, group = self.input_layernorm(x), s.heads // s.kv_heads
@@ -74,8 +74,8 @@ class LayerModule(nn.Module):
         def split(projected: Tensor, count: int) -> Tensor:
             return projected.float().view(batch, n, count, s.head_dim).transpose(1, 2)
 
-        q = _turned(split(self.q_proj(read), s.heads), at, s.theta) * s.head_dim**-0.5
-        k = _turned(split(self.k_proj(read), s.kv_heads), at, s.theta).repeat_interleave(group, 1)
+        q = _apply_rope(split(self.q_proj(read), s.heads), positions, s.theta) * s.head_dim**-0.5
+        k = _apply_rope(split(self.k_proj(read), s.kv_heads), positions, s.theta).repeat_interleave(group, 1)
         return q, k, split(self.v_proj(read), s.kv_heads).repeat_interleave(group, 1)
 
     def after(self, x: Tensor, mixed: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class PairModule(LayerModule):
         if self.fuse is not None:
             self.fuse.weight.normal_(0, 0.02)[:, -self.shape.hidden :] += torch.eye(self.shape.hidden)
 
-    def given(self, streams: Tensor) -> Tensor:
+    def fused(self, streams: Tensor) -> Tensor:
         """Fuse the model's streams into one."""
         return streams if self.fuse is None else self.fuse(streams).float()
 
@@ -125,7 +125,7 @@ class EagleNet(nn.Module):
 
     def forward(self, tokens: Tensor, embedded: Tensor, streams: Tensor, depth: int) -> list[Tensor]:
         """Return the normalised hidden states after each of the `depth` draft steps; see the module's docstring."""
-        stream, n = self.layer.given(streams), streams.shape[1]
+        stream, n = self.layer.fused(streams), streams.shape[1]
         causal = _causal(n, streams)
         keys, values, out = list[Tensor](), list[Tensor](), list[Tensor]()
         for k in range(depth):
@@ -148,7 +148,7 @@ class MtpNet(nn.Module):
 
     def forward(self, tokens: Tensor, embedded: Tensor, streams: Tensor, depth: int) -> list[Tensor]:
         """Return the normalised hidden states after each of the `depth` draft steps; see the module's docstring."""
-        stream, n = self.stack[0].given(streams), streams.shape[1]
+        stream, n = self.stack[0].fused(streams), streams.shape[1]
         causal, out = _causal(n, streams), list[Tensor]()
         for k, layer in enumerate(self.stack[:depth]):
             x = layer.joined(embedded[:, k : k + n], stream)
@@ -163,9 +163,12 @@ class ChimeraNet(nn.Module):
 
     def __init__(self, shape: LayerShape, places: int) -> None:
         super().__init__()
-        hidden, of = shape.hidden, REACH + 1
+        hidden, ngram = shape.hidden, REACH + 1
         self.layer = LayerModule(shape)
-        self.wide, self.narrow = nn.Linear(of * hidden, of * hidden), nn.Linear(of * hidden, hidden, bias=False)
+        self.wide, self.narrow = (
+            nn.Linear(ngram * hidden, ngram * hidden),
+            nn.Linear(ngram * hidden, hidden, bias=False),
+        )
         self.maps = nn.ModuleList(nn.Linear(2 * hidden, hidden, bias=False) for _ in range(places))
 
     @torch.no_grad()
@@ -173,8 +176,8 @@ class ChimeraNet(nn.Module):
         """Initialise from a layer of the model; each map starts as the identity of the layer's output."""
         self.layer.begin(layer, norm, plus)
         hidden = self.layer.shape.hidden
-        for one in self.maps:
-            one.weight.normal_(0, 0.005)[:, hidden:] += torch.eye(hidden)  # type: ignore[operator]
+        for linear in self.maps:
+            linear.weight.normal_(0, 0.005)[:, hidden:] += torch.eye(hidden)  # type: ignore[operator]
 
     def forward(self, tokens: Tensor, embedded: Tensor, streams: Tensor, depth: int) -> list[Tensor]:
         """Return the mapped hidden states after each of the `depth` draft steps; see the module's docstring.
@@ -185,15 +188,17 @@ class ChimeraNet(nn.Module):
         padded = torch.cat((embedded[:, :1].expand(-1, REACH, -1), embedded), 1)
         read = torch.cat([padded[:, i : i + width] for i in range(REACH + 1)], -1)
         codes = self.narrow(read + F.silu(self.wide(read))).float()
-        at = torch.arange(n, device=streams.device)
+        positions = torch.arange(n, device=streams.device)
         causal = _causal(n, streams).repeat_interleave(2, 1)
         keys, values, out, stream = list[Tensor](), list[Tensor](), list[Tensor](), streams
         for k in range(depth):
             code = codes[:, k : k + n]
-            _, *of_stream = self.layer.heads(stream, at + k)
-            q, *of_code = self.layer.heads(code, at + k + 1)
-            for held, one, other in zip((keys, values), of_stream, of_code, strict=True):
-                held += [torch.stack((one, other), 3).flatten(2, 3)] if not k else [one, other]
+            _, *of_stream = self.layer.heads(stream, positions + k)
+            q, *of_code = self.layer.heads(code, positions + k + 1)
+            for cache, stream_entry, code_entry in zip((keys, values), of_stream, of_code, strict=True):
+                cache += (
+                    [torch.stack((stream_entry, code_entry), 3).flatten(2, 3)] if not k else [stream_entry, code_entry]
+                )
             stream = self.layer.after(code, mix(q, keys, values, causal))
             out.append(self.maps[k](torch.cat((streams, self.layer.norm(stream)), -1)))
         return out
@@ -215,10 +220,10 @@ def _causal(n: int, like: Tensor) -> Tensor:
     return torch.full((n, n), -math.inf, device=like.device).triu(1)
 
 
-def _turned(x: Tensor, at: Tensor, theta: float) -> Tensor:
+def _apply_rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """Apply RoPE to `[B, H, n, d]` at positions `[n]`, as LLaMA does."""
     half = x.shape[-1] // 2
-    angles = at[:, None].float() * theta ** (-torch.arange(half, device=x.device) / half)
+    angles = positions[:, None].float() * theta ** (-torch.arange(half, device=x.device) / half)
     cos, sin = angles.cos(), angles.sin()
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

@@ -85,8 +85,8 @@ class PathLearner:
             keys, _ = self.net.model(ids)
             so_far = torch.ones(starts, dtype=torch.bool)
             for k, out in enumerate(self.net(ids, keys, self.places)):
-                of = slice(text.answer - 1 + k, text.answer - 1 + k + starts)
-                so_far &= self._logits(out[0, of]).argmax(-1).cpu() == text.tokens[of.start + 1 : of.stop + 1]
+                span = slice(text.answer - 1 + k, text.answer - 1 + k + starts)
+                so_far &= self._logits(out[0, span]).argmax(-1).cpu() == text.tokens[span.start + 1 : span.stop + 1]
                 right[k] += so_far.sum()
             all_of += starts
         return (right / max(all_of, 1)).tolist()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from selfspec.basics.errors import SelfspecError
 from selfspec.models.families.base import SubLayer
 from selfspec.models.linears import Group
-from selfspec.models.low_precision import Bits, quantize, roundable
+from selfspec.models.low_precision import Bits, is_quantizable, quantize
 from selfspec.models.path_modules import Bridge, Trained, Update
 from selfspec.runtime.compiled_path import BITS
 from selfspec.runtime.forward import Runtime
@@ -26,34 +26,34 @@ from selfspec.types.draft_path import DraftPath, Mode
 SMALL = 0.02  # standard deviation of the initial `down`; `up` starts at 0
 
 
-class _Keys:
+class _StepCache:
     """A KV cache for attention: the model's keys and values `[B, H, n, d]`, then those of each own step."""
 
     def __init__(self, of_model: Mapping[int, tuple[Tensor, Tensor]] | None = None) -> None:
-        self.held = {layer: [pair] for layer, pair in (of_model or {}).items()}
+        self.cached = {layer: [pair] for layer, pair in (of_model or {}).items()}
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append a pass's keys and values to a layer; return all of the layer's."""
-        held = self.held.setdefault(layer, [])
-        held.append((keys, values))
-        k, v = zip(*held, strict=True)
+        pairs = self.cached.setdefault(layer, [])
+        pairs.append((keys, values))
+        k, v = zip(*pairs, strict=True)
         return torch.cat([each.to(keys.dtype) for each in k], 2), torch.cat([each.to(values.dtype) for each in v], 2)
 
 
-class _Nothing(nn.Module):
+class _ZeroSubLayer(nn.Module):
     """The replacement of a bypassed sub-layer, which returns zeros."""
 
-    def __init__(self, *, beside: bool) -> None:
-        """Initialise; `beside`: whether the sub-layer returns a second output."""
+    def __init__(self, *, returns_tuple: bool) -> None:
+        """Initialise; `returns_tuple`: whether the sub-layer returns a second output."""
         super().__init__()
-        self._beside = beside
+        self._returns_tuple = returns_tuple
 
-    def forward(self, x: Tensor | None = None, **given: Any) -> Any:
-        nothing = torch.zeros_like(given["hidden_states"] if x is None else x)
-        return (nothing, None) if self._beside else nothing
+    def forward(self, x: Tensor | None = None, **kwargs: Any) -> Any:
+        nothing = torch.zeros_like(kwargs["hidden_states"] if x is None else x)
+        return (nothing, None) if self._returns_tuple else nothing
 
 
-class _Changed:
+class _UpdatedGroup:
     """A group of quantised linears with a trainable low-rank update."""
 
     def __init__(self, group: Group, bits: Bits, update: nn.ParameterDict) -> None:
@@ -81,13 +81,13 @@ class _Changed:
         return F.linear(x, self._now[number], self._biases[number]) + (through - through.detach())
 
 
-class _ChangedLinear(nn.Module):
-    def __init__(self, group: _Changed, number: int) -> None:
+class _UpdatedLinear(nn.Module):
+    def __init__(self, group: _UpdatedGroup, number: int) -> None:
         super().__init__()
-        self._of = (group, number)
+        self._group_and_number = (group, number)
 
     def forward(self, x: Tensor) -> Tensor:
-        group, number = self._of
+        group, number = self._group_and_number
         return group.product(number, x)
 
 
@@ -103,9 +103,9 @@ class PathNet(nn.Module):
         modes = path.modes(layers)
         self.updates = nn.ModuleDict()
         self._by_group: dict[tuple[int, int], nn.ParameterDict] = {}
-        self._changed: list[_Changed] = []
+        self._changed: list[_UpdatedGroup] = []
         self._runtime, self._layers = runtime, list[nn.Module]()
-        for index, layer in enumerate(runtime.skeleton.lowered.parts.layers):
+        for index, layer in enumerate(runtime.skeleton.quantizer.parts.layers):
             twin = copy.copy(layer.module)
             twin._modules = dict(layer.module._modules)
             parts: tuple[tuple[SubLayer, str, Mode], ...] = (
@@ -115,8 +115,8 @@ class PathNet(nn.Module):
             for part, name, mode in parts:
                 groups = layer.groups_of(part)
                 if mode == "skip":
-                    twin._modules[name] = _Nothing(beside=part == "attention" or layer.beside)
-                elif mode in BITS and groups and all(roundable(group.modules, BITS[mode]) for group in groups):
+                    twin._modules[name] = _ZeroSubLayer(returns_tuple=part == "attention" or layer.mlp_returns_tuple)
+                elif mode in BITS and groups and all(is_quantizable(group.modules, BITS[mode]) for group in groups):
                     twin._modules[name] = self._with_changes(
                         groups, BITS[mode], index, layer.groups.index(groups[0]), trained, rank
                     )
@@ -146,14 +146,14 @@ class PathNet(nn.Module):
                 }
             )
             self.updates[f"{layer} {number}"] = self._by_group[layer, number] = update
-            self._changed.append(_Changed(group, bits, update))
+            self._changed.append(_UpdatedGroup(group, bits, update))
             for place, name in enumerate(group.names):
-                twin._modules[name] = _ChangedLinear(self._changed[-1], place)
+                twin._modules[name] = _UpdatedLinear(self._changed[-1], place)
         return twin
 
     def trained(self) -> dict[tuple[int, int], Update]:
         """Return the current updates, by layer and group number."""
-        return {at: Update(update["down"].detach(), update["up"].detach()) for at, update in self._by_group.items()}
+        return {key: Update(update["down"].detach(), update["up"].detach()) for key, update in self._by_group.items()}
 
     def round(self) -> None:
         """Quantise all weights with their current updates: before passes, and after each training step."""
@@ -163,15 +163,15 @@ class PathNet(nn.Module):
     @torch.no_grad()
     def model(self, ids: Tensor) -> tuple[dict[int, tuple[Tensor, Tensor]], Tensor]:
         """Return the model's own keys and values at `ids` `[B, n]`, by layer, and its last stream `[B, n, D]`."""
-        at = torch.arange(ids.shape[1], device=ids.device)
-        keys = _Keys()
-        x = self._through(
-            [layer.module for layer in self._runtime.skeleton.lowered.parts.layers],
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        keys = _StepCache()
+        x = self._run_layers(
+            [layer.module for layer in self._runtime.skeleton.quantizer.parts.layers],
             self._runtime.skeleton.embed(ids),
             keys,
-            at <= at.unsqueeze(1),
+            positions <= positions.unsqueeze(1),
         )
-        return {layer: held[0] for layer, held in keys.held.items()}, x
+        return {layer: pairs[0] for layer, pairs in keys.cached.items()}, x
 
     def forward(self, ids: Tensor, of_model: Mapping[int, tuple[Tensor, Tensor]], depth: int) -> list[Tensor]:
         """Return the draft's stream `[B, n, D]` at each of `depth` steps.
@@ -180,51 +180,51 @@ class PathNet(nn.Module):
         draft's earlier tokens are taken from the text: if one of them were wrong, the later ones would not count.
         """
         n = ids.shape[1]
-        at = torch.arange(n, device=ids.device)
-        keys, seen, out = _Keys(of_model), list[Tensor](), []
+        positions = torch.arange(n, device=ids.device)
+        keys, visible, out = _StepCache(of_model), list[Tensor](), []
         embedded = self._runtime.skeleton.embed(ids)
         for k in range(depth):
-            behind = [at == at.unsqueeze(1) - k + i for i in range(k + 1)]
-            seen = [at < at.unsqueeze(1) - k, *behind]
-            out.append(self._through(self._layers, embedded, keys, torch.cat(seen, 1), self._bridges))
+            behind = [positions == positions.unsqueeze(1) - k + i for i in range(k + 1)]
+            visible = [positions < positions.unsqueeze(1) - k, *behind]
+            out.append(self._run_layers(self._layers, embedded, keys, torch.cat(visible, 1), self._bridges))
         return out
 
-    def _through(
+    def _run_layers(
         self,
         layers: list[nn.Module],
         x: Tensor,
-        keys: _Keys,
-        seen: Tensor,
+        keys: _StepCache,
+        visible: Tensor,
         bridges: Mapping[int, Bridge] | None = None,
     ) -> Tensor:
-        at = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
         parts = self._runtime.skeleton.parts
         masks = {
-            attention_spec: _mask(seen, attention_spec.window, x.dtype) for attention_spec in parts.attention_specs
+            attention_spec: _mask(visible, attention_spec.window, x.dtype) for attention_spec in parts.attention_specs
         }
-        for index, (layer, of) in enumerate(zip(layers, parts.layers, strict=True), 1):
-            assert of.rotary is not None
-            given: Any = layer(
+        for index, (layer, layer_parts) in enumerate(zip(layers, parts.layers, strict=True), 1):
+            assert layer_parts.rotary is not None
+            output: Any = layer(
                 x,
-                attention_mask=masks[parts.attention_specs[of.attention_spec]],
-                position_ids=at,
+                attention_mask=masks[parts.attention_specs[layer_parts.attention_spec]],
+                position_ids=positions,
                 use_cache=True,
-                position_embeddings=of.rotary(x, at),
+                position_embeddings=layer_parts.rotary(x, positions),
                 **{_cache_name(layer): keys},
             )
-            x = given[0] if isinstance(given, tuple) else given
+            x = output[0] if isinstance(output, tuple) else output
             if bridges and (bridge := bridges.get(index)) is not None:
                 x = x + _crossed(bridge, x)
         return x
 
 
-def _mask(seen: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+def _mask(visible: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
     """Return the additive mask `[1, 1, n, S]`; S is a multiple of n, as the keys of n tokens repeat for each step."""
-    n, keys = seen.shape
+    n, keys = visible.shape
     if window is not None:
-        at = torch.arange(n, device=seen.device)
-        seen = seen & (at.repeat(keys // n) > at.unsqueeze(1) - window)
-    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+        positions = torch.arange(n, device=visible.device)
+        visible = visible & (positions.repeat(keys // n) > positions.unsqueeze(1) - window)
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
     return mask[None, None]
 
 

@@ -30,7 +30,7 @@ RANK = 16  # default rank of an adapter
 
 
 @dataclass(frozen=True, slots=True)
-class OwnPath:
+class ProfilePath:
     """A profile that drafts along a path, the path, and the parts trained for it already."""
 
     profile: Profile
@@ -38,7 +38,7 @@ class OwnPath:
     trained: Trained
 
     @classmethod
-    def of(cls, runtime: Runtime, profile: Profile | None, kind: Kind) -> OwnPath:
+    def from_profile(cls, runtime: Runtime, profile: Profile | None, kind: Kind) -> ProfilePath:
         """Return a profile's draft path. Raises `SelfspecError` if it has none, or if one of its files is missing."""
         if profile is None or not isinstance(profile.draft, LayerSkipSpec) or not profile.drafts:
             raise SelfspecError(f"a part of kind '{kind}' belongs to a draft path; expected a profile that has one")
@@ -51,7 +51,7 @@ class OwnPath:
         had = Trained() if spec.trained is None else trained_of(runtime, read_part(profile.part_path(spec.trained)))
         return cls(profile, path, had)
 
-    def story(self) -> dict[str, Any]:
+    def checkpoint_settings(self) -> dict[str, Any]:
         """Return the path's settings that a part is trained for, for a checkpoint."""
         return {"path": self.profile.draft.model_dump(mode="json", include={"skip", "int8", "int4", "head", "trained"})}
 
@@ -61,11 +61,11 @@ class OwnPath:
         name, below = file.stem, self.profile.draft.below
         if below is not None and self.profile.part_path(below.part).parent.resolve() != file.parent.resolve():
             below = None  # a profile's parts are in its own folder
-        kept = {} if below is None else {below.part: self.profile.parts[below.part]}
+        other_parts = {} if below is None else {below.part: self.profile.parts[below.part]}
         return self.profile.model_copy(
             update={
                 "draft": self.profile.draft.model_copy(update={"trained": name, "below": below, "spared": None}),
-                "parts": {**kept, name: ModuleFile(file=file.name, sha256=sha256_of(file))},
+                "parts": {**other_parts, name: ModuleFile(file=file.name, sha256=sha256_of(file))},
                 "measured": [],
                 "predicted": None,
                 "also": [],
@@ -75,37 +75,37 @@ class OwnPath:
 
 def bridged(
     llm: LLM,
-    own: OwnPath,
+    own: ProfilePath,
     texts: Sequence[TrainingText],
-    unseen: Sequence[TrainingText],
+    held_out_texts: Sequence[TrainingText],
     options: TrainOptions,
-    watch: TrainingCallbacks,
+    callbacks: TrainingCallbacks,
 ) -> tuple[PartFile, Progress]:
     """Fit bridges over all layers that the path bypasses whole; they replace its present ones."""
     begun, runs = time.perf_counter(), own.path.runs(llm.runtime.layers)
-    watch.stage("fitting", len(runs))
+    callbacks.stage("fitting", len(runs))
     trained = fit_bridges(
         llm.runtime,
         own.path,
         texts,
-        unseen,
+        held_out_texts,
         began=Trained(updates=own.trained.updates),
         rank=options.rank,
-        told=lambda done: watch.step(done, f"{done} of {len(runs)} bridges"),
+        on_progress=lambda done: callbacks.step(done, f"{done} of {len(runs)} bridges"),
     )
     settings = {"rank": options.rank}
     return path_part("bridge", settings, trained, llm.runtime), Progress(seconds=time.perf_counter() - begun)
 
 
 def write_path_profile(
-    llm: LLM, file: Path, part: PartFile, own: OwnPath, unseen: Sequence[TrainingText]
+    llm: LLM, file: Path, part: PartFile, own: ProfilePath, held_out_texts: Sequence[TrainingText]
 ) -> tuple[Path, dict[str, Any]]:
     """Write a part's profile next to it, and return the path's agreement with the model, before and after.
 
     `right`: the share of held-out answer positions whose best token is the model's; `shared`: the probability overlap.
     """
     path = replace(own.path, trained=sha256_of(file))
-    llm.runtime.learn(path.trained or "", trained_of(llm.runtime, part))
-    before, after = (agreement(llm.runtime, of, unseen) for of in (own.path, path))
+    llm.runtime.register_trained(path.trained or "", trained_of(llm.runtime, part))
+    before, after = (agreement(llm.runtime, candidate, held_out_texts) for candidate in (own.path, path))
     write_profile(own.with_part(file), file.with_suffix(".yaml"))
     return file.with_suffix(".yaml"), {"right": [before[0], after[0]], "shared": [before[1], after[1]]}

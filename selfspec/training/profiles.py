@@ -50,7 +50,7 @@ def write_profiles(
         spec = own.draft.model_copy(update={"below": below, "spared": None})
         joined = own.model_copy(
             update={"draft": spec, "parts": parts, "measured": [], "predicted": None, "also": []}
-        ).read_from(part.parent)
+        ).with_folder(part.parent)
         spared = _spared(llm, joined, prompts)
         written.append(part.with_name(f"{part.stem}-below.yaml"))
         write_profile(joined.model_copy(update={"draft": spec.model_copy(update={"spared": spared})}), written[1])
@@ -70,7 +70,7 @@ def _step_seconds(head: Head) -> float:
         begun = time.perf_counter()
         logits, state = head.read(0, CONTEXT - 1, tokens[:1], streams[:1])
         for place in range(1, drafted):
-            logits, state = head.go_on(0, CONTEXT, place, 0, state)
+            logits, state = head.draft_step(0, CONTEXT, place, 0, state)
         float(logits[0])  # waits for the device
         times.append((time.perf_counter() - begun) / drafted)
     return statistics.median(times[REPEATS // 3 :])
@@ -84,6 +84,6 @@ def _spared(llm: LLM, profile: Profile, prompts: Sequence[Sequence[int]]) -> flo
         seq = SequenceState(list(prompt), TOKENS, Sampler(), llm.runtime.skeleton.ends)
         for outcome in decode(llm.runtime, drafter, seq):
             if outcome.draft.confidence:
-                took += payoff.price(outcome.draft.work)
+                took += payoff.cost(outcome.draft.work)
                 tokens += len(outcome.draft.confidence)
     return round(min(max(1 - took / (tokens * payoff.draft), 0.0), 0.95), 4) if tokens else None

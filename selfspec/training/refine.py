@@ -21,7 +21,7 @@ from selfspec.text.prompt import Prompt
 from selfspec.training.fit import check_folder
 from selfspec.training.options import Loss
 from selfspec.training.path_learner import PathLearner
-from selfspec.training.path_training import RANK, OwnPath
+from selfspec.training.path_training import RANK, ProfilePath
 from selfspec.training.texts import TrainingText
 
 RATE = 3e-4
@@ -50,10 +50,10 @@ class Refiner:
     ) -> None:
         check_folder(out)
         self._llm, self._file = llm, out / "adapter.safetensors"
-        self._own = OwnPath.of(llm.runtime, profile, "adapter")
+        self._own = ProfilePath.from_profile(llm.runtime, profile, "adapter")
         self._learner = PathLearner(llm.runtime, self._own.path, self._own.trained, rank=rank, loss=loss, seed=0)
         self._optimizer = torch.optim.AdamW(self._learner.net.parameters(), lr=rate, weight_decay=0.01)
-        self._drafter = llm.drafts_with(profile)
+        self._drafter = llm.drafter_for(profile)
         self._sha256: str | None = None
         self.losses: list[float] = []
 
@@ -62,9 +62,9 @@ class Refiner:
         if options.get("seed") is not None:
             raise SelfspecError("drafts that depend on earlier prompts have no seed; leave it out")
         ids = self._llm.encode(prompt)
-        found = self._llm.generate(ids, drafter=self._drafter, **options)
-        self.learn([*ids, *found.tokens])
-        return found
+        generation = self._llm.generate(ids, drafter=self._drafter, **options)
+        self.learn([*ids, *generation.tokens])
+        return generation
 
     def learn(self, tokens: list[int]) -> None:
         """Take a step on a text that the model wrote, and draft with the result."""
@@ -80,6 +80,6 @@ class Refiner:
         place = self._file.with_suffix(".yaml")
         write_profile(self._own.with_part(self._file), place)
         before, after = self._sha256, sha256_of(self._file)
-        self._drafter, self._sha256 = self._llm.drafts_with(read_profile(place)), after
+        self._drafter, self._sha256 = self._llm.drafter_for(read_profile(place)), after
         if before not in (None, after):
-            self._llm.runtime.forget(before)
+            self._llm.runtime.unregister_trained(before)

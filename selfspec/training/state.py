@@ -53,49 +53,49 @@ class Progress:
 class State:
     """The checkpoint: weights, the optimiser, the best weights, and the progress, in one file."""
 
-    def __init__(self, path: Path, told: dict[str, Any]) -> None:
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
         self.path = path
         self.progress = Progress()
-        self._told = told
-        self._held: dict[str, Any] = {}
+        self._config = config
+        self._checkpoint: dict[str, Any] = {}
         if kind(path) == "file":
             try:
-                held = torch.load(path, weights_only=True)
-                if held["told"] == told:
-                    self._held = held
-                    self.progress = Progress(**held["progress"])
+                checkpoint = torch.load(path, weights_only=True)
+                if checkpoint["told"] == config:
+                    self._checkpoint = checkpoint
+                    self.progress = Progress(**checkpoint["progress"])
             except Exception:  # damaged, or of another version
                 _log.warning("%s cannot be gone on from; fitting begins anew", path)
 
     @property
-    def begun(self) -> bool:
+    def resumable(self) -> bool:
         """Whether there is a checkpoint to resume from."""
-        return bool(self._held)
+        return bool(self._checkpoint)
 
     def into(self, learner: Fittable, optimizer: torch.optim.Optimizer) -> None:
         """Load the checkpoint, if any."""
-        if self.begun:
-            learner.net.load_state_dict(self._held["net"])
-            optimizer.load_state_dict(self._held["optimizer"])
+        if self.resumable:
+            learner.net.load_state_dict(self._checkpoint["net"])
+            optimizer.load_state_dict(self._checkpoint["optimizer"])
 
     def best_into(self, learner: Fittable) -> None:
         """Load the best weights so far."""
-        learner.net.load_state_dict(self._held["best"])
+        learner.net.load_state_dict(self._checkpoint["best"])
 
-    def keep(self, learner: Fittable, optimizer: torch.optim.Optimizer, acceptance: list[float]) -> None:
+    def save(self, learner: Fittable, optimizer: torch.optim.Optimizer, acceptance: list[float]) -> None:
         """Write the checkpoint atomically."""
         done = self.progress
         brings = 1 + sum(acceptance)
         done.history.append((done.seconds, brings))
-        if brings >= done.best or "best" not in self._held:
+        if brings >= done.best or "best" not in self._checkpoint:
             done.best, done.acceptance = brings, acceptance
-            self._held["best"] = {name: t.detach().clone() for name, t in learner.net.state_dict().items()}
-        self._held |= {
-            "told": self._told,
+            self._checkpoint["best"] = {name: t.detach().clone() for name, t in learner.net.state_dict().items()}
+        self._checkpoint |= {
+            "told": self._config,
             "net": learner.net.state_dict(),
             "optimizer": optimizer.state_dict(),
             "progress": {name: getattr(done, name) for name in Progress.__slots__},
         }
         buffer = io.BytesIO()
-        torch.save(self._held, buffer)
+        torch.save(self._checkpoint, buffer)
         write_bytes(self.path, buffer.getvalue())

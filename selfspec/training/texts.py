@@ -78,32 +78,32 @@ class TextStore:
     def _read(self, path: Path) -> None:
         try:
             with safe_open(path, "pt") as file:
-                held = json.loads(file.metadata()["texts"])
+                sizes_by_number = json.loads(file.metadata()["texts"])
         except Exception:  # a damaged or foreign file: its texts are made again
             return
-        found = {int(number): _Place(path, *sizes) for number, sizes in held.items()}
-        self.index.update({n: place for n, place in found.items() if self.most is None or n < self.most})
+        places = {int(number): _Place(path, *sizes) for number, sizes in sizes_by_number.items()}
+        self.index.update({n: place for n, place in places.items() if self.most is None or n < self.most})
 
     def __len__(self) -> int:
         return len(self.index)
 
     def add(self, texts: dict[int, TrainingText]) -> None:
         """Write texts to a new file."""
-        tensors, held = {}, {}
+        tensors, sizes_by_number = {}, {}
         for number, text in texts.items():
             tensors[f"{number}.tokens"], tensors[f"{number}.streams"] = text.tokens.int(), text.streams
-            held[number] = len(text.tokens), len(text.streams), text.answer
+            sizes_by_number[number] = len(text.tokens), len(text.streams), text.answer
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{min(texts):08d}-{max(texts):08d}.safetensors"
-        write_bytes(path, save(tensors, {"texts": json.dumps(held)}))
-        self.index.update({number: _Place(path, *sizes) for number, sizes in held.items()})
+        write_bytes(path, save(tensors, {"texts": json.dumps(sizes_by_number)}))
+        self.index.update({number: _Place(path, *sizes) for number, sizes in sizes_by_number.items()})
 
     def read(self, number: int, first: int = 0, last: int | None = None) -> TrainingText:
         """Read a text from its file, or only its tokens and streams from `first` to before `last`."""
-        place, of = self.index[number], slice(first, last)
+        place, span = self.index[number], slice(first, last)
         with safe_open(place.path, "pt") as file:
-            streams: Tensor = file.get_slice(f"{number}.streams")[of]
-            return TrainingText(file.get_tensor(f"{number}.tokens").long()[of], streams, max(place.answer - first, 0))
+            streams: Tensor = file.get_slice(f"{number}.streams")[span]
+            return TrainingText(file.get_tensor(f"{number}.tokens").long()[span], streams, max(place.answer - first, 0))
 
     @property
     def total(self) -> int:
@@ -151,16 +151,17 @@ def make(
     texts: TextStore,
     begin: Iterator[Beginning],
     *,
-    room: int,
+    max_new_tokens: int,
     most: int,
-    go_on: Callable[[], bool] = lambda: True,
+    keep_going: Callable[[], bool] = lambda: True,
     on_tokens: Callable[[int], None] = lambda new: None,
     rows: int = ROWS,
 ) -> None:
-    """Decode texts with an answer of at most `room` tokens each, until there are `most` or `go_on` returns False.
+    """Decode texts with an answer of at most `max_new_tokens` tokens each, until there are `most` of them.
 
     They alternate between greedy and temperature .8. Text `n` has the n-th beginning and the seed n. `on_tokens`
-    receives the number of new tokens. If `go_on` returns False, unfinished texts that have reached the answer are kept.
+    receives the number of new tokens. If `keep_going` returns False, decoding stops, and unfinished texts that have
+    reached the answer are kept.
     """
     ends = runtime.skeleton.ends
     collector = _Collector(layers_of(runtime.layers))
@@ -169,26 +170,30 @@ def make(
     done: dict[int, TrainingText] = {}
 
     def finished(seq: SequenceState) -> None:
-        number, turns = under_way.pop(seq)
+        number, processor = under_way.pop(seq)
         streams = torch.cat(collector.streams.pop(seq))
-        said = seq.tokens[len(turns.beginning.tokens) :]
-        if turns.answering(said):
-            first = said.index(turns.beginning.turn[0]) + len(turns.beginning.turn) if turns.beginning.turn else 0
+        generated = seq.tokens[len(processor.beginning.tokens) :]
+        if processor.answering(generated):
+            first = (
+                generated.index(processor.beginning.turn[0]) + len(processor.beginning.turn)
+                if processor.beginning.turn
+                else 0
+            )
             tokens = torch.tensor(seq.tokens)
-            done[number] = TrainingText(tokens, streams, len(turns.beginning.tokens) + first)
+            done[number] = TrainingText(tokens, streams, len(processor.beginning.tokens) + first)
         if len(done) == EACH:
             texts.add(done)
             done.clear()
 
     with Engine(runtime.with_new_cache(rows=rows), collector) as engine:
         left = True
-        while go_on():
-            while left and len(engine.running) < rows and go_on():
-                if (one := next(waiting, None)) is None:
+        while keep_going():
+            while left and len(engine.running) < rows and keep_going():
+                if (next_text := next(waiting, None)) is None:
                     left = False
                 else:
-                    seq = _sequence(*one, room, ends)
-                    under_way[seq] = one[0], seq.sampler.processors[0]
+                    seq = _sequence(*next_text, max_new_tokens, ends)
+                    under_way[seq] = next_text[0], seq.sampler.processors[0]
                     engine.join(seq)
             if not engine.running:
                 break
@@ -209,15 +214,15 @@ def _numbered(begin: Iterator[Beginning], texts: TextStore, most: int) -> Iterat
             yield number, beginning
 
 
-def _sequence(number: int, beginning: Beginning, room: int, ends: frozenset[int]) -> SequenceState:
-    turns = UserTurns(beginning, TEMPERATURES[number % len(TEMPERATURES)])
-    seen: list[int] = []
+def _sequence(number: int, beginning: Beginning, max_new_tokens: int, ends: frozenset[int]) -> SequenceState:
+    processor = UserTurns(beginning, TEMPERATURES[number % len(TEMPERATURES)])
+    generated: list[int] = []
 
     def ended(token: int) -> bool:
         """Return whether a token ends the text: an end token does, unless it ends the user's turn."""
-        seen.append(token)
-        return token in ends and turns.answering(seen[:-1])
+        generated.append(token)
+        return token in ends and processor.answering(generated[:-1])
 
-    sampler = Sampler(temperature=1.0, seed=number, tied=False, processors=[turns])
-    whole = room + (USERS_TURN + len(beginning.turn) if beginning.turn else 0)
-    return SequenceState(list(beginning.tokens), whole, sampler, stop=ended)
+    sampler = Sampler(temperature=1.0, seed=number, tied=False, processors=[processor])
+    total_new_tokens = max_new_tokens + (USERS_TURN + len(beginning.turn) if beginning.turn else 0)
+    return SequenceState(list(beginning.tokens), total_new_tokens, sampler, stop=ended)

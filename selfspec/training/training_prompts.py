@@ -29,7 +29,7 @@ class Beginning:
     turn: tuple[int, ...] = ()
 
 
-def made_up(tokenizer: Any, ends: frozenset[int], start: int | None) -> Beginning:
+def synthetic_beginning(tokenizer: Any, ends: frozenset[int], start: int | None) -> Beginning:
     """Return the common beginning of all texts of a model that makes up its own prompts.
 
     `ends`: its end tokens; `start`: the token that texts begin with. Raises `SelfspecError` if there is neither a chat
@@ -38,8 +38,8 @@ def made_up(tokenizer: Any, ends: frozenset[int], start: int | None) -> Beginnin
     if getattr(tokenizer, "chat_template", None):
         message = [{"role": "user", "content": _MARK}]
         text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        before, found, after = text.partition(_MARK)
-        if found:
+        before, separator, after = text.partition(_MARK)
+        if separator:
             opening, turn = (tuple(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in (before, after))
             if turn and turn[0] in ends:
                 return Beginning(opening, turn)
@@ -57,23 +57,23 @@ class UserTurns(LogitsProcessor):  # type: ignore[misc]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the processed scores `[1, V]` after `[1, n]` tokens."""
-        said = input_ids[0, len(self.beginning.tokens) :].tolist()
+        generated = input_ids[0, len(self.beginning.tokens) :].tolist()
         turn = self.beginning.turn
         if turn:
-            end = said.index(turn[0]) if turn[0] in said else len(said)
-            if end == len(said):
+            end = generated.index(turn[0]) if turn[0] in generated else len(generated)
+            if end == len(generated):
                 return scores if end < USERS_TURN else _only(scores, turn[0])
-            given = len(said) - end
-            if given < len(turn):
-                return _only(scores, turn[given])
+            num_turn_tokens = len(generated) - end
+            if num_turn_tokens < len(turn):
+                return _only(scores, turn[num_turn_tokens])
         if self.temperature == 0:
             return _only(scores, int(scores.argmax()))
         return scores / self.temperature
 
-    def answering(self, said: Sequence[int]) -> bool:
+    def answering(self, generated: Sequence[int]) -> bool:
         """Return whether the tokens after the beginning reach into the answer."""
         turn = self.beginning.turn
-        return not turn or (turn[0] in said and len(said) - list(said).index(turn[0]) >= len(turn))
+        return not turn or (turn[0] in generated and len(generated) - list(generated).index(turn[0]) >= len(turn))
 
 
 def _only(scores: Tensor, token: int) -> Tensor:
@@ -82,13 +82,13 @@ def _only(scores: Tensor, token: int) -> Tensor:
     return forced
 
 
-def beginnings(given: Sequence[Sequence[int]] | None, own: Beginning | None, *, seed: int) -> Iterator[Beginning]:
+def beginnings(prompts: Sequence[Sequence[int]] | None, own: Beginning | None, *, seed: int) -> Iterator[Beginning]:
     """Yield beginnings without end: given prompts (token ids), shuffled by `seed` in every cycle, or `own`."""
     draw = random.Random(seed)
     while True:
-        if given is None:
+        if prompts is None:
             assert own is not None
             yield own
             continue
-        for number in draw.sample(range(len(given)), len(given)):
-            yield Beginning(tuple(given[number]))
+        for number in draw.sample(range(len(prompts)), len(prompts)):
+            yield Beginning(tuple(prompts[number]))

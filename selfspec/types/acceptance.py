@@ -57,7 +57,7 @@ class AcceptanceCurve(Data):
         return i, min(max((confidence - knots[i]) / (knots[i + 1] - knots[i]), 0.0), 1.0)
 
 
-def between(values: Sequence[float], place: tuple[int, float]) -> float:
+def interpolate(values: Sequence[float], place: tuple[int, float]) -> float:
     """Return the value at a `place` of a curve with these values at its knots."""
     i, share = place
     return values[i] + share * (values[i + 1] - values[i])
@@ -80,7 +80,7 @@ class PayoffModel:
     head: float = 0.0
 
     @classmethod
-    def of(
+    def from_costs(
         cls,
         costs: CostModel,
         path: DraftPath | SkipSet,
@@ -99,7 +99,7 @@ class PayoffModel:
         draft = costs.draft(path, layers, vocabulary=vocabulary) / costs.plain
         return cls((1 - spared) * draft, tuple(rounds), curve, costs.passes(draft))
 
-    def price(self, work: Work) -> float:
+    def cost(self, work: Work) -> float:
         """Return the cost of this work in plain decode steps; a call of unknown cost counts as one step."""
         return sum(calls * self._price(part) for part, calls in work)
 
@@ -110,7 +110,7 @@ class PayoffModel:
         return known[part.rows - 1] if part.name == DRAFT_STEP.name and part.rows <= len(known) else 1.0
 
 
-def guess(path: DraftPath | SkipSet, layers: int, curve: AcceptanceCurve | None = None) -> PayoffModel:
+def estimate_payoff(path: DraftPath | SkipSet, layers: int, curve: AcceptanceCurve | None = None) -> PayoffModel:
     """Return an unmeasured payoff model: a draft step's cost is estimated from the weights it reads."""
     shares = {"full": 1.0, "int8": 0.4, "int4": 0.3, "skip": 0.0}
     modes = as_path(path).modes(layers)

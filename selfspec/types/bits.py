@@ -20,7 +20,7 @@ class BitsRead:
     plain: float
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """A sentence for display."""
         return f"a draft step reads {self.draft:.3g} bits per weight, a plain step {self.plain:.3g}"
 
@@ -52,8 +52,8 @@ def extra_share(path: DraftPath, model: Identity, *, dtype: str | None = None) -
     the errors are those of `bits_read`.
     """
     full = DTYPES.get(dtype or "", 32.0)
-    held = full if path.vocabulary is not None and path.head == "full" else {"full": 0.0, **READ}[path.head]
-    bits = _mean(path, model, 0.0, path.share(model.vocabulary) * held)
+    head_bits = full if path.vocabulary is not None and path.head == "full" else {"full": 0.0, **READ}[path.head]
+    bits = _mean(path, model, 0.0, path.share(model.vocabulary) * head_bits)
     return None if bits is None else bits / full
 
 

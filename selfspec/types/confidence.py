@@ -12,7 +12,7 @@ from pydantic import Field
 
 from selfspec.basics.checked_model import Data
 
-CLOSEST, SUREST = 1e-6, 1e-9  # lower bounds of a gap, and of a probability's distance from 0 and 1
+MIN_GAP, MIN_PROBABILITY = 1e-6, 1e-9  # lower bounds of a gap, and of a probability's distance from 0 and 1
 Weight = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -38,22 +38,22 @@ class Confidence(Data):
         return self.bias == 0 and self.probability == 1 and self.gap == 0
 
     @property
-    def reads(self) -> str:
+    def inputs(self) -> str:
         """The inputs it depends on: probability, gap, both, or nothing (the same for all tokens)."""
         if not self.probability:
             return "gap" if self.gap else "nothing"
         return "both" if self.gap else "probability"
 
-    def of(self, probability: float, gap: float) -> float:
+    def estimate(self, probability: float, gap: float) -> float:
         """Return the confidence of a token with this probability and gap."""
         if self.plain:
             return probability
         x = self.bias
         if self.probability:
-            p = min(max(probability, SUREST), 1 - SUREST)
+            p = min(max(probability, MIN_PROBABILITY), 1 - MIN_PROBABILITY)
             x += self.probability * math.log(p / (1 - p))
         if self.gap:
-            x += self.gap * math.log(max(gap, CLOSEST))
+            x += self.gap * math.log(max(gap, MIN_GAP))
         return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
 
 

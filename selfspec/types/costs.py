@@ -21,7 +21,7 @@ WIDER = (1.12, 1.24, 1.36, 1.48, 1.6)  # default relative cost of draft steps ov
 CHEAPER = 0.9  # relative to full precision: a mode that costs more is not worth trying
 
 
-class Prices(Data):
+class ModeCosts(Data):
     """Seconds of a quantised attention sub-layer, MLP sub-layer and head in a draft step."""
 
     attention: Seconds
@@ -53,7 +53,7 @@ class CostModel(Data):
     prefill: Seconds = 0.0
     head: Seconds = 0.0
     wider: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = list(WIDER)
-    low: dict[LowMode, Prices] = {}
+    low: dict[LowMode, ModeCosts] = {}
     fastest: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     error: Rate | None = None
 
@@ -89,9 +89,9 @@ class CostModel(Data):
         per_key = further * self.attention_per_key
         seconds = self.base
         prices = self._prices
-        for mode, of in prices.items():
+        for mode, cost in prices.items():
             attention, mlp = _counts(path, mode, layers, prices)
-            seconds += attention * max(of.attention + per_key, 0.0) + mlp * of.mlp
+            seconds += attention * max(cost.attention + per_key, 0.0) + mlp * cost.mlp
         head = prices.get(path.head, self._full).head
         return max(seconds - self.head + vocabulary * head, 0.0)
 
@@ -101,12 +101,12 @@ class CostModel(Data):
         return mine.attention + mine.mlp < CHEAPER * (full.attention + full.mlp)
 
     @property
-    def _full(self) -> Prices:
-        return Prices(attention=self.attention, mlp=self.mlp, head=self.head)
+    def _full(self) -> ModeCosts:
+        return ModeCosts(attention=self.attention, mlp=self.mlp, head=self.head)
 
     @property
-    def _prices(self) -> dict[Mode, Prices]:
-        low: dict[Mode, Prices] = {mode: of for mode, of in self.low.items()}  # noqa: C416 (as another type)
+    def _prices(self) -> dict[Mode, ModeCosts]:
+        low: dict[Mode, ModeCosts] = {mode: cost for mode, cost in self.low.items()}  # noqa: C416 (as another type)
         return {"full": self._full, **low}
 
     def draft_share(self, path: DraftPath | SkipSet, layers: int) -> float:
@@ -117,7 +117,7 @@ class CostModel(Data):
         """Return the seconds of draft steps over 1, 2, .. tokens at once, given `draft` for one token."""
         return (draft, *(draft * share for share in self.wider))
 
-    def prices(self, draft: float) -> dict[DraftCall, float]:
+    def call_costs(self, draft: float) -> dict[DraftCall, float]:
         """Return the seconds of one call of each part of draft work, given `draft` for a step over one token."""
         steps = {draft_pass(rows): seconds for rows, seconds in enumerate(self.passes(draft), start=1)}
         return {GUESS: 0.0, **steps}
@@ -148,7 +148,7 @@ class CostModel(Data):
 def _counts(path: DraftPath, mode: Mode, layers: int, priced: Collection[Mode]) -> tuple[int, int]:
     """Return how many attention and MLP sub-layers run in a mode; modes without a cost count as full."""
     if mode != "full":
-        of: SkipSet = getattr(path, mode)
-        return len(of.attention), len(of.mlp)
+        sublayers: SkipSet = getattr(path, mode)
+        return len(sublayers.attention), len(sublayers.mlp)
     others = [path.skip, *(getattr(path, other) for other in priced if other != "full")]
     return layers - sum(len(o.attention) for o in others), layers - sum(len(o.mlp) for o in others)

@@ -49,14 +49,14 @@ class DraftPath:
         if not self.low_precision:
             return
         for part in ("attention", "mlp"):
-            seen: dict[int, str] = {}
+            mode_by_layer: dict[int, str] = {}
             for mode in ("skip", "int8", "int4"):
                 for layer in getattr(getattr(self, mode), part):
-                    if layer in seen:
+                    if layer in mode_by_layer:
                         raise SelfspecError(
-                            f"{part} of layer {layer} is both {seen[layer]} and {mode}; expected one of them"
+                            f"{part} of layer {layer} is both {mode_by_layer[layer]} and {mode}; expected one of them"
                         )
-                    seen[layer] = mode
+                    mode_by_layer[layer] = mode
 
     @classmethod
     def skipping(cls, attention: Sequence[int] = (), mlp: Sequence[int] = ()) -> DraftPath:
@@ -64,7 +64,7 @@ class DraftPath:
         return cls(SkipSet(tuple(attention), tuple(mlp)))
 
     @classmethod
-    def of(
+    def from_modes(
         cls, modes: Sequence[Mode], *, head: HeadMode = "full", vocabulary: tuple[int, ...] | None = None
     ) -> DraftPath:
         """Make a path of `2 * layers` modes: attention of layers 0.., then MLP of layers 0.. (inverse of `modes`)."""
@@ -93,9 +93,9 @@ class DraftPath:
 
     def runs(self, layers: int) -> list[tuple[int, int]]:
         """Return the runs of adjacent layers that are skipped entirely, as (first, end) with end exclusive."""
-        whole = set(self.skip.attention) & set(self.skip.mlp)
-        firsts = [i for i in range(layers) if i in whole and i - 1 not in whole]
-        return [(i, next(j for j in range(i, layers + 1) if j not in whole)) for i in firsts]
+        skipped = set(self.skip.attention) & set(self.skip.mlp)
+        firsts = [i for i in range(layers) if i in skipped and i - 1 not in skipped]
+        return [(i, next(j for j in range(i, layers + 1) if j not in skipped)) for i in firsts]
 
     @property
     def low_precision(self) -> bool:
@@ -103,10 +103,10 @@ class DraftPath:
         return bool(len(self.int8) or len(self.int4) or self.head != "full")
 
     @property
-    def few(self) -> tuple[tuple[Mode, SkipSet], ...]:
+    def quantized_sets(self) -> tuple[tuple[Mode, SkipSet], ...]:
         """The quantised modes that are in use, each with its sub-layers."""
         sets: tuple[tuple[Mode, SkipSet], ...] = (("int8", self.int8), ("int4", self.int4))
-        return tuple((mode, of) for mode, of in sets if len(of))
+        return tuple((mode, sublayers) for mode, sublayers in sets if len(sublayers))
 
     @property
     def cheaper(self) -> bool:
@@ -119,9 +119,13 @@ class DraftPath:
         return signs[:layers], signs[layers:]
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """A short description of what does not run in full."""
-        parts = [f"{len(of)} {WORDS[mode]}" for mode, of in (*self.few, ("skip", self.skip)) if len(of)]
+        parts = [
+            f"{len(sublayers)} {WORDS[mode]}"
+            for mode, sublayers in (*self.quantized_sets, ("skip", self.skip))
+            if len(sublayers)
+        ]
         if parts:
             first, _, rest = parts[0].partition(" ")
             parts[0] = f"{first} sub-layer{'s' if first != '1' else ''} {rest}"

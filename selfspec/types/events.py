@@ -74,7 +74,11 @@ class TokenEvent:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields, ready for JSON."""
-        return {**asdict(self), "origin": str(self.origin), "rejected": [asdict(one) for one in self.rejected]}
+        return {
+            **asdict(self),
+            "origin": str(self.origin),
+            "rejected": [asdict(rejected) for rejected in self.rejected],
+        }
 
 
 def origins(done: Round) -> list[Origin]:
@@ -85,9 +89,9 @@ def origins(done: Round) -> list[Origin]:
     for node, parent in enumerate(done.parents):
         first.setdefault(parent, node)
     drafted = Origin.ACCEPTED_GUESS if done.work == GUESSED else Origin.ACCEPTED_DRAFT
-    found = [drafted if first[done.parents[node]] == node else Origin.ACCEPTED_CANDIDATE for node in done.path]
-    found.append(Origin.CORRECTED if _last(done.path) in first else Origin.BONUS)
-    return found[: done.tokens]
+    result = [drafted if first[done.parents[node]] == node else Origin.ACCEPTED_CANDIDATE for node in done.path]
+    result.append(Origin.CORRECTED if _last(done.path) in first else Origin.BONUS)
+    return result[: done.tokens]
 
 
 def token_events(
@@ -100,25 +104,27 @@ def token_events(
     events: list[TokenEvent] = []
     for number, done in enumerate(rounds, 1):
         for i, origin in enumerate(origins(done)):
-            at = len(events)
-            if at == len(tokens):
+            index = len(events)
+            if index == len(tokens):
                 return tuple(events)
             node = done.path[i] if i < len(done.path) else None
             rejected = (
-                Rejected(done.proposed[other], text_of(at, done.proposed[other]), _at(done.confidence, other))
+                Rejected(
+                    done.proposed[other], text_of(index, done.proposed[other]), _get_or_none(done.confidence, other)
+                )
                 for other in _rejected(done, i)
             )
             events.append(
                 TokenEvent(
-                    tokens[at],
-                    texts[at],
+                    tokens[index],
+                    texts[index],
                     origin,
                     number,
                     place=None if node is None else i + 1,
-                    confidence=None if node is None else _at(done.confidence, node),
-                    probability=_at(done.probabilities, i),
+                    confidence=None if node is None else _get_or_none(done.confidence, node),
+                    probability=_get_or_none(done.probabilities, i),
                     rejected=tuple(rejected),
-                    source=None if node is None else _at(done.sources, node),
+                    source=None if node is None else _get_or_none(done.sources, node),
                 )
             )
     return tuple(events)
@@ -142,5 +148,5 @@ def _last(path: Sequence[int]) -> int:
     return path[-1] if path else -1
 
 
-def _at(values: Sequence[T], i: int) -> T | None:
+def _get_or_none(values: Sequence[T], i: int) -> T | None:
     return values[i] if i < len(values) else None

@@ -9,7 +9,7 @@ from selfspec.basics.errors import SelfspecError
 
 
 @dataclass(frozen=True, slots=True)
-class LoadPrices:
+class PassCosts:
     """Seconds of passes over 0, 1, 2, .. tokens in all, shared by any number of sequences.
 
     `verify[n]`: a full pass over n tokens, with the round's other work; `draft[n]`: a pass along the draft path. Beyond
@@ -24,13 +24,13 @@ class LoadPrices:
             raise SelfspecError("prices of passes: expected those over no, one and two tokens at least")
 
     @classmethod
-    def of(cls, verify: Mapping[int, float], draft: Mapping[int, float], *, most: int) -> LoadPrices:
+    def from_measurements(cls, verify: Mapping[int, float], draft: Mapping[int, float], *, most: int) -> PassCosts:
         """Interpolate costs measured at some numbers of tokens, never falling, up to `most` tokens."""
         return cls(_filled(verify, most), _filled(draft, most))
 
     def verified(self, tokens: int) -> float:
         """Return the seconds of a full pass."""
-        return _at(self.verify, tokens)
+        return _seconds_for(self.verify, tokens)
 
     def wider(self, tokens: int, more: int) -> float:
         """Return the seconds that `more` further tokens add to a full pass."""
@@ -38,23 +38,23 @@ class LoadPrices:
 
     def drafted(self, tokens: int) -> float:
         """Return the seconds of a pass along the draft path."""
-        return _at(self.draft, tokens)
+        return _seconds_for(self.draft, tokens)
 
 
 def _filled(timed: Mapping[int, float], most: int) -> tuple[float, ...]:
     known = sorted(timed.items())
     for i in range(len(known) - 2, -1, -1):  # disturbed measurements are too long, never too short
         known[i] = known[i][0], min(known[i][1], known[i + 1][1])
-    found = [0.0]
+    filled = [0.0]
     for tokens in range(1, max(most, 2) + 1):
         high = next((i for i, (n, _) in enumerate(known) if n >= tokens), len(known) - 1)
         (a, x), (b, y) = known[max(high - 1, 0)], known[max(high, 1) if len(known) > 1 else high]
         seconds = y if a == b else x + (y - x) * (tokens - a) / (b - a)
-        found.append(seconds)
-    return tuple(found)
+        filled.append(seconds)
+    return tuple(filled)
 
 
-def _at(seconds: tuple[float, ...], tokens: int) -> float:
+def _seconds_for(seconds: tuple[float, ...], tokens: int) -> float:
     last = len(seconds) - 1
     if tokens <= last:
         return seconds[tokens]

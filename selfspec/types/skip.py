@@ -21,8 +21,8 @@ class SkipSet:
 
     def __post_init__(self) -> None:
         for part in ("attention", "mlp"):
-            given = getattr(self, part)
-            indices = tuple(given) if isinstance(given, Iterable) else (given,)
+            layers = getattr(self, part)
+            indices = tuple(layers) if isinstance(layers, Iterable) else (layers,)
             for index in indices:
                 if isinstance(index, bool) or not hasattr(index, "__index__") or operator.index(index) < 0:
                     raise SelfspecError(f"skip.{part}: {index!r} is no layer index; expected integers from 0")

@@ -62,7 +62,7 @@ class Stats:
     work: Counter[DraftCall] = field(default_factory=Counter)
     sources: Counter[str] = field(default_factory=Counter)
     prompt: int = 0
-    kept: int = 0
+    num_cached: int = 0
     finish: Finish | None = None
     drafting: float = 0.0
 
@@ -88,7 +88,7 @@ class Stats:
 
     def add(self, other: Stats) -> None:
         """Add the counts and seconds of another generation; its log and finish are not added."""
-        for name in ("rounds", "drafted", "nodes", "accepted", "tokens", "seconds", "drafting", "prompt", "kept"):
+        for name in ("rounds", "drafted", "nodes", "accepted", "tokens", "seconds", "drafting", "prompt", "num_cached"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.work.update(other.work)
         self.sources.update(other.sources)

@@ -83,7 +83,7 @@ class ToyBatch:
         self.running: list[ToyRequest] = []
         self.waiting: list[ToyRequest] = []
         self.most = 0  # that ever ran together
-        self.places = PLACES
+        self.num_slots = PLACES
         self.counters = SimpleNamespace(
             rounds=0,
             tokens=0,
@@ -104,7 +104,7 @@ class ToyBatch:
     @property
     def free(self) -> int:
         """Places that nobody has."""
-        return self.places - sum(len(one.prompt) + len(one.tokens) for one in self.running)
+        return self.num_slots - sum(len(one.prompt) + len(one.tokens) for one in self.running)
 
     @property
     def idle(self) -> bool:

@@ -19,13 +19,14 @@ from words import Doubled
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.drafters import (
     ClaspDrafter,
+    CrossVocabularyDrafter,
     Drafter,
-    FreeDrafter,
     Guard,
     InputDrafter,
     JacobiDrafter,
     LayerSkipDrafter,
     LookaheadDrafter,
+    LookupDrafter,
     MergedDrafter,
     ModelDrafter,
     PlainDrafter,
@@ -33,13 +34,12 @@ from selfspec.drafters import (
     Route,
     Router,
     SwiftDrafter,
-    TranslatedDrafter,
 )
 from selfspec.drafters.head_drafter import HeadBelow, HeadDrafter
 from selfspec.models.low_precision import fake
 from selfspec.proposers.chain import ProposerChain
 from selfspec.proposers.lookup import Lookup
-from selfspec.proposers.store import Stored
+from selfspec.proposers.store import StoreProposer
 from selfspec.runtime.forward import Runtime
 from selfspec.types.acceptance import PayoffModel
 from selfspec.types.confidence import Confidence
@@ -78,7 +78,7 @@ def table(vocabulary: int, layers: int = 3) -> dict[str, Make]:
         return lambda runtime: HeadDrafter(random_head(runtime, words, kind), FixedK(k), **options)
 
     def other_model(k: int, **options) -> Make:
-        return lambda runtime: TranslatedDrafter(
+        return lambda runtime: CrossVocabularyDrafter(
             runtime, _other(2 * vocabulary, 1, 9), Doubled(vocabulary), FixedK(k), **options
         )
 
@@ -94,10 +94,14 @@ def table(vocabulary: int, layers: int = 3) -> dict[str, Make]:
             runtime, _other(vocabulary, 1, 3), StaticThreshold(0.2, 4), candidates=2
         ),
         "draft model in int8, lookup": lambda runtime: ModelDrafter(
-            runtime, _other(vocabulary, 1, 3), FixedK(3), path=DraftPath.of(["int8"] * 2, head="int8"), ahead=guesses
+            runtime,
+            _other(vocabulary, 1, 3),
+            FixedK(3),
+            path=DraftPath.from_modes(["int8"] * 2, head="int8"),
+            proposer_chain=guesses,
         ),
         "draft model of other tokens": other_model(2, candidates=2),
-        "draft model of other tokens, lookup": other_model(4, ahead=guesses),
+        "draft model of other tokens, lookup": other_model(4, proposer_chain=guesses),
         "same model": lambda runtime: ModelDrafter(runtime, runtime.with_new_cache(rows=runtime.rows), FixedK(3)),
         "skip, fixed": lambda runtime: skipping(runtime, skip, FixedK(3)),
         "skip, static": lambda runtime: skipping(runtime, skip, StaticThreshold(0.3, 5)),
@@ -111,15 +115,15 @@ def table(vocabulary: int, layers: int = 3) -> dict[str, Make]:
             runtime, learnt(runtime, to_train), StaticThreshold(0.2, 5), candidates=2
         ),
         "guarded": lambda runtime: Guard(skipping(runtime, skip, FixedK(3), candidates=2), payoff=PayoffModel(0.1)),
-        "lookup below": lambda runtime: skipping(runtime, skip, AdaptiveThreshold(k_max=6), ahead=guesses),
+        "lookup below": lambda runtime: skipping(runtime, skip, AdaptiveThreshold(k_max=6), proposer_chain=guesses),
         "lookup below, candidates": lambda runtime: skipping(
-            runtime, low, StaticThreshold(0.3, 4), candidates=3, confidence=BY_GAP, ahead=guesses
+            runtime, low, StaticThreshold(0.3, 4), candidates=3, confidence=BY_GAP, proposer_chain=guesses
         ),
         "store below": lambda runtime: skipping(
-            runtime, low, StaticThreshold(0.3, 4), candidates=3, ahead=ProposerChain([store()], (1.0,) * 4)
+            runtime, low, StaticThreshold(0.3, 4), candidates=3, proposer_chain=ProposerChain([store()], (1.0,) * 4)
         ),
-        "lookup": lambda runtime: FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),
-        "store": lambda runtime: FreeDrafter([Lookup(), store()], StaticThreshold(0.1, 5)),
+        "lookup": lambda runtime: LookupDrafter([Lookup()], StaticThreshold(0.1, 5)),
+        "store": lambda runtime: LookupDrafter([Lookup(), store()], StaticThreshold(0.1, 5)),
         "recycle": lambda runtime: RecycleDrafter(StaticThreshold(0.1, 5), candidates=3),
         "input": lambda runtime: InputDrafter(StaticThreshold(0.1, 5)),
         "jacobi": lambda runtime: JacobiDrafter("jacobi", start="padding"),
@@ -130,7 +134,7 @@ def table(vocabulary: int, layers: int = 3) -> dict[str, Make]:
         "clasp": lambda runtime: ClaspDrafter(runtime, FixedK(3), skip=layers - 1, every=1),
         "merged": lambda runtime: MergedDrafter(
             [
-                FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),
+                LookupDrafter([Lookup()], StaticThreshold(0.1, 5)),
                 skipping(runtime, low, by_rate(), candidates=3),
                 HeadDrafter(random_head(runtime, words), FixedK(2), candidates=2),
             ]
@@ -145,14 +149,14 @@ def table(vocabulary: int, layers: int = 3) -> dict[str, Make]:
         "routes": lambda runtime: Router(
             [
                 Route(skipping(runtime, skip, FixedK(3)), PayoffModel(0.2)),
-                Route(FreeDrafter([Lookup()], StaticThreshold(0.1, 5)), PayoffModel(0.0)),
+                Route(LookupDrafter([Lookup()], StaticThreshold(0.1, 5)), PayoffModel(0.0)),
             ]
         ),
         "eagle": head("eagle", 4),
         "eagle, candidates": lambda runtime: HeadDrafter(
-            random_head(runtime, words), StaticThreshold(0.05, 4), candidates=3, ahead=guesses
+            random_head(runtime, words), StaticThreshold(0.05, 4), candidates=3, proposer_chain=guesses
         ),
-        "eagle below": below("eagle", ahead=guesses),
+        "eagle below": below("eagle", proposer_chain=guesses),
         "mtp below": below("mtp"),
         "medusa": head("medusa", 4, candidates=2),
         "hydra": head("hydra", 3),
@@ -206,5 +210,5 @@ def _other(vocabulary: int, layers: int, seed: int) -> Runtime:
 
 
 @lru_cache
-def _store(vocabulary: int) -> Stored:
+def _store(vocabulary: int) -> StoreProposer:
     return stored(babble(vocabulary), vocabulary)

@@ -22,7 +22,7 @@ def random_path(seed: int, layers: int, *, words: int = 0) -> DraftPath:
     chance = random.Random(seed)
     some = None if not words or chance.random() < 0.5 else tuple(chance.sample(range(words), max(2, words // 2)))
     head = chance.choice(MODES[:-1])
-    return DraftPath.of([chance.choice(MODES) for _ in range(2 * layers)], head=head, vocabulary=some)  # type: ignore[arg-type]
+    return DraftPath.from_modes([chance.choice(MODES) for _ in range(2 * layers)], head=head, vocabulary=some)  # type: ignore[arg-type]
 
 
 def stands_for(linear: Any, bits: Bits) -> nn.Linear:
@@ -35,7 +35,7 @@ def stands_for(linear: Any, bits: Bits) -> nn.Linear:
 def as_rounded(model: Any, path: DraftPath, in_full: tuple[str, ...] = ()) -> Any:
     """A copy of a model whose weights are those of a path, rounded in the place of a kernel."""
     model = copy.deepcopy(model)
-    parts = read_skeleton(model).lowered.parts
+    parts = read_skeleton(model).quantizer.parts
     layers = len(parts.layers)
     modes = path.modes(layers)
     chosen = [

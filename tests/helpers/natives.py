@@ -12,7 +12,7 @@ from models import SIZES, tiny
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
-from selfspec.models.layout import lay_out_
+from selfspec.models.layout import apply_layout_
 from selfspec.speculation.drafts import Draft
 
 N, LAYERS, WORDS = 96, 3, SIZES["vocab_size"]
@@ -39,7 +39,7 @@ def model_of(name: str, layout: str = "native", **changes: Any) -> Any:
     model = tiny(config, dtype=torch.bfloat16 if "bfloat16" in name else torch.float32)
     if layout == "rows":
         model = model.float()
-    lay_out_(model, layout)
+    apply_layout_(model, layout)
     return model
 
 

@@ -38,8 +38,8 @@ from selfspec.speculation.sequence import SequenceState
 NEW = 10
 BEGINNING = "import os\nimport sys\n\n\ndef read_header(self, stream, size=None, *, strict=False):\n"  # of several
 PROMPTS = ("def main(args):\n    for arg in args:\n", f"{BEGINNING}    return", f"{BEGINNING}    x = 1\n", "class A:")
-SKIP = selfspec.DraftPath.of(["full", "skip", "full", "full", "skip", "full"])
-FEW_BITS = selfspec.DraftPath.of(["int8", "int4", "skip", "int8", "int4", "full"])
+SKIP = selfspec.DraftPath.from_modes(["full", "skip", "full", "full", "skip", "full"])
+FEW_BITS = selfspec.DraftPath.from_modes(["int8", "int4", "skip", "int8", "int4", "full"])
 TEMPERATURES, SEED = (0.0, 0.9), 7
 Pairs = list[tuple[list[int], list[int]]]
 
@@ -65,14 +65,14 @@ class Both:
 
     def guard(self) -> Any:
         """The same, guarded."""
-        draft = LayerSkipSpec.of(FEW_BITS, parse_controller("fixed:k=3"))
-        return self.shared.guarded(Profile(model=self.shared.identity, draft=draft))
+        draft = LayerSkipSpec.from_path(FEW_BITS, parse_controller("fixed:k=3"))
+        return self.shared.guarded_drafter(Profile(model=self.shared.identity, draft=draft))
 
     def method(self, name: str) -> Any:
         """Drafts by a method's name."""
         profile = choose_profile(self.shared.identity, "none", name)
         assert profile is not None
-        return self.shared.drafts_with(profile)
+        return self.shared.drafter_for(profile)
 
 
 def controller_of(text: str) -> Any:

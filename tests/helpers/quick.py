@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import selfspec
-from selfspec.training.distill import some_layers
+from selfspec.training.distill import keep_layers
 
 LAYERS = 6
 
@@ -13,7 +13,7 @@ LAYERS = 6
 def quick(dtype: str) -> selfspec.LLM:
     """The built-in model with some of its layers alone, without a profile."""
     model = selfspec.load(profile="none", dtype=dtype)
-    return selfspec.wrap(some_layers(model.model, LAYERS), model.tokenizer, profile="none")
+    return selfspec.wrap(keep_layers(model.model, LAYERS), model.tokenizer, profile="none")
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from selfspec.server.server import Server, bound, url
+from selfspec.server.server import Server, bind_socket, url
 from selfspec.server.service import Service
 from selfspec.server.settings import Settings
 from selfspec.server.worker import Replica
@@ -45,7 +45,7 @@ def served(llm: Any, *batches: Any, **settings: Any) -> Iterator[Served]:
     """A server with these batches, in a thread, until it is left."""
     log: list[dict[str, Any]] = []
     service = service_of(llm, batches, log, **settings)
-    at = bound("127.0.0.1", 0)
+    at = bind_socket("127.0.0.1", 0)
     server = Server(service)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[at])))
     with service:

@@ -9,17 +9,17 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from selfspec.proposers.store import Store, Stored, write_store
+from selfspec.proposers.store import Store, StoreProposer, write_store
 
 FOLDER = Path(tempfile.mkdtemp(prefix="selfspec-stores-"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 
 
-def stored(texts: Iterable[Sequence[int]], vocabulary: int) -> Stored:
+def stored(texts: Iterable[Sequence[int]], vocabulary: int) -> StoreProposer:
     """What guesses from a store of these texts."""
     path = FOLDER / f"{len([*FOLDER.iterdir()])}.store"
     write_store(path, texts, vocabulary=vocabulary)
-    return Stored(Store(path))
+    return StoreProposer(Store(path))
 
 
 def babble(vocabulary: int, *, seed: int = 0, texts: int = 4, tokens: int = 60) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from selfspec.types.costs import CostModel, Prices
+from selfspec.types.costs import CostModel, ModeCosts
 
 MEASURED = "measured_costs"
 STEP = 1.3e-3  # seconds of a plain step; a draft step that skips nothing takes as long
@@ -23,7 +23,7 @@ def told_costs(layers: int) -> CostModel:
         verify=[STEP, 1.04 * STEP, 1.15 * STEP],
         round=4e-5,
         head=5e-5,
-        low={mode: Prices(attention=each / 2, mlp=each / 2, head=3e-5) for mode in ("int8", "int4")},
+        low={mode: ModeCosts(attention=each / 2, mlp=each / 2, head=3e-5) for mode in ("int8", "int4")},
     )
 
 

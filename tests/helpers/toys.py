@@ -20,7 +20,7 @@ from selfspec.speculation.rounds import one_round
 from selfspec.speculation.rules import greedy, match
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.tree_batch import Placed, lay_out
+from selfspec.speculation.tree_batch import PlacedDraft, lay_out
 from selfspec.types.draft_path import DraftPath
 from selfspec.types.draft_work import Work, steps_of
 from selfspec.types.skip import SkipSet
@@ -134,7 +134,7 @@ class Lockstep(Toy):
         rows: list[list[Tensor]] = [[] for _ in seqs]
         for _ in range(2):
             placed = [
-                Placed(seq.row, [*seq.tokens, *new][-1], len(seq.tokens) + len(new) - 1)
+                PlacedDraft(seq.row, [*seq.tokens, *new][-1], len(seq.tokens) + len(new) - 1)
                 for seq, new in zip(seqs, tokens, strict=True)
             ]
             laid = lay_out(placed, spare=self.runtime.cache.spare, device=self.runtime.device)
@@ -146,7 +146,7 @@ class Lockstep(Toy):
                 if len(tokens[i]) < limits[i].depth and not (tokens[i] and tokens[i][-1] in seq.ends):
                     place = len(seq.tokens) + len(tokens[i])
                     prefix = ([*seq.tokens, *tokens[i]],)
-                    q = seq.sampler.probs(seq.sampler.scores(logits[laid.at[i]], prefix)[0])
+                    q = seq.sampler.probs(seq.sampler.scores(logits[laid.batch_rows[i]], prefix)[0])
                     tokens[i].append(int(q.argmax()) if seq.sampler.greedy else seq.sampler.draw(q, place))
                     rows[i].append(q)
         return [
@@ -197,7 +197,7 @@ class Staged(Toy):
 
     def made(self, outcome: Outcome) -> Draft:
         """The draft that an inner round comes to."""
-        laws = outcome.laws
+        laws = outcome.target_distributions
         return Draft.chain(outcome.tokens, q=None if laws is None else laws[: len(outcome.tokens)])
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:

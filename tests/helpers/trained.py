@@ -27,7 +27,7 @@ def random_trained(runtime: Runtime, path: DraftPath, *, rank: int | None = None
     updates = {}
     for layer in range(runtime.layers):
         number = 0
-        while (sizes := runtime.skeleton.lowered.group_sizes(layer, number)) is not None:
+        while (sizes := runtime.skeleton.quantizer.group_sizes(layer, number)) is not None:
             updates[layer, number] = Update(draw(2, sizes[1]), draw(sizes[0], 2))
             number += 1
     return Trained({run: bridge() for run in path.runs(runtime.layers)}, updates)
@@ -36,5 +36,5 @@ def random_trained(runtime: Runtime, path: DraftPath, *, rank: int | None = None
 def learnt(runtime: Runtime, path: DraftPath, **how: Any) -> DraftPath:
     """The path with random parts, which the runtime is told of."""
     name = f"random {how}"
-    runtime.learn(name, random_trained(runtime, path, **how))
+    runtime.register_trained(name, random_trained(runtime, path, **how))
     return replace(path, trained=name)

@@ -20,9 +20,9 @@ from typing import Any
 import built_in
 import numpy as np
 import torch
-from selfspec.search.confidence_fit import GAP, chosen, features
+from selfspec.search.confidence_fit import GAP, choose_confidence, features
 from selfspec.search.continuations import DecodingSettings, continue_prompts
-from selfspec.search.objective import Replayed
+from selfspec.search.objective import ReplayObjective
 from selfspec.search.replay import Replay
 
 import selfspec
@@ -76,16 +76,16 @@ def rows(
             replay.confidence = told
             traces[told] = replay.trace(path, [FixedK(6)], share=0.5)
         odds, gap, right = features(traces[PROBABILITY], traces[GAP])
-        best = chosen(odds, gap, right)
+        best = choose_confidence(odds, gap, right)
         row: dict[str, Any] = {"path": name, "auc": {"probability": area(odds, right), "gap": area(gap, right)}}
         row["right"] = float(right.mean())
-        row["reads"] = best.reads
+        row["reads"] = best.inputs
         for kind in confidences:
             replay.confidence = PROBABILITY if kind == "probability" else best
             for candidates in (1, replay.candidates):
-                score = Replayed(replay, costs, candidates=candidates).score(path)
+                score = ReplayObjective(replay, costs, candidates=candidates).score(path)
                 row[f"{kind}, {candidates} candidates"] = round(score.speedup, 3)
-        with_guesses = Replayed(replay, costs, proposers=[ProposerSpec()]).score(path)
+        with_guesses = ReplayObjective(replay, costs, proposers=[ProposerSpec()]).score(path)
         row |= {"with guesses": round(with_guesses.speedup, 3), "spared": with_guesses.spared}
         row |= {"acceptance": round(score.acceptance_rate, 3), "tokens a pass": round(score.tokens_per_round, 2)}
         draft = costs.draft(path, replay.layers, vocabulary=path.share(replay.vocabulary))
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    llm = selfspec.load(given.model, profile="none", drafting=True, few_bits=True)
+    llm = selfspec.load(given.model, profile="none", drafting=True, quantized_drafts=True)
     decoding = DecodingSettings(64, given.temperature)
     size = llm.identity.vocabulary or 0
     made = continue_prompts(llm, built_in.prompts(llm, "calibration", given.prompts), decoding)
@@ -114,7 +114,7 @@ def main() -> None:
     print(f"{machine(llm.runtime.device)}, {given.threads} threads, {llm.runtime.dtype}, weights by {llm.layout}")
     print(f"plain step {costs.plain * 1e3:.1f} ms, v(4) {costs.verification(4) / costs.plain:.2f}, error {costs.error}")
     told = []
-    with Replay(llm.model, made, sampler=decoding.sampler(), like=llm.runtime) as replay:
+    with Replay(llm.model, made, sampler=decoding.sampler(), base_runtime=llm.runtime) as replay:
         for row in rows(replay, costs, paths(llm.runtime.layers, tokens, found), ("probability", "best")):
             told.append(row)
             print(json.dumps(row), flush=True)

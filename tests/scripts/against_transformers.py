@@ -19,7 +19,7 @@ import torch
 
 import selfspec
 from selfspec import builtin
-from selfspec.cli.common import drafted_with
+from selfspec.cli.common import select_drafting
 from selfspec.drafters import PlainDrafter
 from selfspec.llm.prompt_encoding import encode
 from selfspec.measure.audit import first_difference
@@ -50,8 +50,8 @@ def main() -> None:
     llm = selfspec.load(given.model, profile="none", dtype=given.dtype, layout=given.layout, drafting=True)
     theirs = selfspec.load(given.model, profile="none", dtype=given.dtype, layout="rows").model
     profile = None if given.profile is None else find_profile_file(given.profile)
-    drafting = drafted_with(llm.identity, profile, given.profile or "")
-    drafters = {"plain": PlainDrafter(), "drafted": llm.drafts_with(drafting.profile)}
+    drafting = select_drafting(llm.identity, profile, given.profile or "")
+    drafters = {"plain": PlainDrafter(), "drafted": llm.drafter_for(drafting.profile)}
     found = {name: {"texts": 0, "tokens": 0, "equal": 0, "near_ties": [], "bugs": []} for name in drafters}
     for number, text in enumerate(texts(given.prompts, given.limit)):
         ids = encode(llm, text, chat=True)

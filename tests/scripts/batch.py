@@ -19,7 +19,7 @@ from selfspec.basics.machine import machine
 from selfspec.drafters import Drafter, PlainDrafter, make_drafter
 from selfspec.engine.engine import Engine
 from selfspec.measure.audit import first_difference
-from selfspec.models.layout import lay_out_
+from selfspec.models.layout import apply_layout_
 from selfspec.models.loading import load_model
 from selfspec.models.widen import widen
 from selfspec.profile import find_profile_file
@@ -57,7 +57,7 @@ def main() -> None:
         model, tokenizer = load_model("builtin", device="cpu", dtype=given.dtype)
         if widened > 1:
             model = widen(model, widened)
-        lay_out_(model, "rows", drafting=True)
+        apply_layout_(model, "rows", drafting=True)
         profile = find_profile_file(builtin.PROFILE)
         alone, together = Runtime(model), Runtime(model, rows=given.rows)
         llm = selfspec.wrap(model, tokenizer, profile="none", name="builtin")

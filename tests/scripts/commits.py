@@ -3,10 +3,10 @@
     python tests/scripts/commits.py OLD/.venv/bin/python NEW/.venv/bin/python --out commits.json
 
 A worker process of each checkout decodes the same prompts; the two take turns, prompt by prompt, so that both meet the
-same machine. Told are new / old in tokens per second, medians over prompts with 95% bootstrap intervals: plain
-decoding, the shipped profile's drafter, and the same guarded, on the built-in model and on that model widened; and the
-microseconds of a round on a model that computes next to nothing. Weights lie alike in both. Run it with nothing else
-running.
+same machine. Printed are new / old in tokens per second, medians over prompts with 95% bootstrap intervals: plain
+decoding, the shipped profile's drafter, the same guarded, and batches of 4, on the built-in model and on that model
+widened; and the microseconds of a round on a model that computes next to nothing. The weight layouts are the same in
+both. Run it with nothing else running.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 PLACES = ["built-in", "widened"]
-METHODS = ["plain", "skip", "guarded"]
+METHODS = ["plain", "skip", "guarded", "batched"]
 HEAT = [0.0, 0.8]
 PROMPTS, NEW_TOKENS, TURNS = (
     {"built-in": 12, "widened": 6},
@@ -39,26 +39,21 @@ from selfspec import builtin
 from selfspec.drafters import PlainDrafter
 try:
     from selfspec.engine.loop import decode
-    from selfspec.types.skip import SkipSet
-    from selfspec.models.layout import lay_out_
+    from selfspec.models import layout as layouts
     from selfspec.models.loading import load_model
     from selfspec.models.widen import widen
-    from selfspec.runtime.forward import Runtime
-    from selfspec.speculation.sampling import Sampler
-    from selfspec.speculation.sequence import SequenceState
-    from selfspec.speculation.rules import find_rule
-    from selfspec.profile import find_profile_file
-except ImportError:
-    from selfspec.decode import decode
-    from selfspec.drafts import SequenceState
-    from selfspec.layout import lay_out_
-    from selfspec.loading import load_model
-    from selfspec.profile import find_profile_file
-    from selfspec.runtime import Runtime
-    from selfspec.sampling import Sampler
-    from selfspec.skip import SkipSet
-    from selfspec.verify import find_rule
-    from selfspec.widen import widen
+    from selfspec.types.skip import SkipSet
+except ImportError:  # before the rooms were renamed
+    from selfspec.decoding.loop import decode
+    from selfspec.facts.skip import SkipSet
+    from selfspec.model import layout as layouts
+    from selfspec.model.loading import load_model
+    from selfspec.model.widen import widen
+from selfspec.profile import find_profile_file
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.rules import find_rule
+from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -67,7 +62,7 @@ def llm_of(place, layout):
     model, tokenizer = load_model("builtin", device="cpu", dtype="float32")
     if place == "widened":
         model = widen(model, 8)
-    lay_out_(model, layout, drafting=True)
+    (getattr(layouts, "apply_layout_", None) or layouts.lay_out_)(model, layout, drafting=True)
     return selfspec.wrap(model, tokenizer, profile="none", name="builtin")
 
 def rounds_of(drafter_of):
@@ -93,14 +88,20 @@ places, prompts = {}, builtin.prompts("heldout")
 def methods_at(place, layout, profile):
     llm = llm_of(place, layout)
     described = find_profile_file(profile)
-    drafters = {"plain": PlainDrafter(), "skip": llm.drafts_with(described), "guarded": llm.guarded(described)}
+    draft = getattr(llm, "drafter_for", None) or llm.drafts_with
+    guard = getattr(llm, "guarded_drafter", None) or llm.guarded
+    drafters = {"plain": PlainDrafter(), "skip": draft(described), "guarded": guard(described)}
     def method(drafter):
         def run(prompt, options):
             start = time.perf_counter()
             out = llm.generate(prompts[prompt], drafter=drafter, **options)
             return len(out.tokens), time.perf_counter() - start
         return run
-    return {name: method(drafter) for name, drafter in drafters.items()}
+    def batched(prompt, options):
+        start = time.perf_counter()
+        outs = llm.generate_many(prompts[prompt : prompt + 4], batch_size=4, **options)
+        return sum(len(out.tokens) for out in outs), time.perf_counter() - start
+    return {**{name: method(drafter) for name, drafter in drafters.items()}, "batched": batched}
 
 for line in sys.stdin:
     ask = json.loads(line)

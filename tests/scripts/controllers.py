@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from selfspec.search.continuations import DecodingSettings, continue_prompts
-from selfspec.search.finalists import drafting_as
-from selfspec.search.objective import Replayed, controllers_in_play, predict
+from selfspec.search.finalists import profile_from_score
+from selfspec.search.objective import ReplayObjective, controllers_in_play, predict
 from selfspec.search.oracle import oracle_bound
 from selfspec.search.replay import CANDIDATES, Replay
 
@@ -70,9 +70,9 @@ def main() -> None:
             for tuned, other, candidates in zip(tuning, fresh, (1, CANDIDATES), strict=True):
                 for kind in CONTROLLERS:
                     playing = [c for c in controllers_in_play(tuned.depth) if c.spec().name == kind]
-                    score = Replayed(tuned, costs, playing).score(base.skip_set)
+                    score = ReplayObjective(tuned, costs, playing).score(base.skip_set)
                     name = f"{kind}, {'chain' if candidates == 1 else 'candidates'}"
-                    profiles[name] = drafting_as(base.model_copy(update={"costs": costs}), score)
+                    profiles[name] = profile_from_score(base.model_copy(update={"costs": costs}), score)
                     predicted = predict(other, profiles[name])
                     rows[name] = {
                         "controller": score.controller.model_dump(mode="json"),
@@ -86,7 +86,7 @@ def main() -> None:
             bounds = {n: oracle_bound(traces, costs, draft, candidates=n).speedup for n in (1, CANDIDATES)}
         if given.profile is None:
             options = decoding.timed()
-            methods = {name: method(llm, llm.drafts_with(profile), options) for name, profile in profiles.items()}
+            methods = {name: method(llm, llm.drafter_for(profile), options) for name, profile in profiles.items()}
             methods["plain"] = method(llm, PlainDrafter(), options)
             runs = interleave(methods, builtin.prompts("heldout")[-PROMPTS:], rounds=ROUNDS)
             for name, row in rows.items():

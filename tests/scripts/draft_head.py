@@ -18,7 +18,7 @@ from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.engine.loop import decode
 from selfspec.measure.cost_fitting import measure_path_costs
-from selfspec.models.layout import lay_out_
+from selfspec.models.layout import apply_layout_
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.rules import find_rule
@@ -64,7 +64,7 @@ def main() -> None:
         max_position_embeddings=2048,
     )
     model = LlamaForCausalLM(config).eval()
-    layout = lay_out_(model, drafting=True)
+    layout = apply_layout_(model, drafting=True)
     runtime = Runtime(model)
     half = tuple(range(1, options.layers, 2))
     skip = SkipSet(half, half)

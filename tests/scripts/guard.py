@@ -29,11 +29,11 @@ from selfspec.drafters import PlainDrafter
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
 from selfspec.measure.timing import conditions, interleave, method
-from selfspec.models.layout import lay_out_
+from selfspec.models.layout import apply_layout_
 from selfspec.profile.draft_spec import LayerSkipSpec, ProposerSpec
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
-from selfspec.speculation.tree_batch import Placed
+from selfspec.speculation.tree_batch import PlacedDraft
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.draft_path import DraftPath
 from selfspec.types.skip import SkipSet
@@ -46,25 +46,25 @@ def random_weights(llm: LLM) -> tuple[LLM, Profile]:
     """The built-in architecture with other weights."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(llm.model.config).eval()
-    lay_out_(model, llm.layout or "rows")
+    apply_layout_(model, llm.layout or "rows")
     other = selfspec.wrap(model, llm.tokenizer, profile="none", name="random")
-    return other, Profile(model=other.identity, draft=LayerSkipSpec.of(HALF, _fixed(6)))
+    return other, Profile(model=other.identity, draft=LayerSkipSpec.from_path(HALF, _fixed(6)))
 
 
 def never_right(llm: LLM) -> tuple[LLM, Profile]:
     """Drafts of one token that texts do not have."""
-    return llm, Profile(model=llm.identity, draft=LayerSkipSpec.of(DraftPath(HALF, (1,)), _fixed(6)))
+    return llm, Profile(model=llm.identity, draft=LayerSkipSpec.from_path(DraftPath(HALF, (1,)), _fixed(6)))
 
 
 def never_right_in_few_bits(llm: LLM) -> tuple[LLM, Profile]:
     """The same of a path in 8 bits, with guesses below it."""
-    path = DraftPath.of(["int8"] * (2 * llm.runtime.layers), head="int8", vocabulary=(1,))
-    return llm, Profile(model=llm.identity, draft=LayerSkipSpec.of(path, _fixed(6), proposers=[ProposerSpec()]))
+    path = DraftPath.from_modes(["int8"] * (2 * llm.runtime.layers), head="int8", vocabulary=(1,))
+    return llm, Profile(model=llm.identity, draft=LayerSkipSpec.from_path(path, _fixed(6), proposers=[ProposerSpec()]))
 
 
 def slowed(llm: LLM) -> tuple[LLM, Profile]:
     """Drafts that are often right, on a machine that gets slower."""
-    return llm, Profile(model=llm.identity, draft=LayerSkipSpec.of(HALF, _fixed(3)))
+    return llm, Profile(model=llm.identity, draft=LayerSkipSpec.from_path(HALF, _fixed(3)))
 
 
 def _fixed(k: int) -> ControllerSpec:
@@ -75,10 +75,10 @@ class Slow:
     """A runtime's passes over drafts, which take twice as long from a position on."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._over = runtime.over
+        self._over = runtime.forward_drafts
         self.after = 0
 
-    def __call__(self, placed: Sequence[Placed], **settings: Any) -> Any:
+    def __call__(self, placed: Sequence[PlacedDraft], **settings: Any) -> Any:
         begun = time.perf_counter()
         steps = self._over(placed, **settings)
         if placed[0].start >= self.after:
@@ -99,10 +99,10 @@ def measured(llm: LLM, profile: Profile, tokens: int, slow: Slow | None) -> dict
     methods = {
         "plain": method(llm, PlainDrafter(), options),
         "plain again": method(llm, PlainDrafter(), options),
-        "guarded": method(llm, llm.guarded(profile), options),
+        "guarded": method(llm, llm.guarded_drafter(profile), options),
     }
     stats = {**interleave(methods, prompts, rounds=ROUNDS[tokens]).stats}
-    free = method(llm, llm.drafts_with(profile), options)
+    free = method(llm, llm.drafter_for(profile), options)
     stats["free"] = [[free(prompt)] for prompt in prompts]
     shortest = {name: [min(run.seconds for run in runs) for runs in each] for name, each in stats.items()}
     found: dict[str, Any] = {"rounds": ROUNDS[tokens]}
@@ -137,7 +137,7 @@ def main() -> None:
         slow = None
         if case is slowed:
             slow = Slow(subject.runtime)
-            subject.runtime.over = slow  # type: ignore[method-assign]
+            subject.runtime.forward_drafts = slow  # type: ignore[method-assign]
         for tokens in (100, 500):
             one = found["cases"][f"{name}, {tokens} tokens"] = measured(subject, profile, tokens, slow)
             print(

@@ -16,7 +16,7 @@ import torch
 
 import selfspec
 from selfspec.basics.machine import machine
-from selfspec.training.fit import LOOKED_AT, _learner, _told
+from selfspec.training.fit import EVAL_TEXTS, _checkpoint_config, _learner
 from selfspec.training.making import folder_of
 from selfspec.training.options import TrainOptions, check_kind
 from selfspec.training.state import State
@@ -36,11 +36,11 @@ def main() -> None:
     folder = folder_of(llm, None, False, TrainOptions())
     of = [(int(count), Path(out)) for count, out in (one.split(":", 1) for one in given.of)]
     every = TextStore(folder, max(count for count, _ in of))
-    unseen = [every.read(number) for number in every.numbers(held_out=True)[:LOOKED_AT]]
+    unseen = [every.read(number) for number in every.numbers(held_out=True)[:EVAL_TEXTS]]
     print(f"{machine(torch.device('cpu'))}; {given.model}; {kind}; {len(unseen)} texts that none learnt from")
     for count, out in of:
         texts, options = TextStore(folder, count), TrainOptions(texts=count)
-        state = State(out / f"{kind}.checkpoint", _told(llm, kind, options, None))
+        state = State(out / f"{kind}.checkpoint", _checkpoint_config(llm, kind, options, None))
         learner = _learner(llm, kind, texts, options, None)
         state.best_into(learner)
         places, done = learner.acceptance(unseen), state.progress

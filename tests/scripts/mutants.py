@@ -44,7 +44,7 @@ MUTANTS = (
     # -- found by planting bugs before
     Mutant(
         "stop strings: the first that was found, not the earliest",
-        "selfspec/text/detokenizer.py", "self._held[: min(found)]", "self._held[: found[0]]",
+        "selfspec/text/detokenizer.py", "self._delayed[: min(positions)]", "self._delayed[: positions[0]]",
         "text/test_detokenizer.py",
     ),
     Mutant(
@@ -63,14 +63,14 @@ MUTANTS = (
     Mutant(
         "acceptance: token rejection accepts a little too often",
         "selfspec/speculation/rules.py",
-        "sampler.coin(min(1.0, ratios[kept]))", "sampler.coin(min(1.0, 1.02 * ratios[kept]))",
+        "sampler.coin(min(1.0, ratios[num_accepted]))", "sampler.coin(min(1.0, 1.02 * ratios[num_accepted]))",
         "speculation/test_law.py",
     ),
     Mutant(
         "acceptance: a node below a rejected one is kept",
         "selfspec/speculation/rules.py",
-        "matches.append(matches[parent + 1] and token == wanted[parent + 1])",
-        "matches.append(token == wanted[parent + 1])",
+        "matches.append(matches[parent + 1] and token == target_tokens[parent + 1])",
+        "matches.append(token == target_tokens[parent + 1])",
         "speculation/test_rules.py engine/test_loop.py",
     ),
     Mutant(
@@ -102,12 +102,12 @@ MUTANTS = (
     ),
     Mutant(
         "residual: candidates drawn before stay in q",
-        "selfspec/speculation/rules.py", "        q[gone] = 0\n", "",
+        "selfspec/speculation/rules.py", "        q[removed] = 0\n", "",
         "speculation/test_law.py",
     ),
     Mutant(
         "residual: a block's chance without what its weight lacks",
-        "selfspec/speculation/rules.py", "whole = left[i] + 1 - weights[i]", "whole = left[i] + 1",
+        "selfspec/speculation/rules.py", "denominator = left[i] + 1 - weights[i]", "denominator = left[i] + 1",
         "speculation/test_law.py",
     ),
     # -- the cache: commits and growth
@@ -186,7 +186,7 @@ MUTANTS = (
     Mutant(
         "stop strings: what was held back is lost at the end",
         "selfspec/text/detokenizer.py",
-        "        if not self.stopped:\n            self._ready.append(self._held)\n", "",
+        "        if not self.stopped:\n            self._ready.append(self._delayed)\n", "",
         "text/test_detokenizer.py",
     ),
     # -- ends
@@ -205,7 +205,7 @@ MUTANTS = (
     # -- the guard
     Mutant(
         "guard: tokens are credited with what a slow machine took before",
-        "selfspec/drafters/guard.py", "tokens * min(prices.step, rest) - took", "tokens * prices.step - took",
+        "selfspec/drafters/guard.py", "tokens * min(round_times.step, rest) - took", "tokens * round_times.step - took",
         "drafters/test_guard.py",
     ),
     Mutant(
@@ -230,9 +230,9 @@ MUTANTS = (
         "controllers: one token more than the most",
         "selfspec/controllers/thresholds.py",
         "return len(confidences) < self.k_max and confidences[-1] >= self.threshold\n\n"
-        "    def lowest(self, drafted: int) -> float:\n        \"\"\"Return the threshold, or",
+        "    def min_confidence(self, drafted: int) -> float:\n        \"\"\"Return the threshold, or",
         "return len(confidences) <= self.k_max and confidences[-1] >= self.threshold\n\n"
-        "    def lowest(self, drafted: int) -> float:\n        \"\"\"Return the threshold, or",
+        "    def min_confidence(self, drafted: int) -> float:\n        \"\"\"Return the threshold, or",
         "controllers",
     ),
     Mutant(
@@ -250,15 +250,15 @@ MUTANTS = (
         "profile: candidates of a path are dropped",
         "selfspec/drafters/registry.py",
         "        candidates=spec.candidates,\n        confidence=spec.confidence or PROBABILITY,\n"
-        "        ahead=make_ahead(spec.proposers or (), wider, runtime.skeleton.identity.vocabulary),",
+        "        proposer_chain=make_proposer_chain(spec.proposers or (), wider, ",
         "        confidence=spec.confidence or PROBABILITY,\n"
-        "        ahead=make_ahead(spec.proposers or (), wider, runtime.skeleton.identity.vocabulary),",
+        "        proposer_chain=make_proposer_chain(spec.proposers or (), wider, ",
         "drafters/test_every_field.py",
     ),
     # -- the server's accounts
     Mutant(
         "server: prompts' tokens are not counted",
-        "selfspec/server/metrics.py", "        self.prompt_tokens.inc(call.ask.prompt_tokens)\n", "",
+        "selfspec/server/metrics.py", "        self.prompt_tokens.inc(call.parsed.prompt_tokens)\n", "",
         "server/test_metrics.py",
     ),
     Mutant(

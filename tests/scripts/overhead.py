@@ -33,7 +33,7 @@ class Timed:
     """A runtime's passes over drafts, which adds up their seconds, up to and with each full one."""
 
     def __init__(self, llm: LLM) -> None:
-        self._over = llm.runtime.over
+        self._over = llm.runtime.forward_drafts
         self._spent = 0.0
         self.rounds: list[float] = []
 
@@ -50,7 +50,7 @@ class Timed:
 def rounds(llm: LLM, drafter: Drafter, drafted: int) -> list[tuple[int, float, float]]:
     """Keys in the cache, seconds, and seconds of passes, of every round that drafted so many tokens."""
     prompt = llm.encode("".join(builtin.prompts("heldout")[:20]))[:START]
-    timed = llm.runtime.over
+    timed = llm.runtime.forward_drafts
     assert isinstance(timed, Timed)
     found = []
     for _ in range(REPEATS):
@@ -67,7 +67,7 @@ def main() -> None:
     """A line for each stretch of contexts."""
     torch.set_num_threads(1)
     llm = selfspec.load(profile="none", drafting=True)
-    llm.runtime.over = Timed(llm)  # type: ignore[method-assign]
+    llm.runtime.forward_drafts = Timed(llm)  # type: ignore[method-assign]
     half = tuple(range(1, 16, 2))
     drafter = LayerSkipDrafter(llm.runtime, SkipSet(half, half), FixedK(DRAFTED), candidates=CANDIDATES)
     seen = {"plain": rounds(llm, PlainDrafter(), 0), "draft": rounds(llm, drafter, DRAFTED)}

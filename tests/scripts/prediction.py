@@ -36,7 +36,7 @@ def random_path(draw: random.Random, layers: int, modes: list[Mode]) -> DraftPat
     rest: list[Mode] = [mode for mode in modes if mode in LOW] or ["full"]
     skipped = "skip" in modes
     of = [draw.choice(rest) if draw.random() >= rate or not skipped else "skip" for _ in range(2 * layers)]
-    return DraftPath.of(of, head="int8" if "int8" in modes else "full")
+    return DraftPath.from_modes(of, head="int8" if "int8" in modes else "full")
 
 
 def main() -> None:
@@ -53,13 +53,13 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     modes = options.modes.split(",")
     low = any(mode in LOW for mode in modes)
-    llm = selfspec.load(options.model, profile="none", drafting=True, few_bits=low)
+    llm = selfspec.load(options.model, profile="none", drafting=True, quantized_drafts=low)
     draw = random.Random(options.seed)
     paths = [random_path(draw, llm.runtime.layers, modes) for _ in range(options.sets)]
     decoding, controller = DecodingSettings(64, options.temperature), StaticThreshold(0.5, 6)
     prompts = built_in.prompts(llm, "heldout", options.prompts)
     texts = continue_prompts(llm, prompts, decoding, seed=options.seed)
-    context = round(statistics.mean(text.prompt + text.new / 2 for text in texts))
+    context = round(statistics.mean(text.prompt_length + text.num_new_tokens / 2 for text in texts))
     measured = {"context": context, "sampler": decoding.sampler(), "seconds": 20 if low else 4}
     costs = [measure_costs(llm.runtime, modes=("full", *modes), **measured)]
     drafters = {str(i): llm.layer_skip(path, controller.spec()) for i, path in enumerate(paths)}
@@ -73,19 +73,25 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     ratios = []
     replay = Replay(
-        llm.model, texts, sampler=decoding.sampler(), depth=controller.k_max, seed=options.seed, like=llm.runtime
+        llm.model,
+        texts,
+        sampler=decoding.sampler(),
+        depth=controller.k_max,
+        seed=options.seed,
+        base_runtime=llm.runtime,
     )
     with replay:
         for i, path in enumerate(paths):
-            profile = Profile(model=llm.identity, draft=LayerSkipSpec.of(path, controller.spec()))
+            profile = Profile(model=llm.identity, draft=LayerSkipSpec.from_path(path, controller.spec()))
             both = [predict(replay, profile.model_copy(update={"costs": c})) for c in costs]
             predicted = statistics.mean(p.speedup for p in both)
             total, base = runs.total(str(i)), runs.total("plain")
             real = total.tokens_per_second / base.tokens_per_second
             ratios.append(predicted / real)
             print(
-                f"| {path.said} | {statistics.mean(p.draft_cost for p in both):.2f} | {both[0].tokens_per_round:.2f}, "
-                f"{total.tokens_per_round:.2f} | {predicted:.2f} | {real:.2f} | {ratios[-1]:.2f} |"
+                f"| {path.summary} | {statistics.mean(p.draft_cost for p in both):.2f} | "
+                f"{both[0].tokens_per_round:.2f}, {total.tokens_per_round:.2f} | {predicted:.2f} | "
+                f"{real:.2f} | {ratios[-1]:.2f} |"
             )
     off = [abs(ratio - 1) for ratio in ratios]
     beyond = sum(error > 0.1 for error in off)

@@ -53,20 +53,20 @@ def skip_sets() -> dict[str, SkipSet]:
     return sets
 
 
-def few_bits() -> dict[str, DraftPath]:
+def quantized_drafts() -> dict[str, DraftPath]:
     """Everything in 8 bits, and in 4; and random paths, any sub-layer and the head in any mode."""
     draw = random.Random(1)
-    made = {f"all {mode}": DraftPath.of([mode] * 32, head=mode) for mode in LOW}
+    made = {f"all {mode}": DraftPath.from_modes([mode] * 32, head=mode) for mode in LOW}
     for number in range(10):
         modes, head = draw.choices(MODES, k=32), draw.choice(HEADS)
         words = tuple(draw.sample(range(4096), 3840)) if number % 2 else None
-        made[f"random modes {number}"] = DraftPath.of(modes, head=head, vocabulary=words)
+        made[f"random modes {number}"] = DraftPath.from_modes(modes, head=head, vocabulary=words)
     return made
 
 
 PATHS: dict[str, Callable[[], dict[str, DraftPath]]] = {
     "skip": lambda: {name: DraftPath(skip) for name, skip in skip_sets().items()},
-    "few-bits": few_bits,
+    "few-bits": quantized_drafts,
 }
 
 
@@ -79,7 +79,7 @@ def part(prompts: list[str], kind: str) -> dict[str, dict[str, float]]:
     for name, path in PATHS[kind]().items():
         how: dict[str, Any] = {"confidence": BY_GAP, "proposers": [ProposerSpec()]} if kind == "few-bits" else {}
         for controller in CONTROLLERS:
-            spec = LayerSkipSpec.of(path, ControllerSpec(name=controller), **how)
+            spec = LayerSkipSpec.from_path(path, ControllerSpec(name=controller), **how)
             drafter = make_layer_skip(llm.runtime, spec, Profile(model=llm.identity))
             total, different = Stats(), 0
             for prompt, expected in zip(prompts, plain, strict=True):

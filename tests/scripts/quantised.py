@@ -88,15 +88,15 @@ def main() -> None:
     for name, load in loads.items():
         llm = load()
         llm.name = name
-        guesses = llm.drafts_with(lookup)
+        guesses = llm.drafter_for(lookup)
         ways: dict[str, Callable[..., Any]] = {
             "plain": lambda llm, chat, **how: llm.chat(chat, **how),
             "lookup": lambda llm, chat, drafter=guesses, **how: llm.chat(chat, drafter=drafter, **how),
         }
         paths = {"skips": (DraftPath(SKIPS), 2)}
         for bits in ("int8", "int4"):
-            if llm.runtime.held("mlp", 0, bits) is not None:
-                paths[bits] = (DraftPath.of([bits] * 60, head=bits), 4)
+            if llm.runtime.part_bytes("mlp", 0, bits) is not None:
+                paths[bits] = (DraftPath.from_modes([bits] * 60, head=bits), 4)
         for named, (path, k) in paths.items():
             drafter = llm.layer_skip(path, f"fixed:k={k}")
             ways[named] = lambda llm, chat, drafter=drafter, **how: llm.chat(chat, drafter=drafter, **how)

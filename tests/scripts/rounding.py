@@ -39,7 +39,8 @@ def ranges(grouped: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         error = (on_grid(grouped, scale.unsqueeze(-1), zero.unsqueeze(-1)) - grouped) ** 2
         tried = (error.sum(-1) if weight is None else (error * weight).sum(-1), scale, zero)
         if best is not None:
-            tried = tuple(torch.where(tried[0] < best[0], a, b) for a, b in zip(tried, best, strict=True))  # type: ignore[assignment]
+            better = tried[0] < best[0]
+            tried = tuple(torch.where(better, a, b) for a, b in zip(tried, best, strict=True))  # type: ignore[assignment]
         best = tried
     assert best is not None
     return best[1], best[2]
@@ -104,11 +105,12 @@ def main() -> None:
     for hook in hooks:
         hook.remove()
     print(
-        f"{sum(len(t.tokens) for t in calibration)} tokens of calibration, {sum(t.new for t in held)} places held out"
+        f"{sum(len(t.tokens) for t in calibration)} tokens of calibration, "
+        f"{sum(t.num_new_tokens for t in held)} places held out"
     )
 
     def logits() -> Tensor:
-        return torch.cat([model(torch.tensor([t.tokens])).logits[0, t.prompt - 1 : -1] for t in held])
+        return torch.cat([model(torch.tensor([t.tokens])).logits[0, t.prompt_length - 1 : -1] for t in held])
 
     whole, own = logits(), {name: module.weight.detach().clone() for name, module in linears.items()}
     ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -17,7 +17,7 @@ import built_in
 import torch
 from selfspec.search import find_profile
 from selfspec.search.continuations import DecodingSettings, continue_prompts
-from selfspec.search.objective import Replayed
+from selfspec.search.objective import ReplayObjective
 from selfspec.search.replay import Replay
 
 import selfspec
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    llm = selfspec.load(given.model, profile="none", drafting=True, few_bits=True)
+    llm = selfspec.load(given.model, profile="none", drafting=True, quantized_drafts=True)
     print(f"{machine(llm.runtime.device)}, {given.threads} threads, {llm.runtime.dtype}, weights by {llm.layout}")
     found = {str(path): read_profile(path).path for path in given.profile}
     for seed in range(given.seeds):
@@ -47,13 +47,13 @@ def main() -> None:
         profile = find_profile(llm, seed=seed, minutes=given.minutes, temperature=given.temperature, keep_best=True)
         found[f"seed {seed}"] = profile.path
         measured = profile.measured[0].speedup if profile.measured else float("nan")
-        print(f"seed {seed}: {time.perf_counter() - begun:.0f} s, {profile.draft.said}; measured {measured:.2f}x")
+        print(f"seed {seed}: {time.perf_counter() - begun:.0f} s, {profile.draft.summary}; measured {measured:.2f}x")
     decoding = DecodingSettings(64, given.temperature)
     texts = continue_prompts(llm, built_in.prompts(llm, "heldout", given.prompts), decoding)
     costs = measure_costs(llm.runtime, modes=MODES, sampler=decoding.sampler(), seconds=20.0)
-    with Replay(llm.model, texts, sampler=decoding.sampler(), like=llm.runtime) as replay:
+    with Replay(llm.model, texts, sampler=decoding.sampler(), base_runtime=llm.runtime) as replay:
         scores = {
-            name: Replayed(replay, costs, proposers=[ProposerSpec()]).score(path).speedup
+            name: ReplayObjective(replay, costs, proposers=[ProposerSpec()]).score(path).speedup
             for name, path in found.items()
         }
     best = max(scores.values())

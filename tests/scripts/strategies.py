@@ -23,9 +23,9 @@ import torch
 from selfspec.search.calibration import choose
 from selfspec.search.continuations import DecodingSettings
 from selfspec.search.ledger import Ledger
-from selfspec.search.objective import Replayed, WallClock
+from selfspec.search.objective import ReplayObjective, WallClockObjective
 from selfspec.search.options import SearchOptions
-from selfspec.search.prepare import Search, replayed
+from selfspec.search.prepare import Search, prepare_replay
 from selfspec.search.space import Space
 from selfspec.search.strategies import STRATEGIES, Problem, make_strategy
 
@@ -50,7 +50,7 @@ def prepared(llm, costs, seed, held):
     ledger = Ledger(settings={})
     ledger.keep_costs(costs)
     space = Space(llm.runtime.layers)
-    return replayed(Search(llm, space, DECODING, texts, seed, ledger), held, None, None, True)
+    return prepare_replay(Search(llm, space, DECODING, texts, seed, ledger), held, None, None, True)
 
 
 def as_dict(score, seconds):
@@ -83,7 +83,7 @@ def run_recipe(llm, costs, minutes):
     chosen = choose(None, source="", count=8, seed=0)
     space = Space(llm.runtime.layers)
     texts = [llm.encode(p) for p in chosen.search]
-    worth = WallClock(llm, texts, DecodingSettings(32), ControllerSpec(name="adaptive"))
+    worth = WallClockObjective(llm, texts, DecodingSettings(32), ControllerSpec(name="adaptive"))
     strategy = make_strategy("skopt", Problem(space, 0))
     incumbents, trials = [], 0
     while time.perf_counter() - start < 60 * minutes:
@@ -99,7 +99,7 @@ def run_recipe(llm, costs, minutes):
         best = []
         for at, score in incumbents:
             # Nothing compares it with another: a set of its own is never pruned.
-            again = Replayed(replay, costs).score(score.skip)
+            again = ReplayObjective(replay, costs).score(score.skip)
             best.append({**as_dict(score, at), "timed": score.speedup, "score": again.speedup})
     return {"best": best, "seconds": round(seconds, 1), "trials": trials}
 

@@ -15,7 +15,7 @@ import torch
 from selfspec.search import find_profile
 
 import selfspec
-from selfspec.models.layout import lay_out_
+from selfspec.models.layout import apply_layout_
 from selfspec.models.loading import load_model
 from selfspec.models.widen import widen
 from selfspec.profile.reading import write_profile
@@ -35,11 +35,11 @@ def main() -> None:
     model, tokenizer = load_model("builtin", device="cpu", dtype="auto")
     narrow = selfspec.wrap(model, tokenizer, profile="none", name="builtin").identity
     model = widen(model, given.widen)
-    layout = lay_out_(model, drafting=True, few_bits=given.modes != "full,skip")
+    layout = apply_layout_(model, drafting=True, quantized_drafts=given.modes != "full,skip")
     llm = selfspec.wrap(model, tokenizer, profile="none", name="builtin")
     how = {"modes": given.modes, "minutes": given.minutes, "temperature": given.temperature}
     profile = find_profile(llm, keep_best=True, **how)
-    print(f"{given.threads} threads, weights by {layout}: {profile.draft.said}")
+    print(f"{given.threads} threads, weights by {layout}: {profile.draft.summary}")
     for name, found in (("predicted", profile.predicted), *(("measured", one) for one in profile.measured)):
         print(name, found)
     note = f"for the built-in model widened {given.widen} times, whose costs these are"

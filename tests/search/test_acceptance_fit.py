@@ -8,7 +8,7 @@ import pytest
 from selfspec.search.acceptance_fit import fit_curve
 from selfspec.search.trace import Trace
 
-from selfspec.types.acceptance import AcceptanceCurve, between
+from selfspec.types.acceptance import AcceptanceCurve, interpolate
 
 
 def made(starts: int, depth: int = 4, seed: int = 0) -> Trace:
@@ -28,10 +28,10 @@ def test_it_finds_the_law():
     curve = fit_curve([made(6000), made(6000, seed=1)], 3)
     for c in (0.1, 0.3, 0.5, 0.7, 0.9):
         place = curve.place(c)
-        assert between(curve.accepted, place) == pytest.approx(c, abs=0.06)
-        assert between(curve.candidates[0], place) == pytest.approx((1 - c) / 2, abs=0.05)
-        assert between(curve.candidates[1], place) == 0
-        assert between(curve.following, place) == pytest.approx(0.5, abs=0.1)  # which does not depend on this one's
+        assert interpolate(curve.accepted, place) == pytest.approx(c, abs=0.06)
+        assert interpolate(curve.candidates[0], place) == pytest.approx((1 - c) / 2, abs=0.05)
+        assert interpolate(curve.candidates[1], place) == 0
+        assert interpolate(curve.following, place) == pytest.approx(0.5, abs=0.1)  # which does not depend on this one's
     assert curve.accepted == sorted(curve.accepted)
     assert len(curve.candidates) == 2
 

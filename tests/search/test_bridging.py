@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from models import plain, small
 from selfspec.search import finalists, find_profile, study
-from selfspec.search.bridging import with_bridges, with_its_bridges
-from selfspec.search.objective import Replayed
+from selfspec.search.bridging import attach_bridges, with_bridges
+from selfspec.search.objective import ReplayObjective
 from selfspec.search.replay import Replay
 from selfspec.search.target_text import TargetText
 
@@ -44,23 +44,23 @@ def replay():
 
 def test_they_join_where_they_are_better(replay, texts):
     """And score as the path with them does."""
-    worth = Replayed(replay, COSTS, [FixedK(2)])
+    worth = ReplayObjective(replay, COSTS, [FixedK(2)])
     score = worth.score(BYPASSING)
     found = with_bridges(worth, score, runtime=replay._runtime.with_new_cache(), texts=texts)
     assert found.acceptance_rate > score.acceptance_rate
     assert found.path.skip == score.path.skip
-    again = Replayed(replay, COSTS, [FixedK(2)]).score(found.path)
+    again = ReplayObjective(replay, COSTS, [FixedK(2)]).score(found.path)
     assert again.tokens_per_second == found.tokens_per_second > score.tokens_per_second
 
 
 def test_nothing_to_bridge(replay, texts):
-    worth = Replayed(replay, COSTS, [FixedK(2)])
+    worth = ReplayObjective(replay, COSTS, [FixedK(2)])
     score = worth.score(DraftPath.skipping([1], [2]))
     assert with_bridges(worth, score, runtime=replay._runtime.with_new_cache(), texts=texts) is None
 
 
 def test_there_is_no_time_to_fit_any(replay, texts):
-    worth, asked = Replayed(replay, COSTS, [FixedK(2)]), []
+    worth, asked = ReplayObjective(replay, COSTS, [FixedK(2)]), []
     runtime = replay._runtime.with_new_cache()
     two = DraftPath.skipping([0, 2], [0, 2])  # runs
     found = with_bridges(
@@ -72,10 +72,10 @@ def test_there_is_no_time_to_fit_any(replay, texts):
 
 def test_a_profile_takes_its_bridges_along(replay, texts, tmp_path):
     runtime = replay._runtime.with_new_cache()
-    worth = Replayed(replay, COSTS, [FixedK(2)])
+    worth = ReplayObjective(replay, COSTS, [FixedK(2)])
     found = with_bridges(worth, worth.score(BYPASSING), runtime=runtime, texts=texts)
-    base = selfspec.Profile(model=runtime.skeleton.identity, draft=LayerSkipSpec.of(found.path))
-    profile = with_its_bridges(base, found.path)
+    base = selfspec.Profile(model=runtime.skeleton.identity, draft=LayerSkipSpec.from_path(found.path))
+    profile = attach_bridges(base, found.path)
     write_profile(profile, tmp_path / "p.yaml")
     read = read_profile(tmp_path / "p.yaml")
     assert read.model_dump() == profile.model_dump()
@@ -84,7 +84,7 @@ def test_a_profile_takes_its_bridges_along(replay, texts, tmp_path):
     profile.part_path("bridge").unlink()
     with pytest.raises(SelfspecError, match="bridge-.*safetensors: no such file"):
         write_profile(profile, tmp_path / "p.yaml")
-    assert with_its_bridges(base, BYPASSING) is base
+    assert attach_bridges(base, BYPASSING) is base
 
 
 class Eager:
@@ -116,4 +116,4 @@ def test_a_search_measures_and_saves_them(whole, tmp_path, monkeypatch):
     write_profile(profile, tmp_path / "p.yaml")
     read = read_profile(tmp_path / "p.yaml")
     plain_ = whole.generate("def read(path):\n", max_new_tokens=16).tokens
-    assert whole.generate("def read(path):\n", max_new_tokens=16, drafter=whole.drafts_with(read)).tokens == plain_
+    assert whole.generate("def read(path):\n", max_new_tokens=16, drafter=whole.drafter_for(read)).tokens == plain_

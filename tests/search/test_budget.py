@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from selfspec.search.budget import SHARES, Budget, never
+from selfspec.search.budget import SHARES, Budget, no_deadline
 
 
 class Clock:
@@ -70,7 +70,7 @@ def test_trials_get_what_the_phases_after_them_do_not_need(clock):
     budget.expect({"heads": 0.0, "choosing": 10.0, "measuring": 20.0, "ending": 1000.0})
     ending = 600 * SHARES["ending"] / sum(SHARES[phase] for phase in list(SHARES)[3:])
     assert budget.share("trials") == pytest.approx(600 - 10 - 20 - ending)
-    assert budget.deadline("trials").at == pytest.approx(clock.now + 600 - 10 - 20 - ending)
+    assert budget.deadline("trials").end_time == pytest.approx(clock.now + 600 - 10 - 20 - ending)
 
 
 def test_needs_larger_than_the_shares_change_nothing(clock):
@@ -102,6 +102,6 @@ def test_without_a_limit_there_is_time_for_anything(clock):
     budget = Budget(clock=clock)
     budget.expect({"measuring": math.inf})
     assert not budget.limited
-    for deadline in (budget.deadline("texts"), budget.deadline("ending"), never(clock)):
+    for deadline in (budget.deadline("texts"), budget.deadline("ending"), no_deadline(clock)):
         assert deadline.part(0.5).allows(1e12)
         assert math.isinf(deadline.left)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from models import plain, small
-from selfspec.search.confidence_fit import FEWEST, GAP, chosen, features, fit_confidence, log_loss
+from selfspec.search.confidence_fit import FEWEST, GAP, choose_confidence, features, fit_confidence, log_loss
 from selfspec.search.replay import Replay
 from selfspec.search.target_text import TargetText
 
@@ -32,16 +32,16 @@ def drawn(kind, n=4000, seed=0):
 
 @pytest.mark.parametrize("kind", ["probability", "gap", "both"])
 def test_what_decides_is_found(kind):
-    found = chosen(*drawn(kind))
-    assert found.reads == kind
+    found = choose_confidence(*drawn(kind))
+    assert found.inputs == kind
     weights = {"probability": (0.8, 0), "gap": (0, 1.5), "both": (0.8, 1.2)}[kind]
     assert (found.probability, found.gap) == pytest.approx(weights, abs=0.15)
 
 
 def test_it_is_the_share_of_being_right():
     odds, gap, right = drawn("gap")
-    found = chosen(odds, gap, right)
-    told = np.array([found.of(1 / (1 + math.exp(-o)), math.exp(g)) for o, g in zip(odds, gap, strict=True)])
+    found = choose_confidence(odds, gap, right)
+    told = np.array([found.estimate(1 / (1 + math.exp(-o)), math.exp(g)) for o, g in zip(odds, gap, strict=True)])
     for low in (0.2, 0.5, 0.8):
         part = (told >= low) & (told < low + 0.15)
         assert right[part].mean() == pytest.approx(told[part].mean(), abs=0.06)
@@ -49,7 +49,7 @@ def test_it_is_the_share_of_being_right():
 
 def test_without_enough_to_tell_it_is_the_probability():
     odds, gap, right = drawn("gap", FEWEST - 1)
-    assert chosen(odds, gap, right) == PROBABILITY
+    assert choose_confidence(odds, gap, right) == PROBABILITY
 
 
 def test_where_nothing_tells_it_is_the_share_of_all_that_are_right():
@@ -58,9 +58,9 @@ def test_where_nothing_tells_it_is_the_share_of_all_that_are_right():
     few = np.ones_like(right)
     few[:5] = False
     for wrong, why in ((few, "hardly any is wrong"), (~right, "what is surer is not right less often")):
-        found = chosen(odds if wrong is few else gap, gap, wrong)
-        assert found.reads == "nothing", why
-        assert found.of(1e-6, 1e-6) == found.of(0.99, 9.0) == pytest.approx(wrong.mean(), abs=1e-3)
+        found = choose_confidence(odds if wrong is few else gap, gap, wrong)
+        assert found.inputs == "nothing", why
+        assert found.estimate(1e-6, 1e-6) == found.estimate(0.99, 9.0) == pytest.approx(wrong.mean(), abs=1e-3)
 
 
 def test_log_loss():
@@ -88,14 +88,14 @@ def test_features_are_the_drafts_own(replay):
     model = replay._runtime.model
     text, runtime = replay.texts[0], Runtime(model)
     with runtime.session(len(text.tokens)):
-        ids = torch.tensor([text.tokens[: text.prompt]])
+        ids = torch.tensor([text.tokens[: text.prompt_length]])
         runtime.forward(ids[:, :-1], 0, logits=None)
-        last = runtime.forward(ids[:, -1:], text.prompt - 1, path=runtime.compile(SKIP)).logits[0, 0]
+        last = runtime.forward(ids[:, -1:], text.prompt_length - 1, path=runtime.compile(SKIP)).logits[0, 0]
     best, second = last.topk(2).values.tolist()
     probability = float(last.softmax(-1).max())
     assert gap[0] == pytest.approx(math.log(best - second), abs=1e-6)
     assert odds[0] == pytest.approx(math.log(probability / (1 - probability)), abs=1e-6)
-    assert right[0] == (int(last.argmax()) == text.tokens[text.prompt])
+    assert right[0] == (int(last.argmax()) == text.tokens[text.prompt_length])
 
 
 def test_a_replay_tells_the_probability_again_afterwards(replay):

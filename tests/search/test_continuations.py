@@ -39,7 +39,7 @@ def test_texts_are_the_models_own(llm, prompts, folder):
     for prompt, text in zip(prompts, texts, strict=True):
         expected = llm.generate(prompt, max_new_tokens=6, drafter=PlainDrafter()).tokens
         assert text.tokens == (*prompt, *expected)
-        assert (text.prompt, text.room, text.new) == (len(prompt), 6, len(expected))
+        assert (text.prompt_length, text.remaining, text.num_new_tokens) == (len(prompt), 6, len(expected))
 
 
 def test_a_second_search_starts_at_once(llm, prompts, folder):
@@ -76,7 +76,7 @@ def test_other_weights_are_noticed_even_where_the_fingerprint_does_not_see_them(
     file.write_text(json.dumps([[1, 2, 3], *data[1:]]))
     texts, seen = decoded(llm, prompts, DecodingSettings(6))
     assert seen == ALL
-    assert [list(t.tokens[t.prompt :]) for t in texts] == data == json.loads(file.read_text())
+    assert [list(t.tokens[t.prompt_length :]) for t in texts] == data == json.loads(file.read_text())
 
 
 @pytest.mark.parametrize("broken", ["", "{", "[]", "[[1]]", '[[1], [2], ["a"]]', "[[1], [2], []]", "null", "\udcff"])
@@ -113,9 +113,9 @@ class Ticking:
 def test_at_a_deadline_all_texts_end_after_as_many_tokens(llm, prompts, folder):
     whole, _ = decoded(llm, prompts, DecodingSettings(40))
     cut, _ = decoded(llm, prompts, DecodingSettings(40), deadline=Deadline(40.0, Ticking()))
-    (room,) = {text.room for text in cut}
+    (room,) = {text.remaining for text in cut}
     assert FEWEST <= room < 40
-    assert [text.tokens for text in cut] == [text.tokens[: text.prompt + room] for text in whole]
+    assert [text.tokens for text in cut] == [text.tokens[: text.prompt_length + room] for text in whole]
     again, seen = decoded(llm, prompts, DecodingSettings(room))
     assert again == cut
     assert len(seen) == room + 1, "the others were read back"
@@ -126,12 +126,12 @@ def test_texts_that_are_cut_begin_as_whole_ones_do(llm, prompts, folder, tempera
     late = Deadline(-1.0, lambda: 0.0)
     cut, _ = decoded(llm, prompts, DecodingSettings(12, temperature), deadline=late, seed=4)
     whole, _ = decoded(llm, prompts, DecodingSettings(12, temperature), seed=4)
-    assert {text.new for text in cut} == {FEWEST}
-    assert [text.tokens for text in cut] == [text.tokens[: text.prompt + FEWEST] for text in whole]
+    assert {text.num_new_tokens for text in cut} == {FEWEST}
+    assert [text.tokens for text in cut] == [text.tokens[: text.prompt_length + FEWEST] for text in whole]
     assert [text.seed for text in cut] == [text.seed for text in whole]
 
 
 def test_one_prompt_alone(llm, prompts, folder):
     texts, seen = decoded(llm, prompts[:1], DecodingSettings(6))
-    assert [text.new for text in texts] == [6]
+    assert [text.num_new_tokens for text in texts] == [6]
     assert seen == [*range(1, 7), 12]

@@ -7,7 +7,7 @@ from models import plain, small
 from selfspec.search import finalists, find_profile, prepare, study
 from selfspec.search.calibration import choose
 from selfspec.search.draft_vocabulary import with_smaller_head
-from selfspec.search.objective import Replayed
+from selfspec.search.objective import ReplayObjective
 from selfspec.search.replay import Replay
 from selfspec.search.rescoring import PROMPTS
 from selfspec.search.target_text import TargetText
@@ -41,7 +41,7 @@ def replay():
 
 def test_a_smaller_head_is_worth_what_it_saves(replay):
     texts = [text.tokens for text in replay.texts]
-    worth = Replayed(replay, costs(head=0.25), [FixedK(2)])
+    worth = ReplayObjective(replay, costs(head=0.25), [FixedK(2)])
     found = with_smaller_head(worth, worth.score(SKIP), texts=texts, size=64)
     assert len(found.path.vocabulary) in (4, 16)
     assert found.tokens_per_second > worth.score(SKIP).tokens_per_second
@@ -51,9 +51,9 @@ def test_a_smaller_head_is_worth_what_it_saves(replay):
 def test_of_several_heads_the_one_that_brings_most_is_scored_in_full(replay):
     """The whole vocabulary at a price that makes any other useless is kept; a free head that is always right is not."""
     most = tuple(range(63))
-    worth = Replayed(replay, costs(head=0.25), [FixedK(2)])
+    worth = ReplayObjective(replay, costs(head=0.25), [FixedK(2)])
     score = worth.score(SKIP)
-    free = Replayed(replay, costs(head=0.0), [FixedK(2)])
+    free = ReplayObjective(replay, costs(head=0.0), [FixedK(2)])
     unseen = sorted({*range(64)} - {token for text in replay.texts for token in text.tokens})
     assert free.score_with(DraftPath(SKIP), [tuple(unseen[:8]), tuple(unseen[8:16])]) is None
     found = worth.score_with(DraftPath(SKIP), [most])
@@ -79,7 +79,7 @@ def test_tokens_that_are_scored_are_not_counted(llm, monkeypatch, tmp_path):
 
 
 def test_a_cheap_head_stays_whole(replay):
-    worth = Replayed(replay, costs(head=0.02), [FixedK(2)])
+    worth = ReplayObjective(replay, costs(head=0.02), [FixedK(2)])
 
     def unread():
         raise AssertionError

@@ -9,12 +9,12 @@ import pytest
 from models import small
 from selfspec.search.budget import SHARES, Budget
 from selfspec.search.continuations import FEWEST
-from selfspec.search.forecast import TEXTS, TRIALS, Pace, SearchTask, said, time_for
+from selfspec.search.forecast import TEXTS, TRIALS, Pace, SearchTask, fit_to_budget, forecast_summary
 
 from selfspec.runtime.forward import Runtime
 
 PACE = Pace(step=0.03, row=0.0016)
-TASK = SearchTask(prompts=(70,) * 8, others=(70,) * 8, new=64, variables=60, trials=40)
+TASK = SearchTask(prompts=(70,) * 8, eval_prompts=(70,) * 8, max_new_tokens=64, variables=60, trials=40)
 
 
 def budget(seconds):
@@ -22,42 +22,45 @@ def budget(seconds):
 
 
 def test_any_time_is_time_for_everything():
-    assert time_for(TASK, PACE, Budget()) == TASK
-    assert time_for(TASK, PACE, budget(3600)) == TASK
+    assert fit_to_budget(TASK, PACE, Budget()) == TASK
+    assert fit_to_budget(TASK, PACE, budget(3600)) == TASK
 
 
 @pytest.mark.parametrize("seconds", [300, 120, 60, 45, 30])
 def test_less_time_is_time_for_less_text(seconds):
-    planned = time_for(TASK, PACE, budget(seconds))
+    planned = fit_to_budget(TASK, PACE, budget(seconds))
     assert planned.fits(PACE, budget(seconds))
     assert TEXTS <= len(planned.prompts) <= 8
-    assert FEWEST <= planned.new <= 64
-    more = time_for(TASK, PACE, budget(2 * seconds))
-    assert len(planned.prompts) * planned.new <= len(more.prompts) * more.new
+    assert FEWEST <= planned.max_new_tokens <= 64
+    more = fit_to_budget(TASK, PACE, budget(2 * seconds))
+    assert len(planned.prompts) * planned.max_new_tokens <= len(more.prompts) * more.max_new_tokens
 
 
 def test_there_is_time_for_several_trials_on_the_texts_that_are_left():
     for seconds in (300, 60, 30):
-        planned = time_for(TASK, PACE, budget(seconds))
+        planned = fit_to_budget(TASK, PACE, budget(seconds))
         assert TRIALS * planned.trial(PACE) <= seconds * SHARES["trials"] / sum(SHARES.values())
 
 
 def test_with_next_to_no_time_it_is_one_short_text_and_with_none_nothing():
-    assert time_for(TASK, PACE, budget(12)) == TASK.least()
-    assert (len(TASK.least().prompts), TASK.least().new) == (1, FEWEST)
-    assert time_for(TASK, PACE, budget(2)) is None
-    assert time_for(replace(TASK, replayed=False), PACE, budget(0.2)) is None
+    assert fit_to_budget(TASK, PACE, budget(12)) == TASK.least()
+    assert (len(TASK.least().prompts), TASK.least().max_new_tokens) == (1, FEWEST)
+    assert fit_to_budget(TASK, PACE, budget(2)) is None
+    assert fit_to_budget(replace(TASK, replayed=False), PACE, budget(0.2)) is None
 
 
 def test_texts_that_were_decided_on_stay():
     """A search that goes on has the same texts, whatever time there is."""
-    begun = replace(TASK, decided=True, priced=True)
-    assert time_for(begun, PACE, budget(1)) == begun
+    begun = replace(TASK, texts_fixed=True, costs_known=True)
+    assert fit_to_budget(begun, PACE, budget(1)) == begun
     assert begun.least() == begun
 
 
 def test_what_is_known_takes_no_time():
-    needs, known = TASK.needs(PACE), replace(TASK, decided=True, priced=True, variables=0, trials=0).needs(PACE)
+    needs, known = (
+        TASK.needs(PACE),
+        replace(TASK, texts_fixed=True, costs_known=True, variables=0, trials=0).needs(PACE),
+    )
     assert list(needs) == list(known) == list(SHARES)
     assert all(needs[phase] > 0 for phase in SHARES)
     assert (known["costs"], known["trials"]) == (0, 0)
@@ -75,31 +78,31 @@ def test_trials_that_decode_take_what_decoding_takes():
 
 def test_drafts_in_few_bits_take_longer_to_replay():
     """As they are hardly ever wrong; so there is time for less text."""
-    low = replace(TASK, in_few_bits=True)
+    low = replace(TASK, quantized_base=True)
     assert low.trial(PACE) > 2 * TASK.trial(PACE)
-    planned, usual = (time_for(task, PACE, budget(120)) for task in (low, TASK))
+    planned, usual = (fit_to_budget(task, PACE, budget(120)) for task in (low, TASK))
     assert planned.fits(PACE, budget(120))
-    assert len(planned.prompts) * planned.new < len(usual.prompts) * usual.new
+    assert len(planned.prompts) * planned.max_new_tokens < len(usual.prompts) * usual.max_new_tokens
 
 
 def test_the_texts_can_be_read_in_the_time_that_ranking_has():
     """What drafts are sure of is read with them, unless it is known."""
     for seconds in (300, 60, 30):
-        planned = time_for(TASK, PACE, budget(seconds))
+        planned = fit_to_budget(TASK, PACE, budget(seconds))
         assert planned.reading(PACE) <= seconds * SHARES["ranking"] / sum(SHARES.values())
-        assert replace(planned, decided=True).reading(PACE) < planned.reading(PACE)
+        assert replace(planned, texts_fixed=True).reading(PACE) < planned.reading(PACE)
 
 
 def test_what_is_said():
     """In seconds, or minutes; whether there is a limit, and whether all of it fits in."""
-    told = said(TASK, PACE, Budget(clock=lambda: 0.0))
+    told = forecast_summary(TASK, PACE, Budget(clock=lambda: 0.0))
     assert told.startswith("this will take about ")
     assert " minutes, by a plain step of 30 ms and 1.6 ms a row; minutes bound it" in told
-    assert said(TASK, PACE, budget(60)).endswith("; it is cut down to the 60 s asked for")
-    assert said(TASK, PACE, budget(150)).endswith("; it is cut down to the 2.5 minutes asked for")
-    assert said(TASK, PACE, budget(36000)).endswith("1.6 ms a row")
+    assert forecast_summary(TASK, PACE, budget(60)).endswith("; it is cut down to the 60 s asked for")
+    assert forecast_summary(TASK, PACE, budget(150)).endswith("; it is cut down to the 2.5 minutes asked for")
+    assert forecast_summary(TASK, PACE, budget(36000)).endswith("1.6 ms a row")
     quick = Pace(1e-3, 1e-5)
-    assert " s, by a plain step of 1 ms" in said(TASK, quick, Budget(clock=lambda: 0.0))
+    assert " s, by a plain step of 1 ms" in forecast_summary(TASK, quick, Budget(clock=lambda: 0.0))
 
 
 @pytest.mark.parametrize("context", [1, 40, 10**6])
@@ -107,7 +110,7 @@ def test_a_pace_is_timed(context):
     """On a real clock, whatever it says; also where the model's context leaves little room."""
     model = small()
     model.config.max_position_embeddings = 48
-    pace = Pace.of(Runtime(model), context)
+    pace = Pace.from_runtime(Runtime(model), context)
     assert math.isfinite(pace.step)
     assert pace.step > 0
     assert pace.row >= 0

@@ -61,7 +61,9 @@ def test_the_fastest_within_a_cost_and_memory():
     low = DraftPath(int8=SkipSet(every, every))
     entries = [entry(0.4, 0.9, low, speed=3), entry(0.7, 0.8, speed=2), entry(0.9, 0.8, speed=1)]
     ledger = SimpleNamespace(
-        entries=entries, place="here", settings={"model": {"model_type": "llama", **SIZES}, "dtype": "torch.float32"}
+        entries=entries,
+        description="here",
+        settings={"model": {"model_type": "llama", **SIZES}, "dtype": "torch.float32"},
     )
     held = memory_of(ledger)
     assert held(entries[0]) == pytest.approx(0.25 * 1152 / 1232)

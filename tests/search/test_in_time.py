@@ -71,7 +71,7 @@ def told(monkeypatch, tmp_path):
 
 
 def at(monkeypatch, pace):
-    monkeypatch.setattr(study.Pace, "of", lambda *_: pace)
+    monkeypatch.setattr(study.Pace, "from_runtime", lambda *_: pace)
 
 
 def search(llm, budget, watch=None, **options):
@@ -143,7 +143,7 @@ def test_all_sub_layers_are_ranked_on_as_many_places(llm, clock, monkeypatch):
         shares.append(share)
         return 1.0 + sum(part.skip.attention)
 
-    monkeypatch.setattr(prepare.Replayed, "gain", gain)
+    monkeypatch.setattr(prepare.ReplayObjective, "gain", gain)
     budget = Budget(200, clock=clock)
     search(llm, budget)
     assert len(shares) == 1 + 1 + 2 * llm.runtime.layers, "with nothing bypassed, too"
@@ -191,7 +191,9 @@ def test_whoever_decides_on_the_texts_first_decides_for_all(llm, tmp_path):
         llm, Space(llm.runtime.layers), DecodingSettings(12), prompts, 0, Ledger(place, settings={}), watch=Watch()
     )
     texts = prepare._continued(mine)
-    assert [(text.tokens[: text.prompt], text.room) for text in texts] == [(tuple(ids), 9) for ids in prompts[:2]]
+    assert [(text.tokens[: text.prompt_length], text.remaining) for text in texts] == [
+        (tuple(ids), 9) for ids in prompts[:2]
+    ]
 
 
 def test_a_picked_profile_tells_the_texts_that_were_scored_on():

@@ -165,9 +165,9 @@ def test_workers_see_each_other(path, monkeypatch):
 
 def test_one_of_the_workers_finishes_and_a_later_one_may_again(path):
     a, b, c = (Ledger(path, settings=SETTINGS) for _ in range(3))
-    assert [b.finishes(), a.finishes(), c.finishes()] == [True, False, False]
+    assert [b.claim_finish(), a.claim_finish(), c.claim_finish()] == [True, False, False]
     later = Ledger(path, settings=SETTINGS)
-    assert later.finishes()
+    assert later.claim_finish()
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150), deadline=None)
@@ -194,5 +194,5 @@ def test_in_memory_nothing_is_written(tmp_path, monkeypatch):
     ledger.keep_score(score(), SPACE)
     ledger.claim(score(1).path)
     assert ledger.scores
-    assert ledger.finishes()
+    assert ledger.claim_finish()
     assert not list(tmp_path.iterdir())

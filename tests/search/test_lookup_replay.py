@@ -9,8 +9,8 @@ import pytest
 from lowering import random_path
 from models import run
 from selfspec.search.controller_grid import deepest
-from selfspec.search.lookup_replay import spared, with_guesses
-from selfspec.search.objective import Replayed
+from selfspec.search.lookup_replay import spared, with_lookup_tokens
+from selfspec.search.objective import ReplayObjective
 from selfspec.search.replay import Replay
 from selfspec.search.target_text import TargetText
 from selfspec.search.trace import Trace, walk
@@ -70,17 +70,19 @@ def test_passes_are_those_of_real_decoding(llm64, runtime, seeds, candidates):
     texts = texts_of(llm64, runtime, seeds)
     first = Sampler() if seeds[0] is None else Sampler(temperature=0.8)
     rule = "block" if seeds[0] is None else "match"
-    with Replay(llm64.model, texts, sampler=first, rule=rule, depth=deepest(CONTROLLERS), like=runtime) as replay:
-        traces = with_guesses(replay, replay.trace(path, CONTROLLERS), AHEAD)
+    with Replay(
+        llm64.model, texts, sampler=first, rule=rule, depth=deepest(CONTROLLERS), base_runtime=runtime
+    ) as replay:
+        traces = with_lookup_tokens(replay, replay.trace(path, CONTROLLERS), AHEAD)
     seen = set()
     for controller in CONTROLLERS:
         walked = walk(traces, controller, candidates=candidates, seeded=seeds[0] is not None)
-        drafter = LayerSkipDrafter(runtime, path, controller.start(), candidates=candidates, ahead=AHEAD)
+        drafter = LayerSkipDrafter(runtime, path, controller.start(), candidates=candidates, proposer_chain=AHEAD)
         for text, mine in zip(texts, walked, strict=True):
             sampler = Sampler() if text.seed is None else Sampler(temperature=0.8, seed=text.seed)
-            ids = list(text.tokens[: text.prompt])
+            ids = list(text.tokens[: text.prompt_length])
             new, outcomes = run(runtime, drafter, ids, NEW, ends=runtime.skeleton.ends, sampler=sampler)
-            assert new == list(text.tokens[text.prompt :])
+            assert new == list(text.tokens[text.prompt_length :])
             assert mine.rounds == Counter((o.draft.work, 1 + len(o.draft)) for o in outcomes)
             seen.update(part.name if part.rows == 1 else "wide" for o in outcomes for part, _ in o.draft.work)
     assert {"wide", "draft step", "guess"} <= seen
@@ -96,11 +98,11 @@ def test_what_is_spared():
 
 def test_a_search_scores_the_cascade(llm64, runtime):
     """Cheaper drafts of the same tokens are worth more, and the score says by what."""
-    path = DraftPath.of(["int8"] * (2 * llm64.runtime.layers))
+    path = DraftPath.from_modes(["int8"] * (2 * llm64.runtime.layers))
     texts = texts_of(llm64, runtime, (None,) * 3)
-    with Replay(llm64.model, texts, depth=8, like=runtime) as replay:
-        alone = Replayed(replay, COSTS, [FixedK(4)]).score(path)
-        together = Replayed(replay, COSTS, [FixedK(4)], proposers=[ProposerSpec()]).score(path)
+    with Replay(llm64.model, texts, depth=8, base_runtime=runtime) as replay:
+        alone = ReplayObjective(replay, COSTS, [FixedK(4)]).score(path)
+        together = ReplayObjective(replay, COSTS, [FixedK(4)], proposers=[ProposerSpec()]).score(path)
     assert (alone.proposers, alone.spared) == ((), 0)
     assert together.proposers == (ProposerSpec(),)
     assert together.spared > 0

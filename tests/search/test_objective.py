@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from models import plain, run, small
 from selfspec.search.controller_grid import LONG_ENOUGH, controllers_in_play, deepest, long_enough
-from selfspec.search.objective import Replayed, predict
+from selfspec.search.objective import ReplayObjective, predict
 from selfspec.search.replay import Replay
 from selfspec.search.target_text import TargetText
 
@@ -24,7 +24,7 @@ PROMPTS = [[1, 2, 3], [4, 5], [7], [3, 3, 9, 1, 0, 2]]
 
 
 def profile(skip, name, candidates=1, **options):
-    draft = LayerSkipSpec.of(skip, ControllerSpec(name=name, options=options), candidates=candidates)
+    draft = LayerSkipSpec.from_path(skip, ControllerSpec(name=name, options=options), candidates=candidates)
     return Profile(model=Identity(layers=3), draft=draft, costs=COSTS)
 
 
@@ -58,7 +58,7 @@ def test_a_prediction_is_the_price_of_real_rounds(model, texts):
 
 def test_nothing_skipped_is_always_accepted(model, texts):
     with Replay(model, texts, depth=2) as replay:
-        score = Replayed(replay, COSTS, [FixedK(2)]).score(SkipSet())
+        score = ReplayObjective(replay, COSTS, [FixedK(2)]).score(SkipSet())
     assert score.acceptance_rate == 1
     assert score.tokens_per_round > 2.5
 
@@ -67,8 +67,8 @@ def test_the_best_controller_is_the_best_of_each_alone(model, texts):
     controllers = [FixedK(1), StaticThreshold(0.5, 4), RateOptimal(k_max=4, floor=0.1), FixedK(2)]
     with Replay(model, texts, depth=4) as replay:
         for skip in (SkipSet((0,), (1,)), SkipSet((), (2,))):
-            alone = [Replayed(replay, COSTS, [c]).score(skip) for c in controllers]
-            together = Replayed(replay, COSTS, controllers).score(skip)
+            alone = [ReplayObjective(replay, COSTS, [c]).score(skip) for c in controllers]
+            together = ReplayObjective(replay, COSTS, controllers).score(skip)
             assert together == max(alone, key=lambda s: s.tokens_per_second)
 
 
@@ -76,8 +76,8 @@ def test_only_what_is_clearly_worse_is_pruned(model, texts):
     """Pruned or not, sets are ranked as without pruning, and the best is never pruned."""
     skips = [SkipSet(), SkipSet((2,), ()), SkipSet((0, 1, 2), (0, 1, 2)), SkipSet((1,), (1,)), SkipSet((), (2,))]
     with Replay(model, texts, depth=3) as replay:
-        alone = [Replayed(replay, COSTS, [FixedK(3)]).score(skip) for skip in skips]
-        worth = Replayed(replay, COSTS, [FixedK(3)])
+        alone = [ReplayObjective(replay, COSTS, [FixedK(3)]).score(skip) for skip in skips]
+        worth = ReplayObjective(replay, COSTS, [FixedK(3)])
         found = [worth.score(skip) for skip in skips]
     assert not any(s.pruned for s in alone)
     assert any(s.pruned for s in found)
@@ -107,9 +107,9 @@ def test_drafts_in_play_are_as_long_as_can_pay():
 def test_without_controllers_given_those_in_play_are_tuned(model, texts):
     skip = SkipSet((1,), (2,))
     with Replay(model, texts, depth=12) as replay:
-        found = Replayed(replay, COSTS).score(skip)
+        found = ReplayObjective(replay, COSTS).score(skip)
         length = long_enough(COSTS, COSTS.draft(skip, 3), 12)
-        assert found == Replayed(replay, COSTS, controllers_in_play(length)).score(skip)
+        assert found == ReplayObjective(replay, COSTS, controllers_in_play(length)).score(skip)
 
 
 def test_candidates_are_added_where_they_pay(model, texts):
@@ -118,14 +118,14 @@ def test_candidates_are_added_where_they_pay(model, texts):
     for verify, counts in ((1.0, {2, 3, 4}), (9.0, {1})):
         costs = COSTS.model_copy(update={"verify": [1.0, verify]})
         with Replay(model, texts, depth=2) as replay:
-            assert Replayed(replay, costs, [FixedK(2)]).score(skip).candidates in counts
+            assert ReplayObjective(replay, costs, [FixedK(2)]).score(skip).candidates in counts
 
 
 def test_a_profile_made_of_a_score_predicts_the_same(model, texts):
     """The fitted curve, the rate and the candidates travel in it."""
     skip = SkipSet((1,), (2,))
     with Replay(model, texts, depth=4) as replay:
-        score = Replayed(replay, COSTS, [RateOptimal(k_max=4, floor=0.0, strength=1e9)]).score(skip)
+        score = ReplayObjective(replay, COSTS, [RateOptimal(k_max=4, floor=0.0, strength=1e9)]).score(skip)
         found = profile(skip, "rate", score.candidates, **score.controller.options).model_copy(
             update={"acceptance": score.acceptance}
         )

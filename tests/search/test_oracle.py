@@ -58,7 +58,7 @@ def test_it_bounds_every_controller(whole, temperature):
     """On the same texts, at the same costs."""
     decoding = DecodingSettings(8, temperature)
     prompts = builtin.prompts("heldout")[:2]
-    draft = LayerSkipSpec.of(SkipSet((5, 9), (4, 7)), parse_controller("fixed:k=4"), candidates=2)
+    draft = LayerSkipSpec.from_path(SkipSet((5, 9), (4, 7)), parse_controller("fixed:k=4"), candidates=2)
     profile = Profile(model=whole.identity, draft=draft)
     bound = oracle(whole, profile, COSTS, prompts, decoding)
     assert bound.speedup >= 1

@@ -196,7 +196,7 @@ def test_the_streams_are_of_the_texts_from_their_first_token_on(model, texts):
 
 def test_a_prediction_includes_what_the_draft_reads(model, texts):
     skip, controller = SkipSet((1,), (2,)), FixedK(3)
-    profile = Profile(model=Identity(layers=3), draft=LayerSkipSpec.of(skip, controller.spec()), costs=COSTS)
+    profile = Profile(model=Identity(layers=3), draft=LayerSkipSpec.from_path(skip, controller.spec()), costs=COSTS)
     with Replay(model, texts, depth=3, own_keys=True) as replay:
         predicted = predict(replay, profile)
     drafter = PrunedModel(Runtime(model), skip, controller)

@@ -73,7 +73,7 @@ def real(llm64, texts):
             for candidates in (1, 3):
                 drafter = LayerSkipDrafter(llm64.runtime, skip, controller.start(), candidates=candidates)
                 found[skip, controller.spec().model_dump_json(), candidates] = [
-                    counts(llm64.generate(text.tokens[: text.prompt], max_new_tokens=NEW, drafter=drafter).stats)
+                    counts(llm64.generate(text.tokens[: text.prompt_length], max_new_tokens=NEW, drafter=drafter).stats)
                     for text in texts
                 ]
     return found
@@ -123,7 +123,7 @@ def test_texts_that_end_by_themselves(candidates):
     text = plain(Runtime(model), PROMPTS[0], 20)
     model.generation_config.eos_token_id = [text[9], text[14]]
     runtime, texts = small_texts(model, PROMPTS, 20)
-    assert min(text.new for text in texts) < 20
+    assert min(text.num_new_tokens for text in texts) < 20
     ended = 0
     for skip in random_skips(12, 3):
         with Replay(model, texts, depth=DEPTH, chunk=9) as replay:
@@ -319,7 +319,7 @@ def test_a_draft_vocabulary_is_replayed_as_it_is_decoded(llm64, texts):
         for controller in CONTROLLERS:
             drafter = LayerSkipDrafter(llm64.runtime, DraftPath(skip, tuple(seen)), controller.start())
             real = [
-                counts(llm64.generate(text.tokens[: text.prompt], max_new_tokens=NEW, drafter=drafter).stats)
+                counts(llm64.generate(text.tokens[: text.prompt_length], max_new_tokens=NEW, drafter=drafter).stats)
                 for text in texts
             ]
             assert [counts(w.stats) for w in walk(traces, controller)] == real
@@ -331,7 +331,7 @@ def test_paths_in_few_bits_are_replayed_as_they_are_decoded(llm64, texts):
     for seed in range(3):
         path = random_path(seed, llm64.runtime.layers, words=4096)
         told = Confidence(bias=1.0, probability=0.5 * (seed != 1), gap=0.7)
-        with Replay(llm64.model, texts, depth=DEPTH, like=runtime) as replay:
+        with Replay(llm64.model, texts, depth=DEPTH, base_runtime=runtime) as replay:
             replay.confidence = told
             traces = replay.trace(path, CONTROLLERS)
         for controller in CONTROLLERS:
@@ -339,9 +339,9 @@ def test_paths_in_few_bits_are_replayed_as_they_are_decoded(llm64, texts):
                 drafter = LayerSkipDrafter(runtime, path, controller.start(), candidates=candidates, confidence=told)
                 walked = walk(traces, controller, candidates=candidates)
                 for text, mine in zip(texts, walked, strict=True):
-                    prompt = list(text.tokens[: text.prompt])
+                    prompt = list(text.tokens[: text.prompt_length])
                     new, outcomes = run(runtime, drafter, prompt, NEW, ends=runtime.skeleton.ends)
-                    assert new == list(text.tokens[text.prompt :])
+                    assert new == list(text.tokens[text.prompt_length :])
                     assert (mine.stats.rounds, mine.stats.drafted) == (
                         len(outcomes),
                         sum(o.draft.depth for o in outcomes),

@@ -11,7 +11,7 @@ from selfspec.search.forecast import FINALISTS, Pace
 from selfspec.search.ledger import Ledger
 from selfspec.search.objective import Score
 from selfspec.search.prepare import Search
-from selfspec.search.rescoring import CLEARLY, best_on_others
+from selfspec.search.rescoring import CLEARLY, best_rescored
 from selfspec.search.space import Space
 from selfspec.search.storage import MEMORY
 
@@ -54,7 +54,7 @@ def search(llm):
 
 
 class Told:
-    """In place of `Replayed`: speeds that were told, and what was asked for."""
+    """In place of `ReplayObjective`: speeds that were told, and what was asked for."""
 
     speeds = dict(zip(PATHS, (1.0, 5.0, 2.0), strict=True))
     clock = None
@@ -65,15 +65,15 @@ class Told:
         type(self).asked = []
 
     def score(self, path):
-        self.asked.append((path, [text.tokens[: text.prompt] for text in self.texts]))
+        self.asked.append((path, [text.tokens[: text.prompt_length] for text in self.texts]))
         if self.clock is not None:
             self.clock.now += self.each
         return scored(path, self.speeds[path])
 
 
 def test_the_best_by_other_texts_is_taken_as_it_was_scored(search, monkeypatch):
-    monkeypatch.setattr(rescoring, "Replayed", Told)
-    assert best_on_others(search(), COSTS, None, PROMPTS, SCORES) is SCORES[1]
+    monkeypatch.setattr(rescoring, "ReplayObjective", Told)
+    assert best_rescored(search(), COSTS, None, PROMPTS, SCORES) is SCORES[1]
     assert [path for path, _ in Told.asked] == PATHS
     assert Told.asked[0][1] == [tuple(prompt) for prompt in PROMPTS]
 
@@ -83,21 +83,21 @@ def test_what_a_search_starts_from_stays_unless_another_is_clearly_faster(search
     """A little more on a few texts is noise."""
     given = search()
     start = given.space.path(given.space.start)
-    monkeypatch.setattr(rescoring, "Replayed", Told)
+    monkeypatch.setattr(rescoring, "ReplayObjective", Told)
     monkeypatch.setattr(Told, "speeds", {PATHS[0]: 1.0 + better, start: 1.0})
     scores = [SCORES[0], scored(start, 1.0)]
-    assert best_on_others(given, COSTS, None, PROMPTS, scores) is scores[kept]
+    assert best_rescored(given, COSTS, None, PROMPTS, scores) is scores[kept]
 
 
 def test_a_real_replay_of_other_texts_decides(search):
     """Of three sub-layers of random weights, one is worth most on these texts, whichever comes first."""
-    found = {best_on_others(search(), COSTS, None, PROMPTS, order).path for order in (SCORES, SCORES[::-1])}
+    found = {best_rescored(search(), COSTS, None, PROMPTS, order).path for order in (SCORES, SCORES[::-1])}
     assert len(found) == 1
 
 
 def test_one_alone_is_taken(search, monkeypatch):
-    monkeypatch.delattr(rescoring, "Replayed")
-    assert best_on_others(search(), COSTS, None, PROMPTS, SCORES[:1]) is SCORES[0]
+    monkeypatch.delattr(rescoring, "ReplayObjective")
+    assert best_rescored(search(), COSTS, None, PROMPTS, SCORES[:1]) is SCORES[0]
 
 
 class Clock:
@@ -115,41 +115,41 @@ def test_without_time_for_other_texts_it_stays_too(search, better, kept):
     given = search(budget=Budget(0.0), pace=Pace(1.0, 0.1))
     start = given.space.path(given.space.start)
     scores = [scored(PATHS[0], 1.0 + better), scored(PATHS[1], 1.0), scored(start, 1.0)]
-    assert best_on_others(given, COSTS, None, PROMPTS, scores) is scores[2 if kept else 0]
+    assert best_rescored(given, COSTS, None, PROMPTS, scores) is scores[2 if kept else 0]
 
 
 def test_where_time_is_short_what_a_search_starts_from_is_scored_again_beside_the_best(search, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(rescoring, "Replayed", Told)
+    monkeypatch.setattr(rescoring, "ReplayObjective", Told)
     monkeypatch.setattr(Told, "clock", clock)
     monkeypatch.setattr(Told, "each", 2.0)
     given = search(budget=Budget(60.0, clock=clock), pace=Pace(1e-3, 1e-4))
     start = given.space.path(given.space.start)
     monkeypatch.setattr(Told, "speeds", {**dict.fromkeys(PATHS, 1.0), start: 3.0})
     scores = [*SCORES, scored(start, 0.5)]
-    assert best_on_others(given, COSTS, None, PROMPTS, scores) is scores[3]
+    assert best_rescored(given, COSTS, None, PROMPTS, scores) is scores[3]
     assert [path for path, _ in Told.asked][:2] == [PATHS[0], start]
 
 
 @pytest.mark.parametrize(("seconds", "best"), [(0.0, 0), (1e6, 1)])
 def test_as_many_are_scored_as_there_is_time_for(search, monkeypatch, seconds, best):
     clock = Clock()
-    monkeypatch.setattr(rescoring, "Replayed", Told)
+    monkeypatch.setattr(rescoring, "ReplayObjective", Told)
     monkeypatch.setattr(Told, "clock", clock)
     monkeypatch.setattr(Told, "each", 10.0)
     given = search(budget=Budget(seconds, clock=clock), pace=Pace(1.0, 0.1))
-    assert best_on_others(given, COSTS, None, PROMPTS, SCORES) is SCORES[best]
+    assert best_rescored(given, COSTS, None, PROMPTS, SCORES) is SCORES[best]
 
 
 def test_time_may_end_after_some_of_them(search, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(rescoring, "Replayed", Told)
+    monkeypatch.setattr(rescoring, "ReplayObjective", Told)
     monkeypatch.setattr(Told, "clock", clock)
     monkeypatch.setattr(Told, "each", 10.0)
     budget = Budget(60.0, clock=clock)
     allowed = budget.share("choosing")
     given = search(budget=budget, pace=Pace(1e-3, 1e-4))
-    assert best_on_others(given, COSTS, None, PROMPTS, SCORES).path in PATHS
+    assert best_rescored(given, COSTS, None, PROMPTS, SCORES).path in PATHS
     assert 1 <= len(Told.asked) < len(SCORES)
     assert clock.now <= allowed + 10.0
 
@@ -162,9 +162,9 @@ def test_time_may_end_while_the_texts_are_made(search, monkeypatch):
             clock.now += 1e3
 
     clock = Clock()
-    monkeypatch.setattr(rescoring, "Replayed", Told)
+    monkeypatch.setattr(rescoring, "ReplayObjective", Told)
     given = search(budget=Budget(60.0, clock=clock), pace=Pace(1e-3, 1e-4), watch=Slow())
-    assert best_on_others(given, COSTS, None, PROMPTS, SCORES) is SCORES[0]
+    assert best_rescored(given, COSTS, None, PROMPTS, SCORES) is SCORES[0]
     assert Told.asked == []
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from models import small
 from selfspec.search.space import Space
-from selfspec.search.space_filter import Choices, MemoryBudget, paying, possible
+from selfspec.search.space_filter import Choices, MemoryBudget, cheaper_choices, supported_choices
 from torch import nn
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
-from selfspec.types.costs import CostModel, Prices
+from selfspec.types.costs import CostModel, ModeCosts
 from selfspec.types.draft_path import MODES, DraftPath
 from selfspec.types.skip import SkipSet
 
@@ -22,15 +22,15 @@ def llm(llm):
 
 
 def test_whatever_can_be_rounded_may_be(llm):
-    choices = possible(llm, MODES, memory=0.3)
+    choices = supported_choices(llm, MODES, memory=0.3)
     assert choices == Choices(modes=list(MODES), head=["full", "int8"])
-    space = choices.of(Space(llm.runtime.layers))
+    space = choices.narrow(Space(llm.runtime.layers))
     assert (space.base, len(space)) == ("int8", 2 * llm.runtime.layers + 1)
-    assert possible(llm, ("full", "int4", "skip"), memory=0.3).head == ["full", "int4"]
+    assert supported_choices(llm, ("full", "int4", "skip"), memory=0.3).head == ["full", "int4"]
 
 
 def test_without_memory_drafts_bypass_or_run_in_full(llm):
-    assert possible(llm, MODES, memory=0.0) == Choices(modes=["full", "skip"], head=["full"])
+    assert supported_choices(llm, MODES, memory=0.0) == Choices(modes=["full", "skip"], head=["full"])
 
 
 def test_what_is_hooked_stays_as_it_is():
@@ -38,33 +38,33 @@ def test_what_is_hooked_stays_as_it_is():
     mlp = model.model.layers[1].mlp.down_proj
     mlp.register_forward_hook(lambda *_: None)
     llm = selfspec.wrap(model, None, profile="none")
-    choices = possible(llm, MODES, memory=0.3)
+    choices = supported_choices(llm, MODES, memory=0.3)
     assert choices.modes == ["full", "int8", "skip"], "groups of 32 inputs do not fit 16"
     assert (choices.attention, choices.mlp) == ([], [1])
-    assert choices.of(Space(3)).path(choices.of(Space(3)).start).rows(3) == ("888", "8#8")
+    assert choices.narrow(Space(3)).path(choices.narrow(Space(3)).start).rows(3) == ("888", "8#8")
 
 
 def test_what_is_no_cheaper_is_left_out():
     costs = CostModel(context=9, base=1, attention=2, mlp=4, widths=[1], verify=[9], round=0)
     choices = Choices(modes=list(MODES), head=["full", "int8"])
-    assert paying(choices, costs) == Choices(modes=["full", "skip"], head=["full"])
-    low = {"int8": Prices(attention=1, mlp=2, head=0), "int4": Prices(attention=2, mlp=4, head=0)}
-    assert paying(choices, costs.model_copy(update={"low": low})) == Choices(
+    assert cheaper_choices(choices, costs) == Choices(modes=["full", "skip"], head=["full"])
+    low = {"int8": ModeCosts(attention=1, mlp=2, head=0), "int4": ModeCosts(attention=2, mlp=4, head=0)}
+    assert cheaper_choices(choices, costs.model_copy(update={"low": low})) == Choices(
         modes=["full", "int8", "skip"], head=["full", "int8"]
     )
     with pytest.raises(SelfspecError, match="int8 is no cheaper than running in full here; expected skip among them"):
-        paying(Choices(modes=["full", "int8"], head=["full"]), costs)
+        cheaper_choices(Choices(modes=["full", "int8"], head=["full"]), costs)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 0.3), (torch.bfloat16, 0.55), (torch.float64, 0.3)])
 def test_memory_is_a_share_of_the_models(dtype, limit):
     model = nn.Module.to(small(vocabulary=64), dtype)
     llm = selfspec.wrap(model, None, profile="none")
-    memory = MemoryBudget.of(llm, None)
+    memory = MemoryBudget.from_llm(llm, None)
     assert memory.limit == limit
     everything = SkipSet((0, 1, 2), (0, 1, 2))
     path = DraftPath(int8=everything, head="int8")
     held = llm.runtime.compile(path).bytes
     assert memory.share(path) == pytest.approx(held / sum(p.numel() * p.element_size() for p in model.parameters()))
     assert memory.excess(path) == pytest.approx(memory.share(path) - limit)
-    assert MemoryBudget.of(llm, 0.0).excess(DraftPath(everything)) <= 0, "what is bypassed takes nothing"
+    assert MemoryBudget.from_llm(llm, 0.0).excess(DraftPath(everything)) <= 0, "what is bypassed takes nothing"

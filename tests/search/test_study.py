@@ -27,7 +27,7 @@ PACE = Pace(step=1e-3, row=1e-4)
 def clockless(monkeypatch):
     """Costs and measurements that are no clock's, so that a search is the same every time."""
     monkeypatch.setattr(prepare, "measure_costs", lambda *_, **__: COSTS)
-    monkeypatch.setattr(study.Pace, "of", lambda *_: PACE)
+    monkeypatch.setattr(study.Pace, "from_runtime", lambda *_: PACE)
     monkeypatch.setattr(finalists, "measure", measured_as(1.3))
     monkeypatch.setattr(finalists, "_best", lambda search, base, scores, on: scores[0])
 
@@ -148,12 +148,12 @@ def test_scores_are_worth_what_real_decoding_counts(llm64, clockless, unbridged)
     watch = Watched()
     profile = search(llm64, watch=watch, trials=4, controller=ControllerSpec(name="fixed", options={"k": 2}))
     (score,) = [t.score for t in watch.trials if t.score.skip == profile.skip_set]
-    drafter = llm64.drafts_with(profile)
+    drafter = llm64.drafter_for(profile)
     prompts = choose(None, source="", count=3, seed=0).search
     total = Stats.total(llm64.generate(p, max_new_tokens=12, drafter=drafter).stats for p in prompts)
     assert score.tokens_per_round == pytest.approx(total.tokens_per_round)
     assert score.acceptance_rate == pytest.approx(total.acceptance_rate)
-    prices = COSTS.prices(COSTS.draft(profile.skip_set, llm64.runtime.layers))
+    prices = COSTS.call_costs(COSTS.draft(profile.skip_set, llm64.runtime.layers))
     seconds = total.rounds * COSTS.round + sum(calls * prices[part] for part, calls in total.work.items())
     seconds += sum(COSTS.verification(rows) * n for rows, n in rows_of(llm64, drafter).items())
     assert score.tokens_per_second == pytest.approx(total.tokens / seconds)
@@ -287,7 +287,7 @@ def test_an_interrupt_before_the_first_trial_is_an_interrupt(llm, clockless, mon
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(study, "replayed", interrupted)
+    monkeypatch.setattr(study, "prepare_replay", interrupted)
     with pytest.raises(KeyboardInterrupt):
         search(llm)
 

@@ -66,7 +66,7 @@ def test_streams_are_the_whole_models(replay):
             step = fresh.forward(
                 torch.tensor([text.tokens]), 0, hidden=range(LAYERS + 1), between=range(LAYERS), logits=None
             )
-        places = slice(text.prompt - 1, text.prompt + 3)
+        places = slice(text.prompt_length - 1, text.prompt_length + 3)
         for layer in range(LAYERS + 1):
             assert torch.allclose(streams.entering[layer][row], step.hidden[layer][0, places], atol=1e-10)
         for layer in range(LAYERS):

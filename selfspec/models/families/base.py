@@ -32,11 +32,11 @@ RoPE rotates the first r of a head's d dimensions; r may be 0.
 class Rope:
     """The RoPE of queries and keys: rotated x is x * cos + y * sin, where y is (-x2, x1) and x1, x2 are halves of x.
 
-    With `neighbours`, each pair (x1, x2) is two adjacent dimensions, and not two dimensions r / 2 apart.
+    With `interleaved`, each pair (x1, x2) is two adjacent dimensions, and not two dimensions r / 2 apart.
     """
 
     rotary: Rotary
-    neighbours: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Workspace(Protocol):
     """The residual stream of a pass over N rows, and temporary tensors that each sub-layer overwrites."""
 
     stream: Tensor  # [N, D], the residual stream: added to in place, otherwise only read
-    longer: Tensor  # [N, D + 1], the stream and one more column, see `Norm`
+    stream_with_eps: Tensor  # [N, D + 1], the stream and one more column, see `Norm`
     normed: Tensor  # [N, D], overwritten by norms only
     gate_up: Tensor  # [N, 2 * I] for I MLP units: gate and up side by side
     gate: Tensor  # [N, I], a view of `gate_up`
@@ -116,7 +116,7 @@ class GatedMlp:
 
     def run(self, work: Workspace) -> None:
         """Add the MLP's output to the stream."""
-        self.gate_up(self.norm(work.stream, work.longer, work.normed), work.gate_up)
+        self.gate_up(self.norm(work.stream, work.stream_with_eps, work.normed), work.gate_up)
         self.down(work.stream, torch.mul(self.act(work.gate), work.up, out=work.activated))
 
 
@@ -157,7 +157,7 @@ class ExpertWeights(Protocol):
     def each(self) -> Iterator[tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]]:
         """Yield each expert's fused gate and up, and its down projection: weights `[out, in]` and biases."""
 
-    def mixed(self, gate_up: Tensor) -> Tensor:
+    def gated_activation(self, gate_up: Tensor) -> Tensor:
         """Return the input of an expert's down projection from its gate and up outputs `[n, 2 * I]`."""
 
 
@@ -168,8 +168,8 @@ class Layer:
     `module` is the layer itself. `groups` are its linears in order of use, grouped by common input. `norms` are the
     norms over the width of the residual stream, first those before sub-layers, then those after them. `attention_spec`
     is the index into `Parts.attention_specs`. `names` are the layer's attribute names of its attention and MLP.
-    `rotary` computes the layer's cosines and sines. `beside`: whether its MLP returns a second, unused output.
-    `experts` replace an MLP's linears.
+    `rotary` computes the layer's cosines and sines. `mlp_returns_tuple`: whether its MLP returns a second, unused
+    output. `experts` replace an MLP's linears.
     """
 
     module: Any
@@ -178,7 +178,7 @@ class Layer:
     attention_spec: int = 0
     names: tuple[str, str] = ("self_attn", "mlp")
     rotary: Rotary | None = None
-    beside: bool = False
+    mlp_returns_tuple: bool = False
     experts: ExpertWeights | None = None
 
     def groups_of(self, part: SubLayer) -> tuple[Group, ...]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from selfspec.models.families.base import Attention, AttentionSpec, Block, Layer, Rope
-from selfspec.models.families.common import ParallelBlock, not_turned, scaled, windows_of
+from selfspec.models.families.common import ParallelBlock, no_rotation, scaled, windows_of
 from selfspec.models.families.llama import Llama
 from selfspec.models.linears import Call
 from selfspec.models.norms import Norms
@@ -17,9 +17,9 @@ class Cohere2(Llama):
 
     def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:
         """Return the layers' attention specs: RoPE only in layers with a sliding window."""
-        turned, unturned = Rope(body.rotary_emb, neighbours=True), Rope(not_turned)
+        rope, unturned = Rope(body.rotary_emb, interleaved=True), Rope(no_rotation)
         windows = windows_of(config, len(body.layers))
-        return [AttentionSpec(unturned if window is None else turned, window) for window in windows]
+        return [AttentionSpec(unturned if window is None else rope, window) for window in windows]
 
     def logits(self, config: Any) -> Call | None:
         """Return the multiplication of logits by `logit_scale`."""

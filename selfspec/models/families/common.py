@@ -22,7 +22,7 @@ def windows_of(config: Any, layers: int) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds[:layers]]
 
 
-def not_turned(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def no_rotation(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return empty cosines and sines: a `Rotary` that rotates no dimension."""
     nothing = x.new_zeros((*positions.shape, 0))
     return nothing, nothing
@@ -38,14 +38,14 @@ def repeated_halves(rotary: Rotary) -> Rotary:
     return both
 
 
-def repeated_neighbours(rotary: Rotary) -> Rotary:
+def interleaved_rotary(rotary: Rotary) -> Rotary:
     """Return a `Rotary` that reorders cosines and sines of a head's two halves for adjacent pairs."""
 
-    def beside(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def interleaved(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, -1) for t in rotary(x, positions))
         return cos, sin
 
-    return beside
+    return interleaved
 
 
 def normed_heads(into: Into, q_norm: Call, k_norm: Call, shape: tuple[int, int, int]) -> Into:
@@ -54,8 +54,8 @@ def normed_heads(into: Into, q_norm: Call, k_norm: Call, shape: tuple[int, int, 
 
     def qkv(x: Tensor, out: Tensor) -> None:
         into(x, out)
-        turning = out.view(len(out), -1, d)
-        q, k = turning.narrow(1, 0, heads), turning.narrow(1, heads, kv_heads)
+        out_heads = out.view(len(out), -1, d)
+        q, k = out_heads.narrow(1, 0, heads), out_heads.narrow(1, heads, kv_heads)
         q.copy_(q_norm(q))
         k.copy_(k_norm(k))
 
@@ -87,7 +87,7 @@ def scaled_onto(module: Any, factor: float) -> Onto:
     return lambda base, x: base.add_(call(x), alpha=factor)
 
 
-def as_it_is(x: Tensor, _longer: Tensor, _out: Tensor) -> Tensor:
+def identity_norm(x: Tensor, _x_with_eps: Tensor, _out: Tensor) -> Tensor:
     """Return `x` itself: the `Norm` of a sub-layer without one before it."""
     return x
 
@@ -133,7 +133,7 @@ class PlainMlp:
 
     def run(self, work: Workspace) -> None:
         """Add the MLP's output to the stream."""
-        self.up(self.norm(work.stream, work.longer, work.normed), work.activated)
+        self.up(self.norm(work.stream, work.stream_with_eps, work.normed), work.activated)
         self.down(work.stream, self.act(work.activated))
 
 
@@ -147,13 +147,13 @@ class ParallelBlock(Block):
         assert isinstance(self.mlp, GatedMlp | PlainMlp)
         first, second = self.attention.norm, self.mlp.norm
 
-        def of_both(x: Tensor, longer: Tensor, out: Tensor) -> Tensor:
-            read = first(x, longer, torch.empty_like(out))
-            out.copy_(read if second is first else second(x, longer, out))
+        def of_both(x: Tensor, x_with_eps: Tensor, out: Tensor) -> Tensor:
+            read = first(x, x_with_eps, torch.empty_like(out))
+            out.copy_(read if second is first else second(x, x_with_eps, out))
             return read
 
         return replace(self.attention, norm=of_both), replace(self.mlp, norm=_left)
 
 
-def _left(_x: Tensor, _longer: Tensor, out: Tensor) -> Tensor:
+def _left(_x: Tensor, _x_with_eps: Tensor, out: Tensor) -> Tensor:
     return out

@@ -24,15 +24,15 @@ class Experts:
 
     def run(self, work: Workspace) -> None:
         """Add the output of the chosen experts to the stream."""
-        work.stream.add_(self._call(self.norm(work.stream, work.longer, work.normed)))
+        work.stream.add_(self._call(self.norm(work.stream, work.stream_with_eps, work.normed)))
 
 
 def _first(module: Any) -> Call:
     """Return a module as a callable that returns only the first entry if the output is a tuple."""
 
     def call(x: Tensor) -> Tensor:
-        given = module(x)
-        first: Tensor = given[0] if isinstance(given, tuple) else given
+        output = module(x)
+        first: Tensor = output[0] if isinstance(output, tuple) else output
         return first
 
     return call
@@ -51,20 +51,22 @@ class ExpertParts:
 
     def readable(self) -> bool:
         """Return whether the weights can be read, and are exactly what the experts multiply with."""
-        held = [getattr(self.module, name, None) for name in ("gate_up_proj", "down_proj")]
-        whole = all(type(t) is nn.Parameter and not t.is_meta and t.is_floating_point() and t.dim() == 3 for t in held)
-        return whole and is_plain(self.module) and is_plain(self.router)
+        weights = [getattr(self.module, name, None) for name in ("gate_up_proj", "down_proj")]
+        dense = all(
+            type(t) is nn.Parameter and not t.is_meta and t.is_floating_point() and t.dim() == 3 for t in weights
+        )
+        return dense and is_plain(self.module) and is_plain(self.router)
 
     def each(self) -> Iterator[tuple[Weights, Weights]]:
         """Yield each expert's fused gate and up, and its down projection."""
         for number in range(len(self.module.gate_up_proj)):
-            yield self._of(number, "gate_up_proj"), self._of(number, "down_proj")
+            yield self._expert_weights(number, "gate_up_proj"), self._expert_weights(number, "down_proj")
 
-    def _of(self, number: int, name: str) -> Weights:
+    def _expert_weights(self, number: int, name: str) -> Weights:
         weight, bias = getattr(self.module, name)[number].detach(), getattr(self.module, f"{name}_bias", None)
         return weight.t() if self.across else weight, None if bias is None else bias[number].detach()
 
-    def mixed(self, gate_up: Tensor) -> Tensor:
+    def gated_activation(self, gate_up: Tensor) -> Tensor:
         """Return the input of an expert's down projection from its gate and up outputs `[n, 2 * I]`."""
         if (own := getattr(self.module, "_apply_gate", None)) is not None:
             mixed: Tensor = own(gate_up)
@@ -75,20 +77,20 @@ class ExpertParts:
 
 
 @dataclass(frozen=True, slots=True)
-class LowExperts:
+class QuantizedExperts:
     """A router with quantised experts: `products` are each expert's fused gate and up, and its down projection."""
 
     norm: Norm
     router: Callable[[Tensor], Any]
-    mixed: Call
+    gated_activation: Call
     products: Sequence[tuple[Call, Call]]
 
     def run(self, work: Workspace) -> None:
         """Add the output of the chosen experts to the stream."""
-        x = self.norm(work.stream, work.longer, work.normed)
+        x = self.norm(work.stream, work.stream_with_eps, work.normed)
         _, weights, chosen = self.router(x)
         for number in chosen.unique().tolist():
             row, place = (chosen == number).nonzero(as_tuple=True)
             into, onto = self.products[number]
-            made = onto(self.mixed(into(x[row]).to(x.dtype))) * weights[row, place].unsqueeze(1)
+            made = onto(self.gated_activation(into(x[row]).to(x.dtype))) * weights[row, place].unsqueeze(1)
             work.stream.index_add_(0, row, made.to(work.stream.dtype))

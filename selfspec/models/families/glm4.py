@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from selfspec.models.families.base import Attention, AttentionSpec, Layer, Mlp, Rope
-from selfspec.models.families.common import normed_onto, repeated_neighbours, windows_of
+from selfspec.models.families.common import interleaved_rotary, normed_onto, windows_of
 from selfspec.models.families.gemma import normed_after
 from selfspec.models.families.llama import Llama
 from selfspec.models.families.phi3 import fused_mlp
@@ -19,7 +19,7 @@ class Glm4(Llama):
 
     def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:
         """Return the layers' attention specs, with RoPE on adjacent pairs of dimensions."""
-        rope = Rope(repeated_neighbours(body.rotary_emb), neighbours=True)
+        rope = Rope(interleaved_rotary(body.rotary_emb), interleaved=True)
         return [AttentionSpec(rope, window) for window in windows_of(config, len(body.layers))]
 
     def layer(self, layer: Any, attention_spec: int) -> Layer:

@@ -29,16 +29,18 @@ class GptOss(Mixtral):
     def layer(self, layer: Any, attention_spec: int) -> Layer:
         """Return a layer's modules; its MLP also returns the router's scores."""
         experts = ExpertParts(layer.mlp.router, layer.mlp.experts, across=True)
-        return replace(Llama.layer(self, layer, attention_spec), experts=experts, beside=True)
+        return replace(Llama.layer(self, layer, attention_spec), experts=experts, mlp_returns_tuple=True)
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
         """Return a layer's attention with a sink for each query head."""
         sinks = layer.module.self_attn.sinks
         kv_heads = layer.module.self_attn.config.num_key_value_heads
-        return replace(super().attention(layer, norms), plain=None, weights=_beside(sinks.detach(), kv_heads))
+        return replace(
+            super().attention(layer, norms), plain=None, weights=_softmax_with_sinks(sinks.detach(), kv_heads)
+        )
 
 
-def _beside(sinks: Tensor, kv_heads: int) -> Weights:
+def _softmax_with_sinks(sinks: Tensor, kv_heads: int) -> Weights:
     """Return attention weights: the softmax over scores and each query head's sink, without the sink's own weight."""
     by_head = sinks.view(1, kv_heads, -1, 1)  # [1, H_kv, G, 1]
 

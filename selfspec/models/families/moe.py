@@ -20,8 +20,8 @@ class Mixtral(Llama):
     def layer(self, layer: Any, attention_spec: int) -> Layer:
         """Return a layer's modules, with its experts if it has any."""
         experts = getattr(layer.mlp, "experts", None)
-        found = None if experts is None else ExpertParts(layer.mlp.gate, experts)
-        return replace(super().layer(layer, attention_spec), experts=found)
+        expert_parts = None if experts is None else ExpertParts(layer.mlp.gate, experts)
+        return replace(super().layer(layer, attention_spec), experts=expert_parts)
 
     def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
         """Return a layer's linears; experts are not among them, as they are called as one module."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from selfspec.models.families.base import Attention, GatedMlp, Layer, Mlp
-from selfspec.models.families.common import as_it_is, normed_onto, normed_projections
+from selfspec.models.families.common import identity_norm, normed_onto, normed_projections
 from selfspec.models.families.llama import Llama
 from selfspec.models.families.qwen3 import shape_of
 from selfspec.models.norms import Formula, Norms
@@ -28,7 +28,7 @@ class Olmo2(Llama):
         q_norm, k_norm = norms.rows(module.q_norm), norms.rows(module.k_norm)
         return replace(
             attention,
-            norm=as_it_is,
+            norm=identity_norm,
             qkv=normed_projections(attention.qkv, q_norm, k_norm, shape_of(module)),
             add=normed_onto(layer.groups[1].module, norms.rows(layer.norms[0])),
             plain=None,
@@ -39,4 +39,4 @@ class Olmo2(Llama):
         mlp = super().mlp(layer, norms)
         assert isinstance(mlp, GatedMlp)
         down = normed_onto(layer.groups[3].module, norms.rows(layer.norms[1]))
-        return replace(mlp, norm=as_it_is, down=down, plain=None)
+        return replace(mlp, norm=identity_norm, down=down, plain=None)

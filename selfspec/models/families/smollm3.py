@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from selfspec.models.families.base import AttentionSpec, Rope
-from selfspec.models.families.common import not_turned, windows_of
+from selfspec.models.families.common import no_rotation, windows_of
 from selfspec.models.families.llama import Llama
 
 
@@ -14,9 +14,9 @@ class SmolLM3(Llama):
 
     def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:
         """Return the layers' attention specs: RoPE only where the layer's `use_rope` is true."""
-        turned, unturned = Rope(body.rotary_emb), Rope(not_turned)
+        rope, unturned = Rope(body.rotary_emb), Rope(no_rotation)
         windows = windows_of(config, len(body.layers))
         return [
-            AttentionSpec(turned if layer.self_attn.use_rope else unturned, window)
+            AttentionSpec(rope if layer.self_attn.use_rope else unturned, window)
             for layer, window in zip(body.layers, windows, strict=True)
         ]

@@ -27,21 +27,21 @@ def bench_bars(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
     with styled():
         figure, (axes,) = subplots(width=width, height=3.6)
         for number, temperature in enumerate(temperatures):
-            some = others[others["temperature"] == temperature]
-            places = [methods.index(m) + thick * (number - (len(temperatures) - 1) / 2) for m in some["method"]]
+            group = others[others["temperature"] == temperature]
+            places = [methods.index(m) + thick * (number - (len(temperatures) - 1) / 2) for m in group["method"]]
             look = number % len(_HATCHES)
             bars = axes.bar(
                 places,
-                some["speedup"],
+                group["speedup"],
                 thick * 0.92,
-                yerr=np.abs(np.array([some["speedup"] - some["low"], some["high"] - some["speedup"]])),
+                yerr=np.abs(np.array([group["speedup"] - group["low"], group["high"] - group["speedup"]])),
                 color=SERIES[look],
                 hatch=_HATCHES[look],
                 edgecolor="white",
                 error_kw={"ecolor": "black", "lw": 1, "capsize": 2.5},
                 label=f"temperature {temperature:g}",
             )
-            for bar, high, value in zip(bars, some["high"], some["speedup"], strict=True):
+            for bar, high, value in zip(bars, group["high"], group["speedup"], strict=True):
                 middle = bar.get_x() + bar.get_width() / 2
                 text = axes.annotate(
                     f"{value:.2f}", (middle, high), (0, 3), textcoords="offset points", ha="center", fontsize=8
@@ -70,10 +70,10 @@ def tokens_by_source(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
     groups = list(frame.groupby(["method", "temperature"], sort=False))
     with styled():
         figure, panels = subplots(len(groups), height=0.75 + 0.27 * len(tasks), width=width, sharex=True)
-        for axes, ((method, temperature), some) in zip(panels, groups, strict=True):
+        for axes, ((method, temperature), group) in zip(panels, groups, strict=True):
             before = np.zeros(len(tasks))
             for look, source in enumerate(sources):
-                mine = some[some["source"] == source].set_index("task")["share"].reindex(tasks).fillna(0).to_numpy()
+                mine = group[group["source"] == source].set_index("task")["share"].reindex(tasks).fillna(0).to_numpy()
                 axes.barh(
                     tasks,
                     mine,
@@ -107,12 +107,12 @@ def acceptance_by_position(frame: pd.DataFrame, *, width: float = WIDTH) -> Figu
     groups = list(frame.groupby(["method", "temperature"], sort=False))
     with styled():
         figure, (axes,) = subplots(width=width)
-        for number, ((method, temperature), some) in enumerate(groups):
+        for number, ((method, temperature), group) in enumerate(groups):
             look = number % len(SERIES)
             label = f"{method}, temperature {temperature:g}"
             axes.plot(
-                some["position"],
-                some["acceptance"],
+                group["position"],
+                group["acceptance"],
                 color=SERIES[look],
                 marker=MARKS[look],
                 ls=DASHES[look],

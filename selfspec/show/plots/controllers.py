@@ -49,8 +49,8 @@ def draft_lengths(runs: Mapping[str, pd.DataFrame]) -> Figure:
         for number, (ax, (name, rounds)) in enumerate(zip(axes, runs.items(), strict=True)):
             shares = rounds["drafted"].value_counts(normalize=True).reindex(range(longest + 1), fill_value=0.0)
             ax.bar(shares.index, shares, color=SERIES[number % len(SERIES)], width=0.75)
-            kept = rounds["accepted"].sum() / max(rounds["drafted"].sum(), 1)
-            ax.set_title(f"{name}\nmean {rounds['drafted'].mean():.2f}, {kept:.0%} accepted", fontsize=9)
+            acceptance_rate = rounds["accepted"].sum() / max(rounds["drafted"].sum(), 1)
+            ax.set_title(f"{name}\nmean {rounds['drafted'].mean():.2f}, {acceptance_rate:.0%} accepted", fontsize=9)
             ax.set_xlabel("tokens drafted")
             ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes[0].set_ylabel("share of the rounds")
@@ -125,9 +125,11 @@ def controllers(frame: pd.DataFrame) -> Figure:
             colour = (BLUE, ORANGE)[number]
             x = np.arange(len(kinds)) + (number - 0.5) * 0.2
             ax.plot(x, own["speedup"], MARKS[number], color=colour, ms=8, mec="black", mew=0.5, label=label)
-            for at, speedup in zip(x, own["speedup"], strict=True):
+            for x_position, speedup in zip(x, own["speedup"], strict=True):
                 above = (0, 7) if number else (0, -15)
-                ax.annotate(f"{speedup:.2f}", (at, speedup), above, textcoords="offset points", ha="center", fontsize=8)
+                ax.annotate(
+                    f"{speedup:.2f}", (x_position, speedup), above, textcoords="offset points", ha="center", fontsize=8
+                )
             bound = own["bound"].iloc[0]
             ax.axhline(bound, color=colour, lw=1, ls=":", label=f"perfect stopping, {label}")
         reference(ax, 1, "plain decoding")

@@ -20,12 +20,12 @@ _LABELS, _RULER = 0.95, 0.32  # inches to the left of and below a block
 class Grid:
     """The axes of a grid, on which `cells` draws `[parts, layers]` values."""
 
-    def __init__(self, parts: Sequence[str], layers: int, *, width: float = WIDTH, beside: float = 0.1) -> None:
-        """Create the axes. `beside`: inches on the right reserved for a colour bar."""
+    def __init__(self, parts: Sequence[str], layers: int, *, width: float = WIDTH, colorbar_width: float = 0.1) -> None:
+        """Create the axes. `colorbar_width`: inches on the right reserved for a colour bar."""
         self._parts, self._layers = parts, layers
         self._across = min(layers, max(_BLOCK, -(-layers // _BLOCKS)))
         blocks = -(-layers // self._across)
-        self.cell = max((width - _LABELS - beside) / self._across, 0.02)  # inches
+        self.cell = max((width - _LABELS - colorbar_width) / self._across, 0.02)  # inches
         height = len(parts) * min(max(self.cell, 0.2), 0.32) + _RULER
         figure, self.axes = subplots(blocks, height=height + 0.5 / blocks, width=width)
         self.figure: Figure = figure

@@ -18,7 +18,7 @@ from selfspec.show.plots.style import BLUE, DASHES, MARKS, SERIES, SKY, WIDTH, s
 from selfspec.types.draft_path import MODES, SIGNS, WORDS, DraftPath, Mode
 
 COLOURS: dict[Mode, str] = {"full": BLUE, "int8": SKY, "int4": "#F0E442", "skip": "#FFFFFF"}  # ever lighter in print
-_SAID: dict[Mode, str] = {"full": "in full", "int8": "8: in 8 bits", "int4": "4: in 4 bits", "skip": "bypassed"}
+_MODE_LABELS: dict[Mode, str] = {"full": "in full", "int8": "8: in 8 bits", "int4": "4: in 4 bits", "skip": "bypassed"}
 _FURTHER = 4  # candidates whose acceptance is plotted
 _LEGIBLE = 0.09  # smallest cell in inches with a sign
 
@@ -53,10 +53,10 @@ def _legend(path: DraftPath, used: set[Mode]) -> list[Patch]:
     words: dict[Mode, str] = {"full": "runs", "skip": "bypassed while drafting"}
     head: dict[Mode, str] = {}
     if path.low_precision:
-        words = {mode: said for mode, said in _SAID.items() if mode in used}
+        words = {mode: label for mode, label in _MODE_LABELS.items() if mode in used}
         head = {path.head: f"the head: {WORDS[path.head]}"}
-    told = [*words.items(), *head.items()]
-    return [Patch(fc=COLOURS[mode], ec="#888888", label=said) for mode, said in told]
+    entries = [*words.items(), *head.items()]
+    return [Patch(fc=COLOURS[mode], ec="#888888", label=label) for mode, label in entries]
 
 
 def acceptance_by_confidence(profile: Profile, *, width: float = WIDTH) -> Figure:

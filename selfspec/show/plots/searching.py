@@ -46,7 +46,7 @@ def importances(frame: pd.DataFrame) -> Figure:
     parts = ["attention", "mlp"]
     values = np.zeros((2, layers))
     with styled():
-        grid = Grid(parts, layers, beside=0.75)
+        grid = Grid(parts, layers, colorbar_width=0.75)
         for row in frame.itertuples():
             values[parts.index(row.part), row.layer] = row.importance
         shown = grid.cells(values, cmap="Greys", vmin=0)

@@ -28,7 +28,7 @@ def sensitivity(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
         gains[parts.index(part), layer] = gain
     limit = float(np.nanmax(np.abs(gains))) if np.isfinite(gains).any() else 0.0
     with styled():
-        grid = Grid(parts, layers, width=width, beside=0.75)
+        grid = Grid(parts, layers, width=width, colorbar_width=0.75)
         norm = CenteredNorm(0, limit or 0.01)
         shown = grid.cells(np.ma.masked_invalid(gains), cmap=DIVERGING, norm=norm)
         for axes in grid.axes:
@@ -70,8 +70,8 @@ def pareto(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
 
 def speedup_against_skipped(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
     """Plot the trials' predicted speedup against their number of bypassed sub-layers; a line joins the best."""
-    whole = frame[~frame["pruned"]]
-    best = whole.loc[whole.groupby("skipped")["speedup"].idxmax()].sort_values("skipped")
+    completed = frame[~frame["pruned"]]
+    best = completed.loc[completed.groupby("skipped")["speedup"].idxmax()].sort_values("skipped")
     with styled():
         figure, (axes,) = subplots(width=width)
         _trials(axes, frame, "skipped", "speedup")
@@ -101,16 +101,16 @@ def progress(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
 
 def _trials(axes: Axes, frame: pd.DataFrame, x: str, y: str) -> None:
     for pruned, mark, label in ((False, "o", "trial"), (True, "x", "pruned: of a share of the texts")):
-        some = frame[frame["pruned"] == pruned]
-        if len(some):
+        group = frame[frame["pruned"] == pruned]
+        if len(group):
             face, edge = (GREY, None) if pruned else ("white", GREY)
-            axes.scatter(some[x], some[y], s=22, marker=mark, lw=1, c=face, edgecolors=edge, label=label)
+            axes.scatter(group[x], group[y], s=22, marker=mark, lw=1, c=face, edgecolors=edge, label=label)
 
 
 def _fastest(axes: Axes, frame: pd.DataFrame, x: str, y: str) -> None:
-    whole = frame[~frame["pruned"]]
-    if len(whole):
-        best = whole.loc[whole["tokens_per_second"].idxmax()]
+    completed = frame[~frame["pruned"]]
+    if len(completed):
+        best = completed.loc[completed["tokens_per_second"].idxmax()]
         axes.scatter(
             [best[x]], [best[y]], s=130, marker="*", color=ORANGE, ec="black", lw=0.7, zorder=4, label="fastest"
         )

@@ -108,8 +108,8 @@ def svg(figure: Figure, *, name: str = "", label: str = "") -> str:
     text = re.sub(r"\s*<style.*?</style>", "", text, count=1, flags=re.DOTALL)  # it would apply to the whole page
     if name:
         text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    said = f' role="img" aria-label="{escape(label)}"' if label else ""
-    return text.replace("<svg ", f'<svg style="stroke-linejoin: round; stroke-linecap: butt"{said} ', 1)
+    aria = f' role="img" aria-label="{escape(label)}"' if label else ""
+    return text.replace("<svg ", f'<svg style="stroke-linejoin: round; stroke-linecap: butt"{aria} ', 1)
 
 
 def series(number: int, *, marked: bool = False) -> dict[str, Any]:

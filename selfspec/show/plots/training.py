@@ -33,7 +33,7 @@ def acceptance_by_place(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
 def _by_kind(frame: pd.DataFrame, x: str, y: str, width: float) -> tuple[Figure, Axes]:
     """Plot column `y` over `x`, a line for each kind."""
     figure, (axes,) = subplots(width=width, height=3.2)
-    for number, (kind, some) in enumerate(frame.groupby("kind", sort=False)):
-        axes.plot(some[x], some[y], label=kind, **series(number))
+    for number, (kind, group) in enumerate(frame.groupby("kind", sort=False)):
+        axes.plot(group[x], group[y], label=kind, **series(number))
     axes.legend(fontsize=8.5)
     return figure, axes

@@ -24,9 +24,9 @@ def paths(layers: int) -> dict[str, DraftPath]:
     """Return the draft paths that are measured: every second MLP skipped, all int8, all int4 with the head in int8."""
     half: list[Mode] = ["full" if i < layers or i % 2 else "skip" for i in range(2 * layers)]
     return {
-        "skip": DraftPath.of(half),
-        "int8": DraftPath.of(["int8"] * (2 * layers), head="int8"),
-        "int4": DraftPath.of(["int4"] * (2 * layers), head="int8"),
+        "skip": DraftPath.from_modes(half),
+        "int8": DraftPath.from_modes(["int8"] * (2 * layers), head="int8"),
+        "int4": DraftPath.from_modes(["int4"] * (2 * layers), head="int8"),
     }
 
 

@@ -11,7 +11,7 @@ from selfspec.search.trace import Trace, walk
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK
-from selfspec.types.costs import CostModel, Prices
+from selfspec.types.costs import CostModel, ModeCosts
 from selfspec.types.draft_work import DRAFT_STEP
 
 CHEAP = CostModel(context=60, base=0.1, attention=0.03, mlp=0.03, widths=[1, 16], verify=[1.0, 1.5], round=0.02)
@@ -82,7 +82,7 @@ class TestSweep:
         assert set(found.rows["rest"]) == {"the rest in full"}
 
     def test_the_rest_in_8_bits(self, whole):
-        eight = CHEAP.model_copy(update={"low": {"int8": Prices(attention=0.01, mlp=0.01, head=0.0)}})
+        eight = CHEAP.model_copy(update={"low": {"int8": ModeCosts(attention=0.01, mlp=0.01, head=0.0)}})
         with Workbench(whole, count=1, max_new_tokens=6, costs=eight, rest="int8") as bench:
             found = sweep.sweep(bench, counts=(2, 4), each=1)
         for score, skipped, cost in found[["score", "skipped", "draft_cost"]].itertuples(index=False):

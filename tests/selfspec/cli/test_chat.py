@@ -37,7 +37,7 @@ def model(llm, tmp_path_factory):
 @pytest.fixture(scope="module")
 def profile(model):
     """A file with a profile that drafts."""
-    spec = LayerSkipSpec.of(SKIP, ControllerSpec(name="fixed", options={"k": 3}))
+    spec = LayerSkipSpec.from_path(SKIP, ControllerSpec(name="fixed", options={"k": 3}))
     write_profile(Profile(model=Identity(layers=16), draft=spec), model.parent / "p.yaml")
     return model.parent / "p.yaml"
 

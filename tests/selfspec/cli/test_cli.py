@@ -42,14 +42,14 @@ PUBLISHED = "llama-2-13b-swift-cnndm"
 @pytest.fixture(autouse=True)
 def brief_costs(monkeypatch):
     """Tests run side by side: the machine is always disturbed, and measuring costs for longer would not help."""
-    monkeypatch.setattr("selfspec.measure.cost_fitting.LONGER", 1)
+    monkeypatch.setattr("selfspec.measure.cost_fitting.DISTURBED_FACTOR", 1)
 
 
 @pytest.fixture
 def profile_file(tmp_path):
     profile = Profile(
         model=Identity(layers=16, name="builtin"),
-        draft=LayerSkipSpec.of(SkipSet((3, 5, 9), (7, 11)), ControllerSpec(name="fixed", options={"k": 3})),
+        draft=LayerSkipSpec.from_path(SkipSet((3, 5, 9), (7, 11)), ControllerSpec(name="fixed", options={"k": 3})),
     )
     write_profile(profile, tmp_path / "p.yaml")
     return tmp_path / "p.yaml"
@@ -620,7 +620,7 @@ class TestProfile:
             "",
         )
         profile = read_profile(profile_file)
-        draft = LayerSkipSpec.of(SkipSet((3, 4, 9), (7,)), profile.draft.controller, candidates=2)
+        draft = LayerSkipSpec.from_path(SkipSet((3, 4, 9), (7,)), profile.draft.controller, candidates=2)
         changed = {"draft": draft, "versions": {"torch": "3"}}
         write_profile(profile.model_copy(update=changed), tmp_path / "q.yaml")
         code, out, _ = cli("profile", "diff", "p.yaml", "q.yaml")

@@ -115,7 +115,7 @@ def test_the_legend_says_what_drafted_in_few_bits():
 
     def said(path, drafted=1):
         console, written = terminal(120)
-        profile = Profile(model=Identity(layers=4), draft=LayerSkipSpec.of(path))
+        profile = Profile(model=Identity(layers=4), draft=LayerSkipSpec.from_path(path))
         legend(console, given, Stats(drafted=drafted, accepted=drafted), profile)
         return written().splitlines()[-1]
 

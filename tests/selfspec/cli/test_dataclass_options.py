@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from selfspec.cli.dataclass_options import flat
+from selfspec.cli.dataclass_options import flatten_options
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def run():
     app, seen = typer.Typer(), []
 
     @app.command()
-    @flat
+    @flatten_options
     def command(told: Told) -> int:
         """Do it."""
         seen.append(told)

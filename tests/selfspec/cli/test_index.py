@@ -7,7 +7,7 @@ import json
 import pytest
 
 import selfspec
-from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter
+from selfspec.drafters import Guard, LayerSkipDrafter, LookupDrafter
 from selfspec.proposers.store import Store, write_store
 
 TEXT = "def read_header(self, stream):\n    return stream.read(self.size).decode('latin-1').split(self.separator)\n"
@@ -69,9 +69,9 @@ def test_what_is_generated_stays_the_same_in_fewer_rounds(cli, profile):
     assert not cli("index", "answer.txt", "rows.jsonl", "--out", "x.store")[0]
     llm = selfspec.load("builtin", profile=profile, store="x.store")
     assert isinstance(llm.drafter, Guard)
-    drafter = FreeDrafter if profile == "none" else LayerSkipDrafter
-    found = llm.generate(TEXT, max_new_tokens=40, drafter=llm.drafts_with(llm.profile))
-    assert isinstance(llm.drafts_with(llm.profile), drafter)
+    drafter = LookupDrafter if profile == "none" else LayerSkipDrafter
+    found = llm.generate(TEXT, max_new_tokens=40, drafter=llm.drafter_for(llm.profile))
+    assert isinstance(llm.drafter_for(llm.profile), drafter)
     assert found.text == plain["text"]
     assert found.stats.rounds < 20
     code, out, _ = cli("generate", "--profile", profile, "--store", "x.store", "--max-new-tokens", 40, "--json", TEXT)

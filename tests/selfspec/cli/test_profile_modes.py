@@ -23,7 +23,7 @@ PATH = DraftPath(SkipSet((3, 5, 9)), None, SkipSet((1, 2, 4), (0, 1)), SkipSet((
 
 @pytest.fixture
 def modes_file(tmp_path):
-    draft = LayerSkipSpec.of(
+    draft = LayerSkipSpec.from_path(
         PATH, ControllerSpec(name="fixed"), confidence=Confidence(bias=0.5, probability=0, gap=1.5)
     )
     model = find_profile_file("stdlib-llama-3.7m").model
@@ -54,7 +54,7 @@ def test_the_legend_names_only_the_modes_that_occur(cli, tmp_path):
         (DraftPath(int8=SkipSet((), (1,))), "32 sub-layers: 31 in full (#), 1 in 8 bits (8)\n"),
         (DraftPath(head="int4"), "32 sub-layers: 32 in full (#)\nthe head in 4 bits\n"),
     ):
-        write_profile(Profile(model=Identity(layers=16), draft=LayerSkipSpec.of(path)), tmp_path / "few.yaml")
+        write_profile(Profile(model=Identity(layers=16), draft=LayerSkipSpec.from_path(path)), tmp_path / "few.yaml")
         assert said in cli("profile", "show", "few.yaml")[1]
 
 
@@ -96,7 +96,9 @@ def test_diff_of_modes(cli, tmp_path, modes_file):
     path = profile.path
     modes = list(path.modes(16))
     modes[3], modes[9], modes[16] = "int8", "int8", "int4"
-    draft = LayerSkipSpec.of(DraftPath.of(modes), profile.draft.controller, confidence=profile.draft.confidence)
+    draft = LayerSkipSpec.from_path(
+        DraftPath.from_modes(modes), profile.draft.controller, confidence=profile.draft.confidence
+    )
     write_profile(profile.model_copy(update={"draft": draft}), tmp_path / "q.yaml")
     code, out, _ = cli("profile", "diff", modes_file, "q.yaml")
     assert code == 1

@@ -38,7 +38,7 @@ def instruct(tmp_path_factory):
 def cli(cli, monkeypatch, tmp_path):
     """What the command says, on standard output and standard error; nothing goes wrong."""
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("selfspec.measure.cost_fitting.LONGER", 1)
+    monkeypatch.setattr("selfspec.measure.cost_fitting.DISTURBED_FACTOR", 1)
     (tmp_path / "mine.txt").write_text("def f():\nclass A:\n")
     (tmp_path / "question.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
 
@@ -75,12 +75,12 @@ def test_without_a_template_everything_is_text(cli):
 
 def test_what_the_model_is_given(instruct):
     llm = selfspec.load(str(instruct), profile="none")
-    chosen = PromptOptions().given(llm, None, limit=3, max_new_tokens=8)
+    chosen = PromptOptions().encode_prompts(llm, None, limit=3, max_new_tokens=8)
     held_out = dict(builtin.chat_prompts("heldout"))
     for text, prompt, task in zip(chosen.texts, chosen.prompts, chosen.tasks, strict=True):
         assert llm.tokenizer.decode(prompt) == f"# user:\n{text}\n# assistant:"
         assert held_out[text] == task
-    plain = PromptOptions().given(llm, Prompts("s", ("x = 1",)), limit=3, max_new_tokens=8)
+    plain = PromptOptions().encode_prompts(llm, Prompts("s", ("x = 1",)), limit=3, max_new_tokens=8)
     assert (plain.prompts, plain.chat) == (("x = 1",), False)
 
 
@@ -88,7 +88,7 @@ def test_a_template_that_fails_is_none(instruct, llm):
     broken = selfspec.load(str(instruct), profile="none")
     broken.tokenizer.chat_template = "{{ raise_exception('only poems') }}"
     for model in (broken, llm):
-        assert PromptOptions().given(model, None, limit=1, max_new_tokens=8).source == "builtin"
+        assert PromptOptions().encode_prompts(model, None, limit=1, max_new_tokens=8).source == "builtin"
 
 
 def test_a_search_draws_from_its_own_file_and_says_so(cli, instruct, tmp_path):

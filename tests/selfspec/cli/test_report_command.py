@@ -32,7 +32,7 @@ def files(folder: Path) -> None:
     small_study(folder / "trials.jsonl")
     shutil.copy(BENCH, folder / "b.json")
     fixed = ControllerSpec(name="fixed", options={"k": 3})
-    profile = find_profile_file("stdlib-llama-3.7m").controlled_by(fixed).model_copy(update={"note": SCRIPT})
+    profile = find_profile_file("stdlib-llama-3.7m").with_controller(fixed).model_copy(update={"note": SCRIPT})
     write_profile(profile, folder / "p.yaml")
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
 
@@ -182,7 +182,7 @@ def test_a_study_alone_shows_its_best_trial(cli):
 def test_modes_are_told(cli, tmp_path):
     path = DraftPath(SkipSet((3,)), int8=SkipSet((1, 2), (7,)), head="int4")
     model = find_profile_file("stdlib-llama-3.7m").model
-    write_profile(Profile(model=model, draft=LayerSkipSpec.of(path)), tmp_path / "modes.yaml")
+    write_profile(Profile(model=model, draft=LayerSkipSpec.from_path(path)), tmp_path / "modes.yaml")
     code, _, page = cli("--profile", "modes.yaml", "--no-sample")
     assert code == 0
     said = "1 of the model&#39;s 32 attention and MLP sub-layers are bypassed, 3 run in 8 bits, the head runs in 4 bits"

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from selfspec.cli.word_wrap import Folding
+from selfspec.cli.word_wrap import WordWrapper
 
 TEXTS = st.text(st.sampled_from("ab \t\n") | st.characters(exclude_categories=["Cs", "Cc"]), max_size=60)
 
 
 def folded(pieces, width=10):
-    folding, shown = Folding(width), []
+    folding, shown = WordWrapper(width), []
     for number, piece in enumerate(pieces):
         shown += folding.feed(number, piece)
     return [*shown, *folding.end()]
@@ -70,7 +70,7 @@ def test_only_gaps_become_ends_of_lines(text, width):
 
 def test_each_part_stays_with_its_piece():
     """A word of several pieces comes when it is complete, and goes to the next line as a whole."""
-    folding = Folding(8)
+    folding = WordWrapper(8)
     assert list(folding.feed("a", "one ")) == [("a", "one")]
     assert list(folding.feed("b", "tw")) == []
     assert list(folding.feed("c", "o")) == []

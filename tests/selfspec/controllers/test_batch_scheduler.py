@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import BatchDraftScheduler
-from selfspec.types.round_costs import LoadPrices
+from selfspec.types.round_costs import PassCosts
 
-FLAT = LoadPrices((0.0, *[1.0] * 64), (0.0, *[0.2] * 64))  # a pass costs what it costs, however wide
-STEEP = LoadPrices(tuple(float(n) for n in range(65)), tuple(0.3 * n for n in range(65)))  # all is by the token
+FLAT = PassCosts((0.0, *[1.0] * 64), (0.0, *[0.2] * 64))  # a pass costs what it costs, however wide
+STEEP = PassCosts(tuple(float(n) for n in range(65)), tuple(0.3 * n for n in range(65)))  # all is by the token
 
 
 def begun(prices, rows):
@@ -21,42 +21,42 @@ def begun(prices, rows):
 
 
 def test_where_passes_cost_the_same_however_wide_all_draft():
-    assert sorted(begun(FLAT, 4).going([0.9, 0.5, 0.9, 0.6], 0.8, verified=4, most=8)) == [0, 1, 2, 3]
+    assert sorted(begun(FLAT, 4).select_drafting([0.9, 0.5, 0.9, 0.6], 0.8, verified=4, most=8)) == [0, 1, 2, 3]
 
 
 def test_where_every_token_costs_as_much_nobody_drafts():
-    assert begun(STEEP, 4).going([0.9, 0.95, 0.9, 0.99], 0.9, verified=4, most=8) == []
+    assert begun(STEEP, 4).select_drafting([0.9, 0.95, 0.9, 0.99], 0.9, verified=4, most=8) == []
 
 
 def test_those_with_most_hope_draft():
     """Up to eight tokens a pass costs nothing more, beyond as much as it brings."""
-    wide = LoadPrices((0.0, *[1.0] * 8, *(1.0 + n for n in range(1, 57))), (0.0, *[0.001] * 64))
-    assert begun(wide, 6).going([0.1, 0.9, 0.5, 0.8, 0.2, 0.3], 0.5, verified=6, most=1) == [1, 3]
+    wide = PassCosts((0.0, *[1.0] * 8, *(1.0 + n for n in range(1, 57))), (0.0, *[0.001] * 64))
+    assert begun(wide, 6).select_drafting([0.1, 0.9, 0.5, 0.8, 0.2, 0.3], 0.5, verified=6, most=1) == [1, 3]
 
 
 def test_a_dear_row_is_taken_where_cheap_ones_follow():
     """The ninth token doubles the pass, those after it are free: one more does not pay, eight do."""
-    stairs = LoadPrices((0.0, *[1.0] * 2, *[2.5] * 30), (0.0, *[0.001] * 32))
+    stairs = PassCosts((0.0, *[1.0] * 2, *[2.5] * 30), (0.0, *[0.001] * 32))
     load = begun(stairs, 2)
-    assert load.going([0.95, 0.95], 0.95, verified=2, most=1) == []
-    assert sorted(load.going([0.95, 0.95], 0.95, verified=2, most=8)) == [0, 1]
+    assert load.select_drafting([0.95, 0.95], 0.95, verified=2, most=1) == []
+    assert sorted(load.select_drafting([0.95, 0.95], 0.95, verified=2, most=8)) == [0, 1]
 
 
 def test_a_rate_that_drafts_have_raised_asks_for_more():
     load = begun(FLAT, 1)
-    assert load.going([0.25], 0.5, verified=1, most=1) == [0]
+    assert load.select_drafting([0.25], 0.5, verified=1, most=1) == [0]
     for _ in range(300):
-        load.see(4, 4, 5, nodes=4)
-        load.passed(1)
+        load.record_draft(4, 4, 5, nodes=4)
+        load.record_pass(1)
         load.begin(1)
     assert load.rate > 2
-    assert load.going([0.25], 0.5, verified=1, most=1) == []
+    assert load.select_drafting([0.25], 0.5, verified=1, most=1) == []
 
 
 def test_a_rate_is_known_by_how_many_there_are():
     load = begun(FLAT, 1)
     for _ in range(300):
-        load.see(4, 4, 5, nodes=4)
+        load.record_draft(4, 4, 5, nodes=4)
         load.begin(1)
     load.begin(2)
     assert load.rate == pytest.approx(2.0)  # plainly: two tokens a second
@@ -65,17 +65,17 @@ def test_a_rate_is_known_by_how_many_there_are():
 def test_those_that_are_still_read_will_be_decoded_beside():
     """Alone, a sequence may spend half a pass on half a token; not where three more begin in a moment."""
     load = begun(FLAT, 1)
-    assert load.going([0.4], 0.1, verified=1, most=1) == [0]
+    assert load.select_drafting([0.4], 0.1, verified=1, most=1) == [0]
     load.begin(1, reading=3)
     assert load.rate == 4.0
-    assert load.going([0.4], 0.1, verified=1, most=1) == []
+    assert load.select_drafting([0.4], 0.1, verified=1, most=1) == []
 
 
 def test_first_tokens_are_judged_by_those_lately_and_then_forgotten():
     load = begun(FLAT, 1)
     usual = load.first
     for _ in range(50):
-        load.see(1, 0, 1, nodes=1)
+        load.record_draft(1, 0, 1, nodes=1)
         load.begin(1)
     assert load.first < 0.3
     for _ in range(1000):
@@ -84,21 +84,21 @@ def test_first_tokens_are_judged_by_those_lately_and_then_forgotten():
 
 
 def test_free_guesses_are_verified_while_they_bring_more_than_their_rows_take():
-    load = begun(LoadPrices((0.0, *[1.0] * 4, *(1.0 + 0.5 * n for n in range(1, 61))), FLAT.draft), 2)
-    assert load.free([[0.9, 0.9, 0.1], [0.2]]) == [2, 0]
-    assert load.free([[0.2, 0.9], [0.1]]) == [2, 0]  # two rows are free
-    assert load.free([[], []]) == [0, 0]
+    load = begun(PassCosts((0.0, *[1.0] * 4, *(1.0 + 0.5 * n for n in range(1, 61))), FLAT.draft), 2)
+    assert load.lookup_lengths([[0.9, 0.9, 0.1], [0.2]]) == [2, 0]
+    assert load.lookup_lengths([[0.2, 0.9], [0.1]]) == [2, 0]  # two rows are free
+    assert load.lookup_lengths([[], []]) == [0, 0]
 
 
 def test_guesses_in_place_of_drafts_must_bring_what_rounds_bring():
     load = begun(FLAT, 2)
-    assert load.free([[0.6], [0.9, 0.9, 0.9]], instead=True) == [1, 3]
+    assert load.lookup_lengths([[0.6], [0.9, 0.9, 0.9]], instead=True) == [1, 3]
     for _ in range(300):
         for _ in range(2):
-            load.see(4, 3, 4, nodes=4)
-        load.passed(2)
+            load.record_draft(4, 3, 4, nodes=4)
+        load.record_pass(2)
         load.begin(2)
-    assert load.free([[0.6], [0.99] * 5], instead=True) == [0, 5]
+    assert load.lookup_lengths([[0.6], [0.99] * 5], instead=True) == [0, 5]
 
 
 def rounds(load, rows, number, *, plain=1.0, spent=0.2, verifying=0.0, nodes=2):
@@ -106,10 +106,10 @@ def rounds(load, rows, number, *, plain=1.0, spent=0.2, verifying=0.0, nodes=2):
     for _ in range(number):
         load.begin(rows)
         if nodes:
-            load.passed(rows, spent)
+            load.record_pass(rows, spent)
         for _ in range(rows):
-            load.see(1 if nodes else 0, 1 if nodes else 0, 2 if nodes else 1, nodes=nodes // rows)
-        load.took(plain + (spent + verifying if nodes else 0.0))
+            load.record_draft(1 if nodes else 0, 1 if nodes else 0, 2 if nodes else 1, nodes=nodes // rows)
+        load.record_duration(plain + (spent + verifying if nodes else 0.0))
     load.begin(rows)
 
 
@@ -118,10 +118,10 @@ def test_what_plain_rounds_take_is_learnt():
     load = BatchDraftScheduler(FLAT)
     load.begin(2)
     assert load.rate == 2.0
-    assert load.going([0.2, 0.2], 0.1, verified=2, most=1) == []
+    assert load.select_drafting([0.2, 0.2], 0.1, verified=2, most=1) == []
     rounds(load, 2, 200, plain=2.0, nodes=0)
     assert load.rate == pytest.approx(1.0, abs=0.1)
-    assert sorted(load.going([0.2, 0.2], 0.1, verified=2, most=1)) == [0, 1]
+    assert sorted(load.select_drafting([0.2, 0.2], 0.1, verified=2, most=1)) == [0, 1]
 
 
 @pytest.mark.parametrize(("spent", "verifying", "go"), [(0.2, 0.0, True), (1.5, 0.0, False)])
@@ -129,32 +129,32 @@ def test_what_draft_passes_take_is_learnt(spent, verifying, go):
     load = BatchDraftScheduler(FLAT, first=0.9)
     rounds(load, 2, 100, spent=spent, verifying=verifying)
     load._speeds.clear()  # what rounds brought is not at stake
-    assert bool(load.going([0.5, 0.5], 0.1, verified=2, most=1)) is go
+    assert bool(load.select_drafting([0.5, 0.5], 0.1, verified=2, most=1)) is go
 
 
 def test_what_verifying_takes_is_learnt():
-    slope = LoadPrices((0.0, *(1.0 + 0.2 * n for n in range(64))), FLAT.draft)
+    slope = PassCosts((0.0, *(1.0 + 0.2 * n for n in range(64))), FLAT.draft)
     load = BatchDraftScheduler(slope)
     load.begin(2)
-    assert load.free([[0.5], [0.5]]) == [1, 1]
+    assert load.lookup_lengths([[0.5], [0.5]]) == [1, 1]
     rounds(load, 2, 200, plain=1.2, verifying=1.2)
     load._speeds.clear()
     assert load._wider(2, 2) > 2 * 0.4
-    assert load.free([[0.5], [0.5]]) == [0, 0]
+    assert load.lookup_lengths([[0.5], [0.5]]) == [0, 0]
 
 
 def test_chance_in_the_time_of_short_drafts_does_not_end_drafting():
     """Rounds with a token more are up to a tenth longer or shorter by chance, which is ten times what it takes."""
-    slope = LoadPrices((0.0, *(1.0 + 0.01 * n for n in range(64))), FLAT.draft)
+    slope = PassCosts((0.0, *(1.0 + 0.01 * n for n in range(64))), FLAT.draft)
     load = BatchDraftScheduler(slope)
     for number in range(300):
         load.begin(2)
-        load.see(0, 1, 2, nodes=1)
-        load.see(0, 0, 1, nodes=0)
-        load.took(1.02 + (0.1 if number % 2 else -0.1))
+        load.record_draft(0, 1, 2, nodes=1)
+        load.record_draft(0, 0, 1, nodes=0)
+        load.record_duration(1.02 + (0.1 if number % 2 else -0.1))
     load.begin(2)
     assert load._wider(2, 8) == pytest.approx(0.08, rel=0.2)
-    assert sorted(load.going([0.9, 0.9], 0.9, verified=2, most=4)) == [0, 1]
+    assert sorted(load.select_drafting([0.9, 0.9], 0.9, verified=2, most=4)) == [0, 1]
 
 
 def drafts_of(load, rows, number):
@@ -162,19 +162,19 @@ def drafts_of(load, rows, number):
     found = []
     for _ in range(number):
         load.begin(rows)
-        going = load.going([0.9] * rows, 0.9, verified=rows, most=1)
+        going = load.select_drafting([0.9] * rows, 0.9, verified=rows, most=1)
         if going:
-            load.passed(len(going), 0.2)
+            load.record_pass(len(going), 0.2)
         for i in range(rows):
-            load.see(int(i in going), int(i in going), 1 + (i in going), nodes=int(i in going))
-        load.took(1.0 + (0.2 + len(going) if going else 0.0))
+            load.record_draft(int(i in going), int(i in going), 1 + (i in going), nodes=int(i in going))
+        load.record_duration(1.0 + (0.2 + len(going) if going else 0.0))
         found.append(len(going))
     return found
 
 
 def test_a_plain_pass_that_was_timed_too_dear_does_not_make_wider_ones_free():
     """No factor mends a price of nothing. What is learnt is of as many sequences, and is tried again in the end."""
-    load = BatchDraftScheduler(LoadPrices((0.0, 0.3, 0.6, *[3.0] * 62), FLAT.draft), first=0.9)
+    load = BatchDraftScheduler(PassCosts((0.0, 0.3, 0.6, *[3.0] * 62), FLAT.draft), first=0.9)
     rounds(load, 4, 2, nodes=0)
     assert drafts_of(load, 4, 2) == [4, 0]
     later = drafts_of(load, 4, 300)
@@ -183,20 +183,20 @@ def test_a_plain_pass_that_was_timed_too_dear_does_not_make_wider_ones_free():
 
 
 def test_guesses_that_are_wrong_however_sure_are_given_up_and_tried_again():
-    steep = LoadPrices((0.0, *(1.0 + 0.3 * n for n in range(64))), FLAT.draft)
+    steep = PassCosts((0.0, *(1.0 + 0.3 * n for n in range(64))), FLAT.draft)
     load = BatchDraftScheduler(steep)
     for _ in range(60):
         load.begin(2)
-        counts = load.free([[0.95, 0.95], []])
-        load.see(0, 0, 1, nodes=counts[0])
-        load.see(0, 0, 1, nodes=0)
-    assert load.free([[0.95, 0.95], []]) == [0, 0]
+        counts = load.lookup_lengths([[0.95, 0.95], []])
+        load.record_draft(0, 0, 1, nodes=counts[0])
+        load.record_draft(0, 0, 1, nodes=0)
+    assert load.lookup_lengths([[0.95, 0.95], []]) == [0, 0]
     for _ in range(300):
         load.begin(2)
-        load.see(0, 0, 1, nodes=0)
-        load.see(0, 0, 1, nodes=0)
+        load.record_draft(0, 0, 1, nodes=0)
+        load.record_draft(0, 0, 1, nodes=0)
     load.begin(2)
-    assert load.free([[0.95, 0.95], []])[0] > 0
+    assert load.lookup_lengths([[0.95, 0.95], []])[0] > 0
 
 
 @given(
@@ -207,7 +207,7 @@ def test_guesses_that_are_wrong_however_sure_are_given_up_and_tried_again():
 )
 def test_whatever_prices_are_the_choice_is_one(hopes, later, most, steps):
     seconds = tuple(sum(steps[:n]) for n in range(13))
-    going = begun(LoadPrices(seconds, seconds), 8).going(hopes, later, verified=len(hopes), most=most)
+    going = begun(PassCosts(seconds, seconds), 8).select_drafting(hopes, later, verified=len(hopes), most=most)
     assert len(set(going)) == len(going)
     least = min((hopes[i] for i in going), default=1.0)
     assert all(hope <= least for i, hope in enumerate(hopes) if i not in going)
@@ -215,7 +215,7 @@ def test_whatever_prices_are_the_choice_is_one(hopes, later, most, steps):
 
 def test_prices_between_what_was_timed_are_lines_that_never_fall():
     """A pass over eight tokens took less than one over four, which was disturbed then."""
-    prices = LoadPrices.of({1: 1.0, 4: 4.0, 8: 3.0, 16: 8.0}, {1: 0.5, 2: 0.75}, most=16)
+    prices = PassCosts.from_measurements({1: 1.0, 4: 4.0, 8: 3.0, 16: 8.0}, {1: 0.5, 2: 0.75}, most=16)
     assert prices.verified(2) == pytest.approx(1 + 2 / 3)
     assert prices.verified(4) == prices.verified(8) == 3.0
     assert prices.verified(12) == pytest.approx(5.5)
@@ -225,4 +225,4 @@ def test_prices_between_what_was_timed_are_lines_that_never_fall():
 
 def test_too_few_prices_are_refused():
     with pytest.raises(SelfspecError, match="expected those over no, one and two tokens"):
-        LoadPrices((0.0, 1.0), (0.0, 1.0, 2.0))
+        PassCosts((0.0, 1.0), (0.0, 1.0, 2.0))

@@ -133,8 +133,8 @@ def test_no_controller_goes_on_below_its_lowest(shown, accepted):
     for kind in CONTROLLERS.values():
         controller = kind()
         for drafted, confidence in shown:
-            assert not controller.go_on([confidence] * drafted) or confidence >= controller.lowest(drafted)
+            assert not controller.go_on([confidence] * drafted) or confidence >= controller.min_confidence(drafted)
             for count in accepted[:drafted]:
                 controller.observe([confidence] * 6, count)
         assert not controller.go_on([1.0] * 64)
-        assert controller.lowest(64) > 1
+        assert controller.min_confidence(64) > 1

@@ -13,7 +13,7 @@ from selfspec.types.limits import MOST_ROWS
 
 def seen(play, confidences):
     """What the play says after each token, until it wants no more."""
-    return [play.see(confidence) for confidence in confidences if play.wants]
+    return [play.record(confidence) for confidence in confidences if play.wants]
 
 
 def rate_optimal(draft, row):
@@ -59,8 +59,8 @@ def test_no_more_than_there_is_room_for():
 
 def test_nothing_follows_the_last():
     play = DraftLoop(FixedK(9), depth=9)
-    assert play.see(0.9)
-    assert not play.see(0.9, last=True)
+    assert play.record(0.9)
+    assert not play.record(0.9, last=True)
     assert not play.wants
     assert play.candidates(2, nodes=64) == [2, 2]
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK, RateOptimal
-from selfspec.types.acceptance import AcceptanceCurve, PayoffModel, between, guess
+from selfspec.types.acceptance import AcceptanceCurve, PayoffModel, estimate_payoff, interpolate
 from selfspec.types.limits import MOST_ROWS
 from selfspec.types.skip import SkipSet
 
@@ -74,7 +74,7 @@ def test_it_learns_that_drafts_are_wrong():
         controller.observe([0.5] * 3, 0, candidates=4)
     assert length(controller) == 1 < before
     assert controller.rate == 1.0
-    assert between(controller.learnt().curve.accepted, controller.learnt().curve.place(0.5)) < 0.5
+    assert interpolate(controller.learnt().curve.accepted, controller.learnt().curve.place(0.5)) < 0.5
     assert length(controller.start()) == before
 
 
@@ -102,12 +102,17 @@ def test_the_rate_follows_what_rounds_bring():
 
 def test_between_knots_it_is_a_line():
     curve = AcceptanceCurve(confidence=[0.2, 0.6], accepted=[0.5, 0.9], following=[0.5, 0.5], candidates=[])
-    at = [between(curve.accepted, curve.place(c)) for c in (0.0, 0.2, 0.3, 0.6, 1.0)]
+    at = [interpolate(curve.accepted, curve.place(c)) for c in (0.0, 0.2, 0.3, 0.6, 1.0)]
     assert at == pytest.approx([0.5, 0.5, 0.6, 0.9, 0.9])
 
 
 def test_a_guess_is_cheaper_the_more_is_skipped():
-    assert guess(SkipSet((0, 1), (0,)), 2).draft < guess(SkipSet((0,), (1,)), 2).draft < guess(SkipSet(), 2).draft == 1
+    assert (
+        estimate_payoff(SkipSet((0, 1), (0,)), 2).draft
+        < estimate_payoff(SkipSet((0,), (1,)), 2).draft
+        < estimate_payoff(SkipSet(), 2).draft
+        == 1
+    )
 
 
 def test_it_rests_on_what_it_is_told():
@@ -146,16 +151,16 @@ class TestFreeGuesses:
 
     def test_they_are_taken_where_they_bring_more_than_drafting(self):
         """Four sure tokens and one more in 1.5 steps: more than three a step, less than four."""
-        assert self.controller(3.0).free([1.0] * 4) == 4
-        assert self.controller(4.0).free([1.0] * 4) == 0
-        assert self.controller(1.0).free([]) == 0
+        assert self.controller(3.0).lookup_length([1.0] * 4) == 4
+        assert self.controller(4.0).lookup_length([1.0] * 4) == 0
+        assert self.controller(1.0).lookup_length([]) == 0
 
     def test_they_are_cut_where_another_does_not_pay(self):
-        assert self.controller(1.5).free([0.9, 0.9, 0.05, 0.9]) == 2
-        assert self.controller(1.5).free([0.9, 0.9, 0.5, 1.0, 1.0, 1.0]) == 6
+        assert self.controller(1.5).lookup_length([0.9, 0.9, 0.05, 0.9]) == 2
+        assert self.controller(1.5).lookup_length([0.9, 0.9, 0.5, 1.0, 1.0, 1.0]) == 6
 
     def test_other_controllers_take_none(self):
-        assert FixedK(4).free([1.0] * 9) == 0
+        assert FixedK(4).lookup_length([1.0] * 9) == 0
 
 
 def test_nothing_is_learnt_from_tokens_after_a_rejection():

@@ -46,7 +46,7 @@ def trained_on(runtime, kind, tokens, streams, depth=DEPTH):
     ids, embedded, streams = learner._read(tokens[None], streams[None])
     n = len(tokens) - depth + 1
     weight = runtime.model.get_output_embeddings().weight[list(WORDS)]
-    given = learner._given(streams[:, :n])
+    given = learner._net_input(streams[:, :n])
     return [F.linear(out[0].double(), weight) for out in learner.net(ids, embedded, given, depth)]
 
 
@@ -63,7 +63,7 @@ def test_a_step_is_what_training_has(runtime, kind):
     for n in range(1, 8):
         logits, _ = head.read(0, 0, tokens[:n], read_by(head, streams[:n]))
         torch.testing.assert_close(logits, wanted[n - 1], atol=1e-4, rtol=1e-4)
-        over_all = head.over_all(logits)
+        over_all = head.to_full_vocabulary(logits)
         assert torch.equal(over_all[list(WORDS)], logits)
         assert torch.isinf(over_all[[3, 6, 7, 10]]).all()
 
@@ -79,7 +79,7 @@ def test_it_goes_on_by_itself_as_it_is_trained_to(runtime, kind, portions):
         for k in range(DEPTH):
             torch.testing.assert_close(logits, wanted[k][at - 1], atol=1e-4, rtol=1e-4)
             if k < DEPTH - 1:
-                logits, state = head.go_on(0, at, k + 1, int(tokens[at + k]), state)
+                logits, state = head.draft_step(0, at, k + 1, int(tokens[at + k]), state)
 
 
 def test_pairs_of_a_draft_are_read_again_when_they_are_committed(runtime, kind):
@@ -89,13 +89,13 @@ def test_pairs_of_a_draft_are_read_again_when_they_are_committed(runtime, kind):
     head.read(0, 0, tokens[:4], read[:4])
     others, more = tokens.flip(0), read.flip(0)
     _, state = head.read(0, 4, others[4:7], more[4:7])  # a draft's, that will be rejected
-    head.go_on(0, 7, 1, 3, state)
+    head.draft_step(0, 7, 1, 3, state)
     found, state = head.read(0, 4, tokens[4:6], read[4:6])
-    again, _ = head.go_on(0, 6, 1, 5, state)
+    again, _ = head.draft_step(0, 6, 1, 5, state)
     fresh = ready(runtime, kind)
     whole, state = fresh.read(0, 0, tokens[:6], read[:6])
     torch.testing.assert_close(found, whole)
-    torch.testing.assert_close(again, fresh.go_on(0, 6, 1, 5, state)[0])
+    torch.testing.assert_close(again, fresh.draft_step(0, 6, 1, 5, state)[0])
 
 
 def test_more_room_keeps_what_was_read(runtime, kind):

@@ -25,7 +25,7 @@ from selfspec.types.controller import ControllerSpec
 from selfspec.types.draft_path import DraftPath
 
 MODES = ("full", "skip", "skip", "int4", "full", "skip", "skip", "int8")  # attention, then MLPs: 1 and 2 bypassed
-PATH = DraftPath.of(MODES)
+PATH = DraftPath.from_modes(MODES)
 TOKENS = torch.tensor([[5, 3, 8, 1, 30]])
 
 
@@ -43,7 +43,7 @@ def streams(runtime, path, layers=(1, 3)):
 def test_a_bridge_adds_what_it_makes_of_the_stream(runtime, rank):
     """From its weights in 8 bits, and its bias."""
     trained = random_trained(runtime, PATH, rank=rank)
-    runtime.learn(f"bridge {rank}", Trained(trained.bridges))
+    runtime.register_trained(f"bridge {rank}", Trained(trained.bridges))
     got = streams(runtime, replace(PATH, trained=f"bridge {rank}"))
     without = streams(runtime, PATH)
     torch.testing.assert_close(without[1], without[3], rtol=0, atol=0)
@@ -57,7 +57,7 @@ def test_a_bridge_adds_what_it_makes_of_the_stream(runtime, rank):
 def test_changed_weights_are_as_if_the_model_had_them(runtime):
     """Those in few bits; what runs in full stays as it is."""
     trained = random_trained(runtime, PATH)
-    runtime.learn("updates", Trained(updates=trained.updates))
+    runtime.register_trained("updates", Trained(updates=trained.updates))
     other = copy.deepcopy(runtime.model)
     with torch.no_grad():
         layer = other.model.layers[3]
@@ -80,7 +80,7 @@ def test_changed_weights_are_as_if_the_model_had_them(runtime):
 
 def test_the_model_itself_stays_as_it_is(runtime):
     """Drafted with the worst of parts, the text is the model's."""
-    runtime.learn("bad", random_trained(runtime, PATH, seed=3, size=2.0))
+    runtime.register_trained("bad", random_trained(runtime, PATH, seed=3, size=2.0))
     drafter = LayerSkipDrafter(runtime, replace(PATH, trained="bad"), FixedK(3))
     fresh = Runtime(tiny(CONFIGS["llama"]))
     for prompt in ([5, 3], [8, 1, 30]):
@@ -100,19 +100,19 @@ def test_what_is_written_is_read_and_drafts(runtime, tmp_path):
     read = trained_of(runtime, read_part(file))
     assert read.bridges.keys() == trained.bridges.keys()
     assert read.updates.keys() == trained.updates.keys()
-    spec = LayerSkipSpec.of(PATH, ControllerSpec(name="fixed", options={"k": 3}))
+    spec = LayerSkipSpec.from_path(PATH, ControllerSpec(name="fixed", options={"k": 3}))
     profile = selfspec.Profile(
         model=runtime.skeleton.identity,
         draft=spec.model_copy(update={"trained": "path"}),
         parts={"path": ModuleFile(file=file.name, sha256=sha256_of(file))},
-    ).read_from(tmp_path)
+    ).with_folder(tmp_path)
     drafter = make_drafter(runtime, profile)
-    runtime.learn("as it was", trained)
+    runtime.register_trained("as it was", trained)
     path = replace(PATH, trained="as it was")
     mine, wanted = (streams(runtime, of, (3, 4)) for of in (drafter.path, path))
     for layer in (3, 4):
         torch.testing.assert_close(mine[layer], wanted[layer], rtol=0.01, atol=0.01)  # kept in float32
-    assert "with the trained part path" in spec.model_copy(update={"trained": "path"}).said
+    assert "with the trained part path" in spec.model_copy(update={"trained": "path"}).summary
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def check(head, reference, tokens, streams, pairs=6):
         logits, state = head.read(0, 0, tokens[:n], read[:n])
         found = [logits]
         for place, token in enumerate(drafted, start=1):
-            logits, state = head.go_on(0, n, place, token, state)
+            logits, state = head.draft_step(0, n, place, token, state)
             found.append(logits)
         for ours, theirs in zip(found, reference(n, drafted), strict=True):
             torch.testing.assert_close(ours, theirs.double(), atol=1e-5, rtol=1e-5)

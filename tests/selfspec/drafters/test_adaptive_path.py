@@ -174,7 +174,7 @@ class TestClasp:
     def test_nothing_is_kept_of_a_text_that_is_over(self, runtime):
         drafter = ClaspDrafter(runtime, FixedK(2), skip=2, every=1)
         run(runtime, drafter, PROMPT, 20)
-        assert [*drafter._seen, *drafter._rounds, *drafter._ways] == []
+        assert [*drafter._hidden_states, *drafter._rounds, *drafter._compiled_paths] == []
 
     def test_wrong_number(self, runtime):
         with pytest.raises(SelfspecError, match="skip 7: expected 1 to 6 of the model's 6 layers"):

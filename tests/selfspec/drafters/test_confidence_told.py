@@ -45,7 +45,7 @@ class Noting(LayerSkipDrafter):
         place = len(seq.tokens) + len(chain.tokens)
         scores = seq.sampler.scores(logits, iter([[*seq.tokens, *chain.tokens]]))[0]
         super()._draft(chain, logits)
-        self.noted = (*self.noted, (scores, place, chain.tokens[-1], chain.play.confidences[-1]))
+        self.noted = (*self.noted, (scores, place, chain.tokens[-1], chain.loop.confidences[-1]))
 
 
 def by_hand(sampler, scores, place, token):
@@ -67,7 +67,7 @@ def test_the_drafters_confidence_is_that_of_its_logits(how, told):
     run(runtime, drafter, PROMPT, 20, sampler=sampler)
     assert len(drafter.noted) > 10
     for scores, place, token, seen in drafter.noted:
-        assert seen == pytest.approx(confidence.of(*by_hand(sampler, scores, place, token)), abs=1e-9)
+        assert seen == pytest.approx(confidence.estimate(*by_hand(sampler, scores, place, token)), abs=1e-9)
 
 
 def test_a_vocabulary_of_one_token_has_no_other():
@@ -87,7 +87,7 @@ def test_the_best_token_is_the_one_that_is_drawn(seed):
         sampler = Sampler(temperature=1.0, seed=seed)
         token, _, apart = sampler.take(scores, place, with_gap=True)
         assert token == sampler.draw(sampler.probs(scores), place)
-        merits = sampler.merits(scores, place)
+        merits = sampler.noisy_scores(scores, place)
         assert token == int(merits.argmax())
         first, second = merits.topk(2).values.tolist()
         assert apart == pytest.approx(first - second, abs=1e-4)

@@ -12,7 +12,7 @@ import selfspec
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
-from selfspec.drafters import ModelDrafter, PlainDrafter, TranslatedDrafter, make_drafter
+from selfspec.drafters import CrossVocabularyDrafter, ModelDrafter, PlainDrafter, make_drafter
 from selfspec.models.low_precision import fake
 from selfspec.profile.model_spec import ModelSpec
 from selfspec.profile.reading import parse_profile, profile_text, write_profile
@@ -66,7 +66,7 @@ def test_after_a_draft_that_was_accepted_whole_its_last_token_is_read_too(target
     assert widths == expected
 
 
-@pytest.mark.parametrize("path", [None, DraftPath.of(["int8", "int8"], head="int8")])
+@pytest.mark.parametrize("path", [None, DraftPath.from_modes(["int8", "int8"], head="int8")])
 def test_what_is_drafted_has_the_draft_models_own_probabilities(target, other, path):
     """Whatever was accepted before: as a pass of the draft model over the whole text gives them."""
     options = {} if path is None else {"path": path}
@@ -141,7 +141,7 @@ def test_a_profile_names_a_folder_beside_it(saved, llm):
     write_profile(Profile(model=llm.identity, draft=spec), path)
     drafted = selfspec.load(profile=path)
     assert drafted.profile.draft == spec
-    assert drafted.profile.draft.said == "drafts by the model tiny in 8 bits"
+    assert drafted.profile.draft.summary == "drafts by the model tiny in 8 bits"
     out = drafted.generate("def read(", max_new_tokens=12)
     assert out.text == llm.generate("def read(", max_new_tokens=12).text
     assert set(out.stats.sources) <= {"draft model"}
@@ -167,7 +167,7 @@ def test_a_draft_model_of_another_tokenizer(foreign, llm, held_out):
         out = drafted.generate(text, max_new_tokens=24)
         assert out.text == llm.generate(text, max_new_tokens=24).text
     drafter = make_drafter(llm.runtime, drafted.profile)
-    assert isinstance(drafter, TranslatedDrafter)
+    assert isinstance(drafter, CrossVocabularyDrafter)
     seeded = {"temperature": 0.9, "seed": 4, "max_new_tokens": 24, "drafter": drafter}
     staged = selfspec.load("builtin", profile="none", method=f"staged:{foreign}").profile
     guessing = llm.generate("import os\nimport os\n", max_new_tokens=24, drafter=make_drafter(llm.runtime, staged))

@@ -87,10 +87,10 @@ def loaded(monkeypatch) -> list[Any]:
 
     registry._draft_model.cache_clear()
     monkeypatch.setattr(registry, "load_model", load_model)
-    monkeypatch.setattr(registry, "lay_out_", lambda model, **how: asked.append(how))
+    monkeypatch.setattr(registry, "apply_layout_", lambda model, **how: asked.append(how))
     monkeypatch.setattr(registry, "open_runtime", lambda model: Runtime(model, kernel=fake))
     monkeypatch.setattr(registry, "_tokenizer", lambda profile: None)
-    monkeypatch.setattr(registry, "SharedWords", lambda ours, theirs, sizes: Doubled(VOCABULARY))
+    monkeypatch.setattr(registry, "TokenizerMap", lambda ours, theirs, sizes: Doubled(VOCABULARY))
     monkeypatch.setattr(registry, "_head", head)
     monkeypatch.setattr(registry, "read_part", lambda path: None)
     monkeypatch.setattr(Profile, "part_path", lambda self, name: name)
@@ -143,7 +143,7 @@ OF_OTHER_WORDS = [field for kind, field in FIELDS if kind == "model" and field n
 @pytest.mark.parametrize("field", OF_OTHER_WORDS)
 def test_a_field_changes_what_a_draft_model_of_other_tokens_is_made_of(runtime, loaded, field):
     before = made(runtime, loaded, "model", field, model="other words")
-    assert before["drafter"][""] == "TranslatedDrafter"
+    assert before["drafter"][""] == "CrossVocabularyDrafter"
     assert made(runtime, loaded, "model", field, model="other words", **{field: OTHERS[field]}) != before
 
 

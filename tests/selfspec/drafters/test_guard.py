@@ -12,7 +12,7 @@ from toys import RandomTree
 
 from selfspec.controllers import FixedK, StaticThreshold
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
-from selfspec.drafters.guard import _Prices
+from selfspec.drafters.guard import _RoundTimes
 from selfspec.models.low_precision import fake
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
@@ -171,9 +171,9 @@ def test_longer_drafts_are_no_slower_machine():
     clock = Clock()
     guard = Guard(Changing(clock, 0.1), clock=clock)
     plain = []
-    see = _Prices.see_plain
+    see = _RoundTimes.see_plain
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_Prices, "see_plain", lambda self, seconds: (plain.append(seconds), see(self, seconds)))
+        patched.setattr(_RoundTimes, "see_plain", lambda self, seconds: (plain.append(seconds), see(self, seconds)))
         decode(guard, clock, 600, accepted=lambda n: 12, wide=1.2, row=0.06)
     assert len(plain) <= 2 + 600 / 128 + 1
 
@@ -183,9 +183,9 @@ def test_after_128_drafted_tokens_a_plain_round_is_due():
     clock = Clock()
     drafter = Chain(clock, 0.1, 4)
     guard, plain = Guard(drafter, clock=clock), []
-    see = _Prices.see_plain
+    see = _RoundTimes.see_plain
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_Prices, "see_plain", lambda self, seconds: (plain.append(clock.now), see(self, seconds)))
+        patched.setattr(_RoundTimes, "see_plain", lambda self, seconds: (plain.append(clock.now), see(self, seconds)))
         decode(guard, clock, 1000, accepted=lambda n: 4)
     first, later = plain[:2], plain[2:]
     assert len(first) == 2
@@ -197,7 +197,7 @@ def test_verifying_that_takes_less_than_a_plain_round_tells_what_one_takes():
     clock = Clock()
     guard = Guard(Chain(clock, 0.1, 4), clock=clock)
     decode(guard, clock, 60, accepted=lambda n: 4, speed=lambda n: 5.0 if n < 2 else 1.0)
-    assert guard.prices.step <= 1.5
+    assert guard.round_times.step <= 1.5
     assert guard.drafter.made >= 10
 
 
@@ -251,15 +251,19 @@ def test_it_changes_no_text():
     torch.set_num_threads(1)
     runtime = Runtime(small(), kernel=fake)
     low = DraftPath(SkipSet((1,)), int8=SkipSet((0,), (1, 2)), head="int8")
-    few_bits = LayerSkipDrafter(runtime, low, StaticThreshold(0.3, 5), confidence=Confidence(gap=1.0))
-    for drafter in (LayerSkipDrafter(runtime, SkipSet((1,), (2,)), FixedK(3)), few_bits, RandomTree(11)):
+    quantized_drafts = LayerSkipDrafter(runtime, low, StaticThreshold(0.3, 5), confidence=Confidence(gap=1.0))
+    for drafter in (LayerSkipDrafter(runtime, SkipSet((1,), (2,)), FixedK(3)), quantized_drafts, RandomTree(11)):
         for prompt in ([1, 2, 3], [4]):
             new, outcomes = run(runtime, Guard(drafter), prompt, 40)
             assert new == plain(runtime, prompt, 40)
             assert len(outcomes) <= 40
     seeded = [
         run(runtime, guarded, [1, 2], 30, sampler=Sampler(temperature=1.0, seed=3))[0]
-        for guarded in (PlainDrafter(), Guard(LayerSkipDrafter(runtime, SkipSet((1,)), FixedK(2))), Guard(few_bits))
+        for guarded in (
+            PlainDrafter(),
+            Guard(LayerSkipDrafter(runtime, SkipSet((1,)), FixedK(2))),
+            Guard(quantized_drafts),
+        )
     ]
     assert seeded[0] == seeded[1] == seeded[2]
 
@@ -276,7 +280,7 @@ def test_room_is_given_back():
     seq = SequenceState([0], 50, Sampler())
     guard.begin(seq, STEP)
     for _ in range(2):
-        guard.prices.see_plain(1.0)
+        guard.round_times.see_plain(1.0)
     with pytest.raises(RuntimeError, match="broken"):
         guard.propose([seq], [Limit(49)])
     assert seq.remaining == 50
@@ -342,7 +346,7 @@ def test_the_bound_holds_for_work_of_several_parts(tokens):
 
 
 def test_several_parts_are_priced_apart_by_what_they_were_known_to_take():
-    prices = _Prices(step=1.0)
+    prices = _RoundTimes(step=1.0)
     lookup, step = DraftCall("lookup"), DraftCall("draft step")
     prices.see_drafted(((step, 2),), 0.8, 1.2)
     assert prices.part(step) == pytest.approx(0.4)

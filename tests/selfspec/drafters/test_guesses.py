@@ -84,7 +84,7 @@ def runtime():
 
 
 def drafted(runtime, ahead, prompt, sampler, *, candidates=1):
-    drafter = LayerSkipDrafter(runtime, PATH, FixedK(5), candidates=candidates, ahead=ahead)
+    drafter = LayerSkipDrafter(runtime, PATH, FixedK(5), candidates=candidates, proposer_chain=ahead)
     tokens, outcomes = run(runtime, drafter, prompt, 24, sampler=sampler)
     return tokens, [outcome.draft for outcome in outcomes]
 
@@ -134,7 +134,7 @@ def test_right_guesses_leave_one_pass(runtime):
     prompt = PROMPTS[0]
     text = plain(runtime, prompt, 24)
     drafter = LayerSkipDrafter(
-        runtime, SkipSet(), FixedK(4), ahead=ProposerChain([Knowing([*prompt, *text])], (1.0,) * 4)
+        runtime, SkipSet(), FixedK(4), proposer_chain=ProposerChain([Knowing([*prompt, *text])], (1.0,) * 4)
     )
     tokens, outcomes = run(runtime, drafter, prompt, 21)
     assert tokens == text[:21]
@@ -142,12 +142,12 @@ def test_right_guesses_leave_one_pass(runtime):
 
 
 def test_the_dearest_work_is_never_exceeded(runtime):
-    drafter = LayerSkipDrafter(runtime, PATH, FixedK(6), ahead=ProposerChain([Random()], (1.0, 1.1, 1.2)))
+    drafter = LayerSkipDrafter(runtime, PATH, FixedK(6), proposer_chain=ProposerChain([Random()], (1.0, 1.1, 1.2)))
     for depth in range(1, 7):
         limit = Limit(depth)
         max_work = drafter.max_work(limit)
         assert sum(calls for _, calls in max_work) == depth
         assert max(part.rows for part, _ in max_work) == min(3, depth)
-    for draft in drafted(runtime, drafter.ahead, PROMPTS[2], Sampler())[1]:
+    for draft in drafted(runtime, drafter.proposer_chain, PROMPTS[2], Sampler())[1]:
         assert sum(calls for _, calls in draft.work) <= len(draft)
         assert max((part.rows for part, _ in draft.work), default=1) <= 3

@@ -11,7 +11,7 @@ import yaml
 import selfspec
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
-from selfspec.drafters import FreeDrafter, Guard, LayerSkipDrafter, PlainDrafter, make_drafter, register
+from selfspec.drafters import Guard, LayerSkipDrafter, LookupDrafter, PlainDrafter, make_drafter, register
 from selfspec.drafters import registry as makers
 from selfspec.profile import draft_spec as kinds
 from selfspec.profile.draft_spec import DraftSpec, GuessesSpec, LayerSkipSpec, PlainSpec, ProposerSpec
@@ -94,7 +94,7 @@ def test_it_drafts(echo, llm):
     wrapped = selfspec.wrap(llm.model, llm.tokenizer, profile=parsed("{kind: echo, times: 3}"))
     assert isinstance(wrapped.drafter, Guard)
     assert isinstance(wrapped.drafter.drafter, EchoDrafter)
-    out = wrapped.generate(PROMPT, max_new_tokens=12, drafter=wrapped.drafts_with(wrapped.profile))
+    out = wrapped.generate(PROMPT, max_new_tokens=12, drafter=wrapped.drafter_for(wrapped.profile))
     assert [done.drafted for done in out.stats.log][:2] == [3, 3]
     assert out.tokens == llm.generate(PROMPT, max_new_tokens=12, drafter=PlainDrafter()).tokens
     with pytest.raises(SelfspecError, match="times 9: expected 8 at most"):
@@ -103,9 +103,9 @@ def test_it_drafts(echo, llm):
 
 def test_it_has_no_controller_to_replace(echo):
     with pytest.raises(SelfspecError, match="a draft of kind 'echo' has no controller to replace"):
-        parsed("{kind: echo}").controlled_by(ControllerSpec(name="fixed"))
-    replaced = parsed("{kind: layer-skip, skip: {mlp: [3]}}").controlled_by(ControllerSpec(name="fixed"))
-    assert replaced.draft == LayerSkipSpec.of(SkipSet((), (3,)), ControllerSpec(name="fixed"))
+        parsed("{kind: echo}").with_controller(ControllerSpec(name="fixed"))
+    replaced = parsed("{kind: layer-skip, skip: {mlp: [3]}}").with_controller(ControllerSpec(name="fixed"))
+    assert replaced.draft == LayerSkipSpec.from_path(SkipSet((), (3,)), ControllerSpec(name="fixed"))
 
 
 def test_a_kind_is_registered_once(echo):
@@ -125,7 +125,7 @@ def test_a_kind_is_registered_once(echo):
 
 def test_what_is_built_in(llm):
     assert isinstance(make_drafter(llm.runtime, Profile(model=llm.identity)), PlainDrafter)
-    draft = LayerSkipSpec.of(
+    draft = LayerSkipSpec.from_path(
         DraftPath(SkipSet((3,), (5,)), tuple(range(9))), ControllerSpec(name="fixed", options={"k": 3}), candidates=2
     )
     made = make_drafter(llm.runtime, Profile(model=llm.identity, draft=draft))
@@ -135,24 +135,24 @@ def test_what_is_built_in(llm):
 
 def test_guesses_below_a_path_and_alone(llm):
     low = parsed("{kind: layer-skip, int8: {mlp: [3]}, proposers: [{kind: lookup}], spared: 0.25}")
-    assert low.draft.said == "1 sub-layer in 8 bits; guesses by lookup"
+    assert low.draft.summary == "1 sub-layer in 8 bits; guesses by lookup"
     assert parse_profile(profile_text(low), source="p") == low
-    assert low.unaided.draft == LayerSkipSpec.of(DraftPath(int8=SkipSet((), (3,))))
+    assert low.path_only.draft == LayerSkipSpec.from_path(DraftPath(int8=SkipSet((), (3,))))
     costs = CostModel(context=9, base=1, attention=1, mlp=1, widths=[1], verify=[40.0], round=0, wider=[1.5, 2.5])
     low = low.model_copy(update={"costs": costs})
     made = make_drafter(llm.runtime, low)
     assert isinstance(made, LayerSkipDrafter)
-    assert made.ahead.prices == (1.0, 1.5, 2.5)
+    assert made.proposer_chain.prices == (1.0, 1.5, 2.5)
     assert low.payoff.draft == pytest.approx(0.75 * 33 / 40)
-    assert low.payoff.price(((draft_pass(2), 3), (GUESS, 4))) == pytest.approx(3 * 1.5 * 33 / 40)
+    assert low.payoff.cost(((draft_pass(2), 3), (GUESS, 4))) == pytest.approx(3 * 1.5 * 33 / 40)
     alone = parsed("{kind: guesses}")
     again = parsed("{kind: recycle, candidates: 2}")
-    assert (alone.drafts, alone.unaided) == (True, alone)
-    assert isinstance(make_drafter(llm.runtime, alone), FreeDrafter)
+    assert (alone.drafts, alone.path_only) == (True, alone)
+    assert isinstance(make_drafter(llm.runtime, alone), LookupDrafter)
     assert make_drafter(llm.runtime, alone.model_copy(update={"costs": costs})).controller.payoff.draft == 0
     text = llm.generate(PROMPT * 5, max_new_tokens=24, drafter=PlainDrafter()).tokens
     assert make_drafter(llm.runtime, again).candidates == 2
-    assert alone.draft.said == "drafts guesses by lookup"
+    assert alone.draft.summary == "drafts guesses by lookup"
     for profile in (low, alone, again):
         assert llm.generate(PROMPT * 5, max_new_tokens=24, drafter=make_drafter(llm.runtime, profile)).tokens == text
 
@@ -180,15 +180,15 @@ def test_a_file_of_texts_joins_what_a_profile_drafts(kind):
     file = ProposerSpec(kind=kind, path="some.texts")
 
     def joined(profile):
-        return profile.guessing_from(**{kind: "some.texts"})
+        return profile.with_proposers(**{kind: "some.texts"})
 
     path = parsed("{kind: layer-skip, int8: {mlp: [3]}, proposers: [{kind: lookup}]}")
     assert joined(path).draft.proposers == [ProposerSpec(), file]
     assert joined(joined(path)) == joined(path)
     assert joined(parsed("{kind: layer-skip, int8: {mlp: [3]}}")).draft.proposers == [file]
     assert joined(parsed("{kind: plain}")).draft == GuessesSpec(proposers=[ProposerSpec(), file])
-    assert path.guessing_from() is path
-    both = path.guessing_from(store="a", answers="b").draft.proposers
+    assert path.with_proposers() is path
+    both = path.with_proposers(store="a", answers="b").draft.proposers
     assert [(one.kind, one.path) for one in both] == [("lookup", None), ("store", "a"), ("answers", "b")]
     with pytest.raises(SelfspecError, match=f"kind 'recycle' takes no guesses; leave the {kind} out"):
         joined(parsed("{kind: recycle}"))
@@ -200,7 +200,7 @@ def test_a_file_of_texts_joins_what_a_profile_drafts(kind):
         (PlainSpec(), False),
         (LayerSkipSpec(), False),
         (LayerSkipSpec(vocabulary=[1]), False),
-        (LayerSkipSpec.of(SkipSet((1,))), True),
+        (LayerSkipSpec.from_path(SkipSet((1,))), True),
         (EchoSpec(), True),
     ],
 )
@@ -216,7 +216,7 @@ def test_what_is_registered_without_a_drafter_says_so(monkeypatch, llm):
 
 
 def test_a_draft_is_written_in_its_own_words():
-    profile = Profile(model=Identity(layers=4), draft=LayerSkipSpec.of(SkipSet((1,))))
+    profile = Profile(model=Identity(layers=4), draft=LayerSkipSpec.from_path(SkipSet((1,))))
     said = {"kind": "layer-skip", "skip": {"attention": [1], "mlp": []}}
     said |= {"controller": {"name": "adaptive", "options": {}}, "candidates": 1}
     assert yaml.safe_load(profile_text(profile))["draft"] == said

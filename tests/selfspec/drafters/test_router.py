@@ -126,7 +126,7 @@ def test_a_profile_holds_several_ways_to_draft():
     assert isinstance(router, Router)
     assert [type(route.drafter).__name__ for route in router.routes] == [
         "LayerSkipDrafter",
-        "FreeDrafter",
+        "LookupDrafter",
         "PlainDrafter",
     ]
     assert [route.expected for route in router.routes] == [1.5, 1.0, 1.0]
@@ -164,12 +164,12 @@ def test_what_is_said_of_one_is_said_of_all():
         Profile.model_validate({"model": {"layers": 4}, "draft": {"kind": "layer-skip", "skip": {"mlp": [n]}}})
         for n in (1, 2)
     )
-    both = one.joined_with([other])
+    both = one.with_alternatives([other])
     assert both.alternatives == [one, other]
-    assert both.joined_with([both]).alternatives == [one, other, one, other]
+    assert both.with_alternatives([both]).alternatives == [one, other, one, other]
     for changed, single in (
-        (both.guessing_from(store="x"), lambda p: p.guessing_from(store="x")),
-        (both.controlled_by(one.layer_skip.controller), lambda p: p.controlled_by(one.layer_skip.controller)),
+        (both.with_proposers(store="x"), lambda p: p.with_proposers(store="x")),
+        (both.with_controller(one.layer_skip.controller), lambda p: p.with_controller(one.layer_skip.controller)),
     ):
         assert changed.alternatives == [single(one), single(other)]
-    assert both.unaided == one.unaided
+    assert both.path_only == one.path_only

@@ -10,8 +10,8 @@ from toys import RandomTree, Scripted, Toy, oracle
 from selfspec.basics.errors import SelfspecError
 from selfspec.cli.profile_text import facts
 from selfspec.controllers import FixedK, StaticThreshold
-from selfspec.drafters import FreeDrafter, LayerSkipDrafter, MergedDrafter, PlainDrafter, RecycleDrafter, make_drafter
-from selfspec.drafters.tree_merge import merged, seen_by
+from selfspec.drafters import LayerSkipDrafter, LookupDrafter, MergedDrafter, PlainDrafter, RecycleDrafter, make_drafter
+from selfspec.drafters.tree_merge import merged, reordered_outcome
 from selfspec.profile.draft_spec import parse_draft
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
@@ -77,7 +77,7 @@ def test_each_drafter_is_told_of_its_own_nodes_and_of_all_rows():
     outcome = Outcome(both, both.path_to(3), (3, 7, 1), ForwardOutput(logits, {2: logits}), logits[0])
     assert [both.tokens[i] for i in outcome.path] == [3, 7]
     for draft in (one, other):
-        seen = seen_by(draft, outcome)
+        seen = reordered_outcome(draft, outcome)
         assert seen.draft.tokens[: len(draft)] == draft.tokens
         assert seen.draft.confidence == draft.confidence
         assert paths(seen.draft) == paths(both)
@@ -167,9 +167,9 @@ def test_a_profile_describes_it(runtime):
     assert Profile.model_validate(profile.model_dump(mode="json")) == profile
     assert profile.path.skip == SkipSet((1,), (0,))
     assert profile.drafts
-    assert profile.draft.said.startswith("one tree of several: drafts guesses by lookup; ")
+    assert profile.draft.summary.startswith("one tree of several: drafts guesses by lookup; ")
     drafter = make_drafter(runtime, profile)
-    assert [type(of) for of in drafter.drafters] == [FreeDrafter, LayerSkipDrafter]
+    assert [type(of) for of in drafter.drafters] == [LookupDrafter, LayerSkipDrafter]
     assert isinstance(drafter.drafters[1].controller, StaticThreshold)
     assert run(runtime, drafter, PROMPT, NEW)[0] == plain(runtime, PROMPT, NEW)
 

@@ -17,26 +17,26 @@ def test_a_common_beginning_is_shared_by_whole_blocks():
     blocks = BlockPool(TOTAL, SIZE)
     table = blocks.take(3)
     blocks.begin("a", 0)
-    blocks.filled("a", [5, 6, 7, 8, 9], table, 5)
-    assert blocks.known([5, 6, 7, 8, 1]) == table[:2]
-    assert blocks.known([5, 6, 7]) == table[:1]
-    assert blocks.known([6, 6, 7, 8]) == []
-    assert blocks.known([5]) == []
+    blocks.index_full("a", [5, 6, 7, 8, 9], table, 5)
+    assert blocks.cached_blocks([5, 6, 7, 8, 1]) == table[:2]
+    assert blocks.cached_blocks([5, 6, 7]) == table[:1]
+    assert blocks.cached_blocks([6, 6, 7, 8]) == []
+    assert blocks.cached_blocks([5]) == []
 
 
 def test_what_was_left_is_known_until_its_room_is_needed():
     blocks = BlockPool(3, SIZE)
     table = blocks.take(2)
     blocks.begin("a", 0)
-    blocks.filled("a", [1, 2, 3, 4], table, 4)
-    blocks.give_back(table)
+    blocks.index_full("a", [1, 2, 3, 4], table, 4)
+    blocks.release(table)
     blocks.end("a")
     assert blocks.free == 3
-    assert blocks.known([1, 2, 3, 4]) == table
+    assert blocks.cached_blocks([1, 2, 3, 4]) == table
     blocks.take(2)  # the blank one, and of those that are known the end of the text, which fewer share
-    assert blocks.known([1, 2, 3, 4]) == table[:1]
+    assert blocks.cached_blocks([1, 2, 3, 4]) == table[:1]
     blocks.take(1)
-    assert blocks.known([1, 2, 3, 4]) == []
+    assert blocks.cached_blocks([1, 2, 3, 4]) == []
 
 
 def test_more_than_there_is_is_refused():
@@ -54,11 +54,11 @@ class Pretended:
         self.texts, self.tables = {}, {}
 
     def come(self, name, tokens):
-        known = self.blocks.known(tokens)
+        known = self.blocks.cached_blocks(tokens)
         needed = -(-len(tokens) // SIZE) - len(known)
         for i, block in enumerate(known):
             assert self.written[block] == tuple(tokens[: (i + 1) * SIZE])
-        if needed > self.blocks.free_beside(known):
+        if needed > self.blocks.num_free_except(known):
             return
         self.tables[name] = [*self.blocks.share(known), *self.blocks.take(needed)]
         self.texts[name] = list(tokens)
@@ -69,7 +69,7 @@ class Pretended:
         text, table = self.texts[name], self.tables[name]
         for at in range(start, len(text)):
             self.written[table[at // SIZE]] = tuple(text[: at + 1])
-        self.blocks.filled(name, text, table, len(text))
+        self.blocks.index_full(name, text, table, len(text))
 
     def lengthen(self, name, token):
         if len(self.texts[name]) == len(self.tables[name]) * SIZE:
@@ -80,7 +80,7 @@ class Pretended:
         self.write(name, len(self.texts[name]) - 1)
 
     def go(self, name):
-        self.blocks.give_back(self.tables.pop(name))
+        self.blocks.release(self.tables.pop(name))
         self.blocks.end(name)
         del self.texts[name]
 

@@ -15,7 +15,7 @@ from selfspec.basics.errors import BusyError
 from selfspec.models.low_precision import fake
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafts import Draft
-from selfspec.speculation.tree_batch import Placed, lay_out
+from selfspec.speculation.tree_batch import PlacedDraft, lay_out
 
 VOCABULARY, LAYERS, SLOTS = 11, 3, 120
 MODEL = small(VOCABULARY, LAYERS, seed=2)
@@ -64,7 +64,7 @@ class Steps(RuleBasedStateMachine):
             drafted.append(data.draw(tokens, label="token"))
         draft = Draft(tuple(drafted), tuple(parents), None, (-1,) * len(parents))
         place = len(self.committed) - 1
-        laid = lay_out([Placed(0, self.committed[-1], place, draft)], spare=SLOTS, device=self.runtime.device)
+        laid = lay_out([PlacedDraft(0, self.committed[-1], place, draft)], spare=SLOTS, device=self.runtime.device)
         step = self.runtime.forward(laid.tokens, laid.positions, slots=laid.slots, mask=laid.mask)
         for row, prefix in enumerate(draft.prefixes(self.committed)):
             torch.testing.assert_close(step.logits[0, row], logits_after(prefix), atol=1e-9, rtol=1e-9)

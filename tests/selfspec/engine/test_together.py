@@ -11,21 +11,21 @@ from models import small
 from toys import Adding, enumerate_outcomes
 
 from selfspec.controllers import AdaptiveThreshold, BatchDraftScheduler, RateOptimal
-from selfspec.drafters import FreeDrafter, LayerSkipDrafter
+from selfspec.drafters import LayerSkipDrafter, LookupDrafter
 from selfspec.drafters.batch_policy import decide_together
 from selfspec.engine.engine import Engine
 from selfspec.proposers.chain import ProposerChain
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import AcceptanceCurve, PayoffModel
-from selfspec.types.round_costs import LoadPrices
+from selfspec.types.round_costs import PassCosts
 from selfspec.types.skip import SkipSet
 
 VOCABULARY = 2
 PROMPTS, ROOMS = ([0, 1, 1], [1, 0]), (3, 3)
 EXACT, SEEN = 1e-9, 1e-3
 # A second token of each is so dear that only who has more hope goes on, which its confidence decides.
-DEAR = LoadPrices((0.0, 1.0, 1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0), (0.0, 0.05, 0.1))
+DEAR = PassCosts((0.0, 1.0, 1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0), (0.0, 0.05, 0.1))
 BY_CONFIDENCE = PayoffModel(0.2, curve=AcceptanceCurve(accepted=[0.2, 1.0], following=[0.2, 1.0]))
 GUESSES = ProposerChain([Adding(VOCABULARY)], (1.0, 1.0, 1.0))
 SKIP = SkipSet((0,), (1,))
@@ -34,8 +34,10 @@ DRAFTERS = {
     "candidates": lambda runtime: LayerSkipDrafter(
         runtime, SKIP, RateOptimal(floor=0.0, payoff=BY_CONFIDENCE), candidates=2
     ),
-    "threshold": lambda runtime: LayerSkipDrafter(runtime, SKIP, AdaptiveThreshold(threshold=0.5), ahead=GUESSES),
-    "guesses": lambda runtime: FreeDrafter([Adding(VOCABULARY, 0.6)], RateOptimal(floor=0.0)),
+    "threshold": lambda runtime: LayerSkipDrafter(
+        runtime, SKIP, AdaptiveThreshold(threshold=0.5), proposer_chain=GUESSES
+    ),
+    "guesses": lambda runtime: LookupDrafter([Adding(VOCABULARY, 0.6)], RateOptimal(floor=0.0)),
 }
 
 
@@ -64,7 +66,7 @@ def decoded(runtime, make, sampler, drafted):
             for _, outcome in engine.step():
                 draft = outcome.draft
                 drafted[len(draft)] += 1
-                load.see(draft.depth, outcome.accepted, len(outcome.tokens), nodes=len(draft))
+                load.record_draft(draft.depth, outcome.accepted, len(outcome.tokens), nodes=len(draft))
     return tuple(tuple(seq.tokens[len(p) :]) for seq, p in zip(seqs, PROMPTS, strict=True))
 
 

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
-from selfspec.export.draft_export import fixed
-from selfspec.export.expected import by_profile, check_tokens, rehearsed
-from selfspec.export.exporter import Offer, Written
-from selfspec.export.weights import kept, model_of, save, weights_of
+from selfspec.export.draft_export import with_fixed_length
+from selfspec.export.expected import check_tokens, expected_by_rehearsal, expected_from_profile
+from selfspec.export.exporter import ExportPlan, ExportResult
+from selfspec.export.weights import model_of, path_weights, save, weights_of
 from selfspec.llm.llm import wrap
 from selfspec.profile.draft_spec import GuessesSpec, LayerSkipSpec, ProposerSpec, Skip
 from selfspec.profile.schema import Prediction, Profile
@@ -35,7 +35,7 @@ def test_layers_that_are_kept_give_what_the_path_gives(name):
             for layer in model.model.layers:
                 layer.self_attn.o_proj.bias.zero_()
                 layer.mlp.down_proj.bias.zero_()
-    weights = kept(weights_of(model), PATH)
+    weights = path_weights(weights_of(model), PATH)
     assert weights.layers == (0, 1, 3)
     assert weights.zeroed == {
         "model.layers.0.self_attn.o_proj",
@@ -50,24 +50,24 @@ def test_layers_that_are_kept_give_what_the_path_gives(name):
 
 def test_biases_of_what_is_bypassed_are_gone_too():
     model = tiny(CONFIGS["llama-biases"])
-    weights = kept(weights_of(model), PATH)
+    weights = path_weights(weights_of(model), PATH)
     assert not weights.tensors["model.layers.0.self_attn.o_proj.bias"].any()
     assert weights.tensors["model.layers.1.self_attn.o_proj.bias"].any()
 
 
 def test_a_folder_loads_as_the_model(tmp_path):
     model = tiny(CONFIGS["llama-mqa-tied"], dtype=torch.float32)
-    save(tmp_path / "draft", kept(weights_of(model), PATH), None, model.generation_config)
+    save(tmp_path / "draft", path_weights(weights_of(model), PATH), None, model.generation_config)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
     assert (again.config.num_hidden_layers, again.dtype) == (3, torch.float32)
     with torch.no_grad():
-        assert torch.equal(again(TOKENS).logits, model_of(kept(weights_of(model), PATH))(TOKENS).logits)
+        assert torch.equal(again(TOKENS).logits, model_of(path_weights(weights_of(model), PATH))(TOKENS).logits)
 
 
 def test_nothing_left_is_refused():
     model = tiny(CONFIGS["llama"])
     with pytest.raises(SelfspecError, match="bypasses every layer"):
-        kept(weights_of(model), DraftPath.skipping(range(4), range(4)))
+        path_weights(weights_of(model), DraftPath.skipping(range(4), range(4)))
 
 
 def text_of(model, new=24):
@@ -81,7 +81,9 @@ def test_replayed_it_drafts_what_the_path_drafts_on_its_own_keys():
     text, path = text_of(model), DraftPath.skipping(attention=[1, 2], mlp=[2])
     with Replay(model, [text], depth=4, candidates=1, own_keys=True) as replay:
         along = replay.trace(path, [FixedK(4)])
-    with Replay(model_of(kept(weights_of(model), path)), [text], depth=4, candidates=1, own_keys=True) as replay:
+    with Replay(
+        model_of(path_weights(weights_of(model), path)), [text], depth=4, candidates=1, own_keys=True
+    ) as replay:
         apart = replay.trace(FULL, [FixedK(4)])
     assert [of.drafted for of in apart] == [of.drafted for of in along]
     assert [of.runs for of in apart] == [of.runs for of in along]
@@ -97,19 +99,19 @@ def profile_of(llm, draft, **more):
 
 
 def offer(**more):
-    return Offer("drafts", lambda folder, tokens: Written(()), **more)
+    return ExportPlan("drafts", lambda folder, tokens: ExportResult(()), **more)
 
 
 def test_what_is_expected_is_what_replay_counts(tiny_llm):
     path = DraftPath.skipping(attention=[1], mlp=[1])
     profile = profile_of(tiny_llm, LayerSkipSpec(skip=Skip(attention=[1], mlp=[1])))
-    found = rehearsed(tiny_llm, profile, offer(path=path), [TOKENS[0].tolist()], new=24, tokens=3)
+    found = expected_by_rehearsal(tiny_llm, profile, offer(path=path), [TOKENS[0].tolist()], new=24, tokens=3)
     with Replay(tiny_llm.model, [text_of(tiny_llm.model)], depth=3, candidates=1, own_keys=True) as replay:
         stats = walk(replay.trace(path, [FixedK(3)]), FixedK(3))[0].stats
     assert (found.tokens, found.acceptance) == (3, round(stats.acceptance_rate, 4))
     assert found.per_pass == round(stats.tokens_per_round, 3)
-    assert "replayed here along the path, on its own keys: 1 prompts, 24 greedy tokens" in found.said
-    itself = rehearsed(
+    assert "replayed here along the path, on its own keys: 1 prompts, 24 greedy tokens" in found.summary
+    itself = expected_by_rehearsal(
         tiny_llm, profile, offer(path=path, draft=lambda: tiny_llm.model), [TOKENS[0].tolist()], new=24, tokens=3
     )
     assert itself.acceptance == 1  # the model itself drafts
@@ -119,12 +121,15 @@ def test_what_is_expected_is_what_replay_counts(tiny_llm):
 def test_the_best_number_of_tokens_brings_most_in_a_plain_steps_time(tiny_llm):
     """A draft that is always right, and costs nothing, goes as far as is considered."""
     cheap = profile_of(tiny_llm, GuessesSpec())
-    assert rehearsed(tiny_llm, cheap, offer(draft=lambda: tiny_llm.model), [[1, 2]], new=110).tokens == 12
-    assert rehearsed(tiny_llm, cheap, offer(draft=lambda: tiny_llm.model, most=4), [[1, 2]], new=30).tokens == 4
+    assert expected_by_rehearsal(tiny_llm, cheap, offer(draft=lambda: tiny_llm.model), [[1, 2]], new=110).tokens == 12
+    assert (
+        expected_by_rehearsal(tiny_llm, cheap, offer(draft=lambda: tiny_llm.model, most=4), [[1, 2]], new=30).tokens
+        == 4
+    )
 
 
 def test_guesses_are_decoded_with(tiny_llm):
-    found = rehearsed(tiny_llm, profile_of(tiny_llm, GuessesSpec()), offer(), [[1, 2, 1, 2, 1, 2]], new=24)
+    found = expected_by_rehearsal(tiny_llm, profile_of(tiny_llm, GuessesSpec()), offer(), [[1, 2, 1, 2, 1, 2]], new=24)
     assert "decoded here with the drafter itself" in found.source
     assert 1 <= found.per_pass <= 1 + found.tokens
 
@@ -132,29 +137,29 @@ def test_guesses_are_decoded_with(tiny_llm):
 def test_by_the_profiles_word(tiny_llm):
     skip = LayerSkipSpec(skip=Skip(attention=[1], mlp=[1]), candidates=3)
     path = DraftPath.skipping([1], [1])
-    silent = by_profile(profile_of(tiny_llm, skip), offer(path=path))
+    silent = expected_from_profile(profile_of(tiny_llm, skip), offer(path=path))
     assert (silent.tokens, silent.acceptance, silent.per_pass) == (3, None, None)
-    assert "is not known" in silent.said
+    assert "is not known" in silent.summary
     told = Prediction(speedup=1.5, tokens_per_second=9, acceptance_rate=0.75, tokens_per_round=2.5, draft_cost=0.2)
     profile = profile_of(tiny_llm, skip, predicted=told)
-    found = by_profile(profile, offer(path=path), tokens=2)
+    found = expected_from_profile(profile, offer(path=path), tokens=2)
     # 1.5 of 2 drafted tokens are right: p + p^2 = 1.5
     p = (-1 + 7**0.5) / 2
     assert found.acceptance == pytest.approx((p + p * p) / 2, abs=1e-3)
     assert found.per_pass == pytest.approx(2.5, abs=1e-2)
     assert "what its search predicted, guesses and candidates counted in, on the model's own keys" in found.source
-    itself = by_profile(profile, offer(itself=True))
+    itself = expected_from_profile(profile, offer(itself=True))
     assert (itself.tokens, itself.acceptance, itself.per_pass) == (None, 0.75, 2.5)
-    assert itself.said.startswith("drafts that a controller ends, of which 75.0% accepted")
+    assert itself.summary.startswith("drafts that a controller ends, of which 75.0% accepted")
 
 
 def test_engines_draft_chains_of_one_length(tiny_llm):
     spec = LayerSkipSpec(skip=Skip(attention=[1]), candidates=3, proposers=[ProposerSpec()], vocabulary=[1, 2])
-    found = fixed(profile_of(tiny_llm, spec), 4).draft
+    found = with_fixed_length(profile_of(tiny_llm, spec), 4).draft
     assert (found.candidates, found.proposers, found.vocabulary) == (1, None, None)
     assert (found.controller.name, found.controller.options) == ("fixed", {"k": 4})
     store = GuessesSpec(proposers=[ProposerSpec(kind="store", path="x.store")])
-    assert [of.kind for of in fixed(profile_of(tiny_llm, store), 4).draft.proposers] == ["lookup"]
+    assert [of.kind for of in with_fixed_length(profile_of(tiny_llm, store), 4).draft.proposers] == ["lookup"]
 
 
 def test_a_head_drafts_so_many_at_most():

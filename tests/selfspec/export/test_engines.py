@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import selfspec
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
-from selfspec.draft_modules.heads import part_of
+from selfspec.draft_modules.heads import make_part_file
 from selfspec.draft_modules.module_files import write_part
 from selfspec.draft_modules.published_heads import read_published
 from selfspec.export.exporting import ENGINES, export
@@ -83,7 +83,7 @@ def test_vllm_draft_model_of_layers(run):
     assert AutoModelForCausalLM.from_pretrained(done.out / "draft").config.num_hidden_layers == 6
     few = run("vllm", FEW, force=True)
     assert config(few)["quantization"] == "fp8"
-    assert any("become fp8 (e4m3) when it is loaded" in one for one in few.lost)
+    assert any("become fp8 (e4m3) when it is loaded" in one for one in few.limitations)
 
 
 def test_sglang_flags(run):
@@ -138,7 +138,7 @@ def test_what_llama_cpp_bypasses_by_half_takes_no_room(run):
     draft = LayerSkipSpec(skip=Skip(attention=[1, 2], mlp=[1]), int8=Skip(mlp=[0]))
     done = run("llama.cpp", draft)
     header = read_header(done.out / "draft.gguf")
-    assert header.of("block_count") == 15
+    assert header.arch_value("block_count") == 15
     types = {name: header.tensors[name].type for name in ("blk.0.ffn_up.weight", "blk.1.attn_output.weight")}
     assert types == {"blk.0.ffn_up.weight": 8, "blk.1.attn_output.weight": 2}  # layer 2 is the second that is left
     assert header.tensors["blk.1.ffn_up.weight"].type == 0
@@ -166,7 +166,7 @@ def test_transformers_prompt_lookup(run):
 
 def test_transformers_runs_by_selfspec_what_it_has_not(plain, run):
     done = run("hf", LookaheadSpec(), tokens=None, prompts=[plain.encode("def read(self):\n")], new=8)
-    assert (done.lost, done.expected.tokens) == ((), None)
+    assert (done.limitations, done.expected.tokens) == ((), None)
     assert "decoded here with the drafter itself: 1 prompts, 8 greedy tokens" in done.expected.source
     assert "Drafts end as the profile has it." in (done.out / "README.md").read_text()
     assert done.files == ("README.md", "custom_generate/generate.py", "custom_generate/requirements.txt")
@@ -187,7 +187,7 @@ def test_another_model(run, engine):
         assert read_header(draft).tensors["token_embd.weight"].type == 8
     else:
         assert json.loads((draft / "config.json").read_text())["num_hidden_layers"] == 16
-        assert any("8 bits" in one or "few bits" in one for one in done.lost)
+        assert any("8 bits" in one or "few bits" in one for one in done.limitations)
 
 
 def eagle_3(llm, layers=(2, 8, 13)):
@@ -201,7 +201,9 @@ def eagle_3(llm, layers=(2, 8, 13)):
     norms = ("post_attention_layernorm", "embed_norm", "stream_norm", "norm")
     tensors |= {f"layer.{name}.weight": torch.ones(hidden) for name in norms}
     tensors |= {"layer.fuse.weight": torch.randn(hidden, 3 * hidden), "head.weight": torch.randn(64, hidden)}
-    return part_of("eagle", {"shape": {**shape, "theta": 1e4}, "layers": list(layers)}, tensors, WORDS, llm.runtime)
+    return make_part_file(
+        "eagle", {"shape": {**shape, "theta": 1e4}, "layers": list(layers)}, tensors, WORDS, llm.runtime
+    )
 
 
 def test_eagle_3_for_vllm_is_speculators(plain, run):
@@ -279,7 +281,7 @@ def test_medusa_and_mlp_for_vllm(plain, run):
     assert load_file(done.out / "head/model.safetensors")["token_map"].tolist() == WORDS
     done = run("vllm", HeadSpec(part="mlp"), parts=random_part(plain.runtime, WORDS, "mlp"), force=True)
     assert config(done)["method"] == "mlp_speculator"
-    assert any("the head's vocabulary of 64 tokens" in one for one in done.lost)
+    assert any("the head's vocabulary of 64 tokens" in one for one in done.limitations)
 
 
 LOOKUP, SET = "guesses by lookup", "a fixed set of whole layers, found by selfspec search --kv own"
@@ -334,7 +336,7 @@ def test_these_have_no_stream_of_the_last_layer(plain, run, engine):
 def test_several_ways_to_draft_are_refused(plain, tmp_path):
     one = Profile(model=plain.identity, draft=WHOLE)
     with pytest.raises(SelfspecError, match="several ways to draft; engines have one"):
-        export(plain, one.joined_with([one]), "vllm", tmp_path / "out")
+        export(plain, one.with_alternatives([one]), "vllm", tmp_path / "out")
 
 
 def test_a_head_among_several_cannot_travel(plain, tmp_path):

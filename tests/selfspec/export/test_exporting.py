@@ -9,10 +9,10 @@ import torch
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
-from selfspec.export.exporter import Written
+from selfspec.export.exporter import ExportResult
 from selfspec.export.exporting import ENGINES, check, export, find_engine
-from selfspec.export.folder import filling
-from selfspec.export.limitations import lost_everywhere
+from selfspec.export.folder import staged_folder
+from selfspec.export.limitations import common_limitations
 from selfspec.export.weights import weights_of
 from selfspec.profile.draft_spec import Below, GuessesSpec, LayerSkipSpec, ProposerSpec, Skip
 from selfspec.profile.schema import Profile, SearchRecord
@@ -39,9 +39,9 @@ def test_the_page_says_it_all(plain, profile, tmp_path):
     assert f"```bash\n{done.written.commands[0][1]}\n```" in page
     assert f"| 2 | {done.expected.acceptance:.1%} | {done.expected.per_pass:.2f} |" in page
     assert "replayed here along the path, on its own keys: 1 prompts, 16 greedy tokens" in page
-    assert all(f"- {one}\n" in page for one in done.lost)
-    assert "the controller (adaptive): every draft has the same number of tokens" in done.lost
-    assert "2 candidates for each place: drafts are chains" in done.lost
+    assert all(f"- {one}\n" in page for one in done.limitations)
+    assert "the controller (adaptive): every draft has the same number of tokens" in done.limitations
+    assert "2 candidates for each place: drafts are chains" in done.limitations
     assert ENGINES["vllm"].read in page
     assert "Not run by vLLM here" in page
     assert done.files == tuple(sorted(str(f.relative_to(done.out)) for f in done.out.rglob("*") if f.is_file()))
@@ -59,7 +59,7 @@ def test_what_is_lost_everywhere(profile):
     draft = LayerSkipSpec(
         skip=Skip(attention=[1], mlp=[1]), proposers=[ProposerSpec()], vocabulary=[1, 2], below=Below(part="eagle")
     )
-    lost = " | ".join(lost_everywhere(profile.model_copy(update={"draft": draft, "search": record})))
+    lost = " | ".join(common_limitations(profile.model_copy(update={"draft": draft, "search": record})))
     for said in (
         "guesses (lookup)",
         "vocabulary of 2 tokens",
@@ -69,9 +69,9 @@ def test_what_is_lost_everywhere(profile):
     ):
         assert said in lost
     own = record.model_copy(update={"kv": "own"})
-    assert "--kv own" not in " | ".join(lost_everywhere(profile.model_copy(update={"search": own})))
+    assert "--kv own" not in " | ".join(common_limitations(profile.model_copy(update={"search": own})))
     store = GuessesSpec(proposers=[ProposerSpec(kind="store", path="x")])
-    assert "1 store(s) of texts" in lost_everywhere(profile.model_copy(update={"draft": store}))[1]
+    assert "1 store(s) of texts" in common_limitations(profile.model_copy(update={"draft": store}))[1]
 
 
 def test_a_failed_export_leaves_nothing(plain, profile, tmp_path, monkeypatch):
@@ -80,12 +80,12 @@ def test_a_failed_export_leaves_nothing(plain, profile, tmp_path, monkeypatch):
     class Failing:
         name, read, tried = "vllm", "nothing", "nothing"
 
-        def offer(self, job):
+        def plan_export(self, job):
             def write(folder, tokens):
                 (folder / "half").write_text("half")
                 raise SelfspecError("the disk is full")
 
-            return replace(real.offer(job), write=write)
+            return replace(real.plan_export(job), write=write)
 
     monkeypatch.setitem(ENGINES, "vllm", Failing())
     with pytest.raises(SelfspecError, match="the disk is full"):
@@ -111,7 +111,7 @@ def test_a_folder_is_written_over_only_if_told(plain, profile, tmp_path):
 
 def test_an_empty_folder_will_do(tmp_path):
     (tmp_path / "out").mkdir()
-    with filling(tmp_path / "out", force=False) as folder:
+    with staged_folder(tmp_path / "out", force=False) as folder:
         (folder / "inside").mkdir()
     assert [of.name for of in tmp_path.rglob("*")] == ["out", "inside"]
 
@@ -153,4 +153,4 @@ def test_a_model_without_a_folder_is_written_too(plain, profile, tmp_path):
     done = export(named, profile, "vllm", tmp_path / "out")
     assert done.written.commands[0][1].startswith(f"vllm serve {tmp_path / 'out' / 'target'} ")
     assert "target/model.safetensors" in done.files
-    assert isinstance(done.written, Written)
+    assert isinstance(done.written, ExportResult)

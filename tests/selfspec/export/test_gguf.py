@@ -13,8 +13,8 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
-from selfspec.export.gguf_files import check_type, rounded, type_of, write_model
-from selfspec.export.gguf_tokenizer import words_of, words_of_file
+from selfspec.export.gguf_files import check_type, fake_quantize, type_of, write_model
+from selfspec.export.gguf_tokenizer import tokenizer_keys, tokenizer_keys_of_file
 from selfspec.export.weights import model_of, weights_of
 from selfspec.models.gguf_header import read_header
 from selfspec.models.loading import load_model, load_tokenizer
@@ -35,7 +35,7 @@ def like(pre, **more):
 
 @pytest.fixture(scope="module")
 def words():
-    return words_of(like(pre_tokenizers.ByteLevel(add_prefix_space=False)), None, VOCABULARY)
+    return tokenizer_keys(like(pre_tokenizers.ByteLevel(add_prefix_space=False)), None, VOCABULARY)
 
 
 def model_like(name, **more):
@@ -67,7 +67,7 @@ def test_in_f32_it_is_the_same_model(tmp_path, words, name, more):
 def test_its_tokenizer_is_the_models(tmp_path):
     mine = load_tokenizer("builtin")
     model = model_like("llama-mqa-tied", vocab_size=4096, num_hidden_layers=1)
-    written(tmp_path / "model.gguf", model, words_of(mine, None, 4096))
+    written(tmp_path / "model.gguf", model, tokenizer_keys(mine, None, 4096))
     again = load_tokenizer(str(tmp_path / "model.gguf"))
     assert again(TEXT).input_ids == mine(TEXT).input_ids
     assert again.eos_token_id == mine.eos_token_id
@@ -79,7 +79,7 @@ def test_in_few_bits_it_is_what_was_rounded(tmp_path, words):
     kind = gguf.GGMLQuantizationType.Q8_0
     assert written(tmp_path / "model.gguf", model, words, "Q8_0") == []
     again, _ = load_model(str(tmp_path / "model.gguf"), dtype="float32")
-    mine = model_of(rounded(weights_of(model), lambda module: kind))
+    mine = model_of(fake_quantize(weights_of(model), lambda module: kind))
     with torch.no_grad():
         found, exact = mine(TOKENS).logits, model(TOKENS).logits
         torch.testing.assert_close(again(TOKENS).logits, found, atol=1e-5, rtol=1e-5)
@@ -98,13 +98,13 @@ def test_rows_that_do_not_divide_stay_in_16_bits(tmp_path, words):
 def test_a_head_dim_of_its_own_is_told(tmp_path, words):
     written(tmp_path / "model.gguf", model_like("llama-head-dim"), words)
     header = read_header(tmp_path / "model.gguf")
-    assert (header.of("attention.key_length"), header.of("rope.dimension_count")) == (16, 16)
-    assert header.of("context_length") == 128
+    assert (header.arch_value("attention.key_length"), header.arch_value("rope.dimension_count")) == (16, 16)
+    assert header.arch_value("context_length") == 128
 
 
 def test_a_tokenizer_is_copied_from_a_file(tmp_path, words):
     written(tmp_path / "model.gguf", model_like("llama"), words)
-    copied = {key: value for key, value, *_ in words_of_file(tmp_path / "model.gguf")}
+    copied = {key: value for key, value, *_ in tokenizer_keys_of_file(tmp_path / "model.gguf")}
     assert copied == {key: value for key, value, *_ in words}
     assert copied["tokenizer.ggml.pre"] == "gpt-2"
     assert copied["tokenizer.ggml.eos_token_id"] == 0
@@ -143,7 +143,7 @@ def digits():
     ids=["llama-bpe", "qwen2", "smollm", "gpt-2"],
 )
 def test_llama_cpps_name_of_how_text_is_split(make, name):
-    found = {key: value for key, value, *_ in words_of(make(), None, 300)}
+    found = {key: value for key, value, *_ in tokenizer_keys(make(), None, 300)}
     assert found["tokenizer.ggml.pre"] == name
     tokens, kinds = found["tokenizer.ggml.tokens"], found["tokenizer.ggml.token_type"]
     assert (len(tokens), tokens[299], kinds[299], kinds[5]) == (300, "[PAD299]", 5, 1)
@@ -162,7 +162,7 @@ def test_llama_cpps_name_of_how_text_is_split(make, name):
 )
 def test_any_other_tokenizer_is_refused(make):
     with pytest.raises(SelfspecError, match="name as --model a GGUF file of the model, whose tokenizer is copied"):
-        words_of(make(), None, 300)
+        tokenizer_keys(make(), None, 300)
 
 
 def test_the_template_and_further_ends_are_told():
@@ -172,7 +172,7 @@ def test_the_template_and_further_ends_are_told():
     class Ends:
         eos_token_id = [0, 7]
 
-    found = {key: value for key, value, *_ in words_of(tokenizer, Ends(), 4096)}
+    found = {key: value for key, value, *_ in tokenizer_keys(tokenizer, Ends(), 4096)}
     assert found["tokenizer.chat_template"] == "{{ messages }}"
     assert (found["tokenizer.ggml.eos_token_id"], found["tokenizer.ggml.eot_token_id"]) == (0, 7)
     vocabulary = json.loads((builtin.model_folder() / "tokenizer.json").read_text("utf-8"))["model"]["vocab"]

@@ -11,7 +11,7 @@ from models import small
 from safetensors.torch import load_file
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.draft_modules.heads import part_of
+from selfspec.draft_modules.heads import make_part_file
 from selfspec.draft_modules.module_files import PartFile
 from selfspec.draft_modules.published_heads import read_published
 from selfspec.draft_modules.registry import make_head
@@ -57,13 +57,13 @@ def eagle(runtime, *, bias=False):
     tensors = layer(D) | {"layer.fc.weight": random(D, 2 * D)}
     tensors |= {"layer.fc.bias": random(D)} if bias else {}
     tensors["layer.given_norm.weight"] = runtime.model.model.norm.weight
-    return part_of("eagle", {"shape": SHAPE, "layers": [LAYERS]}, tensors, None, runtime)
+    return make_part_file("eagle", {"shape": SHAPE, "layers": [LAYERS]}, tensors, None, runtime)
 
 
 def eagle_3(runtime, words=(0, 3, 4, 9, 10, 17, 20, 23), layers=(2, 4, 5)):
     tensors = layer(2 * D, "embed_norm", "stream_norm", "norm") | {"layer.fuse.weight": random(D, 3 * D)}
     tensors["head.weight"] = random(len(words), D)
-    return part_of("eagle", {"shape": SHAPE, "layers": list(layers)}, tensors, words, runtime)
+    return make_part_file("eagle", {"shape": SHAPE, "layers": list(layers)}, tensors, words, runtime)
 
 
 def mlp(runtime, *, tied=False, scaled=False):
@@ -75,7 +75,7 @@ def mlp(runtime, *, tied=False, scaled=False):
         tensors |= {f"emb.{k}.weight": random(V, 12), f"head.{k}.weight": random(V, 12)}
         tensors |= {f"ln.{k}.weight": 1 + random(12).float(), f"ln.{k}.bias": random(12).float()}
     tensors["given_norm.weight"] = runtime.model.model.norm.weight
-    return part_of("mlp", {"net": net, "eps": 1e-6, "layers": [LAYERS]}, tensors, None, runtime)
+    return make_part_file("mlp", {"net": net, "eps": 1e-6, "layers": [LAYERS]}, tensors, None, runtime)
 
 
 def with_rope(part):
@@ -102,10 +102,10 @@ def drafts(runtime, part, *, low=False):
     torch.manual_seed(5)
     tokens, streams = torch.randint(0, V, (9,)), torch.randn(9, D * len(head.layers), dtype=torch.float64)
     logits, state = head.read(0, 0, tokens[:6], streams[:6])
-    found = [head.over_all(logits)]
+    found = [head.to_full_vocabulary(logits)]
     for place in (1, 2):
-        logits, state = head.go_on(0, 6, place, int(tokens[5 + place]), state)
-        found.append(head.over_all(logits))
+        logits, state = head.draft_step(0, 6, place, int(tokens[5 + place]), state)
+        found.append(head.to_full_vocabulary(logits))
     return torch.stack(found)
 
 

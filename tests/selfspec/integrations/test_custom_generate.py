@@ -47,7 +47,7 @@ def profile(model):
     """Always drafts four tokens, so that many of them are wrong."""
     identity = LLM(model, None).identity
     path = as_path(SkipSet(attention=(1,), mlp=(2,)))
-    return Profile(model=identity, draft=LayerSkipSpec.of(path, parse_controller("fixed:k=4")))
+    return Profile(model=identity, draft=LayerSkipSpec.from_path(path, parse_controller("fixed:k=4")))
 
 
 @pytest.fixture(scope="module", autouse=True)

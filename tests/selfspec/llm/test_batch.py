@@ -11,7 +11,7 @@ import selfspec
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK, StaticThreshold
-from selfspec.drafters import FreeDrafter, LayerSkipDrafter, ModelDrafter, PlainDrafter, RecycleDrafter
+from selfspec.drafters import LayerSkipDrafter, LookupDrafter, ModelDrafter, PlainDrafter, RecycleDrafter
 from selfspec.llm.batch import Batch
 from selfspec.llm.batch_memory import runtime_for, slot_bytes
 from selfspec.llm.options import Options
@@ -30,9 +30,9 @@ MAKERS = {
     "plain": lambda runtime: PlainDrafter(),
     "path": lambda runtime: LayerSkipDrafter(runtime, SKIP, FixedK(3)),
     "path and guesses": lambda runtime: LayerSkipDrafter(
-        runtime, SKIP, StaticThreshold(0.2, 4), candidates=2, ahead=ProposerChain([Lookup()], (1.0, 1.1, 1.2))
+        runtime, SKIP, StaticThreshold(0.2, 4), candidates=2, proposer_chain=ProposerChain([Lookup()], (1.0, 1.1, 1.2))
     ),
-    "lookup": lambda runtime: FreeDrafter([Lookup()], StaticThreshold(0.1, 5)),
+    "lookup": lambda runtime: LookupDrafter([Lookup()], StaticThreshold(0.1, 5)),
     "recycle": lambda runtime: RecycleDrafter(StaticThreshold(0.1, 5), candidates=3),
 }
 
@@ -66,7 +66,7 @@ def test_each_gives_what_it_gives_alone(llm, alone, name, how, adaptive):
         assert request.finish == expected.finish
         assert request.stats.tokens == 14
     assert batch.counters.tokens == 14 * len(PROMPTS)
-    assert batch.free == batch.places
+    assert batch.free == batch.num_slots
 
 
 def test_rows_that_end_are_taken_at_once(llm):
@@ -82,7 +82,7 @@ def test_rows_that_end_are_taken_at_once(llm):
 
 
 def test_a_profile_s_drafter_is_used_and_its_load_counted(llm):
-    profile = Profile(model=llm.identity, draft=LayerSkipSpec.of(SKIP))
+    profile = Profile(model=llm.identity, draft=LayerSkipSpec.from_path(SKIP))
     own = selfspec.wrap(llm.model, llm.tokenizer, profile=profile)
     with Batch(own, rows=2, adaptive=False) as batch:
         requests = [batch.add(prompt, GREEDY) for prompt in PROMPTS[:3]]
@@ -123,7 +123,7 @@ def test_who_is_cancelled_leaves_at_once(llm):
         batch.cancel(requests[2])  # which waits
         batch.cancel(requests[0])
         batch.cancel(requests[0])
-        assert batch.free == batch.places // 2
+        assert batch.free == batch.num_slots // 2
         finished(batch)
     assert requests[0].done
     assert requests[0].finish is None
@@ -153,7 +153,7 @@ def test_who_fails_ends_alone(llm):
     for i in (0, 2, 3):
         assert requests[i].error is None
         assert requests[i].tokens == llm.run(PROMPTS[i], GREEDY).tokens
-    assert batch.free == batch.places
+    assert batch.free == batch.num_slots
 
 
 def test_text_comes_in_pieces_with_where_it_came_from(llm, alone):

@@ -49,7 +49,7 @@ def test_each_gives_what_it_gives_alone(llm, how, blocks):
         requests = [batch.add(prompt, how) for prompt in PROMPTS]
         while not batch.idle:
             batch.step()
-        assert batch.free == batch.places
+        assert batch.free == batch.num_slots
     assert [request.tokens for request in requests] == [llm.run(prompt, how).tokens for prompt in PROMPTS]
     if how is GREEDY:  # the others end too early to need more
         assert (batch.counters.evicted > 0) == (blocks is not None)
@@ -61,16 +61,16 @@ def test_beginnings_are_shared_while_they_last_and_after(llm):
     with Batch(llm, rows=3, make=path) as batch:
         alone = batch.add(texts[0], GREEDY)
         batch.step()
-        used = batch.places - batch.free
+        used = batch.num_slots - batch.free
         others = [batch.add(text, GREEDY) for text in texts[1:]]
         batch.step()
-        assert batch.places - batch.free < 2 * used
+        assert batch.num_slots - batch.free < 2 * used
         while not batch.idle:
             batch.step()
         again = batch.add(texts[0], GREEDY)
         while not batch.idle:
             batch.step()
-    assert again.stats.kept >= len(llm.encode(system)) - 2 * BLOCK
+    assert again.stats.num_cached >= len(llm.encode(system)) - 2 * BLOCK
     for request, text in zip((alone, *others, again), (*texts, texts[0]), strict=True):
         assert request.tokens == llm.run(text, GREEDY).tokens
 
@@ -79,7 +79,7 @@ def test_a_draft_model_has_the_same_blocks(llm):
     small = selfspec.load("builtin", layout="native", profile="none").runtime
 
     with Batch(llm, rows=3, memory=2 * memory_of(llm, 8), make=lambda rt: ModelDrafter(rt, small, FixedK(3))) as batch:
-        assert batch.places == 8 * BLOCK
+        assert batch.num_slots == 8 * BLOCK
         requests = [batch.add(prompt, GREEDY) for prompt in PROMPTS[:4]]
         while not batch.idle:
             batch.step()
@@ -103,7 +103,7 @@ def test_whoever_comes_and_goes_nothing_is_lost_or_held(llm, seed):
             batch.step()
         while not batch.idle:
             batch.step()
-        assert batch.free == batch.places
+        assert batch.free == batch.num_slots
     assert all(request.done and request.error is None for _, _, request in requests)
     for prompt, n, request in requests:
         expected = llm.run(prompt, Options(max_new_tokens=n)).tokens
@@ -122,7 +122,7 @@ def test_an_interrupt_anywhere_leaves_the_model_usable(llm, monkeypatch, at):
 
     def broken_off():
         with batch:
-            monkeypatch.setattr(batch._runtime, "over", breaking.wrap(batch._runtime.over))
+            monkeypatch.setattr(batch._runtime, "forward_drafts", breaking.wrap(batch._runtime.forward_drafts))
             requests.extend(batch.add(prompt, GREEDY) for prompt in PROMPTS[:3])
             while not batch.idle:
                 batch.step()
@@ -131,7 +131,7 @@ def test_an_interrupt_anywhere_leaves_the_model_usable(llm, monkeypatch, at):
     with pytest.raises(Broken):
         broken_off()
     assert batch.idle
-    assert batch.free == batch.places
+    assert batch.free == batch.num_slots
     for request, tokens in zip(requests, expected, strict=True):
         assert request.tokens == tokens[: len(request.tokens)]
     with Batch(llm, rows=2, make=path) as batch:

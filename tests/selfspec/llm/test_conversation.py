@@ -104,7 +104,7 @@ def test_it_says_what_chat_says_of_the_same_messages(chat, other, drafter, read,
         assert answer.tokens == expected.tokens
         assert conversation.messages == messages
         assert answer.stats.prompt == expected.stats.prompt
-        assert answer.stats.prompt - answer.stats.kept == read[-1] + 1  # the last is read by the first round
+        assert answer.stats.prompt - answer.stats.num_cached == read[-1] + 1  # the last is read by the first round
         assert turn == 0 or read[-1] <= new_tokens(chat, text)
     assert len(read) == len(TEXTS)
     assert conversation.answers == len(TEXTS)
@@ -134,8 +134,8 @@ def test_an_answer_that_reads_otherwise_is_read_again(chat, other, read):
     expected = other.chat([*conversation.messages, {"role": "user", "content": "class A:"}], max_new_tokens=9)
     answer = conversation.send("class A:", max_new_tokens=9)
     assert answer.tokens == expected.tokens
-    assert length - 3 <= answer.stats.kept < length + len(said) - 1
-    assert read[-1] == len(prompt) - 1 - answer.stats.kept
+    assert length - 3 <= answer.stats.num_cached < length + len(said) - 1
+    assert read[-1] == len(prompt) - 1 - answer.stats.num_cached
 
 
 def test_stop_strings_and_end_tokens(chat, other, drafter):
@@ -152,7 +152,7 @@ def test_stop_strings_and_end_tokens(chat, other, drafter):
         expected = other.chat([*conversation.messages, {"role": "user", "content": "import os"}], **options)
         answer = conversation.send("import os", drafter=drafter, **options)
         assert (answer.tokens, answer.text) == (expected.tokens, expected.text)
-        assert answer.stats.kept > 10
+        assert answer.stats.num_cached > 10
 
 
 def test_something_else_in_between_has_all_read_again(chat, other, drafter, read):
@@ -161,7 +161,7 @@ def test_something_else_in_between_has_all_read_again(chat, other, drafter, read
         expected = other.chat([*conversation.messages, {"role": "user", "content": text}], max_new_tokens=12)
         answer = conversation.send(text, max_new_tokens=12, drafter=drafter)
         assert answer.tokens == expected.tokens
-        assert answer.stats.kept == 0
+        assert answer.stats.num_cached == 0
         assert read[-1] == answer.stats.prompt - 1
         if between:
             chat.generate("x = 1", max_new_tokens=3)
@@ -180,8 +180,8 @@ def test_two_conversations_keep_what_they_share(chat, other, drafter):
             expected = other.chat([*conversation.messages, {"role": "user", "content": own}], max_new_tokens=12)
             answer = conversation.send(own, max_new_tokens=12, drafter=drafter)
             assert answer.tokens == expected.tokens
-            assert answer.stats.kept >= shared - 2 or (turn, number) == (0, 0)
-            assert answer.stats.kept < answer.stats.prompt - 5
+            assert answer.stats.num_cached >= shared - 2 or (turn, number) == (0, 0)
+            assert answer.stats.num_cached < answer.stats.prompt - 5
 
 
 class TestBrokenOff:
@@ -205,7 +205,7 @@ class TestBrokenOff:
             answer = conversation.send("class A:", max_new_tokens=12, drafter=drafter)
             before += 1
             assert answer.tokens == other.chat(messages, max_new_tokens=12).tokens
-            assert answer.stats.kept >= answer.stats.prompt - new_tokens(chat, f"class A: {text[-12:]}")
+            assert answer.stats.num_cached >= answer.stats.prompt - new_tokens(chat, f"class A: {text[-12:]}")
 
     @pytest.mark.parametrize("name", ["forward", "propose", "commit"])
     def test_in_the_middle_of_a_round(self, chat, other, drafter, monkeypatch, name):
@@ -235,7 +235,7 @@ class TestBrokenOff:
             messages = [*after, {"role": "user", "content": "x = 1"}]
             answer = conversation.send("x = 1", max_new_tokens=12, drafter=drafter)
             assert answer.tokens == other.chat(messages, max_new_tokens=12).tokens
-            assert answer.stats.kept > 10
+            assert answer.stats.num_cached > 10
 
     def test_before_its_first_token(self, chat):
         """The message is not kept either; so where the model is busy, or was never asked."""
@@ -273,7 +273,7 @@ def test_a_reset_keeps_the_system_message(chat, read):
     assert conversation.answers == 0
     again = conversation.send("import os", max_new_tokens=8)
     assert again.tokens == first.tokens
-    assert again.stats.kept == again.stats.prompt - 1
+    assert again.stats.num_cached == again.stats.prompt - 1
     assert len(read) == 1  # the prompt was there, but its last token
 
 
@@ -317,14 +317,14 @@ def test_a_conversation_that_outgrows_the_context_loses_nothing(chat, other):
         conversation.send("y = 2\n" * 60, max_new_tokens=1)
     assert conversation.messages == before
     left = context - len(conversation.prompt("y = 2"))
-    options = chat.fitted(conversation.prompt("y = 2"), GenerateOptions(max_new_tokens=500))
+    options = chat.fit_options(conversation.prompt("y = 2"), GenerateOptions(max_new_tokens=500))
     assert options.max_new_tokens == left
-    assert chat.fitted(conversation.prompt("y = 2"), GenerateOptions(max_new_tokens=5)).max_new_tokens == 5
+    assert chat.fit_options(conversation.prompt("y = 2"), GenerateOptions(max_new_tokens=5)).max_new_tokens == 5
     answer = conversation.run("y = 2", options)
-    assert answer.stats.kept > 700
+    assert answer.stats.num_cached > 700
     assert answer.tokens == other.chat([*before, {"role": "user", "content": "y = 2"}], max_new_tokens=left).tokens
     with pytest.raises(SelfspecError, match="outgrow"):
-        chat.fitted(conversation.prompt("z"), GenerateOptions())
+        chat.fit_options(conversation.prompt("z"), GenerateOptions())
 
 
 def test_a_model_that_is_none_for_chats(llm):

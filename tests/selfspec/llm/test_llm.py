@@ -253,7 +253,7 @@ class TestProfiles:
 
     def test_a_file(self, llm, tmp_path):
         fixed = ControllerSpec(name="fixed", options={"k": 2})
-        profile = Profile(model=Identity(layers=16), draft=LayerSkipSpec.of(selfspec.SkipSet((3,)), fixed))
+        profile = Profile(model=Identity(layers=16), draft=LayerSkipSpec.from_path(selfspec.SkipSet((3,)), fixed))
         write_profile(profile, tmp_path / "p.yaml")
         wrapped = selfspec.wrap(llm.model, llm.tokenizer, profile=tmp_path / "p.yaml")
         assert isinstance(wrapped.drafter, Guard)

@@ -9,7 +9,7 @@ import selfspec
 from selfspec.drafters import Guard, PlainDrafter, Route, Router, calibrate
 from selfspec.llm import local_costs
 from selfspec.llm.llm import LLM
-from selfspec.llm.local_costs import local_payoff, measured
+from selfspec.llm.local_costs import local_payoff, measure_costs
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
@@ -35,7 +35,7 @@ def passes(monkeypatch, tmp_path):
         return forward(self, tokens, positions, path=path, **options)
 
     monkeypatch.setattr(Runtime, "forward", timed)
-    monkeypatch.setattr(local_costs, "measured", measured)
+    monkeypatch.setattr(local_costs, "measure_costs", measure_costs)
     monkeypatch.setattr(local_costs.time, "perf_counter", lambda: now[0])
     return ran
 
@@ -48,7 +48,7 @@ def model():
 
 
 def profile_of(runtime, path=PATH, **told):
-    draft = LayerSkipSpec.of(path) if path.cheaper else LayerSkipSpec()
+    draft = LayerSkipSpec.from_path(path) if path.cheaper else LayerSkipSpec()
     return Profile(model=runtime.skeleton.identity, draft=draft, **told)
 
 
@@ -109,7 +109,7 @@ def test_it_is_known_before_the_first_text_with_a_seed(passes, model, routed):
     """By a profile that says that drafts are next to free, where each here costs more than it can bring."""
     llm = LLM(model, selfspec.load(profile="none").tokenizer)
     profile = profile_of(llm.runtime, costs=COSTS)
-    llm._use(profile.joined_with([profile]) if routed else profile)
+    llm._use(profile.with_alternatives([profile]) if routed else profile)
     guard = llm.drafter.routes[0].drafter if routed else llm.drafter
     assert isinstance(guard, Guard)
     llm.generate([1, 2, 3], max_new_tokens=4)

@@ -6,7 +6,7 @@ import pytest
 from chats import with_template
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.llm.messages import check_system, checked, message, render
+from selfspec.llm.messages import check_system, message, render, validate_messages
 from selfspec.llm.prompt_encoding import encode
 
 USER = {"role": "user", "content": "Hello."}
@@ -15,8 +15,8 @@ ANSWER = {"role": "assistant", "content": ""}
 
 def test_what_is_right_stays_as_it_is():
     messages = ({"role": "system", "content": ""}, USER, ANSWER, {"role": "user", "content": " é\n"})
-    assert checked(messages) == list(messages)
-    assert checked([USER])[0] is not USER  # a copy
+    assert validate_messages(messages) == list(messages)
+    assert validate_messages([USER])[0] is not USER  # a copy
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_what_is_right_stays_as_it_is():
 )
 def test_wrong_messages_get_one_line_each(llm, messages, told):
     chat = with_template(llm)
-    for call in (checked, chat.chat, chat.chat_stream):
+    for call in (validate_messages, chat.chat, chat.chat_stream):
         with pytest.raises(SelfspecError) as error:
             call(messages)
         assert told in str(error.value)

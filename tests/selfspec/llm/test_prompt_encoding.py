@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
-from selfspec.llm.prompt_encoding import check_chat, encode, fit, fitting, warn_of_cuts
+from selfspec.llm.prompt_encoding import check_chat, encode, fit, fit_prompt, warn_if_cut
 
 
 @pytest.fixture
@@ -40,15 +40,15 @@ def test_a_system_message_comes_first(chat):
 def test_a_long_message_keeps_both_ends(chat):
     context = chat.runtime.skeleton.context
     whole = encode(chat, "x = 1\n" * 2000, chat=True)
-    ids = fitting(chat, "x = 1\n" * 2000, 24, chat=True)
+    ids = fit_prompt(chat, "x = 1\n" * 2000, 24, chat=True)
     assert len(ids) == context - 24
     assert chat.tokenizer.decode(ids).endswith("# assistant:\n")
     assert chat.tokenizer.decode(ids).startswith(f"{chat.tokenizer.bos_token}# user:\n")
-    assert fitting(chat, whole, 24) == whole[: context - 24]
+    assert fit_prompt(chat, whole, 24) == whole[: context - 24]
 
 
 def test_a_prompt_that_fits_stays_a_text(llm):
-    assert fitting(llm, "x = 1", 24) == "x = 1"
+    assert fit_prompt(llm, "x = 1", 24) == "x = 1"
 
 
 def test_cutting():
@@ -60,7 +60,7 @@ def test_cutting():
 
 def test_no_room_is_refused(llm):
     with pytest.raises(SelfspecError, match="outgrow"):
-        fitting(llm, "x", llm.runtime.skeleton.context)
+        fit_prompt(llm, "x", llm.runtime.skeleton.context)
 
 
 def test_what_is_no_chat(llm, chat):
@@ -92,9 +92,9 @@ def test_it_is_checked_without_the_model(tmp_path, llm):
 
 
 def test_prompts_that_are_cut_are_counted(recwarn):
-    warn_of_cuts([3, 5], 5)
+    warn_if_cut([3, 5], 5)
     assert not recwarn
     with pytest.warns(UserWarning, match="^2 prompts are cut: of up to 9 tokens, where the context leaves 5 beside"):
-        warn_of_cuts([3, 6, 9], 5)
+        warn_if_cut([3, 6, 9], 5)
     with pytest.warns(UserWarning, match="^1 prompt is cut: of 6 tokens, where"):
-        warn_of_cuts([6], 5)
+        warn_if_cut([6], 5)

@@ -10,8 +10,8 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.measure import bench, cost_fitting
 from selfspec.measure.bench import BenchCallbacks, Benchmark, BenchTask
 from selfspec.measure.bench_methods import METHODS, check_methods, draft_model, find_method, weights_of
-from selfspec.measure.extra_memory import held_beside
-from selfspec.measure.model_copies import load_subjects
+from selfspec.measure.extra_memory import extra_drafter_bytes
+from selfspec.measure.model_copies import load_model_copies
 from selfspec.measure.summary import expected, summary, theory
 from selfspec.measure.timing import Runs
 from selfspec.profile.draft_spec import LayerSkipSpec, parse_draft
@@ -108,7 +108,7 @@ def test_draft_models_and_profiles_are_methods_too(tmp_path):
 
 
 def test_what_a_profile_of_its_own_drafts(llm, tmp_path):
-    own = Profile(model=llm.identity, draft=LayerSkipSpec.of(SkipSet((3,), (5,))))
+    own = Profile(model=llm.identity, draft=LayerSkipSpec.from_path(SkipSet((3,), (5,))))
     write_profile(own, tmp_path / "own.yaml")
     drafter = find_method(str(tmp_path / "own.yaml")).drafter(llm, Profile(model=llm.identity))
     assert drafter.path == own.path
@@ -123,20 +123,22 @@ def test_a_draft_models_steps_are_timed(llm):
     assert found.draft.model == "builtin"
     assert found.draft.step != ModelSpec(model="builtin").step
     drafter = find_method("model:builtin").drafter(llm, Profile(model=llm.identity))
-    assert held_beside(drafter, llm.runtime) >= 4 * sum(p.numel() for p in llm.model.parameters())
+    assert extra_drafter_bytes(drafter, llm.runtime) >= 4 * sum(p.numel() for p in llm.model.parameters())
 
 
 def test_what_is_held_beside_the_model(llm):
-    path = DraftPath.of(["int8"] * (2 * llm.runtime.layers))
+    path = DraftPath.from_modes(["int8"] * (2 * llm.runtime.layers))
     few = LayerSkipSpec.model_validate({"int8": {"attention": [1, 2], "mlp": [1]}})
     profile = Profile(model=llm.identity, draft=few)
-    held = held_beside(llm.drafts_with(profile), llm.runtime)
+    held = extra_drafter_bytes(llm.drafter_for(profile), llm.runtime)
     assert 0 < held == llm.runtime.extra_bytes(profile.path) < llm.runtime.extra_bytes(path)
-    assert held_beside(llm.guarded(profile), llm.runtime) == held
+    assert extra_drafter_bytes(llm.guarded_drafter(profile), llm.runtime) == held
     merged = parse_draft({"kind": "merged", "drafters": [{"kind": "guesses"}, few.model_dump(exclude_none=True)]})
-    assert held_beside(llm.drafts_with(Profile(model=llm.identity, draft=merged)), llm.runtime) == held
+    assert extra_drafter_bytes(llm.drafter_for(Profile(model=llm.identity, draft=merged)), llm.runtime) == held
     assert (
-        held_beside(llm.drafts_with(Profile(model=llm.identity, draft=parse_draft({"kind": "guesses"}))), llm.runtime)
+        extra_drafter_bytes(
+            llm.drafter_for(Profile(model=llm.identity, draft=parse_draft({"kind": "guesses"}))), llm.runtime
+        )
         == 0
     )
 
@@ -176,15 +178,15 @@ def found(request, tmp_path_factory):
         patch.setattr(bench, "forward_seconds", lambda *_, **__: ALONE)
         patch.setattr(cost_fitting, "forward_seconds", lambda *_, **__: ALONE)
         patch.setattr(bench, "read_bandwidth", lambda size, device: 2.0 * size)
-        subjects = load_subjects("builtin", ["plain", "skip", "hf"], widened=2, device="cpu", dtype="auto")
-        profile = Profile(model=subjects.identity, draft=LayerSkipSpec.of(SkipSet((3,), (5,))))
+        subjects = load_model_copies("builtin", ["plain", "skip", "hf"], widened=2, device="cpu", dtype="auto")
+        profile = Profile(model=subjects.identity, draft=LayerSkipSpec.from_path(SkipSet((3,), (5,))))
         task = BenchTask(("plain", "skip", "hf"), ["def f(x):\n", "class A:\n"], NEW_TOKENS, 1, profile)
         told = []
         watch = BenchCallbacks(
             told.append, lambda seconds, runs: told.append((seconds, runs)), lambda: told.append("run")
         )
         benchmark = Benchmark(subjects, task, lambda *_: (2.0, 3.0), watch)
-        return subjects, benchmark.conditions(), benchmark.at(0.0), told
+        return subjects, benchmark.conditions(), benchmark.run_temperature(0.0), told
 
 
 def test_each_method_has_the_layout_that_serves_it(found, request):
@@ -200,7 +202,7 @@ def test_speedups_are_over_the_fastest_plain_decoding(monkeypatch, by_rows, by_c
     """Whichever weights were thought to suit it: here `rows`, and `columns` drafting."""
     monkeypatch.setattr("selfspec.measure.model_copies.layout_times", lambda model: fastest("rows", "columns"))
     monkeypatch.setattr("selfspec.measure.cost_fitting.forward_seconds", seconds_by_rows(by_rows, by_columns))
-    subjects = load_subjects("builtin", ["plain", "skip"], device="cpu", dtype="auto")
+    subjects = load_model_copies("builtin", ["plain", "skip"], device="cpu", dtype="auto")
     assert subjects.layouts == {"plain": "columns" if by_columns < by_rows else "rows", "skip": "columns"}
     assert (subjects.plain is subjects.skip) == (by_columns < by_rows)
 

@@ -7,10 +7,10 @@ from layouts import fastest
 
 from selfspec.cli.bench_by_task import by_task_notes, by_task_tables, texts_line
 from selfspec.measure import agreement
-from selfspec.measure.agreement import counted, verdict
+from selfspec.measure.agreement import count_verdicts, verdict
 from selfspec.measure.audit import Difference
 from selfspec.measure.bench import Benchmark, BenchTask
-from selfspec.measure.model_copies import load_subjects
+from selfspec.measure.model_copies import load_model_copies
 from selfspec.measure.summary import by_task
 from selfspec.measure.timing import Runs
 from selfspec.profile.draft_spec import LayerSkipSpec
@@ -103,7 +103,7 @@ class TestVerdicts:
         assert verdict(llm64, llm64, self.PROMPT, {text}, {other, text, one}) == "bug"
 
     def test_counts(self):
-        assert counted(["same", "bug", "same"]) == {"same": 2, "near_ties": 0, "bugs": 1}
+        assert count_verdicts(["same", "bug", "same"]) == {"same": 2, "near_ties": 0, "bugs": 1}
 
 
 @pytest.fixture(scope="module")
@@ -112,13 +112,13 @@ def measured(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SELFSPEC_CACHE", str(tmp_path_factory.mktemp("told")))
         patch.setattr("selfspec.models.layout.measure_layouts", lambda model: fastest("rows"))
-        patch.setattr("selfspec.measure.cost_fitting.LONGER", 1)
+        patch.setattr("selfspec.measure.cost_fitting.DISTURBED_FACTOR", 1)
         methods = ("plain", "skip", "hf-prompt-lookup")
-        subjects = load_subjects("builtin", methods, device="cpu", dtype="float64")
-        profile = Profile(model=subjects.identity, draft=LayerSkipSpec.of(SkipSet((3,), (5,))))
+        subjects = load_model_copies("builtin", methods, device="cpu", dtype="float64")
+        profile = Profile(model=subjects.identity, draft=LayerSkipSpec.from_path(SkipSet((3,), (5,))))
         prompts = ["def f(x):\n", "class A:\n", "import os\n", "x = 1\n"]
         bench = Benchmark(subjects, BenchTask(methods, prompts, 6, 1, profile, ("def", "class", "def", "class")))
-        return {temperature: bench.at(temperature) for temperature in (0.0, 0.8)}
+        return {temperature: bench.run_temperature(temperature) for temperature in (0.0, 0.8)}
 
 
 def test_greedy_texts_are_compared(measured):

@@ -13,7 +13,7 @@ from selfspec.llm import round_timer
 from selfspec.llm.llm import LLM
 from selfspec.measure import cost_fitting as costing
 from selfspec.measure.cost_fitting import measure_costs
-from selfspec.measure.cost_sweeps import EFFORTS, GOOD, LENGTHS, LONG, effort_within, quiet
+from selfspec.measure.cost_sweeps import EFFORTS, GOOD, LENGTHS, LONG, effort_within, lower_quartile
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.draft_path import FULL
@@ -167,13 +167,13 @@ def test_verifying_more_rows_never_costs_less_than_fewer(model, clock, monkeypat
 
 
 def test_quiet_is_the_lower_quartile():
-    assert quiet([5.0]) == 5.0
-    assert quiet([9.0, 1.0, 2.0, 3.0]) == pytest.approx(1.25)
+    assert lower_quartile([5.0]) == 5.0
+    assert lower_quartile([9.0, 1.0, 2.0, 3.0]) == pytest.approx(1.25)
 
 
 @pytest.mark.parametrize("times", [[1.0, 9.0], [9.0, 1.0, 2.0]])
 def test_quiet_is_never_less_than_was_seen(times):
-    assert quiet(times) == 1.0
+    assert lower_quartile(times) == 1.0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

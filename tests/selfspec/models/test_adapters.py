@@ -50,7 +50,7 @@ def test_tokens_are_the_adapted_models(folder):
     plain = selfspec.load(builtin.NAME)
     assert plain.generate(PROMPT, max_new_tokens=24).tokens != text
     assert llm.generate(PROMPT, max_new_tokens=24).tokens == text
-    draft = LayerSkipSpec.of(SkipSet(attention={5, 6}, mlp={7}), ControllerSpec(name="fixed", options={"k": 3}))
+    draft = LayerSkipSpec.from_path(SkipSet(attention={5, 6}, mlp={7}), ControllerSpec(name="fixed", options={"k": 3}))
     profile = selfspec.Profile(model=llm.identity, draft=draft)
     drafted = selfspec.load(str(path), profile=profile)
     assert drafted.generate(PROMPT, max_new_tokens=24).tokens == text

@@ -22,11 +22,11 @@ from selfspec.controllers import FixedK, StaticThreshold
 from selfspec.draft_modules.registry import HEADS
 from selfspec.drafters import (
     ClaspDrafter,
-    FreeDrafter,
     InputDrafter,
     JacobiDrafter,
     LayerSkipDrafter,
     LookaheadDrafter,
+    LookupDrafter,
     MergedDrafter,
     RecycleDrafter,
     SwiftDrafter,
@@ -34,10 +34,10 @@ from selfspec.drafters import (
 from selfspec.drafters.head_drafter import HeadBelow, HeadDrafter
 from selfspec.engine.engine import Engine
 from selfspec.models.families import FAMILIES
-from selfspec.models.layout import lay_out_
+from selfspec.models.layout import apply_layout_
 from selfspec.models.low_precision import fake
 from selfspec.proposers.chain import ProposerChain
-from selfspec.proposers.history import Answers
+from selfspec.proposers.history import AnswerHistory
 from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafts import Draft
@@ -199,12 +199,17 @@ def test_few_bits_are_the_model_with_rounded_weights(name, seed):
     tokens = text_of(14)
     runtime = runtime_of(name)
     compiled = runtime.compile(path)
-    assert compiled.in_full == ()
+    assert compiled.unquantized == ()
     theirs = Runtime(as_rounded(model_of(name), path))
     expected = in_portions(theirs, tokens, (14,), theirs.compile(DraftPath(path.skip, path.vocabulary)))
     for widths in ((14,), (1,) * 14):
         torch.testing.assert_close(in_portions(runtime, tokens, widths, compiled), expected, atol=1e-6, rtol=1e-6)
-    held = [runtime.held(part, i, mode) for part in ("attention", "mlp") for i in range(3) for mode in ("int8", "int4")]
+    held = [
+        runtime.part_bytes(part, i, mode)
+        for part in ("attention", "mlp")
+        for i in range(3)
+        for mode in ("int8", "int4")
+    ]
     assert all(held)
 
 
@@ -214,7 +219,7 @@ def test_few_bits_are_the_model_with_rounded_weights(name, seed):
 def test_in_any_layout_of_weights(name, layout):
     model = copy.deepcopy(model_of(name)).float()
     theirs = model(text_of(), use_cache=False).logits
-    lay_out_(model, layout)
+    apply_layout_(model, layout)
     close(in_portions(Runtime(model), text_of(), WIDTHS["drafts"]), theirs, 2e-5)
 
 
@@ -293,11 +298,13 @@ DRAFTERS = {
         runtime, SKIPS[2], StaticThreshold(0.05, 4), candidates=3
     ),
     "few bits, guesses": lambda runtime, path: LayerSkipDrafter(
-        runtime, LOW, FixedK(4), ahead=ProposerChain([Lookup(), STORED], (1.0, 1.1, 1.2, 1.3))
+        runtime, LOW, FixedK(4), proposer_chain=ProposerChain([Lookup(), STORED], (1.0, 1.1, 1.2, 1.3))
     ),
-    "lookup": lambda runtime, path: FreeDrafter([Lookup()], StaticThreshold(0.0, 5)),
-    "store": lambda runtime, path: FreeDrafter([STORED], StaticThreshold(0.0, 5)),
-    "answers": lambda runtime, path: FreeDrafter([Answers(path / "answers", VOCABULARY)], StaticThreshold(0.0, 5)),
+    "lookup": lambda runtime, path: LookupDrafter([Lookup()], StaticThreshold(0.0, 5)),
+    "store": lambda runtime, path: LookupDrafter([STORED], StaticThreshold(0.0, 5)),
+    "answers": lambda runtime, path: LookupDrafter(
+        [AnswerHistory(path / "answers", VOCABULARY)], StaticThreshold(0.0, 5)
+    ),
     "recycle": lambda runtime, path: RecycleDrafter(StaticThreshold(0.0, 5), candidates=3),
     "input": lambda runtime, path: InputDrafter(StaticThreshold(0.0, 5)),
     "jacobi": lambda runtime, path: JacobiDrafter("gauss-seidel", block=4),
@@ -305,7 +312,7 @@ DRAFTERS = {
     "swift": lambda runtime, path: SwiftDrafter(runtime, StaticThreshold(0.1, 4), window=6, every=1, candidates=2),
     "clasp": lambda runtime, path: ClaspDrafter(runtime, FixedK(3), skip=2, every=1),
     "merged": lambda runtime, path: MergedDrafter(
-        [FreeDrafter([Lookup()], StaticThreshold(0.0, 5)), LayerSkipDrafter(runtime, SKIPS[0], FixedK(3))]
+        [LookupDrafter([Lookup()], StaticThreshold(0.0, 5)), LayerSkipDrafter(runtime, SKIPS[0], FixedK(3))]
     ),
 }
 PARTS = {

@@ -104,7 +104,7 @@ def test_an_unknown_rope_is_refused():
 def test_the_context_that_can_be_served(config, context, reason):
     skeleton = read_skeleton(AutoModelForCausalLM.from_config(config))
     assert skeleton.context == context
-    assert reason in skeleton.limit
+    assert reason in skeleton.context_reason
 
 
 @pytest.mark.parametrize("rope", [DYNAMIC, LONGROPE], ids=["dynamic", "longrope"])

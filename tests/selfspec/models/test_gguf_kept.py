@@ -102,17 +102,17 @@ def test_transformers_generate_gives_the_same(tmp_path):
 
 def test_few_bits_are_not_offered_where_they_are_no_cheaper(tmp_path):
     four = selfspec.load(file_of("llama", "Q4_1", tmp_path), dtype="file", profile="none").runtime
-    assert four.held("attention", 0, "int8") is None
-    assert four.held("mlp", 0, "int4") is None
+    assert four.part_bytes("attention", 0, "int8") is None
+    assert four.part_bytes("mlp", 0, "int4") is None
     eight = selfspec.load(file_of("llama", "Q8_0", tmp_path), dtype="file", profile="none").runtime
-    assert eight.held("mlp", 0, "int8") is None
-    assert eight.held("mlp", 0, "int4") is not None
+    assert eight.part_bytes("mlp", 0, "int8") is None
+    assert eight.part_bytes("mlp", 0, "int4") is not None
 
 
 def test_drafts_in_4_bits_of_a_target_in_8_are_plain(tmp_path):
     llm = selfspec.load(file_of("llama", "Q8_0", tmp_path), dtype="file", profile="none")
     ids = PROMPT[0].tolist()
-    drafter = llm.layer_skip(DraftPath.of(["int4"] * 4), "fixed:k=3")
+    drafter = llm.layer_skip(DraftPath.from_modes(["int4"] * 4), "fixed:k=3")
     drafted = llm.generate(ids, max_new_tokens=24, drafter=drafter)
     assert drafted.tokens == llm.generate(ids, max_new_tokens=24).tokens
     assert drafted.stats.accepted > 0

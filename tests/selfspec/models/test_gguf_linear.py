@@ -22,9 +22,9 @@ from selfspec.models.gguf_linear import (
     BlockProduct,
     GGUFWeight,
     SlowBlockProduct,
-    together,
+    concat_weights,
 )
-from selfspec.models.low_precision import roundable
+from selfspec.models.low_precision import is_quantizable
 
 each_bits = pytest.mark.parametrize("bits", [8, 4])
 
@@ -50,7 +50,7 @@ def test_they_stand_for_what_the_file_says(bits, scale):
     assert blocks.shape == (6, 96)
     assert blocks.bytes == 6 * 3 * (34 if bits == 8 else 20)
     assert torch.equal(blocks.rows(torch.tensor([4, 1])).weight(), exact[[4, 1]])
-    assert torch.equal(together([blocks, blocks.rows(slice(0, 2))]).weight(), torch.cat([exact, exact[:2]]))
+    assert torch.equal(concat_weights([blocks, blocks.rows(slice(0, 2))]).weight(), torch.cat([exact, exact[:2]]))
 
 
 @needs_native
@@ -108,7 +108,7 @@ def test_linears_are_parts_of_one_product(bits, make):
     expected = x @ exact[16:].t() + torch.arange(16.0, 48)
     torch.testing.assert_close(second(x), expected)
     assert torch.equal(second.weight, exact[16:])
-    over = second.over(torch.tensor([5, 0]))
+    over = second.with_outputs(torch.tensor([5, 0]))
     torch.testing.assert_close(over(x[0]), expected[0][:, [5, 0]])
     assert set(second.state_dict()) == {"weight", "bias"}
     with pytest.raises(SelfspecError, match="kept as in the file stay on the CPU"):
@@ -121,8 +121,8 @@ def test_drafts_in_as_many_bits_are_not_offered(bits):
     """They would read as much; in fewer bits, they would not."""
     weight, _ = blocks_of(bits, 2, 48, 64)
     linear = BlockLinear(SlowBlockProduct(weight), 0, nn.Linear(64, 48))
-    assert not roundable([linear], 8)
-    assert roundable([linear], 4) == (bits == 8)
+    assert not is_quantizable([linear], 8)
+    assert is_quantizable([linear], 4) == (bits == 8)
 
 
 @each_bits

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from selfspec.basics.files import cache_folder
 from selfspec.models import kernels as chosen
-from selfspec.models.kernels import COARSER, KERNELS, ON_CUDA, float8, four_bits_on_cuda, kernel_for, kernel_times
+from selfspec.models.kernels import COARSER, KERNELS, ON_CUDA, float8, int4_weight_only_cuda, kernel_for, kernel_times
 from selfspec.models.linears import Group
 from selfspec.models.low_precision import QuantizedWeight, bytes_of, fake, quantize, quantize_group
 
@@ -210,7 +210,7 @@ def test_shapes_of_products_in_4_bits_on_cuda(into, out):
     held = quantize(torch.randn(out, into), 4)
     assert held.zero is not None
     with FakeTensorMode() as there:
-        product = four_bits_on_cuda(
+        product = int4_weight_only_cuda(
             QuantizedWeight(4, *map(there.from_tensor, (held.values, held.scale, held.zero))), torch.bfloat16
         )
         for rows in (1, 3, 40):

@@ -14,7 +14,7 @@ from models import CONFIGS, plain, tiny
 import selfspec
 from selfspec.basics.errors import SelfspecError
 from selfspec.models import layout
-from selfspec.models.layout import choose, lay_out_, measure_layouts, weight_bytes
+from selfspec.models.layout import apply_layout_, choose, measure_layouts, weight_bytes
 from selfspec.models.native import IN_A_PASS
 from selfspec.models.onednn_linear import PackedLinear
 from selfspec.runtime.forward import Runtime
@@ -31,7 +31,7 @@ def single(name):
 @pytest.mark.parametrize("to", AVAILABLE)
 def test_a_layout_changes_nothing_that_the_model_says(name, to):
     model, other = single(name), single(name)
-    assert lay_out_(model, to, drafting=True) == to
+    assert apply_layout_(model, to, drafting=True) == to
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, other(IDS).logits, atol=1e-3, rtol=1e-4)
     assert plain(Runtime(model), [3, 1, 4], 12) == plain(Runtime(other), [3, 1, 4], 12)
@@ -45,7 +45,7 @@ def test_a_layout_changes_nothing_that_the_model_says(name, to):
 def test_only_a_head_that_is_the_embedding_too_is_there_twice(name, to):
     model = single(name)
     before = weight_bytes(model)
-    lay_out_(model, to, drafting=True)
+    apply_layout_(model, to, drafting=True)
     head = model.model.embed_tokens.weight
     twice = to == "onednn" and model.config.tie_word_embeddings
     assert weight_bytes(model) == before + (head.numel() * 4 if twice else 0)
@@ -55,7 +55,7 @@ def test_only_a_head_that_is_the_embedding_too_is_there_twice(name, to):
 @pytest.mark.parametrize("to", AVAILABLE)
 def test_a_model_can_be_saved_and_copied_in_any_layout(name, to, tmp_path):
     model, other = single(name), single(name)
-    lay_out_(model, to, drafting=True)
+    apply_layout_(model, to, drafting=True)
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path, dtype=torch.float32)
     assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in other.state_dict().items())
@@ -78,7 +78,7 @@ def test_in_any_layout_a_model_may_be_called_under_autocast(each_layout):
 
 def test_packed_weights_of_one_input_are_one_product():
     model = single("llama-biases")
-    lay_out_(model, "onednn", drafting=True)
+    apply_layout_(model, "onednn", drafting=True)
     attention = model.model.layers[0].self_attn
     assert isinstance(attention.q_proj, PackedLinear)
     assert attention.q_proj.packed is attention.k_proj.packed is attention.v_proj.packed
@@ -88,7 +88,7 @@ def test_packed_weights_of_one_input_are_one_product():
 @needs_onednn
 def test_packed_weights_are_not_cast():
     model = single("llama")
-    lay_out_(model, "onednn", drafting=True)
+    apply_layout_(model, "onednn", drafting=True)
     with pytest.raises(SelfspecError, match="float32 on the CPU"):
         model.double()
     model.float()
@@ -98,21 +98,21 @@ def test_packed_weights_are_not_cast():
 
 def test_what_cannot_be_packed_is_said():
     with pytest.raises(SelfspecError, match="float32"):
-        lay_out_(tiny(CONFIGS["llama"]), "onednn", drafting=True)
+        apply_layout_(tiny(CONFIGS["llama"]), "onednn", drafting=True)
     with pytest.raises(SelfspecError, match="known: auto, rows, columns, onednn, native"):
         selfspec.load(layout="best")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_what_cannot_be_packed_keeps_its_rows(each_layout, dtype):
-    assert lay_out_(tiny(CONFIGS["llama"], dtype=dtype), drafting=True) == "rows"
+    assert apply_layout_(tiny(CONFIGS["llama"], dtype=dtype), drafting=True) == "rows"
 
 
 @needs_bfloat16
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_can_be_packed_too(name, each_layout, tmp_path):
     model, other = (tiny(CONFIGS[name], dtype=torch.bfloat16) for _ in range(2))
-    assert lay_out_(model, drafting=True) == each_layout
+    assert apply_layout_(model, drafting=True) == each_layout
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, other(IDS).logits, atol=0.3, rtol=0.05)
     model.save_pretrained(tmp_path)
@@ -129,14 +129,14 @@ def test_layouts_of_bfloat16_are_measured_apart(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(layout, "measure_layouts", lambda model: seen.append(model.dtype) or fastest("columns"))
     for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16):
-        lay_out_(tiny(CONFIGS["llama"], dtype=dtype))
+        apply_layout_(tiny(CONFIGS["llama"], dtype=dtype))
     assert seen == [torch.float32, torch.bfloat16]
 
 
 def test_by_columns_a_head_that_is_the_embedding_too_is_read_by_columns():
     """Which is as fast as the other products; the embedding reads a row of it a token."""
     model = single("llama-mqa-tied")
-    lay_out_(model, "columns")
+    apply_layout_(model, "columns")
     head = model.lm_head.weight
     assert head is model.model.embed_tokens.weight
     assert head.t().is_contiguous()
@@ -157,7 +157,7 @@ def test_what_is_chosen():
     assert choose(measured, drafting=True) == "onednn"
     dear = {**measured, "onednn": {**measured["onednn"], 1: 50}}  # to read one row, when drafts are wrong
     assert choose(dear, drafting=True) == "columns"
-    assert choose(dear, drafting=True, few_bits=True) == "onednn", "which are hardly ever wrong"
+    assert choose(dear, drafting=True, quantized_drafts=True) == "onednn", "which are hardly ever wrong"
     slow = {"rows": measured["rows"], "columns": {**measured["columns"], 128: 500}}  # to read a prompt
     assert choose(slow, drafting=False) == "rows"
     near = times(rows=(50, 52, 90, 95, 130, 1), columns=(49, 52, 90, 94, 129, 1))
@@ -171,8 +171,8 @@ def test_what_is_chosen():
 
 
 def test_the_layout_that_was_measured_is_taken(each_layout):
-    assert lay_out_(single("llama"), drafting=True) == each_layout
-    assert lay_out_(single("llama"), drafting=False) == each_layout
+    assert apply_layout_(single("llama"), drafting=True) == each_layout
+    assert apply_layout_(single("llama"), drafting=False) == each_layout
 
 
 @pytest.mark.parametrize(("plain", "drafting"), [("rows", "onednn"), ("columns", "onednn"), ("onednn", "columns")])
@@ -204,13 +204,13 @@ def test_layouts_are_measured_once(tmp_path, monkeypatch):
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
     seen = []
     monkeypatch.setattr(layout, "measure_layouts", lambda model: seen.append(1) or fastest("columns"))
-    assert [lay_out_(single("llama"), drafting=True) for _ in range(2)] == ["columns", "columns"]
+    assert [apply_layout_(single("llama"), drafting=True) for _ in range(2)] == ["columns", "columns"]
     assert len(seen) == 1
     (kept,) = (tmp_path / "layouts").iterdir()
     assert set(json.loads(kept.read_text())) == set(AVAILABLE)
     for broken in ("", "{}", "[1]", '{"rows": {"1": "a"}}', '{"rows": {"1": 1, "2": 1, "4": 1, "8": 1, "128": -1}}'):
         kept.write_text(broken)
-        assert lay_out_(single("llama"), drafting=True) == "columns"
+        assert apply_layout_(single("llama"), drafting=True) == "columns"
     assert len(seen) == 6
 
 
@@ -221,7 +221,7 @@ def test_times_that_something_else_disturbed_are_not_remembered(tmp_path, monkey
     told, seen = fastest("columns"), []
     told["rows"][width] *= 30
     monkeypatch.setattr(layout, "measure_layouts", lambda model: seen.append(1) or told)
-    assert [lay_out_(single("llama"), drafting=True) for _ in range(2)] == ["columns", "columns"]
+    assert [apply_layout_(single("llama"), drafting=True) for _ in range(2)] == ["columns", "columns"]
     assert len(seen) == 2
 
 

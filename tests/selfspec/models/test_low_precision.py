@@ -14,7 +14,7 @@ from torch import nn
 
 from selfspec.models.dispatch import device_of
 from selfspec.models.linears import Group, linear, linear_onto, linear_over, side_by_side
-from selfspec.models.low_precision import LowPrecisionLinear, bytes_of, fake, quantize, quantize_group, roundable
+from selfspec.models.low_precision import LowPrecisionLinear, bytes_of, fake, is_quantizable, quantize, quantize_group
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -74,13 +74,13 @@ def test_zeros_and_tiny_values_stay_so(bits):
 
 def test_what_can_be_had():
     with_bias, narrow, odd = nn.Linear(64, 61), nn.Linear(48, 64), nn.Linear(33, 5)
-    assert roundable([with_bias, narrow, odd], 8)
-    assert roundable([with_bias], 4)
-    assert not roundable([with_bias, narrow], 4)
+    assert is_quantizable([with_bias, narrow, odd], 8)
+    assert is_quantizable([with_bias], 4)
+    assert not is_quantizable([with_bias, narrow], 4)
     hooked, adapted = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64))
     hooked.register_forward_hook(lambda *_: None)
     for module in (hooked, adapted, nn.Linear(64, 64, device="meta")):
-        assert not roundable([module], 8)
+        assert not is_quantizable([module], 8)
 
 
 def test_bytes():

@@ -26,7 +26,7 @@ from wants import reason
 from selfspec.basics.errors import SelfspecError
 from selfspec.models import layout, native_library
 from selfspec.models.kernels import kernel_times
-from selfspec.models.layout import lay_out_, layout_times, measure_layouts
+from selfspec.models.layout import apply_layout_, layout_times, measure_layouts
 from selfspec.models.linears import Group
 from selfspec.models.low_precision import quantize
 from selfspec.models.native import ROWS, NativeLinear, NativeProduct, nativise_
@@ -282,7 +282,7 @@ def single(name="llama"):
 
 def laid(name="llama"):
     model = single(name)
-    assert lay_out_(model, "native") == "native"
+    assert apply_layout_(model, "native") == "native"
     return model
 
 
@@ -309,7 +309,7 @@ def assert_near(ours, theirs, error=1e-5):
 def test_modules_stay_what_they_were_to_others(name):
     model, other = single(name), single(name)
     before, names = dict(model.named_parameters()), list(model.state_dict())
-    lay_out_(model, "native")
+    apply_layout_(model, "native")
     after = dict(model.named_parameters())
     assert list(after) == list(before)
     assert all(after[at] is parameter for at, parameter in before.items())
@@ -327,8 +327,8 @@ def test_modules_stay_what_they_were_to_others(name):
 @needs_native
 def test_linears_of_one_input_are_one_product():
     attention = laid("llama-biases").model.layers[0].self_attn
-    assert attention.q_proj.whole is attention.k_proj.whole is attention.v_proj.whole
-    assert attention.q_proj.whole is not attention.o_proj.whole
+    assert attention.q_proj.fused is attention.k_proj.fused is attention.v_proj.fused
+    assert attention.q_proj.fused is not attention.o_proj.fused
 
 
 @needs_native
@@ -368,13 +368,13 @@ def test_a_weight_put_in_the_place_of_another_is_not_mistaken():
 def test_linears_of_which_only_some_have_a_bias_are_each_by_itself():
     parent = SimpleNamespace(a=nn.Linear(32, 8), b=nn.Linear(32, 16, bias=False), c=nn.Linear(32, 8))
     nativise_(Group(parent, ("a", "b", "c")))
-    assert len({id(module.whole) for module in vars(parent).values()}) == 3
+    assert len({id(module.fused) for module in vars(parent).values()}) == 3
     models = [single(), single()]
     for model in models:
         torch.manual_seed(0)
         for layer in model.model.layers:
             layer.self_attn.k_proj.bias = nn.Parameter(torch.randn(layer.self_attn.k_proj.out_features))
-    lay_out_(models[0], "native")
+    apply_layout_(models[0], "native")
     assert len(linears(models[0])) == 4 * 7 + 1
     assert_near(logits(models[0]), logits(models[1]))
 
@@ -384,7 +384,7 @@ def test_linears_of_which_only_some_have_a_bias_are_each_by_itself():
 @pytest.mark.parametrize("replaced", [False, True])
 def test_biases_that_are_changed_are_seen(dtype, replaced):
     models = [tiny(CONFIGS["llama-biases"], dtype=dtype) for _ in range(2)]
-    lay_out_(models[0], "native")
+    apply_layout_(models[0], "native")
     before = logits(models[0])
     with torch.no_grad():
         for model in models:
@@ -402,9 +402,9 @@ def test_biases_that_are_changed_are_seen(dtype, replaced):
 @needs_native
 def test_weights_by_columns_are_brought_into_rows_again():
     model = single()
-    lay_out_(model, "columns")
+    apply_layout_(model, "columns")
     held = layout.weight_bytes(model)
-    lay_out_(model, "native")
+    apply_layout_(model, "native")
     assert all(module.current for module in linears(model))
     assert layout.weight_bytes(model) == held
     assert_near(logits(model), logits(single()))
@@ -446,7 +446,7 @@ def test_a_copy_computes_with_its_own_weights():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_other_dtypes_cannot_be_laid_out_so(dtype):
     with pytest.raises(SelfspecError, match="float32 and bfloat16 weights on a CPU; expected auto, rows or columns"):
-        lay_out_(tiny(CONFIGS["llama"], dtype=dtype), "native")
+        apply_layout_(tiny(CONFIGS["llama"], dtype=dtype), "native")
 
 
 @pytest.fixture
@@ -495,12 +495,12 @@ def said():
 def check_without(monkeypatch):
     """What the rest does where there are no functions."""
     with pytest.raises(SelfspecError, match="native products"):
-        lay_out_(single(), "native")
+        apply_layout_(single(), "native")
     monkeypatch.setattr(layout, "measure_layouts", measure_layouts)
     monkeypatch.setattr(layout, "_BUDGET", 0)
     model = single()
     assert "native" not in layout_times(model)
-    assert lay_out_(model, "auto") in ("rows", "columns", "onednn")
+    assert apply_layout_(model, "auto") in ("rows", "columns", "onednn")
     assert_near(logits(model), logits(single()))
 
 

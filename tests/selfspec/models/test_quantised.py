@@ -116,7 +116,7 @@ def test_a_folder_that_was_saved_quantised_is_loaded_so(make, name, tmp_path):
     assert type(llm.model.model.layers[0].mlp.down_proj) is type(model.model.layers[0].mlp.down_proj)
     check_same(llm.model, llm.generate(PROMPT, max_new_tokens=NEW).tokens, told(llm.model, PROMPT))
     assert llm.identity.fingerprint is None
-    assert llm.runtime.held("mlp", 0, "int8") is None
+    assert llm.runtime.part_bytes("mlp", 0, "int8") is None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from models import CONFIGS, tiny
 from torch import nn
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.models.layout import lay_out_
+from selfspec.models.layout import apply_layout_
 from selfspec.models.low_precision import bytes_of, fake
 from selfspec.runtime.forward import Runtime
 from selfspec.types.draft_path import DraftPath
@@ -51,7 +51,7 @@ def test_a_path_in_few_bits_is_the_model_with_rounded_weights(name, seed):
     runtime = Runtime(model, kernel=fake)
     before = copy.deepcopy(model.state_dict())
     rounded_model = Runtime(as_rounded(model, path))
-    assert runtime.compile(path).in_full == ()
+    assert runtime.compile(path).unquantized == ()
     expected = logits(rounded_model, DraftPath(path.skip, path.vocabulary), tokens)
     for one_by_one in (False, True):
         ours = logits(runtime, path, tokens, one_by_one=one_by_one)
@@ -81,7 +81,7 @@ def test_real_products_are_near_it(bits, kernel, dtype):
     """Of the logits' size: 6% with biases and every sub-layer in few bits."""
     exact = model_of("llama-biases").to(dtype).double()
     mode = "int8" if bits == 8 else "int4"
-    path, tokens = DraftPath.of([mode] * 2 * LAYERS, head=mode), tokens_for(exact, rows=2)
+    path, tokens = DraftPath.from_modes([mode] * 2 * LAYERS, head=mode), tokens_for(exact, rows=2)
     expected = logits(Runtime(exact, kernel=fake, rows=2), path, tokens)
     runtime = Runtime(copy.deepcopy(exact).to(dtype), kernel=kernel, rows=2)
     for one_by_one in (False, True):
@@ -95,10 +95,10 @@ def test_however_weights_are_laid_out(layout, name):
     model = model_of(name, dtype=torch.float32)
     path, tokens = random_path(3, LAYERS), tokens_for(model)
     expected = logits(Runtime(copy.deepcopy(model), kernel=fake), path, tokens)
-    lay_out_(model, layout)
+    apply_layout_(model, layout)
     runtime = Runtime(model, kernel=fake)
     ours = logits(runtime, path, tokens)
-    assert runtime.compile(path).in_full == ()
+    assert runtime.compile(path).unquantized == ()
     torch.testing.assert_close(ours / expected.abs().max(), expected / expected.abs().max(), atol=1e-5, rtol=0)
 
 
@@ -136,13 +136,13 @@ def changed(model, what):
 @pytest.mark.parametrize("what", ["hooks", "adapters", "other kinds", "offloaded"])
 @pytest.mark.parametrize("mode", ["int8", "int4"])
 def test_what_cannot_be_had_in_few_bits_runs_in_full(what, mode):
-    path = DraftPath.of([mode] * 2 * LAYERS, head=mode)
+    path = DraftPath.from_modes([mode] * 2 * LAYERS, head=mode)
     plain = model_of("llama", dtype=torch.float32)
     model = changed(copy.deepcopy(plain), what)
     runtime, tokens = Runtime(model, kernel=fake), tokens_for(plain)
     compiled = runtime.compile(path)
-    assert compiled.in_full == ("attention 1", "mlp 2", "head")
-    alike = changed(as_rounded(plain, path, compiled.in_full), what)
+    assert compiled.unquantized == ("attention 1", "mlp 2", "head")
+    alike = changed(as_rounded(plain, path, compiled.unquantized), what)
     expected = logits(Runtime(alike), DraftPath(), tokens)
     ours = logits(runtime, path, tokens)
     torch.testing.assert_close(ours / expected.abs().max(), expected / expected.abs().max(), atol=1e-5, rtol=0)
@@ -154,10 +154,10 @@ def test_what_cannot_be_had_in_few_bits_runs_in_full(what, mode):
 def test_groups_that_do_not_divide_run_in_full():
     """48 inputs are no multiple of 32, and can be had in 8 bits."""
     runtime = Runtime(tiny(CONFIGS["llama"]), kernel=fake)
-    compiled = runtime.compile(DraftPath.of(["int4"] * 8, head="int4"))
-    assert compiled.in_full == ("mlp 0", "mlp 1", "mlp 2", "mlp 3")
-    assert runtime.skeleton.lowered.bytes(0, "mlp", 4) is None
-    assert runtime.compile(DraftPath.of(["int8"] * 8)).in_full == ()
+    compiled = runtime.compile(DraftPath.from_modes(["int4"] * 8, head="int4"))
+    assert compiled.unquantized == ("mlp 0", "mlp 1", "mlp 2", "mlp 3")
+    assert runtime.skeleton.quantizer.bytes(0, "mlp", 4) is None
+    assert runtime.compile(DraftPath.from_modes(["int8"] * 8)).unquantized == ()
 
 
 def test_a_head_over_some_words_that_cannot_be_had_in_few_bits_is_in_full():
@@ -167,7 +167,7 @@ def test_a_head_over_some_words_that_cannot_be_had_in_few_bits_is_in_full():
     model = tiny(config)
     runtime, tokens = Runtime(model, kernel=fake), tokens_for(model)
     compiled = runtime.compile(DraftPath(head="int4", vocabulary=(5, 7)))
-    assert compiled.in_full == ("head",)
+    assert compiled.unquantized == ("head",)
     assert compiled.bytes == 2 * 48 * 8
     full = logits(runtime, DraftPath(vocabulary=(5, 7)), tokens)
     torch.testing.assert_close(logits(runtime, DraftPath(head="int4", vocabulary=(5, 7)), tokens), full)
@@ -175,7 +175,7 @@ def test_a_head_over_some_words_that_cannot_be_had_in_few_bits_is_in_full():
 
 def test_bytes():
     runtime = Runtime(model_of("llama"), kernel=fake)
-    lowered = runtime.skeleton.lowered
+    lowered = runtime.skeleton.quantizer
     attention8 = bytes_of(8, 64, 32) + bytes_of(8, 32, 32)
     mlp4 = bytes_of(4, 128, 32) + bytes_of(4, 32, 64)
     assert lowered.bytes(1, "attention", 8) == attention8
@@ -221,14 +221,14 @@ def test_the_fastest_kernel_is_asked_for_once_for_each_kind_of_weight(monkeypatc
         lambda weight, bits: asked.append((tuple(weight.shape), bits)) or fake,
     )
     runtime = Runtime(model_of("llama"))
-    ways = [runtime.compile(DraftPath.of([mode] * 8, head="int8")) for mode in ("int8", "int4", "int8")]
-    assert all(not compiled.in_full for compiled in ways)
+    ways = [runtime.compile(DraftPath.from_modes([mode] * 8, head="int8")) for mode in ("int8", "int4", "int8")]
+    assert all(not compiled.unquantized for compiled in ways)
     assert asked == [((32, 32), 8), ((64, 32), 8), ((61, 32), 8), ((32, 32), 4), ((64, 32), 4)]
 
 
 def test_without_a_kernel_of_ours_a_path_drafts_here_too():
     """With whichever products this machine has."""
     model = model_of("llama", dtype=torch.float32)
-    path, tokens = DraftPath.of(["int8"] * 8, head="int8"), tokens_for(model)
+    path, tokens = DraftPath.from_modes(["int8"] * 8, head="int8"), tokens_for(model)
     ours, exact = logits(Runtime(model), path, tokens), logits(Runtime(model, kernel=fake), path, tokens)
     assert float((ours - exact).norm()) < 0.06 * float(exact.norm())

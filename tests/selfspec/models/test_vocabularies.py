@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
-from selfspec.models.vocabularies import SharedWords, spelling
+from selfspec.models.vocabularies import TokenizerMap, token_bytes_of
 
 
 def trained(size, *, bytelevel=True, special=("<eos>",)):
@@ -40,7 +40,7 @@ def ours(llm):
 @pytest.mark.parametrize("bytelevel", [True, False])
 def test_shared_tokens_stand_for_the_same_text(ours, bytelevel):
     theirs = trained(900, bytelevel=bytelevel)
-    words = SharedWords(ours, theirs, sizes=(len(ours), len(theirs)))
+    words = TokenizerMap(ours, theirs, sizes=(len(ours), len(theirs)))
     assert len(words.ours) == len(words.theirs) == len(set(words.theirs.tolist())) > 300
     for a, b in zip(words.ours.tolist(), words.theirs.tolist(), strict=True):
         text = ours.decode([a])
@@ -50,33 +50,33 @@ def test_shared_tokens_stand_for_the_same_text(ours, bytelevel):
 @pytest.mark.parametrize("bytelevel", [True, False])
 def test_texts_are_read_anew(ours, bytelevel, held_out):
     theirs = trained(900, bytelevel=bytelevel)
-    words = SharedWords(ours, theirs, sizes=(len(ours), len(theirs)))
+    words = TokenizerMap(ours, theirs, sizes=(len(ours), len(theirs)))
     for text in held_out[:5]:
         assert theirs.decode(words.read(ours(text).input_ids)) == text
 
 
 def test_a_text_that_ends_within_a_character_waits(ours):
-    words = SharedWords(ours, theirs := trained(600), sizes=(len(ours), len(theirs)))
+    words = TokenizerMap(ours, theirs := trained(600), sizes=(len(ours), len(theirs)))
     ids = ours("grün 雪").input_ids
     assert words.read(ids[:-1]) is None
     assert theirs.decode(words.read(ids)) == "grün 雪"
 
 
 def test_the_same_tokens_are_left_as_they_are(ours):
-    words = SharedWords(ours, ours, sizes=(len(ours), len(ours)))
+    words = TokenizerMap(ours, ours, sizes=(len(ours), len(ours)))
     assert words.read([5, 3, 5]) == [5, 3, 5]
     assert words.ours.tolist() == words.theirs.tolist() == sorted(ours.get_vocab().values())
 
 
 def test_tokens_beyond_a_models_own_are_not_shared(ours):
-    words = SharedWords(ours, ours, sizes=(len(ours), 300))
+    words = TokenizerMap(ours, ours, sizes=(len(ours), 300))
     assert max(words.theirs.tolist()) < 300
 
 
 def test_special_tokens_are_special_on_both_sides(ours):
     theirs = trained(600, special=("<eos>", "import"))  # a special token that is spelt as a word of ours
     theirs.add_special_tokens({"additional_special_tokens": ["import"]})
-    words = SharedWords(ours, theirs, sizes=(len(ours), len(theirs)))
+    words = TokenizerMap(ours, theirs, sizes=(len(ours), len(theirs)))
     assert theirs.convert_tokens_to_ids("import") not in words.theirs.tolist()
 
 
@@ -84,11 +84,11 @@ def test_nothing_in_common(ours):
     own = Tokenizer(models.WordLevel({"unheard-of": 0, "<eos>": 1}, unk_token="<eos>"))
     theirs = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<eos>")
     with pytest.raises(SelfspecError, match="no token in common"):
-        SharedWords(ours, theirs, sizes=(len(ours), 2))
+        TokenizerMap(ours, theirs, sizes=(len(ours), 2))
 
 
 def test_tokens_are_spelt_as_bytes(llm):
-    spelt = spelling(llm.tokenizer)
+    spelt = token_bytes_of(llm.tokenizer)
     text = "def façade():\n\t# 漢字 \U0001f600"
     raw = b"".join(map(spelt, llm.encode(text)))
     assert raw.decode().lstrip() == text

@@ -36,9 +36,9 @@ layer_skips = st.builds(
 )
 confidences = st.builds(Confidence, bias=st.floats(-9, 9), probability=st.floats(0, 9), gap=st.floats(0, 9))
 in_modes = st.builds(
-    LayerSkipSpec.of,
+    LayerSkipSpec.from_path,
     st.builds(
-        DraftPath.of,
+        DraftPath.from_modes,
         st.lists(st.sampled_from(MODES), min_size=20, max_size=20),
         head=st.sampled_from(MODES[:-1]),
         vocabulary=vocabularies.map(lambda tokens: tokens and tuple(tokens)),
@@ -95,7 +95,7 @@ def test_writing_and_reading_gives_an_equal_profile(profile):
 
 @given(st.lists(st.sampled_from(MODES), min_size=8, max_size=8), st.sampled_from(MODES[:-1]))
 def test_a_draft_path_comes_back_from_its_text(modes, head):
-    profile = Profile(model=Identity(layers=4), draft=LayerSkipSpec.of(DraftPath.of(modes, head=head)))
+    profile = Profile(model=Identity(layers=4), draft=LayerSkipSpec.from_path(DraftPath.from_modes(modes, head=head)))
     found = parse_profile(profile_text(profile), source="p")
     assert (found.path.modes(4), found.path.head) == (tuple(modes), head)
     assert found.path == profile.path
@@ -295,7 +295,7 @@ def test_identity_compares_what_is_present():
 
 
 def test_files(tmp_path):
-    profile = Profile(model=Identity(layers=4), draft=LayerSkipSpec.of(SkipSet((1,))))
+    profile = Profile(model=Identity(layers=4), draft=LayerSkipSpec.from_path(SkipSet((1,))))
     path = tmp_path / "p.yaml"
     write_profile(profile, path)
     assert read_profile(path) == find_profile_file(path) == profile

@@ -13,7 +13,7 @@ from models import run, small
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
-from selfspec.cli.common import drafted_with
+from selfspec.cli.common import select_drafting
 from selfspec.drafters import PlainDrafter
 from selfspec.profile.published_skip_sets import parse_draft_verify, published_profile
 from selfspec.profile.reading import parse_profile, profile_text
@@ -242,7 +242,7 @@ def test_drafting_with_it_is_lossless(n):
         llm = selfspec.wrap(model, None, profile=name)
         for temperature in (0.0, 1.5):
             samplers = [Sampler(temperature=temperature, seed=1) for _ in range(2)]
-            tokens, outcomes = run(llm.runtime, llm.drafts_with(llm.profile), prompt, room, sampler=samplers[0])
+            tokens, outcomes = run(llm.runtime, llm.drafter_for(llm.profile), prompt, room, sampler=samplers[0])
             assert tokens == run(llm.runtime, PlainDrafter(), prompt, room, sampler=samplers[1])[0]
             assert sum(len(outcome.draft) for outcome in outcomes) > 0
         assert len(set(tokens)) > 3
@@ -252,6 +252,6 @@ def test_auto_never_takes_one_that_was_not_measured_on_these_weights():
     model = small(layers=40)
     llm = selfspec.wrap(model, None, name="meta-llama/Llama-2-13b-hf")
     assert llm.profile is None
-    assert drafted_with(llm.identity, None, "auto").source == "every second layer, as there is no profile"
+    assert select_drafting(llm.identity, None, "auto").source == "every second layer, as there is no profile"
     with pytest.raises(SelfspecError, match="another model: layers 48 in the profile, 40 in the model"):
         selfspec.wrap(model, None, profile="codellama-34b-swift-humaneval")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.proposers.base import NO_GUESS, Chances, Guess
+from selfspec.proposers.base import NO_GUESS, AcceptanceStats, Guess
 from selfspec.proposers.chain import ProposerChain
 from selfspec.proposers.lookup import Lookup
 
@@ -52,12 +52,12 @@ class TestLookup:
 
 
 def test_chances_begin_as_given_and_follow_what_was_seen():
-    chances = Chances((0.5, 0.9))
+    chances = AcceptanceStats((0.5, 0.9))
     assert chances(0) == pytest.approx(0.5)
     assert chances(7) == pytest.approx(0.9), "the last counts for whatever is stronger"
     for _ in range(300):
-        chances.see(0, right=True)
-        chances.see(1, right=False)
+        chances.record(0, right=True)
+        chances.record(1, right=False)
     assert chances(0) > 0.98
     assert chances(1) < 0.02
 
@@ -82,7 +82,7 @@ class Sure:
 
 class TestAhead:
     def guess(self, *proposers, prices=(1.0, 1.2, 1.4, 1.6), most=9):
-        reading = ProposerChain(proposers, prices).reading()
+        reading = ProposerChain(proposers, prices).new_state()
         reading.read([5, 6])
         return list(reading.guess([], most).tokens)
 
@@ -107,14 +107,14 @@ class TestAhead:
 
     def test_each_token_is_told_once(self):
         proposer = Sure([1], [0.9])
-        reading = ProposerChain([proposer], (1.0, 1.1)).reading()
+        reading = ProposerChain([proposer], (1.0, 1.1)).new_state()
         for text in ([3], [3], [3, 4, 5], [3, 4, 5, 6]):
             reading.read(text)
         assert proposer.told == [3, 4, 5, 6]
 
     def test_passes_of_a_draft(self):
         """A wrong guess ends what a pass brings; the token that was drafted in its place is already there."""
-        reading = ProposerChain([Sure([1, 2, 3], [0.9, 0.9, 0.9])], (1.0, 1.1, 1.2, 1.3)).reading()
+        reading = ProposerChain([Sure([1, 2, 3], [0.9, 0.9, 0.9])], (1.0, 1.1, 1.2, 1.3)).new_state()
         assert reading.passes([1, 2, 3, 1, 2, 9, 1], 20) == [(0, 4), (4, 4), (5, 4), (6, 4)]
         assert reading.passes([1, 2, 9, 1], 20) == [(0, 4), (3, 4)]
         assert reading.passes([1, 2, 9, 1], 4) == [(0, 4), (3, 1)]
@@ -122,9 +122,9 @@ class TestAhead:
 
     def test_what_may_be_taken_as_it_is(self):
         """Of the proposer that expects most right tokens, up to an end of sequence, and never many."""
-        reading = ProposerChain([Sure([1, 2], [0.5, 0.5]), Sure([3, 4, 5], [0.6, 0.9, 0.9])], ()).reading()
-        assert reading.free(9, ()) == Guess([3, 4, 5], [0.6, 0.9, 0.9], "some")
-        assert reading.free(2, ()) == Guess([3, 4], [0.6, 0.9], "some")
-        assert reading.free(9, (3,)) == Guess([1, 2], [0.5, 0.5], "some")
-        assert reading.free(0, ()) == NO_GUESS
-        assert len(ProposerChain([Sure([1] * 40, [1.0] * 40)], ()).reading().free(40, ()).tokens) == 15
+        reading = ProposerChain([Sure([1, 2], [0.5, 0.5]), Sure([3, 4, 5], [0.6, 0.9, 0.9])], ()).new_state()
+        assert reading.lookup(9, ()) == Guess([3, 4, 5], [0.6, 0.9, 0.9], "some")
+        assert reading.lookup(2, ()) == Guess([3, 4], [0.6, 0.9], "some")
+        assert reading.lookup(9, (3,)) == Guess([1, 2], [0.5, 0.5], "some")
+        assert reading.lookup(0, ()) == NO_GUESS
+        assert len(ProposerChain([Sure([1] * 40, [1.0] * 40)], ()).new_state().lookup(40, ()).tokens) == 15

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from selfspec.basics.errors import SelfspecError
 from selfspec.proposers.base import NO_GUESS
 from selfspec.proposers.chain import ProposerChain
-from selfspec.proposers.history import BEFORE, Answers, check_answers, keeps_answers
+from selfspec.proposers.history import BEFORE, AnswerHistory, check_answers, keeps_answers
 from selfspec.proposers.lookup import Lookup
 
 VOCABULARY = 9
@@ -23,7 +23,7 @@ tokens = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30)
 
 
 def kept(tmp_path, *answers):
-    found = Answers(tmp_path / "some.answers", VOCABULARY)
+    found = AnswerHistory(tmp_path / "some.answers", VOCABULARY)
     for answer in answers:
         found.learn([], answer)
     return found
@@ -87,8 +87,8 @@ def test_a_torn_line_is_left_out_and_no_later_one_is_lost(tmp_path):
 
 LEARNING = """
 import sys
-from selfspec.proposers.history import Answers
-answers = Answers(sys.argv[1], int(sys.argv[2]))
+from selfspec.proposers.history import AnswerHistory
+answers = AnswerHistory(sys.argv[1], int(sys.argv[2]))
 while True:
     answers.learn([1], [2, 3, 4])
 """
@@ -126,7 +126,7 @@ def test_other_files_are_refused_and_left_alone(tmp_path, content, said):
     path = tmp_path / "some.answers"
     path.write_text(content)
     with pytest.raises(SelfspecError) as error:
-        Answers(path, VOCABULARY)
+        AnswerHistory(path, VOCABULARY)
     assert str(error.value) == f"{path}: {said}"
     assert path.read_text() == content
 
@@ -162,9 +162,9 @@ def test_texts_with_a_seed_neither_learn_nor_are_guessed(tmp_path):
     answers = kept(tmp_path, [1, 2, 3])
     ahead = ProposerChain([Lookup(), answers], (1.0, 1.0, 1.0))
     for seeded in (False, True):
-        reading = ahead.reading(prompt=2, seeded=seeded)
+        reading = ahead.new_state(prompt=2, seeded=seeded)
         reading.read([1, 2])
-        guess = reading.free(3, ())
+        guess = reading.lookup(3, ())
         assert (list(guess.tokens), guess.source) == (([], "") if seeded else ([3], "answers"))
-        reading.ended([1, 2, 8, 8])
+        reading.finish([1, 2, 8, 8])
         assert len([*answers]) == 2

@@ -40,7 +40,7 @@ def test_it_finds_what_looking_everywhere_finds(held, end, most):
     found = store.find(end)
     assert found.length == length
     assert found.last - found.first == len(places)
-    given = store.after(found, most)
+    given = store.continuations(found, most)
     assert len(given) == min(len(places), VOTES)
     if len(places) <= VOTES:
         assert Counter(given) == Counter(place[:most] for place in places)
@@ -61,7 +61,9 @@ def test_matches_longer_than_the_reach():
     store = stored([long, [99, *long[REACH : 2 * REACH], 98]], 100).store
     found = store.find(long[: 2 * REACH])
     assert found.length == REACH
-    assert Counter(store.after(found, 1)) == Counter([(2 * REACH,), (98,)]), "what is before the reach does not count"
+    assert Counter(store.continuations(found, 1)) == Counter([(2 * REACH,), (98,)]), (
+        "what is before the reach does not count"
+    )
 
 
 def test_large_tokens_are_sorted_as_numbers():

@@ -38,7 +38,7 @@ def test_matches_go_on(text, drafted):
     known = SuffixAutomaton(text)
     match = known.suffix()
     for i, token in enumerate(drafted):
-        match = known.then(match, token)
+        match = known.extend(match, token)
         assert match.length == longest(text, [*text, *drafted[: i + 1]])
 
 
@@ -48,8 +48,8 @@ def test_what_follows_stood_there(text, drafted, most):
     known = SuffixAutomaton(text)
     match = known.suffix()
     for token in drafted:
-        match = known.then(match, token)
-    found, whole = known.after(match, drafted, most), [*text, *drafted]
+        match = known.extend(match, token)
+    found, whole = known.continue_match(match, drafted, most), [*text, *drafted]
     if not match.length:
         assert found == []
         return
@@ -69,18 +69,18 @@ def test_the_latest_place_counts():
     known = SuffixAutomaton(text)
     match = known.suffix()
     assert match.length == 3  # 9 1 2
-    assert known.after(match, [], 2) == [8, 9]
-    assert set(known.others(known.then(NO_MATCH, 2))) == {7, 8}
+    assert known.continue_match(match, [], 2) == [8, 9]
+    assert set(known.next_tokens(known.extend(NO_MATCH, 2))) == {7, 8}
 
 
 def test_a_period_goes_on():
     known = SuffixAutomaton([5, 6, 7, 5, 6, 7, 5])
-    assert known.after(known.suffix(), [], 7) == [6, 7, 5, 6, 7, 5, 6]
+    assert known.continue_match(known.suffix(), [], 7) == [6, 7, 5, 6, 7, 5, 6]
 
 
 def test_what_was_never_seen_matches_nothing():
     known = SuffixAutomaton([1, 2, 3])
     assert known.suffix() == NO_MATCH
-    assert known.then(known.suffix(), 9) == NO_MATCH
-    assert known.after(NO_MATCH, [], 4) == []
+    assert known.extend(known.suffix(), 9) == NO_MATCH
+    assert known.continue_match(NO_MATCH, [], 4) == []
     assert SuffixAutomaton().suffix() == NO_MATCH

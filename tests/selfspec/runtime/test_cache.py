@@ -13,7 +13,7 @@ LAYERS, HEADS, DIM = 2, 3, 4
 def cache(rows: int, slots: int, *, turned: bool = False, placed: bool = False) -> Cache:
     devices = [torch.device("cpu")] * LAYERS
     sizes = {"rows": rows, "kv_heads": HEADS, "group": 2, "slots": slots, "head_dim": DIM}
-    return Cache(**sizes, dtype=torch.float64, devices=devices, turned=turned, placed=placed)
+    return Cache(**sizes, dtype=torch.float64, devices=devices, keys_transposed=turned, track_positions=placed)
 
 
 def fill(one: Cache) -> None:
@@ -28,7 +28,7 @@ def test_a_larger_cache_takes_over_what_every_row_has_committed(lengths, turned)
     small, large = cache(3, 6, turned=turned), cache(3, 20, turned=turned)
     fill(small)
     small.length, small.tokens = list(lengths), [(7,) * n for n in lengths]
-    large.take(small)
+    large.copy_from(small)
     assert large.length == list(lengths)
     assert large.tokens == small.tokens
     for mine, old in zip((*large.keys, *large.values), (*small.keys, *small.values), strict=True):

@@ -24,7 +24,7 @@ from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.tree_batch import Placed
+from selfspec.speculation.tree_batch import PlacedDraft
 from selfspec.types.confidence import Confidence
 from selfspec.types.draft_path import DraftPath
 from selfspec.types.skip import SkipSet
@@ -127,8 +127,10 @@ def test_trees_and_rows():
             for row in rows:
                 tree = random_tree(chance, nodes)
                 draft = Draft(tuple(token % VOCABULARY for token in tree.tokens), tree.parents, None, tree.q_row)
-                placed.append(Placed(row, chance.randrange(VOCABULARY), chance.randint(10, 59), draft))
-            for one, other in zip(ours.over(placed, hidden=(1, 3)), theirs.over(placed, hidden=(1, 3)), strict=True):
+                placed.append(PlacedDraft(row, chance.randrange(VOCABULARY), chance.randint(10, 59), draft))
+            for one, other in zip(
+                ours.forward_drafts(placed, hidden=(1, 3)), theirs.forward_drafts(placed, hidden=(1, 3)), strict=True
+            ):
                 torch.testing.assert_close(one.logits, other.logits, atol=1e-9, rtol=1e-9)
                 for layer in (1, 3):
                     torch.testing.assert_close(one.hidden[layer], other.hidden[layer], atol=1e-9, rtol=1e-9)

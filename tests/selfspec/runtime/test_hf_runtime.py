@@ -30,9 +30,9 @@ from transformers import (
 import selfspec
 from selfspec.basics.errors import SelfspecError, UnsupportedModelError
 from selfspec.controllers import FixedK, StaticThreshold
-from selfspec.drafters import FreeDrafter, LayerSkipDrafter, LookaheadDrafter
+from selfspec.drafters import LayerSkipDrafter, LookaheadDrafter, LookupDrafter
 from selfspec.engine.engine import Engine
-from selfspec.models.layout import lay_out_
+from selfspec.models.layout import apply_layout_
 from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.factory import open_runtime
 from selfspec.runtime.forward import Runtime
@@ -99,7 +99,7 @@ def test_drafts_are_checked(name):
     for skip in SKIPS:
         drafter = LayerSkipDrafter(runtime, DraftPath(skip, tuple(range(40))), StaticThreshold(0.1, 4), candidates=2)
         assert run(runtime, drafter, PROMPT, 16)[0] == text
-    for drafter in (FreeDrafter([Lookup()], StaticThreshold(0.0, 5)), LookaheadDrafter(window=3, ngram=3, guesses=2)):
+    for drafter in (LookupDrafter([Lookup()], StaticThreshold(0.0, 5)), LookaheadDrafter(window=3, ngram=3, guesses=2)):
         assert run(runtime, drafter, PROMPT, 16)[0] == text
     assert run(runtime, RandomTree(61, (2, 1, 1)), PROMPT, 16)[0] == text  # the backbone alone where there are no trees
 
@@ -169,14 +169,14 @@ def test_nothing_stays_on_the_model(name):
 def test_few_bits_run_in_full_and_trained_parts_are_refused():
     runtime = runtime_of("gpt2")
     path = DraftPath(SkipSet((1,), ()), int8=SkipSet((0,), (2,)), head="int4")
-    assert runtime.compile(path).in_full == ("attention 0", "mlp 2", "head")
-    assert runtime.held("mlp", 0, "int8") is None
+    assert runtime.compile(path).unquantized == ("attention 0", "mlp 2", "head")
+    assert runtime.part_bytes("mlp", 0, "int8") is None
     assert runtime.extra_bytes(path) == 0
     with pytest.raises(UnsupportedModelError, match=r"model_type 'gpt2'.* out of reach of trained parts; .* llama"):
-        runtime.learn("bridge", SimpleNamespace())
-    assert lay_out_(runtime.model, "auto") == "rows"
+        runtime.register_trained("bridge", SimpleNamespace())
+    assert apply_layout_(runtime.model, "auto") == "rows"
     with pytest.raises(SelfspecError, match="layout 'columns' is not for GPT2LMHeadModel; expected auto or rows"):
-        lay_out_(runtime.model, "columns")
+        apply_layout_(runtime.model, "columns")
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_texts_are_replayed(name):
     tokens = [*PROMPT, *plain(runtime, PROMPT, 10)]
     drafter = LayerSkipDrafter(runtime, SKIPS[1], FixedK(3))
     _, outcomes = run(runtime, drafter, PROMPT, 10)
-    with Replay(runtime.model, [TargetText(tuple(tokens), len(PROMPT), 10)], depth=4, like=runtime) as replay:
+    with Replay(runtime.model, [TargetText(tuple(tokens), len(PROMPT), 10)], depth=4, base_runtime=runtime) as replay:
         streams = replay.streams(4)
         added = streams.branch(1, "mlp", streams.between[1])
         if name in ("gemma", "olmo", "gpt2"):  # norms before sub-layers, one after the other

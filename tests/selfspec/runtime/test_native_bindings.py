@@ -25,7 +25,7 @@ from selfspec.models.kernels import native
 from selfspec.models.low_precision import fake
 from selfspec.runtime.forward import Runtime
 from selfspec.runtime.native_bindings import ROWS, NativePass
-from selfspec.speculation.tree_batch import Placed, lay_out
+from selfspec.speculation.tree_batch import PlacedDraft, lay_out
 from selfspec.types.draft_path import FULL, DraftPath
 from selfspec.types.skip import SkipSet
 
@@ -65,7 +65,7 @@ def split(n, widths):
     raise AssertionError
 
 
-def assert_near(ours, theirs, *, few_bits=False):
+def assert_near(ours, theirs, *, quantized_drafts=False):
     """Off by a share of the largest; logits that are not computed are the same ones.
 
     In few bits, rows may be whole numbers of 16 bits: where two ways differ in a row's last bit, by a step of those.
@@ -77,7 +77,7 @@ def assert_near(ours, theirs, *, few_bits=False):
     if half:
         assert float((ours - theirs)[known].norm()) < 0.06 * float(theirs[known].norm())
         return
-    scale, error = theirs[known].abs().max(), 1e-3 if few_bits else 1e-4
+    scale, error = theirs[known].abs().max(), 1e-3 if quantized_drafts else 1e-4
     torch.testing.assert_close(ours / scale, theirs / scale, atol=error, rtol=0)
 
 
@@ -100,7 +100,9 @@ def counted(monkeypatch):
     """The tokens of each native pass."""
     seen, real = [], NativePass.run
     with monkeypatch.context() as patch:
-        patch.setattr(NativePass, "run", lambda self, *given: seen.append(given[1].place.n) or real(self, *given))
+        patch.setattr(
+            NativePass, "run", lambda self, *given: seen.append(given[1].slots_struct.n) or real(self, *given)
+        )
         yield seen
 
 
@@ -147,7 +149,7 @@ def test_sub_layers_in_few_bits_go_into_the_same_pass(name, seed, widths):
     in_full, low = named.modes(LAYERS).count("full"), any(mode in ("int8", "int4") for mode in named.modes(LAYERS))
     assert (ours.compile(named).native is None) == (named.modes(LAYERS).count("skip") == 2 * LAYERS)
     assert theirs.compile(named).native is None or not in_full
-    assert by_rounded[0].compile(named).native is None or not low or theirs.compile(named).in_full
+    assert by_rounded[0].compile(named).native is None or not low or theirs.compile(named).unquantized
     tokens = tokens_for(seed, 24)
     found = []
     # Operation by operation in bfloat16, as the first of those by rounded weights has it, each operation rounds: it is
@@ -156,15 +158,15 @@ def test_sub_layers_in_few_bits_go_into_the_same_pass(name, seed, widths):
         with runtime.session(N):
             found.append(feed(runtime, tokens, split(24, widths), path=runtime.compile(named)))
     for other in found[1:]:
-        assert_near(found[0], other, few_bits=low)
+        assert_near(found[0], other, quantized_drafts=low)
 
 
 @each_single
 @pytest.mark.parametrize("mode", ["int8", "int4"])
 def test_a_path_all_in_few_bits_needs_no_layout(name, mode):
     _, by_rows = both(name)
-    path = by_rows.compile(DraftPath.of([mode] * 2 * LAYERS, head=mode))
-    if path.in_full:
+    path = by_rows.compile(DraftPath.from_modes([mode] * 2 * LAYERS, head=mode))
+    if path.unquantized:
         assert (name, mode) == ("mistral", "int4"), "80 inputs are no multiple of 32"
         assert path.native is None
         return
@@ -172,7 +174,7 @@ def test_a_path_all_in_few_bits_needs_no_layout(name, mode):
     tokens = tokens_for(0, 30)
     with by_rows.session(N):
         natively = feed(by_rows, tokens, [7, 1, 1, 16, 5], path=path)
-        assert_near(natively, feed(by_rows, tokens, [7, 1, 1, 16, 5], path=path, between=(0,)), few_bits=True)
+        assert_near(natively, feed(by_rows, tokens, [7, 1, 1, 16, 5], path=path, between=(0,)), quantized_drafts=True)
 
 
 @each_model
@@ -182,17 +184,17 @@ def test_a_path_all_in_few_bits_needs_no_layout(name, mode):
 def test_bridges_and_changed_weights_go_into_the_same_pass(name, rank, seed, widths, several):
     """Near the rounded ones operation by operation, and the same bits in any split."""
     ours, theirs = both(name)
-    path = DraftPath.of(["int8", "skip", "full", "full", "skip", "full"])
+    path = DraftPath.from_modes(["int8", "skip", "full", "full", "skip", "full"])
     trained = random_trained(ours, path, rank=rank, seed=1, size=0.05)
     for runtime in (ours, theirs):
-        runtime.learn(f"trained {rank}", trained)
+        runtime.register_trained(f"trained {rank}", trained)
     path = replace(path, trained=f"trained {rank}")
     assert ours.compile(path).native is not None
     assert theirs.compile(path).native is None
     tokens = tokens_for(seed, 24)
     with ours.session(N), theirs.session(N), threads(several):
         mine = feed(ours, tokens, split(24, widths), path=ours.compile(path))
-        assert_near(mine, feed(theirs, tokens, split(24, widths), path=theirs.compile(path)), few_bits=True)
+        assert_near(mine, feed(theirs, tokens, split(24, widths), path=theirs.compile(path)), quantized_drafts=True)
         assert torch.equal(mine, feed(ours, tokens, split(24, []), path=ours.compile(path)))
 
 
@@ -228,7 +230,7 @@ def test_trees_are_verified_as_operation_by_operation(name, seed, start, nodes):
         path.insert(0, draft.parents[path[0]])
     found = []
     for runtime in (ours, theirs):
-        laid = lay_out([Placed(0, 7, start, draft)], spare=runtime.cache.spare, device=runtime.device)
+        laid = lay_out([PlacedDraft(0, 7, start, draft)], spare=runtime.cache.spare, device=runtime.device)
         with runtime.session(N):
             runtime.forward(tokens_for(seed, start), 0, logits=None)
             tree = runtime.forward(laid.tokens, laid.positions, slots=laid.slots, mask=laid.mask, rows=laid.rows)
@@ -299,7 +301,7 @@ def test_a_row_of_several_is_what_it_is_alone(name, row):
         assert torch.equal(mine, feed(alone, tokens, [20, 1, 4, 5]))
         assert all(bits(written(several, row=other), kept[other]) for other in range(3) if other != row)
         assert bits(written(several, 30, row), written(alone, 30))
-        placed = Placed(row, 7, 30, random_tree(random.Random(0), 9))
+        placed = PlacedDraft(row, 7, 30, random_tree(random.Random(0), 9))
         tree = lay_out([placed], spare=several.cache.spare, device=several.device)
         options = {"slots": tree.slots, "mask": tree.mask}
         mine = several.forward(tree.tokens, tree.positions, rows=tree.rows, **options).logits
@@ -427,7 +429,7 @@ def test_a_path_is_native_where_all_that_it_runs_is():
     without = DraftPath.skipping(mlp=[1])
     assert runtime.compile(without).native is not None
     assert runtime.compile(DraftPath.skipping(range(LAYERS), range(LAYERS))).native is None
-    assert runtime.compile(DraftPath(int8=SkipSet((), (1,)))).in_full == ("mlp 1",)
+    assert runtime.compile(DraftPath(int8=SkipSet((), (1,)))).unquantized == ("mlp 1",)
     ours, theirs = (feed_all(r, without) for r in (runtime, both("llama")[1]))
     assert_near(ours, theirs)
 
@@ -451,7 +453,7 @@ def test_weights_changed_in_place_are_seen(name):
             parameter.add_(torch.randn_like(parameter) * 0.1)
         expected = copy.deepcopy(model).float()
         assert_near(feed_all(runtime, FULL), expected(tokens_for(0, 12)).logits)
-    assert_near(feed_all(runtime, low), feed_all(Runtime(expected, kernel=native), low), few_bits=True)
+    assert_near(feed_all(runtime, low), feed_all(Runtime(expected, kernel=native), low), quantized_drafts=True)
 
 
 @each_single
@@ -465,7 +467,7 @@ def test_greedy_decoding_is_what_transformers_generates(name, monkeypatch):
         with counted(monkeypatch) as seen:
             assert plain(runtime, prompt[0].tolist(), 40) == expected
             assert len(seen) >= 39
-        for path in (DraftPath.skipping([1], [1]), DraftPath.of(["int8"] * 2 * LAYERS, head="int8")):
+        for path in (DraftPath.skipping([1], [1]), DraftPath.from_modes(["int8"] * 2 * LAYERS, head="int8")):
             for candidates in (1, 3):
                 drafter = LayerSkipDrafter(runtime, path, FixedK(4), candidates=candidates)
                 assert run(runtime, drafter, prompt[0].tolist(), 40)[0] == expected
@@ -478,7 +480,7 @@ def test_drafts_change_nothing_in_bfloat16_either(name):
     for seed in range(3):
         prompt = tokens_for(seed, 6 + seed)[0].tolist()
         expected = plain(runtime, prompt, 60)
-        for path in (DraftPath.skipping([1], [1]), DraftPath.of(["int8"] * 2 * LAYERS, head="int8")):
+        for path in (DraftPath.skipping([1], [1]), DraftPath.from_modes(["int8"] * 2 * LAYERS, head="int8")):
             for candidates in (1, 3):
                 drafter = LayerSkipDrafter(runtime, path, FixedK(4), candidates=candidates)
                 assert run(runtime, drafter, prompt, 60)[0] == expected

@@ -21,7 +21,7 @@ from selfspec.models.kernels import native
 from selfspec.runtime.forward import Runtime
 from selfspec.runtime.paged import BLOCK
 from selfspec.speculation.drafts import Draft
-from selfspec.speculation.tree_batch import Placed
+from selfspec.speculation.tree_batch import PlacedDraft
 from selfspec.types.draft_path import FULL, DraftPath
 from selfspec.types.limits import WIDEST_DRAFT
 
@@ -80,7 +80,7 @@ def test_a_text_has_the_bits_that_it_has_in_rows(name, seed, n, several, low):
     tokens = [tokens_for(seed + row, n) for row in range(ROWS)]
     drafts = [random_tree(chance, chance.randint(0, 20)) for _ in range(ROWS)]
     paths = [d.path_to(chance.randrange(-1, len(d))) for d in drafts]
-    placed = [Placed(row, 7, n, draft) for row, draft in enumerate(drafts)]
+    placed = [PlacedDraft(row, 7, n, draft) for row, draft in enumerate(drafts)]
     found = []
     with rows.session(N + 260), pool.session(N + 260):
         hand_out(pool.cache, chance)
@@ -92,12 +92,14 @@ def test_a_text_has_the_bits_that_it_has_in_rows(name, seed, n, several, low):
             assert bits(held(pool, row, n), held(rows, row, n))
         for runtime in (rows, pool):
             with threads(several if runtime is pool else 1):
-                steps = runtime.over(placed, hidden=(1,), path=runtime.compile(path))
-                steps += runtime.over(placed, hidden=(1,))
+                steps = runtime.forward_drafts(placed, hidden=(1,), path=runtime.compile(path))
+                steps += runtime.forward_drafts(placed, hidden=(1,))
             for row, kept in enumerate(paths):
                 runtime.cache.length[row] = n
                 runtime.cache.commit(row, kept)
-            after = [runtime.over([Placed(row, 5, n + 1 + len(kept))])[0] for row, kept in enumerate(paths)]
+            after = [
+                runtime.forward_drafts([PlacedDraft(row, 5, n + 1 + len(kept))])[0] for row, kept in enumerate(paths)
+            ]
             found.append([t for s in (*steps, *after) for t in (s.logits, *s.hidden.values())])
         assert pool.cache.length == rows.cache.length == [n + 1 + len(kept) for kept in paths]
         for row, kept in enumerate(paths):
@@ -119,8 +121,10 @@ def test_rows_may_share_the_blocks_of_what_they_begin_with(name):
             ours = pool.forward(rest[row], 2 * BLOCK, rows=slice(row, row + 1)).logits
             read(rows, start, row)
             assert torch.equal(ours, read(rows, rest[row], row, 2 * BLOCK))
-        together = pool.over([Placed(row, 1, 2 * BLOCK + 30, Draft.chain([2, 3])) for row in range(ROWS)])
-        theirs = rows.over([Placed(row, 1, 2 * BLOCK + 30, Draft.chain([2, 3])) for row in range(ROWS)])
+        together = pool.forward_drafts(
+            [PlacedDraft(row, 1, 2 * BLOCK + 30, Draft.chain([2, 3])) for row in range(ROWS)]
+        )
+        theirs = rows.forward_drafts([PlacedDraft(row, 1, 2 * BLOCK + 30, Draft.chain([2, 3])) for row in range(ROWS)])
     assert bits([step.logits for step in together], [step.logits for step in theirs])
 
 
@@ -179,7 +183,7 @@ def test_how_many_slots_there_are():
         pool.forward(tokens_for(0, BLOCK), 0, rows=slice(0, 1))
         for wrong in (
             lambda: pool.forward(tokens_for(0, 1), BLOCK, rows=slice(0, 1)),
-            lambda: pool.over([Placed(0, 1, BLOCK)]),
+            lambda: pool.forward_drafts([PlacedDraft(0, 1, BLOCK)]),
         ):
             with pytest.raises(RuntimeError, match="positions and slots go from 0 to 63; expected no 64"):
                 wrong()
@@ -202,7 +206,9 @@ def test_what_cannot_be_had():
         for wrong in (
             lambda: pool.forward(tokens_for(0, 3), 0, rows=slice(0, 1), between=(1,)),
             lambda: pool.branch(0, "attention", torch.zeros(1, 1, 64), 0, rows=slice(0, 1)),
-            lambda: pool.over([Placed(0, 1, 0)], path=pool.compile(DraftPath.skipping(range(LAYERS), range(LAYERS)))),
+            lambda: pool.forward_drafts(
+                [PlacedDraft(0, 1, 0)], path=pool.compile(DraftPath.skipping(range(LAYERS), range(LAYERS)))
+            ),
         ):
             with pytest.raises(SelfspecError, match="no other reads a cache in blocks"):
                 wrong()

@@ -17,7 +17,7 @@ from natives import LAYERS, MODELS, WORDS, N, bits, model_of, random_tree, token
 from trained import random_trained
 
 from selfspec.controllers import FixedK
-from selfspec.drafters import FreeDrafter, LayerSkipDrafter, ModelDrafter, PlainDrafter, RecycleDrafter
+from selfspec.drafters import LayerSkipDrafter, LookupDrafter, ModelDrafter, PlainDrafter, RecycleDrafter
 from selfspec.engine.engine import Engine
 from selfspec.models.kernels import native
 from selfspec.proposers.lookup import Lookup
@@ -25,7 +25,7 @@ from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.speculation.tree_batch import Placed
+from selfspec.speculation.tree_batch import PlacedDraft
 from selfspec.types.draft_path import FULL, DraftPath
 
 pytestmark = needs_native
@@ -34,12 +34,12 @@ ROWS = 5
 SEEDS = st.integers(0, 9999)
 each_model = pytest.mark.parametrize("name", MODELS)
 each_dtype = pytest.mark.parametrize("name", ["llama", "llama in bfloat16"])
-BRIDGED = DraftPath.of(["int8", "skip", "full", "full", "skip", "full"])
+BRIDGED = DraftPath.from_modes(["int8", "skip", "full", "full", "skip", "full"])
 PATHS = {
     "in full": lambda seed: FULL,
     "any": lambda seed: random_path(seed, LAYERS, words=WORDS),
-    "8 bits": lambda seed: DraftPath.of(["int8"] * 2 * LAYERS, head="int8"),
-    "4 bits": lambda seed: DraftPath.of(["int4", "skip", "int4", "int4", "int4", "full"], head="int8"),
+    "8 bits": lambda seed: DraftPath.from_modes(["int8"] * 2 * LAYERS, head="int8"),
+    "4 bits": lambda seed: DraftPath.from_modes(["int4", "skip", "int4", "int4", "int4", "full"], head="int8"),
     "bridged": lambda seed: replace(BRIDGED, trained="bridges"),
 }
 made = {}
@@ -49,7 +49,7 @@ def runtime_of(name):
     """A model natively, made once, with bridges at hand."""
     if name not in made:
         made[name] = Runtime(model_of(name), rows=ROWS, kernel=native)
-        made[name].learn("bridges", random_trained(made[name], BRIDGED, rank=16, seed=1, size=0.05))
+        made[name].register_trained("bridges", random_trained(made[name], BRIDGED, rank=16, seed=1, size=0.05))
     return made[name]
 
 
@@ -60,7 +60,7 @@ def placed_of(chance, most):
         draft = random_tree(chance, chance.randint(0, most))
         if chance.random() < 0.5:
             draft = Draft.chain(draft.tokens)
-        found.append(Placed(row, chance.randrange(WORDS), chance.randrange(N - most), draft))
+        found.append(PlacedDraft(row, chance.randrange(WORDS), chance.randrange(N - most), draft))
     return found
 
 
@@ -90,11 +90,11 @@ def test_each_draft_gives_the_bits_that_it_gives_alone(name, path, seed, several
     compiled = runtime.compile(PATHS[path](seed))
     with runtime.session(N):
         fill(runtime)
-        alone = [runtime.over([one], path=compiled, hidden=(1, LAYERS))[0] for one in placed]
+        alone = [runtime.forward_drafts([one], path=compiled, hidden=(1, LAYERS))[0] for one in placed]
         kept = [written(runtime, one) for one in placed]
         fill(runtime)
         with threads(several):
-            together = runtime.over(placed, path=compiled, hidden=(1, LAYERS))
+            together = runtime.forward_drafts(placed, path=compiled, hidden=(1, LAYERS))
         assert all(bits(written(runtime, one), mine) for one, mine in zip(placed, kept, strict=True))
     for ours, theirs, one in zip(together, alone, placed, strict=True):
         assert ours.logits.shape[:2] == (1, 1 + len(one.draft))
@@ -107,13 +107,13 @@ def test_a_wide_chain_gives_the_bits_of_one_token_at_a_time(name, path):
     """More rows than a tile has lines, in full and in few bits: also along a row that others stand beside."""
     runtime = runtime_of(name)
     compiled, tokens = runtime.compile(PATHS[path](0)), tokens_for(7, 70)
-    chain = Placed(2, int(tokens[0, 0]), 0, Draft.chain(tokens[0, 1:].tolist()))
+    chain = PlacedDraft(2, int(tokens[0, 0]), 0, Draft.chain(tokens[0, 1:].tolist()))
     with runtime.session(N):
         rows = slice(1, 2)
         steps = [runtime.forward(tokens[:, i : i + 1], i, rows=rows, path=compiled) for i in range(70)]
         assert compiled.native is None or compiled.batch_invariant_head is not None
-        for beside in ([], [Placed(0, 5, 0)]):
-            step = runtime.over([*beside, chain], path=compiled)[-1]
+        for beside in ([], [PlacedDraft(0, 5, 0)]):
+            step = runtime.forward_drafts([*beside, chain], path=compiled)[-1]
             if compiled.native is not None:
                 assert torch.equal(step.logits, torch.cat([one.logits for one in steps], 1))
 
@@ -129,7 +129,7 @@ def test_a_tree_is_what_a_mask_says(name):
     positions = torch.tensor([[30, *(30 + depth for depth in draft.depths)]])
     with runtime.session(N):
         fill(runtime)
-        (ours,) = runtime.over([Placed(1, 4, 30, draft)])
+        (ours,) = runtime.forward_drafts([PlacedDraft(1, 4, 30, draft)])
         tokens = torch.tensor([[4, *draft.tokens]])
         theirs = runtime.forward(tokens, positions, slots=30, mask=mask, rows=slice(1, 2))
     assert torch.equal(ours.logits, theirs.logits)
@@ -137,13 +137,13 @@ def test_a_tree_is_what_a_mask_says(name):
 
 def test_without_logits_keys_are_written_and_streams_kept():
     runtime = runtime_of("llama")
-    placed = [Placed(0, 4, 10, Draft.chain([1, 2, 3])), Placed(3, 5, 2, Draft.chain([9] * 20))]
+    placed = [PlacedDraft(0, 4, 10, Draft.chain([1, 2, 3])), PlacedDraft(3, 5, 2, Draft.chain([9] * 20))]
     with runtime.session(N):
         fill(runtime)
-        told = runtime.over(placed, hidden=(2,))
+        told = runtime.forward_drafts(placed, hidden=(2,))
         kept = [written(runtime, one) for one in placed]
         fill(runtime)
-        untold = runtime.over(placed, hidden=(2,), logits=False)
+        untold = runtime.forward_drafts(placed, hidden=(2,), logits=False)
         assert all(bits(written(runtime, one), mine) for one, mine in zip(placed, kept, strict=True))
     for ours, theirs in zip(untold, told, strict=True):
         assert ours.logits is None
@@ -158,8 +158,8 @@ def test_operation_by_operation_it_is_the_same_interface(layout):
     placed = placed_of(random.Random(1), 12)
     with runtime.session(N):
         fill(runtime)
-        for one, step in zip(placed, runtime.over(placed, hidden=(0, LAYERS)), strict=True):
-            (alone,) = runtime.over([one], hidden=(0, LAYERS))
+        for one, step in zip(placed, runtime.forward_drafts(placed, hidden=(0, LAYERS)), strict=True):
+            (alone,) = runtime.forward_drafts([one], hidden=(0, LAYERS))
             assert step.logits.shape == alone.logits.shape
             torch.testing.assert_close(step.logits, alone.logits, atol=1e-3, rtol=1e-4)
             torch.testing.assert_close(step.hidden, alone.hidden, atol=1e-3, rtol=1e-4)
@@ -168,16 +168,16 @@ def test_operation_by_operation_it_is_the_same_interface(layout):
 @pytest.mark.parametrize(
     "wrong",
     [
-        Placed(0, 1, -1),
-        Placed(0, 1, 127, Draft.chain([1, 2])),
-        Placed(0, 1, 300),
-        Placed(0, 1, 127, random_tree(random.Random(0), 4)),
+        PlacedDraft(0, 1, -1),
+        PlacedDraft(0, 1, 127, Draft.chain([1, 2])),
+        PlacedDraft(0, 1, 300),
+        PlacedDraft(0, 1, 127, random_tree(random.Random(0), 4)),
     ],
 )
 def test_places_that_there_are_not_are_refused(wrong):
     runtime = runtime_of("llama")
     with runtime.session(N), pytest.raises(RuntimeError, match="positions and slots go from 0 to 127; expected no"):
-        runtime.over([Placed(1, 1, 3), wrong])
+        runtime.forward_drafts([PlacedDraft(1, 1, 3), wrong])
 
 
 DRAFTERS = {
@@ -185,7 +185,7 @@ DRAFTERS = {
     "path": lambda runtime: LayerSkipDrafter(runtime, DraftPath.skipping([1], [1]), FixedK(4), candidates=3),
     "8 bits": lambda runtime: LayerSkipDrafter(runtime, PATHS["8 bits"](0), FixedK(3)),
     "tree": lambda runtime: RecycleDrafter(FixedK(5), candidates=3),
-    "lookup": lambda runtime: FreeDrafter([Lookup()], FixedK(5)),
+    "lookup": lambda runtime: LookupDrafter([Lookup()], FixedK(5)),
     "draft model": lambda runtime: ModelDrafter(runtime, Runtime(model_of("llama"), kernel=native), FixedK(4)),
 }
 

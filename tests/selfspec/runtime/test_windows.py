@@ -8,7 +8,7 @@ from layouts import needs_native
 from models import SIZES, tiny
 from transformers import MistralConfig, Phi3Config
 
-from selfspec.models.layout import lay_out_
+from selfspec.models.layout import apply_layout_
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.forward import Runtime
 from selfspec.runtime.native_bindings import NativePass
@@ -19,13 +19,13 @@ WHOLE = {**SIZES, "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size"
 
 def cache(slots=32):
     one = {"kv_heads": 1, "group": 1, "slots": slots, "head_dim": 2, "dtype": torch.float32}
-    return Cache(rows=2, **one, devices=[torch.device("cpu")], placed=True)
+    return Cache(rows=2, **one, devices=[torch.device("cpu")], track_positions=True)
 
 
 def test_committed_tokens_stand_at_their_slots_number():
     held = cache()
     held.length = [4, 0]
-    held.place(torch.tensor([[4, 5, 5, 6, 6]]), 4, 5, slice(0, 1))  # a root, and a tree of two branches
+    held.set_positions(torch.tensor([[4, 5, 5, 6, 6]]), 4, 5, slice(0, 1))  # a root, and a tree of two branches
     assert held.positions[0, :9].tolist() == [0, 1, 2, 3, 4, 5, 5, 6, 6]
     held.commit(0, (1, 3))
     assert held.length == [7, 0]
@@ -35,8 +35,8 @@ def test_committed_tokens_stand_at_their_slots_number():
 
 def test_what_stands_near_enough_is_seen():
     held = cache()
-    held.place(torch.tensor([[8, 9], [3, 4]]), torch.tensor([[10, 11], [3, 4]]), 2, ALL_ROWS)
-    near = held.near(3, torch.tensor([[9], [4]]), 1, 12, ALL_ROWS)
+    held.set_positions(torch.tensor([[8, 9], [3, 4]]), torch.tensor([[10, 11], [3, 4]]), 2, ALL_ROWS)
+    near = held.window_mask(3, torch.tensor([[9], [4]]), 1, 12, ALL_ROWS)
     assert [row.nonzero().flatten().tolist() for row in near[:, 0]] == [[7, 8, 9, 10, 11], list(range(2, 12))]
 
 
@@ -52,7 +52,7 @@ def test_native_passes_end_where_the_window_does(config, monkeypatch):
     model = tiny(config, dtype=torch.float32)
     tokens = torch.randint(61, (1, N), generator=torch.Generator().manual_seed(0))
     theirs = model(tokens, use_cache=False).logits
-    lay_out_(model, "native")
+    apply_layout_(model, "native")
     runtime, natively, run = Runtime(model), [], NativePass.run
     monkeypatch.setattr(NativePass, "run", lambda *given: (natively.append(given), run(*given))[1])
     with runtime.session(N):

@@ -207,7 +207,7 @@ def test_a_client_that_goes_away_frees_its_row(serve):
                 client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + raw)
                 until(lambda: one.service.pool.running == 1)
             until(lambda: one.service.idle)
-            assert one.batches[0].free == one.batches[0].places
+            assert one.batches[0].free == one.batches[0].num_slots
         until(lambda: len(one.log) == 2)
         assert {line["finish"] for line in one.log} == {"the client is gone"}
         assert one.log[1]["status"] == 499
@@ -237,7 +237,7 @@ def test_what_fails_is_told_and_others_go_on(chatting, caplog):
             assert failed.status_code == 500
             assert failed.json()["error"]["type"] == "server_error"
         assert post(one).status_code == 200
-        assert batch.free == batch.places
+        assert batch.free == batch.num_slots
         assert "a toy's failure" in caplog.text, "the log says how"
 
 

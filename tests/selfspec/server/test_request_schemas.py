@@ -238,4 +238,4 @@ def check_answered(app, path, body):
     else:
         assert answer.text.endswith("data: [DONE]\n\n")
     assert app.service.idle
-    assert app.batch.free == app.batch.places
+    assert app.batch.free == app.batch.num_slots

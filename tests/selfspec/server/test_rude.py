@@ -51,7 +51,7 @@ def test_rude_clients_leave_nothing_behind(chatting, caplog, capfd):
         tracemalloc.stop()
         assert grown < 1_000_000, "bytes that a second crowd left behind"
         assert threading.active_count() <= threads
-        assert batch.free == batch.places
+        assert batch.free == batch.num_slots
         assert not batch.running
         assert not batch.waiting
         assert ask(0)[1] == expected[PROMPTS[0]]

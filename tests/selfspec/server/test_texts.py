@@ -136,7 +136,7 @@ def test_who_goes_away_leaves_memory_as_it_was(client, one):
         stream.close()
         until(lambda: one.service.idle)
     assert batch.idle
-    assert batch.free == batch.places
+    assert batch.free == batch.num_slots
     assert client.completions.create(model="toy", prompt="x", max_tokens=1).choices
 
 
@@ -151,7 +151,7 @@ def test_rude_clients_do_not_change_what_others_get(client, one, model):
             each.result()
     until(lambda: one.service.idle)
     assert batch.idle
-    assert batch.free == batch.places
+    assert batch.free == batch.num_slots
 
 
 def test_two_replicas(model, llm64):

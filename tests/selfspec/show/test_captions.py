@@ -22,18 +22,18 @@ CURVE = AcceptanceCurve(confidence=[0.1, 0.5], accepted=[0.3, 0.7], following=[0
 
 
 def test_skip_map():
-    text = reading.skip_map(Profile(model=Identity(layers=4), draft=LayerSkipSpec.of(SkipSet((1, 2), (0,)))))
+    text = reading.skip_map(Profile(model=Identity(layers=4), draft=LayerSkipSpec.from_path(SkipSet((1, 2), (0,)))))
     assert "2 of 4 attentions and 1 of 4 MLPs, 38% of all" in text
 
 
 def test_skip_map_of_modes():
     model = Identity(layers=4, hidden=8, heads=4, kv_heads=2, intermediate=16, vocabulary=10)
     path = DraftPath(SkipSet((1,)), int8=SkipSet((0,), (0, 2)), head="int4")
-    text = reading.skip_map(Profile(model=model, draft=LayerSkipSpec.of(path)))
+    text = reading.skip_map(Profile(model=model, draft=LayerSkipSpec.from_path(path)))
     assert "1 of 4 attentions and 0 of 4 MLPs, 12% of all" in text
     assert "run 1 attentions and 2 MLPs in 8 bits (marked 8) and the head in 4 bits; dark" in text
     assert re.search(r"A draft step reads 1\d\.\d bits per weight, a plain step 32\.", text)
-    text = reading.skip_map(Profile(model=Identity(layers=4), draft=LayerSkipSpec.of(DraftPath(head="int8"))))
+    text = reading.skip_map(Profile(model=Identity(layers=4), draft=LayerSkipSpec.from_path(DraftPath(head="int8"))))
     assert "bypassed" not in text
     assert "bits per weight" not in text, "the sizes are not known"
     assert "With rounded weights run the head in 8 bits" in text

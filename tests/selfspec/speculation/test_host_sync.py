@@ -16,7 +16,7 @@ from selfspec.drafters import LayerSkipDrafter
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation import host_sync, sampling
 from selfspec.speculation.drafts import Draft
-from selfspec.speculation.host_sync import lists
+from selfspec.speculation.host_sync import to_lists
 from selfspec.speculation.rules import find_rule
 from selfspec.speculation.sampling import Sampler, best_and_share
 from selfspec.types.confidence import Confidence
@@ -50,18 +50,18 @@ def there(monkeypatch):
 
     def noted(tensors):
         read.append(sum(map(len, tensors)))
-        return lists(tensors)
+        return to_lists(tensors)
 
-    monkeypatch.setattr(host_sync, "waits", lambda tensor: True)
-    monkeypatch.setattr(sampling, "waits", lambda tensor: True)
+    monkeypatch.setattr(host_sync, "needs_sync", lambda tensor: True)
+    monkeypatch.setattr(sampling, "needs_sync", lambda tensor: True)
     for module in ("sampling", "rules"):
-        monkeypatch.setattr(f"selfspec.speculation.{module}.lists", noted)
+        monkeypatch.setattr(f"selfspec.speculation.{module}.to_lists", noted)
     return read
 
 
 def test_numbers_are_exact_whatever_their_types(there):
     ids, halves = torch.tensor([2**40 + 1, 3]), torch.tensor([0.1, -math.inf, 2.5], dtype=torch.bfloat16)
-    assert lists([ids, halves]) == [[2.0**40 + 1, 3.0], [float(halves[0]), -math.inf, 2.5]]
+    assert to_lists([ids, halves]) == [[2.0**40 + 1, 3.0], [float(halves[0]), -math.inf, 2.5]]
 
 
 @pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)

@@ -20,17 +20,17 @@ from words import Doubled
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.drafters import (
     ClaspDrafter,
-    FreeDrafter,
+    CrossVocabularyDrafter,
     Guard,
     InputDrafter,
     JacobiDrafter,
     LayerSkipDrafter,
     LookaheadDrafter,
+    LookupDrafter,
     MergedDrafter,
     ModelDrafter,
     PlainDrafter,
     SwiftDrafter,
-    TranslatedDrafter,
 )
 from selfspec.drafters import tree_merge as merging
 from selfspec.models.low_precision import fake
@@ -134,24 +134,26 @@ DRAFTERS = {
         runtime, LOW, RateOptimal(floor=0.0, k_max=2, payoff=UNSURE), candidates=3, confidence=BY_GAP
     ),
     "few bits, draft vocabulary": lambda runtime: LayerSkipDrafter(runtime, FEW_WORDS, FixedK(2)),
-    "guesses": lambda runtime: LayerSkipDrafter(runtime, SkipSet((0,), (1,)), StaticThreshold(0.3, 3), ahead=GUESSES),
-    "guesses, candidates": lambda runtime: LayerSkipDrafter(
-        runtime, LOW, StaticThreshold(0.4, 2), candidates=2, confidence=BY_GAP, ahead=GUESSES
+    "guesses": lambda runtime: LayerSkipDrafter(
+        runtime, SkipSet((0,), (1,)), StaticThreshold(0.3, 3), proposer_chain=GUESSES
     ),
-    "guesses alone": lambda runtime: FreeDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2)),
+    "guesses, candidates": lambda runtime: LayerSkipDrafter(
+        runtime, LOW, StaticThreshold(0.4, 2), candidates=2, confidence=BY_GAP, proposer_chain=GUESSES
+    ),
+    "guesses alone": lambda runtime: LookupDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2)),
     "merged": lambda runtime: MergedDrafter(
         [LayerSkipDrafter(runtime, SkipSet((0,), (1,)), FixedK(1)), RandomTree(VOCABULARY, (1, 1))]
     ),
     "merged, of one law": lambda runtime: MergedDrafter([Backwards(VOCABULARY, (1,)), Backwards(VOCABULARY, (1, 1))]),
     "merged, a guess first": lambda runtime: MergedDrafter(
-        [FreeDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2)), RandomTree(VOCABULARY, (1, 1))]
+        [LookupDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2)), RandomTree(VOCABULARY, (1, 1))]
     ),
     "merged, a guess last": lambda runtime: MergedDrafter(
-        [RandomTree(VOCABULARY, (2,)), FreeDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2))]
+        [RandomTree(VOCABULARY, (2,)), LookupDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2))]
     ),
     "input": lambda runtime: InputDrafter(FixedK(2)),
     "jacobi": lambda runtime: JacobiDrafter("gauss-seidel", block=3),
-    "draft model of other tokens": lambda runtime: TranslatedDrafter(
+    "draft model of other tokens": lambda runtime: CrossVocabularyDrafter(
         runtime, Runtime(small(2 * VOCABULARY, 1, seed=9)), Doubled(VOCABULARY), FixedK(2)
     ),
     "swift": lambda runtime: SwiftDrafter(runtime, StaticThreshold(0.1, 4), window=6, every=1, candidates=2),
@@ -329,7 +331,7 @@ class Insisting(LayerSkipDrafter):
     """Puts the guess in the place of the token that was drawn."""
 
     def _draft(self, chain, logits):
-        guessed = chain.ahead[:1]
+        guessed = chain.lookup_tokens[:1]
         super()._draft(chain, logits)
         chain.tokens[-1:] = guessed or chain.tokens[-1:]
 
@@ -345,7 +347,7 @@ class Uncorrected(Staged):
 
     def made(self, outcome):
         kept = len(outcome.path) + (len(outcome.path) == len(outcome.draft))
-        return Draft.chain(outcome.tokens[:kept], q=outcome.laws[:kept] if kept else None)
+        return Draft.chain(outcome.tokens[:kept], q=outcome.target_distributions[:kept] if kept else None)
 
 
 class OfTheResidual(Staged):
@@ -406,7 +408,7 @@ WRONG_DRAFTERS = {
     "a low-confidence token withheld": lambda runtime: Withholding(VOCABULARY, (1, 1)),
     "a drawn duplicate removed": lambda runtime: Deduplicating(VOCABULARY),
     "a guess in the place of what was drawn": lambda runtime: Insisting(
-        runtime, SkipSet((0,), (1,)), FixedK(2), ahead=GUESSES
+        runtime, SkipSet((0,), (1,)), FixedK(2), proposer_chain=GUESSES
     ),
     "an inner correction left out": staged(Uncorrected),
     "the inner residual taken for q": staged(OfTheResidual),
@@ -416,7 +418,7 @@ WRONG_DRAFTERS = {
 RIGHT = {  # what those are made of; the others are among `DRAFTERS`
     "a guess that q leaves out": lambda runtime: Merging(VOCABULARY),
     "guesses beside what is drawn": lambda runtime: LayerSkipDrafter(
-        runtime, SkipSet((0,), (1,)), FixedK(2), ahead=GUESSES
+        runtime, SkipSet((0,), (1,)), FixedK(2), proposer_chain=GUESSES
     ),
     "a round within a round": staged(Staged),
 }
@@ -469,7 +471,7 @@ def test_a_residual_that_is_not_renormalised_is_seen(runtime, rule, monkeypatch)
 
 def test_a_block_without_its_weight_is_seen(runtime, monkeypatch):
     """h_i of a stopped block, as if nothing were left to make up for it."""
-    monkeypatch.setattr(verify, "_kept", lambda weights, left, sampler: _by_weights(weights, sampler))
+    monkeypatch.setattr(verify, "_num_accepted", lambda weights, left, sampler: _by_weights(weights, sampler))
     assert deviation(runtime, CHAIN, 3, rule="block") > SEEN
 
 

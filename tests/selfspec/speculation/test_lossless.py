@@ -38,7 +38,7 @@ def skip_sets() -> dict[str, SkipSet]:
 def paths() -> dict[str, DraftPath]:
     """Random ones with sub-layers and the head in few bits, by this machine's own products."""
     made = {f"random {seed}": random_path(seed, 16, words=2048) for seed in range(3)}
-    whole = {f"all {mode}": DraftPath.of([mode] * 32, head=mode) for mode in ("int8", "int4")}
+    whole = {f"all {mode}": DraftPath.from_modes([mode] * 32, head=mode) for mode in ("int8", "int4")}
     return {**made, **whole}
 
 
@@ -64,7 +64,7 @@ def test_float64_equals_plain_decoding(llm64, held_out, plain_texts, name, skip,
 @pytest.mark.parametrize(("name", "path"), tried(paths(), ("random 0", "all int8")))
 def test_few_bits_equal_plain_decoding(llm64, held_out, plain_texts, name, path, controller):
     confidence = Confidence(bias=1.0, probability=0.2, gap=0.8)
-    spec = LayerSkipSpec.of(path, ControllerSpec(name=controller), confidence=confidence)
+    spec = LayerSkipSpec.from_path(path, ControllerSpec(name=controller), confidence=confidence)
     drafter = make_layer_skip(llm64.runtime, spec, Profile(model=llm64.identity))
     for prompt, expected in zip(held_out[:FEW], plain_texts, strict=True):
         assert llm64.generate(prompt, max_new_tokens=TOKENS, drafter=drafter).tokens == expected

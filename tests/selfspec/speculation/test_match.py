@@ -129,7 +129,7 @@ def test_the_noise_is_gumbels():
 def test_draws_maximise_the_merits():
     sampler = Sampler(temperature=1.0, seed=4)
     for position in range(200):
-        assert sampler.draw(P, position) == int(sampler.merits(P.log(), position).argmax())
+        assert sampler.draw(P, position) == int(sampler.noisy_scores(P.log(), position).argmax())
 
 
 def test_a_draw_is_decided_by_seed_and_place():
@@ -158,7 +158,7 @@ def test_candidates_under_tied_noise_are_the_next_best(runtime):
     """Candidates are what the noise ranks next: without replacement, in one order."""
     sampler = Sampler(temperature=1.0, seed=2)
     seq = type("Seq", (), {"sampler": sampler})()
-    first, *others = sampler.merits(P.log(), 9).topk(3).indices.tolist()
+    first, *others = sampler.noisy_scores(P.log(), 9).topk(3).indices.tolist()
     assert _drawn(P, first, 3, seq, 9) == others
 
 

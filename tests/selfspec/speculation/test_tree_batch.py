@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from selfspec.speculation.drafts import Draft
-from selfspec.speculation.tree_batch import Placed, lay_out
+from selfspec.speculation.tree_batch import PlacedDraft, lay_out
 
 CPU, SPARE = torch.device("cpu"), 99
 TREE = Draft((5, 6, 7, 8), (-1, -1, 0, 2), None, (-1,) * 4)
@@ -11,13 +11,13 @@ SEEN = [[0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]  #
 
 
 def test_a_chain_needs_no_mask():
-    laid = lay_out([Placed(2, 9, 3, Draft.chain([4, 5]))], spare=SPARE, device=CPU)
+    laid = lay_out([PlacedDraft(2, 9, 3, Draft.chain([4, 5]))], spare=SPARE, device=CPU)
     assert laid.tokens.tolist() == [[9, 4, 5]]
-    assert (laid.positions, laid.slots, laid.mask, laid.rows, laid.at) == (3, 3, None, slice(2, 3), (0,))
+    assert (laid.positions, laid.slots, laid.mask, laid.rows, laid.batch_rows) == (3, 3, None, slice(2, 3), (0,))
 
 
 def test_a_tree_stands_in_a_run_of_slots():
-    laid = lay_out([Placed(0, 9, 2, TREE)], spare=SPARE, device=CPU)
+    laid = lay_out([PlacedDraft(0, 9, 2, TREE)], spare=SPARE, device=CPU)
     assert laid.tokens.tolist() == [[9, 5, 6, 7, 8]]
     assert laid.positions.tolist() == [[2, 3, 3, 4, 5]]
     assert laid.slots == 2
@@ -26,9 +26,9 @@ def test_a_tree_stands_in_a_run_of_slots():
 
 def test_drafts_of_several_rows_are_padded_to_the_spare_slot():
     """A chain of one in row 1, nothing in row 2, a tree in row 3; and no draft at all in row 4."""
-    placed = [Placed(3, 9, 2, TREE), Placed(1, 8, 1, Draft.chain([4])), Placed(4, 7, 0)]
+    placed = [PlacedDraft(3, 9, 2, TREE), PlacedDraft(1, 8, 1, Draft.chain([4])), PlacedDraft(4, 7, 0)]
     laid = lay_out(placed, spare=SPARE, device=CPU)
-    assert (laid.rows, laid.at) == (slice(1, 5), (2, 0, 3))
+    assert (laid.rows, laid.batch_rows) == (slice(1, 5), (2, 0, 3))
     assert laid.tokens.tolist() == [[8, 4, 0, 0, 0], [0] * 5, [9, 5, 6, 7, 8], [7, 0, 0, 0, 0]]
     assert laid.positions.tolist() == [[1, 2, 0, 0, 0], [0] * 5, [2, 3, 3, 4, 5], [0] * 5]
     assert laid.slots.tolist() == [[1, 2, 99, 99, 99], [99] * 5, [2, 3, 4, 5, 6], [0, 99, 99, 99, 99]]

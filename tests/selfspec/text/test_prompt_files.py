@@ -34,22 +34,22 @@ def test_what_is_named_is_used_as_the_user_says(takes):
 
 def test_some_of_them():
     letters = Prompts("s", tuple("abcde"))
-    assert letters.some(3).texts == tuple("abc")
-    assert letters.some(3, last=True).texts == tuple("cde")
-    assert letters.some(9) == letters
+    assert letters.subset(3).texts == tuple("abc")
+    assert letters.subset(3, last=True).texts == tuple("cde")
+    assert letters.subset(9) == letters
 
 
 def test_some_of_each_task():
     given = Prompts("s", tuple("abcdefg"), tasks=("x", "x", "x", "y", "x", "z", "z"))
-    assert given.some(3).texts == ("a", "d", "f")
-    assert given.some(3, last=True).texts == ("d", "e", "g")
-    five = given.some(5)
+    assert given.subset(3).texts == ("a", "d", "f")
+    assert given.subset(3, last=True).texts == ("d", "e", "g")
+    five = given.subset(5)
     assert (five.texts, five.tasks) == (("a", "b", "d", "f", "g"), ("x", "x", "y", "z", "z"))
-    assert given.some(7) == given
+    assert given.subset(7) == given
 
 
 def test_twelve_built_in_ones_are_of_every_task():
-    some = prompts_for(None, "heldout", chat=False, takes_messages=True).some(12, last=True)
+    some = prompts_for(None, "heldout", chat=False, takes_messages=True).subset(12, last=True)
     assert set(Counter(some.tasks).values()) == {1, 2}
     assert len(set(some.tasks)) == 7
 

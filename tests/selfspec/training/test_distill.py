@@ -14,7 +14,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.drafters import make_drafter
 from selfspec.profile.reading import read_profile
 from selfspec.training import distill
-from selfspec.training.distill import DistillLearner, some_layers
+from selfspec.training.distill import DistillLearner, keep_layers
 from selfspec.training.fit import fit
 from selfspec.training.options import TrainOptions
 
@@ -25,7 +25,7 @@ FEW = {"max_new_tokens": 24, "rows": 8, "texts": 20, "steps": 40, "layers": 4}
 def test_layers_that_are_kept_are_spread_evenly(count, kept):
     for name in ("llama", "llama-mqa-tied", "qwen2"):
         model = tiny(CONFIGS[name])
-        made = some_layers(model, count)
+        made = keep_layers(model, count)
         assert made.config.num_hidden_layers == len(made.model.layers) == count
         for i, layer in enumerate(kept):
             for (_, ours), (_, theirs) in zip(
@@ -43,7 +43,7 @@ def test_layers_that_are_kept_are_spread_evenly(count, kept):
 @pytest.mark.parametrize("count", [0, 5])
 def test_more_layers_than_there_are(count):
     with pytest.raises(SelfspecError, match=f"layers {count}: the model has 4, so 1 to 4 can be kept"):
-        some_layers(tiny(CONFIGS["llama"]), count)
+        keep_layers(tiny(CONFIGS["llama"]), count)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_its_profile_gives_plain_decodings_text(llm, fitted, held_out):
 def test_what_is_saved_is_what_was_fitted(llm, fitted):
     """Its layers have changed, its embeddings have not."""
     saved = AutoModelForCausalLM.from_pretrained(fitted.part)
-    begun = some_layers(llm.model, 4)
+    begun = keep_layers(llm.model, 4)
     assert torch.equal(saved.model.embed_tokens.weight, begun.model.embed_tokens.weight)
     assert not torch.equal(saved.model.layers[0].mlp.up_proj.weight, begun.model.layers[0].mlp.up_proj.weight)
 
@@ -93,7 +93,7 @@ def test_a_student_with_other_tokens_is_refused_before_texts_are_made(llm, held_
 
 
 def test_another_models_weights_are_a_beginning_too(llm, tmp_path):
-    begun = some_layers(llm.model, 1)
+    begun = keep_layers(llm.model, 1)
     begun.save_pretrained(tmp_path / "student")
     llm.tokenizer.save_pretrained(tmp_path / "student")
     learner = DistillLearner(llm.runtime, student=str(tmp_path / "student"), layers=None, loss="reverse-kl", seed=0)

@@ -22,7 +22,9 @@ from selfspec.training.path_learner import PathLearner
 from selfspec.training.texts import TrainingText, layers_of
 from selfspec.types.draft_path import DraftPath
 
-PATH = DraftPath.of(("full", "skip", "int8", "full", "skip", "full"))  # attention, then MLPs: 1 is bypassed whole
+PATH = DraftPath.from_modes(
+    ("full", "skip", "int8", "full", "skip", "full")
+)  # attention, then MLPs: 1 is bypassed whole
 N = 16  # more than a window holds
 every_configuration = pytest.mark.parametrize("name", FAMILY_CONFIGS)
 every_family = pytest.mark.parametrize("name", NAMES)
@@ -48,7 +50,7 @@ def test_a_path_is_fitted_as_the_runtime_runs_it(name):
     runtime = runtime_of(name)
     trained = random_trained(runtime, PATH, rank=4)
     trained = Trained(trained.bridges, {at: update for at, update in trained.updates.items() if at in ((2, 0), (2, 1))})
-    runtime.learn("both", trained)
+    runtime.register_trained("both", trained)
     compiled = runtime.compile(replace(PATH, trained="both"))
     learner = PathLearner(runtime, PATH, trained, rank=2, loss="tv", seed=0)
     tokens = tokens_for()

@@ -64,7 +64,7 @@ def test_each_kind_learns_and_drafts(llm, prompts, tmp_path, kind):
     assert fitted.part.name == f"{kind}.safetensors"
     (profile,) = map(read_profile, fitted.profiles)
     plain = llm.generate(PROMPT, max_new_tokens=32).tokens
-    told = llm.generate(PROMPT, max_new_tokens=32, drafter=llm.drafts_with(profile))
+    told = llm.generate(PROMPT, max_new_tokens=32, drafter=llm.drafter_for(profile))
     assert told.tokens == plain
 
 
@@ -82,14 +82,14 @@ def test_the_same_call_gives_the_same_part(llm, fitted, prompts, tmp_path):
 def test_what_was_cut_short_goes_on(llm, fitted, prompts, tmp_path, by):
     options = TrainOptions(steps=60, **FEW)
     if isinstance(by, KeyboardInterrupt):
-        cut = fit(llm, out=tmp_path, prompts=prompts, options=options, watch=Cut(20, by))
+        cut = fit(llm, out=tmp_path, prompts=prompts, options=options, callbacks=Cut(20, by))
         assert cut.interrupted
         assert make_head(llm.runtime, read_part(cut.part))  # usable as it is
     else:
         with pytest.raises(RuntimeError, match="killed"):
-            fit(llm, out=tmp_path, prompts=prompts, options=options, watch=Cut(20, by))
+            fit(llm, out=tmp_path, prompts=prompts, options=options, callbacks=Cut(20, by))
     watch = Cut(0, by)
-    whole = fit(llm, out=tmp_path, prompts=prompts, options=options, watch=watch)
+    whole = fit(llm, out=tmp_path, prompts=prompts, options=options, callbacks=watch)
     assert watch.stages[0] == "fitting"  # texts were made
     assert not whole.interrupted
     assert whole.progress.steps == 60
@@ -104,8 +104,8 @@ def test_its_profiles_give_plain_decodings_text(llm, fitted):
         strict=True,
     ):
         profile = read_profile(path)
-        assert said in profile.draft.said
-        found = llm.generate(PROMPT, max_new_tokens=32, drafter=llm.drafts_with(profile)).tokens
+        assert said in profile.draft.summary
+        found = llm.generate(PROMPT, max_new_tokens=32, drafter=llm.drafter_for(profile)).tokens
         assert found == plain
 
 

@@ -109,7 +109,7 @@ def fitted(llm, held_out, tmp_path_factory):
 @pytest.mark.long("training")
 def test_it_is_another_model_and_says_so(llm, fitted):
     assert fitted.changed
-    before, after = fitted.told["perplexity"]
+    before, after = fitted.record["perplexity"]
     assert 1 < before != after > 1
     told = json.loads((fitted.part.parent / "layerskip.json").read_text())
     assert told["perplexity"] == [before, after]
@@ -148,4 +148,4 @@ def test_its_early_layers_have_learnt_to_draft(llm, held_out, fitted):
 
 def test_an_early_exit():
     path = early_exit(3, 1, "int8")
-    assert path == DraftPath.of(["int8", "skip", "skip", "int8", "skip", "skip"], head="int8")
+    assert path == DraftPath.from_modes(["int8", "skip", "skip", "int8", "skip", "skip"], head="int8")

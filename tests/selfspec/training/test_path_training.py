@@ -27,7 +27,7 @@ from selfspec.types.draft_path import DraftPath
 
 FEW = {"max_new_tokens": 24, "rows": 8, "texts": 20}
 MODES = ("full", "skip", "skip", "int4", "full", "skip", "skip", "int8")  # attention, then MLPs: 1 and 2 bypassed
-PATH = DraftPath.of(MODES)
+PATH = DraftPath.from_modes(MODES)
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +62,11 @@ def test_the_draft_reads_the_models_keys_of_what_came_before(runtime):
 @pytest.mark.parametrize("rank", [None, 4])
 def test_bridges_are_the_maps_of_least_squares(runtime, rank):
     """Each between the draft's own stream, bridges before it and all, and the model's."""
-    path = DraftPath.of(("full", "skip", "full", "skip") * 2)
+    path = DraftPath.from_modes(("full", "skip", "full", "skip") * 2)
     seen = texts(12)
     found = fit_bridges(runtime, path, seen, seen, rank=rank)
     assert list(found.bridges) == [(1, 2), (3, 4)]
-    runtime.learn(f"first {rank}", Trained({(1, 2): found.bridges[1, 2]}))
+    runtime.register_trained(f"first {rank}", Trained({(1, 2): found.bridges[1, 2]}))
     compiled = runtime.compile(replace(path, trained=f"first {rank}"))
     both = [drafted(runtime, compiled, text.tokens, of_model=[4], of_draft=[3]) for text in seen]
     x = torch.cat([own.hidden[3][0] for _, own in both])
@@ -87,7 +87,7 @@ def test_what_is_fitted_runs_as_the_runtime_runs_it(runtime):
     """Step by step, each reading what those before it wrote."""
     trained = random_trained(runtime, PATH, rank=4)
     trained = Trained(trained.bridges, {at: update for at, update in trained.updates.items() if at[0] == 3})
-    runtime.learn("both", trained)
+    runtime.register_trained("both", trained)
     compiled = runtime.compile(replace(PATH, trained="both"))
     learner = PathLearner(runtime, PATH, trained, rank=2, loss="tv", seed=0)
     (text,) = texts(1, 8)
@@ -126,7 +126,7 @@ def profile(llm):
     layers = llm.runtime.layers
     modes = ["int4"] * 2 * layers
     modes[layers - 2] = modes[2 * layers - 2] = "skip"
-    spec = LayerSkipSpec.of(DraftPath.of(modes), ControllerSpec(name="fixed", options={"k": 3}))
+    spec = LayerSkipSpec.from_path(DraftPath.from_modes(modes), ControllerSpec(name="fixed", options={"k": 3}))
     return selfspec.Profile(model=llm.identity, draft=spec)
 
 
@@ -137,10 +137,10 @@ def bridged(llm, profile, prompts, tmp_path_factory):
 
 
 def test_bridges_bring_the_path_nearer_to_the_model(bridged):
-    before, after = bridged.told["right"]
+    before, after = bridged.record["right"]
     assert after > before
-    assert bridged.told["shared"][1] > bridged.told["shared"][0]
-    assert bridged.told["history"][-1][1] == 1 + after
+    assert bridged.record["shared"][1] > bridged.record["shared"][0]
+    assert bridged.record["history"][-1][1] == 1 + after
     assert json.loads(bridged.part.with_suffix(".json").read_text())["right"] == [before, after]
 
 
@@ -169,11 +169,11 @@ def test_adapters_bring_it_nearer_still(llm, bridged, prompts, tmp_path):
         profile=read_profile(bridged.profiles[0]),
         options=options,
     )
-    assert fitted.told["right"][0] == pytest.approx(bridged.told["right"][1], abs=1e-6)
-    assert fitted.told["shared"][1] > fitted.told["shared"][0]
+    assert fitted.record["right"][0] == pytest.approx(bridged.record["right"][1], abs=1e-6)
+    assert fitted.record["shared"][1] > fitted.record["shared"][0]
     plain = llm.generate("def read_text(path: Path) -> str:\n", max_new_tokens=24).tokens
     for path in (*bridged.profiles, *fitted.profiles):
-        drafts = llm.drafts_with(read_profile(path))
+        drafts = llm.drafter_for(read_profile(path))
         assert llm.generate("def read_text(path: Path) -> str:\n", max_new_tokens=24, drafter=drafts).tokens == plain
 
 
@@ -194,7 +194,7 @@ class _Cut(SilentTraining):
 def test_an_interrupted_adapter_goes_on(llm, profile, prompts, tmp_path):
     given = {"part": "adapter", "out": tmp_path, "prompts": prompts, "profile": profile}
     options = TrainOptions(steps=4, **FEW)
-    cut = fit(llm, **given, options=options, watch=_Cut())
+    cut = fit(llm, **given, options=options, callbacks=_Cut())
     assert cut.interrupted
     assert read_profile(cut.profiles[0]).draft.trained == "adapter"
     whole = fit(llm, **given, options=options)
@@ -209,7 +209,7 @@ def test_without_a_draft_path_they_are_refused(llm, tmp_path, part):
 
 def test_paths_that_leave_nothing_to_them_are_refused(llm, tmp_path):
     def of(mode):
-        spec = LayerSkipSpec.of(DraftPath.of([mode, *["full"] * (2 * llm.runtime.layers - 1)]))
+        spec = LayerSkipSpec.from_path(DraftPath.from_modes([mode, *["full"] * (2 * llm.runtime.layers - 1)]))
         return selfspec.Profile(model=llm.identity, draft=spec)
 
     with pytest.raises(SelfspecError, match="bypasses no whole layer"):
@@ -224,4 +224,4 @@ def test_a_rank_above_the_streams_width_is_refused(runtime):
 
 
 def test_agreement_with_itself_is_whole(runtime):
-    assert agreement(runtime, DraftPath.of(["full"] * 8), texts(2)) == pytest.approx((1.0, 1.0))
+    assert agreement(runtime, DraftPath.from_modes(["full"] * 8), texts(2)) == pytest.approx((1.0, 1.0))

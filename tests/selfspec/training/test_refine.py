@@ -17,9 +17,9 @@ PROMPT = "def read_text(path: Path) -> str:\n"
 
 @pytest.fixture(scope="module")
 def profile(llm):
-    path = DraftPath.of(["int4"] * 2 * llm.runtime.layers)
+    path = DraftPath.from_modes(["int4"] * 2 * llm.runtime.layers)
     return selfspec.Profile(
-        model=llm.identity, draft=LayerSkipSpec.of(path, ControllerSpec(name="fixed", options={"k": 3}))
+        model=llm.identity, draft=LayerSkipSpec.from_path(path, ControllerSpec(name="fixed", options={"k": 3}))
     )
 
 

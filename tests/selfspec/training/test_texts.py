@@ -10,7 +10,7 @@ from models import plain, small
 from selfspec.basics.errors import SelfspecError
 from selfspec.runtime.forward import Runtime
 from selfspec.training.texts import TextStore, layers_of, make
-from selfspec.training.training_prompts import Beginning, UserTurns, beginnings, made_up
+from selfspec.training.training_prompts import Beginning, UserTurns, beginnings, synthetic_beginning
 
 VOCABULARY = 11
 PROMPTS = [[1, 4, 9], [7], [3, 3, 0, 5]]
@@ -24,7 +24,7 @@ def runtime():
 def made(runtime, folder, *, most, go_on=lambda: True, rows=3):
     texts = TextStore(folder)
     begin = (Beginning(tuple(PROMPTS[n % 3])) for n in range(10**6))
-    make(runtime, texts, begin, room=8, most=most, go_on=go_on, rows=rows)
+    make(runtime, texts, begin, max_new_tokens=8, most=most, keep_going=go_on, rows=rows)
     return texts
 
 
@@ -96,14 +96,14 @@ def test_an_instruct_model_makes_up_users_turns(llm):
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     chat = with_template(llm, ending)
-    own = made_up(chat.tokenizer, chat.runtime.skeleton.ends, None)
+    own = synthetic_beginning(chat.tokenizer, chat.runtime.skeleton.ends, None)
     assert chat.tokenizer.decode(own.tokens) == "<user>"
     assert chat.tokenizer.decode(own.turn) == f"{end}<assistant>"
 
 
 def test_a_template_that_ends_turns_otherwise_is_not_followed(llm):
     chat = with_template(llm)
-    assert made_up(chat.tokenizer, frozenset([2]), 7) == Beginning((7,))
+    assert synthetic_beginning(chat.tokenizer, frozenset([2]), 7) == Beginning((7,))
 
 
 def test_a_turn_is_ended_by_the_template():
@@ -131,6 +131,6 @@ def test_prompts_come_round_and_round_in_an_order_by_seed():
 
 def test_nothing_to_begin_with():
     tokenizer = type("Tokenizer", (), {"chat_template": None})()
-    assert made_up(tokenizer, frozenset([5, 3]), None).tokens == (3,)
+    assert synthetic_beginning(tokenizer, frozenset([5, 3]), None).tokens == (3,)
     with pytest.raises(SelfspecError, match="give prompts with --data"):
-        made_up(tokenizer, frozenset(), None)
+        synthetic_beginning(tokenizer, frozenset(), None)

@@ -57,13 +57,13 @@ def test_what_is_held_beside_the_model_by_hand(path, dtype, bits):
     st.sampled_from([16.0, 32.0]),
 )
 def test_a_cheaper_mode_reads_less(modes, where, head, full):
-    path = DraftPath.of(modes, head=head)
+    path = DraftPath.from_modes(modes, head=head)
     bits = bits_per_weight(path, MODEL, full=full)
     assert 0 < bits <= full
     assert (bits == full) == (not path.cheaper)
     if modes[where] != "skip":
         modes[where] = MODES[MODES.index(modes[where]) + 1]
-        assert bits_per_weight(DraftPath.of(modes, head=head), MODEL, full=full) < bits
+        assert bits_per_weight(DraftPath.from_modes(modes, head=head), MODEL, full=full) < bits
 
 
 @pytest.mark.parametrize("size", ["hidden", "heads", "kv_heads", "intermediate", "vocabulary"])
@@ -87,5 +87,5 @@ def test_in_a_dtype(dtype, full):
 
 
 def test_in_words():
-    said = bits_read(DraftPath.skipping((0, 1), (0, 1)), MODEL, dtype="bfloat16").said
+    said = bits_read(DraftPath.skipping((0, 1), (0, 1)), MODEL, dtype="bfloat16").summary
     assert said == "a draft step reads 1.04 bits per weight, a plain step 16"

@@ -13,7 +13,7 @@ from selfspec.types.skip import SkipSet
 modes = st.lists(st.sampled_from(MODES), max_size=24).filter(lambda chosen: len(chosen) % 2 == 0)
 vocabularies = st.none() | st.lists(st.integers(0, 99), min_size=1, max_size=5, unique=True).map(tuple)
 paths = st.builds(
-    lambda chosen, head, words: (DraftPath.of(chosen, head=head, vocabulary=words), chosen),
+    lambda chosen, head, words: (DraftPath.from_modes(chosen, head=head, vocabulary=words), chosen),
     modes,
     st.sampled_from(MODES[:-1]),
     vocabularies,
@@ -25,7 +25,7 @@ def test_modes_and_back(made):
     path, chosen = made
     layers = len(chosen) // 2
     assert path.modes(layers) == tuple(chosen)
-    assert DraftPath.of(path.modes(layers), head=path.head, vocabulary=path.vocabulary) == path
+    assert DraftPath.from_modes(path.modes(layers), head=path.head, vocabulary=path.vocabulary) == path
     assert path.low_precision == ("int8" in chosen or "int4" in chosen or path.head != "full")
     assert path.cheaper == (path.low_precision or "skip" in chosen)
     assert "".join(path.rows(layers)) == "".join(SIGNS[mode] for mode in chosen)
@@ -34,7 +34,7 @@ def test_modes_and_back(made):
 @given(paths, st.none() | st.just(Confidence(gap=1.5)))
 def test_a_profile_says_it_and_gives_it_back(made, confidence):
     path, _ = made
-    spec = LayerSkipSpec.of(path, confidence=confidence)
+    spec = LayerSkipSpec.from_path(path, confidence=confidence)
     again = LayerSkipSpec.model_validate_json(spec.model_dump_json(exclude_none=True))
     assert again == spec
     assert (again.path, again.confidence, again.drafts) == (path, confidence, path.cheaper)
@@ -52,7 +52,7 @@ def test_a_profile_says_it_and_gives_it_back(made, confidence):
     ids=str,
 )  # fmt: skip
 def test_what_is_said(path, said):
-    assert path.said == said
+    assert path.summary == said
 
 
 def test_what_is_no_path():

@@ -50,7 +50,7 @@ def take_pretended(*modules: ModuleType) -> None:
 
 STAND_INS = {
     "is_dense": lambda weight: isinstance(weight, torch.Tensor),
-    "whole_of": lambda parts: torch.cat(list(parts)),
+    "joined_tensor": lambda parts: torch.cat(list(parts)),
     "_fingerprint": lambda parts: None,
 }
 take_pretended(*[module for name, module in sys.modules.items() if name.startswith("selfspec.models")])
@@ -65,7 +65,7 @@ for dtype in (torch.bfloat16, torch.float16):
             with runtime.session(64):
                 for label, path in {"plain": None, **paths(runtime.layers)}.items():
                     compiled = None if path is None else runtime.compile(path)
-                    assert compiled is None or not compiled.in_full, compiled.in_full
+                    assert compiled is None or not compiled.unquantized, compiled.unquantized
                     about = {"dtype": str(dtype).removeprefix("torch."), "int8": name, "path": label}
                     runtime.forward(tokens(20), 0, logits="last", path=compiled)
                     for n in (1, 3, 8):

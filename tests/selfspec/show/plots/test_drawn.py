@@ -77,7 +77,7 @@ MIXED = DraftPath(SkipSet((1,), (0,)), None, SkipSet((2,), ()), SkipSet((), (2, 
 
 
 def mixed(layers=4):
-    return Profile(model=Identity(layers=layers), draft=LayerSkipSpec.of(MIXED))
+    return Profile(model=Identity(layers=layers), draft=LayerSkipSpec.from_path(MIXED))
 
 
 @pytest.mark.parametrize("layers", [4, 80])
@@ -99,7 +99,7 @@ def test_skip_map_of_modes(layers):
 
 
 def test_a_legend_names_only_the_modes_that_occur():
-    only = Profile(model=Identity(layers=2), draft=LayerSkipSpec.of(DraftPath(int8=SkipSet((0,), (1,)))))
+    only = Profile(model=Identity(layers=2), draft=LayerSkipSpec.from_path(DraftPath(int8=SkipSet((0,), (1,)))))
     assert [text.get_text() for text in skip_map(only).legends[0].texts][:2] == ["in full", "8: in 8 bits"]
     assert not [text for text in skip_map(only).legends[0].texts if "bypassed" in text.get_text()]
 
